@@ -8,11 +8,12 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING
 
+from diskprefix import hooks
 from diskprefix.errors import SettingsError
+from diskprefix.nouns import SHARED
 from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 from diskprefix.store.schema import ModelRecord
-from diskprefix.tenant import SHARED
 
 _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left"
 
@@ -116,20 +117,18 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     from diskprefix.engine.opening import load_draft, measured
     from diskprefix.model.loader import load_model
     from diskprefix.model.memory import KV_AHEAD_BYTES, explain_out_of_memory
-    from diskprefix.prefix_cache.recording import Recorder
     from diskprefix.prefix_cache.resources import open_store
 
     imported = time.perf_counter()
     # A wrong scope is reported before anything else.
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
     _require_kernels(settings)
-    recorder: Recorder | None = None
     with ExitStack() as opened, explain_out_of_memory(_NO_MEMORY_LEFT):
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
         store = open_store(settings)
         opened.callback(store.close)
-        if settings.record is not None:
-            recorder = Recorder(settings.record, settings, lambda: store.secret)
+        recorder = hooks.open_recorder(settings, lambda: store.secret)
+        if recorder is not None:
             opened.callback(recorder.close)
         loaded = load_model(settings, progress, kv_ahead_bytes=KV_AHEAD_BYTES)
         loaded_at = time.perf_counter()

@@ -10,19 +10,17 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from diskprefix.cache_options import CacheOptions
-from diskprefix.cache_report import CacheReport
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import ExactAt, Layout
 from diskprefix.model.invariance import make_exact
 from diskprefix.model.invariant import uninstall
 from diskprefix.model.rehearsal import rehearse
+from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cache import PrefixCache
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prefix_cache.resources import open_store
-from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.waiting import wait_for
@@ -178,7 +176,7 @@ class Runner:
             self.arena.settle(drop=True)
             self.arena.truncate(have)
             self.arena.reserve(len(token_ids))
-            cached.bring()
+            cached.prefetch()
             cached.fetch(self.arena, have)
             cached.choose(self.arena)
             restored = cached.restored

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from diskprefix.cache_report import CacheReport
-from diskprefix.policy.scope import Scope
-from diskprefix.policy.select import Selection
+from diskprefix.nouns import CacheReport, Scope, Selection
 
 SELECTION = Selection(
     scope=Scope("auto", 30),

@@ -17,39 +17,42 @@ BELOW: dict[str, frozenset[str]] = {}
 """For each package, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
     "errors identity json_values printable progress trusted_path version",
-    "private_file settings tenant tokens",
-    "namespace_key prompt memo native",
+    "private_file settings tenant_ids tokens",
+    "nouns",
+    "namespace_key memo native",
     "policy store kv recipes",
-    "cache_options cache_report tiers",
+    "tiers",
+    "hooks",
     "model prefix_cache",
-    "engine chat simulate",
-    "browse",
+    "engine chat",
     "server session",
-    "app connectors",
+    "app",
+    "cli",
+    "extras",
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
-BELOW["cli"] = frozenset(BELOW)
 BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"session", "version"})
+
+BESIDE = {"watch": {"simulate"}, "simulate": set[str](), "remote": set[str](), "vllm": {"remote"}}
+"""For each extra, the other extras that it may import. The core imports none: `hooks` finds them by name."""
 
 LAYERS = ("store.codec", "store", "store.maintenance")
 """Parts of one package: a module of one part imports its own part and the parts before it."""
 
-ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}, "obstore": {"tiers"}}
+ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}, "obstore": {"extras"}}
 WITHOUT_TORCH = {
     "errors",
     "identity",
     "settings",
     "namespace_key",
+    "nouns",
+    "tenant_ids",
     "tokens",
-    "cache_report",
-    "cache_options",
-    "tenant",
-    "prompt",
     "memo",
     "printable",
 }
-WITHOUT_TORCH |= {"policy", "store", "tiers", "simulate", "browse"}
+WITHOUT_TORCH |= {"policy", "store", "tiers", "hooks"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 
@@ -95,11 +98,19 @@ def violations(module: str, source: str) -> list[str]:
             found.append(f"{module} uses a relative import")
         elif top == "diskprefix" and target in BELOW and target not in BELOW[package] | {package}:
             found.append(f"{module} imports {target}")
+        elif top == "diskprefix" and target == package == "extras" and not is_beside(module, rest):
+            found.append(f"{module} imports {rest}")
         elif top == "diskprefix" and is_upward(module, rest):
             found.append(f"{module} imports {layer_of(rest)}")
         elif package not in ONLY_IMPORTERS.get(top, {package}) or (package in WITHOUT_TORCH and top in TORCH_LIBRARIES):
             found.append(f"{module} imports {top}")
     return found
+
+
+def is_beside(module: str, imported: str) -> bool:
+    """Whether an extra may import from this one."""
+    own, other = module.split(".")[1], imported.split(".")[1]
+    return own == other or other in BESIDE[own]
 
 
 def is_upward(module: str, imported: str) -> bool:
@@ -168,11 +179,14 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         ("server", "from diskprefix.session import PrefixCacheSession", "server imports session"),
         ("session", "import diskprefix.server.app", "session imports server"),
         ("server", "from diskprefix.app import load_engine", "server imports app"),
-        ("simulate", "from diskprefix.engine.request import Usage", "simulate imports engine"),
-        ("simulate", "import torch", "simulate imports torch"),
-        ("engine", "from diskprefix.simulate.trace import Trace", "engine imports simulate"),
-        ("prefix_cache", "from diskprefix.simulate.store import Rank", "prefix_cache imports simulate"),
-        ("policy", "from diskprefix.cache_options import CacheOptions", "policy imports cache_options"),
+        ("engine", "from diskprefix.extras.simulate.trace import Trace", "engine imports extras"),
+        ("cli", "import diskprefix.extras.watch", "cli imports extras"),
+        (
+            "extras.simulate.trace",
+            "from diskprefix.extras.watch.browse.flat import X",
+            "extras.simulate.trace imports extras.watch.browse.flat.X",
+        ),
+        ("nouns", "from diskprefix.policy.select import select", "nouns imports policy"),
         ("__init__", "from diskprefix.engine.engine import Engine", "__init__ imports engine"),
         ("store.codec.planes", "from diskprefix.store.schema import Kind", "store.codec.planes imports store"),
         ("store.codec", "from diskprefix.store import schema", "store.codec imports store"),
@@ -193,8 +207,9 @@ def test_the_checker_catches(module: str, source: str, violation: str) -> None:
         ("tokens", "import xxhash\nfrom diskprefix.errors import StoreCorrupt"),
         ("store", "import lmdb\nfrom diskprefix.store import schema"),
         ("kv", "import torch"),
-        ("simulate", "from diskprefix.prefix_cache.matching import Matcher"),
-        ("prefix_cache", "from diskprefix.cache_options import CacheOptions"),
+        ("extras.simulate.trace", "from diskprefix.prefix_cache.matching import Matcher"),
+        ("extras.watch.top", "from diskprefix.extras.simulate.trace import Trace"),
+        ("prefix_cache", "from diskprefix.nouns import CacheOptions"),
         ("store.maintenance.verify", "from diskprefix.store.store import Store"),
         ("store.store", "from diskprefix.store.codec.codec import Codec"),
         ("cli.verify", "from diskprefix.store.maintenance.repair import repair_problems"),
@@ -228,18 +243,18 @@ def test_a_circle_is_found(sources: dict[str, str], found: set[tuple[str, ...]])
         "diskprefix",
         "diskprefix.app",
         "diskprefix.cli",
-        "diskprefix.cli.inspect",
-        "diskprefix.cli.simulate",
+        "diskprefix.extras.watch.inspect.inspect_command",
+        "diskprefix.extras.simulate.simulate_command",
         "diskprefix.cli.warm",
         "diskprefix.prefix_cache.matching",
         "diskprefix.tiers.disk",
         "diskprefix.prefix_cache.planning",
         "diskprefix.tiers.loading",
-        "diskprefix.prefix_cache.recording",
+        "diskprefix.extras.simulate.recording",
         "diskprefix.prefix_cache.cost_model",
-        "diskprefix.simulate.formats",
-        "diskprefix.simulate.simulator",
-        "diskprefix.simulate.synthetic",
+        "diskprefix.extras.simulate.formats",
+        "diskprefix.extras.simulate.simulator",
+        "diskprefix.extras.simulate.synthetic",
     ],
 )
 def test_the_command_line_and_what_simulates_start_without_torch(module: str) -> None:
@@ -261,7 +276,7 @@ class Module(types.ModuleType):
         return type(name, (), {{"DISK": 0}})
 for name in {VLLM_MODULES!r}:
     sys.modules[name] = Module(name)
-import diskprefix.connectors.vllm
+import diskprefix.extras.vllm.connector
 print(*sorted(set({packages.split()!r}) & set(sys.modules)))
 """
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -271,7 +286,7 @@ print(*sorted(set({packages.split()!r}) & set(sys.modules)))
 VLLM_MODULES = sorted(
     {
         found.rsplit(".", depth)[0]
-        for found in imported_names(SOURCES["connectors._vllm_compat"])
+        for found in imported_names(SOURCES["extras.vllm._vllm_compat"])
         if package_of(found) in ("vllm", "huggingface_hub")
         for depth in range(found.count(".") + 1)
         if found.rsplit(".", depth)[0].rpartition(".")[2].islower()
@@ -284,4 +299,4 @@ def test_one_module_alone_imports_from_vllm() -> None:
     importers = {
         module for module, source in SOURCES.items() if "vllm" in {package_of(n) for n in imported_names(source)}
     }
-    assert importers == {"connectors._vllm_compat"}
+    assert importers == {"extras.vllm._vllm_compat"}

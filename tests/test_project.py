@@ -109,6 +109,7 @@ def test_the_options_table_is_what_the_settings_say() -> None:
 
 PAGES = [path for path in sorted(ROOT.rglob("README.md")) if not any(map(is_ignored, path.relative_to(ROOT).parts))]
 EXPECTED_PAGES = {
+    "diskprefix/extras/README.md",
     *("README.md", "systemd/README.md", "tools/README.md", "tests/README.md", "policies/README.md"),
     *("diskprefix/README.md", "diskprefix/cli/README.md", "diskprefix/server/README.md", "diskprefix/chat/README.md"),
     *(
@@ -116,11 +117,19 @@ EXPECTED_PAGES = {
         "diskprefix/model/README.md",
         "diskprefix/kv/README.md",
         "diskprefix/native/README.md",
-        "diskprefix/connectors/README.md",
+        "diskprefix/extras/vllm/README.md",
     ),
     *("diskprefix/store/README.md", "diskprefix/prefix_cache/README.md", "diskprefix/policy/README.md"),
-    *("diskprefix/tiers/README.md", "diskprefix/server/dashboard/README.md", "diskprefix/cli/top/README.md"),
-    *("diskprefix/simulate/README.md", "diskprefix/chat/output/README.md", "diskprefix/browse/README.md"),
+    *(
+        "diskprefix/tiers/README.md",
+        "diskprefix/extras/watch/dashboard/README.md",
+        "diskprefix/extras/watch/top/README.md",
+    ),
+    *(
+        "diskprefix/extras/simulate/README.md",
+        "diskprefix/chat/output/README.md",
+        "diskprefix/extras/watch/browse/README.md",
+    ),
 }
 
 

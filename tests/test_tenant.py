@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.tenant import SHARED, Tenant, matches
+from diskprefix.nouns import SHARED, Tenant
+from diskprefix.tenant_ids import matches
 
 KEY, SALT = "sk-0123456789abcdef", "user-1"
 _NAMES = st.text(st.characters(codec=None), min_size=1, max_size=20)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from diskprefix.chat.messages import Conversation, Message, TextPart
-from diskprefix.prompt import LeftOut
+from diskprefix.nouns import LeftOut
 
 PLACEHOLDER = "(Earlier messages of this conversation were left out.)"
 """Said by the assistant where two messages of the user would meet: many templates refuse that."""

@@ -21,7 +21,7 @@ from diskprefix.chat.template_input import (
     other_first_character,
     with_other_user_message,
 )
-from diskprefix.prompt import MAX_MARKS, Mark
+from diskprefix.nouns import MAX_MARKS, Mark
 
 log = logging.getLogger("diskprefix")
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeAlias, cast, get_args
 
 from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
 from diskprefix.errors import SettingsError
-from diskprefix.prompt import Change, Rewriting
+from diskprefix.nouns import Change, Rewriting
 
 Mode: TypeAlias = Literal["off", "report", "on"]
 

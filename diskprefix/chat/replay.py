@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from diskprefix.chat.messages import Message, TextPart
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.template_input import PART_SEPARATOR
-from diskprefix.prompt import Prompt
+from diskprefix.nouns import Prompt
 
 _ID_BYTES = 32
 

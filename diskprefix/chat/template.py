@@ -46,8 +46,8 @@ from diskprefix.chat.template_input import (
     without_media,
 )
 from diskprefix.errors import ContextTooLong, InvalidRequest
+from diskprefix.nouns import LeftOut, Mark, Prompt, Rewriting, SourceText
 from diskprefix.printable import shown
-from diskprefix.prompt import LeftOut, Mark, Prompt, Rewriting, Source
 from diskprefix.tokens import as_token_ids
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ class PromptRenderer:
             system_end=system_end(boundaries, offsets, rendered, probe) if probe else 0,
             text=preview_of_chat(template_input.messages),
             marks=marks,
-            source=None if self._normalisers.is_off else Source.of(rendered, offsets),
+            source=None if self._normalisers.is_off else SourceText.of(rendered, offsets),
             rewriting=rewriting,
             replayed=len(spans),
         )

@@ -9,20 +9,17 @@ from typing import Any
 
 import click
 
+from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError
 
 COMMANDS = (
     "serve",
     "clients",
-    "top",
     "models",
-    "inspect",
     "doctor",
     "warm",
-    "simulate",
     "verify",
     "purge",
-    "remote",
     "compact",
     "backup",
     "restore",
@@ -31,21 +28,27 @@ COMMANDS = (
     "init",
     "completion",
 )
-"""Each is the function of its name in the module of its name, with _ after the keyword `import`."""
+"""Of the core. Each is the function of its name in the module of its name, with _ after the keyword `import`."""
 
 _USAGE_EXIT_CODE, _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 2, 4, 130, 141
 """A shell reports the last two for a process that SIGINT or SIGPIPE killed."""
+
+
+def command_names() -> list[str]:
+    """Returns the names of all commands, those of the core first."""
+    return [*COMMANDS, *hooks.commands()]
 
 
 class LazyGroup(click.Group):
     """A group that imports a subcommand when its help or its call needs it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
-        return list(COMMANDS)
+        return command_names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name not in COMMANDS:
-            return None
+            place = hooks.commands().get(cmd_name)
+            return None if place is None else hooks.command(place)
         name = "import_" if cmd_name == "import" else cmd_name
         command: click.Command = getattr(importlib.import_module(f"diskprefix.cli.{name}"), name)
         return command

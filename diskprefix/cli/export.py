@@ -13,7 +13,7 @@ from diskprefix.printable import printable_only
 from diskprefix.settings import format_size
 from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.exchange import export_entry
-from diskprefix.tenant import short_tenant
+from diskprefix.tenant_ids import short_tenant
 
 
 @click.command(short_help="Write a saved prompt to a .safetensors file.")

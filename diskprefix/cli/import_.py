@@ -42,7 +42,7 @@ from diskprefix.store.maintenance.exchange import (
     verify_payloads,
 )
 from diskprefix.store.owner import become_owner
-from diskprefix.tenant import short_tenant
+from diskprefix.tenant_ids import short_tenant
 
 _WITH_MODEL = "With --model: "
 _OF_IDENTITY = ("device", "dtype", "kernels", "weights", "block_size", "fingerprint")

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from diskprefix import hooks
 from diskprefix.cli.options import nonempty, setting_option
-from diskprefix.cli.remote import opened_bucket
 from diskprefix.cli.tooling import (
     counted,
     find_entry,
@@ -29,11 +29,10 @@ from diskprefix.store.listing import EntryInfo, list_entries
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, erase, plan_purge
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.tenant import matches, short_tenant
+from diskprefix.tenant_ids import matches, short_tenant
 
 if TYPE_CHECKING:
-    from diskprefix.namespace_key import NamespaceKey
-    from diskprefix.tiers.remote.objects import ObjectStore
+    from diskprefix.tiers.shared import Bucket
 
 
 @click.command(short_help="Remove saved prompts, a model, a tenant, or what is old.")
@@ -125,18 +124,16 @@ def purge(
     return 1 if purged is not None and purged.left_blocks else 0
 
 
-def _bucket(
-    purge_filter: PurgeFilter, remote_tier: str | None, namespace_key_file: Path | None
-) -> tuple[ObjectStore, NamespaceKey] | None:
+def _bucket(purge_filter: PurgeFilter, remote_tier: str | None, namespace_key_file: Path | None) -> Bucket | None:
     """Opens the bucket, if something is to be removed from it."""
     if purge_filter.older_than_s is not None or purge_filter.is_everything:
         return None
     if remote_tier is None or namespace_key_file is None:
         return None
-    return opened_bucket(remote_tier, namespace_key_file)
+    return hooks.open_bucket(remote_tier, namespace_key_file)
 
 
-def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: tuple[ObjectStore, NamespaceKey] | None) -> None:
+def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket | None) -> None:
     """Remove the same from the bucket that machines share, and note in `purged` what became of it."""
     if purge_filter.older_than_s is not None:
         purged.remote_error = "what is old is removed there by `diskprefix remote sweep`"
@@ -147,15 +144,11 @@ def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: tuple[Objec
     if bucket is None:
         purged.remote_error = "give it with --remote-tier and --namespace-key-file, or use `diskprefix remote purge`"
         return
-    objects, key = bucket
-    from diskprefix.tiers.remote import upkeep
-
     try:
         if purge_filter.entries:
-            purged.remote_objects = len(upkeep.forget(objects, key, purged.texts))
+            purged.remote_objects = bucket.forget(purged.texts)
         else:
-            _, removed = upkeep.purge(objects, key, lambda root: purge_filter.is_of(root.model, root.tenant))
-            purged.remote_objects = removed.objects
+            purged.remote_objects = bucket.purge(purge_filter.is_of)
     except CacheError as error:
         purged.remote_error = str(error)
 

@@ -7,13 +7,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.replay import NoteStore
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
-from diskprefix.policy.scope import DEFAULT_WINDOW, Scope
-from diskprefix.prompt import Prompt
+from diskprefix.nouns import DEFAULT_WINDOW, SHARED, CacheOptions, Prompt, Scope, Tenant
 from diskprefix.server.body import parse_json
 from diskprefix.server.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
 from diskprefix.server.protocols.openai_chat import ChatRequest
@@ -22,14 +20,12 @@ from diskprefix.server.protocols.params import cache_options
 from diskprefix.server.protocols.responses.body import ResponseRequest
 from diskprefix.server.protocols.responses.dialect import Responses
 from diskprefix.server.protocols.responses.stored import ResponseStore
-from diskprefix.simulate.trace import TraceRequest
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes
-from diskprefix.tenant import SHARED, Tenant
 
 Body: TypeAlias = dict[str, Any]
 NotesOf: TypeAlias = Callable[[Tenant], ReadOnlyNotes | None]
-_DEFAULT = Scope("auto", DEFAULT_WINDOW)
+DEFAULT = Scope("auto", DEFAULT_WINDOW)
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,7 @@ def parse_body(body: Body, caller: Tenant = SHARED, notes_of: NotesOf = lambda _
         parsed = parse_json(text, ChatRequest)
     else:
         parsed = parse_json(text, CompletionRequest)
-    options = cache_options(parsed, scope=_DEFAULT, caller=caller, reuse_generated=False)
+    options = cache_options(parsed, scope=DEFAULT, caller=caller, reuse_generated=False)
     notes = notes_of(options.tenant)
     return ParsedBody(_wanted(parsed, notes), options, notes)
 
@@ -104,18 +100,3 @@ def _is_anthropic(body: Body) -> bool:
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
     return any(part.get("type") in ("tool_use", "tool_result", "thinking", "redacted_thinking") for part in parts)
-
-
-def read_body(renderer: PromptRenderer, body: Body) -> TraceRequest:
-    """Returns what the body of a request asks for, as a request at time 0. Raises as `parse_body`."""
-    parsed = parse_body(body)
-    options = parsed.options
-    return TraceRequest(
-        when=0.0,
-        prompt=parsed.prompt(renderer),
-        scope=None if options.scope is _DEFAULT else options.scope,
-        group=options.group,
-        tenant=str(options.tenant),
-        save=options.save,
-        ttl_s=options.ttl_s,
-    )

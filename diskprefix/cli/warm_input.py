@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
-from diskprefix.simulate.formats import body_in
 
 Json: TypeAlias = dict[str, Any]
 
@@ -103,3 +102,18 @@ def _warming(body: Json, scope: str) -> Json:
         # These would contradict the scope.
         cache = {name: value for name, value in cache.items() if name not in ("window", "save")} | {"scope": scope}
     return kept | {"max_tokens": 1, "temperature": 0, "prefix_cache": cache}
+
+
+def body_in(value: object) -> Json:
+    """Returns the request body in a JSON value: the body itself, a line of OpenAI's batch format or a list of messages.
+
+    Raises `InvalidRequest` for any other value.
+    """
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "role" in item for item in value):
+        return {"messages": value}
+    if isinstance(value, dict):
+        inner = value.get("body")
+        return inner if isinstance(inner, dict) else value
+    raise InvalidRequest(
+        "it is neither a request body nor a list of messages; put several into a .jsonl file, one on each line"
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from diskprefix.policy.scope import Scope
+from diskprefix.nouns import Scope
 
 RequestState: TypeAlias = Literal["waiting", "restoring", "prefilling", "decoding"]
 

@@ -15,8 +15,8 @@ from diskprefix.engine.pulse import Pulse
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
 from diskprefix.model.media import prepared_bytes
+from diskprefix.nouns import SHARED, Tenant
 from diskprefix.printable import first_line
-from diskprefix.tenant import SHARED, Tenant
 
 log = logging.getLogger("diskprefix")
 

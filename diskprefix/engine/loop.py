@@ -45,7 +45,7 @@ class Loop:
         self._foretold: deque[tuple[Job, torch.Tensor]] = deque()
         """Jobs whose fetch is about to load all of the prompt, and the logits at its end; appended as above."""
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
-        self._bringers = ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-bring")
+        self._prefetchers = ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-prefetch")
         """Each waits for the shared tier for one request, and no other request waits for that."""
         self._is_ending = False
         served.constraints.on_ready = inbox.wake
@@ -63,7 +63,7 @@ class Loop:
                         return
         finally:
             self._is_ending = True
-            self._bringers.shutdown()
+            self._prefetchers.shutdown()
             self._fetcher.shutdown()
             for job in self._running.jobs:
                 job.cached.close()
@@ -164,15 +164,15 @@ class Loop:
                     if self._cache.remote is None:
                         self._fetcher.submit(self._fetch, job)
                     else:
-                        self._bringers.submit(self._bring, job)
+                        self._prefetchers.submit(self._prefetch, job)
                     return
             self._begin(job)
 
-    def _bring(self, job: Job) -> None:
+    def _prefetch(self, job: Job) -> None:
         """Runs on a thread that waits for this request alone."""
         job.fetched_from = time.perf_counter()
         try:
-            job.cached.bring(lambda: job.ticket.cancelled or self._is_ending, have=job.num_adopted)
+            job.cached.prefetch(lambda: job.ticket.cancelled or self._is_ending, have=job.num_adopted)
         except Exception as error:  # noqa: BLE001 (`_begin` raises it)
             job.error = error
             self._fetched.append(job)

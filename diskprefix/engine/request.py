@@ -6,10 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from diskprefix.cache_options import CacheOptions
-from diskprefix.cache_report import CacheReport
 from diskprefix.errors import DiskPrefixError
-from diskprefix.prompt import Prompt
+from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from diskprefix.cache_report import CacheReport
 from diskprefix.engine.activity import Activity
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.inbox import Inbox, Ticket, error_event
@@ -17,6 +16,7 @@ from diskprefix.engine.scheduler import Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.errors import DeviceLost
 from diskprefix.kv.arena import KVArena
+from diskprefix.nouns import CacheReport
 
 log = logging.getLogger("diskprefix")
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from diskprefix.cache_report import CacheReport
 from diskprefix.engine.constraint import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
@@ -22,6 +21,7 @@ from diskprefix.engine.request import FinishReason, GenerateRequest, TextEvent, 
 from diskprefix.engine.scheduler import MAX_ROWS
 from diskprefix.engine.speculation import DraftRate, Guesser, Speculation
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
+from diskprefix.hooks import Recorder
 from diskprefix.kv.group import give_back_ahead
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
@@ -29,8 +29,8 @@ from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.loader import LoadedModel
 from diskprefix.model.memory import KV_AHEAD_BYTES, available_bytes, kv_bytes
 from diskprefix.model.runner import can_pack
+from diskprefix.nouns import CacheReport
 from diskprefix.prefix_cache.cache import PrefixCache
-from diskprefix.prefix_cache.recording import Recorder
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from diskprefix.nouns import Break
 from diskprefix.tokens import TokenIds, common_prefix_length
 
 _WINDOW = 32
@@ -17,13 +17,6 @@ _LEAST_TOKENS = 256
 _MOST_PROMPTS = 8
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
-
-
-class Break(NamedTuple):
-    """`at` is the first token that differs. About `num_tokens` behind it are the earlier prompt's too."""
-
-    at: int
-    num_tokens: int
 
 
 def find_break(token_ids: TokenIds, recent: Sequence[TokenIds], known: int) -> Break | None:

@@ -13,57 +13,15 @@ from __future__ import annotations
 
 import re
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, cast, get_args
+from typing import cast
 
 from diskprefix.errors import InvalidScope
-
-ScopeKind: TypeAlias = Literal["off", "full", "auto", "tokens"]
-
-DEFAULT_WINDOW = 30
-MAX_VALUE = 1_000_000
-
-ACCEPTED = (
-    f"accepted are off, full, auto, auto:N (N recent requests) and N (the first N prompt tokens), with N from 1 to "
-    f"{MAX_VALUE}"
-)
+from diskprefix.nouns import ACCEPTED, DEFAULT_WINDOW, Scope, ScopeKind, short_value
 
 # ASCII, because \d would take the digits of every script.
 _SCOPE = re.compile(
     r"(?P<word>off|full|auto)|auto:0*(?P<window>\d{1,7})|0*(?P<tokens>\d{1,7})", re.ASCII | re.IGNORECASE
 )
-_MAX_SHOWN_CHARS = 40
-
-
-@dataclass(frozen=True)
-class Scope:
-    """A valid scope. `value` is the window of `auto` in requests, or the N of `tokens`; 0 for `off` and `full`.
-
-    Raises `InvalidScope` for a combination that the grammar cannot express, so `parse_scope(str(scope)) == scope`.
-    """
-
-    kind: ScopeKind
-    value: int = 0
-
-    def __post_init__(self) -> None:
-        least, most = {"off": (0, 0), "full": (0, 0)}.get(self.kind, (1, MAX_VALUE))
-        if self.kind not in get_args(ScopeKind) or not least <= self.value <= most:
-            raise InvalidScope(f"scope {self.kind} cannot have the value {_shown(self.value)}; {ACCEPTED}")
-
-    def __str__(self) -> str:
-        """The canonical text: `off`, `full`, `auto:30`, `1000`."""
-        if self.kind == "auto":
-            return f"auto:{self.value}"
-        return str(self.value) if self.kind == "tokens" else self.kind
-
-    def with_window(self, window: int) -> Scope:
-        """This `auto` scope with another window. Raises `InvalidScope` for another scope and a window out of range."""
-        if self.kind != "auto":
-            raise InvalidScope(
-                f"prefix_cache.window: only the scope auto has a window, but the scope is {self}; leave one out",
-                param="prefix_cache.window",
-            )
-        return Scope("auto", window)
 
 
 def parse_scope(value: object, *, param: str) -> Scope:
@@ -80,13 +38,4 @@ def parse_scope(value: object, *, param: str) -> Scope:
         if match:
             kind = cast(ScopeKind, (match["word"] or "auto").lower())
             return Scope(kind, int(match["window"] or DEFAULT_WINDOW) if kind == "auto" else 0)
-    raise InvalidScope(f"{param}: {_shown(value)} is not a cache scope; {ACCEPTED}", param=param)
-
-
-def _shown(value: object) -> str:
-    """Short and on one line whatever a client sent; numbers of thousands of digits have no decimal text at all."""
-    if isinstance(value, str):
-        return repr(value if len(value) <= _MAX_SHOWN_CHARS else value[:_MAX_SHOWN_CHARS] + "…")
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value) if value.bit_length() <= 64 else "a number that large"
-    return "what is neither a text nor an integer"
+    raise InvalidScope(f"{param}: {short_value(value)} is not a cache scope; {ACCEPTED}", param=param)

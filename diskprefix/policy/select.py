@@ -22,40 +22,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
+from diskprefix.nouns import Prompt, Reason, Scope, Selection
 from diskprefix.policy.admission import Sighting
-from diskprefix.policy.scope import Scope
-from diskprefix.prompt import Prompt, last_safe
+from diskprefix.policy.safe_cuts import last_safe
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 
-Reason: TypeAlias = Literal[
-    "off",
-    "full",
-    "tokens",
-    "marks",
-    "continues",
-    "likely_repeat",
-    "learning",
-    "shared_prefix",
-    "best_checkpoints",
-    "new_system_prompt",
-    "already_saved",
-    "no_history",
-    "no_match",
-    "no_safe_boundary",
-    "below_min_tokens",
-    "whole_prompt_only",
-    "media",
-    "unsupported",
-    "read_only",
-    "faster_to_compute",
-    "left_out",
-]
-"""Why so much of a prompt is kept. Stable words: responses and log lines show them. server/README.md explains each."""
 StateKind: TypeAlias = Literal["token", "sliceable", "checkpoints", "one_pass"]
 """Where a restored prefix can end: at any token; at the end of any block; at a checkpoint; only at the end of a prompt,
 which was computed in one pass."""
@@ -64,68 +39,6 @@ _SHORT_END = 8
 """A prompt of which at most one part in so many was rewritten is taken for the same conversation."""
 _SEEN_ENOUGH = 8
 """If so many recent prompts share nothing with each other, a new system message is not kept at once."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Selection:
-    """What to keep of one prompt. All positions and lengths are in tokens.
-
-    `selected` is the policy's boundary; `aligned` is up to where state is kept for it: the same position where prompts
-    restore to the token, elsewhere the grid point at or below it. `keep_tail`: `selected` is the whole prompt, so its
-    last tokens and its next-token logits are kept too and an exact repeat runs no forward; `aligned` may then be 0.
-    `keeps_reply`: the prompt is kept to its end, or to its last boundary because it is expected to go on from there, so
-    the state of its reply is kept with it where that is exact. `checkpoints` are the grid points, ascending, at which
-    state that cannot be cut is kept; `votes` the votes of the window for each, where it was asked. `common` is the
-    longest prefix shared with one of the `recent` prompts looked at, `seen` the longest whose blocks were seen before.
-    `window` (the most prompts that would have been looked at) and `safe` (the last safe boundary in what was seen) are
-    0 unless the scope is auto; `price` (of a checkpoint, in tokens) unless it places checkpoints. `lost` is what this
-    prompt lacks of the one that it shares most with, at that one's end, in tokens; `continues`, `trials` and `again`
-    are those of the `Sighting`.
-    """
-
-    scope: Scope
-    prompt_tokens: int
-    reason: Reason
-    selected: int = 0
-    aligned: int = 0
-    keep_tail: bool = False
-    keeps_reply: bool = False
-    checkpoints: tuple[int, ...] = ()
-    votes: tuple[int, ...] = ()
-    window: int = 0
-    recent: int = 0
-    common: int = 0
-    seen: int = 0
-    safe: int = 0
-    price: int = 0
-    lost: int = 0
-    continues: bool = False
-    trials: int = 0
-    again: int = 0
-
-    @property
-    def kept(self) -> int:
-        """Tokens that a later request can restore of what is kept."""
-        return self.prompt_tokens if self.keep_tail else self.aligned
-
-    def keeping_nothing(self, reason: Reason) -> Selection:
-        """The same prompt and window, but nothing is kept."""
-        return replace(
-            self, reason=reason, selected=0, aligned=0, keep_tail=False, keeps_reply=False, checkpoints=(), votes=()
-        )
-
-    def shared(self, rule: str, num_tokens: int, had: int) -> int:
-        """Returns how many of the first `num_tokens` tokens are left for other machines. `rule` is `--remote-write`:
-        `all`, `off`, or what came before (`seen-twice`), which is worth sharing. Of that, the store or the engine
-        `had` so many tokens, or another prompt begins with them."""
-        if rule == "seen-twice":
-            return min(num_tokens, max(had, self.common, self.seen))
-        return num_tokens if rule == "all" else 0
-
-    @property
-    def diverged_at(self) -> int | None:
-        """Index of the first token that leaves every prompt looked at; None without any, or if nothing leaves them."""
-        return self.common if self.recent and self.common < self.prompt_tokens else None
 
 
 class _Choice(NamedTuple):

@@ -12,16 +12,15 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
+from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.prefix_cache.namespaces import TenantNamespaces
 from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.prefix_cache.resources import CacheResources
-from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import decode_piece, encode_piece
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, delete_entry, purge
@@ -29,7 +28,6 @@ from diskprefix.store.notes import TenantNotes
 from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, ModelRecord, RootRecord
 from diskprefix.store.store import Store
-from diskprefix.tenant import SHARED, Tenant
 from diskprefix.tiers.loading import READER_THREADS
 from diskprefix.tokens import TokenIds, root_hash
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from diskprefix.cache_options import CacheOptions
-from diskprefix.cache_report import MissReason
+from diskprefix.nouns import DEFAULT_WINDOW, Break, CacheOptions, MissReason, Prompt, Selection
 from diskprefix.policy.admission import Sighting
-from diskprefix.policy.breaks import Break, find_break
-from diskprefix.policy.scope import DEFAULT_WINDOW
-from diskprefix.policy.select import Selection, select
+from diskprefix.policy.breaks import find_break
+from diskprefix.policy.select import select
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restored
-from diskprefix.prompt import Prompt
 from diskprefix.store.savings import Tally
 from diskprefix.tiers.nodes import PromptNodes
 from diskprefix.tokens import TokenIds

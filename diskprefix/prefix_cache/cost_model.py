@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 
 from diskprefix.memo import Memo
 from diskprefix.settings import format_size
-from diskprefix.tiers.remote.bringing import Brought
+from diskprefix.tiers.shared import Prefetched
 
 log = logging.getLogger("diskprefix")
 
@@ -152,9 +152,9 @@ class CostModel:
         """`num_bytes` of state were read from the file, decoded and copied to where the model uses them."""
         self._note(self._restores, num_bytes, seconds)
 
-    def note_remote(self, brought: Brought) -> None:
+    def note_remote(self, prefetched: Prefetched) -> None:
         """This was fetched from the shared tier for one prompt."""
-        self._note(self._remotes, brought.telling_bytes, brought.seconds)
+        self._note(self._remotes, prefetched.telling_bytes, prefetched.seconds)
 
     def allows(self, num_tokens: int, use: Use = "restore") -> bool:
         """Whether to restore, or to save, the state of the first `num_tokens` tokens. A no is counted, and every

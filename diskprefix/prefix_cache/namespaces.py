@@ -15,13 +15,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from diskprefix.errors import CacheError
+from diskprefix.nouns import MAX_VALUE, SHARED, Tenant
 from diskprefix.policy.admission import AdmissionFilter
 from diskprefix.policy.history import History
-from diskprefix.policy.scope import MAX_VALUE
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import HISTORY_TOKENS, RootRecord
 from diskprefix.store.store import Store
-from diskprefix.tenant import SHARED, Tenant
 from diskprefix.tiers.nodes import PromptNodes
 from diskprefix.tokens import TokenIds, root_hash
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from diskprefix.policy.select import Selection, StateKind
-from diskprefix.prompt import Mark
+from diskprefix.nouns import Mark, Selection
+from diskprefix.policy.select import StateKind
 from diskprefix.store.schema import Kind
 from diskprefix.tiers.nodes import Node, PromptNodes, Rest
 

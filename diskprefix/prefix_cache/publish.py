@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capture
 from diskprefix.kv.finite import is_finite
-from diskprefix.policy.scope import MAX_VALUE
+from diskprefix.nouns import MAX_VALUE, CacheOptions, Prompt
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.planning import ttl_at
 from diskprefix.prefix_cache.resources import CacheResources
-from diskprefix.prompt import Prompt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Chain, Publication

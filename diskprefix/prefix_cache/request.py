@@ -12,23 +12,19 @@ from typing import Literal
 
 import torch
 
-from diskprefix.cache_options import CacheOptions
-from diskprefix.cache_report import CacheReport, MissReason, Saved
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
-from diskprefix.policy.breaks import Break
-from diskprefix.policy.select import Selection
+from diskprefix.nouns import Break, CacheOptions, CacheReport, MissReason, Prompt, Saved, Selection
 from diskprefix.prefix_cache.choosing import found_break, note_savings, selected, why_missed
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restoration, Restored
 from diskprefix.prefix_cache.saving import Saver
-from diskprefix.prefix_cache.sharing import bring, offer
-from diskprefix.prompt import Prompt
+from diskprefix.prefix_cache.sharing import prefetch, upload
 from diskprefix.store.note_record import NoteKind
 from diskprefix.tiers.nodes import PromptNodes
-from diskprefix.tiers.remote.bringing import Brought
+from diskprefix.tiers.shared import Prefetched
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
@@ -68,9 +64,9 @@ class CachedRequest:
         """What of the reply was run through the model; known once `publish_reply` was called."""
         self.restored = Restored()
         """What `fetch` found, and how long it took."""
-        self._brought = Brought()
+        self._prefetched = Prefetched()
         self._load_s = 0.0
-        """How long `fetch` took to load what it restored, without what `bring` waited for."""
+        """How long `fetch` took to load what it restored, without what `prefetch` waited for."""
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
         self._broken: Break | None = None
@@ -91,20 +87,20 @@ class CachedRequest:
         self._publisher.chain.on_written = call
 
     def restore(self, arena: KVArena) -> Restored:
-        """`bring` and `fetch`, then `choose`."""
-        self.bring()
+        """`prefetch` and `fetch`, then `choose`."""
+        self.prefetch()
         self.fetch(arena)
         self.choose(arena)
         return self.restored
 
-    def bring(self, is_cancelled: Callable[[], bool] = lambda: False, have: int = 0) -> None:
+    def prefetch(self, is_cancelled: Callable[[], bool] = lambda: False, have: int = 0) -> None:
         """Fetch what the shared tier has of the prompt and this machine has not. Waits for the network: for a thread
         that nobody waits for but this request. Without such a tier it does nothing. `have` as in `fetch`."""
         if self._bypass is None and self.cache.remote is not None:
             nodes, ttl_s = self.nodes, self._publisher.ttl_at(0)
             with self._guarded("nothing is fetched from the shared tier"):
                 store_id = self._publisher.store_id
-                self._brought = bring(self.cache, self.namespace, nodes, ttl_s, store_id, is_cancelled, have)
+                self._prefetched = prefetch(self.cache, self.namespace, nodes, ttl_s, store_id, is_cancelled, have)
 
     def fetch(
         self,
@@ -133,7 +129,7 @@ class CachedRequest:
             self._miss_reason = "error"
             with self._guarded("nothing is restored"):
                 restored = restoration.run(arena, have, logits)
-                self._load_s, waited_ms = restored.restore_ms / 1e3, self._brought.seconds * 1e3
+                self._load_s, waited_ms = restored.restore_ms / 1e3, self._prefetched.seconds * 1e3
                 self.restored = replace(restored, restore_ms=restored.restore_ms + waited_ms)
                 self._miss_reason = None
             if self.restored is held and restoration.kept < have:
@@ -254,7 +250,7 @@ class CachedRequest:
         restored = self.restored
         if self.cache.remote is not None and self._bypass is None:
             self._publisher.at_end = partial(
-                offer, self.cache, self.namespace, self.nodes, self.options, self.selection, restored
+                upload, self.cache, self.namespace, self.nodes, self.options, self.selection, restored
             )
         self._publisher.close()
         if restored.num_tokens:
@@ -311,7 +307,7 @@ class CachedRequest:
             on_logits=on_logits,
             reuse_generated=self.options.reuse_generated,
             needs_logits=not self.goes_on,
-            brought=self._brought.names,
+            prefetched=self._prefetched.names,
         )
 
 

@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+from diskprefix import hooks
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layout import Layout
@@ -24,8 +25,7 @@ from diskprefix.store.writer import Writer
 from diskprefix.tiers.buffer import BufferTier
 from diskprefix.tiers.disk import DiskTier
 from diskprefix.tiers.loading import READER_THREADS
-from diskprefix.tiers.remote.objects import ObjectStore
-from diskprefix.tiers.remote.tier import RemoteTier
+from diskprefix.tiers.shared import SharedTier
 from diskprefix.tiers.tier import Tier
 
 log = logging.getLogger("diskprefix")
@@ -59,15 +59,6 @@ def open_store(settings: Settings) -> Store:
     return store
 
 
-def open_remote(settings: Settings) -> RemoteTier | None:
-    """Returns the tier that machines share; None if there is none. Does not connect. Raises `SettingsError`."""
-    if settings.remote_tier is None or settings.namespace_key_file is None:
-        return None
-    key = NamespaceKey.read(settings.namespace_key_file)
-    objects = ObjectStore(settings.remote_tier, timeout_s=settings.remote_deadline)
-    return RemoteTier(objects, key, writes=settings.remote_write != "off")
-
-
 class CacheResources:
     """The store, the writer and the threads of one prefix cache, and what it counts."""
 
@@ -80,7 +71,7 @@ class CacheResources:
         self.layout = layout
         self.payload_layout = PayloadLayout.parse(layout.describe())
         self.has_own_threads = beside is None
-        self.remote: RemoteTier | None = open_remote(settings) if beside is None else beside.remote
+        self.remote: SharedTier | None = hooks.open_tier(settings) if beside is None else beside.remote
         if beside is None:
             self.writer = Writer(
                 store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index

@@ -13,9 +13,9 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from diskprefix.cache_report import Refused, Source
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
+from diskprefix.nouns import Refused, StateSource
 from diskprefix.prefix_cache.matching import Matcher
 from diskprefix.prefix_cache.planning import Progress
 from diskprefix.store.codec.planes import Bytes
@@ -42,7 +42,7 @@ class Restored(Progress):
     has_tail: bool = False
     matched: int = 0
     refused: Refused | None = None
-    source: Source = "none"
+    source: StateSource = "none"
     prefill_s: float = 0.0
     lookup_ms: float = 0.0
     restore_ms: float = 0.0
@@ -72,7 +72,7 @@ class Restoration:
     on_logits: Callable[[torch.Tensor], None] = lambda _: None
     reuse_generated: bool = False
     needs_logits: bool = True
-    brought: Collection[bytes] = ()
+    prefetched: Collection[bytes] = ()
     """The names of the nodes that were fetched from the shared tier for this prompt."""
     _views: list[View] = field(default_factory=list)
     _found_in: dict[bytes, View] = field(default_factory=dict)
@@ -242,9 +242,9 @@ class Restoration:
             first_needed[self.nodes.layout.logits_group] = end
         return first_needed
 
-    def _source(self, loaded: Sequence[tuple[Node, View]]) -> Source:
+    def _source(self, loaded: Sequence[tuple[Node, View]]) -> StateSource:
         """Returns the farthest tier that something came from."""
-        if any(node.name in self.brought for node, _ in loaded):
+        if any(node.name in self.prefetched for node, _ in loaded):
             return "remote"
         return "disk" if any(view.tier == "disk" for _, view in loaded) else "memory"
 

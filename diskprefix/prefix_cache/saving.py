@@ -8,17 +8,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capture
-from diskprefix.policy.select import Selection
+from diskprefix.nouns import CacheOptions, Prompt, Selection
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes
 from diskprefix.prefix_cache.publish import Ending, Publisher, Wanted
 from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restored
 from diskprefix.prefix_cache.states import HeldStates
-from diskprefix.prompt import Prompt
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.schema import Kind
 from diskprefix.tiers.nodes import Node, PromptNodes

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from diskprefix.cache_options import CacheOptions
-from diskprefix.policy.select import Selection
+from diskprefix.nouns import CacheOptions, Selection
 from diskprefix.prefix_cache.namespaces import TenantNamespace
 from diskprefix.prefix_cache.resources import CacheResources
 from diskprefix.prefix_cache.restore import Restored
 from diskprefix.tiers.buffer import publisher
 from diskprefix.tiers.nodes import PromptNodes
-from diskprefix.tiers.remote.bringing import Bringing, Brought
-from diskprefix.tiers.remote.upload import Offer
+from diskprefix.tiers.shared import Prefetched, PrefetchRequest, Upload
 
 
-def bring(
+def prefetch(
     cache: CacheResources,
     namespace: TenantNamespace,
     nodes: PromptNodes,
@@ -23,14 +21,14 @@ def bring(
     store_id: bytes,
     is_cancelled: Callable[[], bool],
     have: int,
-) -> Brought:
+) -> Prefetched:
     """Fetches what the shared tier has of a prompt and nearer ones have not, into the writer's buffer: it is read from
     there like anything that was just computed, and written to the disk. Waits, up to `--remote-deadline`. It is not
     asked if hardly more is missing than the first `have` tokens, which are in memory."""
     remote, cost_model = cache.remote, cache.cost_model
     if remote is None or cache.store.problem is not None:
-        return Brought()
-    wish = Bringing(
+        return Prefetched()
+    wish = PrefetchRequest(
         nodes=nodes,
         tiers=cache.tiers,
         publish=publisher(cache.writer, store_id, namespace.root, namespace.record),
@@ -42,12 +40,12 @@ def bring(
         ttl_s=ttl_s,
         replaces=cache.layout.state_kind == "token",
     )
-    brought = remote.bring(wish)
-    cost_model.note_remote(brought)
-    return brought
+    prefetched = remote.prefetch(wish)
+    cost_model.note_remote(prefetched)
+    return prefetched
 
 
-def offer(
+def upload(
     cache: CacheResources,
     namespace: TenantNamespace,
     nodes: PromptNodes,
@@ -62,4 +60,4 @@ def offer(
     num_tokens = selection.shared(cache.settings.remote_write, len(nodes.token_ids), restored.num_tokens)
     if num_tokens >= nodes.block_size:
         in_parts = cache.layout.state_kind == "token"
-        remote.offer(Offer(nodes, num_tokens, namespace.record, cache.tiers, in_parts))
+        remote.upload(Upload(nodes, num_tokens, namespace.record, cache.tiers, in_parts))

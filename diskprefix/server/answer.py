@@ -16,7 +16,6 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.chat.content import holds_media
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat
@@ -24,7 +23,7 @@ from diskprefix.chat.output.plain import PlainText
 from diskprefix.chat.replay import Replayed
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams, Stage
 from diskprefix.errors import InvalidRequest
-from diskprefix.prompt import Prompt
+from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, events, openai_events
 from diskprefix.server.generation import Generation

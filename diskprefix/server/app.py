@@ -10,12 +10,12 @@ from fastapi import FastAPI
 from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 
+from diskprefix import hooks
 from diskprefix.server import answer, counting, models, responses, status, tokenizing
 from diskprefix.server.access_log import AccessLog
 from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.browser_guard import BrowserGuard, is_loopback
 from diskprefix.server.daemon import Daemon, EngineLoader
-from diskprefix.server.dashboard import routes as dashboard
 from diskprefix.server.described import OUTSIDE_FASTAPI, add_errors
 from diskprefix.server.errors import HANDLERS
 from diskprefix.server.keys import ApiKeys
@@ -62,7 +62,6 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
         exception_handlers=HANDLERS,
     )
     app.state.daemon = daemon
-    app.state.dashboard = dashboard.Dashboard(daemon)
     app.add_middleware(Sending, max_bytes=_LARGE_REPLIES * settings.max_body_bytes)
     app.add_middleware(Auth, keys=keys)
     # A page of another site has no key, so with keys any name may lead to an address that others reach.
@@ -75,7 +74,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.include_router(models.router)
     app.include_router(tokenizing.router)
     app.include_router(status.router)
-    app.include_router(dashboard.router)
+    hooks.add_routes(app)
     _complete_openapi(app, with_keys=keys is not None)
     return app
 

@@ -19,12 +19,12 @@ from starlette.requests import Request
 
 from diskprefix.errors import GOT, InvalidRequest, QueueFull
 from diskprefix.json_values import count_values
+from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
 from diskprefix.server.protocols.strict import REFUSED
 from diskprefix.server.queue_place import QueuePlace
 from diskprefix.server.threads import Kind, Threads
 from diskprefix.settings import format_size
-from diskprefix.tenant import Tenant
 
 Model = TypeVar("Model", bound=BaseModel)
 

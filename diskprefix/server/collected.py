@@ -8,8 +8,8 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from diskprefix.cache_report import MISS_REASONS
 from diskprefix.engine.figures import Distribution
+from diskprefix.nouns import MISS_REASONS
 from diskprefix.server.serving import Serving
 
 _COUNTERS = {

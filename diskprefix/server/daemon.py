@@ -16,6 +16,7 @@ from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
+from diskprefix.nouns import Tenant
 from diskprefix.policy.scope import parse_scope
 from diskprefix.server.body import Bodies
 from diskprefix.server.metrics import ServerMetrics
@@ -27,7 +28,6 @@ from diskprefix.server.serving import Serving
 from diskprefix.server.threads import CallerTurns, Threads
 from diskprefix.server.tracing import Tracing
 from diskprefix.settings import Settings
-from diskprefix.tenant import Tenant
 
 if TYPE_CHECKING:
     from diskprefix.engine.engine import Engine

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diskprefix.errors import SettingsError
+from diskprefix.nouns import SHARED, Tenant
 from diskprefix.private_file import read_private
-from diskprefix.tenant import SHARED, Tenant, short_tenant
+from diskprefix.tenant_ids import short_tenant
 
 log = logging.getLogger("diskprefix")
 

@@ -6,7 +6,7 @@ import logging
 from collections import OrderedDict
 from typing import Any
 
-from diskprefix.cache_report import CacheReport
+from diskprefix.nouns import CacheReport
 from diskprefix.server.protocols.figures import broken_by
 
 log = logging.getLogger("diskprefix")

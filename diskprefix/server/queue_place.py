@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+from diskprefix.nouns import Tenant
 from diskprefix.server.threads import Kind
-from diskprefix.tenant import Tenant
 
 
 @dataclass

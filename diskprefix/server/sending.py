@@ -12,9 +12,9 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diskprefix.errors import QueueFull
+from diskprefix.nouns import Tenant
 from diskprefix.server.errors import error_response, logged
 from diskprefix.server.log_context import log_context
-from diskprefix.tenant import Tenant
 
 log = logging.getLogger("diskprefix")
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import ModelNotFound
-from diskprefix.policy.scope import Scope
+from diskprefix.nouns import Scope
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from diskprefix.chat.boundaries import neutralise, system_end, template_boundaries
+from diskprefix.nouns import Prompt, Scope, Selection
 from diskprefix.policy.admission import Sighting
-from diskprefix.policy.scope import Scope
-from diskprefix.policy.select import Selection, select
-from diskprefix.prompt import Prompt, raw_boundaries
+from diskprefix.policy.safe_cuts import raw_boundaries
+from diskprefix.policy.select import select
 from diskprefix.tokens import as_token_ids, common_prefix_length
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -16,12 +16,11 @@ from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.messages import CacheMark, Conversation, Message, TextPart, ToolCall
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import ContextTooLong
-from diskprefix.policy.scope import Scope
+from diskprefix.extras.simulate.geometry import TOKEN
+from diskprefix.extras.simulate.simulator import Policy, Simulator
+from diskprefix.extras.simulate.trace import TraceRequest
+from diskprefix.nouns import LeftOut, Prompt, Scope
 from diskprefix.policy.select import select
-from diskprefix.prompt import LeftOut, Prompt
-from diskprefix.simulate.geometry import TOKEN
-from diskprefix.simulate.simulator import Policy, Simulator
-from diskprefix.simulate.trace import TraceRequest
 from tests.agent_bodies import words
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer
 

@@ -15,7 +15,8 @@ from transformers.utils import chat_template_utils
 
 from diskprefix.chat.encoding import TextParts
 from diskprefix.errors import InvalidRequest
-from diskprefix.prompt import Prompt, last_safe
+from diskprefix.nouns import Prompt
+from diskprefix.policy.safe_cuts import last_safe
 from diskprefix.tokens import common_prefix_length
 from tests.chat.families.conversations import (
     CLIENTS,

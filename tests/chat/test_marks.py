@@ -11,7 +11,7 @@ import pytest
 
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
-from diskprefix.prompt import MAX_MARKS, Mark, Prompt
+from diskprefix.nouns import MAX_MARKS, Mark, Prompt
 from diskprefix.server.body import parse_json
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer

@@ -15,13 +15,12 @@ from diskprefix.chat.messages import CacheMark, Conversation, TextPart
 from diskprefix.chat.normalisers import NORMALISERS, Normalisers, menders, shape_of
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import SettingsError
+from diskprefix.extras.simulate.geometry import TOKEN
+from diskprefix.extras.simulate.simulator import Policy, Simulator
+from diskprefix.extras.simulate.trace import TraceRequest
+from diskprefix.nouns import Change, Prompt, Rewriting, Scope
 from diskprefix.policy.breaks import find_break
-from diskprefix.policy.scope import Scope
-from diskprefix.prompt import Change, Prompt, Rewriting
 from diskprefix.server.protocols.anthropic_messages import CountTokensRequest
-from diskprefix.simulate.geometry import TOKEN
-from diskprefix.simulate.simulator import Policy, Simulator
-from diskprefix.simulate.trace import TraceRequest
 from diskprefix.tokens import common_prefix_length
 from tests.agent_bodies import TOOLS, asked, billing_header, said, shuffled, words
 from tests.server.chat_model import VOCAB_SIZE, write_tokenizer

@@ -15,7 +15,7 @@ from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import ContextTooLong
-from diskprefix.prompt import Prompt
+from diskprefix.nouns import Prompt
 from tests.chat.families.conversations import (
     CLIENTS,
     SYSTEM,

@@ -12,7 +12,7 @@ from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDe
 from diskprefix.chat.output.format import ThoughtTags
 from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
 from diskprefix.chat.template import PromptRenderer
-from diskprefix.prompt import Prompt
+from diskprefix.nouns import Prompt
 from diskprefix.tokens import TokenIds
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.tenant import SHARED
+from diskprefix.nouns import SHARED
 from tests.cli.conftest import Run
 from tests.server.daemon_process import DaemonProcess, running_daemon
 

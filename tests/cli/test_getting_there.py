@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix.cli import COMMANDS
+from diskprefix.cli import command_names
 from diskprefix.settings import SETTINGS
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
@@ -146,5 +146,5 @@ def test_what_the_scripts_ask_is_answered() -> None:
         ended = subprocess.run(command, env=os.environ | words, capture_output=True, text=True, check=False)
         return [answer.partition(",")[2] for answer in ended.stdout.split()]
 
-    assert completed("diskprefix in") == [name for name in COMMANDS if name.startswith("in")]
+    assert completed("diskprefix in") == [name for name in command_names() if name.startswith("in")]
     assert "--kv-cache-dir" in completed("diskprefix inspect --kv")

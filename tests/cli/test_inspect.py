@@ -16,10 +16,11 @@ import pytest
 
 from diskprefix.cli import main
 from diskprefix.errors import StoreFull
+from diskprefix.nouns import Tenant
 from diskprefix.store.changes import Use
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
-from diskprefix.tenant import Tenant, matches
+from diskprefix.tenant_ids import matches
 from tests.faults.damage import damaged
 from tests.store.building import BLOCK, Clock, layout_of, open_store, prompt, publication
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat
 from tests.cli.conftest import Ended, Run
+from tests.extras.watch.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat
 from tests.store.building import open_store
 
 QUESTION = "When is high tide today?"

@@ -40,7 +40,7 @@ _NOT_RUN = {
     r"podman ": "there is no builder in CI; tests/systemd/test_containerfile.py reads the file",
     r"diskprefix warm --alone": "loads a model; tests/cli/test_warm.py does it",
     r"diskprefix doctor": "imports a model's tokenizer and measures the disk; tests/cli/test_doctor.py does it",
-    r"diskprefix top": "needs a terminal; tests/cli/top/test_terminal.py does it",
+    r"diskprefix top": "needs a terminal; tests/extras/watch/top/test_terminal.py does it",
     r"diskprefix remote ": "needs a bucket; tests/cli/test_remote.py does it",
     r"diskprefix simulate .*(--plot|synthetic)": "takes seconds; tests/cli/test_simulate.py does it",
 }
@@ -75,7 +75,7 @@ def reason_not_to_run(command: str) -> str | None:
 
 def test_commands_are_found_in_the_pages() -> None:
     found = {command.split()[1] for _, command in SHOWN if command.startswith("diskprefix ")}
-    assert {page for page, _ in SHOWN} >= {"diskprefix/tiers/README.md", "diskprefix/connectors/README.md"}
+    assert {page for page, _ in SHOWN} >= {"diskprefix/tiers/README.md", "diskprefix/extras/vllm/README.md"}
     assert {"serve", "inspect", "verify", "purge", "backup", "export", "warm", "simulate", "init", "doctor"} <= found
     assert any(command.startswith("curl ") for _, command in SHOWN)
 

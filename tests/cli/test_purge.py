@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from diskprefix.nouns import SHARED
 from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store import Publication
-from diskprefix.tenant import SHARED
 from diskprefix.tokens import root_hash
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal

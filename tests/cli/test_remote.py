@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from diskprefix.namespace_key import NamespaceKey
+from diskprefix.nouns import SHARED
 from diskprefix.store.schema import RootRecord
-from diskprefix.tenant import SHARED
-from diskprefix.tiers.remote.upload import Offer
+from diskprefix.tiers.shared import Upload
 from tests.cli.conftest import Run
+from tests.extras.remote.made import machine
 from tests.store.building import BLOCK, ROOT, prompt
-from tests.tiers.remote.made import machine
 
 PROMPT = prompt(1, 3 * BLOCK)
 SECRET = b"a key that these machines share"
@@ -31,7 +31,7 @@ def flags(tmp_path: Path) -> list[str]:
             root = ROOT[:-1] + bytes([number])
             one.save(PROMPT, root=root)
             record = RootRecord(model="tiny", block_size=BLOCK, layout=one.layout, created_at=0.0, tenant=tenant)
-            one.remote.offer(Offer(one.nodes(PROMPT, root), len(PROMPT), record, one.tiers))
+            one.remote.upload(Upload(one.nodes(PROMPT, root), len(PROMPT), record, one.tiers))
         assert one.remote.flush(20)
     return ["--remote-tier", bucket, "--namespace-key-file", str(key_file)]
 

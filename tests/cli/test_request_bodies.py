@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from diskprefix.cache_options import group_of
 from diskprefix.chat.template import PromptRenderer
-from diskprefix.cli.request_bodies import read_body
 from diskprefix.errors import InvalidRequest
-from diskprefix.policy.scope import Scope
+from diskprefix.extras.simulate.bodies import read_body
+from diskprefix.nouns import SHARED, Scope
 from diskprefix.server.protocols.openai_chat import ChatRequest
-from diskprefix.tenant import SHARED
+from diskprefix.tenant_ids import group_of
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer
 
 CHAT: dict[str, Any] = {

@@ -14,7 +14,7 @@ import pytest
 import diskprefix.app
 import diskprefix.cli.serve
 from diskprefix import __version__
-from diskprefix.cli import COMMANDS, cli, main
+from diskprefix.cli import cli, command_names, main
 from diskprefix.cli.options import variable_of
 from diskprefix.errors import ModelError
 from diskprefix.settings import Settings, flag_of
@@ -337,7 +337,7 @@ def test_the_group_lists_its_commands_and_its_version(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out
-    assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in COMMANDS)
+    assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in command_names())
     with pytest.raises(SystemExit):
         main(["--version"])
     assert __version__ in capsys.readouterr().out
@@ -356,7 +356,7 @@ def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_every_command_of_the_table_exists() -> None:
     context = cli.make_context("diskprefix", [], resilient_parsing=True)
-    for name in COMMANDS:
+    for name in command_names():
         command = cli.get_command(context, name)
         assert command is not None
         assert command.name == name

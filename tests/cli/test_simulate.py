@@ -13,19 +13,16 @@ from typing import Any
 import pytest
 from matplotlib.axes import Axes
 
-import diskprefix.cli.simulate_plot
-from diskprefix.cache_options import CacheOptions
-from diskprefix.cache_report import CacheReport
-from diskprefix.policy.scope import Scope
-from diskprefix.policy.select import Selection
-from diskprefix.prefix_cache.recording import Recorder
+import diskprefix.extras.simulate.plot
+from diskprefix.extras.simulate.baselines import whole_snapshots
+from diskprefix.extras.simulate.formats import read_trace
+from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
+from diskprefix.extras.simulate.machines import Setup, replay
+from diskprefix.extras.simulate.recording import RequestRecorder
+from diskprefix.extras.simulate.simulator import Policy, simulate
+from diskprefix.extras.simulate.synthetic import CATALOG, interleaved
+from diskprefix.nouns import CacheOptions, CacheReport, Scope, Selection
 from diskprefix.settings import Settings, find_policy, parse_size
-from diskprefix.simulate.baselines import whole_snapshots
-from diskprefix.simulate.formats import read_trace
-from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
-from diskprefix.simulate.machines import Setup, replay
-from diskprefix.simulate.simulator import Policy, simulate
-from diskprefix.simulate.synthetic import CATALOG, interleaved
 from diskprefix.tokens import as_token_ids
 from tests.cli.conftest import Ended, Run
 from tests.cli.terminal import Terminal
@@ -130,7 +127,7 @@ def test_a_policy_file_is_a_row_of_its_own_settings(run: Run, tmp_path: Path) ->
 def test_traces_of_all_kinds_are_replayed_in_one_go(run: Run, tmp_path: Path, tokenizer: Path) -> None:
     body = {"messages": [{"role": "system", "content": WORDS * 40}, {"role": "user", "content": "Rivers?"}]}
     bodies = write_lines(tmp_path / "bodies.jsonl", body, body, {"prompt": WORDS * 40})
-    recorder = Recorder(tmp_path / "recorded.jsonl", Settings(disk_prefix_cache="full"), lambda: 1)
+    recorder = RequestRecorder(tmp_path / "recorded.jsonl", Settings(disk_prefix_cache="full"), lambda: 1)
     for request in interleaved(num_requests=5):
         options = CacheOptions(scope=Scope("full"))
         recorder.note(
@@ -213,7 +210,7 @@ def test_what_requests_asked_for_themselves_is_said_below_the_table(run: Run, tm
 
 
 def record(path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token: int = 1024) -> Path:
-    recorder = Recorder(path, Settings(block_size=block_size, kv_cache_min_tokens=64), lambda: 1)
+    recorder = RequestRecorder(path, Settings(block_size=block_size, kv_cache_min_tokens=64), lambda: 1)
     recorder.describe(bytes_per_token=bytes_per_token, state_bytes=state_bytes, logits_bytes=800, exact_at="grid")
     for request in interleaved(num_requests=8):
         options = CacheOptions(scope=Scope("auto", 30))
@@ -399,7 +396,7 @@ def test_what_writes_nothing_makes_an_empty_plot(run: Run, tmp_path: Path) -> No
 def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(diskprefix.cli.simulate_plot, "find_spec", lambda _name: None)
+    monkeypatch.setattr(diskprefix.extras.simulate.plot, "find_spec", lambda _name: None)
     ended = run("simulate", tmp_path / "missing.jsonl", "--plot", tmp_path / "plot.png")
     assert (ended.exit_code, ended.stdout) == (2, "")
     assert ended.stderr == "error: --plot needs matplotlib; install it with: pip install matplotlib\n"

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix.cli import COMMANDS
+from diskprefix.cli import command_names
 from diskprefix.errors import SettingsError
 from diskprefix.settings import parse_duration, parse_size
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
 from tests.store.building import BLOCK, open_store, prompt, publication
 
-TOOLS = sorted(set(COMMANDS) - {"serve"})
+TOOLS = sorted(set(command_names()) - {"serve"})
 STORE_TOOLS = sorted(set(TOOLS) - {"clients", "completion", "doctor", "init", "models", "remote", "simulate", "warm"})
 
 

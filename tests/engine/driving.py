@@ -15,10 +15,10 @@ from diskprefix.engine.engine import Engine
 from diskprefix.engine.inbox import Inbox, Serve, error_event
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, TextEvent
+from diskprefix.extras.simulate.recording import RecordedRequest
 from diskprefix.kv import arena
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVPool
-from diskprefix.prefix_cache.recording import RecordedRequest
 
 
 class Cancelled(Exception):

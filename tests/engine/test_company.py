@@ -15,19 +15,17 @@ import torch
 from llguidance import LLMatcher
 
 from diskprefix.app import load_engine
-from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.constraint import forbidden_by
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.request import Constraint, DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import ContextTooLong, DiskPrefixError
 from diskprefix.kv.arena import bytes_for
 from diskprefix.model import runner
+from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
-from diskprefix.tenant import SHARED, Tenant
-from diskprefix.tiers.remote.bringing import Bringing, Brought
+from diskprefix.tiers.shared import Prefetched, PrefetchRequest
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import (
     Client,
@@ -77,11 +75,11 @@ class Asked:
     def __init__(self) -> None:
         self.have: list[int] = []
 
-    def bring(self, wish: Bringing) -> Brought:
+    def prefetch(self, wish: PrefetchRequest) -> Prefetched:
         self.have.append(wish.have)
-        return Brought()
+        return Prefetched()
 
-    def offer(self, _: object) -> None:
+    def upload(self, _: object) -> None:
         """Nothing is shared."""
 
 

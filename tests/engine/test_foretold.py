@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from diskprefix.app import load_engine
-from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import (
@@ -26,8 +25,8 @@ from diskprefix.engine.request import (
 )
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest, StoreCorrupt, StoreUnavailable
+from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.pieces import Cut
 from diskprefix.tiers.loading import Loader

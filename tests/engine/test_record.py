@@ -10,16 +10,15 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.app import load_engine
-from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
+from diskprefix.extras.simulate.formats import read_trace
+from diskprefix.extras.simulate.geometry import SLICEABLE
+from diskprefix.extras.simulate.simulator import Policy, simulate
+from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.model import rehearsal as probe
-from diskprefix.policy.scope import Scope, parse_scope
-from diskprefix.prompt import Prompt
+from diskprefix.nouns import CacheOptions, Prompt, Scope
+from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
-from diskprefix.simulate.formats import read_trace
-from diskprefix.simulate.geometry import SLICEABLE
-from diskprefix.simulate.simulator import Policy, simulate
-from diskprefix.simulate.trace import RecordedDaemon, Trace
 from tests.engine.driving import Cancelled, recorded_requests, run_request
 from tests.model import tiny
 

@@ -11,12 +11,10 @@ import pytest
 import torch
 
 from diskprefix.app import load_engine
-from diskprefix.cache_options import CacheOptions
-from diskprefix.cache_report import CacheReport
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
+from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import decode_node

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import SettingsError
+from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Regime
+from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
+from diskprefix.extras.simulate.trace import Trace
 from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings, find_policy, parse_duration, parse_size, read_policy
-from diskprefix.simulate.comparison import GEOMETRIES, REGIMES, Regime
-from diskprefix.simulate.simulator import Policy, Totals, simulate
-from diskprefix.simulate.trace import Trace
 from tools.research.policy_runs import open_workload, preset_policy
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"

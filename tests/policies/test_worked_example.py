@@ -7,11 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
-from diskprefix.policy.scope import Scope
-from diskprefix.prompt import Prompt
-from diskprefix.simulate.geometry import SLICEABLE
-from diskprefix.simulate.simulator import Policy, Simulator
-from diskprefix.simulate.trace import TraceRequest
+from diskprefix.extras.simulate.geometry import SLICEABLE
+from diskprefix.extras.simulate.simulator import Policy, Simulator
+from diskprefix.extras.simulate.trace import TraceRequest
+from diskprefix.nouns import Prompt, Scope
 from diskprefix.tokens import TokenIds
 
 PAGE = Path(__file__).parents[2] / "policies" / "README.md"

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.errors import InvalidScope
-from diskprefix.policy.scope import DEFAULT_WINDOW, MAX_VALUE, Scope, parse_scope
+from diskprefix.nouns import DEFAULT_WINDOW, MAX_VALUE, Scope
+from diskprefix.policy.scope import parse_scope
 
 FIELD = "prefix_cache.scope"
 SCOPES = st.one_of(

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diskprefix.nouns import Mark, Prompt, Reason, Scope, Selection
 from diskprefix.policy.admission import Sighting
-from diskprefix.policy.scope import Scope
-from diskprefix.policy.select import Reason, Selection, StateKind, _Window, select
-from diskprefix.prompt import Mark, Prompt, raw_boundaries
+from diskprefix.policy.safe_cuts import raw_boundaries
+from diskprefix.policy.select import StateKind, _Window, select
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 
 OFF, FULL, AUTO = Scope("off"), Scope("full"), Scope("auto", 30)

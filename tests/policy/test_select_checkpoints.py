@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diskprefix.nouns import Prompt, Scope, Selection
 from diskprefix.policy.admission import Sighting
-from diskprefix.policy.scope import Scope
-from diskprefix.policy.select import Selection, select
-from diskprefix.prompt import Prompt
+from diskprefix.policy.select import select
 from diskprefix.tokens import TokenIds, as_token_ids
 
 AUTO = Scope("auto", 30)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.cache_options import CacheOptions
+from diskprefix.nouns import CacheOptions, Mark, Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prompt import Mark, Prompt
 from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.tokens import TokenIds

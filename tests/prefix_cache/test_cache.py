@@ -19,19 +19,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
+from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.request import CachedRequest
-from diskprefix.prompt import Prompt
 from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.savings import read_savings
 from diskprefix.store.schema import Kind, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
-from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples

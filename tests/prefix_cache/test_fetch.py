@@ -12,17 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.prefill import prefill
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.transfer import Bytes
+from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.request import CachedRequest
-from diskprefix.prompt import Prompt
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.schema import piece_key
-from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds, floor_to_grid
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.cache_options import CacheOptions
+from diskprefix.nouns import CacheOptions, Mark, Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prompt import Mark, Prompt
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model

@@ -8,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diskprefix.cache_options import CacheOptions
+from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prompt import Prompt
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.note_record import NoteKind, StoredNote
 from diskprefix.store.schema import Kind, decode_node
-from diskprefix.tenant import SHARED
 from tests.runner import BLOCK, Answer, Runner, random_prompt, same, tiny_llama, tiny_settings
 
 GRID = 4 * BLOCK

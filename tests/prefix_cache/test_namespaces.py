@@ -9,14 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import StoreUnavailable
+from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache import namespaces as module
 from diskprefix.prefix_cache.namespaces import TenantNamespaces
-from diskprefix.prompt import Prompt
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.tenant import SHARED, Tenant
 from diskprefix.tokens import TokenIds
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 

@@ -12,15 +12,13 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
+from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.policy.scope import parse_scope
-from diskprefix.prompt import Prompt
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, node_name, piece_key
-from diskprefix.tenant import SHARED
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from tests.exactness.architectures import tiny_model
 from tests.runner import VOCAB, Answer, Runner, random_prompt, tiny_llama, tiny_settings

@@ -18,16 +18,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diskprefix.cache_options import CacheOptions
-from diskprefix.cache_report import CacheReport
 from diskprefix.errors import SettingsError
-from diskprefix.policy.scope import Scope
-from diskprefix.policy.select import Selection
-from diskprefix.prefix_cache import recording
-from diskprefix.prefix_cache.recording import RecordedRequest, Recorder, joined
-from diskprefix.prompt import Mark, Prompt
+from diskprefix.extras.simulate import recording
+from diskprefix.extras.simulate.recording import RecordedRequest, RequestRecorder, joined
+from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
-from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from tests.waiting import wait_for
 
@@ -46,13 +41,13 @@ def random_prompt(seed: int, num_tokens: int) -> TokenIds:
 CAME_WITH_A_SALT = CacheOptions(scope=Scope("full"), tenant=SHARED.with_salt("me"))
 
 
-def open_recorder(path: Path, *, secret: int = 7, default_scope: Scope = FULL.scope) -> Recorder:
+def open_recorder(path: Path, *, secret: int = 7, default_scope: Scope = FULL.scope) -> RequestRecorder:
     settings = Settings(block_size=BLOCK, kv_cache_min_tokens=BLOCK, disk_prefix_cache=str(default_scope))
-    return Recorder(path, settings, lambda: secret)
+    return RequestRecorder(path, settings, lambda: secret)
 
 
 def note(
-    recorder: Recorder,
+    recorder: RequestRecorder,
     prompt: Prompt,
     options: CacheOptions = FULL,
     report: CacheReport = REPORT,

@@ -12,14 +12,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import SettingsError
+from diskprefix.extras.remote.tier import RemoteTier
+from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache.cost_model import CostModel
-from diskprefix.prompt import Prompt
 from diskprefix.settings import Settings
-from diskprefix.tenant import SHARED
-from diskprefix.tiers.remote.bringing import Brought
+from diskprefix.tiers.shared import Prefetched
 from tests.object_server import Fault, ObjectServer, object_server
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
 
@@ -40,7 +39,7 @@ MakeRunner = Callable[..., Runner]
 def make(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRunner]:
     """Makes a machine that shares a bucket. Two blocks of the model make a bundle."""
     block_bytes = 2 * 2 * 2 * 16 * 2 * BLOCK
-    monkeypatch.setattr("diskprefix.tiers.remote.bundle._TARGET_BYTES", 2 * block_bytes - 1)
+    monkeypatch.setattr("diskprefix.extras.remote.bundle._TARGET_BYTES", 2 * block_bytes - 1)
     key = tmp_path / "key"
     key.write_text("the key of the tests' fleet")
     key.chmod(0o600)
@@ -88,10 +87,10 @@ def test_what_one_machine_computed_another_one_restores_with_the_bits_of_the_col
     for ids, restored in ((PROMPT, 0 if exact_at else 6 * BLOCK), (LONGER, 6 * BLOCK + within), (OTHER_END, 4 * BLOCK)):
         cold = alone.run(ids, "full", reply=3)
         machine = make(exact_at)
-        brought = machine.run(ids, "full", reply=3)
-        assert brought.report.source == "remote"
-        assert brought.report.restored == (restored or len(PROMPT))
-        assert same(brought, cold)
+        prefetched = machine.run(ids, "full", reply=3)
+        assert prefetched.report.source == "remote"
+        assert prefetched.report.restored == (restored or len(PROMPT))
+        assert same(prefetched, cold)
         machine.flush()
     again = other.run(PROMPT, "full", reply=3)
     assert same(again, first)
@@ -137,7 +136,7 @@ def test_a_bucket_that_is_gone_changes_no_answer(make: MakeRunner, monkeypatch: 
     one, other, alone = make(), make(), make(bucket="none")
     one.run(PROMPT, "full", reply=2)
     shared(one)
-    assert other.cache.remote is not None
+    assert isinstance(other.cache.remote, RemoteTier)
     objects = other.cache.remote.objects
 
     def gone(*_: object, **__: object) -> Any:
@@ -159,10 +158,10 @@ def test_waiting_for_the_bucket_is_not_taken_for_a_slow_disk(make: MakeRunner, m
     runner.run(PROMPT, "full")
     runner.flush()
 
-    def wait_in_vain(*_: object) -> Brought:
-        return Brought(seconds=1000.0, is_whole=False)
+    def wait_in_vain(*_: object) -> Prefetched:
+        return Prefetched(seconds=1000.0, is_whole=False)
 
-    monkeypatch.setattr("diskprefix.prefix_cache.request.bring", wait_in_vain)
+    monkeypatch.setattr("diskprefix.prefix_cache.request.prefetch", wait_in_vain)
     report = runner.run(LONGER, "full").report
     assert report.source == "disk"
     assert report.restore_ms > 1e6
@@ -172,8 +171,8 @@ def test_waiting_for_the_bucket_is_not_taken_for_a_slow_disk(make: MakeRunner, m
 def test_a_bucket_that_answers_too_late_is_learned_as_slow(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make(remote_deadline=0.01)
     assert runner.cache.remote is not None
-    late = Brought(wanted_bytes=1000, seconds=10.0, is_whole=False, is_late=True)
-    monkeypatch.setattr(runner.cache.remote, "bring", lambda _: late)
+    late = Prefetched(wanted_bytes=1000, seconds=10.0, is_whole=False, is_late=True)
+    monkeypatch.setattr(runner.cache.remote, "prefetch", lambda _: late)
     runner.run(PROMPT, "full")
     assert list(runner.cache.cost_model._remotes) == [(1000, 10.0)]
 
@@ -231,7 +230,7 @@ def test_fetching_pays_where_the_measured_network_is_faster_than_the_model() -> 
     for num_tokens in (200, 400, 800, 1600):
         worth.note_prefill(num_tokens, 0.001 * num_tokens)
         # 50 ms, and 1 MB a second.
-        worth.note_remote(Brought(num_bytes=1000 * num_tokens, seconds=0.05 + 0.0005 * num_tokens))
+        worth.note_remote(Prefetched(num_bytes=1000 * num_tokens, seconds=0.05 + 0.0005 * num_tokens))
     assert worth.pays_remote(1000, 1_000_000)
     assert not worth.pays_remote(50, 50_000)
     figures = worth.as_dict()

@@ -17,14 +17,13 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.kv.arena import KVArena
+from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.policy.scope import parse_scope
 from diskprefix.prefix_cache import publish as publish_module
 from diskprefix.prefix_cache import saving as saving_module
 from diskprefix.prefix_cache.request import CachedRequest
-from diskprefix.prompt import Prompt
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store

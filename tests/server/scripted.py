@@ -17,14 +17,12 @@ from typing import Any, cast
 import httpx
 import uvicorn
 
-from diskprefix.cache_report import CacheReport
 from diskprefix.engine.constraint import ConstraintCompiler
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.figures import EngineFigures
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, TextEvent, Timings, Usage
-from diskprefix.policy.scope import Scope
-from diskprefix.policy.select import Selection
+from diskprefix.nouns import CacheReport, Scope, Selection, Tenant
 from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.server.app import create_app
 from diskprefix.server.daemon import Daemon
@@ -33,7 +31,6 @@ from diskprefix.server.process import uvicorn_config
 from diskprefix.settings import Settings
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes
-from diskprefix.tenant import Tenant
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import Cancelled, serve_one_at_a_time
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE

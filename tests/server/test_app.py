@@ -17,13 +17,13 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.cache_options import group_of
 from diskprefix.chat.output.plain import PlainText
 from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError, ModelError, StoreUnavailable
+from diskprefix.nouns import SHARED
 from diskprefix.server import body as reading
 from diskprefix.server import streaming
-from diskprefix.tenant import SHARED
+from diskprefix.tenant_ids import group_of
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import (
     CHOSEN,

@@ -13,9 +13,9 @@ import openai
 import pytest
 
 from diskprefix.errors import SettingsError
+from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server.app import create_app
 from diskprefix.settings import Settings
-from diskprefix.tenant import SHARED, Tenant
 from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 

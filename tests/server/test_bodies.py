@@ -12,12 +12,12 @@ from starlette.requests import Request
 
 from diskprefix.errors import InvalidRequest, QueueFull
 from diskprefix.json_values import MOST_PARTS, MOST_VALUES
+from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server.body import Bodies
 from diskprefix.server.protocols.fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from diskprefix.server.protocols.strict import Body
 from diskprefix.server.queue_place import QueuePlace
 from diskprefix.server.threads import Threads
-from diskprefix.tenant import SHARED, Tenant
 from tests.server.scripted import AppServer, scripted_app
 
 MIB = 1 << 20

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from diskprefix.errors import SettingsError
+from diskprefix.nouns import Tenant
 from diskprefix.server.keys import ApiKeys
-from diskprefix.tenant import Tenant
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef#+/="
 

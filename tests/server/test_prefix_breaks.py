@@ -10,12 +10,8 @@ from typing import Any
 import pytest
 
 from diskprefix.app import load_engine
-from diskprefix.cache_report import CacheReport
 from diskprefix.errors import SettingsError
-from diskprefix.policy.breaks import Break
-from diskprefix.policy.scope import Scope
-from diskprefix.policy.select import Selection
-from diskprefix.prompt import Rewriting
+from diskprefix.nouns import Break, CacheReport, Rewriting, Scope, Selection
 from diskprefix.server.prefix_breaks import PrefixBreaks
 from tests.agent_bodies import billing_header, words
 from tests.server.daemon_process import wait_until

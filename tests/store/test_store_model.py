@@ -33,6 +33,7 @@ from hypothesis.stateful import (
 )
 
 from diskprefix.errors import PrefixGone, StoreFull
+from diskprefix.nouns import SHARED
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
@@ -43,7 +44,6 @@ from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind, child_keys
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
-from diskprefix.tenant import SHARED
 from diskprefix.tokens import TokenIds
 from tests.examples import examples
 from tests.store.building import BLOCK, Clock, layout_of, names_of_every_run, open_store, publication, read_payload

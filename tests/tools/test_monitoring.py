@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from diskprefix.extras.remote.ledger import Ledger
 from diskprefix.server.collected import _GATE
-from diskprefix.tiers.remote.ledger import Ledger
 from tests.closing import needs
 from tests.server.scripted import STATS
 from tests.server.test_metrics import Scraped, samples_of

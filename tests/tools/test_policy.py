@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from diskprefix.prompt import Prompt
-from diskprefix.simulate.trace import Trace, TraceRequest
+from diskprefix.extras.simulate.trace import Trace, TraceRequest
+from diskprefix.nouns import Prompt
 from tools.research.policy_runs import FULL, sharing
 
 TOKENS = 40_000

@@ -212,7 +212,7 @@ def _gib(num_bytes: float) -> str:
 
 def connector(task: Task) -> Iterator[Row]:
     """The connector without vLLM: a stand-in with one rank and with two, and how fast pages are copied."""
-    from tests.connectors.engine import BLOCK, Engine, Request, prompt
+    from tests.extras.vllm.engine import BLOCK, Engine, Request, prompt
 
     for ranks in (1, 2):
         # Each has pages of its own on the one device.
@@ -235,7 +235,7 @@ def _page_speed(task: Task, *, num_blocks: int = 16, block_tokens: int = 128, pa
     import numpy as np
     import torch
 
-    from diskprefix.connectors.pages import EngineGroup, Pages
+    from diskprefix.extras.vllm.pages import EngineGroup, Pages
 
     shape, pages_each = task.model, block_tokens // page_tokens
     # The first page is nobody's.

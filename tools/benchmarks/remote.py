@@ -16,8 +16,8 @@ from typing import Any
 import click
 from rich.console import Console
 
+from diskprefix.extras.remote.sealing import SEAL_BYTES
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.tiers.remote.sealing import SEAL_BYTES
 from tests.object_server import FAULTS, ObjectServer, object_server
 from tools.benchmarks.restart import prompt_text
 from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step

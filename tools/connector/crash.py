@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from diskprefix.store.maintenance.verify import verify_index
-from tests.connectors.engine import BLOCK, Engine, Request, prompt
+from tests.extras.vllm.engine import BLOCK, Engine, Request, prompt
 from tools.connector.faults import damage
 from tools.measuring.options import FOLDER
 from tools.measuring.workspace import measuring

@@ -74,7 +74,7 @@ def main() -> None:
 def _import_vllm() -> None:
     """All that the processes of vLLM import."""
 
-    import diskprefix.connectors.vllm  # noqa: F401
+    import diskprefix.extras.vllm.connector  # noqa: F401
 
 
 def _make_model(folder: Path) -> None:
@@ -180,7 +180,7 @@ def _live(life: Life, model: Path, told: int) -> None:
         extra = {"path": life.store, "budget": "16MiB", "scope": "full", "min_free": 0, "min_tokens": 128}
         more["kv_transfer_config"] = {
             "kv_connector": "DiskPrefixConnector",
-            "kv_connector_module_path": "diskprefix.connectors.vllm",
+            "kv_connector_module_path": "diskprefix.extras.vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": extra,

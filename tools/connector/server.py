@@ -80,7 +80,7 @@ class Server:
         else:
             settings |= {
                 "kv_connector": "DiskPrefixConnector",
-                "kv_connector_module_path": "diskprefix.connectors.vllm",
+                "kv_connector_module_path": "diskprefix.extras.vllm.connector",
             }
             extra = {"path": str(self.store), "budget": "2GiB", "scope": "full", "min_free": 0} | config
             settings |= {"kv_connector_extra_config": extra}

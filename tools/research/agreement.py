@@ -23,13 +23,13 @@ import click
 from rich.console import Console
 
 from diskprefix.errors import DiskPrefixError
-from diskprefix.policy.scope import Scope
+from diskprefix.extras.simulate.formats import read_trace
+from diskprefix.extras.simulate.geometry import SLICEABLE, Geometry
+from diskprefix.extras.simulate.simulator import Policy, Simulator
+from diskprefix.extras.simulate.synthetic import interleaved, one_off, retrieval
+from diskprefix.extras.simulate.trace import TraceRequest
+from diskprefix.nouns import Scope
 from diskprefix.settings import Settings
-from diskprefix.simulate.formats import read_trace
-from diskprefix.simulate.geometry import SLICEABLE, Geometry
-from diskprefix.simulate.simulator import Policy, Simulator
-from diskprefix.simulate.synthetic import interleaved, one_off, retrieval
-from diskprefix.simulate.trace import TraceRequest
 from tools.measuring.live_server import POLL_S, LiveServer, LiveServerError, log_tail, step
 from tools.measuring.options import JSON
 from tools.measuring.report import machine, new_table, print_report, show_machine

@@ -11,15 +11,16 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from diskprefix.policy.scope import Scope, parse_scope
+from diskprefix.extras.simulate.baselines import upper_bound, whole_snapshots
+from diskprefix.extras.simulate.comparison import GEOMETRIES, Regime
+from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN
+from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
+from diskprefix.extras.simulate.store import Rank
+from diskprefix.extras.simulate.synthetic import CATALOG, interleaved, one_off
+from diskprefix.extras.simulate.trace import Trace
+from diskprefix.nouns import Scope
+from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import find_policy, parse_duration, parse_size, read_policy
-from diskprefix.simulate.baselines import upper_bound, whole_snapshots
-from diskprefix.simulate.comparison import GEOMETRIES, Regime
-from diskprefix.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN
-from diskprefix.simulate.simulator import Policy, Totals, simulate
-from diskprefix.simulate.store import Rank
-from diskprefix.simulate.synthetic import CATALOG, interleaved, one_off
-from diskprefix.simulate.trace import Trace
 from diskprefix.store.eviction import UsageTable, scores
 from diskprefix.store.schema import Kind
 from tools.research import workloads

@@ -26,9 +26,9 @@ import click
 import numpy as np
 
 from diskprefix.errors import DiskPrefixError
-from diskprefix.prompt import Prompt
-from diskprefix.simulate.formats import ReadBody, read_trace
-from diskprefix.simulate.trace import BlockRequest, Trace, TraceRequest, block_trace
+from diskprefix.extras.simulate.formats import ReadBody, read_trace
+from diskprefix.extras.simulate.trace import BlockRequest, Trace, TraceRequest, block_trace
+from diskprefix.nouns import Prompt
 from tools.measuring.options import DATA
 
 Json: TypeAlias = dict[str, Any]
@@ -310,7 +310,7 @@ def _tokenizer() -> Any:
 def renderer() -> ReadBody:
     """Returns a function that reads a request body as the server does, of any length. It raises `InvalidRequest`."""
     from diskprefix.chat.template import PromptRenderer
-    from diskprefix.cli.request_bodies import read_body
+    from diskprefix.extras.simulate.bodies import read_body
 
     return partial(read_body, PromptRenderer(_tokenizer(), vocab_size=len(_tokenizer()), max_positions=1 << 30))
 

@@ -16,11 +16,11 @@ import msgspec
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.engine.request import SamplingParams
 from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
 from diskprefix.server.protocols.fields import RequestBody
 from diskprefix.server.protocols.reply import Reply, ReplyEvent
 from diskprefix.server.protocols.structured_outputs import TextFormat
-from diskprefix.tenant import Tenant
 from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from diskprefix.cache_report import CacheReport, MissReason, Saved, Source
 from diskprefix.chat.normalisers import menders, shape_of
 from diskprefix.engine.request import DoneEvent
-from diskprefix.policy.select import Reason
+from diskprefix.nouns import CacheReport, MissReason, Reason, Saved, StateSource
 
 
 class ChangeReply(BaseModel):
@@ -42,7 +41,9 @@ class CacheReply(BaseModel):
 
     scope: str = Field(description="The scope that was used, in its canonical form.", examples=["auto:30"])
     restored: int = Field(description="Prompt tokens whose state was restored, not computed; 0 for a miss.")
-    source: Source = Field(default="none", description="Present for a hit: `disk`, or `memory` before it was written.")
+    source: StateSource = Field(
+        default="none", description="Present for a hit: `disk`, or `memory` before it was written."
+    )
     miss_reason: MissReason | None = Field(default=None, description="Present for a miss.")
     diverged_at: int | None = Field(
         default=None, description="Present with `diverged`: the first token that differs from every recent prompt."

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diskprefix.cache_options import CacheOptions, group_of
 from diskprefix.engine.request import SamplingParams
 from diskprefix.errors import InvalidRequest
-from diskprefix.policy.scope import Scope
+from diskprefix.nouns import CacheOptions, Scope, Tenant
 from diskprefix.server.protocols.fields import CacheFields, PrefixCacheOptions, SamplingFields
-from diskprefix.tenant import Tenant
+from diskprefix.tenant_ids import group_of
 
 _GREEDY_BELOW = 1e-5
 """Temperatures below are greedy, as in vLLM: logits divided by less may overflow float32."""

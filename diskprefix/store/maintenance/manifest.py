@@ -14,9 +14,9 @@ from typing import Annotated, TypeAlias, TypeVar
 import msgspec
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.nouns import Tenant
 from diskprefix.store.pieces import LayoutText
 from diskprefix.store.schema import Kind
-from diskprefix.tenant import Tenant
 from diskprefix.tokens import root_hash
 
 LOGITS, TOKEN_IDS, CHECKSUMS, PREFILL_S = "logits", "token_ids", "nodes.checksum", "nodes.prefill_s"

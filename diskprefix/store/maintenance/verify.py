@@ -14,6 +14,7 @@ from enum import StrEnum
 from typing import Any, TypeAlias
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.nouns import Tenant
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.note_record import decode_note
 from diskprefix.store.pieces import PayloadLayout
@@ -37,7 +38,6 @@ from diskprefix.store.schema import (
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.tree import MisnamedNode, PrefixTree
-from diskprefix.tenant import Tenant
 from diskprefix.tokens import HASH_BYTES, root_hash
 
 

@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from diskprefix.cache_options import CacheOptions
 from diskprefix.errors import InvalidRequest
-from diskprefix.policy.scope import Scope
+from diskprefix.nouns import SHARED, CacheOptions, Scope, Tenant
 from diskprefix.server.body import parse_json
 from diskprefix.server.protocols.anthropic_messages import MessagesRequest
 from diskprefix.server.protocols.fields import MAX_TTL_S
@@ -21,7 +20,6 @@ from diskprefix.server.protocols.openai_completions import CompletionRequest
 from diskprefix.server.protocols.params import cache_options, tenant_of
 from diskprefix.server.protocols.responses.body import ResponseRequest
 from diskprefix.store.eviction import recorded_ttl
-from diskprefix.tenant import SHARED, Tenant
 
 USER = {"role": "user", "content": "hello"}
 NAMED = {"type": "function", "function": {"name": "f"}}

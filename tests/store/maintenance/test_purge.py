@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.compact import compact_folder
@@ -18,7 +19,6 @@ from diskprefix.store.savings import Tally, read_savings
 from diskprefix.store.savings_log import SavingsLog
 from diskprefix.store.schema import EntryRecord, ModelRecord, RootRecord
 from diskprefix.store.store import Publication, Store
-from diskprefix.tenant import SHARED, Tenant
 from diskprefix.tokens import TokenIds, root_hash
 from tests.faults.damage import damaged
 from tests.store.building import BLOCK, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication

@@ -1,0 +1,56 @@
+"""The bucket that machines share: a tier behind those of one machine, and `diskprefix remote`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diskprefix.namespace_key import NamespaceKey
+
+if TYPE_CHECKING:
+    from diskprefix.extras.remote.objects import ObjectStore
+    from diskprefix.settings import Settings
+    from diskprefix.store.maintenance.purge import GoneText
+    from diskprefix.tiers.shared import Bucket, SharedTier
+
+COMMANDS = {"remote": "diskprefix.extras.remote.remote_command:remote"}
+
+
+def open_tier(settings: Settings) -> SharedTier | None:
+    """Returns the tier of `--remote-tier`, None without it. Does not connect. Raises `SettingsError`."""
+    if settings.remote_tier is None or settings.namespace_key_file is None:
+        return None
+    from diskprefix.extras.remote.objects import ObjectStore
+    from diskprefix.extras.remote.tier import RemoteTier
+
+    key = NamespaceKey.read(settings.namespace_key_file)
+    objects = ObjectStore(settings.remote_tier, timeout_s=settings.remote_deadline)
+    return RemoteTier(objects, key, writes=settings.remote_write != "off")
+
+
+def open_bucket(url: str, key_file: Path) -> Bucket:
+    """Opens a bucket to remove something from it. Raises `SettingsError`."""
+    from diskprefix.extras.remote.remote_command import opened_bucket
+
+    return _Bucket(*opened_bucket(url, key_file))
+
+
+class _Bucket:
+    """The objects of one namespace."""
+
+    def __init__(self, objects: ObjectStore, key: NamespaceKey) -> None:
+        self._objects, self._key = objects, key
+
+    def forget(self, texts: Sequence[GoneText]) -> int:
+        """See `tiers.shared.Bucket`."""
+        from diskprefix.extras.remote import upkeep
+
+        return len(upkeep.forget(self._objects, self._key, texts))
+
+    def purge(self, is_wanted: Callable[[str, str], bool]) -> int:
+        """See `tiers.shared.Bucket`."""
+        from diskprefix.extras.remote import upkeep
+
+        _, removed = upkeep.purge(self._objects, self._key, lambda root: is_wanted(root.model, root.tenant))
+        return removed.objects

@@ -1,0 +1,90 @@
+"""What one process knows of the objects without asking, and what it counts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, get_args
+
+from diskprefix.extras.remote.sealing import ObjectRefused, RefusalReason
+
+log = logging.getLogger("diskprefix")
+
+_MOST = 100_000
+"""Paths that are remembered of each kind. The ones that were noted first are forgotten first."""
+_KNOWN_S = 86400.0
+"""What was there so long ago may have been swept."""
+_FETCHING = ("fetched", "fetched_bytes", "missing", "late", "skipped", "slower", "failed")
+_COUNTS = (*_FETCHING, "written", "written_bytes", "dropped")
+
+
+class Ledger:
+    """Which objects are there, which were refused, and counts of what happened. For any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: OrderedDict[str, float] = OrderedDict()
+        self._bad: OrderedDict[str, float] = OrderedDict()
+        """Both with the time at which they were noted."""
+        self._counters: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
+
+    def is_known(self, path: str) -> bool:
+        """Whether an object was there within the last day, and sound if this process has read it."""
+        with self._lock:
+            noted = self._known.get(path)
+            return noted is not None and self._clock() - noted < _KNOWN_S
+
+    def is_bad(self, path: str) -> bool:
+        """Whether an object was refused. It is not fetched again, and may be overwritten."""
+        with self._lock:
+            return path in self._bad
+
+    def note(self, path: str, *, written_bytes: int = 0) -> None:
+        """An object is there: it was found, read or, if `written_bytes` are given, written."""
+        with self._lock:
+            self._remember(self._known, path)
+            if written_bytes:
+                self._bad.pop(path, None)
+                self._counters["written"] += 1
+                self._counters["written_bytes"] += written_bytes
+
+    def miss(self, path: str) -> None:
+        """An object was asked for and is not there: it may have been purged."""
+        self.count("missing")
+        with self._lock:
+            self._known.pop(path, None)
+
+    def forget(self, paths: Iterable[str]) -> None:
+        """Objects were removed."""
+        with self._lock:
+            for path in paths:
+                self._known.pop(path, None)
+                self._bad.pop(path, None)
+
+    def refuse(self, path: str, error: ObjectRefused) -> None:
+        log.warning("[remote] %s is refused (%s): %s", path, error.reason, error)
+        with self._lock:
+            self._refused[error.reason] += 1
+            self._remember(self._bad, path)
+            self._known.pop(path, None)
+
+    def count(self, what: str, number: int = 1) -> None:
+        assert what in _COUNTS
+        with self._lock:
+            self._counters[what] += number
+
+    def as_dict(self) -> dict[str, Any]:
+        with self._lock:
+            counts: dict[str, Any] = {name: self._counters[name] for name in _COUNTS}
+            return counts | {"refused": {reason: self._refused[reason] for reason in get_args(RefusalReason)}}
+
+    def _remember(self, paths: OrderedDict[str, float], path: str) -> None:
+        paths[path] = self._clock()
+        paths.move_to_end(path)
+        if len(paths) > _MOST:
+            paths.popitem(last=False)

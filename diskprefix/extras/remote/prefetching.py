@@ -1,0 +1,132 @@
+"""PrefetchRequest what the shared tier has of one prompt to the nearest tier."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import TypeAlias
+
+from diskprefix.extras.remote.bundle import Slot, blocks_per_bundle, ends, whole_bundles
+from diskprefix.extras.remote.fetchers import Fetch, Fetchers
+from diskprefix.store.changes import NewNode
+from diskprefix.tiers.shared import PrefetchRequest
+from diskprefix.tokens import LEAST_TOKENS, common_prefix_length
+
+MOST_AT_ONCE = 16
+"""Objects of one request that are fetched at once. The first ones come one by one, then two, four and so on: a prompt
+of which nothing is there costs few requests."""
+_LOOK_S = 0.1
+"""Between two looks at whether the request was cancelled."""
+
+Found: TypeAlias = tuple[NewNode, ...] | None
+"""The nodes of a bundle; None if there is no such object, or no sound one."""
+
+
+class PrefetchJob:
+    """Brings the bundles of one prompt, in order. The first that is not there ends it. `fetch` has one of them fetched,
+    by `fetchers`."""
+
+    def __init__(
+        self,
+        wish: PrefetchRequest,
+        num_near: int,
+        deadline: float,
+        fetchers: Fetchers[Found],
+        fetch: Callable[[PrefetchRequest, Slot, int], Fetch[Found]],
+    ) -> None:
+        self._wish, self._num_near, self._deadline = wish, num_near, deadline
+        self._fetchers, self._ask = fetchers, fetch
+        self._asked: set[Fetch[Found]] = set()
+        self.names: set[bytes] = set()
+        self.num_bytes = 0
+        self.is_whole, self.is_late = True, False
+        self._num_blocks = num_near
+        """Of the prompt, that are in nearer tiers by now."""
+
+    def run(self) -> None:
+        """Raises what a fetch raises, and what `publish` does."""
+        try:
+            self._prefetch()
+        finally:
+            for fetch in self._asked:
+                self._fetchers.leave(fetch)
+
+    def _prefetch(self) -> None:
+        nodes = self._wish.nodes
+        size = blocks_per_bundle(nodes)
+        slots = deque(slot for slot in whole_bundles(nodes, size) if slot.last > self._num_near)
+        ahead: deque[tuple[Slot, Fetch[Found]]] = deque()
+        at_once, reached = 1, self._num_near // size * size
+        while slots or ahead:
+            while slots and len(ahead) < at_once:
+                slot = slots.popleft()
+                ahead.append((slot, self._fetch(slot)))
+            slot, fetch = ahead.popleft()
+            found = self._result(fetch)
+            if found is None:
+                if not self.is_whole:
+                    return
+                break
+            if not self._publish(found):
+                return
+            self._num_blocks = max(self._num_blocks, slot.last)
+            reached, at_once = slot.last, min(MOST_AT_ONCE, 2 * at_once)
+        self._bring_end(size, reached)
+        if self._wish.replaces and self.is_whole:
+            self._bring_rest()
+
+    def _bring_end(self, size: int, reached: int) -> None:
+        """What a prompt of another machine left that ends before the next whole bundle."""
+        nodes = self._wish.nodes
+        slots = ends(size, reached, nodes.num_blocks, with_tail=True)
+        slots = [slot for slot in slots if slot.last > self._num_near or slot.has_tail]
+        fetches = [self._fetch(slot) for slot in slots]
+        for slot, fetch in zip(slots, fetches, strict=True):
+            if (found := self._result(fetch)) is not None:
+                if self._publish(found):
+                    self._num_blocks = max(self._num_blocks, slot.last)
+                return
+            if not self.is_whole:
+                return
+
+    def _bring_rest(self) -> None:
+        """The partial block behind the last whole one."""
+        nodes, number = self._wish.nodes, self._num_blocks
+        left = nodes.token_ids[number * nodes.block_size :]
+        if number * nodes.block_size < LEAST_TOKENS or len(left) < LEAST_TOKENS:
+            return
+        found = self._result(self._fetch(Slot(number, number, is_rest=True)))
+        if found and common_prefix_length(found[0].token_ids, left):
+            self._publish(found)
+
+    def _fetch(self, slot: Slot) -> Fetch[Found]:
+        fetch = self._ask(self._wish, slot, self._num_near)
+        self._asked.add(fetch)
+        return fetch
+
+    def _result(self, fetch: Fetch[Found]) -> Found:
+        """Waits until the time is over, or the request is cancelled. Raises what the fetch raises."""
+        while not self._wish.is_cancelled():
+            left = self._deadline - time.monotonic()
+            if left <= 0:
+                self.is_late = True
+                break
+            try:
+                found = fetch.future.result(min(left, _LOOK_S))
+            except TimeoutError:
+                continue
+            # What it prefetched may be large.
+            self._asked.remove(fetch)
+            self._fetchers.leave(fetch)
+            return found
+        self.is_whole = False
+        return None
+
+    def _publish(self, found: tuple[NewNode, ...]) -> bool:
+        if not self._wish.publish(found):
+            self.is_whole = False
+            return False
+        self.names.update(node.name for node in found)
+        self.num_bytes += sum(len(node.payload) for node in found)
+        return True

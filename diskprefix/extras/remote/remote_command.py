@@ -1,0 +1,185 @@
+"""`diskprefix remote`: look after the bucket that machines share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from diskprefix.cli.options import Decorated, nonempty, setting_option
+from diskprefix.cli.tooling import age, counted, json_option, print_json, shortened
+from diskprefix.errors import SettingsError
+from diskprefix.namespace_key import NamespaceKey
+from diskprefix.printable import escaped
+from diskprefix.settings import format_size, parse_duration, parse_size
+from diskprefix.tenant_ids import matches, short_tenant
+
+if TYPE_CHECKING:
+    from diskprefix.extras.remote.objects import ObjectStore
+    from diskprefix.extras.remote.upkeep import RemoteRoot, Removed
+
+
+def bucket_options(command: Decorated) -> Decorated:
+    """`--remote-tier`, `--namespace-key-file` and `--json`."""
+    return setting_option("remote_tier")(setting_option("namespace_key_file")(json_option(command)))
+
+
+def opened_bucket(remote_tier: str | None, namespace_key_file: Path | None) -> tuple[ObjectStore, NamespaceKey]:
+    """Raises `SettingsError`."""
+    from diskprefix.extras.remote.objects import ObjectStore
+
+    if remote_tier is None or namespace_key_file is None:
+        raise SettingsError("give the bucket with --remote-tier and its key with --namespace-key-file")
+    # Of a folder that is mistyped, none is made.
+    return ObjectStore(remote_tier, timeout_s=60.0, makes_folder=False), NamespaceKey.read(
+        namespace_key_file.expanduser()
+    )
+
+
+@click.group(short_help="List, sweep or purge the bucket that machines share.")
+def remote() -> None:
+    """Look after the bucket of --remote-tier. Only objects of the namespace of --namespace-key-file are looked at.
+
+    Each command takes --json.
+
+    \b
+    diskprefix remote ls --remote-tier s3://bucket/prefix --namespace-key-file namespace.key
+    diskprefix remote sweep --ttl 7d --budget 500GiB
+
+    \b
+    Exit codes: 0 done; 2 wrong usage, or no such model or tenant; 4 the bucket
+    cannot be used, or another sweep works on it.
+    """
+
+
+@remote.command("ls", short_help="What lies in the bucket, by model and tenant.")
+@bucket_options
+def ls(remote_tier: str | None, namespace_key_file: Path | None, as_json: bool) -> None:
+    """Show what lies in the bucket: one line for each model and tenant."""
+    objects, key = opened_bucket(remote_tier, namespace_key_file)
+    from diskprefix.extras.remote.upkeep import roots
+
+    found = roots(objects, key)
+    if as_json:
+        print_json({"namespace": key.digest.hex(), "roots": [_described(root) for root in found]})
+    elif not found:
+        click.echo("nothing is shared yet")
+    else:
+        for root in found:
+            click.echo(_line(root))
+    _warn(objects, sum(len(root.objects) for root in found if root.is_unknown))
+
+
+@remote.command("sweep", short_help="Remove what was not used for long, and what is too much.")
+@click.option(
+    "--ttl", metavar="DURATION", help="Remove what was neither written nor fetched for this long: 12h, 7d, 2w."
+)
+@click.option("--budget", metavar="SIZE", help="Then remove the oldest until the rest fits: 100GiB.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and change nothing.")
+@bucket_options
+def sweep(
+    ttl: str | None,
+    budget: str | None,
+    dry_run: bool,
+    remote_tier: str | None,
+    namespace_key_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Remove old objects. Run it now and then on any machine: a lease in the bucket lets one sweep work at a time.
+
+    An object that is fetched counts as used, to within a day.
+
+    \b
+    diskprefix remote sweep --ttl 7d --budget 500GiB
+    """
+    if ttl is None and budget is None:
+        raise SettingsError("give --ttl, --budget or both; see `diskprefix remote sweep --help`")
+    ttl_s = 0.0 if ttl is None else parse_duration(ttl, param="--ttl")
+    budget_bytes = 0 if budget is None else parse_size(budget, param="--budget")
+    if (ttl is not None and ttl_s <= 0) or (budget is not None and budget_bytes <= 0):
+        raise SettingsError(
+            "--ttl and --budget must be more than 0; `diskprefix remote purge --all` removes everything"
+        )
+    objects, key = opened_bucket(remote_tier, namespace_key_file)
+    from diskprefix.extras.remote.upkeep import sweep as sweep_bucket
+
+    removed = sweep_bucket(objects, key, ttl_s=ttl_s, budget_bytes=budget_bytes, now=time.time(), dry_run=dry_run)
+    _tell(objects, removed, dry_run=dry_run, as_json=as_json)
+
+
+@remote.command("purge", short_help="Remove what is shared of a tenant or a model.")
+@click.option("--tenant", metavar="VALUE", callback=nonempty, help="An API key, a salt, or an id as ls shows it.")
+@click.option("--model", metavar="NAME", callback=nonempty, help="A model, as ls names it.")
+@click.option("--all", "everything", is_flag=True, help="Everything of the namespace.")
+@click.option("--dry-run", is_flag=True, help="Say what would be removed, and change nothing.")
+@bucket_options
+def purge(
+    tenant: str | None,
+    model: str | None,
+    everything: bool,
+    dry_run: bool,
+    remote_tier: str | None,
+    namespace_key_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Remove what meets all given conditions from the bucket. What machines have fetched stays in their stores:
+    `diskprefix purge` removes it there, and comes first where a daemon still writes it.
+
+    \b
+    diskprefix remote purge --tenant alice --dry-run
+    """
+    if everything == (tenant is not None or model is not None):
+        raise SettingsError("give --tenant, --model or both, or --all alone; see `diskprefix remote purge --help`")
+    objects, key = opened_bucket(remote_tier, namespace_key_file)
+    from diskprefix.extras.remote.upkeep import purge as purge_bucket
+
+    def wanted(root: RemoteRoot) -> bool:
+        is_tenant = tenant is None or matches(root.tenant, tenant)
+        return is_tenant and (model is None or root.model == model)
+
+    chosen, removed = purge_bucket(objects, key, wanted, dry_run=dry_run)
+    if not chosen and not everything:
+        # The tenant's value may be a secret, so it is not repeated.
+        unknown = f"; {_unknown(removed.unknown_objects)}" if removed.unknown_objects else ""
+        raise SettingsError(f"nothing is shared of this tenant or model; `diskprefix remote ls` shows what is{unknown}")
+    _tell(objects, removed, dry_run=dry_run, as_json=as_json)
+
+
+def _unknown(num_objects: int) -> str:
+    lie = "lies" if num_objects == 1 else "lie"
+    return f"{counted(num_objects, 'object')} {lie} beside no sound description: whose, nobody can say"
+
+
+def _warn(objects: ObjectStore, unknown_objects: int) -> None:
+    """Who purges a tenant must know that some of what is left may be this tenant's."""
+    if unknown_objects:
+        click.echo(f"warning: {_unknown(unknown_objects)}", err=True)
+    if objects.num_unreadable:
+        names = f"{counted(objects.num_unreadable, 'name')} that obstore cannot read"
+        click.echo(f"warning: left out {names}; what a server lists shortly before may be missing", err=True)
+
+
+def _tell(objects: ObjectStore, removed: Removed, *, dry_run: bool, as_json: bool) -> None:
+    _warn(objects, removed.unknown_objects)
+    if as_json:
+        print_json({"dry_run": dry_run} | asdict(removed))
+        return
+    verb = "would remove" if dry_run else "removed"
+    of_all = f"of {counted(removed.found, 'object')}, {format_size(removed.found_bytes)}"
+    click.echo(f"{verb} {counted(removed.objects, 'object')}, {format_size(removed.num_bytes)}, {of_all}")
+
+
+def _described(root: RemoteRoot) -> dict[str, Any]:
+    sizes = {"objects": len(root.objects), "bytes": root.num_bytes, "oldest": root.oldest, "newest": root.newest}
+    names = {"root": root.root, "model": root.model, "tenant": root.tenant, "block_size": root.block_size}
+    return names | sizes
+
+
+def _line(root: RemoteRoot) -> str:
+    sizes = f"{counted(len(root.objects), 'object')}, {format_size(root.num_bytes)}"
+    model = escaped(shortened(root.model, 40)) or "(unknown model)"
+    tenant = short_tenant(root.tenant) or "shared"
+    return f"{root.root[:12]}  {model}  {tenant}  {sizes}  used {age(root.oldest)} to {age(root.newest)}"

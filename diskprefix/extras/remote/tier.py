@@ -1,0 +1,237 @@
+"""The shared tier of one process: what it fetches for a request, and what it writes behind. See `tiers.shared`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from diskprefix.errors import CacheError
+from diskprefix.extras.remote.breaker import Breaker
+from diskprefix.extras.remote.bundle import Slot, most_bytes, read_header, slot_path
+from diskprefix.extras.remote.fetchers import Fetch, Fetchers
+from diskprefix.extras.remote.ledger import Ledger
+from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
+from diskprefix.extras.remote.prefetching import MOST_AT_ONCE, Found, PrefetchJob
+from diskprefix.extras.remote.reading import read_bundle
+from diskprefix.extras.remote.sealing import ObjectRefused
+from diskprefix.extras.remote.upkeep import forget
+from diskprefix.extras.remote.upload import write_prompt
+from diskprefix.namespace_key import NamespaceKey
+from diskprefix.store.changes import NewNode
+from diskprefix.store.maintenance.purge import GoneText
+from diskprefix.store.schema import Kind
+from diskprefix.tiers.nodes import PromptNodes
+from diskprefix.tiers.shared import Prefetched, PrefetchRequest, Upload
+from diskprefix.tiers.tier import Tier, first_blocks
+
+log = logging.getLogger("diskprefix")
+
+_MOST_UPLOADS = 64
+_REFRESH_S = 86400.0
+"""An object that is fetched and older than this is written anew, so that a sweep keeps what is used."""
+_FLUSHED = 0.8
+"""Of the time that closing may take: the rest is for what is being written to end."""
+
+
+@dataclass
+class RemoteTier:
+    """The objects of one namespace. Methods are for any thread. None of them raises what the network does.
+
+    `writes`: whether anything is written at all, be it only anew.
+    """
+
+    objects: ObjectStore
+    key: NamespaceKey
+    writes: bool = True
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        """Of all that follows."""
+        self._uploads: deque[Callable[[], None]] = deque()
+        self._has_upload = threading.Condition(self._lock)
+        self._is_closing = False
+        self._is_uploading = False
+        self._fetchers: Fetchers[Found] = Fetchers(MOST_AT_ONCE)
+        self._punctuality = Breaker()
+        """Of whole prompts: a bucket that answers, but too late, would cost each of them the whole deadline."""
+        self._writer = threading.Thread(target=self._write_uploads, name="remote-write", daemon=True)
+        self._writer.start()
+
+    def prefetch(self, wish: PrefetchRequest) -> Prefetched:
+        """Fetch what nearer tiers lack of a prompt's beginning, and publish it in the nearest one. Waits for it. Raises
+        what looking into the nearer tiers raises."""
+        if not self.objects.breaker.would_allow():
+            self.ledger.count("skipped")
+            return Prefetched(is_whole=False)
+        nodes, started = wish.nodes, time.monotonic()
+        num_near = _num_near(nodes, wish.tiers)
+        held = max(num_near * nodes.block_size, wish.have)
+        if nodes.num_blocks * nodes.block_size - held < nodes.block_size:
+            # What is left takes about as long to compute as to ask for.
+            return Prefetched()
+        num_bytes = (nodes.num_blocks - num_near) * nodes.layout.payload_bytes(nodes.block_size, Kind.BLOCK)
+        if not wish.pays(len(nodes.token_ids) - held, num_bytes):
+            self.ledger.count("slower")
+            return Prefetched()
+        if not self._punctuality.allows():
+            self.ledger.count("skipped")
+            return Prefetched(is_whole=False)
+        job = PrefetchJob(wish, num_near, started + wish.most_s, self._fetchers, self._fetch)
+        self._run(job)
+        seconds = time.monotonic() - started
+        return Prefetched(frozenset(job.names), job.num_bytes, num_bytes, seconds, job.is_whole, job.is_late)
+
+    def _run(self, job: PrefetchJob) -> None:
+        """Whatever happens to it, the request goes on with what has come."""
+        try:
+            job.run()
+        except RemoteUnavailable as error:
+            job.is_whole = False
+            log.debug("[remote] %s", error)
+        except Exception:
+            job.is_whole = False
+            log.exception("[remote] going on without the rest of a prompt")
+        if job.is_late:
+            self.ledger.count("late")
+            was_open = self._punctuality.is_open
+            if self._punctuality.failed() and not was_open:
+                log.warning(
+                    "[remote] %s is too slow for several prompts and is left alone for a while", self.objects.url
+                )
+        elif job.is_whole:
+            self._punctuality.succeeded()
+
+    def upload(self, upload: Upload) -> None:
+        """Have what of a prompt is in the nearer tiers written behind, as far as it is not there. Does not wait; the
+        oldest upload is dropped if there are too many."""
+        self._enqueue(partial(write_prompt, self.objects, self.key, self.ledger, upload, lambda: self._is_closing))
+
+    def _enqueue(self, work: Callable[[], None]) -> None:
+        with self._has_upload:
+            if self._is_closing or not self.writes:
+                return
+            if len(self._uploads) >= _MOST_UPLOADS:
+                self._uploads.popleft()
+                self.ledger.count("dropped")
+            self._uploads.append(work)
+            self._has_upload.notify_all()
+
+    def forget(self, texts: Sequence[GoneText], timeout_s: float) -> int:
+        """Remove what the bucket has of deleted texts; see `upkeep.forget`. What is being written is waited for, up to
+        `timeout_s` seconds. Returns the number of objects. Raises `RemoteUnavailable`."""
+        self.flush(timeout_s)
+        gone = forget(self.objects, self.key, texts)
+        self.ledger.forget(gone)
+        return len(gone)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until all uploads are written or given up. Returns False if the time runs out first."""
+        with self._has_upload:
+            return self._has_upload.wait_for(lambda: not (self._uploads or self._is_uploading), timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is offered, and end. Takes `timeout_s` seconds at most; what is not written by then is not."""
+        deadline = time.monotonic() + timeout_s
+        self.flush(_FLUSHED * timeout_s)
+        with self._has_upload:
+            self._is_closing = True
+            self._uploads.clear()
+            self._has_upload.notify_all()
+        self._writer.join(max(0.0, deadline - time.monotonic()))
+        self._fetchers.close()
+
+    def stats(self) -> dict[str, Any]:
+        """What `/props` and `/metrics` show: counts of this process."""
+        is_failing = self.objects.breaker.is_open or self._punctuality.is_open
+        with self._lock:
+            offered = len(self._uploads) + self._is_uploading
+        state = "failing" if is_failing else "ok"
+        return {"url": self.objects.url, "state": state, "offered": offered, **self.ledger.as_dict()}
+
+    def _fetch(self, wish: PrefetchRequest, slot: Slot, num_near: int) -> Fetch[Found]:
+        """Returns the fetch of a bundle's nodes from block `num_near` on. Requests with a common prefix share it."""
+        path = slot_path(self.key, wish.nodes, slot)
+        return self._fetchers.share(
+            (path, max(num_near, slot.first)), partial(self._fetched, wish, slot, num_near, path)
+        )
+
+    def _fetched(self, wish: PrefetchRequest, slot: Slot, num_near: int, path: str) -> Found:
+        """Raises `RemoteUnavailable`."""
+        if self.ledger.is_bad(path):
+            return None
+        try:
+            found = read_bundle(self.objects, self.key, wish.nodes, slot, num_near, path)
+        except ObjectRefused as error:
+            self.ledger.refuse(path, error)
+            return None
+        except RemoteUnavailable:
+            self.ledger.count("failed")
+            raise
+        if found is None:
+            self.ledger.miss(path)
+            return None
+        self.ledger.note(path)
+        self.ledger.count("fetched")
+        self.ledger.count("fetched_bytes", found.num_bytes)
+        if time.time() - found.modified_at > _REFRESH_S:
+            self._enqueue(partial(self._refresh, path, most_bytes(wish.nodes, slot)))
+        return tuple(
+            NewNode(
+                name=node.name,
+                parent=node.parent,
+                position=node.position,
+                token_ids=np.frombuffer(token_ids, dtype=np.int32),
+                kind=node.kind,
+                payload=payload,
+                pieces=tuple(cut.piece for cut in wish.nodes.cuts(node)),
+                prefill_s=wish.prefill_s_per_token * node.num_tokens,
+                ttl_s=wish.ttl_s,
+                replaces=wish.replaces,
+            )
+            for node, token_ids, payload in found.nodes
+        )
+
+    def _refresh(self, path: str, most: int) -> None:
+        """Write an object again as it is: a sweep looks at when it was written. It is read anew, because a part may be
+        all that was fetched, it may have been purged since, or somebody else was faster. Raises `CacheError`."""
+        got = self.objects.get(path, most)
+        if got is None or time.time() - got.modified_at <= _REFRESH_S:
+            return
+        read_header(self.key, path, got.data)
+        self.objects.put(path, bytes(got.data))
+        self.ledger.note(path, written_bytes=len(got.data))
+
+    def _write_uploads(self) -> None:
+        while True:
+            with self._has_upload:
+                self._is_uploading = False
+                self._has_upload.notify_all()
+                self._has_upload.wait_for(lambda: self._uploads or self._is_closing)
+                if self._is_closing:
+                    return
+                work, self._is_uploading = self._uploads.popleft(), True
+            try:
+                work()
+            except CacheError as error:
+                self.ledger.count("dropped")
+                log.debug("[remote] a prompt is not shared: %s", error)
+            except Exception:
+                self.ledger.count("dropped")
+                log.exception("[remote] a prompt is not shared")
+
+
+def _num_near(nodes: PromptNodes, tiers: Sequence[Tier]) -> int:
+    """Returns how many blocks of a prompt the nearer tiers have. Raises `CacheError`."""
+    with ExitStack() as opened:
+        views = [opened.enter_context(tier.view()) for tier in tiers]
+        return first_blocks(nodes, views, nodes.num_blocks)[0]

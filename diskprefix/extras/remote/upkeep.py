@@ -1,0 +1,236 @@
+"""What people do with a bucket: list it, sweep it, purge a tenant. All of it works on the objects of one namespace."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+
+import msgspec
+
+from diskprefix.errors import CacheError
+from diskprefix.extras.remote.bundle import ABOUT, ABOUT_MOST_BYTES, REST, object_path
+from diskprefix.extras.remote.objects import ObjectInfo, ObjectStore
+from diskprefix.extras.remote.sealing import ObjectRefused, unsealed
+from diskprefix.namespace_key import NamespaceKey
+from diskprefix.store.maintenance.purge import GoneText
+from diskprefix.store.schema import Kind, RootRecord, node_name
+from diskprefix.tokens import ID_BYTES
+
+LEASE_S = 900.0
+"""A sweep that was killed keeps others out for so long."""
+_LEASE = "lease"
+_ROOT = re.compile(r"[0-9a-f]{32}")
+_AT_ONCE = 500
+_DAY_S = 86400.0
+
+
+class LeaseHeld(CacheError):
+    """Another sweep works on the bucket."""
+
+
+@dataclass(frozen=True)
+class RemoteRoot:
+    """What lies under one root: of one model and one tenant. Times are in seconds since the epoch; `model` is empty if
+    the root's description is missing or was refused."""
+
+    root: str
+    model: str
+    tenant: str
+    block_size: int
+    objects: tuple[ObjectInfo, ...]
+    about: ObjectInfo | None
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nobody can say whose its objects are."""
+        return bool(self.objects) and not self.model
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(one.num_bytes for one in self.objects)
+
+    @property
+    def oldest(self) -> float:
+        return min((one.modified_at for one in self.objects), default=0.0)
+
+    @property
+    def newest(self) -> float:
+        return max((one.modified_at for one in self.objects), default=0.0)
+
+
+@dataclass(frozen=True)
+class Removed:
+    """What was removed, or would be: of all `found` objects. `unknown_objects` are those that stay and of which nobody
+    can say whose they are, because the description beside them is missing or was refused."""
+
+    found: int
+    found_bytes: int
+    objects: int
+    num_bytes: int
+    unknown_objects: int
+
+
+def roots(objects: ObjectStore, key: NamespaceKey) -> list[RemoteRoot]:
+    """Returns all that lies in the namespace, by root. Raises `RemoteUnavailable`."""
+    by_root: dict[str, list[ObjectInfo]] = {}
+    for one in objects.list(f"{key.digest.hex()}/"):
+        _, root, *name = one.path.split("/")
+        if len(name) == 1 and _ROOT.fullmatch(root):
+            by_root.setdefault(root, []).append(one)
+    return [_root(objects, key, root, found) for root, found in sorted(by_root.items())]
+
+
+def sweep(
+    objects: ObjectStore, key: NamespaceKey, *, ttl_s: float, budget_bytes: int, now: float, dry_run: bool = False
+) -> Removed:
+    """Remove what was neither written nor fetched for `ttl_s` seconds, then the oldest until the rest fits into
+    `budget_bytes` (0: no limit, for both). One sweep at a time: raises `LeaseHeld`, and `RemoteUnavailable`."""
+    if dry_run:
+        return _swept(objects, key, ttl_s, budget_bytes, now, dry_run=True)
+    with _lease(objects, key, now):
+        return _swept(objects, key, ttl_s, budget_bytes, now, dry_run=False)
+
+
+def purge(
+    objects: ObjectStore, key: NamespaceKey, wanted: Callable[[RemoteRoot], bool], *, dry_run: bool = False
+) -> tuple[list[RemoteRoot], Removed]:
+    """Remove all objects of the roots that are `wanted`. Returns these roots. Raises `RemoteUnavailable`."""
+    found = roots(objects, key)
+    chosen = [root for root in found if wanted(root)]
+    gone = [one for root in chosen for one in root.objects]
+    abouts = [root.about for root in chosen if root.about is not None]
+    if not dry_run:
+        _delete(objects, [*gone, *abouts])
+    return chosen, _removed(found, gone)
+
+
+def forget(objects: ObjectStore, key: NamespaceKey, texts: Iterable[GoneText]) -> list[str]:
+    """Remove the objects that hold what is in these texts and in no saved prompt that stays. Returns their paths.
+    Raises `RemoteUnavailable`.
+
+    Objects are named by what they end with, so those are not found that go on where a text ends. An object with a
+    partial block may hold that of another prompt; it goes too.
+    """
+    names: dict[bytes, set[str]] = {}
+    for text in texts:
+        # Without the record of its root, the size of its blocks is not known.
+        if text.block_size:
+            names.setdefault(text.root, set()).update(_names(key.names_seed, text))
+    gone = [
+        one
+        for root, wanted in names.items()
+        for one in objects.list(f"{object_path(key, root, '')}")
+        if one.path.rpartition("/")[2].partition(".")[0] in wanted
+    ]
+    _delete(objects, gone)
+    return [one.path for one in gone]
+
+
+def _names(secret: int, text: GoneText) -> Iterator[str]:
+    """Yields the names of all objects that may end with a part of a text that is not kept."""
+    token_ids, size, parent = text.token_ids.tobytes(), ID_BYTES * text.block_size, text.root
+    kept = ID_BYTES * text.num_kept
+    for start in range(0, len(token_ids) + 1, size):
+        part = token_ids[start : start + size]
+        if start + size > kept:
+            yield f"{parent.hex()}{REST}"
+            for end in range(max(0, kept - start), len(part) + 1, ID_BYTES):
+                yield node_name(secret, parent, part[:end], Kind.TAIL).hex()
+        parent = node_name(secret, parent, part, Kind.BLOCK)
+        if len(part) == size and start + size > kept:
+            yield parent.hex()
+
+
+def _swept(
+    objects: ObjectStore, key: NamespaceKey, ttl_s: float, budget_bytes: int, now: float, *, dry_run: bool
+) -> Removed:
+    found = roots(objects, key)
+    gone = set(_to_sweep([one for root in found for one in root.objects], ttl_s, budget_bytes, now))
+    empty = [root.about for root in found if root.about is not None and gone.issuperset(root.objects)]
+    # A root without objects may be one that a daemon has just begun to write.
+    abouts = [about for about in empty if now - about.modified_at > LEASE_S]
+    if not dry_run:
+        _delete(objects, list(gone))
+        # Objects that were written meanwhile would be nobody's.
+        _delete(objects, [about for about in abouts if _is_alone(objects, about)])
+    return _removed(found, list(gone))
+
+
+def _to_sweep(found: list[ObjectInfo], ttl_s: float, budget_bytes: int, now: float) -> Iterator[ObjectInfo]:
+    """Yields the objects that go. Of one day, the ends of prefixes go before their beginnings, which others need."""
+    kept_bytes = sum(one.num_bytes for one in found)
+    for one in sorted(found, key=lambda one: (one.modified_at // _DAY_S, -_depth(one.path), one.modified_at)):
+        is_old = ttl_s > 0 and now - one.modified_at > ttl_s
+        if is_old or 0 < budget_bytes < kept_bytes:
+            kept_bytes -= one.num_bytes
+            yield one
+
+
+def _depth(path: str) -> int:
+    """Returns how many blocks stand before the end of a bundle."""
+    depth = path.rpartition(".")[2]
+    return int(depth) if depth.isdecimal() else 0
+
+
+def _root(objects: ObjectStore, key: NamespaceKey, root: str, found: list[ObjectInfo]) -> RemoteRoot:
+    about = next((one for one in found if one.path.endswith(f"/{ABOUT}")), None)
+    record = RootRecord(model="", block_size=0, layout="", created_at=0.0)
+    if about is not None:
+        with suppress(ObjectRefused, msgspec.DecodeError):
+            if (got := objects.get(about.path, ABOUT_MOST_BYTES)) is not None:
+                record = msgspec.msgpack.decode(unsealed(key, about.path, got.data), type=RootRecord)
+    others = tuple(one for one in found if one is not about)
+    return RemoteRoot(root, record.model, record.tenant, record.block_size, others, about)
+
+
+def _removed(found: Iterable[RemoteRoot], gone: list[ObjectInfo]) -> Removed:
+    everything = [one for root in found for one in root.objects]
+    sizes = (sum(one.num_bytes for one in some) for some in (everything, gone))
+    found_bytes, gone_bytes = sizes
+    unknown = {one for root in found if root.is_unknown for one in root.objects}
+    return Removed(len(everything), found_bytes, len(gone), gone_bytes, len(unknown.difference(gone)))
+
+
+def _is_alone(objects: ObjectStore, about: ObjectInfo) -> bool:
+    """Whether nothing lies beside the description of a root."""
+    beside = objects.list(f"{about.path.rpartition('/')[0]}/")
+    return all(one.path == about.path for one in beside)
+
+
+def _delete(objects: ObjectStore, gone: list[ObjectInfo]) -> None:
+    for start in range(0, len(gone), _AT_ONCE):
+        objects.delete([one.path for one in gone[start : start + _AT_ONCE]])
+
+
+@contextmanager
+def _lease(objects: ObjectStore, key: NamespaceKey, now: float) -> Iterator[None]:
+    """Not every object store can create an object on condition. So the lease is read again once it is written: of two
+    who write it at once, the last one has it."""
+    path = f"{key.digest.hex()}/{_LEASE}"
+    held = objects.info(path)
+    if held is not None and now - held.modified_at < LEASE_S:
+        raise LeaseHeld(f"another sweep of {objects.url} began {now - held.modified_at:.0f} s ago; try again later")
+    token = secrets.token_bytes(16)
+    if held is not None:
+        objects.delete([path])
+    written = objects.create(path, token)
+    if not written or not _holds(objects, path, token):
+        raise LeaseHeld(f"another sweep of {objects.url} has just begun; try again later")
+    try:
+        yield
+    finally:
+        # It may be another one's by now, if this took very long.
+        if _holds(objects, path, token):
+            objects.delete([path])
+
+
+def _holds(objects: ObjectStore, path: str, token: bytes) -> bool:
+    """Whether the lease is this one."""
+    try:
+        got = objects.get(path, len(token))
+    except ObjectRefused:
+        return False
+    return got is not None and bytes(got.data) == token

@@ -1,0 +1,136 @@
+"""Writing behind: what nearer tiers have of a prompt becomes bundles in the object store."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import msgspec
+import numpy as np
+
+from diskprefix.extras.remote.bundle import (
+    ABOUT,
+    ABOUT_MOST_BYTES,
+    Slot,
+    blocks_per_bundle,
+    encode_bundle,
+    object_path,
+    rest_parent,
+    slot_nodes,
+    slot_path,
+    whole_bundles,
+)
+from diskprefix.extras.remote.ledger import Ledger
+from diskprefix.extras.remote.objects import ObjectStore
+from diskprefix.extras.remote.sealing import ObjectRefused, sealed, unsealed
+from diskprefix.namespace_key import NamespaceKey
+from diskprefix.store.schema import Kind
+from diskprefix.tiers.nodes import Node, PromptNodes
+from diskprefix.tiers.shared import Upload
+from diskprefix.tiers.tier import View, first_blocks, nearest
+from diskprefix.tokens import common_prefix_length
+
+
+def write_prompt(
+    objects: ObjectStore, key: NamespaceKey, ledger: Ledger, upload: Upload, is_closing: Callable[[], bool]
+) -> None:
+    """Write the bundles of a prompt that are not there, until `is_closing`. Raises `CacheError`.
+
+    Nothing of the store is held while the network is waited for: a reader that stays open keeps freed pages from being
+    used again.
+    """
+    size = blocks_per_bundle(upload.nodes)
+    num_blocks, has_tail = _stored(upload)
+    slots = [slot for slot in whole_bundles(upload.nodes, size) if slot.last <= num_blocks]
+    end = Slot(num_blocks // size * size, num_blocks, has_tail)
+    if end.last > end.first or has_tail:
+        slots.append(end)
+    if upload.in_parts and num_blocks * upload.nodes.block_size < upload.num_tokens:
+        slots.append(Slot(num_blocks, num_blocks, is_rest=True))
+    is_described = False
+    for slot in slots:
+        path = slot_path(key, upload.nodes, slot)
+        if ledger.is_known(path):
+            continue
+        if is_closing():
+            ledger.count("dropped")
+            return
+        if not ledger.is_bad(path) and objects.info(path) is not None:
+            ledger.note(path)
+            continue
+        payloads = _rest(upload, slot) if slot.is_rest else _payloads(upload, slot)
+        if not payloads:
+            # It was evicted meanwhile, or no partial block was kept.
+            return
+        if not is_described:
+            _describe_root(objects, key, upload)
+            is_described = True
+        data = encode_bundle(key, upload.nodes, path, payloads, time.time())
+        objects.put(path, data)
+        ledger.note(path, written_bytes=len(data))
+
+
+def _describe_root(objects: ObjectStore, key: NamespaceKey, upload: Upload) -> None:
+    """Write what a root is, for those who list and purge, unless that is there and sound. Each upload asks: a sweep or
+    a purge may have removed it, and nobody could say whose the objects beside it are."""
+    path = object_path(key, upload.nodes.root, ABOUT)
+    try:
+        if (got := objects.get(path, ABOUT_MOST_BYTES)) is not None:
+            unsealed(key, path, got.data)
+            return
+    except ObjectRefused:
+        pass
+    objects.put(path, sealed(key, path, msgspec.msgpack.encode(upload.record)))
+
+
+def _stored(upload: Upload) -> tuple[int, bool]:
+    """Returns how many blocks of the offered tokens are in the nearer tiers, and whether the tail is too."""
+    nodes = upload.nodes
+    with ExitStack() as opened:
+        views = [opened.enter_context(tier.view()) for tier in upload.tiers]
+        num_wanted = upload.num_tokens // nodes.block_size
+        number, parent = first_blocks(nodes, views, num_wanted)
+        is_whole = number == num_wanted and upload.num_tokens == len(nodes.token_ids)
+        return number, is_whole and nearest(nodes, views, nodes.tail(parent, number)) is not None
+
+
+def _payloads(upload: Upload, slot: Slot) -> list[tuple[Node, bytes, memoryview]]:
+    """Returns the nodes of a bundle with their token ids and raw payloads, verified, and the checkpoints between them.
+    Returns nothing if a node is no longer there."""
+    nodes = upload.nodes
+    found: list[tuple[Node, bytes, memoryview]] = []
+    with ExitStack() as opened:
+        views = [opened.enter_context(tier.view()) for tier in upload.tiers]
+        for node in slot_nodes(nodes, slot):
+            if (view := nearest(nodes, views, node)) is None:
+                return []
+            found.append((node, nodes.token_bytes(node), _read(nodes, node, view)))
+            if nodes.layout.states and node.kind == Kind.BLOCK:
+                checkpoint = nodes.checkpoint(node)
+                if (view := nearest(nodes, views, checkpoint)) is not None:
+                    found.append((checkpoint, b"", _read(nodes, checkpoint, view)))
+    return found
+
+
+def _rest(upload: Upload, slot: Slot) -> list[tuple[Node, bytes, memoryview]]:
+    """Returns the partial block behind so many blocks that has most of the prompt's tokens, if there is one."""
+    nodes = upload.nodes
+    behind = nodes.token_ids[slot.last * nodes.block_size :]
+    with ExitStack() as opened:
+        for view in [opened.enter_context(tier.view()) for tier in upload.tiers]:
+            for node, token_ids in view.similar(rest_parent(nodes, slot), behind):
+                is_partial = node.kind == Kind.BLOCK and node.num_tokens < nodes.block_size and not node.generated
+                if is_partial and common_prefix_length(token_ids, behind) == min(len(token_ids), len(behind)):
+                    return [(node, token_ids.tobytes(), _read(nodes, node, view))]
+    return []
+
+
+def _read(nodes: PromptNodes, node: Node, view: View) -> memoryview:
+    """Returns a copy of a node's raw payload. Raises `StoreCorrupt`."""
+    cuts = nodes.cuts(node)
+    payload, start = np.empty(sum(cut.piece.num_bytes for cut in cuts), dtype=np.uint8), 0
+    for cut, write in zip(cuts, view.pieces(node, cuts, range(len(cuts))), strict=True):
+        write(payload[start : start + cut.piece.num_bytes].reshape(cut.piece.num_rows, cut.piece.row_bytes))
+        start += cut.piece.num_bytes
+    return payload.data

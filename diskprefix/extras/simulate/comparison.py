@@ -1,0 +1,129 @@
+"""Many policies over one workload, and a row of figures for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+from diskprefix.extras.simulate.baselines import upper_bound, whole_snapshots
+from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
+from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
+from diskprefix.extras.simulate.trace import Trace, TraceRequest
+from diskprefix.store.eviction import usable_bytes
+
+Regime: TypeAlias = Literal["token", "sliceable", "checkpoints"]
+
+GEOMETRIES: Mapping[Regime, Geometry] = {"token": TOKEN, "sliceable": SLICEABLE, "checkpoints": CHECKPOINTS}
+REGIMES: tuple[Regime, ...] = tuple(GEOMETRIES)
+WHOLE_SNAPSHOTS, UPPER_BOUND = "whole-snapshots", "upper-bound"
+"""Rows of these two have such a name in the place of a scope."""
+
+
+Simulate: TypeAlias = Callable[[Trace, Policy, Geometry], Totals]
+"""What runs a workload: the daemon's rules, or one of the baselines."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One run over a workload. `scope` is what its row is called, `preset` names the policy file of its settings."""
+
+    scope: str
+    regime: Regime
+    policy: Policy
+    geometry: Geometry
+    simulate: Simulate = simulate
+    preset: str | None = None
+
+    @property
+    def label(self) -> str:
+        """What people read: the scope, and the policy file where there is one."""
+        return f"{self.preset} ({self.scope})" if self.preset else self.scope
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """What the settings of `case` did to the workload with the name `trace`."""
+
+    trace: str
+    case: Case
+    totals: Totals
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the figures with the settings beside them. `budget_bytes` is None without a limit."""
+        policy, geometry, totals = self.case.policy, self.case.geometry, self.totals
+        shares = ("hit_rate", "restored_share", "written_share", "write_amplification")
+        return {
+            "trace": self.trace,
+            "scope": self.case.scope,
+            "regime": self.case.regime,
+            "budget_bytes": policy.budget_bytes,
+            "policy": self.case.preset,
+            **asdict(totals),
+            **{name: getattr(totals, name) for name in shares},
+            "block_size": policy.block_size,
+            "min_tokens": policy.min_tokens,
+            "bytes_per_token": geometry.bytes_per_token,
+            "state_bytes": geometry.state_bytes,
+            "tokens_per_s": 1 / policy.seconds_per_token,
+        }
+
+
+def cases(
+    policies: Sequence[Policy],
+    geometries: Mapping[Regime, Geometry],
+    budgets: Sequence[int | None],
+    presets: Mapping[str, Policy],
+    reference: Policy,
+) -> list[Case]:
+    """What is to be run over a workload, regime by regime.
+
+    In each regime come the budgets, the largest first, and under each the `policies` and then whole snapshots. The
+    `presets`, which have budgets of their own, and the upper bound follow. `reference` is what the baselines go by.
+    """
+    finest = replace(
+        reference,
+        budget_bytes=None,
+        block_size=min(policy.block_size for policy in (reference, *presets.values())),
+        min_tokens=min(policy.min_tokens for policy in (reference, *presets.values())),
+    )
+    largest_first = sorted(set(budgets), key=lambda budget: (budget is not None, -(budget or 0)))
+    found: list[Case] = []
+    for regime, geometry in geometries.items():
+        case = partial(Case, regime=regime, geometry=geometry)
+        for budget in largest_first:
+            found += [case(scope=str(p.scope), policy=replace(p, budget_bytes=budget)) for p in policies]
+            snapshots = replace(reference, budget_bytes=budget)
+            found.append(case(scope=WHOLE_SNAPSHOTS, policy=snapshots, simulate=whole_snapshots))
+        found += [case(scope=str(p.scope), policy=p, preset=name) for name, p in presets.items()]
+        found.append(case(scope=UPPER_BOUND, policy=finest, simulate=upper_bound))
+    return found
+
+
+def compare(
+    trace: Trace, cases: Sequence[Case], on_requests: Callable[[int], None] = lambda _number: None
+) -> Iterator[Row]:
+    """The row of each case, in their order. `on_requests` is told how many more requests are done.
+
+    What never met its budget would have gone the same way under any that it would not have met either, so that is not
+    run again.
+    """
+
+    def replay() -> Iterator[TraceRequest]:
+        for request in trace:
+            yield request
+            on_requests(1)
+
+    done: dict[Case, Totals] = {}
+    for case in cases:
+        budget_bytes = case.policy.budget_bytes
+        without_budget = replace(case, policy=replace(case.policy, budget_bytes=None), preset=None)
+        totals = done.get(without_budget)
+        if totals is not None and (budget_bytes is None or totals.peak_bytes <= usable_bytes(budget_bytes)):
+            on_requests(len(trace))
+        else:
+            totals = case.simulate(Trace(trace.name, len(trace), replay), case.policy, case.geometry)
+            if not totals.evictions and not totals.dropped:
+                done[without_budget] = totals
+        yield Row(trace.name, case, totals)

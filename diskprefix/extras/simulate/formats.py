@@ -1,0 +1,262 @@
+"""Reads recorded workloads. What a file is, its first line tells: every line is a JSON object of the same kind.
+
+    {"timestamp": …, "input_length": …, "output_length": …, "hash_ids": […]}     Mooncake's traces (times in ms)
+    {"version": …, "cuts": […], "hashes": […], …}                                what `serve --record` writes
+    {"messages": […]} or {"prompt": …} or […]                                    request bodies, or messages alone
+
+Request bodies may have `timestamp` (in ms) and `output_length` beside them, and may be the `body` of a batch file's
+lines. Without times they come a second apart. A last line that a crash left unfinished is left out.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from pathlib import Path
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
+import numpy as np
+
+from diskprefix.cli.warm_input import body_in
+from diskprefix.errors import InvalidRequest, InvalidScope, SettingsError
+from diskprefix.extras.simulate.geometry import Geometry
+from diskprefix.extras.simulate.recording import RecordedRequest, joined
+from diskprefix.extras.simulate.trace import BlockRequest, RecordedDaemon, Trace, TraceRequest, block_trace
+from diskprefix.nouns import Mark, Prompt, Scope
+from diskprefix.policy.scope import parse_scope
+from diskprefix.tokens import TokenIds
+
+log = logging.getLogger("diskprefix")
+
+JsonObject: TypeAlias = dict[str, Any]
+_Json: TypeAlias = dict[str, Any] | list[Any]
+_Lines: TypeAlias = Iterator[tuple[int, bytes]]
+ReadBody: TypeAlias = Callable[[JsonObject], TraceRequest]
+"""From a request body to what it asks for, at time 0. Raises `InvalidRequest` for what the daemon would refuse."""
+
+MOONCAKE_BLOCK_TOKENS = 512
+_MOST_TOKENS = 1 << 24
+"""No prompt is longer."""
+_NESTED = "it is nested too deeply"
+_PAUSE_S = 1.0
+_LEAST_MEASURED_S = 1e-3
+_KNOWN = "a Mooncake trace (hash_ids), a recording of the daemon (hashes) or request bodies (messages or prompt)"
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _MooncakeRow(msgspec.Struct, frozen=True):
+    timestamp: _Time
+    input_length: Annotated[int, msgspec.Meta(ge=1, le=_MOST_TOKENS)]
+    hash_ids: list[_Count]
+    output_length: _Count = 0
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = MOONCAKE_BLOCK_TOKENS
+
+
+class _BesideBody(msgspec.Struct, frozen=True):
+    timestamp: _Time | None = None
+    output_length: _Count = 0
+
+
+Warn: TypeAlias = Callable[[str], None]
+
+
+def read_trace(path: Path, read_body: ReadBody | None = None, *, name: str = "", warn: Warn = log.warning) -> Trace:
+    """The workload in `path`, named after it unless it gets a `name`. `read_body` is needed for request bodies only.
+    `warn` is told what is left out.
+
+    Raises `SettingsError` that names the file, the line and the key at fault.
+    """
+    number, line = next(_numbered_lines(path, warn), (0, b""))
+    if not line:
+        raise _refused(path, None, f"it is empty; accepted is {_KNOWN}")
+    first = _decode(path, number, line, _Json)
+    lines, name = _numbered_lines(path, warn), name or path.stem
+    if isinstance(first, dict) and "hash_ids" in first:
+        return _mooncake(path, lines, name)
+    if isinstance(first, dict) and "hashes" in first:
+        return _recording(path, lines, name)
+    if isinstance(first, dict) and not first.keys() & {"messages", "prompt", "body"}:
+        raise _refused(path, number, f"its keys are not those of {_KNOWN}")
+    if read_body is None:
+        raise _refused(path, None, "request bodies need a model's tokenizer; say which")
+    return Trace.of(name, sorted(_bodies(path, lines, read_body), key=attrgetter("when")))
+
+
+def _numbered_lines(path: Path, warn: Warn) -> _Lines:
+    """Those that are not blank, counted from 1, without half a last one."""
+    is_first = True
+    try:
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.strip():
+                    continue
+                if not (is_first or line.endswith(b"\n") or _is_json(line)):
+                    warn(f"{path}:{number}: the last line is unfinished, and left out")
+                    return
+                yield number, line
+                is_first = False
+    except OSError as error:
+        raise _refused(path, None, f"it cannot be read: {error.strerror}") from error
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        msgspec.json.decode(line)
+    except RecursionError:
+        return True
+    except ValueError:
+        return False
+    return True
+
+
+def _decode(path: Path, number: int, line: bytes, kind: Any) -> Any:
+    """Returns the value of type `kind` that a line holds. Raises `SettingsError`."""
+    try:
+        return msgspec.json.decode(line, type=kind)
+    except RecursionError as error:
+        raise _refused(path, number, _NESTED) from error
+    except ValueError as error:
+        raise _refused(path, number, str(error)) from error
+
+
+def _refused(path: Path, number: int | None, reason: str) -> SettingsError:
+    place = path if number is None else f"{path}:{number}"
+    return SettingsError(f"{place}: {reason}")
+
+
+def _mooncake(path: Path, lines: _Lines, name: str) -> Trace:
+    """Prompts by the ids of their blocks, each of which names a block and all before it; no boundaries are known."""
+    requests: list[BlockRequest] = []
+    block_tokens = 0
+    for number, line in lines:
+        row: _MooncakeRow = _decode(path, number, line, _MooncakeRow)
+        block_tokens = block_tokens or row.block_size
+        if row.block_size != block_tokens:
+            raise _refused(path, number, f"block_size: {row.block_size} is not the {block_tokens} of the lines before")
+        if len(row.hash_ids) != -(-row.input_length // block_tokens):
+            blocks = f"{len(row.hash_ids)} blocks of {block_tokens} tokens"
+            raise _refused(path, number, f"hash_ids: {blocks} are not the {row.input_length} of input_length")
+        if max(row.hash_ids) >= 1 << 64:
+            raise _refused(path, number, f"hash_ids: {max(row.hash_ids)} has more than 64 bits")
+        # Only whether two are alike matters.
+        block_ids = np.array(row.hash_ids, np.uint64).view(np.int64)
+        requests.append(BlockRequest(row.timestamp / 1000, block_ids, row.input_length, row.output_length))
+    return block_trace(name, requests, block_tokens)
+
+
+def _recording(path: Path, lines: _Lines, name: str) -> Trace:
+    """Prompts that share tokens exactly up to the last position at which the recording says that they are the same.
+
+    What stands between two neighbouring cuts gets a number of its own, which is all of its tokens. So prompts that part
+    behind a cut differ from the very next token on, and no two stretches are alike by chance. The token before a
+    boundary is a marker, which as a rule is the same in all prompts, as real ones are: by the markers in what another
+    prompt lost, the policy tells what was said from what the template wrote.
+    """
+    records: list[RecordedRequest] = []
+    position_of = {"": 0}
+    boundaries: set[str] = set()
+    for number, line in lines:
+        record: RecordedRequest = _decode(path, number, line, RecordedRequest)
+        try:
+            record.check()
+        except (InvalidScope, ValueError) as error:
+            raise _refused(path, number, str(error)) from error
+        for digest, cut in zip(record.hashes, record.cuts, strict=True):
+            if position_of.setdefault(digest, cut) != cut:
+                elsewhere = position_of[digest]
+                raise _refused(path, number, f"hashes: {digest!r} stands at {cut} here and at {elsewhere} elsewhere")
+        records.append(record)
+        hash_at = dict(zip(record.cuts, record.hashes, strict=True))
+        boundaries.update(hash_at[position] for position in record.boundaries if position in hash_at)
+    daemon = _recorded_daemon(records)
+    records.sort(key=lambda record: record.when)
+    before = joined(records)
+    number_of = {digest: index for index, digest in enumerate(before)}
+    marker_of = _markers(before, position_of, boundaries)
+
+    def replay() -> Iterator[TraceRequest]:
+        for record in records:
+            hashes, digest = [], record.hashes[-1]
+            while digest:
+                hashes.append(digest)
+                digest = before[digest]
+            hashes.reverse()
+            lengths = np.diff([0, *(position_of[digest] for digest in hashes)])
+            token_ids = np.repeat(np.array([number_of[digest] for digest in hashes], np.int32), lengths)
+            for digest in hashes:
+                if digest in marker_of:
+                    token_ids[position_of[digest] - 1] = marker_of[digest]
+            yield _replayed(record, token_ids, record.when - records[0].when)
+
+    return Trace(name, len(records), replay, daemon)
+
+
+def _markers(before: dict[str, str], position_of: dict[str, int], boundaries: Collection[str]) -> dict[str, int]:
+    """For each hash at a boundary, the token before it: -1, and less where two prompts part with a marker each."""
+    marker_of: dict[str, int] = {}
+    parting: Counter[str] = Counter()
+    for digest in sorted(boundaries):
+        earlier = before[digest]
+        marker_of[digest] = -1
+        if position_of[digest] == position_of[earlier] + 1:
+            parting[earlier] += 1
+            marker_of[digest] = -parting[earlier]
+    return marker_of
+
+
+def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
+    """As it was last."""
+    last = records[-1]
+    is_weighed = last.bytes_per_token or last.state_bytes
+    geometry = Geometry(last.bytes_per_token, last.state_bytes, last.logits_bytes, last.exact_at)
+    computed = [record for record in records if record.prefill_ms and record.prompt_tokens > record.restored]
+    seconds = sum(record.prefill_ms for record in computed) / 1e3
+    num_tokens = sum(record.prompt_tokens - record.restored for record in computed)
+    return RecordedDaemon(
+        block_size=last.block_size,
+        min_tokens=last.min_tokens,
+        geometry=geometry if is_weighed else None,
+        tokens_per_s=num_tokens / seconds if seconds > _LEAST_MEASURED_S else 0.0,
+    )
+
+
+def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> TraceRequest:
+    marks = tuple(Mark(*mark) for mark in record.marks)
+    token_ids, reply = token_ids[: record.prompt_tokens], token_ids[record.prompt_tokens :]
+    prompt = Prompt(token_ids, tuple(record.boundaries), record.system_end, marks=marks)
+    scope = parse_scope(record.scope, param="scope") if record.own_scope else None
+    if record.miss_reason == "media":
+        scope = Scope("off")  # whatever is simulated, prompts with images are not cached
+    return TraceRequest(
+        when=when,
+        prompt=prompt,
+        output_tokens=record.output_tokens,
+        reply=reply,
+        scope=scope,
+        group=bytes.fromhex(record.group),
+        tenant=record.root,
+        is_shared=record.is_shared,
+        save=record.save,
+        ttl_s=record.ttl_s,
+        remembered=record.remembered,
+    )
+
+
+def _bodies(path: Path, lines: _Lines, read_body: ReadBody) -> Iterator[TraceRequest]:
+    for index, (number, line) in enumerate(lines):
+        value = _decode(path, number, line, _Json)
+        beside = _decode(path, number, line, _BesideBody) if isinstance(value, dict) else _BesideBody()
+        try:
+            request = read_body(body_in(value))
+        except InvalidRequest as error:
+            raise _refused(path, number, error.message) from error
+        except RecursionError as error:
+            raise _refused(path, number, _NESTED) from error
+        when = index * _PAUSE_S if beside.timestamp is None else beside.timestamp / 1000
+        yield replace(request, when=when, output_tokens=beside.output_length)

@@ -1,0 +1,174 @@
+"""`diskprefix simulate --machines`: the table and the plot of a workload on several machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from diskprefix.cli.tooling import counted, plain, print_json, print_table, progress, terminal_width
+from diskprefix.errors import SettingsError
+from diskprefix.extras.simulate.comparison import Case, Regime
+from diskprefix.extras.simulate.machines import MachinesRow, Setup, replay
+from diskprefix.extras.simulate.object_store import READS_PER_S, WRITES_PER_S, most_swept, sweep_s
+from diskprefix.extras.simulate.simulator import simulate
+from diskprefix.extras.simulate.trace import Trace
+from diskprefix.printable import printable_only
+from diskprefix.settings import format_size
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_COLORS = {"off": "tab:grey", "seen-twice": "tab:blue", "all": "tab:orange"}
+_STYLES = {"random": ":", "conversation": "-", "tenant": "--"}
+_HOUR_S = 3600.0
+
+
+def check(regimes: Sequence[Regime], policies: Sequence[str]) -> None:
+    """Raises `SettingsError` for what is not simulated on several machines."""
+    if policies:
+        raise SettingsError("--policy cannot be given with --machines; give --scope, --budget and the others")
+    if "checkpoints" in regimes:
+        raise SettingsError("--regime checkpoints is not simulated with --machines")
+
+
+def run(
+    planned: Sequence[tuple[Trace, Sequence[Case]]], chosen: Sequence[Setup], *, as_json: bool, plot: Path | None
+) -> None:
+    """Replay each trace under each of its cases with the chosen setups, and show the figures."""
+    policies = [(trace, case) for trace, cases in planned for case in cases if case.simulate is simulate]
+    runs = [(trace, setup, case) for trace, case in policies for setup in chosen]
+    with progress("simulating", sum(len(trace) for trace, _, _ in runs), in_bytes=False) as advance:
+        rows = [replay(trace, setup, case.policy, case.geometry, advance) for trace, setup, case in runs]
+    if plot is not None:
+        draw(rows, plot)
+    if as_json:
+        print_json([row.as_dict() for row in rows])
+    else:
+        show(rows)
+
+
+def show(rows: Sequence[MachinesRow]) -> None:
+    """Print a table for each trace and each group of settings, and below them where the object store has its limits."""
+    for index, (title, group) in enumerate(_groups(rows)):
+        if index:
+            click.echo()
+        click.echo(f"{title}\n")
+        _print_table(group)
+    asked = [row for row in rows if row.setup.write != "off" and row.store.sizes]
+    if asked:
+        click.echo()
+        for line in _limits(asked):
+            click.echo(line)
+
+
+def _groups(rows: Sequence[MachinesRow]) -> Iterator[tuple[str, list[MachinesRow]]]:
+    """The rows that differ in their setup only, under what they have in common."""
+    groups: dict[str, list[MachinesRow]] = {}
+    for row in rows:
+        budget = row.policy.budget_bytes
+        limit = "without a limit" if budget is None else f"{format_size(budget)} a machine"
+        requests = counted(row.totals.requests, "request")
+        kind = f"{row.geometry.state_kind}, {row.policy.scope}, {limit}"
+        groups.setdefault(f"{printable_only(row.trace)}: {requests}; {kind}", []).append(row)
+    yield from groups.items()
+
+
+def _print_table(rows: Sequence[MachinesRow]) -> None:
+    from rich.table import Column
+
+    figures = [_figures(row) for row in rows]
+    columns = [Column("machines", justify="right"), Column("spread"), Column("remote")]
+    columns += [Column(title, justify="right") for title in figures[0]]
+    cells: list[Sequence[Any]] = []
+    for row, found in zip(rows, figures, strict=True):
+        if cells and row.setup.write == rows[0].setup.write and row.setup.spread == rows[0].setup.spread:
+            cells.append([""])
+        cells.append([plain(str(part)) for part in (row.setup.machines, row.setup.spread, row.setup.write)])
+        cells[-1] = [*cells[-1], *found.values()]
+    print_table(columns, cells, width=terminal_width(otherwise=160))
+
+
+def _figures(row: MachinesRow) -> dict[str, str]:
+    shown, has_tier = row.as_dict(), row.setup.write != "off"
+    of_tier = {
+        "fetched": format_size(shown["fetched_bytes"]),
+        "put": format_size(shown["put_bytes"]),
+        "reads/s": f"{shown['most_reads_per_s']:,}",
+        "writes/s": f"{shown['most_writes_per_s']:,}",
+        "$": f"{shown['request_dollars']:.2f}",
+        "$ a month": f"{shown['stored_dollars_per_month']:.2f}",
+    }
+    return {
+        "hits": f"{shown['hit_rate']:.1%}",
+        "restored": f"{shown['restored_share']:.1%}",
+        **{name: value if has_tier else "" for name, value in of_tier.items()},
+    }
+
+
+def _limits(rows: Sequence[MachinesRow]) -> Iterator[str]:
+    """What the object store takes, and how far the rows are from it. Every row has asked it for something."""
+    tightest = min(rows, key=lambda row: row.store.traffic.headroom)
+    traffic, setup = tightest.store.traffic, tightest.setup
+    of_row = f"{counted(setup.machines, 'machine')}, {setup.spread}, {setup.write}"
+    yield f"one partition of a bucket takes {READS_PER_S:,} reads and {WRITES_PER_S:,} writes a second:"
+    busiest = f"the busiest second ({of_row}: {traffic.reads_per_s:,} and {traffic.writes_per_s:,})"
+    if traffic.headroom >= 1:
+        yield f"  {traffic.headroom:.1f} times {busiest}"
+    else:
+        yield f"  {busiest} needs {-(-1 // traffic.headroom):.0f} partitions, or is throttled"
+    largest = max(rows, key=lambda row: len(row.store.sizes))
+    num_objects = len(largest.store.sizes)
+    most = most_swept(_HOUR_S)
+    yield f"one sweeper lists the {counted(num_objects, 'object')} in about {sweep_s(num_objects):.1f} s,"
+    yield f"  and {most:,} in an hour ({format_size(most * largest.store.stored_bytes // num_objects)} of such objects)"
+
+
+def draw(rows: Sequence[MachinesRow], path: Path) -> None:
+    """Draw the restored share, and the bytes that went through the tier, against the machines. Raises `OSError`.
+
+    There are two panels for each trace and group of settings. The same rows give the same file, byte for byte.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    groups = list(_groups(rows))
+    with matplotlib.rc_context({"svg.hashsalt": "diskprefix", "font.size": 9.0}):
+        figure = Figure((12.0, 3.8 * len(groups)), layout="constrained")
+        panels = figure.subplots(len(groups), 2, squeeze=False)
+        for (title, group), (share, moved) in zip(groups, panels, strict=True):
+            _draw_panel(share, group, lambda row: 100 * row.totals.restored_share)
+            share.set(ylabel="restored prompt tokens, %", ylim=(0, 100))
+            share.set_title(title, parse_math=False, loc="left")
+            _draw_panel(moved, [row for row in group if row.setup.write != "off"], _moved_gib)
+            moved.set(ylabel="fetched and put, GiB")
+            moved.set_ylim(bottom=0)
+        lines, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(lines, labels, loc="outside right upper", frameon=False, title="spread, remote")
+        metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
+        figure.savefig(path, dpi=120, metadata=metadata)
+
+
+def _moved_gib(row: MachinesRow) -> float:
+    return (row.store.traffic.got_bytes + row.store.traffic.put_bytes) / 2**30
+
+
+def _draw_panel(panel: Axes, rows: Sequence[MachinesRow], value: Callable[[MachinesRow], float]) -> None:
+    from matplotlib.ticker import NullLocator
+
+    curves: dict[tuple[str, str], list[MachinesRow]] = {}
+    for row in rows:
+        curves.setdefault((row.setup.spread, row.setup.write), []).append(row)
+    for (spread, write), curve in curves.items():
+        curve.sort(key=lambda row: row.setup.machines)
+        numbers = [row.setup.machines for row in curve]
+        style: Any = {"color": _COLORS[write], "linestyle": _STYLES[spread], "label": f"{spread}, {write}"}
+        panel.plot(numbers, [value(row) for row in curve], marker="o", markersize=4, **style)
+    panel.set_xscale("log", base=2)
+    numbers = sorted({row.setup.machines for row in rows})
+    panel.set_xticks(numbers, [str(number) for number in numbers])
+    panel.xaxis.set_minor_locator(NullLocator())
+    panel.set_xlabel("machines")
+    panel.grid(alpha=0.3)

@@ -1,0 +1,419 @@
+"""The daemon's own recording: one line of JSON for each request, with which `diskprefix simulate` replays the workload.
+
+A recording holds neither text nor token ids. Of a prompt it holds the hash of its beginning at each position that
+matters to the cache: every grid point, every boundary and mark, the end of the system part, its own end, and where
+earlier prompts end that it continues. Where it leaves an earlier prompt, it is cut too, and says which one that was.
+Two prompts of one root share their first p tokens exactly if both hash alike at p. All hashes are keyed with the
+store's secret: who does not know that cannot test a guess of what somebody wrote, or of who it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import queue
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+import numpy as np
+
+from diskprefix.errors import SettingsError
+from diskprefix.nouns import SHARED, CacheOptions, CacheReport, MissReason, Prompt, StateSource
+from diskprefix.policy.scope import parse_scope
+from diskprefix.prefix_cache.radix_tree import RadixTree
+from diskprefix.printable import first_line
+from diskprefix.settings import Settings
+from diskprefix.tokens import TokenIds
+
+log = logging.getLogger("diskprefix")
+
+VERSION = 1
+
+_HASH_BYTES = 8
+_KEY_BYTES = 8
+_MOST_WAITING = 256
+"""Requests that may wait to be written: on a disk that hangs, recording stops, not the daemon."""
+_CLOSE_TIMEOUT_S = 5.0
+_LOOK_EVERY_S = 2.0
+"""How often it is looked whether the file was moved away or deleted."""
+_MOST_TOKENS = 1 << 24
+"""No prompt is longer."""
+_BEGINNING = b'{"version":'
+_LONGEST_LINE_BYTES = 1 << 24
+
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request; a line of the file. A field that is absent has its default.
+
+    `when` is in seconds since 1970. `root` stands for the model and the tenant, `group` for that of `CacheOptions`:
+    keyed hashes of 16 hex digits. `is_shared`: the request came with neither key nor salt. `own_scope`: it asked for
+    another scope than the daemon's. `bytes_per_token`, `state_bytes` and `logits_bytes` are what the model's state
+    weighs, as `kv.layout.Layout` has them; all 0 if that is not known. `exact_at` is the layout's too.
+    `marks` are the positions that the client marked, with their times to live in seconds: see `prompt.Mark`.
+    `reply_tokens` of the reply are known: those that were run through a model whose prompts restore to the token.
+    `cuts` are positions in tokens, ascending, among them the prompt's end, the last one the end of these; `hashes`
+    says, as 16 hex digits each, what prompt and reply are up to there. At `parted_at`, one of the cuts, it leaves an
+    earlier prompt that was not cut there; `parted_from` is the hash of that one at a later cut. `remembered`: the
+    prompt was computed to its end and holds no media, so whatever the scope, it could have been kept. The rest is what
+    the cache then did: see `CacheReport`.
+    """
+
+    version: int
+    when: _Amount
+    root: str
+    scope: str
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    min_tokens: _Count
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)]
+    cuts: list[int]
+    hashes: list[str]
+    parted_at: int = 0
+    parted_from: str = ""
+    is_shared: bool = True
+    own_scope: bool = False
+    group: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")] = ""
+    save: bool = True
+    ttl_s: _Amount | None = None
+    reuse_generated: bool = False
+    output_tokens: _Count = 0
+    reply_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)] = 0
+    boundaries: list[int] = []
+    system_end: int = 0
+    marks: list[tuple[int, _Amount | None]] = []
+    remembered: bool = True
+    bytes_per_token: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
+    state_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+    logits_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
+    exact_at: Literal["token", "grid"] = "grid"
+    restored: _Count = 0
+    source: StateSource = "none"
+    miss_reason: MissReason | None = None
+    prefill_ms: _Amount = 0.0
+    restore_ms: _Amount = 0.0
+
+    def check(self) -> None:
+        """Raises `ValueError` or `InvalidScope` that says what no type says of a line."""
+        if self.version != VERSION:
+            raise ValueError(f"version {self.version} of the recording is not known here ({VERSION} is)")
+        parse_scope(self.scope, param="scope")
+        positions = [0, *self.cuts]
+        end = self.prompt_tokens + self.reply_tokens
+        if not self.cuts or len(self.hashes) != len(self.cuts) or positions[-1] != end:
+            raise ValueError("cuts: they must end with the prompt and its reply, and have a hash each")
+        if self.prompt_tokens not in positions:
+            raise ValueError("cuts: the prompt's end must be one")
+        if any(later <= earlier for earlier, later in pairwise(positions)):
+            raise ValueError("cuts: they must ascend")
+        if self.parted_at and self.parted_at not in self.cuts:
+            raise ValueError("parted_at: is no cut")
+        marks = [position for position, _ in self.marks]
+        for key, found in (("boundaries", self.boundaries), ("marks", marks), ("system_end", [self.system_end])):
+            if found != sorted(found) or not all(0 <= place <= self.prompt_tokens for place in found):
+                raise ValueError(f"{key}: must ascend and lie within the prompt")
+
+
+class RequestRecorder:
+    """Appends requests to a file, from a thread of its own: `note` only hands them over.
+
+    Whatever goes wrong with the file later is logged, once until it works again, and never fails a request. A file that
+    was moved away or deleted is begun anew. `secret_of` answers the store's secret. `know` and `forget` are for any
+    thread, `weigh`, `note` and `close` are for one.
+    """
+
+    def __init__(self, path: Path, settings: Settings, secret_of: Callable[[], int]) -> None:
+        """Opens the file, private to its owner where it is new. Raises `SettingsError` if it cannot be written, if it
+        is no recording, or if another daemon writes it."""
+        self._path = path
+        self._settings = settings
+        self._default_scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
+        self._secret_of = secret_of
+        self._own_key = secrets.token_bytes(_KEY_BYTES)
+        self._partings = RadixTree()
+        self._is_failing = False
+        self._layout: dict[str, Any] = {}
+        self._fd = _open(path)
+        self._looked_at = time.monotonic()
+        self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
+        """What the thread is to do; None ends it."""
+        self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
+        self._thread.start()
+
+    def describe(
+        self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int, exact_at: Literal["token", "grid"]
+    ) -> None:
+        """Say what the model's state is like; it stands in each line from now on."""
+        self._layout = {
+            "bytes_per_token": bytes_per_token,
+            "state_bytes": state_bytes,
+            "logits_bytes": logits_bytes,
+            "exact_at": exact_at,
+        }
+
+    def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
+        """Have new prompts be cut where they leave these, which are from before this process, oldest first."""
+        with suppress(queue.Full):
+            self._waiting.put_nowait(partial(self._learn, root, [token_ids.copy() for token_ids in prompts]))
+
+    def forget(self) -> None:
+        """Forget the prompts that this process knows: some of them were deleted. For any thread."""
+        with suppress(queue.Full):
+            self._waiting.put_nowait(self._forget)
+
+    def note(
+        self,
+        prompt: Prompt,
+        options: CacheOptions,
+        report: CacheReport,
+        *,
+        root: bytes,
+        when: float,
+        output_tokens: int,
+        reply: TokenIds,
+        prefill_ms: float,
+        remembered: bool,
+    ) -> None:
+        """Append one request that has ended. `when` it arrived, in seconds since 1970. `reply`: the tokens that were
+        run through the model behind the prompt. `remembered`: see `RecordedRequest`."""
+        if self._layout.get("exact_at") != "token" or prompt.media:
+            reply = reply[:0]
+        record_of = partial(
+            RecordedRequest,
+            version=VERSION,
+            when=round(when, 3),
+            scope=str(options.scope),
+            block_size=self._settings.block_size,
+            min_tokens=self._settings.kv_cache_min_tokens,
+            prompt_tokens=len(prompt.token_ids),
+            is_shared=options.tenant == SHARED,
+            own_scope=options.scope != self._default_scope,
+            save=options.save,
+            ttl_s=options.ttl_s,
+            reuse_generated=options.reuse_generated,
+            output_tokens=output_tokens,
+            reply_tokens=len(reply),
+            boundaries=list(prompt.boundaries),
+            system_end=prompt.system_end,
+            marks=list(prompt.marks),
+            remembered=remembered,
+            **self._layout,
+            restored=report.restored,
+            source=report.source,
+            miss_reason=report.miss_reason,
+            prefill_ms=round(prefill_ms, 2),
+            restore_ms=round(report.restore_ms, 2),
+        )
+        try:
+            self._waiting.put_nowait(partial(self._append, record_of, prompt, reply.copy(), root, options.group))
+        except queue.Full:
+            self._failed("requests come faster than they are written")
+
+    def close(self) -> None:
+        """Write what is waiting, and close the file. A disk that hangs is waited for only so long."""
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
+        self._thread.join(_CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            log.warning("[record] %s: not everything was written in time", self._path)
+        else:
+            os.close(self._fd)
+
+    def _write_all(self) -> None:
+        while (work := self._waiting.get()) is not None:
+            try:
+                work()
+            except Exception as error:
+                # A mistake in here must not end the thread: the requests themselves are served.
+                log.debug("[record] failed", exc_info=error)
+                self._failed(getattr(error, "strerror", None) or first_line(error))
+
+    def _failed(self, reason: str) -> None:
+        if not self._is_failing:
+            self._is_failing = True
+            log.warning("[record] %s: a request was not recorded: %s (said once)", self._path, reason)
+
+    def _append(
+        self, record_of: Callable[..., RecordedRequest], prompt: Prompt, reply: TokenIds, root: bytes, group: bytes
+    ) -> None:
+        self._write(msgspec.json.encode(record_of(**self._hashed(prompt, reply, root, group))) + b"\n")
+        self._is_failing = False
+
+    def _hashed(self, prompt: Prompt, reply: TokenIds, root: bytes, group: bytes) -> dict[str, Any]:
+        """The fields of the record that say where prompt and reply are cut, and all that is hashed."""
+        key, block_size = self._key(), self._settings.block_size
+        token_ids = np.concatenate([prompt.token_ids, reply])
+        fields: dict[str, Any] = {
+            "root": _keyed(key, b"root", root),
+            "group": _keyed(key, b"group", group) if group else "",
+        }
+        wanted = {
+            *prompt.boundaries,
+            *(mark.position for mark in prompt.marks),
+            prompt.system_end,
+            *range(block_size, len(token_ids), block_size),
+            len(prompt.token_ids),
+            len(token_ids),
+        }
+        # With media, equal tokens are not equal prompts: what is hashed then is like nothing else.
+        root = root if not prompt.media else secrets.token_bytes(len(root))
+        places, left = ([], None) if prompt.media else self._partings.add(root, token_ids)
+        wanted.update(place.position for place in places)
+        cuts = sorted(position for position in wanted if 0 < position <= len(token_ids))
+        hashes = _prefix_hashes(key, root, token_ids, cuts)
+        digest_at = dict(zip(cuts, hashes, strict=True))
+        for place in places:
+            place.digest = digest_at[place.position]
+        if left is not None and left.before is not None and left.digest:
+            fields |= {"parted_at": left.before.position, "parted_from": left.digest.hex()}
+        return fields | {"cuts": cuts, "hashes": [digest.hex() for digest in hashes]}
+
+    def _forget(self) -> None:
+        self._partings = RadixTree()
+
+    def _learn(self, root: bytes, prompts: Sequence[TokenIds]) -> None:
+        for token_ids in prompts:
+            places, _ = self._partings.add(root, token_ids)
+            hashes = _prefix_hashes(self._key(), root, token_ids, [place.position for place in places])
+            for place, digest in zip(places, hashes, strict=True):
+                place.digest = digest
+
+    def _key(self) -> bytes:
+        secret = self._secret_of()
+        # Without a store there is no secret: hashes that nobody can test, and that nobody can join to later ones.
+        return secret.to_bytes(_KEY_BYTES, "little") if secret else self._own_key
+
+    def _write(self, line: bytes) -> None:
+        """The whole line or nothing of it: half a line would be a broken record for ever."""
+        if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
+            if not _is_at(self._fd, self._path):
+                moved, self._fd = self._fd, _open(self._path)
+                os.close(moved)
+            self._looked_at = time.monotonic()
+        end = os.fstat(self._fd).st_size
+        written = 0
+        try:
+            while written < len(line):
+                written += os.write(self._fd, line[written:])
+        except OSError:
+            if written:
+                os.ftruncate(self._fd, end)
+            raise
+
+
+def _keyed(key: bytes, kind: bytes, value: bytes) -> str:
+    """What stands for a value: the same for the same one, and nothing that can be guessed without the key."""
+    return hashlib.blake2b(value, digest_size=_HASH_BYTES, key=key, person=kind).hexdigest()
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is still the one with this name."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def _prefix_hashes(key: bytes, root: bytes, token_ids: TokenIds, positions: Sequence[int]) -> list[bytes]:
+    """The keyed hashes of a prompt's beginnings, which ascend in length, in one pass over its tokens."""
+    digest = hashlib.blake2b(root, digest_size=_HASH_BYTES, key=key)
+    hashes, start = [], 0
+    for position in positions:
+        digest.update(token_ids[start:position].tobytes())
+        hashes.append(digest.digest())
+        start = position
+    return hashes
+
+
+def _open(path: Path) -> int:
+    """The file, to append to, locked for this process, its last line whole. Raises `SettingsError`."""
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        # Not waiting, as opening a pipe would.
+        fd = os.open(path, flags | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        raise _refused(f"cannot write {path}: {error.strerror}") from error
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise _refused(f"{path} is no regular file")
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise _refused(f"another daemon records to {path}") from error
+        except OSError as error:
+            log.debug("[record] %s cannot be locked: %s", path, error)
+        _check_content(fd, path)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _check_content(fd: int, path: Path) -> None:
+    """Raises `SettingsError` for a file with something else in it. Half a line at its end, which a crash may leave, is
+    cut off: it would make the next one unreadable."""
+    size = os.fstat(fd).st_size
+    tail = os.pread(fd, _LONGEST_LINE_BYTES, max(size - _LONGEST_LINE_BYTES, 0))
+    last_line = len(tail) - (tail.rfind(b"\n") + 1)
+    is_other = not _BEGINNING.startswith(os.pread(fd, len(_BEGINNING), 0))
+    if is_other or (last_line == len(tail) and size > len(tail)):
+        raise _refused(f"{path} holds something else than a recording; give another name")
+    if last_line:
+        log.warning("[record] %s: %d bytes of an unfinished last line are cut off", path, last_line)
+        os.ftruncate(fd, size - last_line)
+
+
+def _refused(message: str) -> SettingsError:
+    return SettingsError(f"--record: {message}")
+
+
+def joined(requests: Sequence[RecordedRequest]) -> dict[str, str]:
+    """For each hash in the recording, the one at the last known cut before it, which may be another prompt's; "" at the
+    beginning of prompts.
+
+    A prompt has the cuts of all prompts that share them, so it can be put together from its end backwards: what stands
+    between two cuts is the same in all prompts that have both.
+    """
+    before: dict[str, str] = {}
+    position_of = {"": 0}
+    for request in requests:
+        earlier = ""
+        for position, later in zip(request.cuts, request.hashes, strict=True):
+            position_of[later] = position
+            _link(before, position_of, earlier, later)
+            earlier = later
+    for request in requests:
+        # What the other prompt's line says is missing if it could not be written.
+        if request.parted_at and position_of.get(request.parted_from, 0) > request.parted_at:
+            parted = request.hashes[request.cuts.index(request.parted_at)]
+            _link(before, position_of, parted, request.parted_from)
+    return before
+
+
+def _link(before: dict[str, str], position_of: dict[str, int], earlier: str, later: str) -> None:
+    """Say that the prefix `earlier` is a beginning of `later`, and put both into one chain with what is known."""
+    while True:
+        known = before.get(later)
+        if known is None:
+            before[later] = earlier
+            return
+        if position_of[known] == position_of[earlier]:
+            return
+        if position_of[known] > position_of[earlier]:
+            later = known
+        else:
+            before[later] = earlier
+            later, earlier = earlier, known

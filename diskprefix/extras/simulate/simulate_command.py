@@ -1,0 +1,368 @@
+"""`diskprefix simulate`: show what each setting would have done with a recorded workload."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diskprefix.cli.options import PathType, build_settings, nonempty, option, policy_values, setting_option
+from diskprefix.cli.tooling import print_json, progress, status
+from diskprefix.errors import SettingsError
+from diskprefix.extras.simulate import machines_command as simulate_machines
+from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare
+from diskprefix.extras.simulate.formats import ReadBody, read_trace
+from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
+from diskprefix.extras.simulate.machines import WRITE_RULES, WriteRule, setups
+from diskprefix.extras.simulate.plot import check_plot, draw
+from diskprefix.extras.simulate.simulator import Policy
+from diskprefix.extras.simulate.spread import SPREADS, Spread
+from diskprefix.extras.simulate.synthetic import CATALOG
+from diskprefix.extras.simulate.table import show
+from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
+from diskprefix.nouns import Scope
+from diskprefix.policy.scope import parse_scope
+from diskprefix.printable import printable_only
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, format_size, parse_duration, parse_size
+
+_DEFAULTS = Settings()
+_SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")
+_BUDGETS = ("unlimited", "4GiB")
+_SCOPE = "auto:30"
+_SYNTHETIC = "synthetic:"
+_MOST_REQUESTS, _MOST_MACHINES = 1_000_000, 4096
+_TOKENS_PER_S = 1000.0
+
+
+def _recorded(otherwise: int) -> dict[str, Any]:
+    """Attributes of an option whose default comes from the recording, or else is `otherwise`."""
+    return {"default": None, "show_default": f"the recording's, else {otherwise}"}
+
+
+_EPILOG = """\b
+Examples:
+  diskprefix simulate day.jsonl
+      compares seven scopes for two kinds of models, with 4 GiB and without a limit
+  diskprefix simulate day.jsonl --regime sliceable --scope auto:30 --scope full --budget 1GiB --budget 8GiB
+      shows how much room each scope needs
+  diskprefix simulate day.jsonl --scope off --policy chat --policy agent
+      compares presets
+  diskprefix simulate synthetic:interleaved:500 --json | jq '.[] | {scope, restored_share, written_share}'
+      replays a generated workload
+  diskprefix simulate day.jsonl --machines 2 --machines 8 --machines 64
+      spreads the workload over machines, with and without a tier in an object store
+  diskprefix serve --record day.jsonl
+      records the workload of your own daemon: lengths and hashes, no text
+
+Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenizer for request bodies.
+"""
+
+
+@click.command(short_help="Replay a workload, and show what each setting would do.", epilog=_EPILOG)
+@click.argument("traces", nargs=-1, required=True, metavar="TRACE...", callback=nonempty)
+@option(
+    "--scope",
+    metavar="SCOPE",
+    multiple=True,
+    show_default=f"{', '.join(_SCOPES)}; with --machines {_SCOPE}",
+    help="As --disk-prefix-cache of serve: off, full, auto:N or N. Can be given several times.",
+)
+@option(
+    "--regime",
+    type=click.Choice(REGIMES, case_sensitive=False),
+    multiple=True,
+    show_default=f"{', '.join(REGIMES)}; with --machines {REGIMES[0]}",
+    help="The kind of model. token: a prompt restores to any token. sliceable: to the end of any block. checkpoints: "
+    "to checkpoints, because it has recurrent or linear attention layers. Can be given several times.",
+)
+@option(
+    "--budget",
+    metavar="SIZE",
+    multiple=True,
+    show_default=f"{', '.join(_BUDGETS)}; with --machines {_BUDGETS[-1]}",
+    help="As --kv-cache-budget of serve, or unlimited; with --machines, of each. Can be given several times.",
+)
+@option(
+    "--policy",
+    metavar="NAME|FILE",
+    multiple=True,
+    help="A preset, such as agent, or a .toml file. It becomes a row of its own; settings that it does not have are "
+    "those of the other rows. Can be given several times.",
+)
+@setting_option("block_size", envvar=None, **_recorded(_DEFAULTS.block_size))
+@setting_option("kv_cache_min_tokens", envvar=None, **_recorded(_DEFAULTS.kv_cache_min_tokens))
+@setting_option("kv_cache_ttl", envvar=None)
+@option(
+    "--bytes-per-token",
+    metavar="SIZE",
+    show_default=f"the recording's, else {SLICEABLE.bytes_per_token}, with checkpoints {CHECKPOINTS.bytes_per_token}",
+    help="The bytes of state that each token adds. The defaults are those of SmolLM2-135M and Qwen3-Next-80B-A3B.",
+)
+@option(
+    "--state-bytes",
+    metavar="SIZE",
+    show_default=f"the recording's, else {format_size(CHECKPOINTS.state_bytes)}",
+    help="The bytes of one checkpoint, for models with checkpoints.",
+)
+@option(
+    "--tokens-per-s",
+    type=float,
+    show_default=f"as recorded, else {_TOKENS_PER_S:.0f}",
+    help="The speed of prefill. Only the time saved depends on it.",
+)
+@option(
+    "--last", metavar="DURATION", show_default="all of it", help="Only the end of each workload: 90s, 15m, 12h, 7d."
+)
+@setting_option(
+    "model",
+    envvar=None,
+    help="The model whose tokenizer and chat template render request bodies. Its weights are not loaded.",
+)
+@setting_option("chat_template", envvar=None, type=PathType(exists=True, dir_okay=False))
+@option(
+    "--machines",
+    metavar="N",
+    type=click.IntRange(1, _MOST_MACHINES),
+    multiple=True,
+    show_default="one daemon, and no tier",
+    help="Spread the workload over so many machines, each with a store of its own, with and without a tier that they "
+    "share in an object store. Can be given several times.",
+)
+@option(
+    "--spread",
+    type=click.Choice(SPREADS, case_sensitive=False),
+    multiple=True,
+    show_default="random, conversation",
+    help="With --machines: who gets a request. random: any machine. conversation: the one that had the turn before. "
+    "tenant: by the tenant's hash. Can be given several times.",
+)
+@option(
+    "--remote-write",
+    type=click.Choice(WRITE_RULES, case_sensitive=False),
+    multiple=True,
+    show_default="off, seen-twice, all",
+    help="With --machines: what a machine puts into the shared tier. off: there is no tier. seen-twice: what it has "
+    "seen in two prompts. all: what it saves. Can be given several times.",
+)
+@option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
+@option(
+    "--plot",
+    metavar="FILE",
+    type=PathType(dir_okay=False),
+    show_default="nothing is drawn",
+    help="Draw the restored share against the bytes written, with a curve for each scope, to a .png or .svg file. "
+    "Needs matplotlib.",
+)
+def simulate(
+    traces: tuple[str, ...],
+    scope: tuple[str, ...],
+    regime: tuple[Regime, ...],
+    budget: tuple[str, ...],
+    policy: tuple[str, ...],
+    bytes_per_token: str | None,
+    state_bytes: str | None,
+    tokens_per_s: float | None,
+    last: str | None,
+    machines: tuple[int, ...],
+    spread: tuple[Spread, ...],
+    remote_write: tuple[WriteRule, ...],
+    model: str | None,
+    chat_template: Path | None,
+    json: bool,
+    plot: Path | None,
+    **flags: Any,
+) -> None:
+    """Replay recorded workloads without a model, and show what each setting would have restored and written.
+
+    The code of the daemon decides what is kept and what is evicted. Only the model, the disk and the clock are
+    simulated. The scopes, marks and times to live that single requests ask for hold in every row.
+
+    Not simulated are --kv-cache-gate, --reuse-generated, --kv-cache-min-free and --kv-cache-write-buffer: everything
+    that is found is restored, replies are not kept, and writing takes no time.
+
+    \b
+    TRACE is a file with one JSON object on each line:
+      a recording of `diskprefix serve --record FILE`
+      request bodies in OpenAI's form, or lists of messages; `timestamp` is in ms
+      Mooncake's form: timestamp, input_length, output_length, hash_ids
+    or a generated workload, synthetic:NAME or synthetic:NAME:REQUESTS, with NAME
+      shared-anchor, interleaved, retrieval, moving-reminder, edits, one-off
+
+    \b
+    hits       requests of which something was restored
+    restored   prompt tokens that need not be computed
+    written    tokens written to disk, in % of the prompt tokens
+    bytes      bytes written to disk
+    evictions  blocks, checkpoints or snapshots that were evicted
+    saved      the time that prefill would have taken for what was restored
+    --json has more of them. With --machines also
+    fetched, put      bytes that went from and to the shared tier
+    reads/s, writes/s requests at the object store in its busiest second
+    $, $ a month      what these requests cost, and what is stored then, at S3's prices
+
+    \b
+    whole-snapshots  for comparison, a simple rule: what a prompt shares with one of
+                     the 30 before it is saved whole, under its exact hash
+    upper-bound      what no rule exceeds: every token that a prompt shares with one
+                     before it, kept for ever
+    """
+    if tokens_per_s is not None and not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
+        raise SettingsError("--tokens-per-s: it must be a number above 0")
+    if plot is not None:
+        check_plot(plot)
+    if machines:
+        simulate_machines.check(regime, policy)
+    elif spread or remote_write:
+        raise SettingsError(f"{'--spread' if spread else '--remote-write'} needs --machines")
+
+    def several(without: tuple[Any, ...], with_machines: tuple[Any, ...]) -> tuple[Any, ...]:
+        return with_machines if machines else without
+
+    last_s = None if last is None else parse_duration(last, param="--last")
+    cases_of = partial(
+        _cases,
+        scopes=tuple(
+            dict.fromkeys(parse_scope(text, param="--scope") for text in scope or several(_SCOPES, (_SCOPE,)))
+        ),
+        regimes=regime or several(REGIMES, REGIMES[:1]),
+        budgets=tuple(
+            None if size.strip().lower() == "unlimited" else _size(size, "--budget", MIN_BUDGET, MAX_BUDGET)
+            for size in budget or several(_BUDGETS, _BUDGETS[-1:])
+        ),
+        presets={name: policy_values(name) for name in policy},
+        flags={name: value for name, value in flags.items() if value is not None},
+        bytes_per_token=None if bytes_per_token is None else _size(bytes_per_token, "--bytes-per-token", 1, 2**30),
+        state_bytes=None if state_bytes is None else _size(state_bytes, "--state-bytes", 1, 2**40),
+        tokens_per_s=tokens_per_s,
+    )
+    # An error in an option is reported before the traces are read, and one in a trace before the first is replayed.
+    cases_of(None)
+    read = _read(traces, _lazy_reader(model, chat_template))
+    planned = [(trace if last_s is None else trace.last(last_s), cases_of(trace.daemon)) for trace in read]
+    if machines:
+        simulate_machines.run(
+            planned, setups(machines, spread or SPREADS[:2], remote_write or WRITE_RULES), as_json=json, plot=plot
+        )
+        return
+    with progress("simulating", sum(len(trace) * len(runs) for trace, runs in planned), in_bytes=False) as advance:
+        rows = [row for trace, runs in planned for row in compare(trace, runs, advance)]
+    if plot is not None:
+        draw(rows, plot)
+    if json:
+        print_json([row.as_dict() for row in rows])
+    else:
+        show([trace for trace, _ in planned], rows)
+
+
+def _cases(
+    daemon: RecordedDaemon | None,
+    *,
+    scopes: Sequence[Scope],
+    regimes: Sequence[Regime],
+    budgets: Sequence[int | None],
+    presets: Mapping[str, Mapping[str, Any]],
+    flags: Mapping[str, Any],
+    bytes_per_token: int | None,
+    state_bytes: int | None,
+    tokens_per_s: float | None,
+) -> list[Case]:
+    """Returns the runs over a workload that `daemon` recorded. Raises `SettingsError`.
+
+    `presets` has the settings in each policy file by its name. None stands for what was recorded, or the default.
+    """
+    recorded = {"block_size": daemon.block_size, "kv_cache_min_tokens": daemon.min_tokens} if daemon else {}
+    said = {**recorded, **flags}
+    speed = tokens_per_s or (daemon and daemon.tokens_per_s) or _TOKENS_PER_S
+    reference = _policy(said, speed)
+    return cases(
+        [replace(reference, scope=scope) for scope in scopes],
+        {regime: _geometry(regime, daemon, bytes_per_token, state_bytes) for regime in regimes},
+        budgets,
+        {name: _policy({**said, **values}, speed) for name, values in presets.items()},
+        reference,
+    )
+
+
+def _geometry(
+    regime: Regime, daemon: RecordedDaemon | None, bytes_per_token: int | None, state_bytes: int | None
+) -> Geometry:
+    found = GEOMETRIES[regime]
+    if daemon and daemon.geometry and bool(daemon.geometry.state_bytes) == bool(found.state_bytes):
+        found = replace(daemon.geometry, exact_at=found.exact_at)
+    given: dict[str, Any] = {
+        "bytes_per_token": bytes_per_token,
+        "state_bytes": state_bytes if regime == "checkpoints" else 0,
+    }
+    return replace(found, **{name: value for name, value in given.items() if value is not None})
+
+
+def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
+    settings = build_settings(values)
+    return Policy(
+        scope=parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache"),
+        budget_bytes=settings.kv_cache_budget,
+        block_size=settings.block_size,
+        min_tokens=settings.kv_cache_min_tokens,
+        interval=settings.kv_cache_interval,
+        cold_max=settings.kv_cache_cold_max,
+        ttl_s=settings.kv_cache_ttl,
+        seconds_per_token=1 / tokens_per_s,
+    )
+
+
+def _size(text: str, flag: str, least: int, most: int) -> int:
+    num_bytes = parse_size(text, param=flag)
+    if not least <= num_bytes <= most:
+        raise SettingsError(f"{flag}: {text} is out of range ({least} to {most} bytes)")
+    return num_bytes
+
+
+def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
+    """Returns a function that reads request bodies. It loads the tokenizer for the first of them."""
+
+    @cache
+    def read() -> ReadBody:
+        from diskprefix.chat.template import PromptRenderer
+        from diskprefix.extras.simulate.bodies import read_body
+        from diskprefix.model.loader import load_tokenizer
+
+        tokenizer = load_tokenizer(model, chat_template, lambda line: click.echo(line, err=True))
+        # The simulation does not limit the length of a prompt.
+        return partial(read_body, PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30))
+
+    return lambda body: read()(body)
+
+
+def _read(names: Sequence[str], read_body: ReadBody) -> list[Trace]:
+    """Read all traces before the first is replayed, so that an error in the last one is reported at once."""
+
+    def warn(line: str) -> None:
+        click.echo(f"warning: {printable_only(line)}", err=True)
+
+    traces = []
+    stems = [Path(name).stem for name in names]
+    for name, stem in zip(names, stems, strict=True):
+        if name.startswith(_SYNTHETIC):
+            traces.append(_synthetic(name))
+        else:
+            # The name without folder and suffix, unless two traces would have it.
+            title = name if stems.count(stem) > 1 else stem
+            with status(f"reading {title}"):
+                traces.append(read_trace(Path(name).expanduser(), read_body, name=title, warn=warn))
+    return traces
+
+
+def _synthetic(name: str) -> Trace:
+    kind, _, number = name.removeprefix(_SYNTHETIC).partition(":")
+    if kind not in CATALOG:
+        raise SettingsError(f"{name}: there is no workload {kind!r}; there are {', '.join(CATALOG)}")
+    if ":" not in name.removeprefix(_SYNTHETIC):
+        return CATALOG[kind]()
+    if not (number.isascii() and number.isdigit() and 1 <= int(number) <= _MOST_REQUESTS):
+        raise SettingsError(f"{name}: {number!r} is not a number of requests, from 1 to {_MOST_REQUESTS}")
+    return CATALOG[kind](num_requests=int(number))

@@ -1,0 +1,247 @@
+"""Runs one workload through one policy. Each request takes the steps of `prefix_cache.request`, without any state.
+
+README.md says what is not simulated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from diskprefix.extras.simulate.geometry import Geometry
+from diskprefix.extras.simulate.store import NewEntry, Rank, SimulatedStore
+from diskprefix.extras.simulate.trace import Trace, TraceRequest
+from diskprefix.nouns import DEFAULT_WINDOW, MAX_VALUE, Scope, Selection
+from diskprefix.policy.admission import AdmissionFilter, Sighting
+from diskprefix.policy.history import History
+from diskprefix.policy.select import select
+from diskprefix.prefix_cache.matching import Matcher
+from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
+from diskprefix.store.eviction import scores
+from diskprefix.store.schema import HISTORY_TOKENS, Kind
+from diskprefix.tiers.nodes import PromptNodes, Rest
+from diskprefix.tokens import TokenIds, root_hash
+
+_SECRET = 0
+_OFF = Scope("off")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """The settings of a daemon that decide what is kept. The defaults are the daemon's.
+
+    `ttl_s` is in seconds; 0 sets no limit. `rank` orders nodes for eviction. `seconds_per_token` is the
+    time of prefill.
+    """
+
+    scope: Scope
+    budget_bytes: int | None = None
+    block_size: int = 256
+    min_tokens: int = 512
+    interval: int = 10240
+    cold_max: int = 10240
+    ttl_s: float = 0.0
+    rank: Rank = scores
+    seconds_per_token: float = 1e-3
+
+
+@dataclass
+class Totals:
+    """What a policy did to a workload.
+
+    `hits`: requests of which something was restored. `written_tokens` are those of blocks and tails, `written_bytes`
+    what they and the checkpoints took in the file, `distinct_bytes` the same with what was written twice counted once.
+    `selected_tokens`: those that the policy wanted kept, stored already or not. `evictions`: nodes, or whole snapshots,
+    that were evicted. `dropped`: publications that did not fit. `seconds_saved`: prefill that was not needed.
+    """
+
+    requests: int = 0
+    hits: int = 0
+    prompt_tokens: int = 0
+    restored_tokens: int = 0
+    written_tokens: int = 0
+    written_bytes: int = 0
+    distinct_bytes: int = 0
+    selected_tokens: int = 0
+    evictions: int = 0
+    dropped: int = 0
+    peak_bytes: int = 0
+    seconds_saved: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.hits / max(self.requests, 1)
+
+    @property
+    def restored_share(self) -> float:
+        """Of all prompt tokens, those that need not be computed."""
+        return self.restored_tokens / max(self.prompt_tokens, 1)
+
+    @property
+    def written_share(self) -> float:
+        """Tokens written for each prompt token."""
+        return self.written_tokens / max(self.prompt_tokens, 1)
+
+    @property
+    def write_amplification(self) -> float:
+        """How often the average byte that was written was written."""
+        return self.written_bytes / self.distinct_bytes if self.distinct_bytes else 1.0
+
+
+class Outcome(NamedTuple):
+    """What happened to one request."""
+
+    restored: int
+    selection: Selection
+    written_tokens: int
+
+
+class Simulator:
+    """A daemon without a model. `step` takes the requests of a trace in their order."""
+
+    def __init__(self, policy: Policy, geometry: Geometry) -> None:
+        self.totals = Totals()
+        self._policy = policy
+        self._geometry = geometry
+        self.store = SimulatedStore(
+            policy.budget_bytes, has_states=bool(geometry.state_bytes), ttl_s=policy.ttl_s, rank=policy.rank
+        )
+        self.memories: dict[str, tuple[History, AdmissionFilter]] = {}
+        """By tenant."""
+        self._written: set[bytes] = set()
+        self._ends: set[str] = set()
+        """Of prompts whose logits are kept beside the tree."""
+        self._bytes_of = lru_cache(maxsize=1024)(geometry.stored_bytes)
+
+    def step(self, request: TraceRequest) -> Outcome:
+        """One request from its lookup to its publication."""
+        policy, prompt = self._policy, request.prompt
+        scope = request.scope or policy.scope
+        self.store.pass_time(request.when)
+        nodes = self.nodes(request, prompt.token_ids)
+        progress = self._restore(request, nodes) if scope.kind != "off" else Progress()
+        history, admission = self._memory(request)
+        names = nodes.block_names
+        is_auto = scope.kind == "auto"
+        selection = select(
+            scope,
+            prompt,
+            history.recent(scope.value if is_auto else DEFAULT_WINDOW, request.group),
+            block_size=policy.block_size,
+            min_tokens=policy.min_tokens,
+            cold_max=policy.cold_max,
+            interval=policy.interval,
+            state=self._geometry.state_kind,
+            restored=progress.num_tokens,
+            sighting=admission.look(prompt.token_ids, names, policy.block_size) if is_auto else Sighting(),
+            older=history.similar(prompt.token_ids, scope.value, request.group) if is_auto else None,
+        )
+        if not request.save and scope.kind != "off":
+            selection = selection.keeping_nothing("read_only")
+        written = 0
+        if request.remembered and scope.kind != "off":
+            written = self._publish(request, nodes, progress, selection)
+            if request.save and len(prompt.token_ids) >= policy.min_tokens:
+                history.add(prompt.token_ids, request.group)
+                admission.add(prompt.token_ids, names, policy.block_size)
+        self._count(len(prompt.token_ids), progress.num_tokens, selection, written)
+        return Outcome(progress.num_tokens, selection, written)
+
+    def _memory(self, request: TraceRequest) -> tuple[History, AdmissionFilter]:
+        if request.tenant not in self.memories:
+            history = History(max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
+            admission = AdmissionFilter(is_trusting=request.is_shared or not request.tenant)
+            self.memories[request.tenant] = history, admission
+        return self.memories[request.tenant]
+
+    def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Progress:
+        def most_similar(parent: bytes, start: int, end: int) -> Rest | None:
+            return self.store.most_similar(parent, nodes.token_ids[start:end].tobytes())
+
+        matcher = Matcher(
+            *(nodes, lambda node: node.name in self.store, most_similar, self._geometry.state_kind),
+            has_logits=lambda: nodes.end_id in self._ends,
+        )
+        matcher.match()
+        restorable, end = matcher.restorable()
+        if not restorable:
+            return Progress(blocks=matcher.blocks, rest=matcher.rest)
+        tip = restorable[-1].name
+        self.store.touch(tip, request.when, 1, ttl_at(end, request.prompt.marks, request.ttl_s))
+        return Progress(blocks=matcher.blocks, rest=matcher.rest, tip=tip, num_tokens=end)
+
+    def _publish(self, request: TraceRequest, nodes: PromptNodes, progress: Progress, selection: Selection) -> int:
+        """The prompt, then its reply. Returns how many tokens were written."""
+        planner = Planner(nodes, progress, self._geometry.state_kind, len(nodes.token_ids))
+        # What was restored is not computed, so no checkpoint can be taken there.
+        plan = planner.plan(selection, {at for at in selection.checkpoints if at > progress.num_tokens})
+        written = self._store(request, planner, plan, is_expected=selection.continues)
+        keeps_logits = selection.keep_tail and self._geometry.state_kind == "token"
+        if keeps_logits and not (plan.nodes and plan.nodes[-1].kind == Kind.TAIL):
+            self._ends.add(nodes.end_id)
+        if request.save:
+            for name, ttl_s in marked_nodes(nodes, request.prompt.marks, request.ttl_s):
+                self.store.touch(name, request.when, 0, ttl_s)
+        if len(request.reply):
+            whole = self.nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
+            plan = planner.plan_reply(whole, selection)
+            if keeps_logits and plan.tip is not None:
+                self._ends.add(nodes.end_id)
+            written += self._store(request, planner, plan, is_expected=selection.continues)
+        return written
+
+    def _store(self, request: TraceRequest, planner: Planner, plan: Plan, *, is_expected: bool) -> int:
+        """Carries out a plan of `planner`. Returns how many tokens were written."""
+        nodes, marks, ttl_s = planner.nodes, request.prompt.marks, request.ttl_s
+        to_the_token, per_token = self._geometry.state_kind == "token", self._policy.seconds_per_token
+        planner.submitted.update(node.name for node in plan.nodes)
+        entries = [
+            NewEntry(
+                node,
+                self._bytes_of(node.num_tokens, node.kind),
+                per_token * saved,
+                ttl_at(node.end, marks, ttl_s),
+                nodes.token_bytes(node) if to_the_token else None,
+                is_expected,
+            )
+            for node, saved in zip(plan.nodes, planner.saved_tokens(plan.nodes), strict=True)
+        ]
+        if not entries and plan.tip is None:
+            return 0
+        if not self.store.publish(entries, plan.tip, ttl_at(plan.num_tokens, marks, ttl_s), request.when):
+            return 0
+        totals = self.totals
+        for entry in entries:
+            totals.written_bytes += entry.num_bytes
+            if entry.node.name not in self._written:
+                self._written.add(entry.node.name)
+                totals.distinct_bytes += entry.num_bytes
+        return sum(entry.node.num_tokens for entry in entries)
+
+    def nodes(self, request: TraceRequest, token_ids: TokenIds) -> PromptNodes:
+        """The nodes of a prompt, by the names that they have in the store."""
+        root, layout = root_hash(request.tenant), self._geometry.layout
+        return PromptNodes(_SECRET, root, token_ids, self._policy.block_size, layout)
+
+    def _count(self, num_tokens: int, restored: int, selection: Selection, written: int) -> None:
+        totals, store = self.totals, self.store
+        totals.requests += 1
+        totals.hits += restored > 0
+        totals.prompt_tokens += num_tokens
+        totals.restored_tokens += restored
+        totals.written_tokens += written
+        totals.selected_tokens += selection.kept
+        totals.seconds_saved += restored * self._policy.seconds_per_token
+        totals.evictions, totals.dropped = store.evicted, store.dropped
+        totals.peak_bytes = max(totals.peak_bytes, store.used_bytes)
+
+
+def simulate(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
+    """Replays a whole trace."""
+    simulator = Simulator(policy, geometry)
+    for request in trace:
+        simulator.step(request)
+    return simulator.totals

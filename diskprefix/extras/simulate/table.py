@@ -1,0 +1,88 @@
+"""The tables of `diskprefix simulate`: one for each trace."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+
+from diskprefix.cli.tooling import counted, plain, print_table, terminal_width
+from diskprefix.extras.simulate.comparison import Row
+from diskprefix.extras.simulate.simulator import Totals
+from diskprefix.extras.simulate.trace import Trace
+from diskprefix.printable import printable_only
+from diskprefix.settings import format_size
+
+
+def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
+    """Print a table for each trace. The `rows` of a trace bear its name."""
+    for index, trace in enumerate(traces):
+        of_trace = [row for row in rows if row.trace == trace.name]
+        totals = of_trace[0].totals
+        requests, tokens = counted(totals.requests, "request"), counted(totals.prompt_tokens, "prompt token")
+        if index:
+            click.echo()
+        click.echo(f"{printable_only(trace.name)}: {requests}, {tokens}")
+        click.echo(f"{_assumed(of_trace)}\n")
+        _print_table(of_trace)
+        for line in _asked(trace):
+            click.echo(line)
+
+
+def _assumed(rows: Sequence[Row]) -> str:
+    """The assumptions behind the figures, whether they are recorded, given or the defaults."""
+    policy = next(row.case.policy for row in rows if row.case.preset is None)
+    parts = [f"blocks of {policy.block_size} tokens, {policy.min_tokens} at least"]
+    for regime, geometry in {row.case.regime: row.case.geometry for row in rows}.items():
+        checkpoint = f" and {format_size(geometry.state_bytes)} a checkpoint" if geometry.state_bytes else ""
+        parts.append(f"{regime} state of {format_size(geometry.bytes_per_token)} a token{checkpoint}")
+    return f"assumed: {'; '.join(parts)}; prefill of {1 / policy.seconds_per_token:,.0f} tokens/s"
+
+
+def _asked(trace: Trace) -> Iterator[str]:
+    """What single requests asked for themselves. It holds in every row."""
+    asked: Counter[str] = Counter()
+    for request in trace:
+        asked["have a scope of their own"] += request.scope is not None
+        asked["have marks (cache_control)"] += bool(request.prompt.marks)
+        asked["only read (save: false)"] += not request.save
+    found = [f"{number:,} {what}" for what, number in asked.items() if number]
+    if found:
+        yield f"of the requests, in every row but upper-bound: {', '.join(found)}"
+
+
+def _print_table(rows: Sequence[Row]) -> None:
+    """Print a section for each regime and budget, under common columns."""
+    from rich.table import Column
+
+    sections: dict[str, list[Row]] = {}
+    for row in rows:
+        budget_bytes = row.case.policy.budget_bytes
+        budget = "unlimited" if budget_bytes is None else format_size(budget_bytes)
+        sections.setdefault(f"{row.case.regime}, {budget}", []).append(row)
+    columns = [Column("scope"), *(Column(title, justify="right") for title in _figures(rows[0].totals))]
+    cells: list[Sequence[Any]] = []
+    for title, section in sections.items():
+        cells += [[""], [f"[bold]{title}"]]
+        cells += [[plain(row.case.label), *_figures(row.totals).values()] for row in section]
+    print_table(columns, cells, width=terminal_width(otherwise=160))
+
+
+def _figures(totals: Totals) -> dict[str, str]:
+    return {
+        "hits": f"{totals.hit_rate:.1%}",
+        "restored": f"{totals.restored_share:.1%}",
+        "written": f"{totals.written_share:.1%}",
+        "bytes": format_size(totals.written_bytes),
+        "evictions": f"{totals.evictions:,}",
+        "saved": _duration(totals.seconds_saved),
+    }
+
+
+def _duration(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.1f} {unit}"
+    return f"{seconds:.1f} s"

@@ -1,0 +1,185 @@
+"""The one module that imports from vLLM, and says which versions of it are supported."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    import huggingface_hub
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorHandshakeMetadata,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        SupportsHMA,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.v1.kv_cache_interface import (
+        ChunkedLocalAttentionSpec,
+        FullAttentionSpec,
+        SlidingWindowSpec,
+        UniformTypeKVCacheSpecs,
+    )
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError as error:
+    raise ImportError(f"{error}: this diskprefix needs vLLM 0.32") from error
+
+from diskprefix.extras.vllm.pages import EngineGroup
+from diskprefix.identity import canonical, plain
+from diskprefix.model.fingerprint import architecture, weights_digest
+from diskprefix.model.kernel_settings import cpu_kind, device_kind, environment
+
+__all__ = [
+    "CacheHitSource",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorPromMetrics",
+    "KVConnectorRole",
+    "KVConnectorStats",
+    "KVConnectorTransferResults",
+    "SupportsHMA",
+]
+log = logging.getLogger("diskprefix")
+
+SUPPORTED = ("0.32",)
+
+_NUMERIC_ENVIRONMENT = ("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV", "VLLM_CPU_SGL_KERNEL")
+"""vLLM's variables that choose kernels. What chooses the backend of attention is seen at the layers."""
+
+
+def check_version() -> str:
+    """Returns vLLM's version. Raises `ImportError` with one line if it is not supported."""
+    found: str = vllm.__version__
+    if not found.startswith(tuple(f"{version}." for version in SUPPORTED)):
+        raise ImportError(f"this diskprefix supports vLLM {', '.join(SUPPORTED)}, and {found} is installed")
+    return found
+
+
+def check_parallel(vllm_config: Any) -> None:
+    """Raises `ValueError` where the pages of a rank do not hold whole tokens in their order."""
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ValueError("diskprefix cannot cache pages that context parallelism spreads over ranks; leave it out")
+
+
+def warn_of_failures(kv_transfer_config: Any) -> None:
+    """Logs a warning if requests fail when a block cannot be loaded, which is vLLM's default."""
+    policy = kv_transfer_config.kv_load_failure_policy
+    if policy != "recompute":
+        log.warning(
+            '[disk-cache] a request fails if a block of it cannot be loaded: kv_load_failure_policy is "%s"; '
+            'set it to "recompute"',
+            policy,
+        )
+
+
+def rank_of(vllm_config: Any) -> tuple[int, int]:
+    """Returns the rank of this process, and the number of ranks that compute each token."""
+    parallel = vllm_config.parallel_config
+    return parallel.rank % parallel.world_size, parallel.world_size
+
+
+def engine_groups(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
+    """Returns the groups of layers that share a table of blocks.
+
+    Raises `ValueError` with one line for a model whose state cannot be cut into blocks.
+    """
+    return tuple(_engine_group(group) for group in kv_cache_config.kv_cache_groups)
+
+
+def _engine_group(group: Any) -> EngineGroup:
+    spec = group.kv_cache_spec
+    inner = spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        inner = next(iter(spec.kv_cache_specs.values()))
+    if not isinstance(inner, FullAttentionSpec | SlidingWindowSpec | ChunkedLocalAttentionSpec):
+        raise ValueError(
+            f"diskprefix cannot cache this model under vLLM: {type(inner).__name__} of {group.layer_names[0]} "
+            "has state that exists at one position only; leave --kv-transfer-config out"
+        )
+    window = getattr(inner, "sliding_window", None) or getattr(inner, "attention_chunk_size", None)
+    return EngineGroup(tuple(group.layer_names), spec.block_size, window)
+
+
+def numbers_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
+    """Returns everything that changes the numbers of this rank but the tenant and the form of its pages."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    layers = vllm_config.compilation_config.static_forward_context
+    found = [layers[name] for group in kv_cache_config.kv_cache_groups for name in group.layer_names if name in layers]
+    device = torch.device(vllm_config.device_config.device)
+    return {
+        "engine": "vllm",
+        "vllm_version": vllm.__version__,
+        "torch_version": torch.__version__,
+        "weights_digest": _weights(vllm_config),
+        "model_class": ",".join(model.architectures),
+        "architecture": canonical(architecture(model.hf_text_config.to_dict())),
+        "dtype": plain(model.dtype),
+        "quantisation": canonical(
+            {"method": model.quantization, "config": getattr(model.hf_config, "quantization_config", None)}
+        ),
+        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
+        "attention": ",".join(sorted({_attention(layer) for layer in found})),
+        "compilation": canonical({"mode": vllm_config.compilation_config.mode, "eager": model.enforce_eager}),
+        "parallel": f"tensor={parallel.tensor_parallel_size},pipeline={parallel.pipeline_parallel_size}",
+        "device": device_kind(device),
+        "cpu": cpu_kind() if device.type == "cpu" else "",
+        "environment": canonical(environment() | {n: os.environ[n] for n in _NUMERIC_ENVIRONMENT if os.environ.get(n)}),
+    }
+
+
+def _attention(layer: Any) -> str:
+    """The name of a layer's attention backend, with the instructions that the one for processors packs keys for."""
+    backend = layer.get_attn_backend().get_name()
+    isa = getattr(layer, "isa", "")
+    return f"{backend}:{isa}" if isa else str(backend)
+
+
+def _weights(vllm_config: Any) -> str:
+    """The digest of the weight files. Weights that are made up are named by what makes them up."""
+    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
+    if "dummy" in load_format:
+        return f"dummy {model.seed}"
+    folder = Path(model.model)
+    if not folder.exists():
+        folder = Path(huggingface_hub.snapshot_download(model.model, revision=model.revision, local_files_only=True))
+    if folder.is_file():
+        return weights_digest([folder])
+    for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf"):
+        if files := sorted(folder.glob(pattern)):
+            return weights_digest(files)
+    raise ValueError(f"diskprefix cannot tell which weights these are: {folder} has no file of weights")
+
+
+def why_not_cached(request: Any) -> str | None:
+    """Why equal tokens of a request are not equal prompts, a key of `stats.MISSES`; None if they are."""
+    if request.lora_request is not None:
+        return "lora"
+    if request.mm_features:
+        return "media"
+    if request.prompt_embeds is not None:
+        return "embeddings"
+    if request.skip_reading_prefix_cache:
+        # With `prompt_logprobs`, vLLM computes the whole prompt.
+        return "no_reading"
+    return "pooling" if request.pooling_params is not None else None
+
+
+def scheduled(output: Any, requests: Mapping[str, Any]) -> Sequence[tuple[str, int, Sequence[Sequence[int]]]]:
+    """For each of `requests` that a step computes: its id, how many tokens are computed at its end, and its blocks by
+    group."""
+    state = output.kv_connector_block_state
+    return [
+        (request_id, requests[request_id].num_computed_tokens + number, state.get_block_ids(request_id))
+        for request_id, number in output.num_scheduled_tokens.items()
+        if request_id in requests
+    ]

@@ -1,0 +1,207 @@
+"""The connector for vLLM. README.md tells how to load it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from diskprefix.extras.vllm import _vllm_compat as compat
+from diskprefix.extras.vllm.pages import Pages
+from diskprefix.extras.vllm.plans import RankIdentity, StepPlan
+from diskprefix.extras.vllm.scheduler import SchedulerSide
+from diskprefix.extras.vllm.settings import connector_settings, own_names
+from diskprefix.extras.vllm.shared_store import open_shared
+from diskprefix.extras.vllm.stats import DiskPrefixMetrics, DiskPrefixStats
+from diskprefix.extras.vllm.worker import WorkerSide
+from diskprefix.store.pieces import LAYOUT_VERSION, LayoutText
+
+log = logging.getLogger("diskprefix")
+
+_IDLE_S = 0.02
+"""A step that computes nothing waits so long for a load, or for the tier that machines share. Without it, vLLM would
+take one such step after the other, on the cores that decode."""
+
+
+@dataclass
+class StepMetadata(compat.KVConnectorMetadata):  # type: ignore[misc]
+    """`is_idle`: the step computes nothing."""
+
+    plan: StepPlan
+    is_idle: bool = False
+
+
+@dataclass
+class RankMetadata(compat.KVConnectorHandshakeMetadata):  # type: ignore[misc]
+    identity: RankIdentity
+
+
+class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]
+    """The prefix cache on disk for vLLM. It has one side in the scheduler's process and one in each worker's."""
+
+    _cache_hit_source = compat.CacheHitSource.DISK
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        """Raises `ImportError` for a version of vLLM that is not supported, and `ValueError` or `DiskPrefixError` with
+        one line for settings or a model that cannot be served."""
+        compat.check_version()
+        compat.check_parallel(vllm_config)
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._groups = compat.engine_groups(kv_cache_config)
+        self._sizes = tuple(group.block_size for group in self._groups)
+        self._keeps_part = len(self._groups) == 1 and self._groups[0].window is None
+        """Whether vLLM keeps what comes before the first bad block. With a window, what an earlier token needs was not
+        loaded."""
+        if role == compat.KVConnectorRole.SCHEDULER:
+            compat.warn_of_failures(self._kv_transfer_config)
+        config = self._kv_transfer_config.kv_connector_extra_config or {}
+        self._settings = connector_settings(config, math.lcm(*self._sizes))
+        with own_names():
+            self._shared = open_shared(self._settings)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._identity: RankIdentity | None = None
+        self._requests: dict[str, Any] = {}
+        self._bad_blocks: set[int] = set()
+        self._patience_s = 0.0
+
+    @property
+    def block_size(self) -> int:
+        """The tokens in a block of the store."""
+        return self._settings.block_size
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A save that is dropped is a later miss, so vLLM need not wait for it."""
+        return False
+
+    # The worker's side.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        pages = Pages(kv_caches, self._groups, self._kv_cache_config.num_blocks)
+        rank, num_ranks = compat.rank_of(self._vllm_config)
+        layout = LayoutText(
+            LAYOUT_VERSION, tuple(group.layout for group in pages.groups), (0, "float32"), shard=(rank, num_ranks)
+        )
+        model = self._vllm_config.model_config
+        self._identity = RankIdentity(
+            model=Path(model.model).name,
+            block_size=self._settings.block_size,
+            layout=layout.text(),
+            layout_version=LAYOUT_VERSION,
+            fingerprint=compat.numbers_of(self._vllm_config, self._kv_cache_config),
+            tokenizer=str(model.tokenizer),
+        )
+        self._worker = WorkerSide(self._shared, pages, self._identity, rank)
+
+    def get_handshake_metadata(self) -> RankMetadata | None:
+        return None if self._identity is None else RankMetadata(self._identity)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        del forward_context, kwargs
+        if self._worker is not None:
+            metadata = self._metadata()
+            self._patience_s = _IDLE_S if metadata.is_idle else 0.0
+            self._worker.load(metadata.plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Requests are computed only once they are loaded."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """All layers are saved at the end of the step."""
+
+    def wait_for_save(self) -> None:
+        if self._worker is not None:
+            self._worker.save(self._metadata().plan)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        del finished_req_ids
+        if self._worker is None:
+            return compat.KVConnectorTransferResults()
+        loaded, failed, self._bad_blocks = self._worker.take_results(self._patience_s)
+        if self._keeps_part:
+            failed = set()
+        return compat.KVConnectorTransferResults(finished_recving=loaded, failed_recving=failed)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad if self._keeps_part else set()
+
+    # The scheduler's side.
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], RankMetadata]) -> None:
+        ranks = [metadata[place].identity for place in sorted(metadata)]
+        self._scheduler = SchedulerSide(self._shared, ranks, self._sizes)
+
+    def on_new_request(self, request: Any) -> None:
+        if self._scheduler is not None:
+            self._requests[request.request_id] = request
+            self._scheduler.add(request, not_cached=compat.why_not_cached(request))
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self._scheduler is None:
+            return 0, False
+        num_tokens = self._scheduler.match(request.request_id, num_computed_tokens)
+        return num_tokens, bool(num_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        if self._scheduler is not None and num_external_tokens > 0:
+            self._scheduler.allocated(request.request_id, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        if self._scheduler is None:
+            return StepMetadata(StepPlan())
+        plan = self._scheduler.plan(compat.scheduled(scheduler_output, self._requests))
+        return StepMetadata(plan, is_idle=scheduler_output.total_num_scheduled_tokens == 0)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        del block_ids
+        self._requests.pop(request.request_id, None)
+        told = None if self._scheduler is None else self._scheduler.finish(request.request_id)
+        return False, told
+
+    # Both sides.
+
+    def get_kv_connector_stats(self) -> DiskPrefixStats | None:
+        side = self._scheduler or self._worker
+        counts = side.take_counts() if side is not None else Counter()
+        return DiskPrefixStats(data=dict(counts)) if counts else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> DiskPrefixStats:
+        return DiskPrefixStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> DiskPrefixMetrics:
+        return DiskPrefixMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+        self._worker = self._scheduler = None
+        if not self._shared.close():
+            log.warning("[disk-cache] not everything was saved: writing took too long")
+
+    def _metadata(self) -> StepMetadata:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, StepMetadata)
+        return metadata

@@ -1,0 +1,39 @@
+"""Why nothing of a model is found though the store has it: something else computed it."""
+
+from __future__ import annotations
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.extras.vllm.plans import RankIdentity
+from diskprefix.store.maintenance.manifest import Identity
+from diskprefix.store.store import Store
+
+_SHOWN_CHARS = 40
+
+
+def what_differs(store: Store, identity: RankIdentity) -> str | None:
+    """Returns in which fields what is stored of a model differs from `identity`, of the tenant that differs least; None
+    if something of `identity` is stored, or nothing of the model.
+
+    Raises `CacheError`.
+    """
+    own = Identity.parse(identity.record("").identity).fields
+    least: list[str] | None = None
+    with store.snapshot() as snapshot:
+        for _, record in snapshot.roots():
+            if record.model != identity.model:
+                continue
+            try:
+                found = Identity.parse(record.identity).fields
+            except StoreCorrupt:
+                continue
+            differing = [name for name in sorted(own.keys() | found.keys()) if own.get(name) != found.get(name)]
+            if not differing:
+                return None
+            if least is None or len(differing) < len(least):
+                least = [f"{name} ({_shown(found.get(name))}, here {_shown(own.get(name))})" for name in differing]
+    return None if least is None else ", ".join(least)
+
+
+def _shown(value: str | None) -> str:
+    text = value or "none"
+    return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}…"

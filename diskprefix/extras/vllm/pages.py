@@ -1,0 +1,232 @@
+"""The pages of an engine's KV cache, as the rows that a payload of the store holds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from diskprefix.extras.vllm.plans import NO_PAGE
+from diskprefix.store.codec.planes import Bytes
+from diskprefix.store.pieces import Axis, LayoutGroup
+from diskprefix.tiers.tier import Write
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
+
+
+class UnsupportedPages(ValueError):
+    """The pages of a model have a form that cannot be stored."""
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """Layers that share a table of blocks. `block_size` is the number of tokens in one of the engine's blocks, `window`
+    in tokens; None if every token is looked at."""
+
+    layers: tuple[str, ...]
+    block_size: int
+    window: int | None = None
+
+
+@dataclass(frozen=True)
+class PageGroup:
+    """Layers whose pages have one form. `stacks` are views of them, shape [layers, pages, page_bytes], uint8, in the
+    order of the layers. `engine_group` is the number of the group whose table names the pages; each of the engine's
+    blocks is `pages_each` pages."""
+
+    layout: LayoutGroup
+    stacks: tuple[torch.Tensor, ...]
+    engine_group: int
+    pages_each: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.layout.tensors)
+
+    @property
+    def page_bytes(self) -> int:
+        return self.stacks[0].shape[2]
+
+    @cached_property
+    def _memories(self) -> tuple[Bytes, ...]:
+        """The stacks as arrays. Copies of a page are ten times as fast as with torch's indices."""
+        return tuple(stack.numpy() for stack in self.stacks)
+
+    def in_place(self, pages: Sequence[int], rows: slice) -> Bytes | None:
+        """The memory of one page of the layers `rows`, shape [rows, page_bytes]; None where these are several places,
+        or not in main memory."""
+        if len(pages) != 1 or len(self.stacks) != 1 or self.stacks[0].device.type != "cpu":
+            return None
+        return self._memories[0][rows, pages[0]]
+
+    def read_page(self, page: int, out: Bytes) -> None:
+        """Copy a page of all layers into `out`, shape [layers, page_bytes]."""
+        start = 0
+        for number, stack in enumerate(self.stacks):
+            rows = out[start : start + len(stack)]
+            if stack.device.type == "cpu":
+                rows[...] = self._memories[number][:, page]
+            else:
+                torch.from_numpy(rows).copy_(stack[:, page])
+            start += len(stack)
+
+    def write_page(self, page: int, rows: slice, values: Bytes) -> None:
+        """Copy `values`, shape [rows, page_bytes], into a page of the layers `rows`."""
+        start = 0
+        for number, stack in enumerate(self.stacks):
+            first, last = max(rows.start - start, 0), min(rows.stop - start, len(stack))
+            if first < last:
+                part = values[start + first - rows.start : start + last - rows.start]
+                if stack.device.type == "cpu":
+                    self._memories[number][first:last, page] = part
+                else:
+                    stack[first:last, page].copy_(torch.from_numpy(part))
+            start += len(stack)
+
+    def page_numbers(self, blocks: Sequence[int]) -> list[int]:
+        """The pages of the engine's blocks."""
+        return [block * self.pages_each + page for block in blocks for page in range(self.pages_each)]
+
+
+class Pages:
+    """All pages of one rank. A payload of a block holds, for each of `groups`, the rows of its layers."""
+
+    def __init__(self, caches: Mapping[str, torch.Tensor], groups: Sequence[EngineGroup], num_blocks: int) -> None:
+        """`caches` has each layer's pages by its name, shape [pages, heads, tokens, dim] in any order in memory.
+
+        Raises `UnsupportedPages`.
+        """
+        self.groups = tuple(
+            group for number, engine in enumerate(groups) for group in _page_groups(caches, number, engine, num_blocks)
+        )
+        if not self.groups:
+            raise UnsupportedPages("the model has no layer with a KV cache")
+        self.device = self.groups[0].stacks[0].device
+
+    def block_bytes(self, num_tokens: int) -> int:
+        return sum(group.num_rows * group.page_bytes * num_tokens // group.layout.page for group in self.groups)
+
+    def read(self, blocks: Sequence[Sequence[int]], out: Bytes) -> None:
+        """Copy pages into `out`, a payload. `blocks` are the engine's blocks by group. From a device it waits."""
+        start = 0
+        for group in self.groups:
+            pages = group.page_numbers(blocks[group.engine_group])
+            size = group.num_rows * len(pages) * group.page_bytes
+            rows = out[start : start + size].reshape(group.num_rows, len(pages), group.page_bytes)
+            for number, page in enumerate(pages):
+                group.read_page(page, rows[:, number])
+            start += size
+
+    def fill(self, blocks: Sequence[Sequence[int]], number: int, rows: slice, write: Write) -> None:
+        """Have `write` fill the pages of group `number`, those of the layers `rows`. What stands for `NO_PAGE` is left
+        out."""
+        group = self.groups[number]
+        found = blocks[group.engine_group]
+        if found[0] != NO_PAGE and (place := group.in_place(group.page_numbers(found), rows)) is not None:
+            write(place)
+            return
+        whole = np.empty((rows.stop - rows.start, len(found) * group.pages_each * group.page_bytes), np.uint8)
+        write(whole)
+        pages = whole.reshape(len(whole), len(found), group.pages_each, group.page_bytes)
+        for index, block in enumerate(found):
+            for offset, page in enumerate(group.page_numbers([block]) if block != NO_PAGE else ()):
+                group.write_page(page, rows, pages[:, index, offset])
+
+
+def _page_groups(
+    caches: Mapping[str, torch.Tensor], number: int, engine: EngineGroup, num_blocks: int
+) -> list[PageGroup]:
+    """The groups of one table, one for each form of pages. A layer that shares another one's pages is left out."""
+    by_form: dict[tuple[LayoutGroup, int], list[tuple[str, torch.Tensor]]] = {}
+    seen: set[int] = set()
+    for layer in engine.layers:
+        cache = caches.get(layer)
+        if cache is None or cache.data_ptr() in seen:
+            continue
+        seen.add(cache.data_ptr())
+        pages_each, rest = divmod(cache.shape[0], num_blocks)
+        if rest or not pages_each:
+            raise UnsupportedPages(f"{layer} has {cache.shape[0]} pages for {num_blocks} blocks")
+        form = _form(layer, cache, engine, pages_each)
+        by_form.setdefault((form, pages_each), []).append((layer, cache))
+    groups: list[PageGroup] = []
+    for (form, pages_each), found in by_form.items():
+        names = tuple(f"{_layer_number(layer)}.pages" for layer, _ in found)
+        layout = LayoutGroup(
+            form.heads, form.head_dim, form.dtype, names, window=form.window, axes=form.axes, page=form.page
+        )
+        groups.append(PageGroup(layout, tuple(_stacks([cache for _, cache in found])), number, pages_each))
+    return groups
+
+
+def _form(layer: str, cache: torch.Tensor, engine: EngineGroup, pages_each: int) -> LayoutGroup:
+    """The form of a layer's pages, without its name."""
+    if cache.dim() != 4:
+        raise UnsupportedPages(f"{layer} has pages of {cache.dim() - 1} dimensions, not of heads, tokens and values")
+    _, heads, tokens, dim = cache.shape
+    if tokens * pages_each != engine.block_size:
+        raise UnsupportedPages(f"{layer} has {tokens} states for {engine.block_size // pages_each} tokens in a page")
+    by_head: tuple[Axis, ...] = ("page", "head", "token", "dim")
+    by_token: tuple[Axis, ...] = ("page", "token", "head", "dim")
+    _, head_stride, token_stride, dim_stride = cache.stride()
+    if dim_stride == 1 and token_stride == dim and (heads == 1 or head_stride == tokens * dim):
+        axes = by_head
+    elif dim_stride == 1 and head_stride == dim and token_stride == heads * dim:
+        axes = by_token
+    else:
+        raise UnsupportedPages(f"{layer} has pages that are not in one piece, with strides {cache.stride()}")
+    dtype = str(cache.dtype).removeprefix("torch.")
+    return LayoutGroup(heads, dim, dtype, (), window=engine.window, axes=axes, page=tokens)
+
+
+def _layer_number(layer: str) -> str:
+    found = _LAYER.search(layer)
+    return found[1] if found else layer
+
+
+def _stacks(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Views of shape [layers, pages, page_bytes], each of as many layers as lie at equal distances in one memory."""
+    runs: list[list[torch.Tensor]] = []
+    for cache in caches:
+        if runs and _continues(runs[-1], cache):
+            runs[-1].append(cache)
+        else:
+            runs.append([cache])
+    return [_stack(run) for run in runs]
+
+
+def _continues(run: Sequence[torch.Tensor], cache: torch.Tensor) -> bool:
+    last = run[-1]
+    if last.untyped_storage().data_ptr() != cache.untyped_storage().data_ptr() or last.stride() != cache.stride():
+        return False
+    distance = cache.data_ptr() - last.data_ptr()
+    return distance > 0 and (len(run) == 1 or distance == last.data_ptr() - run[-2].data_ptr())
+
+
+def _stack(run: Sequence[torch.Tensor]) -> torch.Tensor:
+    first = run[0]
+    itemsize = first.element_size()
+    storage = first.untyped_storage()
+    raw = torch.empty(0, dtype=torch.uint8, device=first.device).set_(storage)
+    page_bytes = first[0].numel() * itemsize
+    distance = run[1].data_ptr() - first.data_ptr() if len(run) > 1 else page_bytes
+    size = (len(run), first.shape[0], page_bytes)
+    offset = first.data_ptr() - storage.data_ptr()
+    return raw.as_strided(size, (distance, first.stride(0) * itemsize, 1), offset)
+
+
+class PageSink:
+    """The pages of some blocks, as a `tiers.tier.BlockSink`. `blocks` has the engine's blocks by group, for each block
+    by its position in tokens."""
+
+    def __init__(self, pages: Pages, blocks: Mapping[int, Sequence[Sequence[int]]]) -> None:
+        self._pages, self._blocks = pages, blocks
+
+    def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Write) -> None:
+        """See `BlockSink`. Blocks are filled as a whole."""
+        del num_tokens
+        self._pages.fill(self._blocks[position], group, rows, write)

@@ -1,0 +1,398 @@
+"""The scheduler's side: what of a prompt every rank has stored, and what of it is to be kept."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from diskprefix import hooks
+from diskprefix.errors import CacheError
+from diskprefix.extras.vllm.other_numbers import what_differs
+from diskprefix.extras.vllm.plans import NO_PAGE, Ended, Load, PlannedBlock, RankIdentity, Save, StepPlan
+from diskprefix.extras.vllm.request_options import BadParameters, options_of
+from diskprefix.extras.vllm.shared_store import SharedStore
+from diskprefix.extras.vllm.sharing import Sharing, source_of
+from diskprefix.extras.vllm.tracked import EngineRequest, Tracked
+from diskprefix.nouns import MAX_VALUE, SHARED, CacheReport, Prompt, Selection
+from diskprefix.policy.admission import Sighting
+from diskprefix.policy.select import select
+from diskprefix.prefix_cache.namespaces import TenantNamespace, TenantNamespaces
+from diskprefix.prefix_cache.planning import ttl_at
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.savings import Tally
+from diskprefix.store.schema import Kind, node_name
+from diskprefix.store.store import Publication
+from diskprefix.tiers.nodes import Node
+from diskprefix.tiers.tier import View
+from diskprefix.tokens import TokenIds, as_token_ids
+
+log = logging.getLogger("diskprefix")
+
+
+class SchedulerSide:
+    """Matches prompts, and plans what workers load, save and share. For the scheduler's thread; it waits for the disk
+    only when it looks names up, and never for the tier that machines share."""
+
+    def __init__(self, shared: SharedStore, ranks: Sequence[RankIdentity], engine_block_sizes: Sequence[int]) -> None:
+        """`ranks` are what the workers said of themselves; `engine_block_sizes` are the tokens in each block of the
+        engine, by group."""
+        self._shared, self._ranks, self._engine_block_sizes = shared, tuple(ranks), tuple(engine_block_sizes)
+        self._settings = shared.settings
+        self._block_size = shared.settings.block_size
+        self._requests: dict[str, Tracked] = {}
+        self._loads: list[Load] = []
+        self._ended: list[Ended] = []
+        self._sharing = None if shared.remote is None else Sharing(shared, shared.remote, ranks)
+        self._recorder = recorder_of(shared, ranks)
+        self._namespaces = TenantNamespaces(
+            shared.store,
+            PayloadLayout.parse(ranks[0].layout),
+            lambda tenant: ranks[0].record(str(tenant)),
+            None if self._recorder is None else self._recorder.know,
+        )
+        self._namespaces.load(SHARED).result()
+        self._counts: Counter[str] = Counter()
+        self._differs = what_differs(shared.store, ranks[0])
+        if self._differs is not None:
+            log.warning(
+                "[disk-cache] what is stored of %s is not used, because it differs in %s", ranks[0].model, self._differs
+            )
+
+    def add(self, request: EngineRequest, *, not_cached: str | None) -> None:
+        """A request has come. `not_cached` says why the cache can do nothing for it; None if it can."""
+        self._counts["requests"] += 1
+        if not_cached is None and not request.prompt_token_ids:
+            not_cached = "no_tokens"
+        try:
+            options = options_of(request.kv_transfer_params, self._settings)
+        except BadParameters as error:
+            log.warning("[disk-cache] %s: served without the cache: %s", request.request_id, error)
+            not_cached = "bad_parameters"
+        if not_cached is not None:
+            self._counts[f"miss_{not_cached}"] += 1
+            return
+        tenant = SHARED.with_salt(request.cache_salt) if request.cache_salt else SHARED
+        self._namespaces.load(tenant)
+        prompt = as_token_ids(request.prompt_token_ids or [])
+        roots = [rank.root(str(tenant)) for rank in self._ranks]
+        self._requests[request.request_id] = Tracked(
+            request, options, tenant, prompt, [[root] for root in roots], b"", self._shared.store.clock()
+        )
+
+    def match(self, request_id: str, num_computed: int) -> int | None:
+        """Returns how many tokens behind the first `num_computed` can be loaded. At least one is left to compute. None:
+        this is to be asked again later, because more is being fetched."""
+        tracked = self._requests.get(request_id)
+        if tracked is None or tracked.options.cache.scope.kind == "off":
+            return 0
+        try:
+            if tracked.num_preemptions != tracked.request.num_preemptions:
+                if self._sharing is not None and self._sharing.is_fetching(tracked):
+                    return None
+                self._look_up(tracked, num_computed)
+                if self._sharing is not None and self._sharing.begins_to_fetch(tracked):
+                    return None
+                self._choose(tracked)
+            elif tracked.loading:
+                # The engine asks again because it kept nothing of what was to be loaded.
+                self._end_load(tracked, num_computed, restored=0)
+        except CacheError as error:
+            log.warning("[disk-cache] %s: served without the cache: %s", request_id, error)
+            self._counts["miss_store"] += 1
+            self._forget(request_id)
+            self._end(tracked)
+            return 0
+        return max(0, tracked.num_loadable(self._block_size) * self._block_size - num_computed)
+
+    def allocated(self, request_id: str, blocks: Sequence[Sequence[int]], num_external: int) -> None:
+        """The engine has blocks for the `num_external` tokens that are to be loaded."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        end = tracked.num_loadable(self._block_size)
+        num_computed = end * self._block_size - num_external
+        planned = [
+            self._planned(tracked, index, blocks, first=num_computed)
+            for index in range(num_computed // self._block_size, end)
+        ]
+        tracked.loading = range(num_computed, num_computed + num_external)
+        self._loads.append(Load(request_id, str(tracked.tenant), tuple(planned)))
+
+    def plan(self, scheduled: Sequence[tuple[str, int, Sequence[Sequence[int]]]]) -> StepPlan:
+        """Returns what the workers do in a step that computes requests up to these ends, given as their ids, the number
+        of tokens that are computed then, and the engine's blocks by group."""
+        saves = []
+        for request_id, end, blocks in scheduled:
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            if self._sharing is not None:
+                self._sharing.time(tracked)
+            if tracked.loading:
+                start = tracked.request.num_computed_tokens
+                self._end_load(tracked, start, restored=len(tracked.loading[: max(0, start - tracked.loading.start)]))
+            if (save := self._save(tracked, end, blocks)) is not None:
+                saves.append(save)
+        loads, self._loads = self._loads, []
+        ended, self._ended = self._ended, []
+        shares, is_fetching = ((), False) if self._sharing is None else self._sharing.take_plan()
+        return StepPlan(tuple(loads), tuple(saves), tuple(ended), shares, is_fetching)
+
+    def finish(self, request_id: str) -> dict[str, Any] | None:
+        """A request has ended. Returns what its client is told."""
+        tracked = self._forget(request_id)
+        if tracked is None or tracked.selection is None:
+            return None
+        selection = tracked.selection
+        if self._sharing is not None:
+            self._sharing.time(tracked)
+            self._sharing.share(tracked, selection)
+        self._record(tracked, selection)
+        self._tally(tracked)
+        self._end(tracked)
+        if tracked.request.kv_transfer_params is None:
+            return None
+        return {
+            "prefix_cache": {
+                "restored": tracked.num_restored,
+                "source": source_of(tracked),
+                "saved": tracked.num_saved * self._block_size,
+                "reason": selection.reason,
+            }
+        }
+
+    def take_counts(self) -> Counter[str]:
+        """Returns what was done since the last call, by the names in `stats`."""
+        counts, self._counts = self._counts, Counter()
+        return counts + self._shared.take_remote_counts()
+
+    def close(self) -> None:
+        if self._sharing is not None:
+            self._sharing.close()
+        self._namespaces.close()
+        if self._recorder is not None:
+            self._recorder.close()
+
+    def _record(self, tracked: Tracked, selection: Selection) -> None:
+        if self._recorder is None:
+            return
+        restored = tracked.num_restored
+        report = CacheReport(
+            selection=selection,
+            restored=restored,
+            source=source_of(tracked),
+            miss_reason=None if restored else "not_stored",
+            matched=tracked.num_matched * self._block_size,
+        )
+        self._recorder.note(
+            Prompt(tracked.prompt, marks=tracked.options.marks),
+            tracked.options.cache,
+            report,
+            root=self._ranks[0].root(str(tracked.tenant)),
+            when=tracked.when,
+            output_tokens=tracked.request.num_tokens - len(tracked.prompt),
+            reply=tracked.prompt[:0],
+            prefill_ms=0.0,
+            remembered=True,
+        )
+
+    def _forget(self, request_id: str) -> Tracked | None:
+        tracked = self._requests.pop(request_id, None)
+        if tracked is not None and self._sharing is not None:
+            self._sharing.forget(tracked)
+        return tracked
+
+    def _end(self, tracked: Tracked) -> None:
+        """Has the workers forget what they know of a request, and list what they saved of it."""
+        selection, cache = tracked.selection, tracked.options.cache
+        if not tracked.has_saves or selection is None:
+            return
+        num_blocks = tracked.num_stored if tracked.num_saved else 0
+        position = num_blocks * self._block_size
+        ttl_s = ttl_at(position, tracked.options.marks, cache.ttl_s)
+        names = tuple(names[num_blocks] for names in tracked.names)
+        request_id, tenant, scope = tracked.request.request_id, str(tracked.tenant), str(cache.scope)
+        self._ended.append(Ended(request_id, tenant, names, position, scope, selection.reason, ttl_s))
+
+    def _look_up(self, tracked: Tracked, num_cached: int) -> None:
+        self._extend(tracked, len(tracked.prompt))
+        with self._shared.views() as views:
+            num_stored = self._num_stored(views, tracked)
+        tracked.store_has(num_stored)
+        if tracked.selection is None:
+            tracked.num_cached = num_cached
+        tracked.num_matched = min(num_stored, len(tracked.prompt) // self._block_size)
+
+    def _choose(self, tracked: Tracked) -> None:
+        tracked.num_preemptions, tracked.loading = tracked.request.num_preemptions, range(0)
+        if tracked.selection is None:
+            tracked.selection = self._selected(tracked)
+            self._count_hit(tracked)
+
+    def _end_load(self, tracked: Tracked, start: int, *, restored: int) -> None:
+        """The engine goes on at the token `start`, after it loaded `restored` tokens. What it computes now although it
+        was to be loaded is not asked for again, and is saved."""
+        if start < tracked.loading.stop:
+            num_blocks = start // self._block_size
+            tracked.num_matched = min(tracked.num_matched, num_blocks)
+            tracked.store_has(min(tracked.num_stored, num_blocks))
+        tracked.loading = range(0)
+        tracked.num_restored = max(tracked.num_restored, restored)
+        self._counts["restored_tokens"] += restored
+
+    def _num_stored(self, views: Sequence[View], tracked: Tracked) -> int:
+        """How many of the first blocks all ranks have stored."""
+        num_blocks = len(tracked.names[0]) - 1
+        for names in tracked.names:
+            for index in range(num_blocks):
+                node = Node(names[index + 1], names[index], index * self._block_size, self._block_size, Kind.BLOCK)
+                if not any(view.has(node, self._bytes(tracked, index)) for view in views):
+                    num_blocks = index
+                    break
+        return num_blocks
+
+    def _selected(self, tracked: Tracked) -> Selection:
+        options, prompt = tracked.options.cache, Prompt(tracked.prompt, marks=tracked.options.marks)
+        namespace = self._namespaces.get(tracked.tenant)
+        names = tracked.names[0][1:]
+        sighting, older = Sighting(), None
+        recent: tuple[TokenIds, ...] = ()
+        if options.scope.kind == "auto":
+            recent = namespace.history.recent(options.scope.value)
+            older = namespace.history.similar(prompt.token_ids, options.scope.value)
+            sighting = namespace.admission.look(prompt.token_ids, names, self._block_size)
+        selection = select(
+            options.scope,
+            prompt,
+            recent,
+            block_size=self._block_size,
+            min_tokens=self._settings.kv_cache_min_tokens,
+            cold_max=self._settings.kv_cache_cold_max,
+            interval=self._settings.kv_cache_interval,
+            state="sliceable",
+            restored=tracked.num_matched * self._block_size,
+            sighting=sighting,
+            older=older,
+        )
+        if not options.save:
+            return selection.keeping_nothing("read_only")
+        if len(prompt.token_ids) >= self._settings.kv_cache_min_tokens:
+            self._remember(tracked, namespace, names)
+        return selection
+
+    def _remember(self, tracked: Tracked, namespace: TenantNamespace, names: Sequence[bytes]) -> None:
+        namespace.remember(tracked.prompt, b"", names, self._namespaces.expires_at(self._shared.store.clock(), None))
+        publication = Publication(
+            store_id=self._shared.store.store_id,
+            root=namespace.root,
+            root_record=namespace.record,
+            nodes=(),
+            prompt=tracked.prompt,
+            history_limit=MAX_VALUE,
+        )
+        self._shared.writer.submit(publication, reserved_bytes=0)
+
+    def _count_hit(self, tracked: Tracked) -> None:
+        self._counts["hits"] += tracked.num_matched > 0
+        reason = "not_stored" if self._differs is None else "other_numbers"
+        self._counts[f"miss_{reason}"] += tracked.num_matched == 0
+
+    def _tally(self, tracked: Tracked) -> None:
+        num_tokens = tracked.num_restored
+        namespace = self._namespaces.get(tracked.tenant)
+        tally = Tally(
+            requests=1, hits=int(num_tokens > 0), prompt_tokens=len(tracked.prompt), restored_tokens=num_tokens
+        )
+        last = tracked.names[0][tracked.num_loadable(self._block_size)] if num_tokens else None
+        self._shared.writer.savings.note(namespace.root, namespace.record, tally, last)
+
+    def _save(self, tracked: Tracked, end: int, blocks: Sequence[Sequence[int]]) -> Save | None:
+        """What is complete once `end` tokens are computed, is wanted and is not stored. A token counts once it is
+        known: the engine may compute with one that it only guesses."""
+        known = min(end, tracked.request.num_tokens)
+        num_blocks = min(known, self._wanted(tracked)) // self._block_size
+        if tracked.is_broken or num_blocks <= tracked.num_stored:
+            return None
+        self._extend(tracked, num_blocks * self._block_size)
+        planned: list[PlannedBlock] = []
+        for index in range(tracked.num_stored, num_blocks):
+            block = self._planned(tracked, index, blocks)
+            if any(NO_PAGE in pages for pages in block.pages):
+                # A window has moved on, so what continues this block cannot be saved either.
+                tracked.is_broken = True
+                break
+            planned.append(block)
+        if not planned:
+            return None
+        self._differs = None
+        tracked.num_stored += len(planned)
+        tracked.num_saved += len(planned)
+        tracked.has_saves = True
+        options, selection = tracked.options, tracked.selection
+        ends = (block.position + self._block_size for block in planned)
+        ttls = tuple(ttl_at(position, options.marks, options.cache.ttl_s) for position in ends)
+        is_expected = selection is not None and selection.continues
+        return Save(tracked.request.request_id, str(tracked.tenant), tuple(planned), ttls, is_expected)
+
+    def _wanted(self, tracked: Tracked) -> int:
+        """Up to which token the policy keeps the request."""
+        selection = tracked.selection
+        if selection is None:
+            return 0
+        if not selection.keeps_reply:
+            return selection.aligned
+        return selection.scope.value if selection.reason == "tokens" else MAX_VALUE * self._block_size
+
+    def _planned(self, tracked: Tracked, index: int, blocks: Sequence[Sequence[int]], first: int = 0) -> PlannedBlock:
+        """A block and its pages. The pages of the tokens before `first` are not wanted."""
+        start = index * self._block_size
+        pages = []
+        for table, page_tokens in zip(blocks, self._engine_block_sizes, strict=True):
+            numbers = range(start // page_tokens, (start + self._block_size) // page_tokens)
+            pages.append(
+                tuple(
+                    table[number] if number < len(table) and number * page_tokens >= first else NO_PAGE
+                    for number in numbers
+                )
+            )
+        return PlannedBlock(
+            tuple(names[index + 1] for names in tracked.names),
+            tuple(names[index] for names in tracked.names),
+            start,
+            self._bytes(tracked, index),
+            tuple(pages),
+        )
+
+    def _extend(self, tracked: Tracked, num_tokens: int) -> None:
+        """Name the blocks among the first `num_tokens` tokens."""
+        num_blocks = num_tokens // self._block_size
+        have = len(tracked.names[0]) - 1
+        if num_blocks <= have:
+            return
+        ids = tracked.request.all_token_ids[have * self._block_size : num_blocks * self._block_size]
+        tracked.token_ids += np.asarray(ids, dtype="<i4").tobytes()
+        for index in range(have, num_blocks):
+            for names in tracked.names:
+                names.append(node_name(self._shared.store.secret, names[-1], self._bytes(tracked, index), Kind.BLOCK))
+
+    def _bytes(self, tracked: Tracked, index: int) -> bytes:
+        size = 4 * self._block_size
+        return tracked.token_ids[index * size : (index + 1) * size]
+
+
+def recorder_of(shared: SharedStore, ranks: Sequence[RankIdentity]) -> hooks.Recorder | None:
+    """Returns what records the requests for `diskprefix simulate`; None unless the settings name a file. Raises
+    `SettingsError` if it cannot be written."""
+    settings = shared.settings
+    recorder = hooks.open_recorder(settings, lambda: shared.store.secret)
+    if recorder is None:
+        return None
+    block_bytes = sum(PayloadLayout.parse(rank.layout).payload_bytes(settings.block_size, Kind.BLOCK) for rank in ranks)
+    recorder.describe(
+        bytes_per_token=block_bytes // settings.block_size, state_bytes=0, logits_bytes=0, exact_at="grid"
+    )
+    return recorder

@@ -1,0 +1,241 @@
+"""The worker's side: one thread loads blocks into pages, with others that read and decode. At the end of a step, the
+thread that runs the model copies pages to buffers, and the writer's thread writes them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+from diskprefix.errors import CacheError
+from diskprefix.extras.vllm.pages import Pages, PageSink
+from diskprefix.extras.vllm.plans import NO_PAGE, Ended, Load, PlannedBlock, RankIdentity, Save, Share, StepPlan
+from diskprefix.extras.vllm.processors import unbind
+from diskprefix.extras.vllm.shared_store import SharedStore
+from diskprefix.extras.vllm.staging import Staging
+from diskprefix.store.changes import NewNode
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import EntryRecord, Kind
+from diskprefix.store.store import Chain, Publication
+from diskprefix.tiers.loading import READER_THREADS, Loader
+from diskprefix.tiers.nodes import Node, PromptNodes
+from diskprefix.tiers.shared import Upload
+from diskprefix.tiers.tier import View
+from diskprefix.tokens import as_token_ids
+
+log = logging.getLogger("diskprefix")
+
+_NO_TOKENS = as_token_ids([])
+
+
+def _nothing() -> None:
+    """What is done once all before it is done."""
+
+
+class WorkerSide:
+    """Loads and saves the pages of one rank. `load`, `save` and `take_results` are for the thread that runs the model;
+    only `take_results` waits for the disk, as long as it is told to.
+
+    `rank` is the place of this rank in the plans.
+    """
+
+    def __init__(self, shared: SharedStore, pages: Pages, identity: RankIdentity, rank: int) -> None:
+        self._shared, self._pages, self._identity, self._rank = shared, pages, identity, rank
+        self._layout = PayloadLayout.parse(identity.layout)
+        self.block_bytes = pages.block_bytes(identity.block_size)
+        """Of one block, as it is in the pages of this rank."""
+        assert self.block_bytes == self._layout.payload_bytes(identity.block_size, Kind.BLOCK)
+        self._staging = Staging(self.block_bytes)
+        self._loader = ThreadPoolExecutor(1, thread_name_prefix="kv-loader", initializer=unbind)
+        self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader", initializer=unbind)
+        self._chains: dict[str, Chain] = {}
+        self._lock = threading.Lock()
+        self._has_loaded = threading.Condition(self._lock)
+        self._num_loading = 0
+        self._is_fetching = False
+        self._loaded: set[str] = set()
+        self._failed: set[str] = set()
+        self._bad_blocks: set[int] = set()
+        self._counts: Counter[str] = Counter()
+
+    def load(self, plan: StepPlan) -> None:
+        """Begin to load what a step asks for."""
+        self._num_loading += len(plan.loads)
+        self._is_fetching = plan.is_fetching
+        for load in plan.loads:
+            self._loader.submit(self._load, load)
+
+    def save(self, plan: StepPlan) -> None:
+        """Copy the pages that the step completed, and have the copies written; have written to the tier that machines
+        share what is to be. Called at the end of the step, when the pages are whole and nobody may change them yet."""
+        for save in plan.saves:
+            self._save(save)
+        for ended in plan.ended:
+            self._end(ended)
+        for share in plan.shares:
+            self._share(share)
+
+    def take_results(self, patience_s: float = 0.0) -> tuple[set[str], set[str], set[int]]:
+        """Returns the requests whose loads have ended, those of them that failed, and the engine's blocks that were not
+        loaded, since the last call. Waits so long for the first of them, if there are loads or fetches."""
+        with self._has_loaded:
+            if (self._num_loading or self._is_fetching) and not self._loaded:
+                self._has_loaded.wait(patience_s)
+            loaded, self._loaded = self._loaded, set()
+            self._num_loading -= len(loaded)
+            failed, self._failed = self._failed, set()
+            bad, self._bad_blocks = self._bad_blocks, set()
+        return loaded, failed, bad
+
+    def take_counts(self) -> Counter[str]:
+        """Returns what was done since the last call, by the names in `stats`."""
+        with self._lock:
+            counts, self._counts = self._counts, Counter()
+        return counts + self._shared.take_remote_counts()
+
+    def settle(self) -> None:
+        """Wait for the loads that have begun."""
+        self._loader.submit(_nothing).result()
+
+    def close(self) -> None:
+        """Wait for the loads that have begun, and end the threads. The store is not closed."""
+        self._loader.shutdown()
+        self._readers.shutdown()
+
+    def _load(self, load: Load) -> None:
+        started = time.perf_counter()
+        num_loaded = 0
+        try:
+            num_loaded = self._num_loaded(load)
+        except CacheError as error:
+            log.warning("[disk-cache] %s: not loaded: %s", load.request_id, error)
+        except Exception:
+            # The request computes what was not loaded.
+            log.exception("[disk-cache] %s: not loaded", load.request_id)
+        lost = load.blocks[num_loaded:]
+        self._count(
+            loaded_blocks=num_loaded,
+            loaded_bytes=num_loaded * self.block_bytes,
+            load_errors=int(bool(lost)),
+            load_us=round((time.perf_counter() - started) * 1e6),
+        )
+        with self._lock:
+            # `NO_PAGE` stands in the tables of other requests too.
+            pages = {page for block in lost for group in block.pages for page in group}
+            self._bad_blocks |= pages - {NO_PAGE}
+            self._failed.update([load.request_id] if lost else [])
+            self._loaded.add(load.request_id)
+            self._has_loaded.notify_all()
+
+    def _num_loaded(self, load: Load) -> int:
+        """Returns how many of the blocks are in their pages now. The pages of the others may hold anything."""
+        root = self._identity.root(load.tenant)
+        nodes = PromptNodes(self._shared.store.secret, root, _NO_TOKENS, self._identity.block_size, self._layout)
+        path: list[tuple[Node, View]] = []
+        with self._shared.views() as views:
+            for block in load.blocks:
+                node = block.node(self._rank)
+                view = next((view for view in views if view.has(node, block.token_ids)), None)
+                if view is None:
+                    log.info("[disk-cache] %s: a block was evicted before it was loaded", load.request_id)
+                    break
+                path.append((node, view))
+            if not path:
+                return 0
+            sink = PageSink(self._pages, {block.position: block.pages for block in load.blocks})
+            loader = Loader(nodes, path, 0, path[-1][0].end, {}, sink)
+            bad = loader.run(self._readers)
+            if bad is not None:
+                node, view, error = bad
+                view.drop(node, error)
+                path = [found for found in path if found[0].end <= node.position]
+        if path:
+            self._shared.writer.touch(path[-1][0].name, self._shared.store.clock())
+        return len(path)
+
+    def _save(self, save: Save) -> None:
+        chain = self._chains.setdefault(save.request_id, Chain())
+        if chain.is_broken() or self._shared.store.problem is not None:
+            return
+        nodes: list[NewNode] = []
+        for block, ttl_s in zip(save.blocks, save.ttls, strict=True):
+            if not self._shared.writer.reserve(self.block_bytes):
+                break
+            try:
+                nodes.append(self._captured(block, ttl_s, save.is_expected))
+            except Exception:
+                self._shared.writer.release(self.block_bytes)
+                log.exception("[disk-cache] %s: the rest is not saved", save.request_id)
+                break
+        if nodes:
+            self._publish(save.tenant, chain, nodes=nodes)
+        is_dropped = len(nodes) < len(save.blocks) and chain.break_off()
+        self._count(saved_blocks=len(nodes), saved_bytes=len(nodes) * self.block_bytes, dropped=int(is_dropped))
+
+    def _captured(self, block: PlannedBlock, ttl_s: float | None, is_expected: bool) -> NewNode:
+        payload = self._staging.take()
+        self._pages.read(block.pages, payload)
+        return NewNode(
+            name=block.names[self._rank],
+            parent=block.parents[self._rank],
+            position=block.position,
+            token_ids=as_token_ids(np.frombuffer(block.token_ids, "<i4")),
+            kind=Kind.BLOCK,
+            payload=payload.data,
+            pieces=self._layout.pieces(self._identity.block_size, Kind.BLOCK),
+            ttl_s=ttl_s,
+            is_expected=is_expected,
+        )
+
+    def _count(self, **counts: int) -> None:
+        with self._lock:
+            self._counts.update(counts)
+
+    def _end(self, ended: Ended) -> None:
+        chain = self._chains.pop(ended.request_id, None)
+        if chain is None or chain.is_broken() or not ended.num_tokens:
+            return
+        entry = EntryRecord(
+            root=self._identity.root(ended.tenant),
+            num_tokens=ended.num_tokens,
+            scope=ended.scope,
+            preview="",
+            created_at=self._shared.store.clock(),
+            reason=ended.reason,
+        )
+        self._publish(ended.tenant, chain, tip=ended.names[self._rank], entry=entry, ttl_s=ended.ttl_s)
+
+    def _share(self, share: Share) -> None:
+        remote, root = self._shared.remote, self._identity.root(share.tenant)
+        if remote is None:
+            return
+        token_ids = as_token_ids(np.frombuffer(share.token_ids, "<i4"))
+        nodes = PromptNodes(self._shared.store.secret, root, token_ids, self._identity.block_size, self._layout)
+        remote.upload(Upload(nodes, len(token_ids), self._identity.record(share.tenant), self._shared.tiers))
+
+    def _publish(
+        self,
+        tenant: str,
+        chain: Chain,
+        *,
+        nodes: Sequence[NewNode] = (),
+        tip: bytes | None = None,
+        entry: EntryRecord | None = None,
+        ttl_s: float | None = None,
+    ) -> None:
+        publication = Publication(
+            store_id=self._shared.store.store_id,
+            root=self._identity.root(tenant),
+            root_record=self._identity.record(tenant),
+            nodes=tuple(nodes),
+            tip=tip,
+            entry=entry,
+            ttl_s=ttl_s,
+            chain=chain,
+        )
+        self._shared.writer.submit(publication, reserved_bytes=publication.payload_bytes)

@@ -1,0 +1,374 @@
+"""What the store has of a prompt, which saved prompt is nearest, and why the two part."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import msgspec
+import numpy as np
+
+from diskprefix.errors import StoreCorrupt
+from diskprefix.extras.watch.browse.causes import Cause, cause_between, first_difference, line_at
+from diskprefix.nouns import Prompt
+from diskprefix.policy.breaks import find_break
+from diskprefix.policy.select import StateKind
+from diskprefix.prefix_cache.matching import Matcher
+from diskprefix.store.listing import EntryInfo
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import ReadOnlyNotes
+from diskprefix.store.pieces import LayoutText, PayloadLayout
+from diskprefix.store.savings import Savings
+from diskprefix.store.schema import Kind, RootRecord
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import PrefixTree
+from diskprefix.tiers.nodes import Node, PromptNodes, Rest
+from diskprefix.tokens import TokenIds, common_prefix_length
+
+Decode = Callable[[TokenIds], str]
+_TRIES = 64
+_MOST_PROMPTS = 100
+_SHOWN_CHARS = 160
+_ENDS_OF_LAST = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nearest:
+    """The prompt that is like this one: a saved one (`id` is its entry's), or one that is only remembered (`id` is
+    empty). `common` tokens from the first one on are the same; about `behind` more are the same after they part."""
+
+    id: str
+    num_tokens: int
+    common: int
+    behind: int
+    preview: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elsewhere:
+    """Another model, build or tenant under which more of the prompt is stored. `differs` names what is not the same,
+    with the value there and here."""
+
+    root: str
+    model: str
+    tenant: str
+    stored: int
+    differs: dict[str, tuple[str, str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parting:
+    """The text around the first token that differs: what both have before it, and what follows in each."""
+
+    at: int
+    before: str
+    here: str
+    there: str
+    line_here: str
+    line_there: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    """The answer for one prompt. `restored` tokens of `prompt_tokens` would be restored, `stored` are found.
+
+    `root`, `model` and `tenant` are those that were looked under; empty if the store has nothing of that tenant.
+    """
+
+    prompt_tokens: int
+    stored: int
+    restored: int
+    root: str
+    model: str
+    tenant: str
+    nearest: Nearest | None
+    parting: Parting | None
+    cause: Cause
+    elsewhere: tuple[Elsewhere, ...]
+
+
+def explain(
+    snapshot: Snapshot,
+    secret: int,
+    prompt: Prompt,
+    *,
+    tenant: str,
+    entries: Sequence[EntryInfo],
+    savings: Mapping[bytes, Savings],
+    decode: Decode,
+    model: str | None = None,
+) -> Why:
+    """Returns what would be restored for a prompt, and what keeps more from being found.
+
+    `secret` is the store's. `tenant` is the text of the caller's `Tenant`. `entries` is what `list_entries` returns for
+    this snapshot, `savings` what `read_savings` does. Of several models or builds, that named `model` is looked under,
+    or else the one that was used last. Whether restoring is faster than computing (`--kv-cache-gate`) is not asked.
+    """
+    roots = dict(snapshot.roots())
+    own = _used_last(roots, tenant, model, savings)
+    looks = {root: _Look.of(snapshot, secret, prompt.token_ids, root, record) for root, record in roots.items()}
+    look = looks[own] if own is not None else None
+    elsewhere = _elsewhere(roots, looks, own, tenant)
+    nearest, other = _nearest(snapshot, prompt.token_ids, own, entries, look.restored if look else 0)
+    parting, between = None, None
+    if nearest is not None and nearest.common < min(nearest.num_tokens, len(prompt.token_ids)):
+        parting, between = _parting(prompt.token_ids, other, nearest.common, decode)
+    return Why(
+        prompt_tokens=len(prompt.token_ids),
+        stored=look.stored if look else 0,
+        restored=look.restored if look else 0,
+        root=own.hex() if own else "",
+        model=roots[own].model if own else "",
+        tenant=tenant,
+        nearest=nearest,
+        parting=parting,
+        cause=_cause(prompt, look, nearest, between, elsewhere),
+        elsewhere=elsewhere,
+    )
+
+
+@dataclass(frozen=True)
+class _Look:
+    """How much of a prompt is stored under one root, and how much of that can be restored, in tokens."""
+
+    stored: int
+    restored: int
+
+    @classmethod
+    def of(cls, snapshot: Snapshot, secret: int, token_ids: TokenIds, root: bytes, record: RootRecord) -> _Look:
+        layout = PayloadLayout.parse(record.layout)
+        nodes = PromptNodes(secret, root, token_ids, record.block_size, layout)
+
+        def is_stored(node: Node) -> bool:
+            try:
+                return snapshot.has(
+                    node.name,
+                    node.parent,
+                    node.position,
+                    node.kind,
+                    nodes.token_bytes(node),
+                    generated=node.generated,
+                )
+            except StoreCorrupt:
+                return False
+
+        similar = partial(_most_similar, snapshot, token_ids)
+        notes = ReadOnlyNotes(snapshot, root)
+        matcher = Matcher(
+            *(nodes, is_stored, similar, _state_kind(record)),
+            has_logits=lambda: notes.get(NoteKind.LOGITS, nodes.end_id) is not None,
+        )
+        matcher.match()
+        _, end = matcher.restorable()
+        rest = matcher.rest.end if matcher.rest else 0
+        return cls(max(matcher.deepest.end if matcher.deepest else 0, rest, end), end)
+
+
+def _state_kind(record: RootRecord) -> StateKind:
+    layout = msgspec.json.decode(record.layout, type=LayoutText)
+    if layout.one_pass:
+        return "one_pass"
+    if layout.states:
+        return "checkpoints"
+    return "token" if _identity(record).get("products") else "sliceable"
+
+
+def _identity(record: RootRecord) -> dict[str, str]:
+    """Returns the fields of a fingerprint; none if they cannot be read."""
+    try:
+        fields = json.loads(record.identity)["fingerprint"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return {name: str(value) for name, value in fields.items()} if isinstance(fields, dict) else {}
+
+
+def _most_similar(snapshot: Snapshot, token_ids: TokenIds, parent: bytes, start: int, end: int) -> Rest | None:
+    wanted = token_ids[start:end]
+    for name in islice(snapshot.similar_children(parent, wanted.tobytes()), _TRIES):
+        try:
+            record = snapshot.node(name)
+        except StoreCorrupt:
+            continue
+        if record is None or record.generated or record.parent != parent or record.position != start:
+            continue
+        shared = common_prefix_length(record.token_ids, wanted)
+        node = Node(name, parent, start, record.num_tokens, record.kind)
+        return Rest(node, start + shared) if shared else None
+    return None
+
+
+def _used_last(
+    roots: Mapping[bytes, RootRecord], tenant: str, model: str | None, savings: Mapping[bytes, Savings]
+) -> bytes | None:
+    mine = [root for root, record in roots.items() if record.tenant == tenant]
+    named = [root for root in mine if roots[root].model == model]
+
+    def last_use(root: bytes) -> tuple[float, bytes]:
+        hits = savings[root].hits if root in savings else []
+        return max([roots[root].created_at, *(hit.when for hit in hits)]), root
+
+    return max(named or mine, key=last_use, default=None)
+
+
+def _elsewhere(
+    roots: Mapping[bytes, RootRecord], looks: Mapping[bytes, _Look], own: bytes | None, tenant: str
+) -> tuple[Elsewhere, ...]:
+    here = looks[own].stored if own is not None else 0
+    least = here + min((record.block_size for record in roots.values()), default=0)
+    found = []
+    for root, look in looks.items():
+        if root != own and look.stored >= least:
+            record = roots[root]
+            found.append(
+                Elsewhere(
+                    root=root.hex(),
+                    model=record.model,
+                    tenant=record.tenant,
+                    stored=look.stored,
+                    differs=_differences(record, roots[own] if own else None, tenant),
+                )
+            )
+    return tuple(sorted(found, key=lambda one: (-one.stored, one.root)))
+
+
+def _differences(there: RootRecord, here: RootRecord | None, tenant: str) -> dict[str, tuple[str, str]]:
+    differs = {}
+    if there.tenant != tenant:
+        differs["tenant"] = (there.tenant, tenant)
+    if here is None:
+        return differs
+    for name in ("model", "block_size"):
+        if (value := str(getattr(there, name))) != (mine := str(getattr(here, name))):
+            differs[name] = (value, mine)
+    theirs, ours = _identity(there), _identity(here)
+    for name in theirs.keys() | ours.keys():
+        if theirs.get(name, "") != ours.get(name, ""):
+            differs[name] = (theirs.get(name, ""), ours.get(name, ""))
+    return dict(sorted(differs.items()))
+
+
+def _nearest(
+    snapshot: Snapshot, token_ids: TokenIds, root: bytes | None, entries: Sequence[EntryInfo], known: int
+) -> tuple[Nearest | None, TokenIds]:
+    """Returns the prompt without whose difference most would be found, or else the one with most tokens in common."""
+    best: tuple[tuple[int, int, int], Nearest, TokenIds] | None = None
+    if root is None:
+        return None, token_ids[:0]
+    for id_, preview, other in _prompts(snapshot, root, entries):
+        common = common_prefix_length(token_ids, other)
+        found = find_break(token_ids, [other], known)
+        behind = found.num_tokens if found is not None else 0
+        nearest = Nearest(id=id_, num_tokens=len(other), common=common, behind=behind, preview=preview)
+        worth = (common + behind, common, bool(id_))
+        if common + behind and (best is None or worth > best[0]):
+            best = worth, nearest, other
+    return (best[1], best[2]) if best is not None else (None, token_ids[:0])
+
+
+def _prompts(snapshot: Snapshot, root: bytes, entries: Sequence[EntryInfo]) -> Iterator[tuple[str, str, TokenIds]]:
+    """Yields id, preview and token ids of the saved prompts, then of those that are only remembered, newest first."""
+    tree = PrefixTree(snapshot)
+    for info in entries:
+        name = bytes.fromhex(info.id)
+        entry = snapshot.entry(name)
+        if entry is not None and entry.root == root:
+            blocks = [node.token_ids for node in tree.path(name).values() if node.kind != Kind.CHECKPOINT]
+            yield info.id, info.preview, np.concatenate(blocks)
+    for _, token_ids in reversed(snapshot.recent_prompts(root, _MOST_PROMPTS)):
+        yield "", "", token_ids
+
+
+def _parting(token_ids: TokenIds, other: TokenIds, at: int, decode: Decode) -> tuple[Parting, tuple[str, str]]:
+    """Returns the place where two prompts part, and their whole texts."""
+    here, there = decode(token_ids), decode(other)
+    index = min(first_difference(here, there), len(here), len(there))
+    parting = Parting(
+        at=at,
+        before=here[max(0, index - _SHOWN_CHARS) : index],
+        here=here[index : index + _SHOWN_CHARS],
+        there=there[index : index + _SHOWN_CHARS],
+        line_here=line_at(here, index),
+        line_there=line_at(there, index),
+    )
+    return parting, (here, there)
+
+
+def _cause(
+    prompt: Prompt,
+    look: _Look | None,
+    nearest: Nearest | None,
+    between: tuple[str, str] | None,
+    elsewhere: Sequence[Elsewhere],
+) -> Cause:
+    if look is None or nearest is None:
+        return _cause_of_nothing(look, elsewhere)
+    if elsewhere and elsewhere[0].stored > nearest.common:
+        return _cause_elsewhere(elsewhere[0])
+    if between is None:
+        return _cause_of_length(prompt, look, nearest)
+    if look.restored + 1 >= len(prompt.token_ids):
+        return Cause("nothing", "nothing is missing: all but the last token is restored")
+    if nearest.common > look.stored + 1:
+        return _not_kept(look, nearest)
+    # Of the last message its end is left, and the beginning of the reply.
+    is_in_last = prompt.boundaries and sum(end > nearest.common for end in prompt.boundaries) <= _ENDS_OF_LAST
+    if not nearest.behind and is_in_last and nearest.common >= prompt.system_end:
+        return Cause("question", "the last message is another one; what comes before it is the same")
+    if not nearest.behind and prompt.system_end and nearest.common >= prompt.system_end:
+        return Cause("conversation", "another conversation: only system prompt and tools are the same")
+    return cause_between(*between)
+
+
+def _cause_of_nothing(look: _Look | None, elsewhere: Sequence[Elsewhere]) -> Cause:
+    if elsewhere:
+        return _cause_elsewhere(elsewhere[0])
+    if look is None:
+        return Cause(
+            "tenant",
+            "nothing is saved for this tenant; other tenants have prompts of their own",
+            "say whose request it is with --salt or the body's prefix_cache.salt",
+        )
+    return Cause("unlike", "no saved prompt begins like this one", "")
+
+
+def _cause_elsewhere(one: Elsewhere) -> Cause:
+    if "tenant" in one.differs:
+        whose = "another API key or salt" if one.tenant else "callers without key and salt"
+        return Cause(
+            "tenant", f"it is saved for {whose}, and tenants do not share", "send it with the same key and salt"
+        )
+    if "model" in one.differs:
+        return Cause("model", f"it is saved for another model, {one.model}", "serve that model, or let it be computed")
+    names = ", ".join(name.replace("_", " ") for name in one.differs) or "the build"
+    return Cause(
+        "build",
+        f"it was computed by another build: {names} differ",
+        "what is the same bit for bit is only found with the same libraries and settings; see --fingerprint",
+    )
+
+
+def _cause_of_length(prompt: Prompt, look: _Look, nearest: Nearest) -> Cause:
+    """One of the two prompts begins with the other."""
+    if look.restored + 1 >= nearest.common:
+        if len(prompt.token_ids) <= nearest.num_tokens:
+            return Cause("nothing", "nothing is missing: it is the beginning of a prompt that is stored")
+        return Cause("goes-on", "nothing is missing: it goes on where the saved prompt ends")
+    return _not_kept(look, nearest)
+
+
+def _not_kept(look: _Look, nearest: Nearest) -> Cause:
+    if look.stored > look.restored + 1:
+        return Cause(
+            "no-checkpoint",
+            f"{look.stored:,} tokens are stored, but this model restores at its checkpoints only",
+            "a smaller --kv-cache-interval keeps more of them",
+        )
+    return Cause(
+        "not-kept",
+        f"{nearest.common:,} tokens are those of an earlier prompt, of which {look.stored:,} are stored: the policy "
+        "kept no more, or the rest was evicted or purged",
+        "the scope full keeps whole prompts; a larger --kv-cache-budget keeps them longer",
+    )

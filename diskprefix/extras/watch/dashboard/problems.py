@@ -1,0 +1,132 @@
+"""What an owner should know of a daemon, and what to do about it. Pure functions of its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from diskprefix.extras.watch.dashboard.shown import Level, Problem
+from diskprefix.server.recent import Ended
+
+_FULL = 0.9
+"""Of the budget, from where evictions are expected."""
+_MOST_BREAKS, _MOST_FAILURES = 3, 5
+_BREAK_TOKENS = 1024
+"""Fewer tokens that were computed again are not worth a line."""
+_ORDER: tuple[Level, ...] = ("error", "warning", "hint")
+
+_COUNTED: tuple[tuple[str, Level, str, str], ...] = (
+    ("quarantined", "error", "damaged records were set aside", "run `diskprefix verify`, and look at the disk"),
+    ("errors", "warning", "errors of the cache became misses", "read the daemon's log"),
+    ("dropped", "warning", "prompts were not saved whole", "raise --kv-cache-write-buffer or --kv-cache-budget"),
+)
+"""Name of a count of the cache, and what it says if it is above 0."""
+
+_ADVICE = {
+    400: "change the request as the message says",
+    401: "give the client one of the keys in the file of --api-keys",
+    403: "use the key named admin, or call the daemon by a name of its own",
+    404: "look at /v1/models for what is served, and at /docs for the routes",
+    408: "look at the client's network: the body came too slowly",
+    413: "send less, or raise --max-body-bytes",
+    415: "send the body as application/json",
+    429: "send fewer requests at once with this key, or raise --max-queue",
+    503: "try again later; raise --max-queue or --max-sequences if this is common",
+}
+_ADVICE_OTHERWISE = "read the daemon's log of that time"
+_ADVICE_ON_STREAMS = "look at the client: it stopped reading, or the reply failed; the daemon's log says which"
+
+
+def problems(cache: dict[str, Any] | None, breaks: Sequence[dict[str, Any]], ended: Iterable[Ended]) -> list[Problem]:
+    """Returns the problems, the worst first. `cache` are the counts of the cache, `breaks` those of `PrefixBreaks`."""
+    found = [*_of_cache(cache or {}), *_of_prompts(breaks), *_of_requests(ended)]
+    return sorted(found, key=lambda problem: (_ORDER.index(problem.level), -(problem.last_at or 0.0)))
+
+
+def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
+    if cache.get("state") == "degraded":
+        yield Problem(
+            level="error",
+            what=f"nothing is saved: {cache['error']}",
+            todo="make room or repair the folder; the daemon tries again by itself (`diskprefix verify` checks it)",
+        )
+    elif cache.get("state") == "unsupported":
+        yield Problem(
+            level="warning",
+            what="this model is served without the cache: it has layers that cannot be cached",
+            todo="see `diskprefix models` for architectures that can",
+        )
+    for name, level, what, todo in _COUNTED:
+        if count := cache.get(name, 0):
+            yield Problem(level=level, what=what, todo=todo, count=count)
+    yield from _of_shared_tier(cache.get("remote") or {})
+    if cache.get("gate", {}).get("state") == "closed":
+        yield Problem(
+            level="hint",
+            what="computing is faster here than restoring, so little is saved and restored",
+            todo="use a faster disk or a larger model, or force it with --kv-cache-gate off",
+        )
+    used, budget, evicted = (cache.get(name, 0) for name in ("used_bytes", "budget_bytes", "evicted_blocks"))
+    if evicted and used > _FULL * budget:
+        yield Problem(
+            level="hint",
+            what="the store is full, and blocks are evicted",
+            todo="raise --kv-cache-budget if prompts miss that came before",
+            count=evicted,
+        )
+
+
+def _of_shared_tier(remote: dict[str, Any]) -> Iterator[Problem]:
+    if remote.get("state") == "failing":
+        yield Problem(
+            level="warning",
+            what=f"{remote['url']} does not answer, and is left alone for a while",
+            todo="look at the network, the endpoint and the access keys; the daemon's log names the failure",
+        )
+    if refused := {reason: count for reason, count in remote.get("refused", {}).items() if count}:
+        yield Problem(
+            level="warning",
+            what=f"objects of {remote['url']} were refused: {', '.join(refused)}",
+            todo="see *What is refused* in the page on tiers: `mac` means that somebody without the key writes there",
+            count=sum(refused.values()),
+        )
+    if dropped := remote.get("dropped", 0):
+        yield Problem(
+            level="hint",
+            what=f"prompts could not be left in {remote['url']}",
+            todo="make room in the bucket, let the daemon write to it, or start with --remote-write off",
+            count=dropped,
+        )
+
+
+def _of_prompts(breaks: Sequence[dict[str, Any]]) -> Iterator[Problem]:
+    worst = sorted(breaks, key=lambda broken: -broken["tokens"])[:_MOST_BREAKS]
+    for broken in worst:
+        if broken["tokens"] < _BREAK_TOKENS:
+            return
+        help_ = ",".join(f"{name}=on" for name in broken["normalisers"])
+        yield Problem(
+            level="hint",
+            what=f"a line of the prompt changes, and {broken['tokens']:,} tokens behind it were computed again: "
+            f"{broken['line']}",
+            todo=f"start with --normalise {help_}" if help_ else "move the line to the end of the prompt",
+            count=broken["requests"],
+        )
+
+
+def _of_requests(ended: Iterable[Ended]) -> Iterator[Problem]:
+    """Requests that failed alike are one problem."""
+    alike: dict[tuple[int, str], list[Ended]] = {}
+    for one in ended:
+        if one.prefix_cache is None:
+            said = one.error or ("internal error" if one.status >= 500 else "the client left")
+            alike.setdefault((one.status, said), []).append(one)
+    latest = sorted(alike.items(), key=lambda item: -item[1][-1].ended_at)[:_MOST_FAILURES]
+    for (status, said), group in latest:
+        yield Problem(
+            level="error" if status >= 500 and status != 503 else "warning",
+            what=f"{group[-1].route} answered {status}: {said}",
+            todo=_ADVICE_ON_STREAMS if status == 200 else _ADVICE.get(status, _ADVICE_OTHERWISE),
+            count=len(group),
+            last_at=group[-1].ended_at,
+        )

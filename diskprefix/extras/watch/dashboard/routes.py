@@ -1,0 +1,170 @@
+"""The routes of the dashboard: the page, and what it shows. All but the page are for those who may see everything."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query
+from fastapi.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from diskprefix.extras.watch.dashboard.entries import Browser
+from diskprefix.extras.watch.dashboard.page import page_response, wants_page
+from diskprefix.extras.watch.dashboard.shown import (
+    ClientSettings,
+    DeletedEntry,
+    Entries,
+    Simulated,
+    SimulationBody,
+    State,
+    Welcome,
+)
+from diskprefix.extras.watch.dashboard.simulation import Simulation
+from diskprefix.extras.watch.dashboard.watch import UPDATE_S, Watch
+from diskprefix.recipes.recipe import NO_KEY, Served, names, recipe
+from diskprefix.server.daemon import Daemon
+from diskprefix.server.described import described
+from diskprefix.server.described import events as event_content
+from diskprefix.server.errors import ErrorBody
+from diskprefix.server.log_context import log_context
+from diskprefix.server.status import require_admin, require_owner
+
+_SILENT_S = 8.0
+"""After so long without news, a comment shows that the stream is alive."""
+_KEY_PLACE = "YOUR-KEY"
+
+_WITH_400: dict[int | str, dict[str, Any]] = {400: {"model": ErrorBody}}
+
+router = APIRouter(tags=["daemon"])
+_admin = APIRouter(
+    prefix="/dashboard", tags=["dashboard"], dependencies=[Depends(require_admin), Depends(require_owner)]
+)
+
+
+class Dashboard:
+    """What the routes share."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self.daemon = daemon
+        self.watch = Watch(daemon)
+        self.browser = Browser()
+        self.simulation = Simulation()
+
+
+def _dashboard(request: Request) -> Dashboard:
+    dashboard: Dashboard = request.app.state.dashboard
+    return dashboard
+
+
+@router.head("/", include_in_schema=False)
+@router.get(
+    "/",
+    summary="Welcome",
+    response_model=Welcome,
+    responses={200: {"content": {"text/html": {"schema": {"type": "string"}}}}},
+)
+async def welcome(request: Request) -> Response:
+    """200 as soon as the daemon listens: some clients look here first. A browser gets the dashboard."""
+    if wants_page(request.headers):
+        return page_response()
+    return JSONResponse(Welcome().model_dump(), headers={"Vary": "Accept"})
+
+
+@_admin.get("/state", summary="State", response_model=State, responses=_WITH_400)
+async def state(request: Request, since: Annotated[int, Query(ge=0)] = 0) -> JSONResponse:
+    """The daemon now: its requests, its memory, its store, and what is wrong. `since`: the number of the last request
+    in `ended` that the caller has."""
+    watch = _dashboard(request).watch
+    return JSONResponse(await watch.state() | {"ended": watch.ended(since)})
+
+
+@_admin.get(
+    "/events",
+    summary="State as it changes",
+    response_model=None,
+    responses={
+        200: {
+            "content": event_content(State),
+            "description": "Server-sent events named `state`, two a second at most.",
+        },
+    },
+)
+async def events(request: Request) -> StreamingResponse:
+    """The daemon's state whenever it has changed. In `ended`, an event has what came after the event before it."""
+    dashboard = _dashboard(request)
+    headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_events(dashboard), media_type="text/event-stream", headers=headers)
+
+
+async def _events(dashboard: Dashboard) -> AsyncIterator[bytes]:
+    watch, loop = dashboard.watch, asyncio.get_running_loop()
+    since, before, said_at = 0, None, loop.time()
+    while dashboard.daemon.status != "stopping":
+        now, ended = await watch.state(), watch.ended(since)
+        news = {name: value for name, value in now.items() if name != "now"}
+        if ended or news != before:
+            since, before, said_at = ended[-1]["number"] if ended else since, news, loop.time()
+            yield f"event: state\ndata: {json.dumps(now | {'ended': ended})}\n\n".encode()
+        elif loop.time() >= said_at + _SILENT_S:
+            said_at = loop.time()
+            yield b": keepalive\n\n"
+        await asyncio.sleep(UPDATE_S)
+
+
+@_admin.get("/entries", summary="Saved prompts", response_model=Entries)
+async def entries(request: Request) -> JSONResponse:
+    """The saved prompts, and the tree of what they share. Read from the store, at most every few seconds."""
+    dashboard = _dashboard(request)
+    serving = await dashboard.daemon.ready()
+    store = serving.engine.cache.store
+    return JSONResponse(await dashboard.browser.entries(store, with_texts=dashboard.watch.is_private))
+
+
+@_admin.delete(
+    "/entries/{entry_id}",
+    summary="Delete a saved prompt",
+    responses={404: {"model": ErrorBody}},
+)
+async def delete_entry(request: Request, entry_id: str) -> DeletedEntry:
+    """Remove a saved prompt, with the blocks that nothing else needs. Without API keys, only on a loopback address."""
+    dashboard = _dashboard(request)
+    if not dashboard.watch.is_private:
+        raise HTTPException(
+            403, "a daemon without API keys that other machines reach deletes nothing: use `diskprefix purge` there"
+        )
+    serving = await dashboard.daemon.ready()
+    purged = await dashboard.browser.delete(serving.engine.cache.delete, entry_id)
+    return DeletedEntry(id=entry_id, **purged.counts())
+
+
+@_admin.post("/simulation", summary="What other scopes would have done", **described(SimulationBody, Simulated))
+async def simulation(request: Request) -> JSONResponse:
+    """Replay the last recorded hours under other scopes. It takes seconds, in a process of low priority."""
+    dashboard = _dashboard(request)
+    daemon = dashboard.daemon
+    with daemon.arriving(log_context(request).caller.tenant) as place:
+        body = await daemon.bodies.read_json(request, SimulationBody, place)
+    rows = await dashboard.simulation.run(daemon.settings, await daemon.ready(), body.hours)
+    return JSONResponse(Simulated(hours=body.hours, scopes=rows).model_dump())
+
+
+@_admin.get("/clients", summary="Settings of clients")
+async def clients(request: Request) -> list[ClientSettings]:
+    """The settings with which agents and libraries use this daemon, as `diskprefix clients` prints them."""
+    daemon = _dashboard(request).daemon
+    serving = await daemon.ready()
+    served = Served(
+        url=str(request.base_url).rstrip("/"),
+        model=serving.model_name,
+        key=NO_KEY if daemon.settings.api_keys is None else _KEY_PLACE,
+        context=serving.engine.max_positions,
+    )
+    recipes = [recipe(name, served) for name in names()]
+    return [ClientSettings(name=each.name, title=each.title, text=each.shown()) for each in recipes]
+
+
+router.include_router(_admin)

@@ -1,0 +1,72 @@
+"""What other scopes would have done with the last recorded hours: `diskprefix simulate` in a process of its own.
+
+It takes seconds of a core. In a process with the lowest priority, it takes them from nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.extras.watch.dashboard.shown import SimulatedScope
+from diskprefix.printable import shown
+from diskprefix.server.serving import Serving
+from diskprefix.settings import Settings
+
+_SCOPES = ("off", "auto:8", "auto:30", "auto:100", "full")
+_LIMIT_S = 120.0
+_RUN = """import contextlib, os
+with contextlib.suppress(OSError):  # where a service may not
+    os.nice(19)
+from diskprefix.cli import main
+main()
+"""
+
+
+class Simulation:
+    """Runs one simulation at a time. For the event loop."""
+
+    def __init__(self) -> None:
+        self._running = asyncio.Lock()
+
+    async def run(self, settings: Settings, serving: Serving, hours: float) -> list[SimulatedScope]:
+        """Returns the rows of `diskprefix simulate --json` for the last `hours` of the recording.
+
+        Raises `InvalidRequest` if the daemon does not record, or nothing was recorded, and `DiskPrefixError` if it
+        takes too long.
+        """
+        if settings.record is None:
+            raise InvalidRequest("the daemon does not record; start it with --record FILE", code="not_recording")
+        scopes = dict.fromkeys((str(serving.scope), *_SCOPES))
+        flags = [part for scope in scopes for part in ("--scope", scope)]
+        flags += ["--regime", _regime(serving), "--budget", str(settings.kv_cache_budget), "--last", f"{hours:g}h"]
+        async with self._running:
+            rows = await _output(["simulate", str(settings.record), "--json", *flags])
+        return [SimulatedScope.model_validate(row) for row in rows if row["scope"] != "whole-snapshots"]
+
+
+def _regime(serving: Serving) -> str:
+    layout = serving.engine.cache.layout
+    return "checkpoints" if layout.state_bytes else "token" if layout.exact_at == "token" else "sliceable"
+
+
+async def _output(arguments: Sequence[str]) -> Any:
+    """Returns the JSON that a command prints. It is killed if it takes too long, or nobody waits for it any more."""
+    pipe = asyncio.subprocess.PIPE
+    command = await asyncio.create_subprocess_exec(sys.executable, "-c", _RUN, *arguments, stdout=pipe, stderr=pipe)
+    try:
+        async with asyncio.timeout(_LIMIT_S):
+            printed, said = await command.communicate()
+    except TimeoutError as error:
+        raise DiskPrefixError(f"the simulation takes longer than {_LIMIT_S:.0f} s; ask for fewer hours") from error
+    finally:
+        if command.returncode is None:
+            command.kill()
+            await command.wait()
+    if command.returncode:
+        raise InvalidRequest(shown(said.decode(errors="replace").strip().removeprefix("error: "), 300))
+    return json.loads(printed)

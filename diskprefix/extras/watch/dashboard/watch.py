@@ -1,0 +1,120 @@
+"""The daemon's state for those who watch. Nothing is read while nobody looks, and at most a few times a second.
+
+The engine is not disturbed: what is read of it is read without a lock, from the event loop. Counts of the store come
+from the disk, so a thread reads them, and an older count is shown while that takes long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from diskprefix.engine.activity import Activity
+from diskprefix.extras.watch.dashboard.problems import problems
+from diskprefix.server.browser_guard import is_loopback
+from diskprefix.server.daemon import Daemon
+from diskprefix.server.serving import Serving
+from diskprefix.version import __version__
+
+if TYPE_CHECKING:
+    from diskprefix.engine.engine import Engine
+
+UPDATE_S = 0.5
+"""Least time between two updates."""
+_COUNTS_S = 2.0
+"""Least time between two readings of the store's counts."""
+_PATIENCE_S = 0.5
+
+
+class Watch:
+    """What the daemon shows to those who may see everything. For the event loop."""
+
+    def __init__(self, daemon: Daemon) -> None:
+        self._daemon = daemon
+        settings = daemon.settings
+        self.is_private = settings.api_keys is not None or is_loopback(settings.host)
+        """Whether those who see everything may also see texts and delete. Without keys, anybody who reaches the address
+        sees everything: then it must be one that only this machine reaches."""
+        self._counts: dict[str, Any] | None = None
+        self._counting: asyncio.Task[dict[str, Any]] | None = None
+        self._counted_at = float("-inf")
+
+    async def state(self) -> dict[str, Any]:
+        """Returns what `shown.State` describes, without `ended`."""
+        daemon, serving = self._daemon, self._daemon.serving
+        cache = None if serving is None else await self._cache(serving)
+        return {
+            "now": round(time.time(), 3),
+            "version": __version__,
+            "status": daemon.status,
+            "message": daemon.doing if daemon.status == "loading" else None,
+            "started_at": serving and serving.loaded_at,
+            "model": serving and _model(serving),
+            "scope": daemon.settings.disk_prefix_cache,
+            "arriving": daemon.num_arriving,
+            "requests": [] if serving is None else [_running(activity) for activity in serving.inbox.activities()],
+            "memory": serving and _memory(serving.engine),
+            "cache": cache,
+            "problems": [
+                problem.model_dump() for problem in problems(cache, daemon.breaks.as_list(), daemon.recent.failures)
+            ],
+            "recording": daemon.settings.record is not None,
+            "may_delete": self.is_private,
+        }
+
+    def ended(self, since: int) -> list[dict[str, Any]]:
+        """Returns the remembered requests that ended after the one with the number `since`."""
+        return [asdict(ended) for ended in self._daemon.recent.since(since)]
+
+    async def _cache(self, serving: Serving) -> dict[str, Any] | None:
+        """Returns the counts of the cache, those of before while the disk is slow."""
+        if self._counting is None and time.monotonic() >= self._counted_at + _COUNTS_S:
+            self._counting = asyncio.create_task(serving.cache_stats())
+            self._counting.add_done_callback(self._counted)
+        if self._counting is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.shield(self._counting), _PATIENCE_S)
+        return self._counts
+
+    def _counted(self, counting: asyncio.Task[dict[str, Any]]) -> None:
+        self._counting, self._counted_at = None, time.monotonic()
+        if not counting.cancelled() and counting.exception() is None:
+            self._counts = counting.result()
+
+
+def _running(activity: Activity) -> dict[str, Any]:
+    shown = asdict(activity) | {"scope": str(activity.scope)}
+    return {name: round(value, 3) if isinstance(value, float) else value for name, value in shown.items()}
+
+
+def _model(serving: Serving) -> dict[str, Any]:
+    engine = serving.engine
+    return {
+        "name": serving.model_name,
+        "device": str(engine.model.device),
+        "dtype": str(engine.model.dtype).removeprefix("torch."),
+        "max_positions": engine.max_positions,
+        "exact_at": engine.identity.get("exact_at"),
+    }
+
+
+def _memory(engine: Engine) -> dict[str, Any]:
+    pool = engine.pool
+    began = time.time() - time.monotonic()
+    slots = [
+        {
+            "tokens": slot.num_computed,
+            "num_bytes": slot.arena.num_bytes,
+            "busy": slot.is_busy,
+            "used_at": round(began + slot.used_at, 1),
+        }
+        for slot in list(pool.slots)
+    ]
+    return {
+        **pool.stats(),
+        "max_running": engine.max_sequences,
+        "slots": sorted(slots, key=lambda slot: (not slot["busy"], -slot["used_at"])),
+    }

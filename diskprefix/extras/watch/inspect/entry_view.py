@@ -1,0 +1,157 @@
+"""`diskprefix inspect ENTRY`: one saved prompt in full."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diskprefix.cli.tooling import SHOWN, age, print_json, short_id, shortened, terminal_width
+from diskprefix.extras.watch.browse.entry import EntryDetails, NodeInfo, entry_details
+from diskprefix.printable import printable_only
+from diskprefix.settings import format_size
+from diskprefix.store.listing import EntryInfo
+from diskprefix.store.savings import read_savings
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.tokens import TokenIds
+
+_LABEL = 12
+_BARS, _NUM_BARS = " ▁▂▃▄▅▆▇█", 24
+_SHOWN_CHARS = 600
+
+
+def show_entry(snapshot: Snapshot, entries: list[EntryInfo], info: EntryInfo, *, as_json: bool) -> None:
+    """Prints one of `entries`, which are those of `snapshot`."""
+    details = entry_details(snapshot, entries, info, read_savings(snapshot))
+    text = decoded(details.tokenizer, details.token_ids)
+    if as_json:
+        print_json(_as_dict(details, text))
+        return
+    width = terminal_width(otherwise=160)
+    for label, value in _lines(details):
+        click.echo(f"{label:<{_LABEL}}{printable_only(value)}")
+    room = max(20, width - 36)
+    shared = [
+        f"  {short_id(one.id)}  {one.num_tokens:,} tokens  {shortened(printable_only(one.preview), room)}"
+        for one in details.shared_with
+    ]
+    click.echo(f"{'shared with':<{_LABEL}}{len(shared) or 'nobody'}")
+    for line in shared[:SHOWN]:
+        click.echo(line)
+    click.echo(f"{'blocks':<{_LABEL}}{sum(node.kind != 'checkpoint' for node in details.nodes)}")
+    for line in _chain(details.nodes):
+        click.echo(f"  {line}")
+    if text is None:
+        click.echo(f"{'preview':<{_LABEL}}{printable_only(info.preview)}")
+    else:
+        click.echo("text")
+        click.echo(_indented(text))
+
+
+def decoded(folder: str, token_ids: TokenIds) -> str | None:
+    """Returns the text of token ids, None if the tokenizer is not in `folder` any more."""
+    file = Path(folder) / "tokenizer.json"
+    if not folder or not file.is_file():
+        return None
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception:  # noqa: BLE001 - the library raises this class itself
+        return None
+    text: str = tokenizer.decode(token_ids.tolist(), skip_special_tokens=False)
+    return text
+
+
+def _as_dict(details: EntryDetails, text: str | None) -> dict[str, Any]:
+    return asdict(details.info) | {
+        "reason": details.reason,
+        "codecs": details.codecs,
+        "hit_times": details.hit_times,
+        "shared_with": [asdict(one) for one in details.shared_with],
+        "blocks": [asdict(node) for node in details.nodes],
+        "text": text,
+    }
+
+
+def _lines(details: EntryDetails) -> list[tuple[str, str]]:
+    info = details.info
+    ratio = f", {info.raw_bytes / info.stored_bytes:.2f}× smaller" if info.stored_bytes < info.raw_bytes else ""
+    codecs = ", ".join(f"{count:,} {name}" for name, count in sorted(details.codecs.items()))
+    return [
+        ("id", info.id),
+        ("model", info.model),
+        ("tokens", f"{info.num_tokens:,}"),
+        ("stored", f"{format_size(info.stored_bytes)} (raw {format_size(info.raw_bytes)}{ratio})"),
+        ("pieces", codecs or "none"),
+        ("shared", format_size(info.shared_bytes)),
+        ("checkpoints", _checkpoints_text(info)),
+        ("generated", f"{info.generated_tokens:,} tokens" if info.generated_tokens else "none"),
+        ("hits", f"{info.hits:,} to its end{_hits_text(details.hit_times, info.created_at)}"),
+        ("created", age(info.created_at)),
+        ("last used", age(info.last_used_at)),
+        ("kept for", _ttl_text(info)),
+        ("scope", info.scope),
+        ("reason", details.reason.replace("_", " ") or "not known"),
+        ("tenant", info.tenant or "none"),
+    ]
+
+
+def _hits_text(times: tuple[float, ...], created_at: float) -> str:
+    """Returns the last hits as a row of bars, from the first of them (or the creation) until now."""
+    now = time.time()
+    begin = max(created_at, times[0]) if len(times) > 1 and times[0] > created_at else created_at
+    span = now - begin
+    if not times or span <= 0:
+        return ""
+    counts = [0] * _NUM_BARS
+    for when in times:
+        counts[min(_NUM_BARS - 1, max(0, int((when - begin) / span * _NUM_BARS)))] += 1
+    bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts)
+    return f", {len(times):,} to one of its blocks since {age(begin)}: |{bars}|"
+
+
+def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:
+    """Returns a line for each run of like blocks. Long prompts have hundreds."""
+    lines = []
+
+    def likeness(node: NodeInfo) -> tuple[Any, ...]:
+        is_whole = node.kind == "block" and node.num_tokens == nodes[0].num_tokens
+        return (node.hash,) if not is_whole else (node.kind, node.entries, node.generated, tuple(node.codecs))
+
+    for _, group in groupby(nodes, likeness):
+        run = list(group)
+        first, last = run[0], run[-1]
+        start, end = first.position, last.position + last.num_tokens
+        where = f"at token {end:,}" if first.kind == "checkpoint" else f"tokens {start:,}–{end:,}"
+        number = f"{len(run)} blocks" if len(run) > 1 else first.kind
+        size = f"{format_size(sum(node.stored_bytes for node in run))} of {format_size(sum(n.raw_bytes for n in run))}"
+        notes = [size, "/".join(first.codecs), f"in {first.entries} prompts" if first.entries > 1 else ""]
+        notes += ["generated" if first.generated else "", f"{last.hits} hits" if last.hits else ""]
+        hashes = last.hash if len(run) == 1 else f"…{last.hash[-8:]}"
+        lines.append(f"{where:<24} {number:<11} {', '.join(note for note in notes if note)}  {hashes}")
+    return lines
+
+
+def _indented(text: str) -> str:
+    """Returns the beginning and the end of a text, each line indented and safe for a terminal."""
+    if len(text) > 2 * _SHOWN_CHARS:
+        left_out = len(text) - 2 * _SHOWN_CHARS
+        text = f"{text[:_SHOWN_CHARS]}\n[… {left_out:,} characters; --json has all …]\n{text[-_SHOWN_CHARS:]}"
+    return "\n".join(f"  {printable_only(line)}" for line in text.split("\n"))
+
+
+def _ttl_text(info: EntryInfo) -> str:
+    if info.ttl_s is None:
+        return "what --kv-cache-ttl says"
+    return f"{info.ttl_s:,} s after its last use" + (", or what --kv-cache-ttl says" if info.default_ttl else "")
+
+
+def _checkpoints_text(info: EntryInfo) -> str:
+    if not info.checkpoints:
+        return "none"
+    return f"{format_size(info.checkpoint_bytes)} at {', '.join(f'{position:,}' for position in info.checkpoints)}"

@@ -1,0 +1,167 @@
+"""`diskprefix inspect`: the browser of the cache, while the daemon runs or not."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from diskprefix.cli.options import PathType, api_key_option, setting_option
+from diskprefix.cli.tooling import (
+    age,
+    counted,
+    find_entry,
+    opened_store,
+    plain,
+    print_json,
+    print_table,
+    short_id,
+    shortened,
+    store_options,
+    terminal_width,
+)
+from diskprefix.errors import SettingsError
+from diskprefix.settings import format_size
+from diskprefix.store.listing import EntryInfo, NodeCounts, count_nodes, list_entries
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.tenant_ids import short_tenant
+
+_OTHER_COLUMNS = 100
+"""About the width of the columns beside the preview, with a long model name."""
+_NUMBERS = ("tokens", "checkpoints", "generated", "stored", "shared", "hits")
+_FOR_WHY = "With --why: "
+
+
+@click.command(short_help="List the saved prompts, what they share, and why a prompt misses.")
+@click.argument("entry", required=False)
+@click.option("--tree", is_flag=True, help="Show the prefix tree, with the trunks that prompts share.")
+@click.option("--stats", is_flag=True, help="Show for each model and tenant what the cache gains, and what goes next.")
+@click.option(
+    "--why",
+    "body",
+    metavar="FILE",
+    type=PathType(exists=True, dir_okay=False, allow_dash=True),
+    help="Read the body of a request (- is standard input), and say what would be restored, which saved prompt is "
+    "nearest, and where and why the two part.",
+)
+@setting_option("model", help=_FOR_WHY + "the model whose tokenizer reads the request.", show_default="as it was saved")
+@setting_option("chat_template", help=_FOR_WHY + "a Jinja file, as the daemon has it.")
+@setting_option("normalise", help=_FOR_WHY + "as the daemon has it.")
+@api_key_option(_FOR_WHY + "the key with which the request is sent.")
+@store_options
+def inspect(
+    entry: str | None,
+    tree: bool,
+    stats: bool,
+    body: Path | None,
+    model: str | None,
+    chat_template: Path | None,
+    normalise: str,
+    api_key: str | None,
+    kv_cache_dir: Path,
+    as_json: bool,
+) -> None:
+    """List the saved prompts in the cache folder, the most recently used first.
+
+    With ENTRY, an id or the beginning of one, show that entry alone: its text, its blocks, who shares them, when it was
+    used. If it has grown since, it is shown as it is now, and a line on stderr has its present id. This is safe beside
+    a running daemon: the command reads one consistent view and changes nothing.
+
+    \b
+    stored       bytes on disk of all blocks of the entry
+    shared       the part of them that other entries use too; it is stored once
+    hits         requests that restored this prefix
+    last column  the beginning and the end of the prompt's text
+    These columns are shown only if an entry has a value in them:
+    tenant       the id of the tenant, as `purge --salt` takes it
+    checkpoints  the number of positions at which the prompt can be restored, for a
+                 model with state that exists at one position only
+    generated    tokens of replies (see --reuse-generated); restoring them is not exact
+
+    \b
+    diskprefix inspect
+    diskprefix inspect 3fa9
+    diskprefix inspect --tree
+    diskprefix inspect --why request.json
+    diskprefix inspect --json | jq '.entries[] | {id, num_tokens, hits}'
+
+    \b
+    Exit codes: 0 done; 2 wrong usage, no such ENTRY, or a FILE that is no request; 3 no tokenizer for --why;
+    4 the store cannot be opened.
+    """
+    if sum([entry is not None, tree, stats, body is not None]) > 1:
+        raise SettingsError("inspect: give one of ENTRY, --tree, --stats and --why")
+    with opened_store(kv_cache_dir) as store, store.snapshot() as snapshot:
+        entries = list_entries(snapshot)
+        if body is not None:
+            from diskprefix.extras.watch.inspect.why_view import WhyOptions, show_why
+
+            options = WhyOptions(model, chat_template, normalise, api_key)
+            show_why(snapshot, store.secret, entries, body, options, as_json=as_json)
+        elif entry is not None:
+            from diskprefix.extras.watch.inspect.entry_view import show_entry
+
+            show_entry(snapshot, entries, find_entry(store, snapshot, entries, entry), as_json=as_json)
+        elif tree:
+            from diskprefix.extras.watch.inspect.tree_view import show_tree
+
+            show_tree(snapshot, entries, as_json=as_json)
+        elif stats:
+            from diskprefix.extras.watch.inspect.stats_view import show_stats
+
+            show_stats(snapshot, entries, store.clock(), store.budget_bytes, as_json=as_json)
+        else:
+            _show_entries(snapshot, entries, kv_cache_dir, as_json=as_json)
+
+
+def _show_entries(snapshot: Snapshot, entries: list[EntryInfo], folder: Path, *, as_json: bool) -> None:
+    counts = count_nodes(snapshot)
+    if as_json:
+        print_json({"entries": [asdict(info) for info in entries]} | asdict(counts))
+        return
+    if entries:
+        _print_entries(entries, terminal_width(otherwise=160))
+    _print_totals(len(entries), counts, snapshot.used_bytes(), folder)
+
+
+def _print_totals(num_entries: int, counts: NodeCounts, used_bytes: int, folder: Path) -> None:
+    prompts, blocks = counted(num_entries, "saved prompt"), counted(counts.blocks, "block")
+    generated = f" ({counts.generated_blocks:,} generated)" if counts.generated_blocks else ""
+    size = format_size(counts.checkpoint_bytes)
+    checkpoints = f"{counted(counts.checkpoints, 'checkpoint')} ({size}), " if counts.checkpoints else ""
+    click.echo(f"{prompts}, {blocks}{generated}, {checkpoints}{format_size(used_bytes)} in {folder}")
+
+
+def _print_entries(entries: list[EntryInfo], width: int) -> None:
+    from rich.table import Column
+
+    rows = [
+        {
+            "id": short_id(info.id),
+            "model": plain(info.model),
+            "scope": info.scope,
+            "tenant": short_tenant(info.tenant),
+            "tokens": f"{info.num_tokens:,}",
+            "checkpoints": str(len(info.checkpoints)),
+            "generated": f"{info.generated_tokens:,}",
+            "stored": format_size(info.stored_bytes),
+            "shared": format_size(info.shared_bytes),
+            "hits": str(info.hits),
+            "last used": age(info.last_used_at),
+            "preview": plain(shortened(info.preview, max(20, width - _OTHER_COLUMNS))),
+        }
+        for info in entries
+    ]
+    # Most stores have none of these, and then no column for them.
+    shown = {
+        "tenant": any(info.tenant for info in entries),
+        "checkpoints": any(info.checkpoints for info in entries),
+        "generated": any(info.generated_tokens for info in entries),
+    }
+    titles = [title for title in rows[0] if shown.get(title, True)]
+    columns = [
+        Column(title, justify="right" if title in _NUMBERS else "left", no_wrap=True, overflow="ellipsis")
+        for title in titles
+    ]
+    print_table(columns, [[row[title] for title in titles] for row in rows], width=width)

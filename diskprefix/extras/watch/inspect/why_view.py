@@ -1,0 +1,172 @@
+"""`diskprefix inspect --why FILE`: what would be restored for a request, and what keeps more from being found."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from diskprefix.cli.tooling import counted, print_json, short_id, shortened, status, terminal_width
+from diskprefix.cli.warm_input import body_in
+from diskprefix.errors import InvalidRequest, SettingsError
+from diskprefix.extras.watch.browse.why import Parting, Why, explain
+from diskprefix.nouns import SHARED, Tenant
+from diskprefix.printable import escaped, printable_only, shown
+from diskprefix.store.listing import EntryInfo
+from diskprefix.store.notes import ReadOnlyNotes
+from diskprefix.store.savings import read_savings
+from diskprefix.store.schema import RootRecord
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.tenant_ids import short_tenant
+from diskprefix.tokens import TokenIds
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_NO_LIMIT = 1 << 30
+
+
+@dataclass(frozen=True)
+class WhyOptions:
+    """How the daemon reads requests: fields of `Settings`, and the key with which the request is sent."""
+
+    model: str | None
+    chat_template: Path | None
+    normalise: str
+    api_key: str | None
+
+
+def show_why(
+    snapshot: Snapshot, secret: int, entries: list[EntryInfo], file: Path, options: WhyOptions, *, as_json: bool
+) -> None:
+    """Prints the answer for the request body in `file`. `secret` is the store's, `entries` are those of `snapshot`.
+
+    Raises `SettingsError` for a file that is no body, `InvalidRequest` for a body that the daemon would refuse, and
+    `ModelError` if no tokenizer can be read.
+    """
+    body = _read(file)
+    if next(snapshot.roots(), None) is None:
+        raise SettingsError("--why: the store is empty; send a request, or compute one with `diskprefix warm`")
+    found = _explained(snapshot, secret, entries, body, options)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        _show(found, terminal_width(otherwise=120))
+
+
+def _read(file: Path) -> dict[str, object]:
+    name = "standard input" if str(file) == "-" else str(file)
+    try:
+        text = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+        return dict(body_in(json.loads(text)))
+    except (ValueError, RecursionError, InvalidRequest) as error:
+        raise SettingsError(f"--why: {name} is no request body: {shown(str(error))}") from error
+
+
+def _explained(
+    snapshot: Snapshot, secret: int, entries: list[EntryInfo], body: dict[str, object], options: WhyOptions
+) -> Why:
+    with status("reading the tokenizer"):
+        from diskprefix.chat.normalisers import Normalisers
+        from diskprefix.chat.template import PromptRenderer
+        from diskprefix.cli.request_bodies import parse_body
+
+        caller = Tenant.of_key(options.api_key) if options.api_key else SHARED
+        name = body.get("model")
+        model = name if isinstance(name, str) else None
+        roots = dict(snapshot.roots())
+
+        def notes_of(tenant: Tenant) -> ReadOnlyNotes | None:
+            mine = [root for root, record in roots.items() if record.tenant == str(tenant)]
+            root = max(mine, key=lambda one: (roots[one].model == model, roots[one].created_at), default=None)
+            return None if root is None else ReadOnlyNotes(snapshot, root)
+
+        parsed = parse_body(body, caller, notes_of)
+        tokenizer = _tokenizer(roots, str(parsed.options.tenant), model, options)
+        normalisers = Normalisers.parse(options.normalise, param="--normalise")
+        renderer = PromptRenderer(
+            tokenizer, vocab_size=len(tokenizer), max_positions=_NO_LIMIT, normalisers=normalisers
+        )
+        if parsed.notes is not None:
+            # Remembered replies are found by the format in which the model writes.
+            renderer.warm_up()
+        prompt = parsed.prompt(renderer)
+
+        def decode(token_ids: TokenIds) -> str:
+            return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
+
+        return explain(
+            snapshot,
+            secret,
+            prompt,
+            tenant=str(parsed.options.tenant),
+            entries=entries,
+            savings=read_savings(snapshot),
+            decode=decode,
+            model=model,
+        )
+
+
+def _tokenizer(
+    roots: dict[bytes, RootRecord], tenant: str, model: str | None, options: WhyOptions
+) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of --model, or that with which prompts of this tenant and model were saved last."""
+    from diskprefix.model.loader import load_tokenizer
+
+    name = options.model
+    if name is None:
+        usable = [one for one in roots.values() if one.tokenizer and Path(one.tokenizer).is_dir()]
+        if roots and not usable:
+            raise SettingsError("--why: the model's folder is not where it was; give it with --model")
+        best = max(usable, key=lambda one: (one.tenant == tenant, one.model == model, one.created_at), default=None)
+        name = best.tokenizer if best else None
+    return load_tokenizer(name, options.chat_template, lambda line: click.echo(line, err=True))
+
+
+def _show(found: Why, width: int) -> None:
+    share = found.restored / found.prompt_tokens
+    left = found.prompt_tokens - found.restored
+    click.echo(
+        f"{found.restored:,} of {counted(found.prompt_tokens, 'token')} ({share:.0%}) would be restored, "
+        f"{left:,} computed"
+    )
+    if found.model:
+        whose = f", tenant {short_tenant(found.tenant)}" if found.tenant else ""
+        click.echo(f"model     {printable_only(found.model)}{whose}")
+    if found.nearest is not None:
+        nearest = found.nearest
+        what = short_id(nearest.id) if nearest.id else "a prompt that was not saved"
+        behind = f", and about {nearest.behind:,} more behind the difference" if nearest.behind else ""
+        click.echo(
+            f"nearest   {what}: {nearest.common:,} of its {counted(nearest.num_tokens, 'token')} are the same{behind}"
+        )
+        if nearest.preview:
+            click.echo(f"          {shortened(printable_only(nearest.preview), width - 10)}")
+    click.echo(f"because   {printable_only(found.cause.text)}")
+    if found.cause.advice:
+        click.echo(f"to do     {found.cause.advice}")
+    if found.parting is not None:
+        _show_parting(found.parting, width)
+    for one in found.elsewhere:
+        differs = ", ".join(f"{name}: {shown(there, 24) or 'none'}" for name, (there, _) in one.differs.items())
+        click.echo(f"elsewhere {one.stored:,} tokens are stored for {printable_only(one.model)} ({differs})")
+
+
+def _show_parting(parting: Parting, width: int) -> None:
+    """The last characters that both have, and what follows in each, on lines that fit."""
+    room = width - 11
+    before = escaped(parting.before)[-(room // 2) :]
+    after = room - len(before)
+    click.echo(f"at token  {parting.at:,}")
+    click.echo(f"    saved  {before}{_cut(parting.there, after)}")
+    click.echo(f"     here  {before}{_cut(parting.here, after)}")
+    click.echo(f"           {' ' * len(before)}^")
+
+
+def _cut(text: str, width: int) -> str:
+    line = escaped(text)
+    return line if len(line) <= width else f"{line[: max(0, width - 1)]}…"

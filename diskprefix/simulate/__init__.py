@@ -1,1 +1,0 @@
-"""Replays recorded and made-up workloads against the real policy and eviction code, without a model."""

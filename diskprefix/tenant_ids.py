@@ -1,0 +1,51 @@
+"""Tenants: each has a cache of its own, and no tenant finds what another one saved.
+
+A tenant is given by the API key of a request, by the salt in the request, by both, or by neither. Its text is part of
+the root of the cache's keys and is written to disk. The text consists of digests, so it shows neither keys nor salts.
+Keys and salts are marked before they are hashed, so a client cannot choose a salt that gives the tenant of a key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+_ID_DIGITS = 32
+_GROUP_BYTES = 8
+_SHOWN_DIGITS = 8
+"""The digits of an id that are shown, and the fewest that are accepted. Fewer would soon match two tenants."""
+
+TENANT_ID = re.compile(rf"[0-9a-f]{{{_ID_DIGITS}}}")
+_PREFIX = re.compile(rf"[0-9a-f]{{{_SHOWN_DIGITS},{_ID_DIGITS}}}")
+
+
+def id_of(kind: str, secret: str) -> str:
+    """Returns 128 bits of SHA-256 as 32 hex digits. An argument of the command line may hold surrogates."""
+    text = f"diskprefix {kind}\0{secret}"
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:_ID_DIGITS]
+
+
+def short_tenant(tenant: str) -> str:
+    """Returns the text of a tenant with shortened ids, as it is shown and as `matches` accepts it."""
+    return "/".join(id_[:_SHOWN_DIGITS] for id_ in tenant.split("/"))
+
+
+def matches(tenant: str, wanted: str) -> bool:
+    """Whether `wanted` names the tenant with the text `tenant`, or a tenant whose user that one is.
+
+    `wanted` is a salt, an API key, or what `inspect` shows: one id or several joined with `/`, each whole or at least
+    its first 8 hex digits. No text names `SHARED`.
+    """
+    ids = tenant.split("/")
+    if id_of("salt", wanted) in ids or id_of("api key", wanted) in ids:
+        return True
+    prefixes = wanted.strip().lower().split("/")
+    if not all(map(_PREFIX.fullmatch, prefixes)):
+        return False
+    starts = range(len(ids) - len(prefixes) + 1)
+    return any(all(map(str.startswith, ids[start:], prefixes)) for start in starts)
+
+
+def group_of(key: str) -> bytes:
+    """The group that a `prompt_cache_key` names: 8 bytes of SHA-256. The key itself is not written to disk."""
+    return bytes.fromhex(id_of("prompt cache key", key))[:_GROUP_BYTES]

@@ -1,0 +1,87 @@
+"""What is signed, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from diskprefix.extras.remote.sealing import (
+    MOST_SIGNED_BYTES,
+    SEAL_BYTES,
+    ObjectRefused,
+    piece_digest,
+    require_piece,
+    sealed,
+    sealed_bytes,
+    unsealed,
+)
+from tests.extras.remote.made import KEY, OTHER_KEY
+
+CONTENT = b"what the object says"
+
+
+def refused(path: str, data: bytes) -> str:
+    with pytest.raises(ObjectRefused) as caught:
+        unsealed(KEY, path, data)
+    assert "\n" not in caught.value.message
+    return caught.value.reason
+
+
+def test_what_was_signed_is_read_again_whatever_follows_it() -> None:
+    data = sealed(KEY, "a/b", CONTENT)
+    assert unsealed(KEY, "a/b", data + b"the body") == CONTENT
+    assert sealed_bytes(data[:SEAL_BYTES]) == len(data)
+
+
+def test_an_object_under_another_name_is_refused_as_replayed() -> None:
+    assert refused("a/c", sealed(KEY, "a/b", CONTENT)) == "replayed"
+
+
+def test_an_object_of_another_namespace_is_refused_as_foreign() -> None:
+    assert refused("a/b", sealed(OTHER_KEY, "a/b", CONTENT)) == "foreign"
+    assert refused("a/b", b"x" * 200) == "foreign"
+
+
+def test_who_lacks_the_key_cannot_sign() -> None:
+    planted = bytearray(sealed(OTHER_KEY, "a/b", CONTENT))
+    genuine = sealed(KEY, "a/b", CONTENT)
+    # The namespace is no secret: it is written in each object.
+    planted[:24] = genuine[:24]
+    assert refused("a/b", bytes(planted)) == "mac"
+
+
+def test_no_byte_can_be_changed_and_no_end_cut_off() -> None:
+    data = sealed(KEY, "a/b", CONTENT)
+    for at in range(len(data)):
+        changed = bytearray(data)
+        changed[at] ^= 1
+        try:
+            # Four bytes of the beginning say nothing.
+            assert unsealed(KEY, "a/b", bytes(changed)) == CONTENT
+            assert at in range(12, 16)
+        except ObjectRefused:
+            assert at not in range(12, 16)
+        assert refused("a/b", data[:at]) == "truncated"
+
+
+def test_a_header_that_is_too_large_is_neither_written_nor_asked_for() -> None:
+    assert MOST_SIGNED_BYTES <= 4 << 20, "so much is read before anything is verified"
+    with pytest.raises(ObjectRefused, match="header"):
+        sealed(KEY, "a/b", bytes(MOST_SIGNED_BYTES))
+    beginning = bytearray(sealed(KEY, "a/b", CONTENT)[:SEAL_BYTES])
+    beginning[8:12] = (MOST_SIGNED_BYTES + 1).to_bytes(4, "little")
+    with pytest.raises(ObjectRefused, match="not an object of this version"):
+        sealed_bytes(bytes(beginning))
+
+
+def test_a_piece_verifies_alone_and_in_its_place_only() -> None:
+    name, piece = b"n" * 16, memoryview(b"a piece")
+    digest = piece_digest(KEY, name, 1, piece)
+    require_piece(KEY, name, 1, piece, digest)
+    for key, its_name, index, stored in (
+        (OTHER_KEY, name, 1, piece),
+        (KEY, b"m" * 16, 1, piece),
+        (KEY, name, 0, piece),
+        (KEY, name, 1, memoryview(b"A piece")),
+    ):
+        with pytest.raises(ObjectRefused, match="is not the one that was signed"):
+            require_piece(key, its_name, index, stored, digest)

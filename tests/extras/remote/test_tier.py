@@ -1,0 +1,440 @@
+"""Machines that share a bucket: what one has computed, another one brings, and nothing that was planted."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from diskprefix.extras.remote.bundle import Header, Slot, read_header, slot_nodes
+from diskprefix.extras.remote.objects import RemoteUnavailable
+from diskprefix.extras.remote.sealing import sealed, sealed_bytes
+from diskprefix.store.changes import NewNode
+from diskprefix.store.schema import Kind, RootRecord
+from diskprefix.tiers.shared import Prefetched, Upload
+from tests.extras.remote.made import KEY, OTHER_KEY, WAIT_S, Machine, MakeMachine
+from tests.store.building import BLOCK, ROOT, prompt
+
+PROMPT = prompt(1, 7 * BLOCK + 5)
+
+
+def objects(bucket: Path) -> dict[str, Path]:
+    return {str(path.relative_to(bucket)): path for path in bucket.rglob("*") if path.is_file()}
+
+
+def bundles(bucket: Path) -> dict[str, Path]:
+    return {name: path for name, path in objects(bucket).items() if not name.endswith("/about")}
+
+
+def payloads(nodes: Iterable[NewNode]) -> dict[bytes, bytes]:
+    return {node.name: bytes(node.payload) for node in nodes}
+
+
+@pytest.mark.parametrize("num_tokens", [BLOCK, 6 * BLOCK, 8 * BLOCK + 1])
+def test_what_one_machine_computed_another_one_brings_bit_for_bit(num_tokens: int, make: MakeMachine) -> None:
+    ids, one, other = prompt(2, num_tokens), make(), make()
+    saved = one.save(ids)
+    one.share(ids)
+    prefetched, nodes = other.prefetch(ids)
+    assert payloads(nodes) == payloads(saved.nodes)
+    assert [(n.name, n.parent, n.position, n.kind) for n in nodes] == [
+        (n.name, n.parent, n.position, n.kind) for n in saved.nodes
+    ]
+    assert prefetched.names == {node.name for node in saved.nodes}
+    assert prefetched.is_whole
+
+
+def test_checkpoints_come_with_their_blocks(make: MakeMachine) -> None:
+    one, other = make(state_bytes=4000), make(state_bytes=4000)
+    saved = one.save(PROMPT, checkpoints=(2 * BLOCK, 5 * BLOCK, 7 * BLOCK))
+    one.share(PROMPT)
+    _, nodes = other.prefetch(PROMPT)
+    assert payloads(nodes) == payloads(saved.nodes)
+    assert sum(node.kind == Kind.CHECKPOINT for node in nodes) == 3
+
+
+def test_bundles_lie_at_fixed_positions_so_prompts_share_them(make: MakeMachine, bucket: Path) -> None:
+    one = make()
+    one.save(PROMPT)
+    one.share(PROMPT)
+    assert len(bundles(bucket)) == 3, "two whole ones, and the prompt's end"
+    ids = np.concatenate([PROMPT, prompt(3, 2 * BLOCK)])
+    one.save(ids)
+    one.share(ids)
+    assert len(bundles(bucket)) == 5, "the third whole one, and the longer prompt's end"
+
+
+@pytest.mark.parametrize("reached", [2, 4])
+def test_a_longer_prompt_takes_what_a_shorter_one_left_at_its_end(reached: int, make: MakeMachine) -> None:
+    one, other = make(), make()
+    saved = one.save(PROMPT)
+    one.share(PROMPT, num_tokens=reached * BLOCK + 3)
+    _, nodes = other.prefetch(PROMPT)
+    assert payloads(nodes) == payloads(saved.nodes[:reached])
+
+
+def test_what_a_machine_has_is_not_fetched_again(make: MakeMachine) -> None:
+    one, other = make(), make()
+    saved = one.save(PROMPT)
+    one.share(PROMPT)
+    other.save(PROMPT[: 4 * BLOCK], end_kind=Kind.BLOCK)
+    _, nodes = other.prefetch(PROMPT)
+    assert payloads(nodes) == payloads(saved.nodes[4:])
+    whole = sum(len(node.payload) for node in saved.nodes)
+    assert other.remote.stats()["fetched_bytes"] < whole * 3 / 4, "a range of the second bundle"
+    other.save(PROMPT)
+    before = other.remote.stats()
+    assert other.prefetch(PROMPT)[1] == []
+    assert other.remote.stats() == before, "nobody is asked for a prompt that is stored"
+
+
+def test_what_memory_holds_is_not_asked_for(make: MakeMachine) -> None:
+    one, other = make(), make()
+    saved = one.save(PROMPT)
+    one.share(PROMPT)
+    before = other.remote.stats()
+    assert other.prefetch(PROMPT, have=6 * BLOCK + 1)[1] == []
+    assert other.remote.stats() == before
+    asked: list[int] = []
+
+    def pays(num_tokens: int, _: int) -> bool:
+        asked.append(num_tokens)
+        return True
+
+    # What continues it can only be stored if all before it is.
+    assert payloads(other.prefetch(PROMPT, have=6 * BLOCK, pays=pays)[1]) == payloads(saved.nodes)
+    assert asked == [BLOCK + 5]
+
+
+def age(bucket: Path, seconds: float) -> None:
+    for path in bundles(bucket).values():
+        os.utime(path, (time.time() - seconds, time.time() - seconds))
+
+
+def dates(bucket: Path) -> list[float]:
+    return sorted(path.stat().st_mtime for path in bundles(bucket).values())
+
+
+@pytest.mark.parametrize("have", [0, 1])
+def test_what_is_fetched_and_old_is_written_anew_unless_it_is_gone_or_nothing_may_be_written(
+    have: int, make: MakeMachine, bucket: Path
+) -> None:
+    one, reader, off = make(), make(), make()
+    one.save(PROMPT[: 3 * BLOCK], end_kind=Kind.BLOCK)
+    one.share(PROMPT[: 3 * BLOCK])
+    for machine in (reader, off) if have else ():
+        machine.save(PROMPT[: have * BLOCK], end_kind=Kind.BLOCK)
+    age(bucket, 8 * 86400)
+    old = dates(bucket)
+    off.remote.writes = False
+    off.prefetch(PROMPT)
+    assert off.remote.flush(WAIT_S)
+    assert dates(bucket) == old
+    reader.prefetch(PROMPT)
+    assert reader.remote.flush(WAIT_S)
+    assert min(dates(bucket)) > old[-1]
+    (path,) = bundles(bucket)
+    bundles(bucket)[path].unlink()
+    reader.remote._refresh(path, 1 << 30)
+    assert not bundles(bucket), "who purged it wants it gone"
+
+
+def test_a_bucket_that_cannot_be_written_is_still_read(make: MakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other = make(), make()
+    saved = one.save(PROMPT)
+    one.share(PROMPT)
+
+    def full(*_: object, **__: object) -> Any:
+        raise OSError("no space")
+
+    monkeypatch.setattr(other.remote.objects._obstore, "put", full)
+    for _ in range(4):
+        with pytest.raises(RemoteUnavailable):
+            other.remote.objects.put("a", b"")
+    assert other.remote.stats()["state"] == "ok"
+    assert payloads(other.prefetch(PROMPT)[1]) == payloads(saved.nodes)
+
+
+class Panic(BaseException):
+    """What the library raises when it panics is no `Exception`."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Panic])
+def test_no_error_of_the_library_or_of_our_own_fails_a_request(
+    error: type[BaseException], make: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = make(), make()
+    saved = one.save(PROMPT)
+    one.share(PROMPT)
+    get, asked = other.remote.objects._obstore.get, []
+
+    def fail(*args: Any, **options: Any) -> Any:
+        asked.append(args)
+        if len(asked) > 1:
+            raise error("at once")
+        return get(*args, **options)
+
+    monkeypatch.setattr(other.remote.objects._obstore, "get", fail)
+    prefetched, nodes = other.prefetch(PROMPT)
+    assert payloads(nodes) == payloads(saved.nodes[:3])
+    assert (len(prefetched.names), prefetched.is_whole) == (3, False)
+    monkeypatch.undo()
+    monkeypatch.setattr("diskprefix.extras.remote.tier.slot_path", fail)
+    if error is RuntimeError:
+        assert other.prefetch(PROMPT)[0].is_whole is False
+
+
+def test_a_bucket_that_is_late_three_times_in_a_row_is_left_alone(make: MakeMachine) -> None:
+    one, other = make(), make()
+    one.save(PROMPT)
+    one.share(PROMPT)
+    for _ in range(5):
+        prefetched, _ = other.prefetch(PROMPT, most_s=0.0)
+        assert not prefetched.is_whole
+    stats = other.remote.stats()
+    assert (stats["late"], stats["skipped"], stats["state"]) == (3, 2, "failing")
+    assert prefetched.num_bytes == 0
+    late, _ = make().prefetch(PROMPT, most_s=0.0)
+    assert (late.is_late, late.num_bytes) == (True, 0)
+    assert late.wanted_bytes == 7 * other.nodes(PROMPT).layout.payload_bytes(BLOCK, Kind.BLOCK)
+
+
+def test_closing_does_not_wait_for_what_hangs(make: MakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, began, goes_on = make(), threading.Event(), threading.Event()
+    put = machine.remote.objects._obstore.put
+    names: list[str] = []
+
+    def hang(store: Any, path: str, *args: Any, **options: Any) -> Any:
+        names.append(path)
+        began.set()
+        assert goes_on.wait(WAIT_S)
+        return put(store, path, *args, **options)
+
+    monkeypatch.setattr(machine.remote.objects._obstore, "put", hang)
+    machine.save(PROMPT)
+    record = RootRecord(model="tiny", block_size=BLOCK, layout=machine.layout, created_at=0.0)
+    machine.remote.upload(Upload(machine.nodes(PROMPT), len(PROMPT), record, machine.tiers))
+    assert began.wait(WAIT_S)
+    machine.remote.close(0.05)
+    goes_on.set()
+    machine.remote._writer.join(WAIT_S)
+    assert len(names) == 2, "the description and one object: the next ones are not begun"
+
+
+def test_the_nodes_of_a_place_are_found_without_a_look_at_the_whole_prompt(make: MakeMachine) -> None:
+    nodes = make().nodes(PROMPT)
+    names = [nodes.root, *nodes.block_names]
+    for slot in (Slot(0, 3), Slot(3, 6), Slot(6, 7, has_tail=True)):
+        found = list(slot_nodes(nodes, slot))
+        assert [node.parent for node in found] == names[slot.first : slot.last + slot.has_tail]
+
+
+def test_a_prompt_of_which_nothing_is_there_costs_few_requests(make: MakeMachine) -> None:
+    machine = make()
+    prefetched, nodes = machine.prefetch(prompt(4, 30 * BLOCK))
+    assert (prefetched.num_bytes, nodes, prefetched.is_whole) == (0, [], True)
+    assert machine.remote.stats()["missing"] <= 3
+
+
+def test_an_object_is_written_once_by_all_machines(make: MakeMachine, bucket: Path) -> None:
+    one, other = make(), make()
+    for machine in (one, one, other):
+        machine.save(PROMPT)
+        machine.share(PROMPT)
+    assert one.remote.stats()["written"] == 3
+    assert other.remote.stats()["written"] == 0
+    assert len(bundles(bucket)) == 3
+
+
+def test_another_namespace_and_another_root_find_nothing(make: MakeMachine) -> None:
+    one = make()
+    one.save(PROMPT)
+    one.share(PROMPT)
+    assert make(key=OTHER_KEY).prefetch(PROMPT)[1] == []
+    nodes = make().nodes(PROMPT, root=b"another tenant's")
+    assert not set(nodes.block_names) & set(one.nodes(PROMPT).block_names)
+
+
+def cut(data: bytes, _: str) -> bytes:
+    return data[:-10]
+
+
+def flip(data: bytes, _: str) -> bytes:
+    return data[:-10] + bytes([data[-10] ^ 1]) + data[-9:]
+
+
+def sign_again(data: bytes, path: str, change: Callable[[Header], Header], key: Any = KEY) -> bytes:
+    header = change(read_header(KEY, path, data))
+    return sealed(key, path, msgspec.msgpack.encode(header)) + data[sealed_bytes(data) :]
+
+
+def with_other_tokens(header: Header) -> Header:
+    first = header.nodes[0]
+    other = msgspec.structs.replace(first, token_ids=bytes(len(first.token_ids)))
+    return msgspec.structs.replace(header, nodes=(other, *header.nodes[1:]))
+
+
+def plant(data: bytes, path: str) -> bytes:
+    """Good checksums, and the namespace of the fleet, but none of its keys."""
+    forged = bytearray(sign_again(data, path, lambda header: header, OTHER_KEY))
+    forged[:24] = data[:24]
+    return bytes(forged)
+
+
+def with_a_large_piece(header: Header) -> Header:
+    first = header.nodes[0]
+    other = msgspec.structs.replace(first, sizes=(1 << 30, *first.sizes[1:]))
+    return msgspec.structs.replace(header, nodes=(other, *header.nodes[1:]))
+
+
+DAMAGE: dict[str, tuple[Callable[[bytes, str], bytes], str]] = {
+    "a cut body": (cut, "truncated"),
+    "a cut header": (lambda data, _: data[:100], "truncated"),
+    "nothing": (lambda _data, _path: b"", "truncated"),
+    "a flipped bit of state": (flip, "damaged"),
+    "another program's": (lambda _data, _path: b"PNG" * 100, "foreign"),
+    "signed by another fleet": (lambda d, p: sign_again(d, p, lambda header: header, OTHER_KEY), "foreign"),
+    "planted without the key": (plant, "mac"),
+    "signed with other tokens": (lambda d, p: sign_again(d, p, with_other_tokens), "mismatch"),
+    "signed with a piece that is too large": (lambda d, p: sign_again(d, p, with_a_large_piece), "mismatch"),
+    "much more than it can be": (lambda d, _: d + bytes(8 << 20), "oversized"),
+    "signed without its nodes": (
+        lambda d, p: sign_again(d, p, lambda h: msgspec.structs.replace(h, nodes=h.nodes[:1])),
+        "mismatch",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("what", "have"),
+    [*((what, 0) for what in DAMAGE), ("a cut body", 1), ("nothing", 1), ("a flipped bit of state", 1)],
+)
+def test_a_wrong_object_is_refused_and_counted_and_what_comes_before_it_is_used(
+    what: str, have: int, make: MakeMachine, bucket: Path
+) -> None:
+    one, other = make(), make()
+    saved = one.save(PROMPT)
+    one.share(PROMPT)
+    victim = 5 if not have else 2
+    (path,) = (name for name in bundles(bucket) if saved.nodes[victim].name.hex() in name)
+    damage, reason = DAMAGE[what]
+    bundles(bucket)[path].write_bytes(damage(bundles(bucket)[path].read_bytes(), path))
+    if have:
+        other.save(PROMPT[:BLOCK], end_kind=Kind.BLOCK)
+    _, nodes = other.prefetch(PROMPT)
+    assert payloads(nodes) == payloads(saved.nodes[:3] if not have else [])
+    refused = {name: count for name, count in other.remote.stats()["refused"].items() if count}
+    assert refused == {reason: 1}
+    before = other.remote.stats()
+    other.prefetch(PROMPT)
+    assert other.remote.stats()["refused"] == before["refused"], "it is not fetched again"
+
+
+def test_an_object_under_another_name_is_refused(make: MakeMachine, bucket: Path) -> None:
+    one, other = make(), make()
+    saved = one.save(PROMPT)
+    one.share(PROMPT)
+    first, second = (
+        next(path for name, path in bundles(bucket).items() if saved.nodes[index].name.hex() in name)
+        for index in (2, 5)
+    )
+    second.write_bytes(first.read_bytes())
+    assert payloads(other.prefetch(PROMPT)[1]) == payloads(saved.nodes[:3])
+    assert other.remote.stats()["refused"]["replayed"] == 1
+
+
+def test_who_computes_what_was_refused_writes_it_anew(make: MakeMachine, bucket: Path) -> None:
+    one, other = make(), make()
+    saved = one.save(PROMPT)
+    one.share(PROMPT)
+    for path in bundles(bucket).values():
+        path.write_bytes(b"planted")
+    assert other.prefetch(PROMPT)[1] == []
+    other.save(PROMPT)
+    other.share(PROMPT)
+    # Of the third one nobody knows that it is bad.
+    assert payloads(make().prefetch(PROMPT)[1]) == payloads(saved.nodes[:3])
+
+
+def test_a_request_that_is_cancelled_or_has_no_time_waits_no_longer(make: MakeMachine) -> None:
+    one, other = make(), make()
+    one.save(PROMPT)
+    one.share(PROMPT)
+    for wish in ({"is_cancelled": lambda: True}, {"most_s": 0.0}):
+        prefetched, nodes = other.prefetch(PROMPT, **wish)
+        assert (prefetched.is_whole, nodes) == (False, [])
+    assert other.remote.stats()["late"] == 1
+
+
+def test_without_room_in_the_buffer_it_stops(make: MakeMachine) -> None:
+    one, other = make(), make()
+    one.save(PROMPT)
+    one.share(PROMPT)
+    prefetched, _ = other.prefetch(PROMPT, publish=lambda _: False)
+    assert (prefetched.is_whole, prefetched.names) == (False, frozenset())
+
+
+def test_what_is_computed_sooner_is_not_fetched(make: MakeMachine) -> None:
+    one, other = make(), make()
+    one.save(PROMPT)
+    one.share(PROMPT)
+    asked: list[tuple[int, int]] = []
+
+    def pays(num_tokens: int, num_bytes: int) -> bool:
+        asked.append((num_tokens, num_bytes))
+        return False
+
+    assert other.prefetch(PROMPT, pays=pays)[1] == []
+    assert asked == [(len(PROMPT), 7 * other.nodes(PROMPT).payload_bytes(other.nodes(PROMPT).block(ROOT, 0)))]
+    assert (other.remote.stats()["slower"], other.remote.stats()["fetched"]) == (1, 0)
+
+
+def test_a_server_that_fails_is_left_alone_after_three_failures(
+    make: MakeMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine, asked = make(), []
+
+    def fail(*args: object, **_: object) -> Any:
+        asked.append(args)
+        raise machine.remote.objects._obstore.exceptions.GenericError("it is on fire")
+
+    monkeypatch.setattr(machine.remote.objects._obstore, "get", fail)
+    for _ in range(5):
+        prefetched, nodes = machine.prefetch(PROMPT)
+        assert (prefetched.is_whole, nodes) == (False, [])
+    stats = machine.remote.stats()
+    assert (stats["state"], stats["failed"], stats["skipped"], len(asked)) == ("failing", 3, 2, 3)
+
+
+def test_what_is_evicted_before_it_is_written_is_left_out(make: MakeMachine, bucket: Path) -> None:
+    make().share(PROMPT)
+    assert objects(bucket) == {}
+
+
+def test_machines_agree_on_the_format(make: MakeMachine, bucket: Path) -> None:
+    """Objects outlive the version that wrote them: what changes here is another version of the format."""
+    machine: Machine = make()
+    machine.save(PROMPT)
+    machine.share(PROMPT)
+    name = machine.nodes(PROMPT).block_names[2].hex()
+    data = bundles(bucket)[f"{KEY.digest.hex()}/{ROOT.hex()}/{name}.3"].read_bytes()
+    assert data[:6] == b"dpxR\x02\x00"
+    assert data[16:24] == KEY.digest[:8]
+
+
+def test_what_was_brought_in_parts_tells_how_fast_the_tier_is_if_all_of_it_came_or_too_late() -> None:
+    whole = Prefetched(frozenset({b"a"}), 100, 200, 1.0)
+    late = Prefetched(frozenset({b"b"}), 0, 300, 9.0, is_whole=False, is_late=True)
+    failed = Prefetched(frozenset({b"c"}), 7, 400, 2.0, is_whole=False)
+    both = Prefetched.together([whole, late], 10.0)
+    assert both == Prefetched(frozenset({b"a", b"b"}), 100, 500, 10.0, is_whole=False, is_late=True)
+    assert [one.telling_bytes for one in (whole, late, failed, both)] == [100, 300, 0, 100]
+    assert Prefetched.together([whole, failed], 3.0).telling_bytes == 0
+    assert Prefetched.together([], 1.0).telling_bytes == 0

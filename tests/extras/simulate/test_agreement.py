@@ -1,0 +1,409 @@
+"""What the simulator says of a workload, the daemon's own cache does: of each request the same is restored and kept.
+
+The cache holds the state of small random models here. What is written is waited for, so that time plays no part.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from diskprefix.extras.simulate.formats import read_trace
+from diskprefix.extras.simulate.geometry import Geometry
+from diskprefix.extras.simulate.recording import RequestRecorder
+from diskprefix.extras.simulate.simulator import Outcome, Policy, Simulator
+from diskprefix.extras.simulate.synthetic import interleaved, one_off
+from diskprefix.extras.simulate.trace import TraceRequest
+from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope, Selection
+from diskprefix.policy.safe_cuts import raw_boundaries
+from diskprefix.policy.scope import parse_scope
+from diskprefix.prefix_cache import publish as publish_module
+from diskprefix.prefix_cache import request as request_module
+from diskprefix.prefix_cache import saving as saving_module
+from diskprefix.settings import Settings
+from diskprefix.tenant_ids import group_of
+from diskprefix.tokens import TokenIds, as_token_ids
+from tests.exactness.architectures import tiny_model
+from tests.examples import thorough
+from tests.runner import BLOCK, VOCAB, Answer, Runner, tiny_llama, tiny_settings
+
+BEGIN, END, SYSTEM, USER, REPLY = 1, 2, 3, 4, 5
+TEXT = 10
+"""Tokens from here on are words."""
+AUTO = Scope("auto", 30)
+MIN_TOKENS, COLD_MAX, INTERVAL = 2 * BLOCK, 8 * BLOCK, 4 * BLOCK
+STATES = "token", "sliceable", "qwen3_next", "mamba2"
+
+
+class Seen(NamedTuple):
+    """What both say of a request."""
+
+    restored: int
+    reason: str
+    selected: int
+    aligned: int
+    checkpoints: tuple[int, ...]
+    window: int
+    recent: int
+    common: int
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a request is, by numbers that `Conversations` makes sense of."""
+
+    how: str
+    which: int = 0
+    size: int = 20
+    scope: str | None = None
+    group: str = ""
+    salt: str = ""
+    save: bool = True
+    marked: bool = False
+    is_raw: bool = False
+    reply: int = 0
+    restarted: bool = False
+
+
+class Conversations:
+    """Prompts that share, grow, branch, change and repeat, drawn from a seed: messages between markers, or, where a
+    turn is raw, the same tokens without any known structure."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = np.random.default_rng(seed)
+        self._systems = [self._message(SYSTEM, size) for size in (45, 70)]
+        self._open: list[list[TokenIds]] = []
+        self._replies: list[TokenIds | None] = []
+        """What the model answered to each, behind the beginning of a reply that the template wrote."""
+
+    def next(self, turn: Turn) -> TraceRequest:
+        messages = self._messages(turn)
+        self._open.append(messages)
+        self._replies.append(None)
+        # The template may write another beginning of the reply than the one that the reply then has.
+        self._opening = as_token_ids([BEGIN, REPLY] if turn.size % 5 else [BEGIN, REPLY, 7, 7])
+        token_ids = np.concatenate([*messages, self._opening])
+        boundaries = raw_boundaries(token_ids, (BEGIN, END))
+        has_system = not turn.is_raw and turn.how != "unlike"
+        if turn.is_raw:
+            token_ids, boundaries = np.where(token_ids < TEXT, token_ids + TEXT, token_ids), ()
+        middle = len(token_ids) // 2
+        prompt = Prompt(
+            token_ids,
+            boundaries=boundaries,
+            system_end=len(messages[0]) + 1 if has_system else 0,
+            marks=(Mark(middle), Mark(min(middle + 1 + turn.size, len(token_ids)), 300.0)) if turn.marked else (),
+        )
+        return TraceRequest(
+            when=float(len(self._open)),
+            prompt=prompt,
+            scope=None if turn.scope is None else parse_scope(turn.scope, param="scope"),
+            group=group_of(turn.group) if turn.group else b"",
+            tenant=turn.salt,
+            save=turn.save,
+        )
+
+    def _messages(self, turn: Turn) -> list[TokenIds]:
+        if turn.how == "short":
+            return [self._message(USER, turn.size % 12)]
+        if turn.how == "unlike":
+            return [self._message(USER, 60 + turn.size)]
+        if turn.how == "new" or not self._open:
+            return [self._systems[turn.which % len(self._systems)], self._message(USER, turn.size)]
+        before = list(self._open[-1 - turn.which % min(len(self._open), 4)])
+        if turn.how == "edit":
+            before[turn.size % len(before)] = self._message(USER, turn.size)
+        if turn.how == "branch":
+            before = before[: 1 + turn.size % len(before)]
+        if turn.how == "within":
+            last = before[-1].copy()
+            last[len(last) // 2 :] = self._text(len(last) - len(last) // 2)
+            return [*before[:-1], last]
+        if turn.how in ("grow", "branch"):
+            before += [self._message(REPLY, turn.size // 2), self._message(USER, turn.size)]
+        if turn.how == "answer" and (reply := self._replies[-1]) is not None:
+            before = [*self._open[-1], reply, self._message(USER, turn.size)]
+        return before
+
+    def answered(self, token_ids: TokenIds) -> None:
+        """The model's reply to the last prompt, as the next turn has it."""
+        self._replies[-1] = np.concatenate([self._opening, token_ids, as_token_ids([END])])
+
+    def _message(self, role: int, size: int) -> TokenIds:
+        return np.concatenate([as_token_ids([BEGIN, role]), self._text(size), as_token_ids([END])])
+
+    def _text(self, size: int) -> TokenIds:
+        return self._random.integers(TEXT, VOCAB, size).astype(np.int32)
+
+
+HOWS = "new", "grow", "grow", "answer", "answer", "branch", "edit", "within", "again", "unlike", "short"
+SCOPES = None, None, None, "auto:2", "full", "off", "40", "150", "auto:1"
+TURNS = st.builds(
+    Turn,
+    how=st.sampled_from(HOWS),
+    which=st.integers(0, 3),
+    size=st.integers(0, 60),
+    scope=st.sampled_from(SCOPES),
+    group=st.sampled_from(["", "", "", "a", "b"]),
+    salt=st.sampled_from(["", "", "", "somebody"]),
+    save=st.sampled_from([True, True, True, True, False]),
+    marked=st.sampled_from([False, False, False, True]),
+    is_raw=st.sampled_from([False, False, False, True]),
+    reply=st.sampled_from([0, 1, 9, 40]),
+    restarted=st.sampled_from([False, False, False, False, True]),
+)
+
+
+@cache
+def model_of(state: str) -> PreTrainedModel:
+    return tiny_llama() if state in ("token", "sliceable") else tiny_model(state, torch.float32)
+
+
+def geometry_of(runner: Runner) -> Geometry:
+    layout = runner.layout
+    return Geometry(layout.bytes_per_token, layout.state_bytes, layout.logits_bytes, layout.exact_at)
+
+
+POLICY = Policy(scope=AUTO, block_size=BLOCK, min_tokens=MIN_TOKENS, interval=INTERVAL, cold_max=COLD_MAX)
+
+
+class Daemon:
+    """A cache on a folder, as a daemon has it whose scope is `AUTO`."""
+
+    def __init__(self, folder: Path, state: str, model: PreTrainedModel | None = None, **changes: object) -> None:
+        values: dict[str, object] = {
+            "kv_cache_min_tokens": MIN_TOKENS,
+            "kv_cache_cold_max": COLD_MAX,
+            "kv_cache_interval": INTERVAL,
+            "kv_cache_gate": "off",
+            "kv_cache_codec": "raw",
+        }
+        self.recording = folder / "recording.jsonl"
+        self._histories: list[tuple[bytes, list[TokenIds]]] = []
+        self.runner = Runner(
+            model or model_of(state),
+            tiny_settings(folder / "kv", **(values | changes)),
+            on_history=self._note_history,
+            exact_at="token" if state == "token" else "grid",
+        )
+        self._recorder = self._open_recorder()
+        self._written_before = 0
+
+    def close(self) -> None:
+        self._recorder.close()
+        self.runner.close()
+
+    def restart(self) -> None:
+        self._written_before = self.written_tokens
+        self._recorder.close()
+        self.runner.reopen()
+        self._recorder = self._open_recorder()
+
+    def step(self, request: TraceRequest, reply: int = 0) -> Answer:
+        options = self.options(request)
+        answer = self.runner.run_prompt(request.prompt, options, reply=reply)
+        self.runner.flush()
+        for root, prompts in self._histories:
+            self._recorder.know(root, prompts)
+        self._histories.clear()
+        self._recorder.note(
+            request.prompt,
+            options,
+            answer.report,
+            root=self.runner.cache.namespaces.get(options.tenant).root,
+            when=1e9 + request.when,
+            output_tokens=reply,
+            reply=computed(answer),
+            prefill_ms=0.0,
+            remembered=answer.is_published,
+        )
+        return answer
+
+    def options(self, request: TraceRequest) -> CacheOptions:
+        return CacheOptions(
+            scope=request.scope or AUTO,
+            tenant=SHARED.with_salt(request.tenant) if request.tenant else SHARED,
+            group=request.group,
+            save=request.save,
+            ttl_s=request.ttl_s,
+        )
+
+    def _note_history(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
+        """The engine opens its recorder first; here that comes later, as it asks for the store's secret."""
+        self._histories.append((root, [token_ids.copy() for token_ids in prompts]))
+
+    def _open_recorder(self) -> RequestRecorder:
+        settings = Settings(block_size=BLOCK, kv_cache_min_tokens=MIN_TOKENS, disk_prefix_cache=str(AUTO))
+        return RequestRecorder(self.recording, settings, lambda: self.runner.cache.store.secret)
+
+    @property
+    def written_tokens(self) -> int:
+        return self._written_before + self.runner.cache.writer.written_tokens
+
+    def stored(self) -> tuple[int, int]:
+        """How many nodes, and their bytes."""
+        with self.runner.cache.store.snapshot() as snapshot:
+            table = snapshot.usages()
+        return len(table.names), int(table.records["stored_bytes"].sum())
+
+
+def computed(answer: Answer) -> TokenIds:
+    """What of the reply was run through the model."""
+    return as_token_ids(answer.greedy[:-1])
+
+
+def seen(answer: Answer) -> Seen:
+    return _seen(answer.report.restored, answer.report.selection)
+
+
+def foreseen(outcome: Outcome) -> Seen:
+    return _seen(outcome.restored, outcome.selection)
+
+
+def _seen(restored: int, selection: Selection) -> Seen:
+    return Seen(
+        restored=restored,
+        reason=selection.reason,
+        selected=selection.selected,
+        aligned=selection.aligned,
+        checkpoints=selection.checkpoints,
+        window=selection.window,
+        recent=selection.recent,
+        common=selection.common,
+    )
+
+
+def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn]) -> list[Seen]:
+    """Assert that the cache does with each turn what the simulator says, of the workload itself and of what was
+    recorded of it; what that is. Closes the daemon."""
+    conversations = Conversations(seed)
+    simulator = Simulator(POLICY, geometry_of(daemon.runner))
+    happened = []
+    for number, turn in enumerate(turns):
+        if turn.restarted:
+            daemon.restart()
+        request = conversations.next(turn)
+        answer = daemon.step(request, turn.reply)
+        conversations.answered(as_token_ids(answer.greedy))
+        request = replace(request, reply=computed(answer))
+        happened.append(seen(answer))
+        said = foreseen(simulator.step(request))
+        assert said == happened[-1], f"request {number}, {turn}"
+    assert daemon.written_tokens == simulator.totals.written_tokens
+    num_nodes, num_bytes = daemon.stored()
+    daemon.close()
+    assert num_nodes == len(simulator.store)
+    assert num_bytes == pytest.approx(simulator.store.used_bytes, rel=0.25), "pieces are rounded up to pages"
+    if any(turn.restarted and any(before.reply > 1 for before in turns[:at]) for at, turn in enumerate(turns)):
+        # After a restart, a recorder knows the prompts of before, and not their replies.
+        return happened
+    replayer = Simulator(POLICY, geometry_of(daemon.runner))
+    for number, request in enumerate(read_trace(daemon.recording)):
+        assert foreseen(replayer.step(request)) == happened[number], f"request {number} as recorded, {turns[number]}"
+    assert number + 1 == len(turns)
+    return happened
+
+
+@pytest.mark.parametrize("state", STATES)
+@settings(max_examples=10)
+@given(seed=st.integers(0, 2**16), turns=st.lists(TURNS, min_size=2, max_size=12))
+def test_each_request_is_foretold(
+    state: str, seed: int, turns: list[Turn], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    agreed(Daemon(tmp_path_factory.mktemp("agreement"), state), seed, turns)
+
+
+def an_hour() -> list[Turn]:
+    """Many turns: after the first ones, what is seldom of use is not kept at once any more."""
+    random = np.random.default_rng(6)
+    turns = []
+    for number in range(70):
+        scope = SCOPES[number // 3 % len(SCOPES)] if number % 3 == 2 else None
+        how = ("unlike" if number % 2 else "branch") if 20 <= number < 50 else HOWS[random.integers(len(HOWS))]
+        which, size = random.integers(4), random.integers(61)
+        turns.append(Turn(how, which=int(which), size=int(size), scope=scope, restarted=number % 10 == 9))
+    return turns
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_long_workload_with_restarts_is_foretold_to_its_end(state: str, tmp_path: Path) -> None:
+    daemon = Daemon(tmp_path, state)
+    happened = agreed(daemon, 1, an_hour())
+    reasons = Counter(one.reason for one in happened)
+    expected = {
+        "continues",
+        "full",
+        "tokens",
+        "off",
+        "shared_prefix" if state in ("token", "sliceable") else "best_checkpoints",
+    }
+    assert expected <= reasons.keys()
+    assert sum(one.restored > 0 for one in happened) > len(happened) // 4
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_a_message_that_was_replaced_is_told_from_what_the_template_wrote(state: str, tmp_path: Path) -> None:
+    """Only a marker tells, so a recording must have them too. The group leaves the window empty, and
+    what is off is not remembered."""
+    turns = [Turn("new", size=50, scope="off"), Turn("grow", size=8), Turn("within", size=9, group="a")]
+    *_, last = agreed(Daemon(tmp_path, state), 1, turns)
+    assert last.reason != "continues"
+
+
+BUDGET_BYTES = 16 << 20
+
+
+@thorough
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", [Scope("full"), AUTO], ids=str)
+def test_under_a_small_budget_both_stay_within_it_and_restore_about_the_same(
+    scope: Scope, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ties among what is evicted fall otherwise, as names are others; so the totals alone are compared."""
+    requests = crowded(110)
+    num_prompt_tokens = sum(len(request.prompt.token_ids) for request in requests)
+    now = [1e9]
+    for module in (request_module, saving_module, publish_module):
+        monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: now[0], perf_counter=lambda: 0.0))
+    daemon = Daemon(tmp_path, "sliceable", tiny_llama(torch.float32), block_size=64, kv_cache_budget=BUDGET_BYTES)
+    store = daemon.runner.cache.store
+    monkeypatch.setattr(store, "clock", lambda: now[0])
+    policy = replace(POLICY, scope=scope, block_size=64, budget_bytes=BUDGET_BYTES, seconds_per_token=0.0)
+    simulator = Simulator(policy, geometry_of(daemon.runner))
+    restored = 0
+    for request in requests:
+        now[0] = 1e9 + request.when
+        restored += daemon.step(replace(request, scope=scope)).report.restored
+        simulator.step(request)
+        assert daemon.runner.cache.store.file_bytes() <= BUDGET_BYTES
+    evicted = daemon.runner.cache.writer.evicted
+    daemon.close()
+    totals = simulator.totals
+    assert totals.peak_bytes <= BUDGET_BYTES
+    assert min(evicted, totals.evictions) > 100
+    assert restored / num_prompt_tokens == pytest.approx(totals.restored_share, abs=0.05)
+
+
+def crowded(num_requests: int) -> list[TraceRequest]:
+    """Conversations that take turns, and prompts that nobody repeats, in the tokens of a small model."""
+    talks = interleaved(1, num_requests, system=(300, 300), user=(30, 300), reply=(20, 200), conversations=6)
+    others = one_off(2, num_requests // 4, system=(50, 300), user=(100, 900))
+    both = sorted([*talks, *others], key=lambda request: request.when)
+    return [replace(request, prompt=_in_small_tokens(request.prompt)) for request in both]
+
+
+def _in_small_tokens(prompt: Prompt) -> Prompt:
+    ids = prompt.token_ids
+    return replace(prompt, token_ids=np.where(ids < TEXT, ids, TEXT + ids % (VOCAB - TEXT)).astype(np.int32))

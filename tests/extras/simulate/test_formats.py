@@ -1,0 +1,372 @@
+"""What is read from files, and what is said of files that are wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diskprefix.errors import InvalidRequest, SettingsError
+from diskprefix.extras.simulate.formats import JsonObject, read_trace
+from diskprefix.extras.simulate.geometry import Geometry
+from diskprefix.extras.simulate.recording import RequestRecorder
+from diskprefix.extras.simulate.trace import RecordedDaemon, TraceRequest
+from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
+from diskprefix.settings import Settings
+from diskprefix.tokens import as_token_ids, common_prefix_length
+
+BLOCK = 16
+ROOT, OTHER_ROOT = b"r" * 16, b"o" * 16
+DEFAULT = CacheOptions(scope=Scope("auto", 30))
+CHOSEN = Selection(scope=DEFAULT.scope, prompt_tokens=50, reason="no_match")
+MOONCAKE: JsonObject = {"timestamp": 0, "input_length": 700, "output_length": 3, "hash_ids": [0, 1]}
+RECORDED: JsonObject = {
+    "version": 1,
+    "when": 5.0,
+    "root": "00",
+    "scope": "full",
+    "block_size": 4,
+    "min_tokens": 4,
+    "prompt_tokens": 6,
+    "cuts": [4, 6],
+    "hashes": ["aa", "bb"],
+}
+
+
+def write(path: Path, *lines: JsonObject | str) -> Path:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
+
+
+def read_words(body: JsonObject) -> TraceRequest:
+    """Tokens are the lengths of the words."""
+    if body.get("prompt") == "":
+        raise InvalidRequest("prompt: the prompt has no tokens", param="prompt")
+    text = body["prompt"] if "prompt" in body else body["messages"][0]["content"]
+    return TraceRequest(when=0.0, prompt=Prompt(as_token_ids([len(word) for word in text.split()])), save=False)
+
+
+def test_a_mooncake_trace_has_its_blocks_times_and_lengths(tmp_path: Path) -> None:
+    second = MOONCAKE | {"timestamp": 1500, "input_length": 1024, "hash_ids": [0, 7]}
+    trace = read_trace(write(tmp_path / "day.jsonl", MOONCAKE, "", second))
+    first, other = trace
+    assert (trace.name, len(trace)) == ("day", 2)
+    assert (first.when, other.when) == (0.0, 1.5)
+    assert (first.output_tokens, len(first.prompt.token_ids), len(other.prompt.token_ids)) == (3, 700, 1024)
+    assert common_prefix_length(first.prompt.token_ids, other.prompt.token_ids) == 512
+    assert (first.prompt.boundaries, first.scope, first.save) == ((), None, True)
+
+
+def test_the_lines_of_a_mooncake_trace_may_have_another_block_size(tmp_path: Path) -> None:
+    line = MOONCAKE | {"input_length": 6, "hash_ids": [9, 3], "block_size": 4}
+    (request,) = read_trace(write(tmp_path / "t.jsonl", line), name="mine")
+    assert len(request.prompt.token_ids) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hash_ids": [0]}, "hash_ids: 1 blocks of 512 tokens are not the 700 of input_length"),
+        ({"hash_ids": [0, 1, 2]}, "hash_ids: 3 blocks"),
+        ({"hash_ids": [0, "1"]}, "hash_ids"),
+        ({"hash_ids": [0, -1]}, "`int` >= 0 - at `$.hash_ids[1]`"),
+        ({"hash_ids": [0, 2**64]}, "hash_ids: 18446744073709551616 has more than 64 bits"),
+        ({"hash_ids": None}, "Expected `array`, got `null` - at `$.hash_ids`"),
+        ({"input_length": 0}, "`int` >= 1 - at `$.input_length`"),
+        ({"input_length": 10**12}, "`int` <= 16777216 - at `$.input_length`"),
+        ({"input_length": None}, "Expected `int`, got `null` - at `$.input_length`"),
+        ({"timestamp": "now"}, "Expected `float`, got `str` - at `$.timestamp`"),
+        ({"timestamp": -1}, "`float` >= 0.0 - at `$.timestamp`"),
+        ({"output_length": 1.5}, "Expected `int`, got `float` - at `$.output_length`"),
+        ({"block_size": 256}, "block_size: 256 is not the 512 of the lines before"),
+        ({"block_size": 0}, "block_size"),
+    ],
+)
+def test_what_is_wrong_with_a_mooncake_line_is_said_with_its_place(
+    tmp_path: Path, change: JsonObject, reason: str
+) -> None:
+    path = write(tmp_path / "t.jsonl", MOONCAKE, "", MOONCAKE | change)
+    with pytest.raises(SettingsError) as raised:
+        read_trace(path)
+    assert raised.value.message.startswith(f"{path}:3: ")
+    assert reason in raised.value.message
+
+
+def test_block_ids_may_be_hashes(tmp_path: Path) -> None:
+    line = MOONCAKE | {"hash_ids": [2**64 - 1, 2**63]}
+    one, other = read_trace(write(tmp_path / "t.jsonl", line, MOONCAKE | {"hash_ids": [2**64 - 1, 0]}))
+    assert common_prefix_length(one.prompt.token_ids, other.prompt.token_ids) == 512
+
+
+@pytest.mark.parametrize("key", ["timestamp", "input_length"])
+def test_a_key_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
+    line = {name: value for name, value in MOONCAKE.items() if name != key}
+    with pytest.raises(SettingsError, match=f":1: Object missing required field `{key}`"):
+        read_trace(write(tmp_path / "t.jsonl", line))
+
+
+@pytest.mark.parametrize("line", [MOONCAKE, RECORDED, {"prompt": "a"}], ids=["mooncake", "recording", "bodies"])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ('{"a": ' * 5000 + "1" + "}" * 5000, "it is nested too deeply"),
+        ('{"a": }', "JSON is malformed: invalid character (byte 6)"),
+        ('{"a": 1', "Input data was truncated"),
+    ],
+)
+def test_a_line_that_is_no_json_is_named(tmp_path: Path, line: JsonObject, text: str, reason: str) -> None:
+    path = write(tmp_path / "t.jsonl", line, text)
+    with pytest.raises(SettingsError) as raised:
+        read_trace(path, read_words)
+    assert raised.value.message == f"{path}:2: {reason}"
+
+
+def test_a_body_that_nests_deeper_than_what_reads_it_is_named(tmp_path: Path) -> None:
+    def read_deeply(_body: JsonObject) -> TraceRequest:
+        raise RecursionError
+
+    with pytest.raises(SettingsError, match=":1: it is nested too deeply"):
+        read_trace(write(tmp_path / "t.jsonl", {"prompt": "a"}), read_deeply)
+
+
+@pytest.mark.parametrize("line", [MOONCAKE, RECORDED, {"prompt": "a"}], ids=["mooncake", "recording", "bodies"])
+def test_an_unfinished_last_line_is_left_out_with_a_warning(tmp_path: Path, line: JsonObject) -> None:
+    path, warnings = write(tmp_path / "t.jsonl", line, line), list[str]()
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:9])
+    assert len(read_trace(path, read_words, warn=warnings.append)) == 2
+    assert warnings == [f"{path}:3: the last line is unfinished, and left out"]
+    path.write_bytes(whole[:-1])
+    assert len(read_trace(path, read_words, warn=warnings.append)) == 2, "all that is missing is the end of the line"
+    assert len(warnings) == 1
+
+
+def test_messages_alone_are_a_body(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "a bb"}]
+    path = tmp_path / "t.jsonl"
+    path.write_text(f"{json.dumps(messages)}\n{json.dumps({'prompt': 'ccc'})}\n")
+    assert [(r.when, r.prompt.token_ids.tolist()) for r in read_trace(path, read_words)] == [(0.0, [1, 2]), (1.0, [3])]
+    path.write_text(f"{json.dumps(messages)}\n[]\n")
+    with pytest.raises(SettingsError, match=":2: it is neither a request body nor"):
+        read_trace(path, read_words)
+
+
+@pytest.mark.parametrize("text", ["", "\n\n", "no json\n", "[1]\n", '{"a": 1}\n', '{"hash_ids": [', "\xff\n"])
+def test_a_file_of_another_kind_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "t.jsonl"
+    path.write_text(text, encoding="latin-1")
+    with pytest.raises(SettingsError, match=r"t\.jsonl"):
+        read_trace(path, read_words)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.jsonl", tmp_path):
+        with pytest.raises(SettingsError, match="cannot be read"):
+            read_trace(path)
+
+
+def test_request_bodies_are_read_with_the_times_beside_them(tmp_path: Path) -> None:
+    lines: list[JsonObject] = [
+        {"prompt": "a bb", "timestamp": 2000, "output_length": 9},
+        {"messages": [{"role": "user", "content": "ccc"}], "timestamp": 1000},
+    ]
+    chat, raw = read_trace(write(tmp_path / "t.jsonl", *lines), read_words)
+    assert (chat.when, chat.prompt.token_ids.tolist(), chat.save) == (1.0, [3], False)
+    assert (raw.when, raw.prompt.token_ids.tolist(), raw.output_tokens) == (2.0, [1, 2], 9)
+
+
+def test_request_bodies_without_times_keep_their_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", {"prompt": "a"}, {"prompt": "bb"}, {"prompt": "ccc"})
+    assert [(r.when, r.prompt.token_ids.tolist()) for r in read_trace(path, read_words)] == [
+        (0.0, [1]),
+        (1.0, [2]),
+        (2.0, [3]),
+    ]
+
+
+def test_the_lines_of_a_batch_file_are_bodies_too(tmp_path: Path) -> None:
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a bb"}}
+    (request,) = read_trace(write(tmp_path / "t.jsonl", line), read_words)
+    assert request.prompt.token_ids.tolist() == [1, 2]
+
+
+def test_a_body_that_the_daemon_would_refuse_is_refused_with_its_place(tmp_path: Path) -> None:
+    path = write(tmp_path / "t.jsonl", {"prompt": "a"}, {"prompt": ""})
+    with pytest.raises(SettingsError) as raised:
+        read_trace(path, read_words)
+    assert raised.value.message == f"{path}:2: prompt: the prompt has no tokens"
+
+
+def test_bodies_need_a_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="tokenizer"):
+        read_trace(write(tmp_path / "t.jsonl", {"prompt": "a"}))
+
+
+def open_recorder(path: Path, block_size: int = BLOCK, min_tokens: int = BLOCK) -> RequestRecorder:
+    scope = str(DEFAULT.scope)
+    settings = Settings(block_size=block_size, kv_cache_min_tokens=min_tokens, disk_prefix_cache=scope)
+    return RequestRecorder(path, settings, lambda: 7)
+
+
+def record(path: Path, *prompts: Prompt, options: CacheOptions = DEFAULT, root: bytes = ROOT, **more: Any) -> Path:
+    recorder = open_recorder(path)
+    report = more.pop("report", CacheReport(selection=CHOSEN))
+    details: dict[str, Any] = {"when": 100.0, "output_tokens": 5, "prefill_ms": 1.0, "remembered": True}
+    details |= {"reply": as_token_ids([])} | more
+    for prompt in prompts:
+        recorder.note(prompt, options, report, root=root, **details)
+    recorder.close()
+    return path
+
+
+def test_a_recording_is_replayed_with_all_that_was_asked(tmp_path: Path) -> None:
+    prompt = Prompt(as_token_ids(range(50)), (3, 20, 48), 20, marks=(Mark(33, 300.0),))
+    options = CacheOptions(scope=Scope("tokens", 40), group=b"grouped!", save=False, ttl_s=60.0)
+    path = record(tmp_path / "r.jsonl", Prompt(as_token_ids([1])))
+    record(path, prompt, options=options, when=107.5, remembered=False)
+    plain, request = read_trace(path)
+    assert (request.when, plain.when) == (7.5, 0.0)
+    assert len(request.prompt.token_ids) == 50
+    assert request.prompt.token_ids.dtype == np.int32
+    assert (request.prompt.boundaries, request.prompt.system_end) == ((3, 20, 48), 20)
+    assert request.prompt.marks == (Mark(33, 300.0),)
+    assert (request.scope, plain.scope) == (Scope("tokens", 40), None)
+    assert (len(request.group), request.save, request.ttl_s, request.remembered) == (8, False, 60.0, False)
+    assert (plain.group, plain.save, plain.ttl_s, plain.remembered) == (b"", True, None, True)
+    assert (request.output_tokens, request.tenant, request.is_shared) == (5, plain.tenant, True)
+
+
+def test_only_what_all_share_is_trusted(tmp_path: Path) -> None:
+    path = record(tmp_path / "r.jsonl", Prompt(as_token_ids([1])))
+    record(path, Prompt(as_token_ids([1])), options=replace(DEFAULT, tenant=SHARED.with_salt("me")), root=OTHER_ROOT)
+    assert [request.is_shared for request in read_trace(path)] == [True, False]
+
+
+def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:
+    prompt = Prompt(as_token_ids(range(100)))
+    path = record(tmp_path / "r.jsonl", prompt, prefill_ms=500.0)
+    assert read_trace(path).daemon == RecordedDaemon(block_size=BLOCK, min_tokens=BLOCK, tokens_per_s=200.0)
+    recorder = open_recorder(path, block_size=32, min_tokens=64)
+    recorder.describe(bytes_per_token=640, state_bytes=0, logits_bytes=800, exact_at="token")
+    for report, prefill_ms in (
+        (CacheReport(selection=CHOSEN, restored=60), 300.0),
+        (CacheReport(selection=CHOSEN), 0.0),
+    ):
+        recorder.note(
+            prompt,
+            DEFAULT,
+            report,
+            root=ROOT,
+            when=200.0,
+            output_tokens=5,
+            reply=as_token_ids([]),
+            prefill_ms=prefill_ms,
+            remembered=True,
+        )
+    recorder.close()
+    trace = read_trace(path)
+    geometry = Geometry(bytes_per_token=640, logits_bytes=800, exact_at="token")
+    # 100 tokens in 0.5 s, 40 in 0.3 s, and a request that was not computed.
+    assert trace.daemon == RecordedDaemon(block_size=32, min_tokens=64, geometry=geometry, tokens_per_s=175.0)
+    assert trace.head(1).daemon == trace.daemon
+
+
+def test_the_markers_of_a_recording_are_alike_and_its_texts_are_not(tmp_path: Path) -> None:
+    prompts = [Prompt(as_token_ids([1, 7, 7, 2, *text, 2]), (1, 4, 4 + len(text) + 1)) for text in ([5, 6], [8, 9, 9])]
+    prompts += [Prompt(as_token_ids([1, 3]), (1, 2)), Prompt(as_token_ids([1, 4, 4]), (1, 2))]
+    replayed = [request.prompt.token_ids for request in read_trace(record(tmp_path / "r.jsonl", *prompts))]
+    marked = [[ids[position - 1] for position in p.boundaries] for ids, p in zip(replayed, prompts, strict=True)]
+    assert marked[:2] == [[-1, -1, -1]] * 2
+    assert sorted([marked[2][1], marked[3][1]]) == [-2, -1], "they part there"
+    for ids, prompt in zip(replayed[:2], prompts, strict=False):
+        assert sum(ids < 0) == len(prompt.boundaries)
+
+
+def test_recorded_requests_are_replayed_in_the_order_in_which_they_came(tmp_path: Path) -> None:
+    path = record(tmp_path / "r.jsonl", Prompt(as_token_ids([1, 2])), when=20.0)
+    record(path, Prompt(as_token_ids([1])), when=10.0)
+    assert [(r.when, len(r.prompt.token_ids)) for r in read_trace(path)] == [(0.0, 1), (10.0, 2)]
+
+
+def test_roots_of_a_recording_are_tenants_that_share_nothing(tmp_path: Path) -> None:
+    prompt = Prompt(as_token_ids(range(50)))
+    path = record(tmp_path / "r.jsonl", prompt)
+    record(path, prompt, root=OTHER_ROOT)
+    first, second = read_trace(path)
+    assert first.tenant != second.tenant
+    assert common_prefix_length(first.prompt.token_ids, second.prompt.token_ids) == 0
+
+
+def test_a_prompt_with_media_is_replayed_without_the_cache(tmp_path: Path) -> None:
+    report = CacheReport(selection=CHOSEN, miss_reason="media")
+    prompt = Prompt(as_token_ids(range(50)), media={"pixel_values": object()})
+    (request,) = read_trace(record(tmp_path / "r.jsonl", prompt, report=report))
+    assert request.scope == Scope("off")
+
+
+@settings(max_examples=60)
+@given(
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=6),
+    forks=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 90), st.integers(1, 60)), max_size=6),
+    boundaries=st.sets(st.integers(1, 150), max_size=5),
+)
+def test_recorded_prompts_share_the_tokens_that_the_real_ones_did(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    forks: list[tuple[int, int, int]],
+    boundaries: set[int],
+) -> None:
+    """Some prompts are made anew, others leave an earlier one somewhere; each keeps the boundaries that fit in it."""
+    random = np.random.default_rng(len(lengths))
+    ids = [random.integers(0, 3, length).astype(np.int32) for length in lengths]
+    for index, at, more in forks:
+        earlier = ids[index % len(ids)]
+        ids.append(np.concatenate([earlier[:at], random.integers(0, 3, more).astype(np.int32)]))
+    prompts = [Prompt(token_ids, tuple(sorted(b for b in boundaries if b <= len(token_ids)))) for token_ids in ids]
+    path = record(tmp_path_factory.mktemp("recording") / "r.jsonl", *prompts)
+    replayed = [request.prompt for request in read_trace(path)]
+    for mine, was in zip(replayed, prompts, strict=True):
+        assert (len(mine.token_ids), mine.boundaries) == (len(was.token_ids), was.boundaries)
+        for other, other_was in zip(replayed, prompts, strict=True):
+            common = common_prefix_length(was.token_ids, other_was.token_ids)
+            assert common_prefix_length(mine.token_ids, other.token_ids) == common
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"version": 99}, "version 99"),
+        ({"cuts": [4]}, "cuts"),
+        ({"cuts": [], "hashes": [], "prompt_tokens": 0}, "cuts"),
+        ({"cuts": [6, 4]}, "cuts"),
+        ({"hashes": ["aa"]}, "cuts"),
+        ({"hashes": ["cc", "aa"]}, "hashes: 'aa' stands at 6 here and at 4 elsewhere"),
+        ({"hashes": ["aa", ""]}, "hashes"),
+        ({"scope": "most"}, "scope"),
+        ({"group": "xyz"}, "group"),
+        ({"when": "now"}, "Expected `float`, got `str` - at `$.when`"),
+        ({"when": -1.0}, "`float` >= 0.0 - at `$.when`"),
+        ({"when": 1e300}, "at `$.when`"),
+        ({"prefill_ms": 1e300}, "at `$.prefill_ms`"),
+        ({"source": "tape"}, "Invalid enum value 'tape' - at `$.source`"),
+        ({"cuts": [4, 10**12], "prompt_tokens": 10**12}, "`int` <= 16777216 - at `$.prompt_tokens`"),
+        ({"boundaries": [7]}, "boundaries: must ascend and lie within the prompt"),
+        ({"ttl_s": "5m"}, "Expected `float | null`, got `str` - at `$.ttl_s`"),
+        ({"marks": [["x", 1.0]]}, "Expected `int`, got `str` - at `$.marks[0][0]`"),
+    ],
+)
+def test_what_is_wrong_with_a_recorded_line_is_said_with_its_place(
+    tmp_path: Path, change: JsonObject, reason: str
+) -> None:
+    path = write(tmp_path / "t.jsonl", RECORDED, RECORDED | change)
+    with pytest.raises(SettingsError) as raised:
+        read_trace(path)
+    assert raised.value.message.startswith(f"{path}:2: ")
+    assert reason in raised.value.message
+    assert "\n" not in raised.value.message

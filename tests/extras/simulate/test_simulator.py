@@ -1,0 +1,357 @@
+"""What a simulated daemon counts, and what a simulated store gives up: by hand, and by the code of the real one."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from diskprefix.extras.simulate.baselines import upper_bound
+from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
+from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
+from diskprefix.extras.simulate.store import NewEntry, SimulatedStore
+from diskprefix.extras.simulate.synthetic import CATALOG, interleaved
+from diskprefix.extras.simulate.trace import Trace, TraceRequest
+from diskprefix.nouns import Mark, Prompt, Scope
+from diskprefix.policy.scope import parse_scope
+from diskprefix.store.changes import node_bytes
+from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes
+from diskprefix.store.schema import USAGE_DTYPE, Kind
+from diskprefix.tiers.nodes import Node
+from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+
+MIB = 1 << 20
+BLOCK = 16
+GEOMETRY = Geometry(bytes_per_token=1024, logits_bytes=800)
+STATES = Geometry(bytes_per_token=1024, state_bytes=100_000, logits_bytes=800)
+FULL = Policy(scope=Scope("full"), block_size=BLOCK, min_tokens=BLOCK, interval=4 * BLOCK, cold_max=4 * BLOCK)
+
+
+def asked(first: int, num_tokens: int, *, when: float = 0.0, **how: Any) -> TraceRequest:
+    """A prompt of the tokens from `first` on."""
+    return TraceRequest(when, Prompt(np.arange(first, first + num_tokens, dtype=np.int32)), **how)
+
+
+def replayed(*requests: TraceRequest, policy: Policy = FULL, geometry: Geometry = GEOMETRY) -> Totals:
+    return simulate(Trace.of("t", requests), policy, geometry)
+
+
+def test_what_is_computed_is_written_and_what_is_written_is_restored() -> None:
+    totals = replayed(asked(0, 40), asked(0, 40), asked(0, 70), policy=replace(FULL, seconds_per_token=0.5))
+    assert (totals.requests, totals.hits, totals.prompt_tokens) == (3, 2, 150)
+    # The repeat restores all, the longer one the two whole blocks.
+    assert (totals.restored_tokens, totals.seconds_saved) == (40 + 32, 36.0)
+    assert (totals.written_tokens, totals.selected_tokens) == (40 + 70 - 32, 150)
+    assert (totals.hit_rate, totals.restored_share, totals.written_share) == (2 / 3, 72 / 150, 78 / 150)
+
+
+def test_written_bytes_are_those_of_the_file() -> None:
+    totals = replayed(asked(0, 40))
+    block, tail = GEOMETRY.stored_bytes(BLOCK, Kind.BLOCK), GEOMETRY.stored_bytes(8, Kind.TAIL)
+    assert totals.written_bytes == totals.distinct_bytes == totals.peak_bytes == 2 * block + tail
+
+
+def test_nothing_is_no_division_by_zero() -> None:
+    totals = replayed()
+    assert (totals.hit_rate, totals.restored_share, totals.written_share, totals.write_amplification) == (0, 0, 0, 1)
+
+
+def test_states_are_restored_at_checkpoints_only() -> None:
+    marked = replace(asked(0, 70), prompt=Prompt(np.arange(70, dtype=np.int32), marks=(Mark(40), Mark(64))))
+    requests = replace(marked, scope=Scope("auto", 2)), asked(0, 60)
+    assert replayed(*requests, geometry=STATES).restored_tokens == 32
+    assert replayed(*requests).restored_tokens == 48
+
+
+def test_off_does_nothing_at_all() -> None:
+    off = asked(0, 40, scope=Scope("off"))
+    assert replayed(off, asked(0, 40)).hits == 0
+    totals = replayed(asked(0, 40), off)
+    assert (totals.hits, totals.written_tokens) == (0, 40)
+    simulator = Simulator(replace(FULL, scope=Scope("auto", 4)), GEOMETRY)
+    simulator.step(off)
+    assert simulator.step(asked(0, 40)).selection.recent == 0
+
+
+@pytest.mark.parametrize("how", [{"save": False}, {"remembered": False}])
+def test_who_only_reads_or_fails_leaves_nothing_behind(how: dict[str, Any]) -> None:
+    policy = replace(FULL, scope=Scope("auto", 4))
+    simulator = Simulator(policy, GEOMETRY)
+    simulator.step(asked(0, 40, **how))
+    outcome = simulator.step(asked(0, 40))
+    assert (outcome.restored, outcome.selection.recent) == (0, 0)
+    assert replayed(asked(0, 40), asked(0, 40, **how)).restored_tokens == 40
+
+
+def test_tenants_share_nothing_and_groups_share_state_but_no_window() -> None:
+    simulator = Simulator(FULL, GEOMETRY)
+    simulator.step(asked(0, 40))
+    assert simulator.step(asked(0, 40, tenant="other")).restored == 0
+    outcome = simulator.step(asked(0, 40, group=b"12345678"))
+    assert (outcome.restored, outcome.selection.recent) == (40, 0)
+
+
+def test_what_was_evicted_and_is_written_again_amplifies() -> None:
+    budget = 16 * MIB
+    others = [asked(1000 * n, 480, when=100.0 * n) for n in range(1, 60)]
+    policy = replace(FULL, budget_bytes=budget)
+    totals = replayed(asked(0, 480), *others, asked(0, 480, when=7000.0), policy=policy)
+    assert totals.evictions > 0
+    assert totals.hits == 0
+    assert totals.peak_bytes <= usable_bytes(budget)
+    assert totals.written_bytes > totals.distinct_bytes
+    assert totals.write_amplification == totals.written_bytes / totals.distinct_bytes
+
+
+def test_what_can_never_fit_is_dropped_and_evicts_nothing() -> None:
+    totals = replayed(asked(0, 160), asked(1000, 16000), policy=replace(FULL, budget_bytes=4 * MIB))
+    assert (totals.dropped, totals.evictions, totals.written_tokens) == (1, 0, 160)
+
+
+def test_of_prompts_that_come_once_the_newest_take_the_place_of_others() -> None:
+    requests = [asked(20_000 * n, 2000, when=0.1 * n) for n in range(5)]
+    again = asked(80_000, 2000, when=1.0)
+    totals = replayed(*requests, again, policy=replace(FULL, budget_bytes=8 * MIB))
+    assert totals.evictions > 0
+    assert (totals.dropped, totals.hits) == (0, 1)
+
+
+@pytest.mark.parametrize(("ttl_s", "asks", "later", "hits"), [(0, None, 1e6, 1), (60, None, 200.0, 0)])
+@pytest.mark.parametrize("own", [False, True])
+def test_what_was_not_used_for_its_time_expires(
+    ttl_s: float, asks: float | None, later: float, hits: int, own: bool
+) -> None:
+    """Whether the daemon or the request says how long."""
+    if own:
+        ttl_s, asks = 0.0, ttl_s or None
+    first = asked(0, 40, ttl_s=asks)
+    assert replayed(first, asked(0, 40, when=later), policy=replace(FULL, ttl_s=ttl_s)).hits == hits
+
+
+def test_a_use_keeps_what_would_expire() -> None:
+    policy = replace(FULL, ttl_s=300.0)
+    uses = [asked(0, 40, when=200.0 * n) for n in range(5)]
+    assert replayed(*uses, policy=policy).hits == 4
+
+
+@pytest.mark.parametrize("geometry", [SLICEABLE, CHECKPOINTS], ids=["sliceable", "checkpoints"])
+@pytest.mark.parametrize("name", CATALOG)
+def test_the_same_trace_gives_the_same_totals(name: str, geometry: Geometry) -> None:
+    trace = CATALOG[name](num_requests=30)
+    policy = Policy(scope=Scope("auto", 8), budget_bytes=400 * MIB)
+    first, again = (asdict(simulate(trace, policy, geometry)) for _ in range(2))
+    assert first == again
+
+
+def test_a_larger_budget_restores_no_less_of_conversations() -> None:
+    trace = interleaved(num_requests=80)
+    restored = [
+        simulate(trace, Policy(scope=Scope("full"), budget_bytes=budget), SLICEABLE).restored_tokens
+        for budget in (100 * MIB, 400 * MIB, None)
+    ]
+    assert restored == sorted(restored)
+    assert restored[0] < restored[-1]
+
+
+# The store
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(16, "big")
+
+
+def entry(number: int, parent: int = 0, *, size: int = MIB, kind: Kind = Kind.BLOCK, **how: Any) -> NewEntry:
+    return NewEntry(Node(name(number), name(parent), 0, BLOCK, kind), size, how.pop("prefill_s", 1.0), **how)
+
+
+def filled(
+    *numbers: int, budget: int | None = 32 * MIB, has_states: bool = False, rank: Any = None, **how: Any
+) -> SimulatedStore:
+    """Nodes of 1 MiB that continue nothing, one second apart."""
+    store = SimulatedStore(budget, has_states=has_states, **({"rank": rank} if rank else {}), **how)
+    for number in numbers:
+        assert store.publish([entry(number)], name(number), None, float(number))
+    return store
+
+
+def there(store: SimulatedStore, numbers: range) -> list[int]:
+    return [number for number in numbers if name(number) in store]
+
+
+def test_the_store_counts_what_it_holds() -> None:
+    store = filled(1, 2, 3, budget=None)
+    assert (len(store), store.used_bytes, store.evicted) == (3, 3 * MIB, 0)
+    store.publish([entry(2)], name(2), None, 9.0)
+    assert (len(store), store.used_bytes) == (3, 3 * MIB), "it is stored already"
+
+
+def test_the_least_recently_used_goes_first_and_a_use_keeps_the_path() -> None:
+    store = filled(*range(1, 21), budget=32 * MIB)
+    store.publish([entry(100, parent=1)], name(100), None, 21.0)
+    store.touch(name(100), 500.0, 1, None)
+    assert store.publish([entry(200, size=10 * MIB)], name(200), None, 1000.0)
+    assert {name(1), name(100)} <= {name(n) for n in there(store, range(300))}
+    gone = sorted(set(range(2, 21)) - set(there(store, range(2, 21))))
+    assert gone == list(range(2, 2 + len(gone)))
+    assert store.evicted == len(gone) > 0
+
+
+def test_a_node_that_others_continue_stays_until_they_have_gone() -> None:
+    store = SimulatedStore(32 * MIB, has_states=False)
+    store.publish([entry(1), entry(2, parent=1), entry(3, parent=2)], name(3), None, 0.0)
+    assert store.publish([entry(9, size=26 * MIB)], name(9), None, 1000.0)
+    assert there(store, range(1, 4)) == [1]
+
+
+def test_a_row_is_used_again_for_what_comes_after() -> None:
+    store = filled(*range(1, 200), budget=32 * MIB)
+    assert len(store) * MIB == store.used_bytes <= usable_bytes(32 * MIB)
+    assert store.evicted == 199 - len(store)
+    assert len(store._nodes) < 60, "rows are used again"
+    assert all(number in there(store, range(1, 200)) for number in range(195, 200))
+
+
+@pytest.mark.parametrize(("has_states", "kept"), [(True, [2, 3]), (False, [1, 3])])
+def test_blocks_that_no_state_continues_go_first(has_states: bool, kept: list[int]) -> None:
+    """Without states it is the age that counts, and the tail is the older one."""
+    store = SimulatedStore(32 * MIB, has_states=has_states)
+    store.publish([entry(1, size=9 * MIB)], name(1), None, 100.0)
+    store.publish([entry(2, size=9 * MIB, kind=Kind.TAIL)], name(2), None, 0.0)
+    assert store.publish([entry(3, size=14 * MIB)], name(3), None, 1000.0)
+    assert there(store, range(1, 4)) == kept
+
+
+def test_another_rank_gives_up_others() -> None:
+    def youngest_first(table: UsageTable, _now: float) -> NDArray[np.float64]:
+        return -table.records["last_used"]
+
+    store = filled(*range(1, 21), budget=32 * MIB, rank=youngest_first)
+    store.publish([entry(200, size=10 * MIB)], name(200), None, 1000.0)
+    assert there(store, range(1, 4)) == [1, 2, 3]
+    assert there(store, range(18, 21)) == []
+
+
+def test_expiry_is_looked_for_once_a_minute() -> None:
+    store = filled(1, 2, budget=None, ttl_s=700.0)
+    store.pass_time(701.5)
+    assert there(store, range(3)) == [2]
+    store.pass_time(750.0)
+    assert there(store, range(3)) == [2]
+    store.pass_time(761.6)
+    assert (there(store, range(3)), store.evicted) == ([], 0)
+
+
+Publications = list[tuple[int, int, int, float]]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6), st.integers(0, 3), st.floats(0, 600)), max_size=40),
+    st.booleans(),
+)
+def test_victims_are_those_that_the_real_store_would_choose(publications: Publications, has_states: bool) -> None:
+    """Each publication continues an earlier node; the choice is made again from records kept by hand."""
+    store = SimulatedStore(24 * MIB, has_states=has_states)
+    now = 0.0
+    for number, (parent, megabytes, hits, pause) in enumerate(publications, start=1):
+        now += pause
+        parent %= number
+        before = {name(n) for n in there(store, range(number))}
+        expected = _expected_victims(store, before, name(parent), megabytes * MIB, has_states, now)
+        kind = Kind.BLOCK if number % 2 else Kind.CHECKPOINT
+        new = entry(number, parent, size=megabytes * MIB, kind=kind, prefill_s=float(number))
+        was_stored = store.publish([new], name(number), None, now)
+        after = {name(n) for n in there(store, range(number))}
+        assert before - after == (expected if was_stored else set())
+        assert store.used_bytes <= usable_bytes(24 * MIB)
+        if was_stored and hits:
+            store.touch(name(number), now, hits, None)
+
+
+def _expected_victims(
+    store: SimulatedStore, names: set[bytes], parent: bytes, need: int, has_states: bool, now: float
+) -> set[bytes]:
+    ordered = sorted(names)
+    records = np.zeros(len(ordered), USAGE_DTYPE)
+    for row, node in enumerate(ordered):
+        records[row] = store._records[store._rows[node]]
+    wanted = bytes_to_free(used=store.used_bytes, need=need, usable=usable_bytes(24 * MIB), budget=24 * MIB)
+    if not wanted:
+        return set()
+    parents = {node: store.parent(node) for node in ordered}
+    victims = choose_victims(
+        UsageTable(ordered, records),
+        parents.__getitem__,
+        bytes_wanted=wanted,
+        pinned={parent},
+        now=now,
+        saves_nothing=(lambda node: int.from_bytes(node, "big") % 2 == 1) if has_states else None,
+    )
+    return set(victims)
+
+
+# The geometry
+
+
+def test_a_node_takes_what_its_pieces_and_records_take_in_the_file() -> None:
+    assert SLICEABLE.stored_bytes(256, Kind.BLOCK) == pytest.approx(256 * 23_040, rel=0.02)
+    assert CHECKPOINTS.stored_bytes(0, Kind.CHECKPOINT) == pytest.approx(75 << 20, rel=0.02)
+    of_tail = CHECKPOINTS.stored_bytes(7, Kind.TAIL) - CHECKPOINTS.stored_bytes(7, Kind.BLOCK)
+    assert of_tail == pytest.approx((75 << 20) + 2 * 151_936, rel=0.02)
+    assert Geometry(1024).stored_bytes(BLOCK, Kind.BLOCK) == node_bytes(BLOCK, [BLOCK * 1024])
+
+
+def test_small_states_are_not_rounded_up_to_large_ones() -> None:
+    assert Geometry(1024, state_bytes=20_000).stored_bytes(0, Kind.CHECKPOINT) < 30_000
+
+
+def test_a_model_with_states_is_restored_at_checkpoints() -> None:
+    assert (TOKEN.state_kind, SLICEABLE.state_kind, CHECKPOINTS.state_kind) == ("token", "sliceable", "checkpoints")
+
+
+@pytest.mark.parametrize("name", CATALOG)
+@pytest.mark.parametrize("scope", ["full", "auto:8"])
+def test_to_the_token_no_request_restores_less_and_no_bound_is_passed(name: str, scope: str) -> None:
+    trace = CATALOG[name](num_requests=40)
+    policy = Policy(scope=parse_scope(scope, param="scope"))
+    to_the_token, to_the_block = Simulator(policy, TOKEN), Simulator(policy, SLICEABLE)
+    gained = 0
+    for request in trace:
+        outcome, other = to_the_token.step(request), to_the_block.step(request)
+        assert outcome.restored >= other.restored
+        assert outcome.selection.selected == other.selection.selected
+        gained += outcome.restored - other.restored
+    assert gained > 0 or name == "one-off"
+    assert to_the_token.totals.restored_tokens <= upper_bound(trace, policy, TOKEN).restored_tokens
+
+
+token_lists = st.lists(st.integers(0, 2), min_size=1, max_size=6).map(as_token_ids)
+
+
+@given(children=st.lists(token_lists, max_size=12), wanted=token_lists, num_gone=st.integers(0, 4))
+def test_the_child_that_shares_most_is_found(children: list[TokenIds], wanted: TokenIds, num_gone: int) -> None:
+    store = SimulatedStore(None, has_states=False, ttl_s=1.0)
+    parent = b"p" * 16
+    # Of those that begin another one, only that one is stored.
+    listed = sorted({ids.tobytes() for ids in children})
+    stored = dict(
+        enumerate(one for one in listed if not any(other.startswith(one) for other in listed if other != one))
+    )
+    for number, ids in stored.items():
+        node = Node(name(number), parent, 0, len(ids) // 4, Kind.TAIL)
+        when = 0.0 if number < num_gone else 1e3
+        store.publish([NewEntry(node, 100, 1.0, token_ids=ids)], None, None, when)
+    store.pass_time(1e3)
+    left = [np.frombuffer(ids, np.int32) for number, ids in stored.items() if number >= num_gone]
+    most = max((common_prefix_length(ids, wanted) for ids in left), default=0)
+    found = store.most_similar(parent, wanted.tobytes())
+    assert (found.end if found else 0) == most
+    assert store.most_similar(b"q" * 16, wanted.tobytes()) is None
+
+
+def test_a_model_without_state_per_token_has_blocks_of_records_alone() -> None:
+    assert 0 < Geometry(0, state_bytes=10).stored_bytes(BLOCK, Kind.BLOCK) < 1000

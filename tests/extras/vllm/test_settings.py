@@ -1,0 +1,79 @@
+"""The connector's configuration: the daemon's settings under shorter names, and one line for what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.errors import DiskPrefixError
+from diskprefix.extras.vllm.request_options import BadParameters, options_of
+from diskprefix.extras.vllm.settings import connector_settings
+from diskprefix.nouns import Mark
+from diskprefix.settings import Settings
+
+
+def test_keys_are_those_of_the_daemon_under_shorter_names() -> None:
+    settings = connector_settings({"path": "/kv", "budget": "2GiB", "ttl": "7d", "scope": "AUTO:9"}, 128)
+    assert (settings.kv_cache_dir, settings.kv_cache_budget, settings.kv_cache_ttl) == (Path("/kv"), 2**31, 604800.0)
+    assert (settings.disk_prefix_cache, settings.block_size) == ("auto:9", 128)
+    assert settings.kv_cache_codec == "planes"
+    assert connector_settings({"path": "/kv", "codec": "raw"}, 128).kv_cache_codec == "raw"
+
+
+@pytest.mark.parametrize(("page", "block"), [(16, 128), (48, 144), (128, 128), (272, 272)])
+def test_a_block_is_whole_pages_and_not_too_small(page: int, block: int) -> None:
+    assert connector_settings({"path": "/kv"}, page).block_size == block
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({}, "path: must name the folder of the store"),
+        ({"path": "/kv", "bugdet": 1}, "bugdet: unknown key; there are: path, budget, "),
+        ({"path": "/kv", "budget": "much"}, "budget: 'much' is not a size"),
+        ({"path": "/kv", "budget": 1.5}, "budget: 1.5 is out of range"),
+        ({"path": "/kv", "budget": 5}, "budget: 5 is out of range"),
+        ({"path": "/kv", "scope": "most"}, "scope: 'most' is not a cache scope"),
+        ({"path": "/kv", "ttl": "1 month"}, "ttl: '1 month' is not a duration"),
+        ({"path": "/kv", "codec": 3}, "codec: 3 is not a text"),
+        ({"path": "/kv", "codec": "gzip"}, "codec: 'gzip' is not one of"),
+        ({"path": "/kv", "min_tokens": "few"}, "min_tokens: 'few' is not a number"),
+        ({"path": "/kv", "record": []}, "record: must be a number or a text"),
+        ({"path": "/kv", "remote_tier": "s3://bucket"}, "remote_tier needs namespace_key_file: "),
+        ({"path": "/kv", "remote_write": "some"}, "remote_write: 'some' is not one of seen-twice, all, off"),
+        ({"path": "/kv", "remote_deadline": 0}, "remote_deadline: 0.0 is out of range"),
+        ({"path": "/kv", "block_size": 200}, "block_size: 200 tokens are not whole pages of 16 tokens"),
+    ],
+)
+def test_what_is_wrong_is_named_by_its_key(config: dict[str, Any], problem: str) -> None:
+    with pytest.raises(DiskPrefixError) as raised:
+        connector_settings(config, 16)
+    assert raised.value.message.startswith(problem)
+
+
+def test_a_request_may_choose_its_own() -> None:
+    options = options_of({"window": 5, "save": False, "ttl": "1h", "marks": [7, 3], "remote_host": "x"}, Settings())
+    assert (str(options.cache.scope), options.cache.save, options.cache.ttl_s) == ("auto:5", False, 3600.0)
+    assert options.marks == (Mark(3), Mark(7))
+    assert str(options_of(None, Settings()).cache.scope) == "auto:30"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "problem"),
+    [
+        ({"scope": True}, "scope: "),
+        ({"scope": "full", "window": 3}, "prefix_cache.window: only the scope auto"),
+        ({"window": 0}, "window: must be an integer from 1 on"),
+        ({"save": "no"}, "save: must be true or false"),
+        ({"ttl": -1}, "ttl: "),
+        ({"marks": 3}, "marks: must be a list"),
+        ({"marks": list(range(33))}, "marks: must have at most 32 positions (got 33)"),
+        ({"marks": [1.5]}, "marks: must be an integer"),
+    ],
+)
+def test_what_a_request_asks_wrongly_is_named(parameters: dict[str, Any], problem: str) -> None:
+    with pytest.raises(BadParameters) as raised:
+        options_of(parameters, Settings())
+    assert str(raised.value).startswith(problem)

@@ -1,0 +1,97 @@
+"""A store with saved conversations and the tokenizer that made them: no model is needed for what people read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from diskprefix.chat.template import PromptRenderer
+from diskprefix.cli.request_bodies import parse_body
+from diskprefix.nouns import SHARED, Tenant
+from diskprefix.store.savings import Tally
+from diskprefix.store.savings_log import SavingsLog
+from diskprefix.store.schema import RootRecord
+from diskprefix.store.store import Publication, Store
+from diskprefix.tokens import TokenIds, root_hash
+from tests.server.chat_model import VOCAB_SIZE, write_tokenizer
+from tests.store.building import BLOCK, Clock, layout_of, open_store, publication
+
+LAYOUT = layout_of(4_000)
+NOW = 1_800_000_000.0
+ALICE = SHARED.with_salt("alice")
+
+
+def tokenizer_in(folder: Path) -> Any:
+    """The tokenizer in `folder`, which is written unless it is there."""
+    from transformers import AutoTokenizer
+
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        write_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+class SavedChats:
+    """A store in `folder` to which conversations are saved as a daemon would save them."""
+
+    def __init__(self, folder: Path, tokenizer: Path) -> None:
+        self.tokenizer = tokenizer
+        self.clock = Clock(NOW)
+        self.store: Store = open_store(folder, clock=self.clock)
+        self._tokenizer = tokenizer_in(tokenizer)
+        self.renderer = PromptRenderer(self._tokenizer, vocab_size=VOCAB_SIZE, max_positions=1 << 20)
+
+    def decode(self, token_ids: TokenIds) -> str:
+        return str(self._tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
+
+    def save(
+        self, body: dict[str, Any], *, tenant: Tenant = SHARED, model: str = "tiny", torch: str = "2.13", keep: int = 0
+    ) -> Publication:
+        """Saves the prompt of a body, or its first `keep` tokens. `torch` is a part of the model's identity."""
+        self.clock.now += 60
+        prompt = parse_body(body).prompt(self.renderer)
+        identity = f'{{"fingerprint":{{"torch_version":"{torch}","products":"x"}},"model":"{model}","salt":"{tenant}"}}'
+        root = root_hash(identity)
+        kept = prompt.token_ids[: keep or None]
+        made = publication(self.store, kept, root=root, layout=LAYOUT)
+        assert made.entry is not None
+        made = replace(
+            made,
+            entry=type(made.entry)(
+                root=root,
+                num_tokens=len(kept),
+                scope="full",
+                preview=prompt.text,
+                created_at=self.clock.now,
+                reason="full",
+            ),
+            root_record=RootRecord(
+                model=model,
+                block_size=BLOCK,
+                layout=LAYOUT,
+                created_at=self.clock.now,
+                identity=identity,
+                tenant=str(tenant),
+                tokenizer=str(self.tokenizer),
+            ),
+            prompt=prompt.token_ids,
+        )
+        self.store.publish(made)
+        log = SavingsLog(self.store)
+        counts = Tally(requests=2, hits=1, prompt_tokens=200, restored_tokens=100, saved_s=1.5)
+        log.note(root, made.root_record, counts, made.nodes[0].name)
+        log.write()
+        return made
+
+
+SYSTEM = (
+    "You look after the harbor library of a small town. Answer questions about ships, tides and birds, briefly.\n"
+    "The current date is Saturday, November 21, 2026.\n"
+    "Say when you do not know something. Never guess the depth of the water. Name the page of the book you used.\n"
+    "The reading room opens at nine and closes at six; on Sundays it stays closed, whatever the weather is.\n"
+)
+
+
+def chat(question: str, system: str = SYSTEM, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "system", "content": system}, {"role": "user", "content": question}], **fields}

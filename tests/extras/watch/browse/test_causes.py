@@ -1,0 +1,43 @@
+"""Two texts that part get the cause in words that a person would give."""
+
+from __future__ import annotations
+
+import pytest
+
+from diskprefix.extras.watch.browse.causes import cause_between, first_difference, line_at
+
+TOOL_A = '{"type": "function", "function": {"name": "read", "parameters": {"path": "string"}}}'
+TOOL_B = '{"type": "function", "function": {"name": "write", "parameters": {"path": "string"}}}'
+REST = "\nBe brief.\nNever guess.\n"
+BILLING = "x-anthropic-billing-header: cc_version=2.1.39; cch={};"
+CASES = {
+    "date": ("Today is Saturday, November 21, 2026.", "Today is Sunday, November 22, 2026."),
+    "clock": ("The current time is 05:04.", "The current time is 05:05."),
+    "billing-header": (BILLING.format("00c6e"), BILLING.format("ff12a")),
+    "tool-order": (f"{TOOL_A}\n{TOOL_B}", f"{TOOL_B}\n{TOOL_A}"),
+    "schema-keys": ('{"name": "read", "strict": true}', '{"strict": true, "name": "read"}'),
+    "order": ("first\nsecond", "second\nfirst"),
+    "id": ("session 3f2a90bc-1d22", "session 99aabbcc-ff00"),
+    "number": ("There are 12 files open.", "There are 134 files open."),
+    "inserted": ("A note.\nYou are a helper.", "You are a helper."),
+    "removed": ("You are a helper.", "A note.\nYou are a helper."),
+    "text": ("You are a pirate.", "You were a sailor once."),
+}
+
+
+@pytest.mark.parametrize("kind", list(CASES))
+def test_the_cause_is_named(kind: str) -> None:
+    new, old = CASES[kind]
+    cause = cause_between(f"Head\n{new}{REST}", f"Head\n{old}{REST}")
+    assert cause.kind == kind
+    assert cause.text
+    assert cause.advice or kind == "text"
+
+
+@pytest.mark.parametrize(("new", "old", "at"), [("abc", "abd", 2), ("", "x", 0), ("ab", "abc", 2), ("ü1", "ü2", 1)])
+def test_the_first_difference_is_found(new: str, old: str, at: int) -> None:
+    assert first_difference(new, old) == first_difference(old, new) == at
+
+
+def test_the_line_around_a_place_is_found() -> None:
+    assert [line_at("one\ntwo\nthree", index) for index in (0, 4, 12, 13)] == ["one", "two", "three", "three"]

@@ -1,0 +1,50 @@
+"""The figures of each model and tenant, and what eviction takes next."""
+
+from __future__ import annotations
+
+from diskprefix.extras.watch.browse.entry import entry_details
+from diskprefix.extras.watch.browse.statistics import next_victims, statistics
+from diskprefix.store.eviction import choose_victims
+from diskprefix.store.listing import list_entries
+from diskprefix.store.savings import read_savings
+from diskprefix.store.snapshot import Snapshot
+from tests.extras.watch.browse.saved_chats import ALICE, SavedChats
+
+
+def test_sharing_and_hits_are_counted_for_each_model_and_tenant(snapshot: Snapshot, chats: SavedChats) -> None:
+    entries = list_entries(snapshot)
+    rows = statistics(snapshot, entries, read_savings(snapshot), chats.clock.now)
+    main, alice = max(rows, key=lambda row: row.entries), next(row for row in rows if row.tenant == str(ALICE))
+    mine = [info for info in entries if info.model == "tiny" and not info.tenant]
+    assert main.listed_bytes == sum(info.raw_bytes for info in mine if info.preview.find("older build") < 0)
+    assert main.shared_bytes == main.listed_bytes - main.raw_bytes > 0
+    assert (alice.entries, alice.shared_bytes) == (1, 0)
+    assert (main.total.requests, main.total.hits, main.total.hit_rate) == (10, 5, 0.5)
+    assert main.today.saved_s == main.total.saved_s == 5 * 1.5
+    assert main.since is not None
+    assert main.since <= chats.clock.now
+
+
+def test_what_goes_next_is_what_eviction_would_take(snapshot: Snapshot, chats: SavedChats) -> None:
+    now = chats.clock.now + 3600
+    victims = next_victims(snapshot, now, most=6)
+    table = snapshot.usages()
+    expected = choose_victims(table, snapshot.parent, bytes_wanted=2**40, pinned=(), now=now)[:6]
+    assert [bytes.fromhex(victim.hash) for victim in victims] == expected
+    assert all(victim.reason == "never used again" for victim in victims)
+    assert any(victim.entries == (victim.hash,) for victim in victims)
+    assert [victim.age_s >= 3600 for victim in victims] == [True] * 6
+
+
+def test_an_entry_names_who_shares_its_blocks_and_how_they_are_stored(snapshot: Snapshot) -> None:
+    entries = list_entries(snapshot)
+    info = next(one for one in entries if "birds nest" in one.preview)
+    details = entry_details(snapshot, entries, info, read_savings(snapshot))
+    assert len(details.shared_with) == 3, "Alice's, and those of other builds, share nothing"
+    most = details.shared_with[0].num_tokens
+    assert {node.entries for node in details.nodes if node.position + node.num_tokens <= most} >= {4}
+    assert details.nodes[-1].entries == 1
+    assert details.codecs == {"raw": sum(sum(node.codecs.values()) for node in details.nodes)}
+    assert len(details.token_ids) == info.num_tokens
+    assert details.reason == "full"
+    assert len(details.hit_times) == 4, "requests that restored a block of it, whichever prompt they were"

@@ -1,0 +1,107 @@
+"""Why a prompt is found, or is not: the same prompt changed as clients change it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from diskprefix.cli.request_bodies import parse_body
+from diskprefix.extras.watch.browse.why import Why, explain
+from diskprefix.store.listing import list_entries
+from diskprefix.store.savings import read_savings
+from diskprefix.store.snapshot import Snapshot
+from tests.extras.watch.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat
+
+Json = dict[str, Any]
+QUESTION = "When is high tide today?"
+
+
+def why(chats: SavedChats, snapshot: Snapshot, body: Json, **options: Any) -> Why:
+    parsed = parse_body(body)
+    return explain(
+        snapshot,
+        chats.store.secret,
+        parsed.prompt(chats.renderer),
+        tenant=str(parsed.options.tenant),
+        entries=list_entries(snapshot),
+        savings=read_savings(snapshot),
+        decode=chats.decode,
+        **options,
+    )
+
+
+def test_a_prompt_that_is_stored_needs_nothing(chats: SavedChats, snapshot: Snapshot) -> None:
+    found = why(chats, snapshot, chat(QUESTION))
+    assert found.restored == found.prompt_tokens == found.stored
+    assert (found.cause.kind, found.parting) == ("nothing", None)
+    assert found.nearest is not None
+    assert found.nearest.preview.endswith(QUESTION)
+
+
+def test_a_conversation_that_goes_on_needs_nothing(chats: SavedChats, snapshot: Snapshot) -> None:
+    body = chat(QUESTION)
+    body["messages"] += [{"role": "assistant", "content": "At noon."}, {"role": "user", "content": "Thanks."}]
+    found = why(chats, snapshot, body)
+    assert found.cause.kind == "goes-on"
+    assert found.nearest is not None
+    assert found.restored == found.nearest.num_tokens
+
+
+def test_a_changed_date_is_named_with_the_text_around_it(chats: SavedChats, snapshot: Snapshot) -> None:
+    found = why(chats, snapshot, chat(QUESTION, SYSTEM.replace("Saturday, November 21", "Sunday, November 22")))
+    assert found.cause.kind == "date"
+    assert found.parting is not None
+    assert found.parting.line_here == "The current date is Sunday, November 22, 2026."
+    assert found.parting.line_there == "The current date is Saturday, November 21, 2026."
+    assert found.parting.here.startswith("unday, November 22")
+    assert found.parting.at == found.restored, "a model that is exact at every token restores up to there"
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (chat("Another question, of tides?"), "question"),
+        (chat(QUESTION, prefix_cache={"salt": "bob"}), "tenant"),
+        (chat("Only there?", "Kept by an older build alone. " * 12), "build"),
+        (chat("Go on.", "Another agent says other things. " * 12), "not-kept"),
+        (chat("Go back.", "Another agent says other things. " * 12), "not-kept"),
+        (chat(QUESTION, "A note that was not there before.\n" + SYSTEM), "inserted"),
+        ({"prompt": "zebras"}, "unlike"),
+    ],
+)
+def test_the_cause_is_named(chats: SavedChats, snapshot: Snapshot, body: Json, kind: str) -> None:
+    assert why(chats, snapshot, body).cause.kind == kind
+
+
+def test_what_another_build_or_tenant_has_is_named_with_what_differs(chats: SavedChats, snapshot: Snapshot) -> None:
+    build = why(chats, snapshot, chat("Only there?", "Kept by an older build alone. " * 12))
+    assert build.elsewhere[0].differs == {"torch_version": ("2.12", "2.13")}
+    tenant = why(chats, snapshot, chat("Which birds nest on the pier?", prefix_cache={"salt": "alice"}))
+    assert (tenant.tenant, tenant.restored > 0) == (str(ALICE), True)
+    assert tenant.elsewhere[0].differs["tenant"] == ("", str(ALICE))
+
+
+def test_the_tools_in_another_order_are_told(chats: SavedChats) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+        for name in ("read", "write", "list")
+    ]
+    chats.save(chat("What is there?", tools=tools))
+    with chats.store.snapshot() as snapshot:
+        found = why(chats, snapshot, chat("What is there?", tools=tools[::-1]))
+    assert (found.cause.kind, "tool-order=on" in found.cause.advice) == ("tool-order", True)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"max_tokens": 5, "system": SYSTEM, "messages": [{"role": "user", "content": QUESTION}]},
+        {"instructions": SYSTEM, "input": QUESTION},
+        {"instructions": SYSTEM, "input": [{"role": "user", "content": [{"type": "input_text", "text": QUESTION}]}]},
+    ],
+    ids=["messages", "responses", "responses with items"],
+)
+def test_a_body_of_any_api_is_the_same_prompt(chats: SavedChats, snapshot: Snapshot, body: Json) -> None:
+    found = why(chats, snapshot, body)
+    assert found.restored == found.prompt_tokens

@@ -1,0 +1,184 @@
+"""What the dashboard's routes show of a real daemon, and to whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from diskprefix.extras.watch.dashboard import watch
+from diskprefix.extras.watch.dashboard.shown import ClientSettings, Entries, State
+from diskprefix.server.daemon import Daemon
+from diskprefix.settings import Settings
+from tests.server.daemon_process import DaemonProcess, wait_until
+from tests.server.scripted import AppServer, ScriptedEngine, scripted_app, until_cancelled
+from tests.server.test_auth import ADMIN, ALICE, bearer, write_keys
+
+CHAT = "/v1/chat/completions"
+BROWSER = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+LONG = "What the harbour master knows of tides, cranes and berths, told from the beginning. " * 4
+
+
+@pytest.fixture
+def client(daemon: DaemonProcess) -> Iterator[httpx.Client]:
+    with daemon.client() as client:
+        yield client
+
+
+def ask(client: httpx.Client, text: str, **fields: Any) -> Any:
+    messages = [{"role": "user", "content": text}]
+    return client.post(CHAT, json={"messages": messages, "max_tokens": 4, "temperature": 0} | fields)
+
+
+def next_state(lines: Iterator[str]) -> dict[str, Any]:
+    """The next event of a stream."""
+    for line in lines:
+        if line.startswith("data: "):
+            found: dict[str, Any] = json.loads(line.removeprefix("data: "))
+            return found
+    raise AssertionError("the stream ended")
+
+
+def test_a_browser_gets_the_page_and_other_clients_what_they_got_before(client: httpx.Client) -> None:
+    page = client.get("/", headers=BROWSER)
+    assert page.headers["content-type"].startswith("text/html")
+    assert "content-security-policy" in page.headers
+    for accept in ("*/*", "application/json"):
+        answer = client.get("/", headers={"Accept": accept})
+        assert answer.json() == {"name": "diskprefix", "docs": "/docs"}
+        assert answer.headers["vary"] == "Accept"
+    head = client.head("/", headers=BROWSER)
+    assert (head.status_code, head.content) == (200, b"")
+    assert client.head("/").headers["content-type"] == "application/json"
+
+
+def test_the_state_shows_what_the_last_requests_were_told(client: httpx.Client) -> None:
+    before = State.model_validate(client.get("/dashboard/state").json())
+    since = before.ended[-1].number if before.ended else 0
+    reply = ask(client, f"state {LONG}").json()
+    assert ask(client, "hello", top_p=7).status_code == 400
+    state = State.model_validate(client.get("/dashboard/state", params={"since": since}).json())
+    assert [ended.status for ended in state.ended] == [200, 400]
+    good, bad = state.ended
+    assert (good.id, good.prefix_cache) == (reply["id"], reply["prefix_cache"])
+    assert good.prompt_tokens == reply["usage"]["prompt_tokens"]
+    assert bad.error is not None
+    assert bad.error.startswith("top_p: ")
+    assert any("top_p: " in problem.what for problem in state.problems)
+    assert state.model is not None
+    assert state.memory is not None
+    assert any(slot.tokens > 0 and not slot.busy for slot in state.memory.slots)
+    assert (state.status, state.recording, state.may_delete) == ("ok", False, True)
+    assert client.get("/dashboard/state", params={"since": "x"}).json()["error"]["param"] == "since"
+
+
+def test_events_come_while_requests_run_and_tell_each_end_once(client: httpx.Client, daemon: DaemonProcess) -> None:
+    with client.stream("GET", "/dashboard/events") as stream, daemon.client() as other:
+        assert stream.headers["content-type"].startswith("text/event-stream")
+        lines = stream.iter_lines()
+        numbers = [ended["number"] for ended in next_state(lines)["ended"]]
+        for word in ("one", "two"):
+            id_ = ask(other, f"events {word}").json()["id"]
+            while not (ended := next_state(lines)["ended"]):
+                pass
+            assert [one["id"] for one in ended] == [id_]
+            numbers += [one["number"] for one in ended]
+    assert numbers == sorted(set(numbers))
+
+
+def test_a_saved_prompt_is_listed_with_its_tree_and_can_be_deleted(client: httpx.Client, daemon: DaemonProcess) -> None:
+    text = f"entries {LONG}"
+    assert ask(client, text).json()["prefix_cache"]["restored"] == 0
+    daemon.wait_saved()
+
+    def found() -> list[Any]:
+        listed = Entries.model_validate(client.get("/dashboard/entries").json())
+        nodes = {node.id: node for tree in listed.trees for node in tree.nodes}
+        for node in nodes.values():
+            assert node.start == (nodes[node.parent].end if node.parent else 0)
+        return [entry for entry in listed.entries if entry.preview and "entries What" in entry.preview]
+
+    [entry] = wait_until(found, "the entry is listed")
+    deleted = client.delete(f"/dashboard/entries/{entry.id}")
+    assert (deleted.status_code, deleted.json()["entries"]) == (200, 1)
+    assert found() == []
+    assert ask(client, text).json()["prefix_cache"]["restored"] < entry.num_tokens // 2
+    for unknown in (entry.id[::-1], "zz"):
+        answer = client.delete(f"/dashboard/entries/{unknown}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "entry_not_found")
+
+
+def test_settings_of_clients_have_the_address_by_which_they_were_asked_for(client: httpx.Client) -> None:
+    found = [ClientSettings.model_validate(one) for one in client.get("/dashboard/clients").json()]
+    by_name = {one.name: one.text for one in found}
+    assert {"claude-code", "codex", "opencode"} <= by_name.keys()
+    assert str(client.base_url).rstrip("/") in by_name["codex"]
+
+
+def test_without_a_recording_the_simulation_says_how_to_get_one(client: httpx.Client) -> None:
+    answer = client.post("/dashboard/simulation", json={"hours": 1})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_recording")
+    assert "--record" in answer.json()["error"]["message"]
+    for body, param in (({"hours": 0}, "hours"), ({"hours": "1"}, "hours")):
+        refused = client.post("/dashboard/simulation", json=body)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "state"),
+        ("GET", "events"),
+        ("GET", "entries"),
+        ("GET", "clients"),
+        ("POST", "simulation"),
+        ("DELETE", "entries/a"),
+    ],
+)
+def test_everything_but_the_page_is_for_the_key_named_admin(keyed: AppServer, method: str, path: str) -> None:
+    with keyed.client() as client:
+        assert client.get("/", headers=BROWSER).headers["content-type"].startswith("text/html")
+        assert client.request(method, f"/dashboard/{path}").status_code == 401
+        assert client.request(method, f"/dashboard/{path}", headers=bearer(ALICE)).status_code == 403
+
+
+@pytest.fixture(scope="module")
+def keyed(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    keys = write_keys(tmp_path_factory.mktemp("keys") / "keys", f"admin {ADMIN}", f"alice {ALICE}")
+    with scripted_app(chat_model, ScriptedEngine(until_cancelled), api_keys=keys) as running:
+        yield running
+
+
+def test_a_disk_that_hangs_holds_nobody_up_who_watches(keyed: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_COUNTS_S", 0.0)
+    monkeypatch.setattr(watch, "_PATIENCE_S", 0.02)
+    cache: Any = keyed.daemon.serving.engine.cache  # type: ignore[union-attr]
+    with keyed.client() as client:
+
+        def shown() -> Any:
+            return client.get("/dashboard/state", headers=bearer(ADMIN)).json()["cache"]
+
+        wait_until(lambda: (shown() or {}).get("hits") == 6, "the counts are read")
+        cache.is_readable.clear()
+        wait_until(lambda: shown() and cache.is_waited_for.is_set(), "the counts are read again")
+        assert shown()["hits"] == 6
+        cache.is_readable.set()
+
+
+def test_without_keys_other_machines_neither_read_texts_nor_delete(chat_model: Path) -> None:
+    def is_private(host: str, keys: Path | None = None) -> bool:
+        settings = Settings(model=str(chat_model), host=host, api_keys=keys)
+        return watch.Watch(Daemon(settings, ScriptedEngine().load)).is_private
+
+    assert is_private("127.0.0.1")
+    assert is_private("::1")
+    assert is_private("0.0.0.0", Path("keys"))
+    with scripted_app(chat_model, host="0.0.0.0") as server, server.client() as client:
+        assert client.get("/dashboard/state").json()["may_delete"] is False
+        refused = client.delete("/dashboard/entries/00")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "forbidden")
+        assert "diskprefix purge" in refused.json()["error"]["message"]

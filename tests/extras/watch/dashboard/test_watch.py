@@ -1,0 +1,139 @@
+"""How often those who watch read the daemon's state, and what they get while that is slow."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from diskprefix.extras.watch.dashboard import routes, watch
+from diskprefix.extras.watch.dashboard.watch import Watch
+from diskprefix.settings import Settings
+
+
+class Counts:
+    """A cache whose counts are the numbers of their readings, from 1."""
+
+    def __init__(self, *, waits: bool = False) -> None:
+        self.readings = 0
+        self.goes_on = asyncio.Event()
+        if not waits:
+            self.goes_on.set()
+
+    async def cache_stats(self) -> dict[str, Any]:
+        self.readings += 1
+        number = self.readings
+        await self.goes_on.wait()
+        return {"number": number}
+
+
+def daemon(status: str = "ok", **others: Any) -> Any:
+    recent = SimpleNamespace(failures=[], since=lambda number: list(range(number, 2)))
+    breaks = SimpleNamespace(as_list=list)
+    fields = {"settings": Settings(), "serving": None, "status": status, "doing": "reading the weights"}
+    return SimpleNamespace(**fields | {"num_arriving": 0, "recent": recent, "breaks": breaks} | others)
+
+
+def counts_of(counts: Counts, times: int) -> list[Any]:
+    """What so many readers get, one after the other."""
+
+    async def read() -> list[Any]:
+        found = Watch(daemon())
+        return [await found._cache(cast("Any", counts)) for _ in range(times)]
+
+    return asyncio.run(read())
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(work)
+
+
+@pytest.mark.parametrize(("pause_s", "readings"), [(1e9, 1), (0.0, 3)])
+def test_counts_are_not_read_again_before_their_time(
+    monkeypatch: pytest.MonkeyPatch, pause_s: float, readings: int
+) -> None:
+    monkeypatch.setattr(watch, "_COUNTS_S", pause_s)
+    counts = Counts()
+    assert counts_of(counts, 3)[-1] == {"number": readings}
+    assert counts.readings == readings
+
+
+def test_a_slow_reading_is_waited_for_a_moment_and_not_begun_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "_COUNTS_S", 0.0)
+    monkeypatch.setattr(watch, "_PATIENCE_S", 0.01)
+
+    async def read() -> tuple[list[Any], int, Any]:
+        counts, found = Counts(waits=True), Watch(daemon())
+        early = [await found._cache(cast("Any", counts)) for _ in range(3)]
+        begun = counts.readings
+        counts.goes_on.set()
+        return early, begun, await found._cache(cast("Any", counts))
+
+    assert run(read()) == ([None, None, None], 1, {"number": 1})
+
+
+def test_what_it_does_is_told_while_it_loads() -> None:
+    assert run(Watch(daemon("loading")).state())["message"] == "reading the weights"
+    assert run(Watch(daemon("ok")).state())["message"] is None
+
+
+class States:
+    """States that are told one after the other; the last one stays. Then the daemon has stopped."""
+
+    def __init__(self, stream: Iterator[tuple[dict[str, Any], list[dict[str, Any]]]], stopping: Any) -> None:
+        self._stream, self._stopping = stream, stopping
+        self._ended: list[dict[str, Any]] = []
+        self.since: list[int] = []
+
+    async def state(self) -> dict[str, Any]:
+        assert self._stopping.status != "stopping", "it goes on when the daemon has stopped"
+        now, self._ended = next(self._stream, ({}, []))
+        if not now:
+            self._stopping.status = "stopping"
+        return now
+
+    def ended(self, since: int) -> list[dict[str, Any]]:
+        self.since.append(since)
+        return self._ended
+
+
+def told(monkeypatch: pytest.MonkeyPatch, *states: Any, silent_s: float = 1e9) -> tuple[list[bytes], list[int]]:
+    """The events of a stream over these states, and what it asked for the ended requests since."""
+    monkeypatch.setattr(routes, "UPDATE_S", 0.0)
+    monkeypatch.setattr(routes, "_SILENT_S", silent_s)
+    running = daemon("ok")
+    watched = States(iter(states), running)
+    dashboard: Any = SimpleNamespace(watch=watched, daemon=running)
+
+    async def read() -> list[bytes]:
+        return [event async for event in routes._events(dashboard)]
+
+    return run(read()), watched.since
+
+
+def test_an_event_comes_when_something_but_the_time_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calm: list[Any] = [({"now": at, "status": "ok"}, []) for at in range(3)]
+    events, _ = told(monkeypatch, *calm, ({"now": 3, "status": "degraded"}, []))
+    assert [b'"degraded"' in event for event in events[:-1]] == [False, True]
+    assert all(event.startswith(b"event: state\ndata: {") and event.endswith(b"}\n\n") for event in events)
+
+
+def test_requests_that_ended_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    same = {"now": 0, "status": "ok"}
+    events, since = told(monkeypatch, (same, [{"number": 7}, {"number": 8}]), (same, []), (same, [{"number": 9}]))
+    assert since == [0, 8, 8, 9]
+    assert len(events) == 3, "the last one is that of the end"
+
+
+def test_silence_is_broken_by_a_comment(monkeypatch: pytest.MonkeyPatch) -> None:
+    calm: list[Any] = [({"now": at, "status": "ok"}, []) for at in range(3)]
+    assert told(monkeypatch, *calm, silent_s=0.0)[0][1:3] == [b": keepalive\n\n"] * 2
+    assert not any(event.startswith(b":") for event in told(monkeypatch, *calm)[0])
+
+
+def test_a_stream_ends_when_the_daemon_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    events, since = told(monkeypatch, ({"now": 0, "status": "ok"}, []))
+    assert (len(events), len(since)) == (2, 2)

@@ -1,0 +1,58 @@
+"""The places where extras join the core."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from diskprefix import hooks
+from diskprefix.cli import command_names
+from diskprefix.errors import SettingsError
+from diskprefix.settings import Settings
+
+_EXTRA = """
+COMMANDS = {"hello": "hello_extra:hello"}
+
+def hello():
+    import click
+    click.command()(lambda: click.echo("hello from outside"))()
+"""
+
+
+def test_the_own_extras_add_their_commands() -> None:
+    assert set(hooks.commands()) == {"inspect", "remote", "simulate", "top"}
+    assert command_names()[0] == "serve"
+    for place in hooks.commands().values():
+        assert hooks.command(place).name in hooks.commands()
+
+
+def test_without_settings_that_ask_for_them_there_is_no_tier_and_no_recorder() -> None:
+    assert hooks.open_tier(Settings()) is None
+    assert hooks.open_recorder(Settings(), lambda: 0) is None
+
+
+def test_two_extras_that_answer_for_one_setting_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Extra(ModuleType):
+        def open_tier(self, _: Settings) -> Any:
+            return self
+
+    monkeypatch.setattr(hooks, "extras", lambda: (Extra("one"), Extra("other")))
+    with pytest.raises(SettingsError, match="two extras"):
+        hooks.open_tier(Settings())
+
+
+def test_another_distribution_adds_a_command(tmp_path: Path) -> None:
+    (tmp_path / "hello_extra.py").write_text(_EXTRA)
+    about = tmp_path / "hello_extra-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: hello-extra\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[diskprefix.extras]\nhello = hello_extra\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from diskprefix import hooks as h; "
+    code += "h.command(h.commands()['hello'])()"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout == "hello from outside\n"
