@@ -9,9 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diskprefix import hooks
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import SettingsError
 from diskprefix.nouns import SHARED
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 from diskprefix.store.schema import ModelRecord
 
@@ -113,11 +113,11 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     # Before anything else imports transformers.
     import_transformers()
 
+    from diskprefix.cache.resources import open_store
     from diskprefix.engine.engine import Engine
     from diskprefix.engine.opening import load_draft, measured
     from diskprefix.model.loader import load_model
     from diskprefix.model.memory import KV_AHEAD_BYTES, explain_out_of_memory
-    from diskprefix.prefix_cache.resources import open_store
 
     imported = time.perf_counter()
     # A wrong scope is reported before anything else.

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from diskprefix.errors import SettingsError
 
 if TYPE_CHECKING:
+    from diskprefix.cache.tiers.shared import Bucket, SharedTier
     from diskprefix.nouns import CacheOptions, CacheReport, Prompt
     from diskprefix.settings import Settings
-    from diskprefix.tiers.shared import Bucket, SharedTier
     from diskprefix.tokens import TokenIds
 
 _OWN = ("diskprefix.extras.watch", "diskprefix.extras.simulate", "diskprefix.extras.remote")

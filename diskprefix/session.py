@@ -23,6 +23,10 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.policy.safe_cuts import raw_boundaries
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.resources import open_store
 from diskprefix.engine.prefill import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
 from diskprefix.kv.arena import KVArena
@@ -36,10 +40,6 @@ from diskprefix.model.prefilled import with_prefill
 from diskprefix.model.rehearsal import rehearse, unsupported
 from diskprefix.model.weights import memory_digest, stamp
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
-from diskprefix.policy.safe_cuts import raw_boundaries
-from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache.cache import PrefixCache
-from diskprefix.prefix_cache.resources import open_store
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings, parse_size
 from diskprefix.tokens import TokenIds, floor_to_grid

@@ -6,8 +6,8 @@ from typing import Protocol
 
 import pytest
 
+from diskprefix.cache.tiers import nodes
 from diskprefix.store.schema import Kind
-from diskprefix.tiers import nodes
 
 
 class Name(Protocol):

@@ -10,6 +10,10 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.request import CachedRequest
+from diskprefix.cache.resources import open_store
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import ExactAt, Layout
@@ -17,10 +21,6 @@ from diskprefix.model.invariance import make_exact
 from diskprefix.model.invariant import uninstall
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
-from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache.cache import PrefixCache
-from diskprefix.prefix_cache.request import CachedRequest
-from diskprefix.prefix_cache.resources import open_store
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.waiting import wait_for

@@ -12,19 +12,19 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from diskprefix.cache.restore import Restoration, Restored
+from diskprefix.cache.tiers.buffer import BufferTier
+from diskprefix.cache.tiers.disk import DiskTier
+from diskprefix.cache.tiers.loading import READER_THREADS
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group, LayerSpec, Layout, TensorSpec
 from diskprefix.kv.transfer import populate
-from diskprefix.prefix_cache.restore import Restoration, Restored
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
-from diskprefix.tiers.buffer import BufferTier
-from diskprefix.tiers.disk import DiskTier
-from diskprefix.tiers.loading import READER_THREADS
-from diskprefix.tiers.nodes import Node, PromptNodes
 from diskprefix.tokens import TokenIds, root_hash
 
 

@@ -20,10 +20,9 @@ for _row in (
     "private_file settings tenant_ids tokens",
     "nouns",
     "namespace_key memo native",
-    "policy store kv recipes",
-    "tiers",
+    "store kv recipes",
     "hooks",
-    "model prefix_cache",
+    "model cache",
     "engine chat",
     "server session",
     "app",
@@ -31,13 +30,15 @@ for _row in (
     "extras",
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
+BELOW["cache.policy"], BELOW["cache.tiers"] = BELOW["store"], BELOW["hooks"]
+BELOW["hooks"] |= {"cache"}  # Only for the types of what extras provide.
 BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"session", "version"})
 
 BESIDE = {"watch": {"simulate"}, "simulate": set[str](), "remote": set[str](), "vllm": {"remote"}}
 """For each extra, the other extras that it may import. The core imports none: `hooks` finds them by name."""
 
-LAYERS = ("store.codec", "store", "store.maintenance")
+LAYERS = ("store.codec", "store", "store.maintenance", "cache.policy", "cache.tiers", "cache")
 """Parts of one package: a module of one part imports its own part and the parts before it."""
 
 ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}, "obstore": {"extras"}}
@@ -52,7 +53,7 @@ WITHOUT_TORCH = {
     "memo",
     "printable",
 }
-WITHOUT_TORCH |= {"policy", "store", "tiers", "hooks"}
+WITHOUT_TORCH |= {"cache.policy", "cache.tiers", "store", "hooks"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}
 
 
@@ -90,19 +91,22 @@ SOURCES = {name_of(module): module.read_text(encoding="utf-8") for module in MOD
 
 def violations(module: str, source: str) -> list[str]:
     """What a module must not import but does. `module` has its name below `diskprefix`: `store.codec.planes`."""
-    package, found = package_of(module), []
+    package, layer, found = package_of(module), layer_of(module) or "", list[str]()
+    below = BELOW.get(layer, BELOW[package])
     for name in imported_names(source):
         top, _, rest = name.partition(".")
         target = package_of(rest)
         if top == "":
             found.append(f"{module} uses a relative import")
-        elif top == "diskprefix" and target in BELOW and target not in BELOW[package] | {package}:
+        elif top == "diskprefix" and target in BELOW and target not in below | {package}:
             found.append(f"{module} imports {target}")
         elif top == "diskprefix" and target == package == "extras" and not is_beside(module, rest):
             found.append(f"{module} imports {rest}")
         elif top == "diskprefix" and is_upward(module, rest):
             found.append(f"{module} imports {layer_of(rest)}")
-        elif package not in ONLY_IMPORTERS.get(top, {package}) or (package in WITHOUT_TORCH and top in TORCH_LIBRARIES):
+        elif package not in ONLY_IMPORTERS.get(top, {package}) or (
+            WITHOUT_TORCH & {package, layer} and top in TORCH_LIBRARIES
+        ):
             found.append(f"{module} imports {top}")
     return found
 
@@ -164,16 +168,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     ("module", "source", "violation"),
     [
         ("store", "import torch", "store imports torch"),
-        ("policy", "from transformers import AutoTokenizer", "policy imports transformers"),
-        ("policy", "def f():\n    import torch.nn", "policy imports torch"),
-        ("policy", "from diskprefix.store.schema import Kind", "policy imports store"),
-        ("kv", "from diskprefix import prefix_cache", "kv imports prefix_cache"),
+        ("cache.policy", "from transformers import AutoTokenizer", "cache.policy imports transformers"),
+        ("cache.tiers.disk", "def f():\n    import torch.nn", "cache.tiers.disk imports torch"),
+        ("cache.policy.select", "from diskprefix.store.schema import Kind", "cache.policy.select imports store"),
+        ("kv", "from diskprefix import cache", "kv imports cache"),
         ("engine", "import diskprefix.server.app", "engine imports server"),
         ("errors", "from diskprefix.settings import Settings", "errors imports settings"),
         ("tokens", "if TYPE_CHECKING:\n    from diskprefix.engine.request import Usage", "tokens imports engine"),
         ("store", "import xxhash", "store imports xxhash"),
         ("server", "import lmdb", "server imports lmdb"),
-        ("prefix_cache", "from zstandard import ZstdError", "prefix_cache imports zstandard"),
+        ("cache", "from zstandard import ZstdError", "cache imports zstandard"),
         ("engine", "from importlib import import_module\nimport_module('lmdb')", "engine imports lmdb"),
         ("server", "from .errors import reply", "server uses a relative import"),
         ("server", "from diskprefix.session import PrefixCacheSession", "server imports session"),
@@ -186,7 +190,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
             "from diskprefix.extras.watch.browse.flat import X",
             "extras.simulate.trace imports extras.watch.browse.flat.X",
         ),
-        ("nouns", "from diskprefix.policy.select import select", "nouns imports policy"),
+        ("nouns", "from diskprefix.cache.policy.select import select", "nouns imports cache"),
         ("__init__", "from diskprefix.engine.engine import Engine", "__init__ imports engine"),
         ("store.codec.planes", "from diskprefix.store.schema import Kind", "store.codec.planes imports store"),
         ("store.codec", "from diskprefix.store import schema", "store.codec imports store"),
@@ -203,13 +207,13 @@ def test_the_checker_catches(module: str, source: str, violation: str) -> None:
     ("module", "source"),
     [
         ("cli", "from diskprefix.store.store import Store"),
-        ("server", "from diskprefix.version import __version__\nfrom diskprefix.policy.scope import Scope"),
+        ("server", "from diskprefix.version import __version__\nfrom diskprefix.cache.policy.scope import Scope"),
         ("tokens", "import xxhash\nfrom diskprefix.errors import StoreCorrupt"),
         ("store", "import lmdb\nfrom diskprefix.store import schema"),
         ("kv", "import torch"),
-        ("extras.simulate.trace", "from diskprefix.prefix_cache.matching import Matcher"),
+        ("extras.simulate.trace", "from diskprefix.cache.matching import Matcher"),
         ("extras.watch.top", "from diskprefix.extras.simulate.trace import Trace"),
-        ("prefix_cache", "from diskprefix.nouns import CacheOptions"),
+        ("cache", "from diskprefix.nouns import CacheOptions"),
         ("store.maintenance.verify", "from diskprefix.store.store import Store"),
         ("store.store", "from diskprefix.store.codec.codec import Codec"),
         ("cli.verify", "from diskprefix.store.maintenance.repair import repair_problems"),
@@ -246,12 +250,12 @@ def test_a_circle_is_found(sources: dict[str, str], found: set[tuple[str, ...]])
         "diskprefix.extras.watch.inspect.inspect_command",
         "diskprefix.extras.simulate.simulate_command",
         "diskprefix.cli.warm",
-        "diskprefix.prefix_cache.matching",
-        "diskprefix.tiers.disk",
-        "diskprefix.prefix_cache.planning",
-        "diskprefix.tiers.loading",
+        "diskprefix.cache.matching",
+        "diskprefix.cache.tiers.disk",
+        "diskprefix.cache.planning",
+        "diskprefix.cache.tiers.loading",
         "diskprefix.extras.simulate.recording",
-        "diskprefix.prefix_cache.cost_model",
+        "diskprefix.cache.cost_model",
         "diskprefix.extras.simulate.formats",
         "diskprefix.extras.simulate.simulator",
         "diskprefix.extras.simulate.synthetic",

@@ -40,7 +40,7 @@ MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
     "chat/output/dialects.py": [(r"<(/?)([\w.\-]+)>", ("split",))],
     "chat/output/parser.py": [],
     "settings.py": [(r"""\s*(\[+\s*)?["']?key["']?\s*[=.\]]""", ("match",))],
-    "tiers/remote/objects.py": [("prefix([^\0-\x1f]*?)(/(?=/)|[\0-\x1f])", ("search",))],
+    "extras/remote/objects.py": [("prefix([^\0-\x1f]*?)(/(?=/)|[\0-\x1f])", ("search",))],
 }
 """Samples of the patterns that are made while the program runs, and how they are used, by module. Alternatives of
 escaped texts need none. Those of formats of replies are run by their parsers, below."""

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from diskprefix.policy.safe_cuts import raw_boundaries
+from diskprefix.cache.policy.safe_cuts import raw_boundaries
 from diskprefix.tokens import TokenIds
 
 Offsets: TypeAlias = Sequence[tuple[int, int]] | npt.NDArray[np.int32]

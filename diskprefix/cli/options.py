@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.errors import SettingsError
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import (
     SETTINGS,
     Settings,

@@ -32,7 +32,7 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant_ids import matches, short_tenant
 
 if TYPE_CHECKING:
-    from diskprefix.tiers.shared import Bucket
+    from diskprefix.cache.tiers.shared import Bucket
 
 
 @click.command(short_help="Remove saved prompts, a model, a tenant, or what is old.")

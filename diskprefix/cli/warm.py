@@ -11,6 +11,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cli.logs import configure_logging
 from diskprefix.cli.options import (
     GroupedCommand,
@@ -25,7 +26,6 @@ from diskprefix.cli.tooling import counted, print_json, refuse_given, status
 from diskprefix.cli.warm_input import Json, WarmItem, read_items
 from diskprefix.cli.warm_target import Answer, Call, Say, in_this_process, running_daemon, wait_ready
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
-from diskprefix.policy.scope import parse_scope
 from diskprefix.printable import printable_only, shown
 from diskprefix.settings import CACHE, SERVER, SETTINGS
 

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.request import CachedRequest
 from diskprefix.engine.device import raise_if_lost, synchronize
 from diskprefix.engine.job import Choice, DraftSequence
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVPool
 from diskprefix.model import runner
 from diskprefix.model.loader import LoadedModel
-from diskprefix.prefix_cache.cache import PrefixCache
-from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.printable import first_line
 from diskprefix.tokens import as_token_ids
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from diskprefix.cache.request import CachedRequest
 from diskprefix.engine.activity import Activity, RequestState
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.figures import EngineFigures
@@ -21,7 +22,6 @@ from diskprefix.engine.speculation import Guesser
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import Slot
 from diskprefix.model.runner import State
-from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.tokens import TokenIds, as_token_ids
 
 PROGRESS_S = 1.0

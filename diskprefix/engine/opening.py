@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
+from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.kv.layout import LAYOUT_VERSION, Layout
@@ -14,7 +15,6 @@ from diskprefix.model.fingerprint import Fingerprint
 from diskprefix.model.invariance import make_exact
 from diskprefix.model.loader import LoadedModel, load_model
 from diskprefix.model.rehearsal import rehearse
-from diskprefix.prefix_cache.cache import PrefixCache
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
 from diskprefix.store.store import Store

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.constraint import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
@@ -30,7 +31,6 @@ from diskprefix.model.loader import LoadedModel
 from diskprefix.model.memory import KV_AHEAD_BYTES, available_bytes, kv_bytes
 from diskprefix.model.runner import can_pack
 from diskprefix.nouns import CacheReport
-from diskprefix.prefix_cache.cache import PrefixCache
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:

@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.nouns import Tenant
-from diskprefix.policy.scope import parse_scope
 from diskprefix.server.body import Bodies
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.notify import notify

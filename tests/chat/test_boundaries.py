@@ -8,9 +8,9 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from diskprefix.cache.policy.safe_cuts import last_safe, raw_boundaries
 from diskprefix.chat.boundaries import neutralise, system_end, template_boundaries, template_markers
 from diskprefix.nouns import Prompt
-from diskprefix.policy.safe_cuts import last_safe, raw_boundaries
 from diskprefix.tokens import as_token_ids
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<s>", "<|im_end|>x")

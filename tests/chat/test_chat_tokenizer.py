@@ -8,11 +8,11 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from diskprefix.cache.policy.admission import Sighting
+from diskprefix.cache.policy.safe_cuts import raw_boundaries
+from diskprefix.cache.policy.select import select
 from diskprefix.chat.boundaries import neutralise, system_end, template_boundaries
 from diskprefix.nouns import Prompt, Scope, Selection
-from diskprefix.policy.admission import Sighting
-from diskprefix.policy.safe_cuts import raw_boundaries
-from diskprefix.policy.select import select
 from diskprefix.tokens import as_token_ids, common_prefix_length
 
 START, END = "<|im_start|>", "<|im_end|>"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diskprefix.cache.policy.select import select
 from diskprefix.chat.compression import PLACEHOLDER, shortened
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.messages import CacheMark, Conversation, Message, TextPart, ToolCall
@@ -20,7 +21,6 @@ from diskprefix.extras.simulate.geometry import TOKEN
 from diskprefix.extras.simulate.simulator import Policy, Simulator
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.nouns import LeftOut, Prompt, Scope
-from diskprefix.policy.select import select
 from tests.agent_bodies import words
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer
 

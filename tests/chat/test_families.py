@@ -13,10 +13,10 @@ import pytest
 from tokenizers import Tokenizer
 from transformers.utils import chat_template_utils
 
+from diskprefix.cache.policy.safe_cuts import last_safe
 from diskprefix.chat.encoding import TextParts
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import Prompt
-from diskprefix.policy.safe_cuts import last_safe
 from diskprefix.tokens import common_prefix_length
 from tests.chat.families.conversations import (
     CLIENTS,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diskprefix.cache.policy.breaks import find_break
 from diskprefix.chat.messages import CacheMark, Conversation, TextPart
 from diskprefix.chat.normalisers import NORMALISERS, Normalisers, menders, shape_of
 from diskprefix.chat.template import PromptRenderer
@@ -19,7 +20,6 @@ from diskprefix.extras.simulate.geometry import TOKEN
 from diskprefix.extras.simulate.simulator import Policy, Simulator
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.nouns import Change, Prompt, Rewriting, Scope
-from diskprefix.policy.breaks import find_break
 from diskprefix.server.protocols.anthropic_messages import CountTokensRequest
 from diskprefix.tokens import common_prefix_length
 from tests.agent_bodies import TOOLS, asked, billing_header, said, shuffled, words

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.policy.select import select
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.json_values import MOST_PARTS
 from diskprefix.nouns import Prompt
-from diskprefix.policy.scope import parse_scope
-from diskprefix.policy.select import select
 from diskprefix.server.body import parse_json
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer

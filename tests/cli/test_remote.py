@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from diskprefix.cache.tiers.shared import Upload
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.nouns import SHARED
 from diskprefix.store.schema import RootRecord
-from diskprefix.tiers.shared import Upload
 from tests.cli.conftest import Run
 from tests.extras.remote.made import machine
 from tests.store.building import BLOCK, ROOT, prompt

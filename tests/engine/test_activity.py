@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from diskprefix.app import load_engine
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.activity import Activity
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import GenerateRequest, SamplingParams
 from diskprefix.nouns import CacheOptions, Prompt
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 from tests.engine.driving import Client, after_steps, wait_until_idle
 from tests.model import tiny

@@ -15,6 +15,8 @@ import torch
 from llguidance import LLMatcher
 
 from diskprefix.app import load_engine
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.tiers.shared import Prefetched, PrefetchRequest
 from diskprefix.engine.constraint import forbidden_by
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.request import Constraint, DoneEvent, GenerateRequest, SamplingParams
@@ -22,10 +24,8 @@ from diskprefix.errors import ContextTooLong, DiskPrefixError
 from diskprefix.kv.arena import bytes_for
 from diskprefix.model import runner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
-from diskprefix.tiers.shared import Prefetched, PrefetchRequest
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import (
     Client,

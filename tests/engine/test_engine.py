@@ -15,6 +15,7 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.app import load_engine
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine import opening
 from diskprefix.engine import served_model as generate
 from diskprefix.engine.engine import Engine
@@ -33,7 +34,6 @@ from diskprefix.model import memory
 from diskprefix.model import rehearsal as probe
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.nouns import CacheOptions, Prompt
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import Cancelled, run_request

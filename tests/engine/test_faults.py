@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.request import CachedRequest
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
@@ -20,8 +22,6 @@ from diskprefix.engine.served_model import ServedModel
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.pool import KVPool
-from diskprefix.prefix_cache.cache import PrefixCache
-from diskprefix.prefix_cache.request import CachedRequest
 from tests.engine.driving import Client, after_steps, forget_idle, run_together, running, wait_until_idle
 from tests.engine.test_company import POSITIONS, alone, load, request, tokens
 from tests.model import tiny

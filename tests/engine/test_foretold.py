@@ -12,6 +12,10 @@ import pytest
 import torch
 
 from diskprefix.app import load_engine
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.tiers.loading import Loader
+from diskprefix.cache.tiers.nodes import Node
+from diskprefix.cache.tiers.tier import Write
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import (
@@ -26,12 +30,8 @@ from diskprefix.engine.request import (
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest, StoreCorrupt, StoreUnavailable
 from diskprefix.nouns import CacheOptions, Prompt
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 from diskprefix.store.pieces import Cut
-from diskprefix.tiers.loading import Loader
-from diskprefix.tiers.nodes import Node
-from diskprefix.tiers.tier import Write
 from tests.engine.driving import Client, forget_idle, run_request, wait_until_idle
 from tests.model import tiny
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull, ShareFull
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
-from diskprefix.policy.scope import parse_scope
 from tests.engine.driving import Cancelled, serve_one_at_a_time
 
 ALICE, BOB = Tenant.of_key("alice"), Tenant.of_key("bob")

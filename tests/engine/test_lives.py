@@ -17,6 +17,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.tiers.loading import Loader
 from diskprefix.engine.constraint import ConstrainedReply
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
@@ -33,9 +35,7 @@ from diskprefix.errors import CacheError
 from diskprefix.kv.arena import bytes_for
 from diskprefix.model import runner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
-from diskprefix.policy.scope import parse_scope
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
-from diskprefix.tiers.loading import Loader
 from tests.engine.driving import Client, forget_idle, memory_in_steps_of
 from tests.engine.test_company import BIAS, load, tokens
 from tests.exactness.architectures import tiny_model

@@ -10,6 +10,7 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.app import load_engine
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.extras.simulate.formats import read_trace
 from diskprefix.extras.simulate.geometry import SLICEABLE
@@ -17,7 +18,6 @@ from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.model import rehearsal as probe
 from diskprefix.nouns import CacheOptions, Prompt, Scope
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 from tests.engine.driving import Cancelled, recorded_requests, run_request
 from tests.model import tiny

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from diskprefix.app import load_engine
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import decode_node

@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.cache.matching import Matcher
+from diskprefix.cache.request import CachedRequest
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layers import SlidingWindowLayer
 from diskprefix.kv.layout import Group
 from diskprefix.model.rehearsal import rehearse
-from diskprefix.prefix_cache.matching import Matcher
-from diskprefix.prefix_cache.request import CachedRequest
 from diskprefix.store import snapshot
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import HASH_BYTES, TokenIds

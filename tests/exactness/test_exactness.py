@@ -12,17 +12,17 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from diskprefix.cache.matching import Matcher
+from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cli.models import TABLE
 from diskprefix.engine.prefill import prefill
 from diskprefix.errors import ModelError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group
 from diskprefix.model.rehearsal import rehearse
-from diskprefix.prefix_cache.matching import Matcher
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.tiers.nodes import Node
 from diskprefix.tokens import TokenIds
 from tests.exactness import rows, worker
 from tests.exactness.architectures import ARCHITECTURES, tiny_model

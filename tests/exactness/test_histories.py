@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 from transformers import PreTrainedModel
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.model.rehearsal import rehearse
 from diskprefix.nouns import CacheOptions, Prompt
-from diskprefix.policy.scope import parse_scope
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import CacheOptions, Prompt
-from diskprefix.policy.scope import parse_scope
 from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.maintenance.verify import verify_index

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Regime
 from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings, find_policy, parse_duration, parse_size, read_policy
 from tools.research.policy_runs import open_workload, preset_policy
 

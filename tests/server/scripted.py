@@ -17,13 +17,13 @@ from typing import Any, cast
 import httpx
 import uvicorn
 
+from diskprefix.cache.cost_model import CostModel
 from diskprefix.engine.constraint import ConstraintCompiler
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.figures import EngineFigures
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, TextEvent, Timings, Usage
 from diskprefix.nouns import CacheReport, Scope, Selection, Tenant
-from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.server.app import create_app
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.listener import listen

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from diskprefix.app import load_engine
+from diskprefix.cache.resources import open_store
 from diskprefix.errors import SettingsError
-from diskprefix.prefix_cache.resources import open_store
 from diskprefix.settings import Settings
 from tests.agent_bodies import words
 from tests.server.daemon_process import wait_until

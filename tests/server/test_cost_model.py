@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diskprefix.prefix_cache.cost_model import CostModel
+from diskprefix.cache.cost_model import CostModel
 from tests.server.scripted import ScriptedEngine, scripted_app
 
 BYTES_PER_TOKEN = 1000

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diskprefix.app import load_engine
-from diskprefix.prefix_cache.cache import PrefixCache
+from diskprefix.cache.cache import PrefixCache
 from tests.server.daemon_process import wait_until
 from tests.server.remains import left_in, records_in, traces
 from tests.server.scripted import AppServer, started_app

@@ -23,13 +23,13 @@ from rich.console import Console
 from transformers import AutoConfig, AutoTokenizer
 
 from diskprefix.app import load_engine
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.constraint import ConstraintCompiler, forbidden_by
 from diskprefix.engine.engine import Engine
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import Constraint, DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams
 from diskprefix.engine.sampler import Sampler
 from diskprefix.nouns import CacheOptions, Prompt
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings
 from tests.random_schemas import random_schema
 from tools.measuring.live_server import step

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from diskprefix.cache.tiers.nodes import Node
 from diskprefix.errors import DiskPrefixError
 from diskprefix.kv.transfer import Bytes
 from diskprefix.store.codec.codec import Codec, Piece, decode_piece, encode_piece
@@ -30,7 +31,6 @@ from diskprefix.store.folder import DATA
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
-from diskprefix.tiers.nodes import Node
 from diskprefix.tokens import TokenIds
 from tests.synthetic_model import SyntheticModel, dense_layout, open_restorer
 from tools.measuring import kv_sample, page_cache

@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from diskprefix.cache.restore import Restored
+from diskprefix.cache.tiers.nodes import Node
 from diskprefix.errors import CacheError, StoreFull
 from diskprefix.kv.layout import Layout
-from diskprefix.prefix_cache.restore import Restored
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
-from diskprefix.tiers.nodes import Node
 from diskprefix.tokens import TokenIds
 from tests.store.building import Clock
 from tests.synthetic_model import Restorer, SyntheticModel, dense_layout

@@ -7,13 +7,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from diskprefix.cache.policy.admission import AdmissionFilter
+from diskprefix.cache.policy.history import History
 from diskprefix.extras.simulate.comparison import GEOMETRIES, Regime
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import MAX_VALUE
-from diskprefix.policy.admission import AdmissionFilter
-from diskprefix.policy.history import History
 from diskprefix.store.schema import HISTORY_TOKENS
 from diskprefix.tokens import TokenIds
 from tools.research.policy_runs import AUTO, FULL, LEAST_BUDGET, Row, budget_of, met, percent

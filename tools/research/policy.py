@@ -16,10 +16,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.extras.simulate.comparison import REGIMES, Regime
 from diskprefix.extras.simulate.plot import check_plot
 from diskprefix.extras.simulate.trace import Trace
-from diskprefix.policy.scope import parse_scope
 from tools.measuring.options import DATA, JSON
 from tools.research.disturbed import robustness
 from tools.research.policy_runs import (

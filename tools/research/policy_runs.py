@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.extras.simulate.baselines import upper_bound, whole_snapshots
 from diskprefix.extras.simulate.comparison import GEOMETRIES, Regime
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN
@@ -19,7 +20,6 @@ from diskprefix.extras.simulate.store import Rank
 from diskprefix.extras.simulate.synthetic import CATALOG, interleaved, one_off
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import Scope
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import find_policy, parse_duration, parse_size, read_policy
 from diskprefix.store.eviction import UsageTable, scores
 from diskprefix.store.schema import Kind

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from diskprefix.namespace_key import NamespaceKey
 
 if TYPE_CHECKING:
+    from diskprefix.cache.tiers.shared import Bucket, SharedTier
     from diskprefix.extras.remote.objects import ObjectStore
     from diskprefix.settings import Settings
     from diskprefix.store.maintenance.purge import GoneText
-    from diskprefix.tiers.shared import Bucket, SharedTier
 
 COMMANDS = {"remote": "diskprefix.extras.remote.remote_command:remote"}
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.errors import StoreCorrupt
 from diskprefix.extras.remote.sealing import (
     MOST_SIGNED_BYTES,
@@ -22,7 +23,6 @@ from diskprefix.extras.remote.sealing import (
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.codec.codec import Codec, decode_piece, encode_piece, piece_seed
 from diskprefix.store.schema import Kind
-from diskprefix.tiers.nodes import Node, PromptNodes
 
 ABOUT = "about"
 """The name of the object that says what a root is."""

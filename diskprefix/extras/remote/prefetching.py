@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
+from diskprefix.cache.tiers.shared import PrefetchRequest
 from diskprefix.extras.remote.bundle import Slot, blocks_per_bundle, ends, whole_bundles
 from diskprefix.extras.remote.fetchers import Fetch, Fetchers
 from diskprefix.store.changes import NewNode
-from diskprefix.tiers.shared import PrefetchRequest
 from diskprefix.tokens import LEAST_TOKENS, common_prefix_length
 
 MOST_AT_ONCE = 16

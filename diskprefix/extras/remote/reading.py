@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.extras.remote.bundle import Slot, body_range, decode_payload, most_bytes, read_header, require_prompt
 from diskprefix.extras.remote.objects import Got, ObjectStore
 from diskprefix.extras.remote.sealing import SEAL_BYTES, ObjectRefused, sealed_bytes
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.tiers.nodes import Node, PromptNodes
 
 _BEGINNING_BYTES = 1 << 16
 """Enough for most headers."""

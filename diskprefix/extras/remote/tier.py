@@ -14,6 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from diskprefix.cache.tiers.nodes import PromptNodes
+from diskprefix.cache.tiers.shared import Prefetched, PrefetchRequest, Upload
+from diskprefix.cache.tiers.tier import Tier, first_blocks
 from diskprefix.errors import CacheError
 from diskprefix.extras.remote.breaker import Breaker
 from diskprefix.extras.remote.bundle import Slot, most_bytes, read_header, slot_path
@@ -29,9 +32,6 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode
 from diskprefix.store.maintenance.purge import GoneText
 from diskprefix.store.schema import Kind
-from diskprefix.tiers.nodes import PromptNodes
-from diskprefix.tiers.shared import Prefetched, PrefetchRequest, Upload
-from diskprefix.tiers.tier import Tier, first_blocks
 
 log = logging.getLogger("diskprefix")
 

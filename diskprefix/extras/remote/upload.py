@@ -9,6 +9,9 @@ from contextlib import ExitStack
 import msgspec
 import numpy as np
 
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
+from diskprefix.cache.tiers.shared import Upload
+from diskprefix.cache.tiers.tier import View, first_blocks, nearest
 from diskprefix.extras.remote.bundle import (
     ABOUT,
     ABOUT_MOST_BYTES,
@@ -26,9 +29,6 @@ from diskprefix.extras.remote.objects import ObjectStore
 from diskprefix.extras.remote.sealing import ObjectRefused, sealed, unsealed
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.schema import Kind
-from diskprefix.tiers.nodes import Node, PromptNodes
-from diskprefix.tiers.shared import Upload
-from diskprefix.tiers.tier import View, first_blocks, nearest
 from diskprefix.tokens import common_prefix_length
 
 

@@ -7,13 +7,13 @@ from collections import OrderedDict, defaultdict
 
 import numpy as np
 
+from diskprefix.cache.policy.history import History
+from diskprefix.cache.policy.safe_cuts import last_safe
+from diskprefix.cache.radix_tree import RadixTree
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulator import Policy, Totals
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import DEFAULT_WINDOW, Scope
-from diskprefix.policy.history import History
-from diskprefix.policy.safe_cuts import last_safe
-from diskprefix.prefix_cache.radix_tree import RadixTree
 from diskprefix.store.schema import HISTORY_TOKENS
 from diskprefix.tokens import LEAST_TOKENS, block_hash, common_prefix_length, root_hash
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
-from diskprefix.policy.select import StateKind
+from diskprefix.cache.policy.select import StateKind
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.codec.codec import Element, Piece
 from diskprefix.store.pieces import PayloadLayout

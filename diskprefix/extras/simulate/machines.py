@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.object_store import GIB_MONTH_DOLLARS, ObjectStore, sweep_s
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals
@@ -20,7 +21,6 @@ from diskprefix.extras.simulate.store import NewEntry
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import Scope
 from diskprefix.store.schema import Kind
-from diskprefix.tiers.nodes import Node, PromptNodes
 
 WriteRule: TypeAlias = Literal["off", "seen-twice", "all"]
 WRITE_RULES: tuple[WriteRule, ...] = ("off", "seen-twice", "all")

@@ -28,10 +28,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.radix_tree import RadixTree
 from diskprefix.errors import SettingsError
 from diskprefix.nouns import SHARED, CacheOptions, CacheReport, MissReason, Prompt, StateSource
-from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache.radix_tree import RadixTree
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds

@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cli.options import PathType, build_settings, nonempty, option, policy_values, setting_option
 from diskprefix.cli.tooling import print_json, progress, status
 from diskprefix.errors import SettingsError
@@ -26,7 +27,6 @@ from diskprefix.extras.simulate.synthetic import CATALOG
 from diskprefix.extras.simulate.table import show
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.nouns import Scope
-from diskprefix.policy.scope import parse_scope
 from diskprefix.printable import printable_only
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, format_size, parse_duration, parse_size
 

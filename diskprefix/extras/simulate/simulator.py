@@ -11,18 +11,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from diskprefix.cache.matching import Matcher
+from diskprefix.cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
+from diskprefix.cache.policy.admission import AdmissionFilter, Sighting
+from diskprefix.cache.policy.history import History
+from diskprefix.cache.policy.select import select
+from diskprefix.cache.tiers.nodes import PromptNodes, Rest
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.store import NewEntry, Rank, SimulatedStore
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import DEFAULT_WINDOW, MAX_VALUE, Scope, Selection
-from diskprefix.policy.admission import AdmissionFilter, Sighting
-from diskprefix.policy.history import History
-from diskprefix.policy.select import select
-from diskprefix.prefix_cache.matching import Matcher
-from diskprefix.prefix_cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
 from diskprefix.store.eviction import scores
 from diskprefix.store.schema import HISTORY_TOKENS, Kind
-from diskprefix.tiers.nodes import PromptNodes, Rest
 from diskprefix.tokens import TokenIds, root_hash
 
 _SECRET = 0

@@ -7,9 +7,9 @@ from typing import Literal, TypeAlias
 
 import numpy as np
 
+from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.trace import TraceRequest
-from diskprefix.tiers.nodes import PromptNodes
 from diskprefix.tokens import ID_BYTES, floor_to_grid, root_hash
 
 Spread: TypeAlias = Literal["random", "conversation", "tenant"]

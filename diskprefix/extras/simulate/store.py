@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from diskprefix.cache.tiers.nodes import Node, Rest
 from diskprefix.store.eviction import (
     UsageTable,
     after_use,
@@ -24,7 +25,6 @@ from diskprefix.store.eviction import (
     with_uses,
 )
 from diskprefix.store.schema import USAGE_DTYPE, Kind, UsageRecord
-from diskprefix.tiers.nodes import Node, Rest
 from diskprefix.tokens import num_common
 
 Rank = Callable[[UsageTable, float], NDArray[np.float64]]

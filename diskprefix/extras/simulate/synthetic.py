@@ -13,9 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
+from diskprefix.cache.policy.safe_cuts import raw_boundaries
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import Prompt
-from diskprefix.policy.safe_cuts import raw_boundaries
 from diskprefix.tokens import TokenIds, as_token_ids
 
 BEGIN, END = 1, 2

@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
+from diskprefix.cache.cost_model import CostModel
+from diskprefix.cache.tiers.buffer import publisher
+from diskprefix.cache.tiers.nodes import PromptNodes
+from diskprefix.cache.tiers.shared import Prefetched, PrefetchRequest, SharedTier
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import SharedStore
-from diskprefix.prefix_cache.cost_model import CostModel
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
-from diskprefix.tiers.buffer import publisher
-from diskprefix.tiers.nodes import PromptNodes
-from diskprefix.tiers.shared import Prefetched, PrefetchRequest, SharedTier
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")

@@ -10,10 +10,10 @@ from functools import cached_property
 import numpy as np
 import torch
 
+from diskprefix.cache.tiers.tier import Write
 from diskprefix.extras.vllm.plans import NO_PAGE
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Axis, LayoutGroup
-from diskprefix.tiers.tier import Write
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 

@@ -6,9 +6,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from diskprefix.cache.tiers.nodes import Node
 from diskprefix.identity import identity_text
 from diskprefix.store.schema import Kind, RootRecord
-from diskprefix.tiers.nodes import Node
 from diskprefix.tokens import root_hash
 
 NO_PAGE = 0

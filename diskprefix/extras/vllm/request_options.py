@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import DiskPrefixError
 from diskprefix.nouns import MAX_MARKS, CacheOptions, Mark
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import Settings, parse_duration
 
 _KNOWN = ("scope", "window", "save", "ttl", "marks")

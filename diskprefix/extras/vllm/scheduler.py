@@ -10,6 +10,12 @@ from typing import Any
 import numpy as np
 
 from diskprefix import hooks
+from diskprefix.cache.namespaces import TenantNamespace, TenantNamespaces
+from diskprefix.cache.planning import ttl_at
+from diskprefix.cache.policy.admission import Sighting
+from diskprefix.cache.policy.select import select
+from diskprefix.cache.tiers.nodes import Node
+from diskprefix.cache.tiers.tier import View
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.other_numbers import what_differs
 from diskprefix.extras.vllm.plans import NO_PAGE, Ended, Load, PlannedBlock, RankIdentity, Save, StepPlan
@@ -18,16 +24,10 @@ from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.sharing import Sharing, source_of
 from diskprefix.extras.vllm.tracked import EngineRequest, Tracked
 from diskprefix.nouns import MAX_VALUE, SHARED, CacheReport, Prompt, Selection
-from diskprefix.policy.admission import Sighting
-from diskprefix.policy.select import select
-from diskprefix.prefix_cache.namespaces import TenantNamespace, TenantNamespaces
-from diskprefix.prefix_cache.planning import ttl_at
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
 from diskprefix.store.store import Publication
-from diskprefix.tiers.nodes import Node
-from diskprefix.tiers.tier import View
 from diskprefix.tokens import TokenIds, as_token_ids
 
 log = logging.getLogger("diskprefix")

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import SettingsError
-from diskprefix.policy.scope import parse_scope
 from diskprefix.settings import SETTINGS, Settings, flag_of, parse_duration, parse_size
 
 NAMES = {

@@ -11,14 +11,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from diskprefix import hooks
+from diskprefix.cache.resources import open_store
+from diskprefix.cache.tiers.buffer import BufferTier
+from diskprefix.cache.tiers.disk import DiskTier
+from diskprefix.cache.tiers.tier import Tier, View
 from diskprefix.extras.vllm.processors import unbound
-from diskprefix.prefix_cache.resources import open_store
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.writer import Writer
-from diskprefix.tiers.buffer import BufferTier
-from diskprefix.tiers.disk import DiskTier
-from diskprefix.tiers.tier import Tier, View
 
 _CLOSE_TIMEOUT_S = 20.0
 _CLOSE_REMOTE_S = 5.0

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from diskprefix.cache.tiers.shared import SharedTier
 from diskprefix.extras.vllm.fetching import Fetcher
 from diskprefix.extras.vllm.plans import RankIdentity, Share
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.tracked import Tracked
 from diskprefix.nouns import Selection, StateSource
-from diskprefix.tiers.shared import SharedTier
 
 
 class Sharing:

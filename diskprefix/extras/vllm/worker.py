@@ -12,6 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
+from diskprefix.cache.tiers.loading import READER_THREADS, Loader
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
+from diskprefix.cache.tiers.shared import Upload
+from diskprefix.cache.tiers.tier import View
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.pages import Pages, PageSink
 from diskprefix.extras.vllm.plans import NO_PAGE, Ended, Load, PlannedBlock, RankIdentity, Save, Share, StepPlan
@@ -22,10 +26,6 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Chain, Publication
-from diskprefix.tiers.loading import READER_THREADS, Loader
-from diskprefix.tiers.nodes import Node, PromptNodes
-from diskprefix.tiers.shared import Upload
-from diskprefix.tiers.tier import View
 from diskprefix.tokens import as_token_ids
 
 log = logging.getLogger("diskprefix")

@@ -18,10 +18,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.messages import CacheMark
 from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.nouns import MAX_VALUE
-from diskprefix.policy.scope import parse_scope
 from diskprefix.server.protocols.strict import REFUSED, Body
 from diskprefix.server.protocols.structured_outputs import StructuredOutputs, TextFormat
 from diskprefix.settings import parse_duration

@@ -8,6 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from diskprefix.cache.tiers.buffer import BufferTier
+from diskprefix.cache.tiers.disk import DiskTier
+from diskprefix.cache.tiers.nodes import PromptNodes
+from diskprefix.cache.tiers.shared import Prefetched, PrefetchRequest, Upload
+from diskprefix.cache.tiers.tier import Tier
 from diskprefix.extras.remote.objects import ObjectStore
 from diskprefix.extras.remote.tier import RemoteTier
 from diskprefix.namespace_key import NamespaceKey
@@ -16,11 +21,6 @@ from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
-from diskprefix.tiers.buffer import BufferTier
-from diskprefix.tiers.disk import DiskTier
-from diskprefix.tiers.nodes import PromptNodes
-from diskprefix.tiers.shared import Prefetched, PrefetchRequest, Upload
-from diskprefix.tiers.tier import Tier
 from diskprefix.tokens import TokenIds
 from tests.store.building import BLOCK, ROOT, layout_of, publication
 

@@ -13,12 +13,12 @@ import msgspec
 import numpy as np
 import pytest
 
+from diskprefix.cache.tiers.shared import Prefetched, Upload
 from diskprefix.extras.remote.bundle import Header, Slot, read_header, slot_nodes
 from diskprefix.extras.remote.objects import RemoteUnavailable
 from diskprefix.extras.remote.sealing import sealed, sealed_bytes
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import Kind, RootRecord
-from diskprefix.tiers.shared import Prefetched, Upload
 from tests.extras.remote.made import KEY, OTHER_KEY, WAIT_S, Machine, MakeMachine
 from tests.store.building import BLOCK, ROOT, prompt
 

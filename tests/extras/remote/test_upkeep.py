@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diskprefix.cache.tiers.shared import Upload
 from diskprefix.extras.remote.objects import ObjectInfo
 from diskprefix.extras.remote.upkeep import LEASE_S, LeaseHeld, _to_sweep, purge, roots, sweep
 from diskprefix.store.maintenance.purge import GoneText
 from diskprefix.store.schema import RootRecord
-from diskprefix.tiers.shared import Upload
 from tests.extras.remote.made import KEY, OTHER_KEY, MakeMachine
 from tests.store.building import BLOCK, ROOT, prompt
 

@@ -20,6 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from diskprefix.cache import publish as publish_module
+from diskprefix.cache import request as request_module
+from diskprefix.cache import saving as saving_module
+from diskprefix.cache.policy.safe_cuts import raw_boundaries
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.extras.simulate.formats import read_trace
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
@@ -27,11 +32,6 @@ from diskprefix.extras.simulate.simulator import Outcome, Policy, Simulator
 from diskprefix.extras.simulate.synthetic import interleaved, one_off
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope, Selection
-from diskprefix.policy.safe_cuts import raw_boundaries
-from diskprefix.policy.scope import parse_scope
-from diskprefix.prefix_cache import publish as publish_module
-from diskprefix.prefix_cache import request as request_module
-from diskprefix.prefix_cache import saving as saving_module
 from diskprefix.settings import Settings
 from diskprefix.tenant_ids import group_of
 from diskprefix.tokens import TokenIds, as_token_ids

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.tiers.nodes import Node
 from diskprefix.extras.simulate.baselines import upper_bound
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
@@ -18,11 +20,9 @@ from diskprefix.extras.simulate.store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.synthetic import CATALOG, interleaved
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import Mark, Prompt, Scope
-from diskprefix.policy.scope import parse_scope
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes
 from diskprefix.store.schema import USAGE_DTYPE, Kind
-from diskprefix.tiers.nodes import Node
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 
 MIB = 1 << 20

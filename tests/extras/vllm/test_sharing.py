@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from diskprefix.cache.tiers.shared import Prefetched
 from diskprefix.errors import SettingsError
 from diskprefix.extras.vllm.plans import StepPlan
-from diskprefix.tiers.shared import Prefetched
 from tests.extras.vllm.engine import BLOCK, Engine, Request, prompt
 
 PROMPT = prompt(1, 3 * BLOCK + 5)

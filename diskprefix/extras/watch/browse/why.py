@@ -11,12 +11,13 @@ from itertools import islice
 import msgspec
 import numpy as np
 
+from diskprefix.cache.matching import Matcher
+from diskprefix.cache.policy.breaks import find_break
+from diskprefix.cache.policy.select import StateKind
+from diskprefix.cache.tiers.nodes import Node, PromptNodes, Rest
 from diskprefix.errors import StoreCorrupt
 from diskprefix.extras.watch.browse.causes import Cause, cause_between, first_difference, line_at
 from diskprefix.nouns import Prompt
-from diskprefix.policy.breaks import find_break
-from diskprefix.policy.select import StateKind
-from diskprefix.prefix_cache.matching import Matcher
 from diskprefix.store.listing import EntryInfo
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes
@@ -25,7 +26,6 @@ from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
-from diskprefix.tiers.nodes import Node, PromptNodes, Rest
 from diskprefix.tokens import TokenIds, common_prefix_length
 
 Decode = Callable[[TokenIds], str]

@@ -9,10 +9,10 @@ from typing import Any, cast
 
 import pytest
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.extras.watch.dashboard import simulation
 from diskprefix.extras.watch.dashboard.simulation import Simulation
-from diskprefix.policy.scope import parse_scope
 from diskprefix.server.serving import Serving
 from diskprefix.settings import Settings
 from tests.cli.test_simulate import record

@@ -1,0 +1,242 @@
+"""The prefix cache of one model: its store, its threads, its history and its counts."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+from msgspec.structs import asdict
+
+from diskprefix.cache.cost_model import CostModel
+from diskprefix.cache.namespaces import TenantNamespaces
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.request import CachedRequest
+from diskprefix.cache.resources import CacheResources
+from diskprefix.cache.tiers.loading import READER_THREADS
+from diskprefix.errors import CacheError
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import Layout
+from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
+from diskprefix.settings import Settings
+from diskprefix.store.codec.codec import decode_piece, encode_piece
+from diskprefix.store.maintenance.purge import Purged, PurgeFilter, delete_entry, purge
+from diskprefix.store.notes import TenantNotes
+from diskprefix.store.savings import Savings
+from diskprefix.store.schema import Kind, ModelRecord, RootRecord
+from diskprefix.store.store import Store
+from diskprefix.tokens import TokenIds, root_hash
+
+log = logging.getLogger("diskprefix")
+
+_REMOTE_CLOSE_S = 5.0
+_PURGE_S = 10.0
+"""What is saved meanwhile is written before, and what was removed is overwritten after."""
+
+
+class Owner(NamedTuple):
+    """Whose state it is that stays in memory when a request ends: the root, and when the store was purged last."""
+
+    root: bytes
+    purged_at: bytes | None
+
+
+class PrefixCache(CacheResources):
+    """The prefix cache of one model. `begin` is for the engine thread; `load` and `stats` are for any thread.
+
+    `identity` gives the canonical text that identifies the model's numbers for a tenant (`model.fingerprint`): its
+    hash is the root of all that the tenant stores. `device` names what computes them, as precisely as its speed is to
+    be told from others'. `tokenizer` is its folder, for the record. `on_history`: see `TenantNamespaces`. `beside`: see
+    `CacheResources`.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        store: Store,
+        layout: Layout,
+        identity: Callable[[str], str],
+        model_name: str,
+        on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+        *,
+        device: str,
+        tokenizer: str = "",
+        beside: PrefixCache | None = None,
+    ) -> None:
+        super().__init__(settings, store, layout, beside)
+        self._identity = identity
+        self._model_name = model_name
+        self._tokenizer = tokenizer
+        self.namespaces = TenantNamespaces(
+            store, self.payload_layout, self._root_record, on_history, settings.kv_cache_ttl
+        )
+        self.writer.on_forget.append(self.namespaces.forget_deleted)
+        self.load(SHARED).result()
+        self.root = self.namespaces.get(SHARED).root
+        """What is stored under for callers with neither key nor salt."""
+        if not layout.unsupported:
+            self.writer.know(ModelRecord(model=model_name, identity=identity(str(SHARED))))
+        key = f"{self.root.hex()} {device} {store.store_id.hex()}"
+        self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
+
+    def load(self, tenant: Tenant) -> Future[Any]:
+        """See `TenantNamespaces.load`. A request that does not wait for it is served as if it were the first one."""
+        return self.namespaces.load(tenant)
+
+    def notes(self, tenant: Tenant) -> TenantNotes:
+        """Returns the notes of a tenant; for any thread."""
+        record = self._root_record(tenant)
+        return self.notes_of(root_hash(record.identity), record)
+
+    def owner(self, tenant: Tenant) -> Hashable:
+        """Returns what tells a tenant's state in memory from that of others, and from its own before a purge."""
+        return Owner(self.namespaces.get(tenant).root, self.namespaces.purged_at)
+
+    def lasts_s(self, options: CacheOptions) -> float:
+        """Returns for how many seconds the state of a request may stay in memory."""
+        return options.ttl_s or self.settings.kv_cache_ttl or math.inf
+
+    def is_gone(self, owner: Hashable) -> bool:
+        """Whether the state in memory of an `owner` is not found any more."""
+        return isinstance(owner, Owner) and owner.purged_at != self.namespaces.purged_at
+
+    def delete(self, entry_id: str) -> Purged:
+        """Remove a saved prompt; see `purge`. Raises `EntryNotFound`."""
+        return delete_entry(self.store, entry_id, self.purge)
+
+    def purge(self, purge_filter: PurgeFilter) -> Purged:
+        """Remove what a filter selects from the store, from what this process remembers and, if it selects saved
+        prompts, from the shared tier; and overwrite it in the file. Waits for all of that. Raises `CacheError` if the
+        store cannot be written."""
+        self.writer.flush(_PURGE_S)
+        purged = purge(self.store, purge_filter, self.store.clock(), lambda _bytes: None)
+        purged.is_wiped = self.writer.wipe(_PURGE_S)
+        if self.remote is not None:
+            try:
+                purged.remote_objects = self.remote.forget(purged.texts, _PURGE_S)
+            except CacheError as error:
+                purged.remote_error = str(error)
+        return purged
+
+    def warm_up(self, arena: KVArena) -> None:
+        """Start the reading threads and take their way once, so that the first restore is as fast as any other.
+
+        Overwrites the beginning of the arena; does nothing if that has no memory yet.
+        """
+        num_tokens = min(self.settings.block_size, arena.capacity)
+        if not num_tokens or not self.payload_layout.groups:
+            return
+        cut = self.payload_layout.cuts(num_tokens, Kind.BLOCK)[0]
+        rows = slice(0, cut.piece.num_rows)
+        blank = memoryview(bytes(cut.piece.num_bytes))
+        stored = memoryview(encode_piece(blank, cut.piece, self.store.codec, 0))
+        started = threading.Barrier(READER_THREADS)
+
+        def read(_: int) -> None:
+            started.wait()
+            arena.fill(0, num_tokens, cut.group, rows, lambda out: decode_piece(stored, cut.piece, 0, out))
+
+        list(self.readers.map(read, range(READER_THREADS)))
+
+    def begin(self, prompt: Prompt, options: CacheOptions, *, goes_on: bool = False) -> CachedRequest:
+        """Start a request. Does not wait.
+
+        `goes_on`: the prompt ends at a grid point and is only a beginning, so its next-token logits are neither needed
+        nor kept.
+        """
+        namespace = self.namespaces.get(options.tenant)
+        return CachedRequest(cache=self, namespace=namespace, prompt=prompt, options=options, goes_on=goes_on)
+
+    @property
+    def health(self) -> tuple[str, str | None]:
+        """`ok`, `unsupported` or `degraded`, and why it is degraded. Reads nothing from the disk."""
+        error = self.store.problem or self.writer.error
+        return "degraded" if error else "unsupported" if self.layout.unsupported else "ok", error
+
+    def stats(self) -> dict[str, Any]:
+        """What `/props` and `/metrics` show. Counts of this process, sizes of the store. Never raises.
+
+        Reads the store, which may wait for the disk.
+        """
+        state, error = self.health
+        try:
+            counts = self.store.counts()
+            savings = self.savings()
+        except CacheError as failure:
+            counts = dict.fromkeys(("entries", "blocks", "prompts", "notes", "used_bytes", "file_bytes"), 0)
+            state, error = "degraded", str(failure)
+            savings = None
+        return {
+            "scope": str(parse_scope(self.settings.disk_prefix_cache, param="--disk-prefix-cache")),
+            "dir": str(self.store.path),
+            "store_id": self.store.store_id.hex(),
+            "state": state,
+            "error": error,
+            "history": counts.pop("prompts"),
+            **counts,
+            "budget_bytes": self.store.budget_bytes,
+            "codec": self.store.codec.name.lower(),
+            "pending_bytes": self.writer.pending_bytes + self.writer.notes.waiting_bytes,
+            "pending": self.writer.num_pending,
+            "buffer_bytes": self.settings.kv_cache_write_buffer,
+            "bytes_per_token": self.layout.bytes_per_token,
+            "state_bytes": self.layout.state_bytes,
+            **{name: self.counters[name] for name in ("hits", "restored_tokens", "restored_bytes", "errors")},
+            "hits_by_tier": dict(self.hits_by_tier),
+            "misses": dict(self.misses),
+            "saved_tokens": self.writer.written_tokens,
+            "saved_bytes": self.writer.written_bytes,
+            "dropped": self.writer.dropped + self.counters["refused"],
+            "evicted_blocks": self.writer.evicted,
+            "expired_blocks": self.writer.expired,
+            "quarantined": self.writer.quarantined,
+            "saved_s": self.writer.savings.saved_s,
+            "savings": _savings_dict(savings, self.store.clock()),
+            "gate": self.cost_model.as_dict(),
+            "remote": None if self.remote is None else self.remote.stats(),
+        }
+
+    def savings(self) -> Savings:
+        """Returns what the cache did for all models and tenants of the store since it was created, other processes
+        included. Reads the store. Raises `CacheError`."""
+        return self.writer.savings.total()
+
+    def close(self, timeout_s: float) -> bool:
+        """Flush the writer and close the store; False when time ran out before everything was saved. A cache that is
+        `beside` another leaves that to it."""
+        if not self.has_own_threads:
+            self.cost_model.remember()
+            self.namespaces.close()
+            return True
+        self.capturer.close(timeout_s)
+        if self.remote is not None:
+            self.remote.close(min(timeout_s, _REMOTE_CLOSE_S))
+        self.cost_model.remember()
+        flushed = self.writer.close(timeout_s)
+        self.readers.shutdown()
+        self.namespaces.close()
+        if not self.writer.is_alive:
+            self.store.close()
+        return flushed
+
+    def _root_record(self, tenant: Tenant) -> RootRecord:
+        return RootRecord(
+            model=self._model_name,
+            block_size=self.settings.block_size,
+            layout=self.layout.describe(),
+            created_at=time.time(),
+            identity=self._identity(str(tenant)),
+            tenant=str(tenant),
+            tokenizer=self._tokenizer,
+        )
+
+
+def _savings_dict(savings: Savings | None, now: float) -> dict[str, Any] | None:
+    """None if the store cannot be read, or nobody has asked it yet."""
+    if savings is None or not savings.total.requests:
+        return None
+    return {"since": savings.since, "total": asdict(savings.total), "today": asdict(savings.today(now))}

@@ -1,0 +1,303 @@
+"""Decides whether restoring is worth it: the time to compute a prompt against the time to read it from disk.
+
+Two straight lines are measured: seconds to compute by tokens, seconds to restore by bytes. Restoring n tokens pays if
+
+    restore_fixed_s + restore_s_per_byte × bytes that n tokens load  <  prefill_s_per_token × n
+
+The fixed part of computing is left out, because the rest of the prompt pays it in any case.
+
+A wrong no costs a prefill, and nothing is saved that would show the mistake. So the answer is yes while the lines are
+not known, and in every sixteenth case after that. Restores of one size do not tell the fixed part from the slope. Then
+the least that any line through them allows is assumed: fewer bytes take less time in proportion, more take no more.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from statistics import median
+from threading import Lock
+from typing import Any, Literal, TypeAlias
+
+from diskprefix.cache.tiers.shared import Prefetched
+from diskprefix.memo import Memo
+from diskprefix.settings import format_size
+
+log = logging.getLogger("diskprefix")
+
+Use: TypeAlias = Literal["restore", "save", "fetch"]
+Gate: TypeAlias = Literal["measuring", "open", "closed"]
+Sample: TypeAlias = tuple[int, float]
+"""How much (tokens or bytes), and the seconds that it took."""
+
+_RECENT = 32
+"""Samples of each kind that are looked at: those before them may be of another load of the machine."""
+_ENOUGH = 4
+"""Samples of each kind before anything is decided: the first ones include what happens only once."""
+_FEWEST_TOKENS = 16
+"""Computing fewer tokens takes what a step takes, whatever its size."""
+_TELLING_TOKENS = 128
+"""One prefill of so many tokens tells about how long others take."""
+_FAR_APART = 2
+"""Samples whose sizes differ by less than this factor say more about noise than about the slope."""
+_LET_THROUGH = 16
+"""One case in so many goes through a closed gate, by count: the same cases every time."""
+_REMEMBER_EVERY = 64
+"""Samples after which they are written down, in case that the daemon is killed."""
+_MOST_TOKENS = 2**31
+"""No prompt is longer: what pays from there on never pays."""
+_MOST_UNITS, _LONGEST_S = 2**50, 1e6
+"""No sample is larger, or took longer: a petabyte, eleven days."""
+
+_remembered = Memo("worth", version=1, max_records=64)
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds by size: `fixed_s` + `s_per_unit` × size.
+
+    If that is known from the size `holds_from` on only, smaller ones need less in proportion, as far as is known.
+    """
+
+    fixed_s: float
+    s_per_unit: float
+    holds_from: int = 0
+
+    def at(self, size: int) -> float:
+        """The least that `size` units are known to take."""
+        if size < self.holds_from:
+            return self.at(self.holds_from) * size / self.holds_from
+        return self.fixed_s + self.s_per_unit * size
+
+    @classmethod
+    def through(cls, samples: Sequence[Sample], *, if_alike: Literal["fixed", "per_unit"]) -> Line:
+        """The line through at least one sample, by medians (Theil and Sen): up to a quarter may be far off.
+
+        Samples of about the same size, or larger ones that took less time, do not tell the two parts apart: then all
+        is taken for the part that `if_alike` names, `fixed` from the smallest sample on.
+        """
+        slopes = [
+            (larger[1] - smaller[1]) / (larger[0] - smaller[0])
+            for smaller, larger in combinations(sorted(samples), 2)
+            if larger[0] >= _FAR_APART * smaller[0]
+        ]
+        slope = median(slopes) if slopes else 0.0
+        if slope <= 0 and if_alike == "fixed":
+            return cls(median(seconds for _, seconds in samples), 0.0, min(size for size, _ in samples))
+        fixed_s = median(seconds - slope * size for size, seconds in samples)
+        if slope <= 0 or fixed_s < 0:
+            return cls(0.0, median(seconds / size for size, seconds in samples))
+        return cls(fixed_s, slope)
+
+
+class CostModel:
+    """Decides by measured times whether to save and to restore. For the engine thread; `as_dict` and `note_remote` for
+    any, and `allows` and `pays` for the one thread that asks about restores.
+
+    `mode` is `--kv-cache-gate`: `off` measures too, but allows everything. `loaded_bytes` answers how many bytes
+    restoring a number of tokens loads: no fewer for more tokens, and for each further one no more than for the one
+    before it (so layers with a window). What was measured is remembered under `key` in the cache folder; the empty key
+    and `off` remember nothing.
+    """
+
+    def __init__(self, mode: str, loaded_bytes: Callable[[int], int], *, key: str = "") -> None:
+        self.mode = mode
+        self._loaded_bytes = loaded_bytes
+        self._below: Counter[Use] = Counter()
+        """Cases below the break-even, those that were let through too."""
+        self._key = key if mode == "auto" else ""
+        record = _remembered.get(self._key) if self._key else None
+        record = record if isinstance(record, dict) else {}
+        self._prefills = deque(_sound(record.get("prefills")), _RECENT)
+        self._restores = deque(_sound(record.get("restores")), _RECENT)
+        self._remotes = deque(_sound(record.get("remotes")), _RECENT)
+        self._num_noted = 0
+        self._noting = Lock()
+        """Threads that fetch from the shared tier note what it took."""
+        self._remote: Line | None = None
+        self._prefill: Line | None = None
+        self._restore: Line | None = None
+        self.break_even_tokens: int | None = 0
+        """The fewest tokens that are restored faster than computed: 0 if nothing is known, None if none are."""
+        self._measure()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough was measured to decide."""
+        return self._prefill is not None and self._restore is not None
+
+    @property
+    def prefill_s_per_token(self) -> float | None:
+        """Seconds that computing a token takes; None while too little was measured."""
+        return self._prefill.s_per_unit if self._prefill is not None else None
+
+    @property
+    def measured_s_per_token(self) -> float | None:
+        """The same where too little was measured to decide: of the longest prefill of some length; None without one."""
+        if self._prefill is not None:
+            return self._prefill.s_per_unit
+        size, seconds = max(self._prefills, default=(0, 0.0))
+        return seconds / size if size >= _TELLING_TOKENS else None
+
+    def note_prefill(self, num_tokens: int, seconds: float) -> None:
+        """`num_tokens` were computed in one go. To be told of every prefill that came to its end."""
+        if num_tokens >= _FEWEST_TOKENS:
+            self._note(self._prefills, num_tokens, seconds)
+
+    def note_restore(self, num_bytes: int, seconds: float) -> None:
+        """`num_bytes` of state were read from the file, decoded and copied to where the model uses them."""
+        self._note(self._restores, num_bytes, seconds)
+
+    def note_remote(self, prefetched: Prefetched) -> None:
+        """This was fetched from the shared tier for one prompt."""
+        self._note(self._remotes, prefetched.telling_bytes, prefetched.seconds)
+
+    def allows(self, num_tokens: int, use: Use = "restore") -> bool:
+        """Whether to restore, or to save, the state of the first `num_tokens` tokens. A no is counted, and every
+        sixteenth no of each use is a yes, so that restoring is measured again."""
+        if self.mode == "off":
+            return True
+        fewest = self.break_even_tokens
+        if fewest is not None and num_tokens >= fewest:
+            return True
+        self._below[use] += 1
+        return self._below[use] % _LET_THROUGH == 0
+
+    def pays(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether loading `num_bytes` more takes less time than computing `num_tokens` more tokens, as far as known."""
+        prefill, restore = self._prefill, self._restore
+        if self.mode == "off" or prefill is None or restore is None:
+            return True
+        return restore.s_per_unit * num_bytes < prefill.s_per_unit * num_tokens
+
+    def pays_remote(self, num_tokens: int, num_bytes: int) -> bool:
+        """Whether to fetch `num_bytes` from the shared tier in place of computing `num_tokens`. As with `allows`, the
+        answer is yes while that is not known, and every sixteenth no is a yes."""
+        prefill, remote = self._prefill, self._remote
+        if self.mode == "off" or prefill is None or remote is None:
+            return True
+        restore_s = 0.0 if self._restore is None else self._restore.at(num_bytes)
+        if remote.at(num_bytes) + restore_s < prefill.s_per_unit * num_tokens:
+            return True
+        self._below["fetch"] += 1
+        return self._below["fetch"] % _LET_THROUGH == 0
+
+    def remember(self) -> None:
+        """Keep what was measured for the next start. Without a folder to write to, it is forgotten."""
+        if self._key and self._num_noted:
+            _remembered.put(
+                self._key,
+                {"prefills": list(self._prefills), "restores": list(self._restores), "remotes": list(self._remotes)},
+            )
+
+    @property
+    def state(self) -> Gate:
+        """`closed` where restoring pays for no prompt; where it pays for longer ones, the gate is open."""
+        if self.mode == "off":
+            return "open"
+        if not self.is_known:
+            return "measuring"
+        return "closed" if self.break_even_tokens is None else "open"
+
+    def as_dict(self) -> dict[str, Any]:
+        """What `/props` shows. Times in seconds; None is what is not known."""
+        prefill, restore = self._prefill, self._restore
+        return {
+            "mode": self.mode,
+            "state": self.state,
+            "reason": self._reason(),
+            "prefill_s_per_token": prefill.s_per_unit if prefill else None,
+            "restore_s_per_byte": restore.s_per_unit if restore else None,
+            "restore_fixed_s": restore.fixed_s if restore else None,
+            "remote_s_per_byte": self._remote.s_per_unit if self._remote else None,
+            "remote_fixed_s": self._remote.fixed_s if self._remote else None,
+            "break_even_tokens": self.break_even_tokens if self.is_known else None,
+            "prefill_samples": len(self._prefills),
+            "restore_samples": len(self._restores),
+            "remote_samples": len(self._remotes),
+            "skipped_restores": self._skipped("restore"),
+            "skipped_saves": self._skipped("save"),
+            "skipped_fetches": self._skipped("fetch"),
+        }
+
+    def _skipped(self, use: Use) -> int:
+        return self._below[use] - self._below[use] // _LET_THROUGH
+
+    def _note(self, samples: deque[Sample], size: int, seconds: float) -> None:
+        if not _is_sample(size, seconds):
+            return
+        with self._noting:
+            was_known = self.is_known
+            samples.append((size, seconds))
+            self._measure()
+            self._num_noted += 1
+            if self.is_known != was_known or self._num_noted % _REMEMBER_EVERY == 0:
+                self.remember()
+
+    def _measure(self) -> None:
+        """Draw the lines, and decide: here, so that other threads never look at samples that change."""
+        was_closed = self.state == "closed"
+        if len(self._prefills) >= _ENOUGH:
+            self._prefill = Line.through(self._prefills, if_alike="per_unit")
+        if len(self._restores) >= _ENOUGH:
+            self._restore = Line.through(self._restores, if_alike="fixed")
+        if len(self._remotes) >= _ENOUGH:
+            self._remote = Line.through(self._remotes, if_alike="fixed")
+        prefill, restore = self._prefill, self._restore
+        if prefill is not None and restore is not None:
+            # Each token takes as long to compute as the one before, and no longer to restore: once restoring pays, it
+            # pays for all that is longer.
+            fewest = bisect_left(
+                range(_MOST_TOKENS), True, key=lambda n: restore.at(self._loaded_bytes(n)) < prefill.s_per_unit * n
+            )
+            self.break_even_tokens = fewest if fewest < _MOST_TOKENS else None
+        if was_closed != (self.state == "closed"):
+            log.info("[disk-cache] gate=%s: %s", self.state, self._reason())
+
+    def _reason(self) -> str:
+        """One sentence, with the numbers."""
+        prefill, restore = self._prefill, self._restore
+        if prefill is None or restore is None:
+            prefills, restores = (min(len(samples), _ENOUGH) for samples in (self._prefills, self._restores))
+            measured = f"{prefills} of {_ENOUGH} prefills and {restores} of {_ENOUGH} restores are measured"
+            return f"{measured}: until then everything is saved and restored"
+        first_s = restore.s_per_unit * (self._loaded_bytes(1) - self._loaded_bytes(0))
+        first = restore.fixed_s + restore.s_per_unit * self._loaded_bytes(0)
+        restoring = f"{_time(first)} and {_time(first_s)} a token"
+        if restore.holds_from:
+            restoring = f"{_time(first)} for {format_size(restore.holds_from)} and more"
+        speeds = f"computing takes {_time(prefill.s_per_unit)} a token, restoring {restoring}"
+        fewest = self.break_even_tokens
+        if fewest is None:
+            verdict = "computing is faster for every prompt"
+        elif fewest <= 1:
+            verdict = "restoring is faster for every prompt"
+        else:
+            verdict = f"restoring is faster from {fewest} tokens on"
+        in_vain = ", but --kv-cache-gate off saves and restores everything" if self.mode == "off" else ""
+        return f"{speeds}: {verdict}{in_vain}"
+
+
+def _sound(samples: object) -> list[Sample]:
+    """What of remembered samples can be believed: the file may hold anything."""
+    if not isinstance(samples, list):
+        return []
+    pairs = [sample for sample in samples if isinstance(sample, list) and len(sample) == 2]
+    return [(size, seconds) for size, seconds in pairs if _is_sample(size, seconds)]
+
+
+def _is_sample(size: object, seconds: object) -> bool:
+    is_size = isinstance(size, int) and 0 < size <= _MOST_UNITS
+    return is_size and isinstance(seconds, float) and 0 < seconds <= _LONGEST_S
+
+
+def _time(seconds: float) -> str:
+    """1.3 ms, 23 µs: three digits at most."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * factor >= 1:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"

@@ -1,0 +1,121 @@
+"""What is stored of a prompt, and how much of that can be restored. Free of torch: the simulator asks the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from diskprefix.cache.policy.select import StateKind
+from diskprefix.cache.tiers.nodes import Node, PromptNodes, Rest
+from diskprefix.store.schema import Kind
+from diskprefix.tokens import LEAST_TOKENS
+
+
+@dataclass
+class Matcher:
+    """Finds what is stored of one prompt: its first blocks, its tail, and the checkpoint after a number of tokens.
+
+    `is_stored` is asked about nodes. `most_similar` is asked for the node that continues a node or root (its name) and
+    has most of the prompt's tokens between two positions. It returns None if no node has the first of them.
+    `reuse_generated`: what a reply's decoding left behind will do too. Without `needs_logits`, the prompt may be
+    restored to its end without them. `has_logits` is asked where all tokens are stored and the tail is not: whether the
+    logits at the end are kept elsewhere.
+    """
+
+    nodes: PromptNodes
+    is_stored: Callable[[Node], bool]
+    most_similar: Callable[[bytes, int, int], Rest | None]
+    state: StateKind
+    reuse_generated: bool = False
+    needs_logits: bool = True
+    has_logits: Callable[[], bool] = lambda: False
+    blocks: list[Node] = field(default_factory=list)
+    tail: Node | None = None
+    rest: Rest | None = None
+    """Where prompts restore to the token, the node behind `blocks` that has most of the prompt's tokens."""
+    checkpoints: dict[int, Node | None] = field(default_factory=dict)
+
+    @property
+    def deepest(self) -> Node | None:
+        return self.tail or (self.blocks[-1] if self.blocks else None)
+
+    def match(self) -> None:
+        """Find the longest chain of stored nodes that the prompt starts with."""
+        parent, generated = self.nodes.root, False
+        for index in range(self.nodes.num_blocks):
+            block = self.nodes.block(parent, index, generated=generated)
+            if not self.is_stored(block):
+                block = self.nodes.block(parent, index, generated=True)
+                if generated or not self.reuse_generated or not self.is_stored(block):
+                    break
+            self.blocks.append(block)
+            parent, generated = block.name, block.generated
+        if len(self.blocks) == self.nodes.num_blocks:
+            tail = self.nodes.tail(parent, len(self.blocks), generated=generated)
+            self.tail = tail if self.is_stored(tail) else None
+        self.rest = self._rest()
+        if self.needs_logits and self.tail is None and self._reaches_end() and self.has_logits():
+            self.needs_logits = False
+
+    def drop(self, node: Node) -> None:
+        """Forget a node that is damaged, and what continues it."""
+        if node.kind == Kind.CHECKPOINT:
+            self.checkpoints[node.position] = None
+            return
+        self.tail = None
+        self.blocks = [block for block in self.blocks if block.end <= node.position]
+        self.rest = self._rest()
+
+    def restorable(self) -> tuple[list[Node], int]:
+        """Returns the nodes of the longest prefix that can be restored, and its end.
+
+        Of nodes that end at the same token, the last one has the states there. The last node may reach beyond the end:
+        then only its first tokens are used. Without the next-token logits, which the tail holds, at least one token is
+        left to compute.
+        """
+        if self.tail is not None:
+            return [*self.blocks, self.tail], self.tail.end
+        end = len(self.nodes.token_ids) - self.needs_logits
+        blocks = self.blocks[: end // self.nodes.block_size]
+        if self.state == "token" and (part := self._part(len(blocks), end)) is not None:
+            node, end = part
+            return ([*blocks, node], end) if end >= LEAST_TOKENS else ([], 0)
+        if self.state == "checkpoints":
+            blocks = self._to_a_checkpoint(blocks)
+        elif self.state == "one_pass":
+            blocks = []
+        return blocks, blocks[-1].end if blocks else 0
+
+    def _reaches_end(self) -> bool:
+        end = self.rest.end if self.rest else self.blocks[-1].end if self.blocks else 0
+        return self.state == "token" and end == len(self.nodes.token_ids)
+
+    def _part(self, num_blocks: int, end: int) -> tuple[Node, int] | None:
+        """Returns the node that continues the first `num_blocks` blocks and has most of the prompt's tokens before
+        `end`, and where these end."""
+        start = num_blocks * self.nodes.block_size
+        if num_blocks < len(self.blocks):
+            return (self.blocks[num_blocks], end) if start < end else None
+        if self.rest is None or start == end:
+            return None
+        return self.rest.node, min(self.rest.end, end)
+
+    def _rest(self) -> Rest | None:
+        if self.state != "token":
+            return None
+        if self.tail is not None:
+            return Rest(self.tail, self.tail.end)
+        start, end = len(self.blocks) * self.nodes.block_size, len(self.nodes.token_ids)
+        if start == end:
+            return None
+        return self.most_similar(self.blocks[-1].name if self.blocks else self.nodes.root, start, end)
+
+    def _to_a_checkpoint(self, blocks: list[Node]) -> list[Node]:
+        for num_blocks in range(len(blocks), 0, -1):
+            last = blocks[num_blocks - 1]
+            if last.end not in self.checkpoints:
+                checkpoint = self.nodes.checkpoint(last)
+                self.checkpoints[last.end] = checkpoint if self.is_stored(checkpoint) else None
+            if (found := self.checkpoints[last.end]) is not None:
+                return [*blocks[:num_blocks], found]
+        return []

@@ -1,0 +1,190 @@
+"""What each tenant sees of the cache: its root, its recent prompts, and which of its blocks were seen before.
+
+The memory of all tenants together is bounded; README.md says how. Reading a tenant from the store means to hash
+millions of tokens, so `load` does that on threads of its own, never on the engine's.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from diskprefix.cache.policy.admission import AdmissionFilter
+from diskprefix.cache.policy.history import History
+from diskprefix.cache.tiers.nodes import PromptNodes
+from diskprefix.errors import CacheError
+from diskprefix.nouns import MAX_VALUE, SHARED, Tenant
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import HISTORY_TOKENS, RootRecord
+from diskprefix.store.store import Store
+from diskprefix.tokens import TokenIds, root_hash
+
+log = logging.getLogger("diskprefix")
+
+_MAX_BYTES = 128 << 20
+_MAX_TENANTS = 256
+"""Bounds of what is kept in memory, over all tenants. The tenant that was used last is kept whatever its size, which
+`History` and `AdmissionFilter` bound."""
+_READING_THREADS = 4
+
+
+def _nothing() -> None:
+    """What is called when nobody else remembers prompts."""
+
+
+@dataclass(eq=False)
+class TenantNamespace:
+    """What one tenant sees of the cache. `root` names all that is stored for it."""
+
+    root: bytes
+    record: RootRecord
+    history: History
+    admission: AdmissionFilter
+    expires_at: float = math.inf
+    """When the first of its prompts expires, in seconds since the epoch."""
+
+    def remember(self, token_ids: TokenIds, group: bytes, block_names: Sequence[bytes], expires_at: float) -> None:
+        """Adds a prompt, which has blocks of these names, as the newest."""
+        self.history.add(token_ids, group)
+        self.admission.add(token_ids, block_names, self.record.block_size)
+        self.expires_at = min(self.expires_at, expires_at)
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes in memory."""
+        return self.history.num_bytes + self.admission.num_bytes
+
+
+class TenantNamespaces:
+    """The namespaces of the tenants that were used last. `load` is for any thread; `get` and what it returns are for
+    the engine's thread.
+
+    `record_of` returns the record of a tenant's root. `on_history` gets a root and the prompts, oldest first, that were
+    read from the store for it. `ttl_s` is the daemon's time to live, 0 for none.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layout: PayloadLayout,
+        record_of: Callable[[Tenant], RootRecord],
+        on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
+        ttl_s: float = 0.0,
+    ) -> None:
+        self._store = store
+        self._layout = layout
+        self._record_of = record_of
+        self._on_history = on_history
+        self._ttl_s = ttl_s
+        self._loaded: OrderedDict[Tenant, Future[TenantNamespace]] = OrderedDict()
+        """Those that are being read too. The one that was used longest ago comes first."""
+        self._lock = threading.Lock()
+        """Of `_loaded` and `_purged_at`; never held while the store's prompts are read."""
+        self._threads = ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="tenant")
+        self.on_forget: Callable[[], None] = _nothing
+        """Called when what `on_history` was told may be gone."""
+        self.purged_at: bytes | None = None
+        """When `diskprefix purge` removed something last, as the store has it."""
+
+    def load(self, tenant: Tenant) -> Future[TenantNamespace]:
+        """Have the tenant's recent prompts read from the store unless they are in memory. May take a second.
+
+        Returns a future that is done when they are in memory, or could not be read: the next `load` tries again. All
+        who wait for a tenant share its future, and must not cancel it. Prompts that still wait to be written are not
+        read: they are missing from a tenant that was dropped and is read again so soon.
+        """
+        self._forget_what_was_purged()
+        with self._lock:
+            if tenant not in self._loaded:
+                self._loaded[tenant] = self._threads.submit(self._load, tenant)
+            return self._use(tenant)
+
+    def expires_at(self, came_at: float, ttl_s: float | None) -> float:
+        """Returns when a prompt expires that came at this time, both in seconds since the epoch, with a time to live of
+        its own or None."""
+        return came_at + (ttl_s or self._ttl_s or math.inf)
+
+    def forget_deleted(self) -> None:
+        """Forget the tenants of whose prompts some were purged or have expired: the others are read anew."""
+        self._forget_what_was_purged()
+        now = self._store.clock()
+        with self._lock:
+            for tenant, one in list(self._loaded.items()):
+                if one.done() and one.result().expires_at <= now:
+                    del self._loaded[tenant]
+                    self.on_forget()
+
+    def close(self) -> None:
+        """Wait for the tenants that are being read, and end the threads."""
+        self._threads.shutdown()
+
+    def get(self, tenant: Tenant) -> TenantNamespace:
+        """The tenant's namespace. If it is not loaded, or not any more, one without recent prompts: then the request
+        is served as a tenant's first one is, and what it adds to the history counts from the next `load` on."""
+        self._forget_what_was_purged()
+        with self._lock:
+            if tenant in self._loaded and self._use(tenant).done():
+                return self._loaded[tenant].result()
+        log.debug("[disk-cache] the recent prompts of a tenant are not in memory: going on without them")
+        return self._new(tenant)
+
+    def _load(self, tenant: Tenant) -> TenantNamespace:
+        namespace = self._new(tenant)
+        try:
+            self._read_into(namespace)
+        except BaseException as error:
+            with self._lock:
+                self._loaded.pop(tenant, None)
+            if not isinstance(error, CacheError):
+                raise
+            log.warning("[disk-cache] the recent prompts cannot be read: %s", error)
+        return namespace
+
+    def _use(self, tenant: Tenant) -> Future[TenantNamespace]:
+        """Drops other tenants if there are too many. The caller holds the lock."""
+        self._loaded.move_to_end(tenant)
+        num_bytes = {other: one.result().num_bytes for other, one in self._loaded.items() if one.done()}
+        total = sum(num_bytes.values())
+        for oldest in list(num_bytes)[:-1]:
+            if total <= _MAX_BYTES and len(self._loaded) <= _MAX_TENANTS:
+                break
+            del self._loaded[oldest]
+            total -= num_bytes[oldest]
+        return self._loaded[tenant]
+
+    def _forget_what_was_purged(self) -> None:
+        """`diskprefix purge` may have removed recent prompts, here or in another process: they must be read anew."""
+        try:
+            with self._store.snapshot() as snapshot:
+                purged_at = snapshot.meta("purged_at")
+        except CacheError:
+            return
+        with self._lock:
+            if purged_at != self.purged_at:
+                self.purged_at = purged_at
+                self._loaded.clear()
+                self.on_forget()
+
+    def _new(self, tenant: Tenant) -> TenantNamespace:
+        record = self._record_of(tenant)
+        history = History(max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
+        return TenantNamespace(
+            root_hash(record.identity), record, history, AdmissionFilter(is_trusting=tenant == SHARED)
+        )
+
+    def _read_into(self, namespace: TenantNamespace) -> None:
+        with self._store.snapshot() as snapshot:
+            prompts = snapshot.recent_prompts(namespace.root, MAX_VALUE)
+            times = list(snapshot.prompt_times(namespace.root))
+        if self._on_history is not None:
+            self._on_history(namespace.root, (token_ids for _, token_ids in prompts))
+        block_size = namespace.record.block_size
+        expires_at = min((self.expires_at(when, own_s) for when, own_s in times), default=math.inf)
+        for group, token_ids in prompts:
+            nodes = PromptNodes(self._store.secret, namespace.root, token_ids, block_size, self._layout)
+            namespace.remember(token_ids, group, nodes.block_names, expires_at)

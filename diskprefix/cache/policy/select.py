@@ -1,0 +1,302 @@
+"""Decides how much of a prompt is kept.
+
+policies/README.md explains the rules. `auto` only cuts at safe boundaries: positions between messages, where other
+prompts can go on too.
+
+Where state can be cut anywhere (`sliceable`), the longest prefix that this prompt shares with an earlier one is kept,
+and more if the prompt is expected to come again (`_expected`) or has a new system message (`_system_guess`).
+
+Under every scope but `off`, a prompt is kept at least up to the last position that the client marked.
+
+Where state exists at checkpoints only, each prompt of the window votes for the last safe boundary that it shares with
+this prompt. Older prompts together vote for the last boundary that was seen before. This prompt votes for its own end
+if it is expected to come again. The set of positions is chosen for which
+
+    sum over its positions of (tokens since the position before) x (votes for it or for a later one)  -  price of each
+
+is largest. The first position before is where this prompt was restored to: what is stored already saves nothing more.
+The price is `min_tokens`: what saves that much is worth keeping.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from diskprefix.cache.policy.admission import Sighting
+from diskprefix.cache.policy.safe_cuts import last_safe
+from diskprefix.nouns import Prompt, Reason, Scope, Selection
+from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
+
+StateKind: TypeAlias = Literal["token", "sliceable", "checkpoints", "one_pass"]
+"""Where a restored prefix can end: at any token; at the end of any block; at a checkpoint; only at the end of a prompt,
+which was computed in one pass."""
+
+_SHORT_END = 8
+"""A prompt of which at most one part in so many was rewritten is taken for the same conversation."""
+_SEEN_ENOUGH = 8
+"""If so many recent prompts share nothing with each other, a new system message is not kept at once."""
+
+
+class _Choice(NamedTuple):
+    """A boundary, why, and for state at checkpoints only the positions below it with the votes for them."""
+
+    selected: int
+    reason: Reason
+    support: dict[int, int] | None = None
+    is_whole: bool = True
+    """Whether the prompt's end is kept too, where the boundary is that."""
+    goes_on: bool = False
+    """Whether a later prompt is expected to go on from the reply."""
+
+
+class _Window(NamedTuple):
+    """The recent prompts, newest first, and how many tokens the prompt shares with each (`commons`). `seen` is the
+    number of its tokens whose blocks were seen before, in these prompts or in older ones."""
+
+    prompts: Sequence[TokenIds]
+    commons: list[int]
+    seen: int
+    sighting: Sighting
+    older: TokenIds | None = None
+    """The prompt that shares most, if it is older than those of the window."""
+    common_older: int = 0
+
+    @property
+    def common(self) -> int:
+        """The most that is shared with a prompt of the window."""
+        return max(self.commons, default=0)
+
+    @property
+    def known(self) -> int:
+        """The most that was seen before, in the window or not."""
+        return max(self.common, self.seen)
+
+    @property
+    def most_common(self) -> int:
+        """The most that is shared with a prompt of the window, or with the older one."""
+        return max(self.common, self.common_older)
+
+    @property
+    def lost(self) -> int:
+        """Tokens at the end of the prompt that this one shares most with, which this one does not have. If there are
+        several such prompts, the fewest."""
+        common = self.common
+        if self.older is not None and self.common_older > common:
+            return len(self.older) - self.common_older
+        lengths = (len(earlier) for earlier, n in zip(self.prompts, self.commons, strict=True) if n == common)
+        return min(lengths, default=common) - common
+
+
+def select(
+    scope: Scope,
+    prompt: Prompt,
+    recent: Sequence[TokenIds],
+    *,
+    block_size: int,
+    min_tokens: int,
+    cold_max: int,
+    interval: int,
+    state: StateKind = "sliceable",
+    restored: int = 0,
+    sighting: Sighting = Sighting(),  # noqa: B008 (immutable)
+    older: TokenIds | None = None,
+) -> Selection:
+    """What of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same answer.
+
+    Of a prompt with messages left out, the scopes `auto` and `N` keep what is marked only: its tokens are not those of
+    the conversation.
+
+    `state` says where a restored prefix can end. `cold_max` and `interval` place the checkpoints of `full` and
+    `N`; for those of `auto`, `restored` is how many tokens need not be computed. `sighting` is what is known of the
+    prompt's blocks beyond the window. `older` is a prompt from before the window that shares more than those in it: it
+    counts only for whether this prompt goes on from it.
+    """
+    num_tokens = len(prompt.token_ids)
+    if scope.kind == "off":
+        return Selection(scope=scope, prompt_tokens=num_tokens, reason="off")
+    auto = scope.kind == "auto"
+    seen = min(sighting.num_blocks * block_size, num_tokens)
+    recent = recent[: scope.value] if auto else recent
+    commons = [common_prefix_length(prompt.token_ids, earlier) for earlier in recent]
+    common_older = 0 if older is None else common_prefix_length(prompt.token_ids, older)
+    window = _Window(recent, commons, seen, sighting, older, common_older)
+    least = max(min_tokens, 1)
+
+    # Nothing would be kept for a mark with fewer than `least` tokens before it.
+    grid = 1 if state == "token" else block_size
+    marks = [mark.position for mark in prompt.marks if floor_to_grid(mark.position, grid) >= least]
+    price = max(least, block_size) if auto and state == "checkpoints" else 0
+    if prompt.rewriting.left_out is not None and scope.kind != "full":
+        choice = _Choice(0, "left_out")
+    elif not auto:
+        choice = _as_told(scope, num_tokens)
+    elif state == "checkpoints":
+        choice = _by_support(prompt, window, block_size, least, restored, price)
+    else:
+        choice = _by_sighting(prompt, window, least)
+    if marks and min(marks[-1], num_tokens) > choice.selected:
+        choice = choice._replace(selected=min(marks[-1], num_tokens), reason="marks", is_whole=True)
+
+    selected, reason = choice.selected, choice.reason
+    aligned = floor_to_grid(selected, grid)
+    keep_tail = 0 < selected == num_tokens and choice.is_whole
+    if selected and (selected if keep_tail else aligned) < least:
+        aligned, keep_tail, reason = 0, False, "below_min_tokens"
+    if state == "one_pass" and aligned and not keep_tail:
+        aligned, reason = 0, "whole_prompt_only"
+    support: dict[int, int] = {}
+    if state == "checkpoints" and (aligned or keep_tail):
+        positions = {aligned} | {floor_to_grid(position, block_size) for position in marks}
+        if choice.support is None:
+            if scope.kind == "full" or reason == "tokens":
+                positions |= _continued(aligned, block_size, interval)
+            if scope.kind == "full":
+                positions |= _structural(prompt, block_size, cold_max)
+        support = dict.fromkeys(positions, 0) | (choice.support or {})
+    checkpoints = tuple(sorted(position for position in support if least <= position <= aligned))
+    return Selection(
+        scope=scope,
+        prompt_tokens=num_tokens,
+        reason=reason,
+        selected=selected,
+        aligned=aligned,
+        keep_tail=keep_tail,
+        keeps_reply=choice.goes_on and (keep_tail or aligned > 0),
+        checkpoints=checkpoints,
+        votes=tuple(support[position] for position in checkpoints) if choice.support is not None else (),
+        window=scope.value if auto else 0,
+        recent=len(window.prompts),
+        common=window.common,
+        seen=seen,
+        safe=last_safe(prompt, window.known) if auto else 0,
+        price=price,
+        lost=window.lost,
+        continues=sighting.continues,
+        trials=sighting.trials,
+        again=sighting.again,
+    )
+
+
+def _as_told(scope: Scope, num_tokens: int) -> _Choice:
+    if scope.kind == "full":
+        return _Choice(num_tokens, "full", goes_on=True)
+    return _Choice(min(scope.value, num_tokens), "tokens", goes_on=scope.value > num_tokens)
+
+
+def _by_sighting(prompt: Prompt, window: _Window, least: int) -> _Choice:
+    """The boundary where state can be cut anywhere."""
+    expected = _expected(prompt, window)
+    if expected is not None and expected.selected > window.known:
+        return expected
+    if (guess := _system_guess(prompt, window, least)) is not None:
+        return guess
+    safe = last_safe(prompt, window.known)
+    goes_on = expected is not None and expected.goes_on and safe == expected.selected
+    return _Choice(safe, "shared_prefix", goes_on=goes_on) if safe else _Choice(0, _why_nothing(window))
+
+
+def _by_support(prompt: Prompt, window: _Window, block_size: int, least: int, restored: int, price: int) -> _Choice:
+    """The checkpoints after `restored` that are expected to save most. Each must save `price` tokens."""
+    votes: Counter[int] = Counter()
+    for earlier, common in zip(window.prompts, window.commons, strict=True):
+        # A prompt that this one continues does not vote: its conversation goes on from here.
+        if common < len(earlier):
+            votes[floor_to_grid(last_safe(prompt, common), block_size)] += 1
+    if window.seen > window.common:
+        votes[floor_to_grid(last_safe(prompt, window.seen), block_size)] += 1
+    reasons: dict[int, Reason] = {}
+    for expected in (_system_guess(prompt, window, least), _expected(prompt, window)):
+        if expected is not None:
+            aligned = floor_to_grid(expected.selected, block_size)
+            votes[aligned] += 1
+            reasons[aligned] = expected.reason
+    support = _best_positions({at: n for at, n in votes.items() if at > restored and at >= least}, restored, price)
+    if support:
+        last = max(support)
+        # Of an exact repeat the end counts too: nothing can go on from a checkpoint there without the logits.
+        return _Choice(
+            last, reasons.get(last, "best_checkpoints"), support, is_whole=window.common == len(prompt.token_ids)
+        )
+    if max(votes, default=0) >= least:
+        return _Choice(0, "already_saved", {})
+    return _Choice(0, "below_min_tokens" if any(votes) else _why_nothing(window), {})
+
+
+def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
+    """How much of the prompt is expected to come again, alone or with more behind it; None if that is not expected.
+
+    A client may rewrite the end of a conversation in each turn (the beginning of a reply, a reminder, a list of open
+    files). As many tokens as were rewritten of the prompt before are expected to be rewritten of this one.
+    """
+    num_tokens, common = len(prompt.token_ids), window.most_common
+    last = last_safe(prompt, num_tokens)
+    if window.sighting.continues:
+        return _Choice(last, "continues", is_whole=False, goes_on=True)
+    # To share only the system message, or less than was lost, says nothing about the rest.
+    is_same = last_safe(prompt, common) > prompt.system_end and window.lost <= common
+    end = last_safe(prompt, max(num_tokens - window.lost, 0)) if is_same else last
+    # What is rewritten before a reply takes the reply with it.
+    goes_on = not (is_same and window.lost)
+    if is_same and 0 < window.lost * _SHORT_END <= common + window.lost:
+        return _Choice(end, "continues", is_whole=False)
+    if window.sighting.is_likely_repeat:
+        return _Choice(end, "likely_repeat", is_whole=False, goes_on=goes_on)
+    return _Choice(end, "learning", is_whole=False, goes_on=goes_on) if window.sighting.is_learning else None
+
+
+def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None:
+    """The end of a system message that was not seen before. None if there is none, or if the recent prompts show that
+    system messages do not come again."""
+    if not prompt.system_end or window.known >= prompt.system_end:
+        return None
+    beginnings = [bytes(earlier[:least]) for earlier in window.prompts]
+    is_shared = len(set(beginnings)) < len(beginnings)
+    return _Choice(prompt.system_end, "new_system_prompt") if is_shared or len(beginnings) < _SEEN_ENOUGH else None
+
+
+def _why_nothing(window: _Window) -> Reason:
+    if window.known:
+        return "no_safe_boundary"
+    return "no_match" if window.prompts else "no_history"
+
+
+def _best_positions(votes: dict[int, int], start: int, price: int) -> dict[int, int]:
+    """Of the positions voted for, the set that saves most, with the votes that each gets in it; of equal sets a longer
+    one. By dynamic programming from the last position to the first, in O(n²) for n positions."""
+    positions = [start, *sorted(votes)]
+    num_votes = [0] * (len(positions) + 1)
+    """Votes for each position and those after it."""
+    # What the positions after this one save at most, if this one is taken, and the next one that is taken then.
+    saved: list[tuple[int, int]] = [(0, 0)] * len(positions)
+    for i in range(len(positions) - 1, -1, -1):
+        num_votes[i] = num_votes[i + 1] + votes.get(positions[i], 0)
+        options = [
+            (saved[j][0] + (positions[j] - positions[i]) * num_votes[j] - price, j)
+            for j in range(i + 1, len(positions))
+        ]
+        best = max(options, default=(-1, 0), key=lambda option: (option[0], -option[1]))
+        saved[i] = best if best[0] >= 0 else (0, 0)
+    taken: dict[int, int] = {}
+    number = saved[0][1]
+    while number:
+        taken[positions[number]] = num_votes[number]
+        number = saved[number][1]
+    return taken
+
+
+def _continued(end: int, block_size: int, interval: int) -> set[int]:
+    """Every `interval` tokens up to `end`: they bound what a prompt that leaves this one in between recomputes."""
+    positions = np.arange(interval, end + 1, interval)
+    return set((positions - positions % block_size).tolist())
+
+
+def _structural(prompt: Prompt, block_size: int, cold_max: int) -> set[int]:
+    """The end of the system message and a cold boundary, which other conversations share, and the last boundary, which
+    is what the next turn keeps of this one."""
+    num_tokens = len(prompt.token_ids)
+    boundaries = prompt.system_end, last_safe(prompt, min(cold_max, num_tokens)), last_safe(prompt, num_tokens)
+    return {floor_to_grid(position, block_size) for position in boundaries}

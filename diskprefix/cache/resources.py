@@ -1,0 +1,109 @@
+"""What all requests of one prefix cache share: its store, its threads, its measured times and its counts."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+from diskprefix import hooks
+from diskprefix.cache.cost_model import CostModel
+from diskprefix.cache.tiers.buffer import BufferTier
+from diskprefix.cache.tiers.disk import DiskTier
+from diskprefix.cache.tiers.loading import READER_THREADS
+from diskprefix.cache.tiers.shared import SharedTier
+from diskprefix.cache.tiers.tier import Tier
+from diskprefix.errors import StoreUnavailable
+from diskprefix.kv.capturer import Capturer
+from diskprefix.kv.layout import Layout
+from diskprefix.namespace_key import NamespaceKey
+from diskprefix.settings import Settings
+from diskprefix.store.codec.codec import Codec
+from diskprefix.store.maintenance.repair import repair_index
+from diskprefix.store.notes import TenantNotes
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import RootRecord
+from diskprefix.store.store import Store
+from diskprefix.store.writer import Writer
+
+log = logging.getLogger("diskprefix")
+
+_NOTE_TTL_S = 30 * 86400.0
+"""Of notes, where `--kv-cache-ttl` is not given. OpenAI keeps responses for as long."""
+
+
+def open_store(settings: Settings) -> Store:
+    """Opens the store of a cache. Raises `CacheError` if the folder cannot be used, but not if it is full or
+    read-only, and `SettingsError` if the namespace key cannot be read."""
+    key_file = settings.namespace_key_file
+    namespace = None if key_file is None else NamespaceKey.read(key_file)
+    try:
+        store = Store(
+            settings.kv_cache_dir,
+            budget_bytes=settings.kv_cache_budget,
+            on_corruption=settings.kv_cache_on_corruption,
+            min_free_bytes=settings.kv_cache_min_free,
+            serving=True,
+            namespace=namespace,
+        )
+    except StoreUnavailable as error:
+        if "already open in this process" in str(error):
+            raise StoreUnavailable(
+                f"{settings.kv_cache_dir} is in use by another session of this process; close() that one first, or "
+                "choose another cache_dir"
+            ) from error
+        raise
+    store.codec = Codec[settings.kv_cache_codec.upper()]
+    return store
+
+
+class CacheResources:
+    """The store, the writer and the threads of one prefix cache, and what it counts."""
+
+    cost_model: CostModel
+
+    def __init__(self, settings: Settings, store: Store, layout: Layout, beside: CacheResources | None = None) -> None:
+        """`beside` is the cache of another model in the same store, whose threads serve this one too."""
+        self.settings = settings
+        self.store = store
+        self.layout = layout
+        self.payload_layout = PayloadLayout.parse(layout.describe())
+        self.has_own_threads = beside is None
+        self.remote: SharedTier | None = hooks.open_tier(settings) if beside is None else beside.remote
+        if beside is None:
+            self.writer = Writer(
+                store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
+            )
+            self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
+            self.capturer = Capturer(self.writer.reserve, lambda: self.count("errors"))
+            self.writer.on_room = self.capturer.wake
+        else:
+            self.writer, self.readers, self.capturer = beside.writer, beside.readers, beside.capturer
+        self.tiers: tuple[Tier, ...] = (BufferTier(self.writer), DiskTier(store, self.writer.quarantine))
+        """What can be read at once, the nearest first."""
+        self.counters: Counter[str] = Counter()
+        self._counting = threading.Lock()
+        self.hits_by_tier: Counter[str] = Counter(memory=0, disk=0, remote=0)
+        self.misses: Counter[str] = Counter()
+
+    def count(self, what: str) -> None:
+        """Add one to a counter. For any thread."""
+        with self._counting:
+            self.counters[what] += 1
+
+    def notes_of(self, root: bytes, record: RootRecord, ttl_s: float | None = None) -> TenantNotes:
+        """Returns the notes of a root, for any thread. `ttl_s` is the time to live of those that are put, in seconds;
+        with None the daemon's `--kv-cache-ttl` holds."""
+        return TenantNotes(self.writer.notes, root, record, ttl_s or self.settings.kv_cache_ttl or _NOTE_TTL_S)
+
+    def prompt_expires_at(self, ttl_s: float | None) -> float:
+        """Returns when a prompt that comes now expires, in seconds since the epoch, with a time to live of its own or
+        None."""
+        return self.store.clock() + (ttl_s or self.settings.kv_cache_ttl or math.inf)
+
+    def settle(self, timeout_s: float | None = None) -> bool:
+        """Wait until everything that is to be captured is in the writer's buffer, once that has room. Returns False if
+        the time runs out first."""
+        return self.capturer.settle(timeout_s=timeout_s)

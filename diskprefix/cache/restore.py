@@ -1,0 +1,253 @@
+"""Finding the longest restorable prefix of a prompt, verifying it, and copying it into the arena."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from diskprefix.cache.matching import Matcher
+from diskprefix.cache.planning import Progress
+from diskprefix.cache.tiers.loading import Loader
+from diskprefix.cache.tiers.nodes import Node, PromptNodes, Rest
+from diskprefix.cache.tiers.tier import Tier, View
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import Layout
+from diskprefix.nouns import Refused, StateSource
+from diskprefix.store.codec.planes import Bytes
+from diskprefix.store.evictor import Evictor
+from diskprefix.tokens import common_prefix_length, floor_to_grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(Progress):
+    """What is in the arena now: the state after `num_tokens` tokens. To get it, `num_bytes` were loaded.
+
+    The store alone can restore `stored_tokens`; `tip` is the last node of these. `blocks` may reach further, and
+    `refused` says why; `matched` is how far what is stored reaches, in tokens. `prefill_s` is how long computing
+    `num_tokens` tokens took when they were computed, in seconds; 0 if nobody knows. `logits` (shape [vocab], the
+    model's dtype) come with an exact repeat; `has_tail`: the prompt's tail is stored, which has them too.
+    """
+
+    num_bytes: int = 0
+    stored_tokens: int = 0
+    logits: torch.Tensor | None = None
+    has_tail: bool = False
+    matched: int = 0
+    refused: Refused | None = None
+    source: StateSource = "none"
+    prefill_s: float = 0.0
+    lookup_ms: float = 0.0
+    restore_ms: float = 0.0
+
+
+@dataclass
+class Restoration:
+    """Restores one prompt. `run` is for any one thread at a time.
+
+    `tiers` are where its nodes are looked for, the nearest first. `pins` gets what unpins the last node that matched
+    and the one that is restored to. `allows` says whether so many tokens are worth restoring, and `pays` whether so
+    many more tokens are worth loading so many more bytes. `noted_logits` gives the logits at the prompt's end as bytes,
+    if they were kept when its tail was replaced. `on_logits` is told the logits at the prompt's end, shape [vocab], on
+    any thread, before all of the state is loaded, which may fail yet. `reuse_generated` and `needs_logits`: see
+    `Matcher`.
+    """
+
+    nodes: PromptNodes
+    layout: Layout
+    tiers: Sequence[Tier]
+    evictor: Evictor
+    readers: Executor
+    pins: ExitStack
+    allows: Callable[[int], bool]
+    pays: Callable[[int, int], bool]
+    noted_logits: Callable[[], bytes | None]
+    on_logits: Callable[[torch.Tensor], None] = lambda _: None
+    reuse_generated: bool = False
+    needs_logits: bool = True
+    prefetched: Collection[bytes] = ()
+    """The names of the nodes that were fetched from the shared tier for this prompt."""
+    _views: list[View] = field(default_factory=list)
+    _found_in: dict[bytes, View] = field(default_factory=dict)
+    """By the names of the nodes that were found."""
+    _logits: Bytes | None = None
+    """Those at the prompt's end, where they were kept when its tail was replaced."""
+    _is_slower: bool = False
+    kept: int = 0
+    """Of how many tokens the arena still has the state if `run` raises."""
+
+    def run(self, arena: KVArena, have: int = 0, logits: torch.Tensor | None = None) -> Restored:
+        """Restore into `arena`, which has room for the prompt and the state after its first `have` tokens already.
+        `logits` are those at the prompt's end, if it has that much.
+
+        Raises `CacheError`; the state behind the first `kept` tokens is then undefined. A damaged node is removed, and
+        the next shorter prefix that can be is restored.
+        """
+        self.kept = have
+        started = time.perf_counter()
+        with ExitStack() as opened:
+            self._views = [opened.enter_context(tier.view()) for tier in self.tiers]
+            matcher = Matcher(
+                self.nodes,
+                self._is_stored,
+                self._most_similar,
+                self.layout.state_kind,
+                self.reuse_generated,
+                self.needs_logits,
+                partial(self._has_logits, have),
+            )
+            matcher.match()
+            self._pin(matcher.deepest)
+            path, end = self._worth_restoring(matcher, have)
+            prefill_s = self._prefill_s(matcher.blocks)
+            matched = time.perf_counter()
+            if self._logits is not None and end == len(self.nodes.token_ids):
+                self._tell_logits(arena, path, self._logits)
+            while True:
+                missing = [(node, self._found_in[node.name]) for node in path if min(node.end, end) > have]
+                first_needed = self._first_needed(matcher, end)
+                on_logits = partial(self._tell_logits, arena, path)
+                loader = Loader(self.nodes, missing, have, end, first_needed, arena, on_logits)
+                if not missing:
+                    break
+                self.kept = 0
+                self._make_room(arena, first_needed, end)
+                if not self.layout.states and arena.held(have) == have:
+                    # Neither are states overwritten, nor have windows moved on.
+                    self.kept = have
+                if (bad := loader.run(self.readers)) is None:
+                    break
+                node, view, error = bad
+                view.drop(node, error)
+                matcher.drop(node)
+                have = self.kept
+                arena.truncate(have)
+                path, end = self._worth_restoring(matcher, have)
+        loaded = time.perf_counter()
+        if end > have:
+            at_end = loader.logits if matcher.tail is not None else self._logits
+            logits = arena.logits_from(at_end) if at_end is not None and end == len(self.nodes.token_ids) else None
+        deepest, num_tokens = matcher.deepest, max(have, end)
+        return Restored(
+            num_tokens=num_tokens,
+            num_bytes=loader.num_bytes,
+            stored_tokens=end,
+            logits=logits,
+            has_tail=matcher.tail is not None,
+            blocks=matcher.blocks,
+            rest=matcher.rest,
+            tip=path[-1].name if path else None,
+            matched=max(deepest.end if deepest else 0, num_tokens),
+            refused=self._why_refused(deepest, num_tokens),
+            exact=not any(node.generated for node, _ in missing),
+            source=self._source(missing) if num_tokens else "none",
+            prefill_s=prefill_s * num_tokens,
+            lookup_ms=(matched - started) * 1e3,
+            restore_ms=(loaded - matched) * 1e3,
+        )
+
+    def _tell_logits(self, arena: KVArena, path: Sequence[Node], logits: Bytes) -> None:
+        """Not those after a reply that was computed otherwise: if that is lost, the prompt computes others."""
+        if not any(node.generated for node in path):
+            self.on_logits(arena.logits_from(logits))
+
+    def _pin(self, node: Node | None) -> None:
+        """Before anything is loaded: the request will continue what it restores."""
+        if node is not None:
+            self.evictor.pin(node.name)
+            self.pins.callback(self.evictor.unpin, node.name)
+
+    def _worth_restoring(self, matcher: Matcher, have: int) -> tuple[list[Node], int]:
+        """Returns the nodes of the prefix to restore, the last of them pinned, and where it ends. There are none where
+        computing what lies behind the first `have` tokens is faster."""
+        nodes, end = matcher.restorable()
+        if end % self.nodes.block_size and end < len(self.nodes.token_ids):
+            # All of the last node is read and verified, however little of it is used.
+            last = nodes[-1]
+            if end > have and not self.pays(
+                end - max(last.position, have), self.layout.bytes_per_token * last.num_tokens
+            ):
+                nodes, end = nodes[:-1], last.position
+        self._is_slower = end > have and not self.allows(end - have)
+        if self._is_slower:
+            return [], 0
+        self._pin(nodes[-1] if nodes else None)
+        return nodes, end
+
+    def _why_refused(self, deepest: Node | None, num_tokens: int) -> Refused | None:
+        """Why what is stored could not all be restored; None if it could."""
+        if any(view.damaged for view in self._views):
+            return "damaged"
+        if self._is_slower:
+            return "faster_to_compute"
+        if deepest is None or deepest.end <= num_tokens:
+            return None
+        if self.layout.is_one_pass:
+            return "whole_prompt_only"
+        at_end = deepest.end == len(self.nodes.token_ids)
+        return "no_logits" if at_end and deepest.end - num_tokens <= self.nodes.block_size else "no_checkpoint"
+
+    def _prefill_s(self, blocks: Sequence[Node]) -> float:
+        """Returns how long computing a token took, in seconds, of those blocks of which it is known; 0 if of none."""
+        known = [
+            (seconds, node.num_tokens) for node in blocks if (seconds := self._found_in[node.name].prefill_s(node))
+        ]
+        return sum(seconds for seconds, _ in known) / sum(num_tokens for _, num_tokens in known) if known else 0.0
+
+    def _is_stored(self, node: Node) -> bool:
+        token_ids = self.nodes.token_bytes(node)
+        for view in self._views:
+            if view.has(node, token_ids):
+                self._found_in[node.name] = view
+                return True
+        return False
+
+    def _most_similar(self, parent: bytes, start: int, end: int) -> Rest | None:
+        """Returns the sound node of any tier that continues `parent` and has most of the prompt's tokens from `start`
+        to `end`. None if no node has the first one."""
+        token_ids = self.nodes.token_ids[start:end]
+        found: list[Rest] = []
+        for view in self._views:
+            for node, its in view.similar(parent, token_ids):
+                num_common = common_prefix_length(its, token_ids)
+                # One that was generated will do only if the request asked for that.
+                if node.position == start and num_common and (self.reuse_generated or not node.generated):
+                    found.append(Rest(node, start + num_common))
+                    self._found_in.setdefault(node.name, view)
+                    # Those that come after it have no more in common.
+                    break
+        return max(found, key=attrgetter("end", "node.end"), default=None)
+
+    def _has_logits(self, have: int) -> bool:
+        """See `Matcher`. Who has the whole prompt has them already."""
+        found = self.noted_logits() if have < len(self.nodes.token_ids) else None
+        if found is not None and len(found) == self.layout.logits_bytes:
+            self._logits = np.frombuffer(bytearray(found), dtype=np.uint8)
+        return self._logits is not None
+
+    def _first_needed(self, matcher: Matcher, end: int) -> dict[int, int]:
+        """See `Loader`."""
+        # A block that the prompt goes on in will be stored: all of it is needed.
+        block_start = floor_to_grid(end, self.nodes.block_size)
+        first_needed = {n: min(g.first_needed(end), block_start) for n, g in enumerate(self.layout.groups)}
+        if matcher.tail is None or end < len(self.nodes.token_ids):
+            # Logits are those at the prompt's end, and not those of a longer tail.
+            first_needed[self.nodes.layout.logits_group] = end
+        return first_needed
+
+    def _source(self, loaded: Sequence[tuple[Node, View]]) -> StateSource:
+        """Returns the farthest tier that something came from."""
+        if any(node.name in self.prefetched for node, _ in loaded):
+            return "remote"
+        return "disk" if any(view.tier == "disk" for _, view in loaded) else "memory"
+
+    def _make_room(self, arena: KVArena, first_needed: Mapping[int, int], end: int) -> None:
+        for number in range(len(self.layout.groups)):
+            arena.expect(number, floor_to_grid(first_needed[number], self.nodes.block_size), end)

@@ -1,0 +1,122 @@
+"""The tier on the disk: the nodes in LMDB."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import islice
+
+from diskprefix.cache.tiers.nodes import Node
+from diskprefix.cache.tiers.tier import TierName, Write
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.codec.codec import Piece, decode_piece, is_in_memory, piece_seed, populate
+from diskprefix.store.codec.planes import Bytes
+from diskprefix.store.pieces import Cut
+from diskprefix.store.schema import MAX_PREFILL_S, Kind, NodeRecord
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store import Store
+from diskprefix.tokens import TokenIds
+
+log = logging.getLogger("diskprefix")
+
+_MAPPED_NODES = 100_000
+_TRIES = 64
+"""Nodes that are looked at to find one that shares a part of the prompt. Few of them will not do: damaged ones, and
+generated ones that the request did not ask for."""
+
+
+class DiskTier:
+    """A store, as a `Tier`. `quarantine` has a node removed: its name, and that of the node that it continues."""
+
+    def __init__(self, store: Store, quarantine: Callable[[bytes, bytes], object]) -> None:
+        self._store = store
+        self._quarantine = quarantine
+
+    @contextmanager
+    def view(self) -> Iterator[DiskView]:
+        with self._store.snapshot() as snapshot:
+            yield DiskView(snapshot, self._store.mapped, self._quarantine)
+
+
+class DiskView:
+    """A snapshot of a store. See `View`."""
+
+    tier: TierName = "disk"
+
+    def __init__(self, snapshot: Snapshot, mapped: set[bytes], quarantine: Callable[[bytes, bytes], object]) -> None:
+        """`mapped` holds the names of the nodes whose pages this process has read before."""
+        self._snapshot = snapshot
+        self._mapped = mapped
+        self._quarantine = quarantine
+        self.damaged: set[bytes] = set()
+
+    def has(self, node: Node, token_ids: bytes) -> bool:
+        if node.name in self.damaged:
+            return False
+        try:
+            return self._snapshot.has(
+                node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated
+            )
+        except StoreCorrupt as error:
+            self.drop(node, error)
+            return False
+
+    def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
+        for name in islice(self._snapshot.similar_children(parent, token_ids.tobytes()), _TRIES):
+            record = self._sound_record(name, parent)
+            if record is not None and record.parent == parent:
+                node = Node(name, parent, record.position, record.num_tokens, record.kind, record.generated)
+                yield node, record.token_ids
+
+    def prefill_s(self, node: Node) -> float:
+        try:
+            usage = self._snapshot.usage(node.name)
+        except StoreCorrupt:
+            return 0.0
+        return usage.prefill_s if usage is not None and 0 < usage.prefill_s < MAX_PREFILL_S else 0.0
+
+    def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
+        is_cold = bool(needed) and not self._is_mapped(node, needed)
+        for number in needed:
+            stored, seed = self._snapshot.piece(node.name, number), piece_seed(node.name, number)
+            yield partial(_decode, stored, is_cold, cuts[number].piece, seed)
+
+    def drop(self, node: Node, error: StoreCorrupt) -> None:
+        self.damaged.add(node.name)
+        what = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
+        log.warning("[disk-cache] %s %s is damaged and will be removed: %s", what, node.name.hex(), error)
+        self._quarantine(node.name, node.parent)
+
+    def _sound_record(self, name: bytes, parent: bytes) -> NodeRecord | None:
+        """Returns the record of a node that is listed as continuing `parent`; None if it is missing or damaged."""
+        if name in self.damaged:
+            return None
+        try:
+            return self._snapshot.node(name)
+        except StoreCorrupt as error:
+            self.drop(Node(name, parent, 0, 0, Kind.BLOCK), error)
+            return None
+
+    def _is_mapped(self, node: Node, needed: Sequence[int]) -> bool:
+        """Whether this process has read the node's pages before, and they are still in memory.
+
+        The ends speak for the whole: to populate what is mapped already, or to look at each piece, would cost a fifth
+        of a restore.
+        """
+        if node.name not in self._mapped:
+            if len(self._mapped) >= _MAPPED_NODES:
+                self._mapped.clear()
+            self._mapped.add(node.name)
+            return False
+        ends = [self._snapshot.piece(node.name, number) for number in (needed[0], needed[-1])]
+        return all(end is not None and is_in_memory(end) for end in ends)
+
+
+def _decode(stored: memoryview | None, is_cold: bool, piece: Piece, seed: int, out: Bytes) -> None:
+    if stored is None:
+        raise StoreCorrupt("a piece of its payload is missing")
+    if is_cold:
+        populate(stored)
+    decode_piece(stored, piece, seed, out)

@@ -1,0 +1,240 @@
+"""Machines that share a bucket, each with a model: what one computed, another one restores, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from diskprefix.cache.cost_model import CostModel
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.tiers.shared import Prefetched
+from diskprefix.errors import SettingsError
+from diskprefix.extras.remote.tier import RemoteTier
+from diskprefix.nouns import SHARED, CacheOptions, Prompt
+from diskprefix.settings import Settings
+from tests.object_server import Fault, ObjectServer, object_server
+from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
+
+PROMPT = random_prompt(1, 6 * BLOCK + 5)
+LONGER = np.concatenate([PROMPT, random_prompt(2, 2 * BLOCK)])
+OTHER_END = np.concatenate([PROMPT[: 4 * BLOCK + 3], random_prompt(3, 2 * BLOCK)])
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return tiny_llama()
+
+
+MakeRunner = Callable[..., Runner]
+
+
+@pytest.fixture
+def make(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRunner]:
+    """Makes a machine that shares a bucket. Two blocks of the model make a bundle."""
+    block_bytes = 2 * 2 * 2 * 16 * 2 * BLOCK
+    monkeypatch.setattr("diskprefix.extras.remote.bundle._TARGET_BYTES", 2 * block_bytes - 1)
+    key = tmp_path / "key"
+    key.write_text("the key of the tests' fleet")
+    key.chmod(0o600)
+    number = 0
+    with ExitStack() as opened:
+
+        def made(exact_at: Any = None, bucket: str = "bucket", **changes: Any) -> Runner:
+            nonlocal number
+            number += 1
+            values: dict[str, Any] = {
+                "kv_cache_gate": "off",
+                "namespace_key_file": key,
+                "remote_tier": (tmp_path / bucket).as_uri(),
+                "remote_write": "all",
+            }
+            settings = tiny_settings(tmp_path / f"kv{number}", **(values | changes))
+            runner = Runner(model, settings, exact_at=exact_at)
+            opened.callback(runner.close)
+            return runner
+
+        yield made
+
+
+def shared(runner: Runner) -> None:
+    """Waits until what the runner has is in the bucket."""
+    runner.flush()
+    assert runner.cache.remote is not None
+    assert runner.cache.remote.flush(30)
+
+
+def written(runner: Runner) -> int:
+    assert runner.cache.remote is not None
+    return int(runner.cache.remote.stats()["written"])
+
+
+@pytest.mark.parametrize("exact_at", ["grid", None], ids=["grid", "token"])
+def test_what_one_machine_computed_another_one_restores_with_the_bits_of_the_cold_run(
+    exact_at: Any, make: MakeRunner
+) -> None:
+    one, other, alone = make(exact_at), make(exact_at), make(exact_at, bucket="none")
+    first = one.run(PROMPT, "full", reply=3)
+    shared(one)
+    # Five tokens are not worth a request; of a model that is exact at every token, a longer rest is.
+    within = 0 if exact_at else 5
+    for ids, restored in ((PROMPT, 0 if exact_at else 6 * BLOCK), (LONGER, 6 * BLOCK + within), (OTHER_END, 4 * BLOCK)):
+        cold = alone.run(ids, "full", reply=3)
+        machine = make(exact_at)
+        prefetched = machine.run(ids, "full", reply=3)
+        assert prefetched.report.source == "remote"
+        assert prefetched.report.restored == (restored or len(PROMPT))
+        assert same(prefetched, cold)
+        machine.flush()
+    again = other.run(PROMPT, "full", reply=3)
+    assert same(again, first)
+    other.flush()
+    memory = other.run(PROMPT, "full", reply=3)
+    assert memory.report.source == "disk", "read through to the disk"
+    assert memory.report.restored >= again.report.restored
+    assert same(memory, first)
+    assert other.cache.stats()["hits_by_tier"] == {"memory": 0, "disk": 1, "remote": 1}
+
+
+def test_tenants_do_not_find_each_other_in_the_bucket(make: MakeRunner) -> None:
+    one, other = make(), make()
+    one.run(PROMPT, "full")
+    shared(one)
+    options = CacheOptions(scope=parse_scope("full", param="scope"), tenant=SHARED.with_salt("alice"))
+    assert other.run_prompt(Prompt(PROMPT), options).report.restored == 0
+
+
+@pytest.mark.parametrize(("policy", "after_one", "after_two"), [("all", True, True), ("seen-twice", False, True)])
+def test_the_write_policy_says_what_is_left(policy: str, after_one: bool, after_two: bool, make: MakeRunner) -> None:
+    runner = make(remote_write=policy)
+    runner.run(PROMPT, "full")
+    shared(runner)
+    assert (written(runner) > 0) == after_one
+    runner.run(PROMPT, "full")
+    shared(runner)
+    assert (written(runner) > 0) == after_two
+
+
+def test_nothing_is_left_with_the_policy_off_or_by_a_request_that_only_reads(make: MakeRunner) -> None:
+    off, on = make(remote_write="off"), make()
+    reading = CacheOptions(scope=parse_scope("full", param="scope"), save=False)
+    for _ in range(2):
+        off.run(PROMPT, "full")
+        on.run_prompt(Prompt(PROMPT), reading)
+        shared(off)
+        shared(on)
+    assert (written(off), written(on)) == (0, 0)
+
+
+def test_a_bucket_that_is_gone_changes_no_answer(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, alone = make(), make(), make(bucket="none")
+    one.run(PROMPT, "full", reply=2)
+    shared(one)
+    assert isinstance(other.cache.remote, RemoteTier)
+    objects = other.cache.remote.objects
+
+    def gone(*_: object, **__: object) -> Any:
+        raise objects._obstore.exceptions.GenericError("connection refused")
+
+    for name in ("get", "put", "head"):
+        monkeypatch.setattr(objects._obstore, name, gone)
+    for ids in (PROMPT, LONGER, OTHER_END, PROMPT):
+        answer = other.run(ids, "full", reply=2)
+        assert answer.report.source != "remote"
+        assert same(answer, alone.run(ids, "full", reply=2))
+        other.flush()
+        alone.flush()
+    assert other.cache.stats()["remote"]["state"] == "failing"
+
+
+def test_waiting_for_the_bucket_is_not_taken_for_a_slow_disk(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make()
+    runner.run(PROMPT, "full")
+    runner.flush()
+
+    def wait_in_vain(*_: object) -> Prefetched:
+        return Prefetched(seconds=1000.0, is_whole=False)
+
+    monkeypatch.setattr("diskprefix.cache.request.prefetch", wait_in_vain)
+    report = runner.run(LONGER, "full").report
+    assert report.source == "disk"
+    assert report.restore_ms > 1e6
+    assert max(seconds for _, seconds in runner.cache.cost_model._restores) < 1000.0
+
+
+def test_a_bucket_that_answers_too_late_is_learned_as_slow(make: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make(remote_deadline=0.01)
+    assert runner.cache.remote is not None
+    late = Prefetched(wanted_bytes=1000, seconds=10.0, is_whole=False, is_late=True)
+    monkeypatch.setattr(runner.cache.remote, "prefetch", lambda _: late)
+    runner.run(PROMPT, "full")
+    assert list(runner.cache.cost_model._remotes) == [(1000, 10.0)]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
+    with object_server(tmp_path_factory.mktemp("objects")) as started:
+        yield started
+
+
+def test_a_real_server_serves_what_was_shared_and_none_of_its_faults_changes_a_bit(
+    make: MakeRunner, server: ObjectServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    one, other = (make(remote_tier=server.url, remote_deadline=0.4) for _ in range(2))
+    faults: tuple[Fault, ...] = ("none", "flaky", "partial", "hang")
+    for number, fault in enumerate(faults):
+        ids = random_prompt(20 + number, 6 * BLOCK + 5)
+        first = one.run(ids, "full", reply=2)
+        shared(one)
+        server.fault = fault
+        answer = other.run(ids, "full", reply=2)
+        assert same(answer, first)
+        if fault == "none":
+            assert (answer.report.source, answer.report.restored) == ("remote", 6 * BLOCK)
+        server.reset()
+    assert other.cache.stats()["remote"]["failed"] + other.cache.stats()["remote"]["late"] >= 2
+
+
+def test_without_room_in_the_write_buffer_nothing_is_brought_and_the_answer_stays(make: MakeRunner) -> None:
+    one, other = make(), make(kv_cache_write_buffer=1000)
+    first = one.run(PROMPT, "full")
+    shared(one)
+    answer = other.run(PROMPT, "full")
+    assert answer.report.restored == 0
+    assert torch.equal(answer.logits, first.logits)
+
+
+def test_a_bucket_needs_a_key() -> None:
+    with pytest.raises(SettingsError, match="--remote-tier needs --namespace-key-file"):
+        Settings(remote_tier="s3://bucket")
+
+
+@pytest.mark.parametrize("url", ["bucket", "nonsense://x", "s3://", "file://folder"])
+def test_an_address_that_cannot_be_used_is_one_line(url: str, make: MakeRunner) -> None:
+    with pytest.raises(SettingsError, match=r"--remote-tier: '.*' cannot be used: ") as caught:
+        make(remote_tier=url)
+    assert "\n" not in caught.value.message
+
+
+def test_fetching_pays_where_the_measured_network_is_faster_than_the_model() -> None:
+    worth = CostModel("auto", lambda num_tokens: 1000 * num_tokens)
+    assert worth.pays_remote(100, 100_000), "while nothing is known"
+    for num_tokens in (200, 400, 800, 1600):
+        worth.note_prefill(num_tokens, 0.001 * num_tokens)
+        # 50 ms, and 1 MB a second.
+        worth.note_remote(Prefetched(num_bytes=1000 * num_tokens, seconds=0.05 + 0.0005 * num_tokens))
+    assert worth.pays_remote(1000, 1_000_000)
+    assert not worth.pays_remote(50, 50_000)
+    figures = worth.as_dict()
+    assert figures["remote_fixed_s"] == pytest.approx(0.05)
+    assert figures["remote_s_per_byte"] == pytest.approx(5e-7)
+    assert sum(worth.pays_remote(50, 50_000) for _ in range(31)) == 2, "measured again now and then"
+    assert worth.as_dict()["skipped_fetches"] == 30

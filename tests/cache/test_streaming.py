@@ -1,0 +1,496 @@
+"""Blocks are written while the prompt is computed: whatever happens on the way, what is stored is a sound beginning."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from diskprefix.cache import publish as publish_module
+from diskprefix.cache import saving as saving_module
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cache.request import CachedRequest
+from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
+from diskprefix.kv.arena import KVArena
+from diskprefix.nouns import CacheOptions, Prompt
+from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.schema import Kind
+from diskprefix.store.store import Publication, Store
+from diskprefix.tokens import TokenIds
+from tests import forked
+from tests.exactness.architectures import tiny_model
+from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
+
+FULL = CacheOptions(scope=parse_scope("full", param="scope"))
+KINDS = ["token", "grid", "qwen3_next"]
+
+
+def open_runner(name: str, folder: Path, **changes: Any) -> Runner:
+    settings = tiny_settings(folder, **({"kv_cache_gate": "off"} | changes))
+    if name in ("token", "grid"):
+        return Runner(tiny_llama(), settings, exact_at=None if name == "token" else "grid")
+    return Runner(tiny_model(name, torch.float32), settings, name)
+
+
+def stored_blocks(runner: Runner, token_ids: TokenIds) -> list[bool]:
+    """Whether each block of the prompt is in the store."""
+    cached = runner.cache.begin(Prompt(token_ids), FULL)
+    names = cached.nodes.block_names
+    cached.close()
+    with runner.cache.store.snapshot() as snapshot:
+        return [snapshot.usage(name) is not None for name in names]
+
+
+def is_sound(store: Store) -> bool:
+    """Whether each node has its parent, each parent counts its children, and each entry its node."""
+    return not verify_index(store).problems
+
+
+@contextmanager
+def gated(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """A disk that does nothing before the event is set."""
+    disk, publish = threading.Event(), runner.cache.store.publish
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.cache.store, "publish", lambda pub: publish(pub) if disk.wait(30) else 0)
+        try:
+            yield disk
+        finally:
+            disk.set()
+        runner.flush()
+
+
+def during_prefill(patch: pytest.MonkeyPatch, act: Callable[[CachedRequest, KVArena], None]) -> None:
+    """Calls `act` after each step of each prefill."""
+    after_step = CachedRequest.after_step
+
+    def and_act(self: CachedRequest, arena: KVArena) -> None:
+        after_step(self, arena)
+        act(self, arena)
+
+    patch.setattr(CachedRequest, "after_step", and_act)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_prompt_larger_than_the_write_buffer_is_saved_whole(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout = open_runner(name, tmp_path / "probe").layout
+    buffer = 3 * BLOCK * layout.bytes_per_token + 3 * layout.state_bytes + layout.logits_bytes
+    runner = open_runner(name, tmp_path / "kv", kv_cache_write_buffer=buffer)
+    most = 0
+    reserve = runner.cache.writer.reserve
+
+    def watched(size: int, **leaving: int) -> bool:
+        nonlocal most
+        has_room = reserve(size, **leaving)
+        most = max(most, runner.cache.writer.pending_bytes)
+        return has_room
+
+    monkeypatch.setattr(runner.cache.capturer, "_reserve", watched)
+    prompt = random_prompt(1, 40 * BLOCK + 3)
+    cold = runner.run(prompt, "full", reply=4)
+    runner.flush()
+    assert (cold.report.saved, runner.cache.stats()["dropped"]) == ("queued", 0)
+    assert BLOCK * layout.bytes_per_token < most <= buffer
+    runner.reopen()
+    warm = runner.run(prompt, "full", reply=4)
+    assert same(cold, warm)
+    assert warm.report.restored == len(prompt)
+    runner.close()
+
+
+def test_eight_thousand_tokens_pass_a_buffer_of_two_blocks(tmp_path: Path) -> None:
+    layout = open_runner("token", tmp_path / "probe").layout
+    buffer = 2 * BLOCK * layout.bytes_per_token + layout.logits_bytes
+    runner = open_runner("token", tmp_path / "kv", kv_cache_write_buffer=buffer)
+    prompt = random_prompt(1, 8000)
+    runner.run(prompt, "full")
+    runner.reopen()
+    assert runner.run(prompt, "full").report.restored == 8000
+    runner.close()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_blocks_are_stored_before_the_prompt_is_computed_and_its_entry_after(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = open_runner(name, tmp_path)
+    prompt = random_prompt(1, 6 * BLOCK + 3)
+    seen: list[tuple[list[bool], int]] = []
+
+    def look(_: CachedRequest, _arena: KVArena) -> None:
+        runner.flush()
+        seen.append((stored_blocks(runner, prompt), runner.cache.store.counts()["entries"]))
+
+    with monkeypatch.context() as patch:
+        during_prefill(patch, look)
+        runner.run(prompt, "full")
+    assert seen[:6] == [([True] * done + [False] * (6 - done), 0) for done in range(1, 7)]
+    runner.flush()
+    assert runner.cache.store.counts()["entries"] == 1
+    assert is_sound(runner.cache.store)
+    runner.close()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("wanted_after", [1, 4, 7])
+def test_where_the_memory_is_wanted_while_the_disk_is_slow_a_beginning_is_stored(
+    name: str, wanted_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is dropped takes all with it that continues it, and the entry; what comes after is dropped too."""
+    layout = open_runner(name, tmp_path / "probe").layout
+    # With states: for those at the prompt's end and at its last block, as scope 1 wants no other checkpoint.
+    buffer = 3 * BLOCK * layout.bytes_per_token + 2 * (layout.state_bytes + layout.logits_bytes)
+    runner = open_runner(name, tmp_path / "kv", kv_cache_write_buffer=buffer)
+    prompt = random_prompt(1, 7 * BLOCK + 3)
+    cold = runner.run(prompt, "off", reply=2)
+    with monkeypatch.context() as patch, gated(runner, monkeypatch):
+
+        def want(_: CachedRequest, arena: KVArena) -> None:
+            if arena.num_tokens == wanted_after * BLOCK:
+                arena.settle(drop=True)
+
+        during_prefill(patch, want)
+        first = runner.run(prompt, "full", reply=2)
+        assert runner.cache.writer.pending_bytes <= buffer
+        # The disk is still busy: the next request needs the memory now.
+        runner.arena.settle(drop=True)
+    assert same(first, cold)
+    blocks = stored_blocks(runner, prompt)
+    assert 0 < sum(blocks) < 7
+    assert blocks == sorted(blocks, reverse=True)
+    stats = runner.cache.stats()
+    assert (stats["entries"], stats["dropped"], stats["pending_bytes"], stats["errors"]) == (0, 1, 0, 0)
+    assert len([record for record in caplog.records if "not saved" in record.message]) == 1
+    assert is_sound(runner.cache.store)
+    assert not runner.cache.store.evictor.pinned()
+    again = runner.run(prompt, "full", reply=2)
+    assert same(again, cold)
+    if name != "qwen3_next":
+        assert again.report.restored == sum(blocks) * BLOCK
+    runner.reopen()
+    assert runner.run(prompt, "full").report.restored == len(prompt)
+    runner.close()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("scope", ["full", 6 * BLOCK])
+def test_where_the_disk_is_slower_than_the_model_the_end_is_saved_all_the_same(
+    name: str, scope: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks wait in the KV memory. States and logits cannot: there was room for the last ones from the beginning."""
+    layout = open_runner(name, tmp_path / "probe").layout
+    buffer = 3 * BLOCK * layout.bytes_per_token + 2 * (layout.state_bytes + layout.logits_bytes)
+    runner = open_runner(name, tmp_path / "kv", kv_cache_write_buffer=buffer)
+    prompt = random_prompt(1, 6 * BLOCK + 3)
+    with gated(runner, monkeypatch):
+        cold = runner.run(prompt, scope)
+        assert runner.cache.writer.pending_bytes <= buffer
+    assert (cold.report.saved, runner.cache.stats()["dropped"]) == ("queued", 0)
+    runner.reopen()
+    warm = runner.run(prompt, scope)
+    assert torch.equal(warm.logits, cold.logits)
+    assert warm.report.restored == (len(prompt) if scope == "full" else scope)
+    runner.close()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("error", [StoreFull("no room"), StoreUnavailable("the disk is away"), MemoryError()], ids=repr)
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_store_that_fails_in_the_middle_loses_what_comes_after_and_no_answer(
+    name: str, error: Exception, lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = open_runner(name, tmp_path)
+    prompt = random_prompt(1, 6 * BLOCK + 3)
+    cold = runner.run(prompt, "off", reply=2)
+    publish = runner.cache.store.publish
+    num_published = 0
+
+    def fail_once(pub: Publication) -> int:
+        nonlocal num_published
+        num_published += 1
+        if num_published == lost + 1:
+            raise error
+        return publish(pub)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.cache.store, "publish", fail_once)
+        during_prefill(patch, lambda *_: runner.flush())
+        first = runner.run(prompt, "full", reply=2)
+        runner.flush()
+    assert same(first, cold)
+    assert stored_blocks(runner, prompt) == [True] * lost + [False] * (6 - lost)
+    stats = runner.cache.stats()
+    assert (stats["entries"], stats["dropped"], stats["pending_bytes"]) == (0, 1, 0)
+    # The last batch may be lost after the report.
+    assert first.report.saved == "dropped" or (first.report.saved, lost) == ("queued", 6)
+    assert is_sound(runner.cache.store)
+    assert not runner.cache.store.evictor.pinned()
+    assert same(runner.run(prompt, "full", reply=2), cold)
+    runner.reopen()
+    assert runner.run(prompt, "full").report.restored == len(prompt)
+    assert runner.cache.stats()["state"] == "ok"
+    runner.close()
+
+
+def test_what_is_written_stays_until_what_continues_it_is_written_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between two batches nothing continues the last node, and it may be old: a prefill takes minutes."""
+    runner = open_runner("token", tmp_path)
+    store = runner.cache.store
+    prompt = random_prompt(1, 6 * BLOCK + 3)
+    now = time.time()
+
+    def expire(_: CachedRequest, _arena: KVArena) -> None:
+        runner.flush()
+        later = now + 1e6
+        patch.setattr(store, "clock", lambda: later)
+        assert store.evictor.expire(1.0) == 0
+
+    with monkeypatch.context() as patch:
+        during_prefill(patch, expire)
+        assert runner.run(prompt, "full").report.saved == "queued"
+        runner.flush()
+    assert not store.evictor.pinned()
+    assert runner.cache.stats()["dropped"] == 0
+    runner.close()
+
+
+def die(folder: str, name: str, steps: int) -> None:
+    """Computes a prompt and is killed after so many steps, once all before is on the disk or on its way there."""
+    runner = open_runner(name, Path(folder))
+    with pytest.MonkeyPatch.context() as patch:
+
+        def count(_: CachedRequest, arena: KVArena) -> None:
+            if arena.num_tokens == (steps - 1) * BLOCK:
+                runner.flush()
+            if arena.num_tokens == steps * BLOCK:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        during_prefill(patch, count)
+        runner.run(random_prompt(1, 8 * BLOCK + 3), "full")
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("steps", [5])
+def test_a_kill_in_the_middle_of_a_prompt_leaves_its_beginning(name: str, steps: int, tmp_path: Path) -> None:
+    assert forked.run(die, str(tmp_path), name, steps) == -signal.SIGKILL
+    runner = open_runner(name, tmp_path)
+    prompt = random_prompt(1, 8 * BLOCK + 3)
+    assert is_sound(runner.cache.store)
+    num_stored = sum(stored_blocks(runner, prompt))
+    assert steps - 1 <= num_stored <= steps
+    assert runner.cache.store.counts()["entries"] == 0
+    warm, cold = runner.run(prompt, "full", reply=4), runner.run(prompt, "off", reply=4)
+    assert same(warm, cold)
+    if name != "qwen3_next":
+        assert warm.report.restored == num_stored * BLOCK
+    runner.close()
+
+
+def test_a_block_that_is_written_in_the_middle_has_its_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the prompts before had it, and before there are any, as its own prompt had it so far."""
+    runner = open_runner("token", tmp_path)
+
+    def seconds() -> list[float]:
+        runner.flush()
+        with runner.cache.store.snapshot() as snapshot:
+            table = snapshot.usages()
+        return [float(seconds) for seconds in table.records["prefill_s"]]
+
+    clock = iter(np.arange(1000.0, 9000.0, 0.5))
+    with monkeypatch.context() as patch:
+        patch.setattr(saving_module, "time", SimpleNamespace(perf_counter=lambda: float(next(clock)), time=time.time))
+        during_prefill(patch, lambda *_: runner.flush())
+        runner.run(random_prompt(1, 2 * BLOCK + 3), 2 * BLOCK)
+    # Each look at the clock takes half a second: after one step of 16 tokens, and after two.
+    assert sorted(seconds()) == [pytest.approx(0.5), pytest.approx(0.5)]
+    for num_tokens in (100, 200, 300, 400):
+        runner.cache.cost_model.note_prefill(num_tokens, num_tokens / 100)
+    runner.run(random_prompt(2, 2 * BLOCK + 3), 2 * BLOCK)
+    assert sorted(seconds())[:2] == [pytest.approx(BLOCK / 100)] * 2
+    runner.close()
+
+
+# Requests that are cancelled.
+
+
+def ttls_s(runner: Runner) -> dict[Kind, set[int]]:
+    with runner.cache.store.snapshot() as snapshot:
+        table = snapshot.usages()
+        kinds = [record.kind for name in table.names if (record := snapshot.node(name)) is not None]
+        ttls = table.records["ttl_s"].tolist()
+    return {kind: {ttl for other, ttl in zip(kinds, ttls, strict=True) if other == kind} for kind in set(kinds)}
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("scope", ["full", "auto", 2 * BLOCK])
+@pytest.mark.parametrize("steps", [1, 3, 6])
+def test_a_cancelled_request_that_comes_again_goes_on_from_where_it_was(
+    name: str, scope: str | int, steps: int, tmp_path: Path
+) -> None:
+    runner = open_runner(name, tmp_path)
+    prompt = Prompt(random_prompt(1, 6 * BLOCK + 3))
+    options = CacheOptions(scope=parse_scope(scope, param="scope"))
+    cold = runner.run_prompt(prompt, CacheOptions(scope=parse_scope("off", param="scope")), reply=3)
+    assert runner.cancelled(prompt, options, steps).saved == "queued"
+    runner.reopen()
+    assert is_sound(runner.cache.store)
+    stats = runner.cache.stats()
+    assert (stats["entries"], stats["history"]) == (0, 0), "it is no prompt that was answered"
+    again = runner.run_prompt(prompt, options, reply=3)
+    assert again.report.restored == steps * BLOCK
+    assert again.num_forwards == 7 - steps
+    assert same(again, cold)
+    runner.close()
+
+
+def test_where_a_model_is_exact_at_every_token_nothing_of_it_is_computed_again(tmp_path: Path) -> None:
+    """It is cancelled in the middle of a block; later that block takes the place of its part."""
+    runner = open_runner("token", tmp_path)
+    token_ids = random_prompt(1, 6 * BLOCK + 3)
+    cold = runner.run(token_ids, "off", reply=3)
+    cached = runner.cache.begin(Prompt(token_ids), CacheOptions(scope=parse_scope("auto", param="scope")))
+    with torch.inference_mode():
+        runner.arena.truncate(0)
+        cached.restore(runner.arena)
+        runner.arena.forward(runner.model, torch.from_numpy(token_ids[: 2 * BLOCK + 5]).long().unsqueeze(0))
+    cached.after_step(runner.arena)
+    cached.leave(runner.arena)
+    assert cached.close().saved == "queued"
+    runner.reopen()
+    assert is_sound(runner.cache.store)
+    assert runner.cache.stats()["blocks"] == 3
+    again = runner.run(token_ids, "full", reply=3)
+    assert again.report.restored == 2 * BLOCK + 5
+    assert same(again, cold)
+    runner.flush()
+    assert runner.cache.stats()["blocks"] == 6 + 1, "the tail, and no part of a block"
+    assert is_sound(runner.cache.store)
+    runner.close()
+
+
+def test_it_goes_on_also_where_it_is_cancelled_again_and_again(tmp_path: Path) -> None:
+    runner = open_runner("qwen3_next", tmp_path)
+    prompt = Prompt(random_prompt(1, 6 * BLOCK + 3))
+    for done in range(6):
+        report = runner.cancelled(prompt, FULL, 1)
+        assert report.restored == done * BLOCK
+        runner.reopen()
+    assert runner.run_prompt(prompt, FULL).num_forwards == 1
+    runner.close()
+
+
+def test_what_the_policy_would_not_keep_is_kept_for_ten_minutes(tmp_path: Path) -> None:
+    runner = open_runner("token", tmp_path)
+    prompt = Prompt(random_prompt(1, 6 * BLOCK + 3))
+    runner.cancelled(prompt, CacheOptions(scope=parse_scope(2 * BLOCK, param="scope")), 4)
+    runner.flush()
+    with runner.cache.store.snapshot() as snapshot:
+        table = snapshot.usages()
+    cached = runner.cache.begin(prompt, FULL)
+    names = cached.nodes.block_names[:4]
+    cached.close()
+    assert [int(table.records["ttl_s"][table.row_of[name]]) for name in names] == [0, 0, 600, 600]
+    runner.close()
+
+
+@pytest.mark.parametrize(("asked_s", "kept_s"), [(60.0, 600), (3600.0, 3600)])
+def test_a_longer_time_that_the_request_asks_for_holds(asked_s: float, kept_s: int, tmp_path: Path) -> None:
+    runner = open_runner("qwen3_next", tmp_path)
+    options = CacheOptions(scope=parse_scope(1, param="scope"), ttl_s=asked_s)
+    runner.cancelled(Prompt(random_prompt(1, 6 * BLOCK + 3)), options, 4)
+    runner.flush()
+    assert ttls_s(runner) == {Kind.BLOCK: {kept_s}, Kind.CHECKPOINT: {kept_s}}
+    runner.close()
+
+
+def test_once_the_policy_keeps_it_it_stays(tmp_path: Path) -> None:
+    runner = open_runner("token", tmp_path)
+    prompt = Prompt(random_prompt(1, 6 * BLOCK))
+    runner.cancelled(prompt, CacheOptions(scope=parse_scope(1, param="scope")), 4)
+    runner.run_prompt(prompt, FULL)
+    runner.flush()
+    later = time.time() + 1e6
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner.cache.store, "clock", lambda: later)
+        assert runner.cache.store.evictor.expire(0.0) == 0
+    runner.close()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("options", ["off", "read only"])
+def test_a_cancelled_request_that_must_not_save_leaves_nothing(name: str, options: str, tmp_path: Path) -> None:
+    runner = open_runner(name, tmp_path)
+    chosen = CacheOptions(scope=parse_scope("off" if options == "off" else "full", param="scope"), save=False)
+    assert runner.cancelled(Prompt(random_prompt(1, 6 * BLOCK)), chosen, 4).saved == "none"
+    runner.flush()
+    assert runner.cache.store.counts()["blocks"] == 0
+    runner.close()
+
+
+def test_where_computing_is_faster_a_cancelled_request_leaves_nothing(tmp_path: Path) -> None:
+    runner = open_runner("token", tmp_path, kv_cache_gate="auto")
+    for num_tokens in (100, 200, 300, 400):
+        runner.cache.cost_model.note_prefill(num_tokens, num_tokens / 1e6)
+        runner.cache.cost_model.note_restore(num_tokens, num_tokens * 1.0)
+    assert runner.cancelled(Prompt(random_prompt(1, 6 * BLOCK)), FULL, 4).saved == "none"
+    runner.flush()
+    assert runner.cache.store.counts()["blocks"] == 0
+    runner.close()
+
+
+def test_a_request_that_is_cancelled_without_a_store_leaves_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = open_runner("token", tmp_path)
+
+    def fail(*_: object) -> None:
+        raise CacheError("no store")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.cache.store, "snapshot", fail)
+        patch.setattr(runner.cache.store, "publish", fail)
+        runner.cancelled(Prompt(random_prompt(1, 6 * BLOCK)), FULL, 4)
+        runner.flush()
+    assert not runner.cache.store.evictor.pinned()
+    runner.close()
+
+
+def test_a_batch_takes_what_fits_together_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What memory has is published at once: it must not be copied at once."""
+    runner = open_runner("token", tmp_path)
+    block_bytes = BLOCK * runner.layout.bytes_per_token
+    monkeypatch.setattr(publish_module, "_BATCH_BYTES", 3 * block_bytes)
+    sizes: list[int] = []
+    publish = runner.cache.store.publish
+
+    def noted(pub: Publication) -> int:
+        sizes.append(len(pub.nodes))
+        return publish(pub)
+
+    prompt = random_prompt(1, 8 * BLOCK)
+    runner.run(prompt, "off")
+    cached = runner.cache.begin(Prompt(prompt), CacheOptions(scope=parse_scope(8 * BLOCK - 1, param="scope")))
+    cached.fetch(runner.arena, 8 * BLOCK, torch.zeros(4))
+    cached.choose(runner.arena)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.cache.store, "publish", noted)
+        cached.publish(runner.arena, torch.zeros(4), 0.0)
+        cached.close()
+        runner.flush()
+    assert sizes == [3, 3, 2]
+    assert all(a and b for a, b in pairwise(stored_blocks(runner, prompt)[:7]))
+    runner.close()

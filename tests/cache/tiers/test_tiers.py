@@ -1,0 +1,183 @@
+"""What every tier that can be read at once does, on the writer's buffer and on a store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from diskprefix.cache.tiers.buffer import BufferTier
+from diskprefix.cache.tiers.disk import DiskTier
+from diskprefix.cache.tiers.loading import Loader
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
+from diskprefix.cache.tiers.tier import Tier, Write
+from diskprefix.errors import StoreCorrupt
+from diskprefix.store.changes import NewNode
+from diskprefix.store.codec.codec import Piece
+from diskprefix.store.codec.planes import Bytes
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import Kind, piece_key
+from diskprefix.store.store import Publication, Store
+from diskprefix.store.writer import Writer
+from tests.store.building import BLOCK, ROOT, layout_of, open_store, prompt, publication
+
+PAYLOAD_BYTES = 20_000
+PROMPT = prompt(1, 3 * BLOCK + 5)
+
+
+class Held(Writer):
+    """A writer that writes nothing: what is submitted stays in its buffer."""
+
+    def _run(self) -> None:
+        return
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = open_store(tmp_path)
+    yield opened
+    opened.close()
+
+
+@pytest.fixture(params=["memory", "disk"])
+def tier_of(request: pytest.FixtureRequest, store: Store) -> Callable[[Publication], Tier]:
+    """Returns a tier that has a publication."""
+
+    def made(pub: Publication) -> Tier:
+        if request.param == "disk":
+            store.publish(pub)
+            return DiskTier(store, store.quarantine)
+        writer = Held(store, buffer_bytes=1 << 30)
+        assert writer.reserve(pub.payload_bytes)
+        writer.submit(pub, reserved_bytes=pub.payload_bytes)
+        return BufferTier(writer)
+
+    return made
+
+
+def node_of(node: NewNode) -> Node:
+    return Node(node.name, node.parent, node.position, len(node.token_ids), node.kind, node.generated)
+
+
+def nodes_of(store: Store) -> PromptNodes:
+    return PromptNodes(store.secret, ROOT, PROMPT, BLOCK, PayloadLayout.parse(layout_of(PAYLOAD_BYTES)))
+
+
+def test_a_tier_has_a_node_only_with_its_tokens_its_place_and_its_parent(
+    store: Store, tier_of: Callable[[Publication], Tier]
+) -> None:
+    pub = publication(store, PROMPT)
+    with tier_of(pub).view() as view:
+        for new in pub.nodes:
+            node, ids = node_of(new), new.token_ids.tobytes()
+            assert view.has(node, ids)
+            assert not view.has(node._replace(name=b"x" * 16), ids)
+    others: list[tuple[Any, bytes]] = [
+        (node, bytes(len(ids))),
+        (node._replace(parent=b"p" * 16), ids),
+        (node._replace(position=0), ids),
+        (node._replace(kind=Kind.BLOCK), ids),
+        (node._replace(generated=True), ids),
+    ]
+    for other, its in others:
+        with tier_of(pub).view() as view:
+            assert not view.has(other, its)
+
+
+def test_nodes_that_continue_another_come_by_what_they_have_in_common(
+    store: Store, tier_of: Callable[[Publication], Tier]
+) -> None:
+    near, far = (np.concatenate([PROMPT[:common], prompt(9, 2 * BLOCK - common)]) for common in (12, 3))
+    pubs = [publication(store, ids) for ids in (far, near, PROMPT)]
+    both = replace(pubs[0], nodes=tuple(node for pub in pubs for node in pub.nodes), tip=None, entry=None)
+    with tier_of(both).view() as view:
+        found = [node.name for node, _ in view.similar(ROOT, near)]
+        assert found == [pubs[index].nodes[0].name for index in (1, 2, 0)]
+        second, ids = next(view.similar(pubs[2].nodes[0].name, PROMPT[BLOCK:]))
+        assert (second, ids.tolist()) == (node_of(pubs[2].nodes[1]), PROMPT[BLOCK : 2 * BLOCK].tolist())
+
+
+def test_pieces_are_the_payload(store: Store, tier_of: Callable[[Publication], Tier]) -> None:
+    pub, nodes = publication(store, PROMPT), nodes_of(store)
+    with tier_of(pub).view() as view:
+        for new in pub.nodes:
+            cuts = nodes.cuts(node_of(new))
+            written = []
+            for cut, write in zip(cuts, view.pieces(node_of(new), cuts, range(len(cuts))), strict=True):
+                out = np.empty((cut.piece.num_rows, cut.piece.row_bytes), dtype=np.uint8)
+                write(out)
+                written.append(out.tobytes())
+            assert b"".join(written) == bytes(new.payload)
+
+
+def test_a_dropped_node_is_not_found_any_more(store: Store, tier_of: Callable[[Publication], Tier]) -> None:
+    pub = publication(store, PROMPT)
+    first, ids = node_of(pub.nodes[0]), pub.nodes[0].token_ids
+    with tier_of(pub).view() as view:
+        assert [node for node, _ in view.similar(ROOT, ids)] == [first]
+        view.drop(first, StoreCorrupt("it is damaged"))
+        assert set(view.damaged) == {first.name}
+        assert not view.has(first, ids.tobytes())
+        assert not list(view.similar(ROOT, ids))
+
+
+class Pages:
+    """Memory that is no arena: pages of four tokens, each with all rows of its tokens, as an engine may keep them."""
+
+    PAGE = 4
+
+    def __init__(self, piece: Piece) -> None:
+        self._row_bytes = piece.row_bytes
+        self._pages = np.zeros((20, piece.num_rows, self.PAGE * piece.row_bytes), dtype=np.uint8)
+
+    def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Write) -> None:
+        assert group == 0
+        out: Bytes = np.empty((rows.stop - rows.start, num_tokens * self._row_bytes), dtype=np.uint8)
+        write(out)
+        for token in range(position, position + num_tokens):
+            page, place = divmod(token, self.PAGE)
+            its = slice(place * self._row_bytes, (place + 1) * self._row_bytes)
+            start = (token - position) * self._row_bytes
+            self._pages[page, rows, its] = out[:, start : start + self._row_bytes]
+
+    def tokens(self, start: int, end: int) -> bytes:
+        """As a payload has them: row after row."""
+        in_order = self._pages.transpose(1, 0, 2).reshape(self._pages.shape[1], -1)
+        return in_order[:, start * self._row_bytes : end * self._row_bytes].tobytes()
+
+
+@pytest.mark.parametrize("have", [0, BLOCK, BLOCK + 3])
+def test_any_memory_can_be_read_into(have: int, store: Store, tier_of: Callable[[Publication], Tier]) -> None:
+    pub, nodes = publication(store, PROMPT), nodes_of(store)
+    pages = Pages(nodes.layout.groups[0])
+    with ThreadPoolExecutor(2) as readers, tier_of(pub).view() as view:
+        missing = [(node_of(new), view) for new in pub.nodes if new.position + len(new.token_ids) > have]
+        loader = Loader(nodes, missing, have, len(PROMPT), {}, pages)
+        assert loader.run(readers) is None
+    for new in pub.nodes:
+        start, end = new.position, new.position + len(new.token_ids)
+        if start >= have:
+            assert pages.tokens(start, end) == bytes(new.payload)[: len(pages.tokens(start, end))]
+    assert loader.logits is not None
+    assert bytes(pub.nodes[-1].payload).endswith(loader.logits.tobytes())
+    assert not any(pages.tokens(0, have)), "what the memory has already is not written"
+
+
+def test_a_damaged_piece_names_its_node(store: Store) -> None:
+    pub, nodes = publication(store, PROMPT), nodes_of(store)
+    store.publish(pub)
+    key = piece_key(pub.nodes[1].name, 0)
+    with store.changes() as changes:
+        piece = bytearray(changes.piece(key[:16], 0) or b"")
+        piece[-1] ^= 1
+        changes._put("payloads", key, bytes(piece))
+    with ThreadPoolExecutor(2) as readers, DiskTier(store, store.quarantine).view() as view:
+        path = [(node_of(new), view) for new in pub.nodes]
+        bad = Loader(nodes, path, 0, len(PROMPT), {}, Pages(nodes.layout.groups[0])).run(readers)
+    assert bad is not None
+    assert bad[0] == node_of(pub.nodes[1])
