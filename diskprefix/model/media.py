@@ -10,6 +10,7 @@ import io
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -75,13 +76,16 @@ class MediaProcessor:
         from diskprefix.kv.layout import is_out_of_memory
 
         try:
-            return cls(_load_processor(folder, config))
+            media = cls(_load_processor(folder, config))
         except Exception as error:  # processors are of any age and author; the model works without
             if is_out_of_memory(error):
                 raise
             if not is_vision_available():
                 return cls(None, "Pillow is not installed: pip install 'diskprefix[media]'")
             return cls(None, f"its processor cannot be loaded: {first_line(error)}")
+        if "audio" in media.kinds and not all(map(find_spec, ("soundfile", "soxr"))):
+            return cls(None, "soundfile or soxr is not installed: pip install 'diskprefix[media]'")
+        return media
 
     def read_image(self, content: bytes, *, param: str, beside: Sequence[Image] = ()) -> Image:
         """Returns the first frame of an image file (PNG, JPEG, WebP, GIF, BMP) in RGB, turned upright.
@@ -118,7 +122,7 @@ class MediaProcessor:
         long, also together with the sounds `beside` it.
         """
         try:
-            sound = Wav.read(content)
+            sound = Wav(content)
         except ValueError as error:
             raise InvalidRequest(f"{param}: {error}", param=param) from error
         wanted = int(self._audio.sampling_rate)
