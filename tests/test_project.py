@@ -47,7 +47,7 @@ def pyproject() -> dict[str, Any]:
 def dependencies() -> set[str]:
     project = pyproject()
     extras = project["optional-dependencies"]
-    listed = [*project["dependencies"], *extras["serve"], *extras["dev"]]
+    listed = [*project["dependencies"], *extras["dev"]]
     return {canonicalize_name(Requirement(line).name) for line in listed}
 
 

@@ -112,7 +112,7 @@ def _run(args: list[str] | None) -> int:
         if error.name is None or error.name.partition(".")[0] == "diskprefix":
             raise
         return _fail(
-            f"{error.name} is not installed; what the daemon needs comes with: pip install 'diskprefix[serve]'",
+            f"{error.name} is not installed; everything that is needed comes with: pip install diskprefix",
             _USAGE_EXIT_CODE,
         )
     except OSError as error:

@@ -50,7 +50,7 @@ def missing_packages() -> list[str]:
     extras = project["optional-dependencies"]
     clients = [requirement for requirement in extras["dev"] if requirement.startswith("httpx>=")]
     lines = []
-    for requirement in (*project["dependencies"], *extras["serve"], *clients):
+    for requirement in (*project["dependencies"], *clients):
         name, _, least = requirement.partition(">=")
         try:
             found = version(name)
