@@ -51,13 +51,13 @@ def _serve(settings: Settings, listeners: list[socket] | None = None, began_at: 
 
 def prepare(settings: Settings) -> None:
     """Imports everything that serving the model takes, and reads what needs little memory of the model."""
-    from diskprefix.model.imports import import_transformers, without_collections
+    from diskprefix.model.load.imports import import_transformers, without_collections
 
     with without_collections():
         import_transformers()
         importlib.import_module("diskprefix.server.app")
         importlib.import_module("diskprefix.engine.engine")
-        from diskprefix.model.loader import import_model
+        from diskprefix.model.load.loader import import_model
 
         import_model(settings)
 
@@ -77,13 +77,13 @@ def identify_model(settings: Settings, progress: Report) -> ModelRecord:
 
     `progress` takes lines of text for people. Raises `ModelError` or `SettingsError`.
     """
-    from diskprefix.model.imports import import_transformers
+    from diskprefix.model.load.imports import import_transformers
 
     # Before anything else imports transformers.
     import_transformers()
     from diskprefix.engine.opening import measured
-    from diskprefix.model.loader import load_model
-    from diskprefix.model.memory import explain_out_of_memory
+    from diskprefix.model.load.loader import load_model
+    from diskprefix.model.load.memory import explain_out_of_memory
 
     _require_kernels(settings)
     with explain_out_of_memory(_NO_MEMORY_LEFT):
@@ -108,7 +108,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     the store is free again.
     """
     started = time.perf_counter()
-    from diskprefix.model.imports import import_transformers
+    from diskprefix.model.load.imports import import_transformers
 
     # Before anything else imports transformers.
     import_transformers()
@@ -116,8 +116,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     from diskprefix.cache.resources import open_store
     from diskprefix.engine.engine import Engine
     from diskprefix.engine.opening import load_draft, measured
-    from diskprefix.model.loader import load_model
-    from diskprefix.model.memory import KV_AHEAD_BYTES, explain_out_of_memory
+    from diskprefix.model.load.loader import load_model
+    from diskprefix.model.load.memory import KV_AHEAD_BYTES, explain_out_of_memory
 
     imported = time.perf_counter()
     # A wrong scope is reported before anything else.

@@ -33,12 +33,12 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.caches import ArenaCache
 from diskprefix.kv.layout import LAYOUT_VERSION, Layout
 from diskprefix.kv.lent import lend, take_back
-from diskprefix.model.fingerprint import Fingerprint
-from diskprefix.model.input_ids import Ids, in_main_memory, unpacked
-from diskprefix.model.memory import kv_bytes
-from diskprefix.model.prefilled import with_prefill
-from diskprefix.model.rehearsal import rehearse, unsupported
-from diskprefix.model.weights import memory_digest, stamp
+from diskprefix.model.exact.rehearsal import rehearse, unsupported
+from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.model.load.input_ids import Ids, in_main_memory, unpacked
+from diskprefix.model.load.memory import kv_bytes
+from diskprefix.model.load.prefilled import with_prefill
+from diskprefix.model.load.weights import memory_digest, stamp
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings, parse_size

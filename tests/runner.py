@@ -17,9 +17,9 @@ from diskprefix.cache.resources import open_store
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import ExactAt, Layout
-from diskprefix.model.invariance import make_exact
-from diskprefix.model.invariant import uninstall
-from diskprefix.model.rehearsal import rehearse
+from diskprefix.model.exact.invariance import make_exact
+from diskprefix.model.exact.invariant import uninstall
+from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids

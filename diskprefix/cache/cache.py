@@ -48,7 +48,7 @@ class Owner(NamedTuple):
 class PrefixCache(CacheResources):
     """The prefix cache of one model. `begin` is for the engine thread; `load` and `stats` are for any thread.
 
-    `identity` gives the canonical text that identifies the model's numbers for a tenant (`model.fingerprint`): its
+    `identity` gives the canonical text that identifies the model's numbers for a tenant (`model.load.fingerprint`): its
     hash is the root of all that the tenant stores. `device` names what computes them, as precisely as its speed is to
     be told from others'. `tokenizer` is its folder, for the record. `on_history`: see `TenantNamespaces`. `beside`: see
     `CacheResources`.

@@ -13,7 +13,7 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:
-    from diskprefix.model.media import MediaProcessor
+    from diskprefix.model.load.media import MediaProcessor
 
 UNSUPPORTED = "unsupported_content"
 _MOST_PARTS = 64

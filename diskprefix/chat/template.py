@@ -53,7 +53,7 @@ from diskprefix.tokens import as_token_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from diskprefix.model.media import MediaProcessor
+    from diskprefix.model.load.media import MediaProcessor
 
 log = logging.getLogger("diskprefix")
 

@@ -49,7 +49,7 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     """torch's build, the instruction sets that it uses, and whether products are the same whatever is beside them."""
     import torch
 
-    from diskprefix.model.rows import linear
+    from diskprefix.model.exact.rows import linear
     from diskprefix.native.library import Unavailable, choose, described
 
     kind = "CUDA" if torch.version.cuda else "CPU"

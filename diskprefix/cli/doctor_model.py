@@ -41,8 +41,8 @@ def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[F
 
 def local_folder(model: str | None) -> Path | None:
     """Returns the folder, or the .gguf file, of what --model says; None if it is not on this machine."""
-    from diskprefix.model.embedded import EMBEDDED
-    from diskprefix.model.gguf import SUFFIXES, is_finished
+    from diskprefix.model.load.embedded import EMBEDDED
+    from diskprefix.model.load.gguf import SUFFIXES, is_finished
 
     if model is not None and (path := Path(model).expanduser()).exists():
         return path
@@ -60,7 +60,7 @@ def local_folder(model: str | None) -> Path | None:
 
 
 def _memory_finding(settings: Settings, folder: Path) -> Finding:
-    from diskprefix.model.memory import available_ram_bytes, weights_bytes
+    from diskprefix.model.load.memory import available_ram_bytes, weights_bytes
 
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
@@ -86,7 +86,7 @@ def _memory_finding(settings: Settings, folder: Path) -> Finding:
 def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
     from diskprefix.chat.template import PromptRenderer
     from diskprefix.cli.request_bodies import parse_body
-    from diskprefix.model.loader import load_tokenizer
+    from diskprefix.model.load.loader import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(str(folder), settings.chat_template, lambda _line: None)

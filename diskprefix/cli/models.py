@@ -72,7 +72,7 @@ def models(names: tuple[str, ...], as_json: bool) -> None:
     table = _read_table()
     # Importing transformers and reading two hundred configurations takes seconds.
     with status("asking transformers …"):
-        from diskprefix.model.gguf import quiet_transformers
+        from diskprefix.model.load.gguf import quiet_transformers
 
         # The default configurations of some architectures make transformers complain.
         quiet_transformers()
@@ -120,7 +120,7 @@ def _row_of(name: str, table: dict[str, Any]) -> ModelRow:
 def _row_of_folder(folder: Path, table: dict[str, Any]) -> ModelRow:
     from transformers import AutoConfig
 
-    from diskprefix.model.kinds import require_served_kind
+    from diskprefix.model.load.kinds import require_served_kind
     from diskprefix.printable import first_line
 
     try:
@@ -143,7 +143,7 @@ def _row_of_type(name: str, table: dict[str, Any]) -> ModelRow:
 
 def _row(name: str, config: PreTrainedConfig, table: dict[str, Any]) -> ModelRow:
     """The row that the configuration gives, with what was verified of the architecture."""
-    from diskprefix.model.survey import describe_layers, moving_ropes_of, survey
+    from diskprefix.model.load.survey import describe_layers, moving_ropes_of, survey
 
     row = ModelRow(architecture=name, layers="", restored="not")
     if config.is_encoder_decoder:

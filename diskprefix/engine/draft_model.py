@@ -22,8 +22,8 @@ from diskprefix.engine.device import raise_if_lost, synchronize
 from diskprefix.engine.job import Choice, DraftSequence
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVPool
-from diskprefix.model import runner
-from diskprefix.model.loader import LoadedModel
+from diskprefix.model.exact import runner
+from diskprefix.model.load.loader import LoadedModel
 from diskprefix.printable import first_line
 from diskprefix.tokens import as_token_ids
 

@@ -14,7 +14,7 @@ from diskprefix.engine.scheduler import Chunk
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
-from diskprefix.model import runner
+from diskprefix.model.exact import runner
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:

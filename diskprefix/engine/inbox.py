@@ -14,7 +14,7 @@ from diskprefix.engine.activity import Activity
 from diskprefix.engine.pulse import Pulse
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
-from diskprefix.model.media import prepared_bytes
+from diskprefix.model.load.media import prepared_bytes
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.printable import first_line
 

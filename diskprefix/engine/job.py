@@ -21,7 +21,7 @@ from diskprefix.engine.sequence import Sequence
 from diskprefix.engine.speculation import Guesser
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import Slot
-from diskprefix.model.runner import State
+from diskprefix.model.exact.runner import State
 from diskprefix.tokens import TokenIds, as_token_ids
 
 PROGRESS_S = 1.0

@@ -27,9 +27,9 @@ from diskprefix.kv.group import give_back_ahead
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.loader import LoadedModel
-from diskprefix.model.memory import KV_AHEAD_BYTES, available_bytes, kv_bytes
-from diskprefix.model.runner import can_pack
+from diskprefix.model.exact.runner import can_pack
+from diskprefix.model.load.loader import LoadedModel
+from diskprefix.model.load.memory import KV_AHEAD_BYTES, available_bytes, kv_bytes
 from diskprefix.nouns import CacheReport
 from diskprefix.printable import first_line
 

@@ -29,8 +29,8 @@ class TokenLayer:
     """Keys and values, [1, heads, capacity, head_dim], written in place. They begin with position `first`, and end with
     position `length`. `grow` is called with the number of tokens that must fit when they do not.
 
-    For attention of our own (`model.attention`), `step` says where rows go, and the model gets the memory up to the
-    end of the last tile that the step reaches.
+    For attention of our own (`model.exact.attention`), `step` says where rows go, and the model gets the memory up to
+    the end of the last tile that the step reaches.
     """
 
     keys: torch.Tensor

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diskprefix.native.attention import DTYPES
+from diskprefix.native.attention_operator import DTYPES
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 
@@ -77,7 +77,7 @@ class Gated:
 
 
 @dataclass(frozen=True, eq=False)
-class Place:
+class StepPlace:
     """Where the rows of a step are: the positions' cosines and sines, bfloat16 [1, rows, rotary_dim], what a row sees,
     and the sequences' memory, with room for the rows, as `attention.run_of` describes it."""
 
@@ -106,7 +106,7 @@ class AttentionBlock:
     key_norm: Norm | None
     sinks: torch.Tensor | None
 
-    def __call__(self, operators: Operators, rows: torch.Tensor, place: Place) -> torch.Tensor:
+    def __call__(self, operators: Operators, rows: torch.Tensor, place: StepPlace) -> torch.Tensor:
         """Returns bfloat16 [1, rows, rows of last] for bfloat16 [1, rows, columns of query]."""
         assert rows.dtype is torch.bfloat16
         assert rows.shape == (1, rows.shape[1], self.query.columns)
@@ -117,7 +117,7 @@ class AttentionBlock:
             raise MemoryError("there is no memory left for attention")
         return out
 
-    def call(self, operators: Operators, place: Place, num_rows: int, rows: int = 0, out: int = 0) -> bytes:
+    def call(self, operators: Operators, place: StepPlace, num_rows: int, rows: int = 0, out: int = 0) -> bytes:
         """Returns what the operator takes. `rows` and `out` are addresses."""
         norm, of_keys, cosines, sines = self.query_norm, self.key_norm, place.cosines, place.sines
         assert cosines.dtype is sines.dtype is torch.bfloat16
@@ -145,7 +145,7 @@ class Layer:
     gated: Gated
     norms: tuple[Norm, Norm | None, Norm, Norm | None]
 
-    def __call__(self, operators: Operators, rows: torch.Tensor, place: Place) -> torch.Tensor:
+    def __call__(self, operators: Operators, rows: torch.Tensor, place: StepPlace) -> torch.Tensor:
         """Returns bfloat16 [1, rows, width] for bfloat16 of that shape."""
         num_rows = rows.shape[1]
         assert rows.dtype is torch.bfloat16

@@ -33,8 +33,8 @@ class Matrix:
         scale_type: torch.dtype = torch.float32,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """`weights` are bfloat16 of that size, or with 4, 5 or 8 bits uint8, packed as `model.quants` describes. `bias`
-        has a number for each row of the matrix."""
+        """`weights` are bfloat16 of that size, or with 4, 5 or 8 bits uint8, packed as `model.quants.forms` describes.
+        `bias` has a number for each row of the matrix."""
         assert weights.is_contiguous()
         self.rows, self.columns = size
         self._kept = weights, None if bias is None else bias.detach().float().contiguous()

@@ -25,7 +25,7 @@ from diskprefix.cli.doctor_machine import (
 )
 from diskprefix.cli.findings import Finding
 from diskprefix.errors import StoreCorrupt
-from diskprefix.model import rows
+from diskprefix.model.exact import rows
 from diskprefix.native import library
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run

@@ -16,7 +16,7 @@ from diskprefix.cli import doctor_model, warm_target
 from diskprefix.cli.doctor_model import local_folder, model_findings
 from diskprefix.cli.findings import Finding
 from diskprefix.errors import ModelError
-from diskprefix.model import memory
+from diskprefix.model.load import memory
 from diskprefix.settings import Settings
 from tests.server.chat_model import write_tokenizer
 
@@ -84,8 +84,8 @@ def test_weights_that_cannot_be_read_are_a_problem(folder: Path, monkeypatch: py
 
 
 def test_the_tokenizer_of_a_file_is_not_looked_at(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").touch()
-    assert levels(found_in(tmp_path / "model.gguf")) == {"model": "ok", "tokenizer": "skipped"}
+    (tmp_path / "model.load.gguf").touch()
+    assert levels(found_in(tmp_path / "model.load.gguf")) == {"model": "ok", "tokenizer": "skipped"}
 
 
 def test_a_model_that_is_only_partly_here_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from transformers.cache_utils import DynamicCache
 
 from diskprefix.cli import main
 from diskprefix.kv.layout import LAYOUT_VERSION
-from diskprefix.model.fingerprint import Fingerprint
+from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.store.store import Store
 from tests.exactness.architectures import tiny_model
 from tests.forked import ForkedCommand

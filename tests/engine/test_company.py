@@ -22,7 +22,7 @@ from diskprefix.engine.engine import Engine
 from diskprefix.engine.request import Constraint, DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import ContextTooLong, DiskPrefixError
 from diskprefix.kv.arena import bytes_for
-from diskprefix.model import runner
+from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.purge import PurgeFilter, purge

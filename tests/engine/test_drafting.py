@@ -22,7 +22,7 @@ from diskprefix.engine.loop import Loop
 from diskprefix.engine.speculation import DraftRate
 from diskprefix.errors import ModelError
 from diskprefix.kv.step import TILE
-from diskprefix.model import runner
+from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED
 from tests.engine.driving import Client, forget_idle, run_together, running, wait_until_idle
 from tests.engine.guesses import POSITIONS, REPLY, asked_of, said, some_are_wrong

@@ -30,9 +30,9 @@ from diskprefix.engine.request import (
 )
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, NonFiniteLogits, StoreUnavailable
 from diskprefix.kv.arena import KVArena
-from diskprefix.model import memory
-from diskprefix.model import rehearsal as probe
-from diskprefix.model.rehearsal import rehearse
+from diskprefix.model.exact import rehearsal as probe
+from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.load import memory
 from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds

@@ -33,7 +33,7 @@ from diskprefix.engine.request import (
 )
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import bytes_for
-from diskprefix.model import runner
+from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from tests.engine.driving import Client, forget_idle, memory_in_steps_of

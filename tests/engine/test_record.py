@@ -16,7 +16,7 @@ from diskprefix.extras.simulate.formats import read_trace
 from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
-from diskprefix.model import rehearsal as probe
+from diskprefix.model.exact import rehearsal as probe
 from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.settings import Settings
 from tests.engine.driving import Cancelled, recorded_requests, run_request

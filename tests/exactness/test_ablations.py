@@ -19,7 +19,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layers import SlidingWindowLayer
 from diskprefix.kv.layout import Group
-from diskprefix.model.rehearsal import rehearse
+from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.store import snapshot
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import HASH_BYTES, TokenIds

@@ -19,7 +19,7 @@ from diskprefix.engine.prefill import prefill
 from diskprefix.errors import ModelError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group
-from diskprefix.model.rehearsal import rehearse
+from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.store.schema import Kind as NodeKind
 from diskprefix.store.schema import node_name
 from diskprefix.store.snapshot import Snapshot

@@ -22,8 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from diskprefix.kv.layout import Layout
-from diskprefix.model.loader import load_model
-from diskprefix.model.survey import describe_layers
+from diskprefix.model.load.loader import load_model
+from diskprefix.model.load.survey import describe_layers
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.model.rehearsal import rehearse
+from diskprefix.model.exact.rehearsal import rehearse
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, Runner, random_prompt, tiny_settings
 

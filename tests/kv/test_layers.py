@@ -14,7 +14,7 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.kv import group as group_module
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.model.rehearsal import rehearse
+from diskprefix.model.exact.rehearsal import rehearse
 from tests.runner import tiny_llama
 
 CPU = torch.device("cpu")

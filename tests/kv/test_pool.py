@@ -15,7 +15,7 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pool import Found, KVPool, Slot
-from diskprefix.model.rehearsal import rehearse
+from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from tests.engine.driving import forget_idle
 from tests.exactness.architectures import tiny_model

@@ -18,9 +18,9 @@ from diskprefix.kv.capturer import Capture, Capturer
 from diskprefix.kv.group import GroupMemory
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.step import TILE
-from diskprefix.model import runner
-from diskprefix.model.invariance import make_exact
-from diskprefix.model.rehearsal import made_up_tokens, rehearse
+from diskprefix.model.exact import runner
+from diskprefix.model.exact.invariance import make_exact
+from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
 from tests.exactness.architectures import tiny_model
 
 BLOCK = 32

@@ -23,8 +23,8 @@ import gguf
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from diskprefix.model.embedded import WheelModel, embedded_folder
-from diskprefix.model.gguf import converted_folder, is_finished
+from diskprefix.model.load.embedded import WheelModel, embedded_folder
+from diskprefix.model.load.gguf import converted_folder, is_finished
 from tests import forked
 
 IMPORTED: tuple[Any, ...] = (gguf, torch, AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM)

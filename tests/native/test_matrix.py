@@ -7,11 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from diskprefix.model.quants import FORMS, QuantForm, Quants
+from diskprefix.model.quants.forms import FORMS, QuantForm, Quants
 from diskprefix.native import library
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product
-from tests.model.test_quants import quants_of
+from tests.model.quants.test_forms import quants_of
 from tests.native.variants import WITH_PAIRS, of_this_cpu
 
 ROWS, COLUMNS = 48, 352

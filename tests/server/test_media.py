@@ -21,8 +21,8 @@ from diskprefix.chat import content as server_content
 from diskprefix.chat.messages import Message
 from diskprefix.engine import inbox
 from diskprefix.engine.sampler import Sampler
-from diskprefix.model import media as engine_media
-from diskprefix.model.invariant import as_it_was
+from diskprefix.model.exact.invariant import as_it_was
+from diskprefix.model.load import media as engine_media
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.server.media_models import (
     PARTS_ONLY,

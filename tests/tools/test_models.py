@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from diskprefix.errors import ModelError
-from diskprefix.model.gguf import is_finished
-from diskprefix.model.loader import load_model
+from diskprefix.model.load.gguf import is_finished
+from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from tests.model import tiny
 from tools.models import real as real_models

@@ -14,7 +14,7 @@ SEED = 7
 
 
 def make_weights(source: Any) -> Any:
-    """Returns a model of the source's configuration. In place of `diskprefix.model.loader._read_weights`."""
+    """Returns a model of the source's configuration. In place of `diskprefix.model.load.loader._read_weights`."""
     import torch
 
     torch.manual_seed(SEED)
@@ -23,11 +23,11 @@ def make_weights(source: Any) -> Any:
 
 
 def run(command: str, *arguments: str) -> None:
-    from diskprefix.model.imports import import_transformers
+    from diskprefix.model.load.imports import import_transformers
 
     # Before anything else imports transformers.
     import_transformers()
-    from diskprefix.model import loader
+    from diskprefix.model.load import loader
 
     loader._read_weights = make_weights
     if command == "serve":

@@ -21,13 +21,13 @@ from rich.console import Console
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.model.fingerprint import Fingerprint
-from diskprefix.model.invariance import make_exact
-from diskprefix.model.invariant import install, uninstall
-from diskprefix.model.loader import load_model
-from diskprefix.model.rehearsal import rehearse
-from diskprefix.model.runner import Rows, run
-from diskprefix.native import attention as native
+from diskprefix.model.exact.invariance import make_exact
+from diskprefix.model.exact.invariant import install, uninstall
+from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.runner import Rows, run
+from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.model.load.loader import load_model
+from diskprefix.native import attention_operator as native
 from diskprefix.native import library
 from diskprefix.settings import Settings
 from tools.measuring.live_server import step

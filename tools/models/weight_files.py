@@ -16,7 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, RwkvConfig, RwkvForCausalLM
 
 from diskprefix.errors import ModelError
-from diskprefix.model.gguf import quiet_transformers
+from diskprefix.model.load.gguf import quiet_transformers
 
 Weights = dict[str, torch.Tensor]
 

@@ -300,7 +300,7 @@ def _render_into(folder: Path, turns: Sequence[Turn]) -> None:
 def _tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    from diskprefix.model.embedded import embedded_folder
+    from diskprefix.model.load.embedded import embedded_folder
 
     tokenizer = AutoTokenizer.from_pretrained(embedded_folder(partial(print, file=sys.stderr)))
     tokenizer.chat_template = TEMPLATE

@@ -329,7 +329,7 @@ def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
     def read() -> ReadBody:
         from diskprefix.chat.template import PromptRenderer
         from diskprefix.extras.simulate.bodies import read_body
-        from diskprefix.model.loader import load_tokenizer
+        from diskprefix.model.load.loader import load_tokenizer
 
         tokenizer = load_tokenizer(model, chat_template, lambda line: click.echo(line, err=True))
         # The simulation does not limit the length of a prompt.

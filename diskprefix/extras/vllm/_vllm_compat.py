@@ -34,8 +34,8 @@ except ImportError as error:
 
 from diskprefix.extras.vllm.pages import EngineGroup
 from diskprefix.identity import canonical, plain
-from diskprefix.model.fingerprint import architecture, weights_digest
-from diskprefix.model.kernel_settings import cpu_kind, device_kind, environment
+from diskprefix.model.load.fingerprint import architecture, weights_digest
+from diskprefix.model.load.kernel_settings import cpu_kind, device_kind, environment
 
 __all__ = [
     "CacheHitSource",

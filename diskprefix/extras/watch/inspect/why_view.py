@@ -115,7 +115,7 @@ def _tokenizer(
     roots: dict[bytes, RootRecord], tenant: str, model: str | None, options: WhyOptions
 ) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of --model, or that with which prompts of this tenant and model were saved last."""
-    from diskprefix.model.loader import load_tokenizer
+    from diskprefix.model.load.loader import load_tokenizer
 
     name = options.model
     if name is None:

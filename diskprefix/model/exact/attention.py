@@ -1,0 +1,101 @@
+"""Attention whose result for a token does not depend on what is computed beside it: bit for bit the same, however the
+prompt was cut into steps.
+
+`model.exact.invariant` gives it to a model. Keys and values are the memory of a layer up to the
+last tile of the step, as the cache layers of `kv.layers` return it. The `Step` says which rows of the query belong
+where. The compiled operator (`native`) computes all sequences in one call; where there is none, torch's kernels do
+(`model.exact.torch_attention`). The two differ in the last bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diskprefix.kv.step import TILE, Step, current_step
+from diskprefix.model.exact.patterns import NotInvariant, Pattern
+from diskprefix.model.exact.torch_attention import TorchAttention
+from diskprefix.native import attention_operator as native
+from diskprefix.native.library import operators
+
+HARMLESS = frozenset({
+    "position_ids", "use_cache", "cache_position", "is_causal", "dropout", "sliding_window", "position_embeddings",
+    "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "past_key_values",
+})  # fmt: skip
+"""Arguments that change nothing here. The mask says what is visible, not `sliding_window`."""
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor | list[torch.Tensor],
+    value: torch.Tensor | list[torch.Tensor],
+    attention_mask: Any,
+    *,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """Returns the attention's output, shape [1, rows, heads, value_dim], and None for the weights.
+
+    `query` has shape [1, heads, rows, key_dim]; `key` and `value` are a layer's memory, [1, kv_heads, tokens, dim], or
+    a list of it for several sequences. It ends with the last tile of the step.
+    `attention_mask` is a `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for what it cannot do.
+    """
+    if not others.keys() <= HARMLESS:
+        found = [name for name in sorted(others.keys() - HARMLESS) if others[name] is not None]
+        if found:
+            raise NotInvariant(f"attention with {', '.join(found)}")
+    step = current_step()
+    if step is None or not isinstance(attention_mask, Pattern):
+        raise NotInvariant("attention without a step or with a mask of its own")
+    if module.training or query.shape[0] != 1 or query.shape[2] != step.num_rows:
+        raise NotInvariant("attention over other rows than those of the step")
+    keys, values = ([memory] if isinstance(memory, torch.Tensor) else memory for memory in (key, value))
+    _check_memory(step, attention_mask, query, keys, values)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    compiled = operators()
+    if compiled is not None and native.can_attend(query.dtype):
+        out = native.attention(
+            compiled,
+            query[0],
+            [
+                (run.start, run.num_rows, _first(run.end, key), key[0], value[0])
+                for run, key, value in zip(step.runs, keys, values, strict=True)
+            ],
+            scale=scale,
+            window=attention_mask.window or 0,
+            chunk=attention_mask.chunk or 0,
+            softcap=softcap or 0.0,
+            sinks=None if s_aux is None else s_aux.float(),
+        )
+    else:
+        out = TorchAttention(step, attention_mask, scale, softcap, s_aux).attend(query[0], keys, values)
+    return out.unsqueeze(0), None
+
+
+def _check_memory(
+    step: Step, pattern: Pattern, query: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor]
+) -> None:
+    expected = query.dtype, keys[0].shape[1], query.shape[-1]
+    for run, memory, of_values in zip(step.runs, keys, values, strict=True):
+        is_same = (memory.dtype, memory.shape[1], memory.shape[-1]) == expected and memory.shape[0] == 1
+        is_same &= of_values.dtype == query.dtype and of_values.shape[:3] == memory.shape[:3]
+        if not is_same or query.shape[1] % memory.shape[1]:
+            # The compiled operator reads what it is told is there.
+            raise NotInvariant("attention with memory of another form than the queries")
+        if _first(run.end, memory) > pattern.first_visible(run.start) // TILE * TILE:
+            raise NotInvariant("attention to tokens that the cache does not keep")
+
+
+def _first(end: int, memory: torch.Tensor) -> int:
+    """Returns the position with which memory begins that ends with the tile of the last token before `end`."""
+    return -(-end // TILE) * TILE - memory.shape[2]
+
+
+def kernel() -> str:
+    """Returns what computes it, for the identity: "" if torch does."""
+    found = operators()
+    return found.identity if found else ""

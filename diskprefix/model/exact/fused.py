@@ -1,0 +1,252 @@
+"""Parts of a model that the compiled operators compute in one call: norms, gated products, attention with what is
+around it, and whole layers of them.
+
+Nothing rests on a model's name. A module is taken for such a part if it has the children of one, and if it gives what
+the operator gives for rows made up for that: the same bits, but for norms, whose sums have another order. Any other
+module computes as it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import permutations
+from typing import Any
+
+import torch
+from torch import nn
+
+from diskprefix.kv.layers import FullAttentionLayer, SlidingWindowLayer, TokenLayer
+from diskprefix.kv.step import TILE, Run, current_step
+from diskprefix.model.exact.attention import HARMLESS
+from diskprefix.model.exact.observed import ObservedMemory, made_up_rows, result_of
+from diskprefix.model.exact.patterns import NotInvariant, Pattern
+from diskprefix.model.exact.rows import in_whole_vectors
+from diskprefix.native import attention_operator as native
+from diskprefix.native.blocks import NORM_KINDS, AttentionBlock, Gated, Layer, Norm, StepPlace
+from diskprefix.native.library import Operators
+from diskprefix.native.matrix import Matrix, fills_blocks, product, takes_bfloat16
+
+Forward = Callable[..., Any]
+
+_PROJECTIONS, _NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
+"""The children of attention, by the names that they have in transformers."""
+_PARTS = (AttentionBlock, Gated, Norm)
+"""Of a layer."""
+_EPSILONS = ("variance_epsilon", "eps", "epsilon")
+
+
+def matrix_of(module: nn.Module, operators: Operators) -> Matrix | None:
+    """Returns the matrix of a linear module, if the compiled product takes it."""
+    found: Matrix | None = getattr(module, "matrix", None)
+    if found is not None or type(module) is not nn.Linear or not takes_bfloat16(operators):
+        return found
+    weight = module.weight
+    if weight.dtype is not torch.bfloat16 or weight.device.type != "cpu" or not weight.is_contiguous():
+        return None
+    return (
+        Matrix(weight.detach(), (weight.shape[0], weight.shape[1]), bias=module.bias) if fills_blocks(weight) else None
+    )
+
+
+def norm_of(module: nn.Module, operators: Operators) -> Norm | None:
+    """Returns the norm that a module computes."""
+    parameters = [*module.parameters(recurse=False)]
+    epsilon = next((vars(module)[name] for name in _EPSILONS if isinstance(vars(module).get(name), float)), None)
+    if len(parameters) != 1 or any(True for _ in module.children()) or epsilon is None:
+        return None
+    (weight,) = parameters
+    if weight.ndim != 1 or weight.device.type != "cpu" or weight.dtype not in native.DTYPES:
+        return None
+    rows = made_up_rows(weight.dtype, len(weight))
+    expected = result_of(lambda: type(module).forward(module, rows))
+    for kind in NORM_KINDS:
+        norm = Norm(weight.detach(), kind, epsilon)
+        if isinstance(expected, torch.Tensor) and _is_near(norm(operators, rows), expected):
+            return norm
+    return None
+
+
+def gated_of(module: nn.Module, operators: Operators, curves: list[torch.Tensor]) -> Gated | None:
+    """Returns the gated products that a module computes. Its children compute as they will. `curves` are known ones."""
+    linears = [child for child in module.children() if hasattr(child, "in_features")]
+    others = [child for child in module.children() if not hasattr(child, "in_features")]
+    found = [matrix_of(linear, operators) for linear in linears]
+    matrices = [matrix for matrix in found if matrix is not None]
+    curve = others[0] if others else next((act for name, act in vars(module).items() if name.startswith("act")), None)
+    if not len(found) == len(matrices) == 3 or len(others) > 1 or not callable(curve):
+        return None
+    if list(module.parameters(recurse=False)):
+        return None
+    table = result_of(lambda: _table(curve, curves))
+    if not isinstance(table, torch.Tensor):
+        return None
+    rows = None
+    for gate, up, down in permutations(matrices):
+        if gate.columns != up.columns or not gate.rows == up.rows == down.columns or gate.columns != down.rows:
+            continue
+        rows = made_up_rows(torch.bfloat16, gate.columns) if rows is None else rows
+        gated = Gated(gate, up, down, table)
+        if _is_equal(result_of(partial(type(module).forward, module, rows)), gated(operators, rows)):
+            return gated
+    return None
+
+
+def attention_of(module: nn.Module, operators: Operators, parts: dict[nn.Module, Any]) -> AttentionBlock | None:
+    """Returns the attention that a module computes, with what is around it. Its children compute as they will; `parts`
+    are those that are known."""
+    children = dict(module.named_children())
+    if not {*_PROJECTIONS} <= children.keys() <= {*_PROJECTIONS, *_NORMS} or list(module.buffers(recurse=False)):
+        return None
+    matrices = [matrix for name in _PROJECTIONS if (matrix := matrix_of(children[name], operators)) is not None]
+    of_heads = [parts.get(children[name]) for name in _NORMS if name in children]
+    if len(matrices) != len(_PROJECTIONS) or None in of_heads or len(of_heads) == 1:
+        return None
+    made_up = ObservedMemory(operators)
+    observed = result_of(lambda: made_up.observe(module, matrices[0].columns, int(vars(module)["head_dim"])))
+    block = made_up.block(matrices, of_heads or [None, None])
+    if block is None:
+        return None
+    memory = ObservedMemory(operators)
+    found = memory.compute(block, block)
+    return block if _is_equal(observed, found) and torch.equal(memory.bits(), made_up.bits()) else None
+
+
+def layer_of(module: nn.Module, operators: Operators, parts: dict[nn.Module, Any]) -> Layer | None:
+    """Returns the whole layer that a module computes, of the `parts` that are known. They compute as they will."""
+    children = [child for child in module.children() if type(child) is not nn.Dropout]
+    kinds = {kind: [parts[child] for child in children if type(parts.get(child)) is kind] for kind in _PARTS}
+    (attention, gated, norms) = (kinds[kind] for kind in _PARTS)
+    if (len(attention), len(gated)) != (1, 1) or len(norms) not in (2, 4) or len(children) != 2 + len(norms):
+        return None
+    width = attention[0].query.columns
+    are_whole = all(norm.weight.dtype is torch.bfloat16 and len(norm.weight) == width for norm in norms)
+    if not are_whole or gated[0].gate.columns != width or list(module.parameters(recurse=False)):
+        return None
+    before, *others = norms
+    behind, middle, last = others if len(others) == 3 else (None, *others, None)
+    layer = Layer(attention[0], gated[0], (before, behind, middle, last))
+    made_up, memory = ObservedMemory(operators), ObservedMemory(operators)
+    observed = result_of(lambda: made_up.observe(module, width, layer.attention.key_dim))
+    found = memory.compute(layer, layer.attention)
+    return layer if _is_equal(observed, found) and torch.equal(memory.bits(), made_up.bits()) else None
+
+
+class Parts:
+    """Finds the parts of a model that compiled operators compute."""
+
+    def __init__(self, operators: Operators) -> None:
+        self._operators = operators
+        self._found: dict[nn.Module, Any] = {}
+        self._curves: list[torch.Tensor] = []
+
+    def smallest(self, module: nn.Module) -> Forward | None:
+        """Returns what takes the place of the forward of a product or a norm, None for other modules."""
+        matrix = matrix_of(module, self._operators) if type(module) is nn.Linear else None
+        if matrix is not None:
+            return partial(product, self._operators, matrix=matrix)
+        norm = norm_of(module, self._operators)
+        return None if norm is None else self._forward(module, norm, _norm)
+
+    def larger(self, module: nn.Module) -> Forward | None:
+        """The same for gated products and attention. What they are made of has its forwards."""
+        gated = gated_of(module, self._operators, self._curves)
+        if gated is not None:
+            self._found[module] = gated
+            return partial(gated, self._operators)
+        block = attention_of(module, self._operators, self._found)
+        return None if block is None else self._forward(module, block, _in_place, module.layer_idx)
+
+    def largest(self, module: nn.Module) -> Forward | None:
+        """The same for whole layers."""
+        layer = layer_of(module, self._operators, self._found)
+        if layer is None:
+            return None
+        (attention,) = (child for child in module.children() if type(self._found.get(child)) is AttentionBlock)
+        return self._forward(module, layer, _in_place, attention.layer_idx)
+
+    def _forward(self, module: nn.Module, part: Any, forward: Forward, *others: Any) -> Forward:
+        self._found[module] = part
+        return partial(forward, partial(type(module).forward, module), part, self._operators, *others)
+
+
+def _norm(own: Forward, norm: Norm, operators: Operators, rows: torch.Tensor) -> Any:
+    return norm(operators, rows) if rows.dtype is norm.weight.dtype else own(rows)
+
+
+def _in_place(
+    own: Forward,
+    part: AttentionBlock | Layer,
+    operators: Operators,
+    layer_idx: int,
+    hidden_states: torch.Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **others: Any,
+) -> Any:
+    """Takes the place of the forward of attention, or of a layer, over the rows of a step."""
+    step = current_step()
+    layer: Any = past_key_values.layers[layer_idx] if step is not None and past_key_values is not None else None
+    is_known = type(layer) in (FullAttentionLayer, SlidingWindowLayer) and isinstance(attention_mask, Pattern)
+    block = part if isinstance(part, AttentionBlock) else part.attention
+    if (
+        step is None
+        or not is_known
+        or not others.keys() <= HARMLESS
+        or position_embeddings[0].shape[-1] != block.key_dim
+    ):
+        return own(
+            hidden_states=hidden_states,
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            **others,
+        )
+    assert hidden_states.shape[1] == step.num_rows
+    runs = [
+        _extended(one, run, attention_mask) for one, run in zip(layer.sequences or (layer,), step.runs, strict=True)
+    ]
+    cosines, sines = (angles.contiguous() for angles in position_embeddings)
+    window, chunk = attention_mask.window or 0, attention_mask.chunk or 0
+    out = part(operators, hidden_states, StepPlace(b"".join(runs), len(runs), cosines, sines, window, chunk))
+    return (out, None) if part is block else out
+
+
+def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
+    """Makes a layer longer by the rows of a run, and returns what the operator takes for it."""
+    keys, values = layer.keys, layer.values
+    assert keys.dtype is values.dtype is torch.bfloat16
+    if not layer.first <= run.start <= run.end <= layer.first + min(keys.shape[2], values.shape[2]):
+        # The operator writes where it is told that there is room.
+        raise ValueError("there is no room for the rows of the step")
+    if layer.first > pattern.first_visible(run.start) // TILE * TILE:
+        raise NotInvariant("attention to tokens that the cache does not keep")
+    layer.length = run.end
+    return native.run_of(run.start, run.num_rows, layer.first, keys[0], values[0])
+
+
+def _table(curve: Callable[[torch.Tensor], torch.Tensor], known: list[torch.Tensor]) -> torch.Tensor:
+    """Returns the curve of each bfloat16 number, by its bits, and one number more: bfloat16 [65 537]. Layers share
+    it."""
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    table = nn.functional.pad(in_whole_vectors(curve, numbers), (0, 1))
+    for one in known:
+        if torch.equal(one.view(torch.int16), table.view(torch.int16)):
+            return one
+    known.append(table)
+    return table
+
+
+def _is_equal(one: Any, other: torch.Tensor) -> bool:
+    return isinstance(one, torch.Tensor) and one.dtype is other.dtype and torch.equal(one, other)
+
+
+def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Returns whether two norms differ by the order of a sum only: seldom, where numbers are rounded after it."""
+    if found.shape != expected.shape or found.dtype is not expected.dtype:
+        return False
+    error = (found.float() - expected.float()).abs() / expected.float().abs().clamp(min=1e-30)
+    if found.dtype is torch.float32:
+        return bool(error.max() < 1e-5)
+    return bool(error.max() <= torch.finfo(found.dtype).eps and (error > 0).float().mean() < 0.01)

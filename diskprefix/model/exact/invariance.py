@@ -1,0 +1,225 @@
+"""Measures whether a model computes the same bits for a token however the prompt is cut. README.md says how and why."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.memo import Memo
+from diskprefix.model.exact import attention, rows
+from diskprefix.model.exact.invariant import install, uninstall
+from diskprefix.model.exact.kernel_calls import MAX_ROWS, Form, digest
+from diskprefix.model.exact.patterns import NAME, NotInvariant
+from diskprefix.model.exact.rehearsal import made_up_tokens
+from diskprefix.model.exact.rows import are_whole, is_curve, is_ours
+from diskprefix.model.load.imports import without_tracer
+from diskprefix.native.library import described
+from diskprefix.printable import first_line
+from diskprefix.version import __version__
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("diskprefix")
+
+_verdicts = Memo("invariance", version=2)
+
+# fmt: off
+_PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum"})
+"""Harmless with one term only."""
+_HARMLESS = frozenset({
+    # Copies, views, and what is new.
+    "detach", "lift_fresh", "alias", "clone", "copy", "to", "to_copy", "type_as", "contiguous", "resolve_neg",
+    "resolve_conj", "unsqueeze", "squeeze", "select", "slice", "narrow", "expand", "expand_as", "unbind", "transpose",
+    "t", "numpy_T", "permute", "view", "view_as", "reshape", "unsafe_view", "flatten", "unflatten", "split",
+    "split_with_sizes", "chunk", "cat", "concat", "stack", "repeat", "repeat_interleave", "as_strided", "empty",
+    "empty_like", "new_empty", "zero", "zeros", "zeros_like", "new_zeros", "fill", "full", "full_like", "new_full",
+    "ones", "ones_like", "new_ones", "scalar_tensor", "arange", "polar", "view_as_real", "view_as_complex", "item",
+    "equal", "is_nonzero", "dropout", "local_scalar_dense",
+    # Which numbers are taken, and where they go.
+    "embedding", "index", "index_select", "index_put", "index_add", "gather", "scatter", "scatter_add", "nonzero",
+    "one_hot", "topk", "sort", "where", "masked_fill", "any", "max", "min", "amax", "argmax", "le", "lt", "ge", "gt",
+    "greater", "eq", "ne", "and", "or", "not", "bitwise_and", "bitwise_or", "bitwise_not", "logical_and",
+    "logical_or", "logical_not", "maximum", "minimum", "clamp", "abs", "floor", "floor_divide", "remainder",
+    # Number by number, each with one code.
+    "add", "sub", "rsub", "mul", "div", "true_divide", "neg", "square", "sqrt", "reciprocal", "relu", "cos", "sin",
+    "tanh", "exp", "log", "log1p",
+    # Number by number, with several codes in some dtypes (`rows.is_curve`).
+    "sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid", "elu", "pow", "exp2", "rsqrt",
+    # Along a row.
+    "sum", "mean", "softmax", "layer_norm", "native_layer_norm", "rms_norm", "linalg_vector_norm",
+})
+# fmt: on
+"""Operators that give a row the same bits whatever is computed beside it. A model with any other is on the grid."""
+_NUM_TOKENS = 560
+"""More than a tile of keys."""
+_STEPS = (256, 256, 48)
+_MAX_ERROR = 0.3
+"""The largest allowed difference from transformers' own attention, relative to that of another token's logits."""
+
+
+def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tuple[Layout, str]:
+    """Returns the layout with `exact_at`, and why that is not `token` ("" if it is).
+
+    With `token` the model is changed to compute so (`model.exact.invariant`), with `grid` it is as it was. Takes
+    seconds. The result is remembered for `identity`, the model's fingerprint, if it is given. Raises only what torch
+    raises when memory runs out.
+    """
+    reason, forms = _why_not(model, layout), frozenset[Form]()
+    if not reason:
+        key = hashlib.sha256(f"{__version__} {NAME} {attention.kernel()} {layout} {identity}".encode()).hexdigest()
+        remembered = _remembered(key) if identity else None
+        if remembered is None:
+            log.info("[model] measuring whether it is exact at every token; this is done once")
+        reason, forms = remembered or _measured(model, layout)
+        if identity and remembered is None:
+            _verdicts.put(key, {"reason": reason, "forms": [form.describe() for form in forms]})
+    if reason:
+        log.info("[model] exact in steps of one grid: %s", reason)
+        return layout, reason
+    install(model, digest(forms))
+    log.info("[model] attention: %s", described())
+    return replace(layout, exact_at="token"), ""
+
+
+def _remembered(key: str) -> tuple[str, frozenset[Form]] | None:
+    """Returns what was measured before: the reason and the forms of the model's products."""
+    match _verdicts.get(key):
+        case {"reason": str(reason), "forms": list(described)}:
+            with suppress(ValueError):
+                return reason, frozenset(map(Form.parse, described))
+    return None
+
+
+def _measured(model: PreTrainedModel, layout: Layout) -> tuple[str, frozenset[Form]]:
+    """Returns why the bits of a token depend on the steps of a run, "" if they do not, and the forms of the products
+    that the model computes."""
+    started = time.perf_counter()
+    rows.forget_forms()
+    try:
+        with without_tracer(), torch.inference_mode():
+            expected = _plain_logits(model)
+            install(model)
+            _rehearse(model, replace(layout, exact_at="token"), expected)
+    except Exception as error:  # a model class of any age and author may fail in any way
+        if is_out_of_memory(error):
+            raise
+        line = first_line(error)
+        return line if isinstance(error, NotInvariant) else f"{type(error).__name__}: {line}", frozenset()
+    finally:
+        uninstall(model)
+    log.info("[model] exact at every token, measured in %.1f s", time.perf_counter() - started)
+    return "", rows.forms()
+
+
+def _why_not(model: PreTrainedModel, layout: Layout) -> str:
+    """Returns what can be seen without running the model."""
+    if layout.unsupported:
+        return "its state is not cached"
+    if model.device.type != "cpu":
+        return f"not measured on {model.device.type}"
+    kinds = {layer.kind for layer in layout.layers} - {"full", "sliding", "none"}
+    if kinds or layout.states:
+        return f"layers of the kind {', '.join(sorted(kinds)) or 'state'}"
+    return "" if "position_ids" in layout.options else "it takes no position_ids"
+
+
+def _plain_logits(model: PreTrainedModel) -> torch.Tensor:
+    logits: torch.Tensor = model(input_ids=made_up_tokens(model, 4, _NUM_TOKENS), use_cache=False).logits[0]
+    return logits[-2:].float()
+
+
+def _rehearse(model: PreTrainedModel, layout: Layout, expected: torch.Tensor) -> None:
+    """Raises `NotInvariant` if the bits of a run depend on its steps."""
+    token_ids = made_up_tokens(model, 4, _NUM_TOKENS)
+    with _Watch() as watch:
+        whole = _run(model, layout, token_ids, _STEPS)
+    if watch.found:
+        raise NotInvariant(f"operators of its own: {', '.join(sorted(watch.found))}")
+    error = (whole[1][_NUM_TOKENS].float() - expected[1]).abs().max() / (expected[0] - expected[1]).abs().max()
+    if not error <= _MAX_ERROR:
+        raise NotInvariant(f"its attention is another one (error {float(error):.2f})")
+    for number, steps in enumerate((_random_steps(), (200, 111, 201, *[1] * 12, 36), (_NUM_TOKENS,))):
+        found = _run(model, layout, token_ids, steps)
+        if found[0] != whole[0]:
+            raise NotInvariant(f"its state depends on the steps ({number})")
+        both = found[1].keys() & whole[1].keys()
+        if not all(torch.equal(found[1][end], whole[1][end]) for end in both):
+            raise NotInvariant(f"its logits depend on the steps ({number})")
+
+
+def _random_steps() -> Sequence[int]:
+    """Returns steps that meet those of `_STEPS` at their ends."""
+    chosen, steps = random.Random(5), list[int]()
+    for num_tokens in _STEPS:
+        left = num_tokens
+        while left:
+            steps.append(min(left, chosen.choice((1, 2, 3, 5, 7, 17, 33, 64, 100))))
+            left -= steps[-1]
+    return steps
+
+
+def _run(
+    model: PreTrainedModel, layout: Layout, token_ids: torch.Tensor, steps: Sequence[int]
+) -> tuple[bytes, dict[int, torch.Tensor]]:
+    """Returns the state of all tokens, and the next-token logits after each step by the number of tokens."""
+    arena, logits = KVArena(layout, model.device), {}
+    arena.reserve(token_ids.shape[1])
+    for part in torch.split(token_ids, list(steps), dim=1):
+        out = arena.forward(model, part)
+        logits[arena.num_tokens] = out
+    return bytes(arena.read_tokens(0, arena.num_tokens)), logits
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collects the operators that a model computes in its own way, of which it is not known that they are harmless."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.strip("_")
+        if not is_ours.get() and not _is_harmless(name, args):
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_harmless(name: str, args: Sequence[Any]) -> bool:
+    return _is_outer(args) if name in _PRODUCTS else name in _HARMLESS and _is_whole(name, args)
+
+
+def _is_whole(name: str, args: Sequence[Any]) -> bool:
+    """Returns whether all numbers are computed by one code, however many rows there are."""
+    numbers = args[0] if args else None
+    if not isinstance(numbers, torch.Tensor):
+        return True
+    if not is_curve(name, numbers.dtype):
+        return True
+    is_half = numbers.dtype in (torch.bfloat16, torch.float16)
+    if len(args) > 1 and args[1] in ((1, 2, 3, 0.5, -1, -2) if is_half else (1, 2, 3, 0.5, -0.5, -1, -2)):
+        return True
+    return numbers.is_contiguous() and _is_whole_width(numbers.shape[-1], torch.get_num_threads())
+
+
+@cache
+def _is_whole_width(width: int, threads: int) -> bool:
+    return all(are_whole(count * width, threads) for count in range(1, MAX_ROWS + 1))
+
+
+def _is_outer(args: Sequence[Any]) -> bool:
+    """Returns whether a product has one term only, such as positions times frequencies: it has no order."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    return len(tensors) >= 2 and tensors[-2].shape[-1] == 1

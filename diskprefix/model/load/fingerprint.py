@@ -1,0 +1,242 @@
+"""The identity of the numbers that a model computes. Two runs may share KV only if they have the same root.
+
+README.md tells what belongs to it. A field of the configuration that is not known goes in, because a needless miss
+costs time and a wrong hit gives a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from diskprefix.identity import canonical, identity_text, plain
+from diskprefix.memo import Memo
+from diskprefix.model.load.kernel_settings import (
+    cpu_kind,
+    device_kind,
+    environment,
+    kernel_packages,
+    matmul_precision,
+    switches,
+)
+from diskprefix.tokens import file_digest
+
+_NOT_PORTABLE = (
+    "device",
+    "cpu",
+    "torch_version",
+    "transformers_version",
+    "kernels",
+    "threads",
+    "products",
+    "attention_kernel",
+)
+_NAMED_IF_SET = ("kernels", "switches", "threads", "products", "attention_kernel")
+"""Left out of the root if they are empty."""
+_JSON_FIELDS = ("architecture", "quantisation", "adapters", "environment", "kernels", "switches")
+"""Canonical JSON, empty if there is nothing to name."""
+
+_NO_NUMBERS = re.compile(
+    # Where it came from and what wrote it.
+    r"_?(base_)?(model_)?name_or_path|_commit_hash|_from_model_config|transformers_version|architectures|auto_map|license"
+    # How far it may be used; `architecture` puts it back where RoPE computes with it.
+    r"|max_position_embeddings|max_sequence_length|max_seq_len|n_positions|n_ctx|seq_length|model_max_length"
+    # Fields of their own in the fingerprint.
+    r"|dtype|torch_dtype|quantization_config"
+    # Which tokens start, stop and pad: the sampler's business.
+    r"|(bos|eos|pad|sep|cls|unk|mask|decoder_start|forced_bos|forced_eos)_token_id|suppress_tokens|begin_suppress_tokens"
+    # Training.
+    r"|initializer_range|initializer_factor|init_std|.*dropout.*|.*pdrop|gradient_checkpointing|router_aux_loss_coef"
+    # What a forward returns beside its numbers, and labels.
+    r"|use_cache|return_dict|output_attentions|output_hidden_states|output_router_logits"
+    r"|id2label|label2id|num_labels|problem_type|finetuning_task|task_specific_params"
+)
+
+_ROPE_WITHOUT_MAX_POSITIONS = frozenset({"default", "linear", "llama3", "proportional"})
+"""The other kinds (dynamic, yarn, longrope, unknown ones) may compute with `max_position_embeddings`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fingerprint:
+    """Everything that changes the numbers. In mode `portable` the root leaves out the fields of `_NOT_PORTABLE`."""
+
+    weights_digest: str
+    model_class: str
+    architecture: str
+    """The configuration's fields that change numbers."""
+    dtype: str
+    quantisation: str
+    adapters: str
+    """The settings and the content of each adapter, and which are active."""
+    attention: str
+    experts: str
+    matmul_precision: str
+    """torch's float32 matmul precision: `highest`, `high`, `medium`, or `mixed`."""
+    environment: str
+    """The environment variables that change numbers, as far as they are set."""
+    device: str
+    cpu: str
+    """The vector instructions that torch uses on this CPU and a digest of what the CPU offers; empty on a GPU."""
+    torch_version: str
+    transformers_version: str
+    kernels: str
+    """The installed packages whose kernels transformers uses instead of its own, with versions."""
+    switches: str
+    """torch's switches of kernels and precision that are not at their defaults."""
+    threads: str = ""
+    """The number of compute threads of a CPU, which decides where its kernels cut sums; empty on a GPU."""
+    products: str = ""
+    """A digest of how products are computed if the model is exact at every token (`model.exact.kernel_calls`)."""
+    attention_kernel: str = ""
+    """The compiled attention (`native`) if the model is exact at every token, with its compiler; empty for torch's."""
+    mode: str = "strict"
+    """`strict` or `portable`."""
+
+    @classmethod
+    def of(cls, model: Any, weights_digest: str, mode: str = "strict") -> Fingerprint:
+        """Returns the fingerprint of a loaded transformers model."""
+        import torch
+
+        from diskprefix.model.exact.attention import kernel
+        from diskprefix.model.exact.invariant import products_of
+
+        config = model.config
+        quantisation = getattr(config, "quantization_config", None)
+        return cls(
+            weights_digest=weights_digest,
+            model_class=type(model).__name__,
+            architecture=canonical(architecture(config.to_dict())),
+            dtype=plain(model.dtype),
+            quantisation=canonical(_as_dict(quantisation) if quantisation else {}),
+            adapters=_adapters(model),
+            attention=_implementations(config, "_attn_implementation"),
+            experts=_implementations(config, "_experts_implementation"),
+            matmul_precision=matmul_precision(),
+            environment=canonical(environment()),
+            device=device_kind(model.device),
+            cpu=cpu_kind() if model.device.type == "cpu" else "",
+            torch_version=torch.__version__,
+            transformers_version=version("transformers"),
+            kernels=canonical(kernel_packages()),
+            switches=canonical(switches(model)),
+            threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
+            products=products_of(model),
+            attention_kernel=kernel() if products_of(model) else "",
+            mode=mode,
+        )
+
+    def identity(self, block_size: int, layout_version: int, layout: str, salt: str = "") -> str:
+        """Returns the text whose hash (`tokens.root_hash`) is the root, the parent of every first block.
+
+        `layout` describes a block's payload, `layout_version` is that of its byte format. `salt` keeps tenants apart.
+        """
+        left_out = _NOT_PORTABLE if self.mode == "portable" else ()
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
+        fingerprint = {name: value for name, value in named.items() if value or name not in _NAMED_IF_SET}
+        return identity_text(fingerprint, block_size, layout_version, layout, salt)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns every field, for `/props`. Fields of canonical JSON are unpacked."""
+        values = asdict(self)
+        for name in _JSON_FIELDS:
+            values[name] = json.loads(values[name]) if values[name] else None
+        return values
+
+
+def architecture(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a configuration that change numbers, with those of its sub-configurations."""
+    kept = {
+        key: architecture(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if not _NO_NUMBERS.fullmatch(key)
+    }
+    ropes = _rope_types(config.get("rope_parameters")) | _rope_types(config.get("rope_scaling"))
+    if ropes - _ROPE_WITHOUT_MAX_POSITIONS:
+        kept["max_position_embeddings"] = config.get("max_position_embeddings")
+    return kept
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    """Returns the RoPE kinds in `rope_parameters` (one dict, or one for each kind of layer) or in `rope_scaling`."""
+    if not isinstance(parameters, Mapping):
+        return set()
+    own = {str(parameters[key]) for key in ("rope_type", "type") if key in parameters}
+    return own.union(*(_rope_types(value) for value in parameters.values()))
+
+
+def _implementations(config: Any, attribute: str) -> str:
+    """Returns the kernels of a configuration and of those inside it: `sdpa`, or `sdpa,text_config=eager`."""
+    names = [str(getattr(config, attribute, None) or "")]
+    for key in sorted(getattr(config, "sub_configs", {})):
+        inner = getattr(getattr(config, key, None), attribute, None)
+        if inner:
+            names.append(f"{key}={inner}")
+    return ",".join(names)
+
+
+def _adapters(model: Any) -> str:
+    configs: Mapping[str, Any] = getattr(model, "peft_config", None) or {}
+    if not configs:
+        return ""
+    active = getattr(model, "active_adapters", None)
+    active = active() if callable(active) else active
+    described = {
+        name: {"config": architecture(_as_dict(config)), "content": _parameters_digest(model, name)}
+        for name, config in configs.items()
+    }
+    return canonical({"active": sorted([active] if isinstance(active, str) else active or []), "adapters": described})
+
+
+def _parameters_digest(model: Any, adapter: str) -> str:
+    """Returns the SHA-256 of the parameters of one adapter, which peft names `….lora_A.<adapter>.weight`."""
+    import torch
+
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        if adapter in name.split("."):
+            content = parameter.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            digest.update(f"{len(name)}:{name}:{parameter.dtype}:{tuple(parameter.shape)}:".encode())
+            digest.update(content.tobytes())
+    return digest.hexdigest()
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    return dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
+
+
+def weights_digest(files: Sequence[Path]) -> str:
+    """Returns the identity of the content of a model's weight files: 32 hex digits. Folders and times do not matter."""
+    digests = [remembered_digest(file) for file in sorted(files, key=lambda file: file.name)]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:32]
+
+
+_digests = Memo("digests", version=2)
+
+
+def remembered_digest(file: Path) -> str:
+    """Returns `tokens.file_digest`. It is computed again when path, size, modification time or inode change.
+
+    Raises `OSError` if the file cannot be read.
+    """
+    path = file.resolve()
+    stamp = _stamp(path)
+    record = _digests.get(str(path))
+    if isinstance(record, dict) and record.get("stamp") == stamp and isinstance(record.get("digest"), str):
+        return str(record["digest"])
+    digest = file_digest(path)
+    if _stamp(path) == stamp and time.time() - path.stat().st_mtime > 2.0:
+        # A younger file could change again without a visible change of its modification time.
+        _digests.put(str(path), {"stamp": stamp, "digest": digest})
+    return digest
+
+
+def _stamp(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]

@@ -1,0 +1,431 @@
+"""From what --model says to a model in memory: the embedded default, a local folder, a .gguf file or a hub id."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
+from diskprefix.model.load.ahead import ReadAhead
+from diskprefix.model.load.embedded import EMBEDDED, embedded_folder
+from diskprefix.model.load.fingerprint import weights_digest
+from diskprefix.model.load.gguf import converted_folder, quiet_transformers
+from diskprefix.model.load.imports import without_tracer
+from diskprefix.model.load.kinds import ModelKind, require_served_kind
+from diskprefix.model.load.media import MediaProcessor
+from diskprefix.model.load.memory import (
+    ADVICE,
+    available_bytes,
+    explain_out_of_memory,
+    kv_ahead,
+    large_pages,
+    move,
+    require_memory,
+    weights_bytes,
+)
+from diskprefix.model.load.tokenizer import read_template, read_tokenizer, read_tokenizer_ahead
+from diskprefix.printable import first_line
+from diskprefix.progress import Report
+from diskprefix.settings import Settings
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+log = logging.getLogger("diskprefix")
+
+Clock: TypeAlias = Callable[[str], AbstractContextManager[None]]
+"""Measures a step of the load."""
+
+_ahead: ReadAhead[PreTrainedModel] = ReadAhead()
+_ALIGNMENT_BYTES = 1 << 20
+"""Between the tensors of a model, and for those that are not in its files."""
+_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+_HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
+_HUB_WEIGHTS = "*.safetensors"
+_HUB_PICKLED = ["pytorch_model*.bin"]
+_HUB_SUBFOLDERS = ["*/*"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LoadedModel:
+    """A decoder model in evaluation mode on its device.
+
+    `media` is the processor of a multimodal model, None for a model of text alone. `name` is the name for clients.
+    `timings` holds seconds by step: `source` (with download and conversion), `imports`, `quantising`, `digest`,
+    `tokenizer` (with the processor), `weights`.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    media: MediaProcessor | None
+    name: str
+    weights_digest: str
+    timings: dict[str, float]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _ModelSource:
+    """The files of a model, and how they are loaded. `files` are those of the weights, in the form `weights`."""
+
+    folder: Path
+    name: str
+    files: list[Path]
+    config: PreTrainedConfig
+    kind: ModelKind
+    dtype: torch.dtype
+    device: torch.device
+    weights: str
+
+    @property
+    def ahead(self) -> tuple[list[Path], Hashable]:
+        """What its weights depend on, for `ReadAhead`."""
+        return [self.folder, *{file.parent for file in self.files} - {self.folder}], (self.dtype, *self.files)
+
+    def __str__(self) -> str:
+        return f"{self.folder.name} as {str(self.dtype).removeprefix('torch.')} on {self.device}"
+
+
+def load_model(settings: Settings, progress: Report, flag: str = "--model", *, kv_ahead_bytes: int = 0) -> LoadedModel:
+    """Finds, fetches, converts, checks and loads the model that `settings` name.
+
+    `progress` takes lines of text for people, `flag` is what named the model. Up to `kv_ahead_bytes` of memory are made
+    ahead for KV, see `kv_ahead`. Raises `ModelError` if it cannot be
+    found, fetched or read, or does not fit in memory, and `SettingsError` for --device and --chat-template, each with a
+    message of one line.
+    """
+    timings: dict[str, float] = {}
+
+    @contextmanager
+    def clock(step: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        timings[step] = time.perf_counter() - started
+
+    template = read_template(settings.chat_template)
+    source = _source(settings, progress, clock, flag)
+    folder, files = source.folder, source.files
+    needed = weights_bytes(files, source.dtype.itemsize)
+    require_memory(needed, available_bytes(source.device), what=str(source), advice=ADVICE)
+    # Pages come beside the digest and the tokenizer.
+    is_used = source.device.type == "cpu" and (source.weights == "native" or _computes_with_packed())
+    ahead = kv_ahead(source.config, source.dtype, source.device, kv_ahead_bytes)
+    memory = large_pages(needed + _ALIGNMENT_BYTES if is_used else 0, *ahead)
+    with clock("digest"), _load_failures(folder):
+        digest = weights_digest(files)
+    with clock("tokenizer"):
+        tokenizer = read_tokenizer(folder, template)
+        media = _load_media(folder, source.config, source.kind) if source.kind.is_multimodal else None
+    with clock("weights"):
+        model = _load_weights(source, memory)
+    return LoadedModel(
+        model=model,
+        tokenizer=tokenizer,
+        media=media,
+        name=settings.served_model_name or source.name,
+        weights_digest=digest,
+        timings=timings,
+    )
+
+
+def _source(settings: Settings, progress: Report, clock: Clock, flag: str = "--model") -> _ModelSource:
+    # Wrong settings are reported before anything slow happens.
+    if not _DEVICE.fullmatch(settings.device):
+        raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
+    pick_weights = cache(partial(_pick_weights, settings.weights, settings.dtype, settings.device))
+    if settings.weights in ("int8", "int4"):
+        pick_weights()
+    with clock("source"):
+        folder, name = _find(settings.model, progress, pick_weights, flag=flag)
+        files = _weight_files(folder)
+    with clock("imports"):
+        device = _pick_device(settings.device)
+        weights = pick_weights()
+        quiet_transformers()
+        config = _read_config(folder)
+        with _load_failures(folder):
+            kind = require_served_kind(folder, config)
+        dtype = _pick_dtype(settings.dtype, config)
+    with clock("quantising"), _load_failures(folder):
+        from diskprefix.model.quants.quantising import weight_files_in
+
+        files = weight_files_in(weights, folder, files, config, kind, dtype, device, progress)
+    return _ModelSource(
+        folder=folder, name=name, files=files, config=config, kind=kind, dtype=dtype, device=device, weights=weights
+    )
+
+
+def import_model(settings: Settings) -> None:
+    """Imports the code of a model, and reads its tokenizer for `load_model`. Quantised weights are read too, as far as
+    they need no memory: they are mapped from their file. An error is left to `load_model`."""
+    with suppress(DiskPrefixError, OSError):
+        template = read_template(settings.chat_template)
+        source = _source(settings, lambda _line: None, lambda _step: nullcontext())
+        read_tokenizer_ahead(source.folder, template)
+        # transformers compiles a thousand patterns of names before it loads the first weights.
+        from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+        from diskprefix.model.quants.quantised import is_quantised
+
+        get_checkpoint_conversion_mapping(source.config.model_type)
+        if is_quantised(source.files):
+            _ahead.read(*source.ahead, lambda: _read_weights(source))
+
+
+def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of a model with its chat template. The weights of a hub id are not fetched.
+
+    `model` and the errors are those of `load_model`. A .gguf file and the embedded model are converted on first use.
+    """
+    template = read_template(chat_template)
+    folder, _ = _find(model, progress, partial(_pick_weights, "auto", "auto", "auto"), with_weights=False)
+    quiet_transformers()
+    return read_tokenizer(folder, template)
+
+
+def _find(
+    model: str | None,
+    progress: Report,
+    pick_weights: Callable[[], str],
+    *,
+    with_weights: bool = True,
+    flag: str = "--model",
+) -> tuple[Path, str]:
+    """Returns the folder that holds the model's files, and the model's name. What is made of a .gguf file has the form
+    that `pick_weights` returns."""
+    if model is None or (model == EMBEDDED.name and not os.path.isdir(model)):
+        return embedded_folder(progress, weights=pick_weights()), EMBEDDED.name
+    path = Path(os.path.expanduser(model))
+    is_gguf = path.suffix.lower() == ".gguf"
+    if model.strip() and os.path.isdir(path):
+        return path, path.resolve().name
+    if is_gguf and os.path.isfile(path):
+        return converted_folder(path, progress, pick_weights()), path.stem
+    if os.path.isfile(path):
+        raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
+    if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
+        raise ModelError(f"{flag}: no such file or folder: {model!r}")
+    return _fetch_from_hub(model, progress, flag, with_weights=with_weights), model
+
+
+def _fetch_from_hub(repo: str, progress: Report, flag: str, *, with_weights: bool) -> Path:
+    """Returns the folder of the newest snapshot of `repo`; if the hub cannot be reached, that in the hub's cache."""
+    from huggingface_hub import errors, snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    progress(f"looking for {repo} on the Hugging Face hub")
+    # The root error of httpx is not an OSError. The hub library imports it under this name.
+    network_error: type[Exception] = getattr(errors, "HTTPError", OSError)
+    try:
+        wanted = [*_HUB_FILES, _HUB_WEIGHTS] if with_weights else _HUB_FILES
+        folder = Path(snapshot_download(repo, allow_patterns=wanted, ignore_patterns=_HUB_SUBFOLDERS))
+        if with_weights and not any(folder.glob(_HUB_WEIGHTS)):
+            snapshot_download(repo, allow_patterns=_HUB_PICKLED, ignore_patterns=_HUB_SUBFOLDERS)
+    except errors.GatedRepoError as error:
+        raise ModelError(
+            f"cannot fetch {repo!r} from the hub: access must be granted first; ask for it on the model's page and log "
+            f"in (hf auth login), or give a local folder"
+        ) from error
+    except errors.HFValidationError as error:
+        raise ModelError(f"{flag}: {repo!r} is neither an existing file or folder nor a hub id (org/name)") from error
+    except (OSError, RuntimeError, network_error) as error:
+        raise ModelError(
+            f"cannot fetch {repo!r} from the hub: {_hub_reason(error)}; check the name and the network, or give a "
+            f"local folder"
+        ) from error
+    return folder
+
+
+def _hub_reason(error: Exception) -> str:
+    from huggingface_hub import errors
+
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return "there is no such model, or it is private"
+    if isinstance(error, errors.LocalEntryNotFoundError):
+        if isinstance(error.__cause__, errors.HfHubHTTPError):
+            return first_line(error.__cause__)
+        offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
+        where = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
+        return f"{where}, and its cache on this machine holds no complete copy"
+    return first_line(error)
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Returns the safetensors of a folder, or else its pickled weights. Raises `ModelError` if there are none."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} holds no model: there is no config.json{_hint(folder)}")
+    for index in (folder / "model.safetensors.index.json", folder / "pytorch_model.bin.index.json"):
+        if index.is_file():
+            _require_shards(index)
+            break
+    for pattern in ("*.safetensors", "pytorch_model*.bin"):
+        files = sorted(folder.glob(pattern))
+        if files:
+            return files
+    raise ModelError(f"{folder} holds no weights: neither *.safetensors nor pytorch_model*.bin{_hint(folder)}")
+
+
+def _require_shards(index: Path) -> None:
+    try:
+        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is damaged; fetch or copy it again") from error
+    missing = sorted(shard for shard in shards if not (index.parent / shard).is_file())
+    if missing:
+        raise ModelError(f"{index.parent} lacks {len(missing)} of {len(shards)} weight files, for example {missing[0]}")
+
+
+def _hint(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "; it holds an adapter: give the folder of the merged model"
+    gguf = sorted(folder.glob("*.gguf"))
+    return f"; to serve {gguf[0].name}, give the path of that file" if gguf else ""
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        wants_code = "trust_remote_code" in str(error)
+        reason = "it comes with code of its own, which diskprefix does not run" if wants_code else first_line(error)
+        raise ModelError(f"cannot read the configuration of {folder}: {reason}") from error
+
+
+def _pick_device(name: str) -> torch.device:
+    import torch
+
+    kind, _, index = name.partition(":")
+    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    has_mps = torch.backends.mps.is_available()
+    if kind == "auto":
+        kind = "cuda" if num_cuda else "mps" if has_mps else "cpu"
+    if kind == "cuda" and int(index or 0) >= num_cuda:
+        raise SettingsError(f"--device: there is no {name}; torch sees {num_cuda} CUDA devices")
+    if kind == "mps" and not has_mps:
+        raise SettingsError("--device: there is no mps; torch sees no Apple GPU")
+    return torch.device("cuda", int(index or 0)) if kind == "cuda" else torch.device(kind)
+
+
+def _pick_weights(name: str, dtype: str, device_name: str) -> str:
+    """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file."""
+    from diskprefix.model.quants.products import TORCH, kernel
+
+    device = _pick_device(device_name)
+    if name == "auto":
+        return "auto" if device.type == "cpu" and dtype in ("auto", "bfloat16") and kernel() != TORCH else "native"
+    if name != "native" and device.type != "cpu":
+        raise SettingsError(f"--weights: {name} is for the CPU, and the device is {device}; add --device cpu")
+    if name != "native" and dtype not in ("auto", "bfloat16"):
+        raise SettingsError(f"--weights: {name} computes in bfloat16, not in --dtype {dtype}")
+    return name
+
+
+def _pick_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
+    import torch
+
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
+    own = config.dtype or config.get_text_config(decoder=True).dtype
+    return own if isinstance(own, torch.dtype) else torch.float32
+
+
+def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> MediaProcessor:
+    if kind.has_own_generate:
+        media = MediaProcessor(None, "it generates in a way of its own, which diskprefix does not follow")
+    else:
+        media = MediaProcessor.load(folder, config)
+    if media.problem is not None:
+        log.warning("this model is served for text only: %s", media.problem)
+    return media
+
+
+def _load_weights(source: _ModelSource, memory: torch.Tensor) -> PreTrainedModel:
+    from diskprefix.model.quants.quantised import prepare
+    from diskprefix.model.quants.quantising import generation_config_of
+
+    model = _ahead.take(*source.ahead)
+    if model is None:
+        model = _read_weights(source)
+    if source.device.type == "cpu":
+        with _load_failures(source.folder):
+            _copy_into(memory, model)
+            prepare(model)
+            own = generation_config_of(source.folder) if source.files[0].parent != source.folder else None
+            if own is not None:
+                model.generation_config = own
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _read_weights(source: _ModelSource) -> PreTrainedModel:
+    """Returns the model as transformers loads it. On a CPU, weights that need no cast are mapped from their file."""
+    from diskprefix.model.quants.quantised import describe, is_quantised
+
+    folder, files, config, device = source.folder, source.files, source.config, source.device
+    # Other devices and weights that others quantised come with libraries of their own, which may compile.
+    is_plain = device.type == "cpu" and getattr(config, "quantization_config", None) is None
+    with _load_failures(folder), without_tracer() if is_plain else nullcontext():
+        if is_quantised(files):
+            describe(config, files)
+        model, info = source.kind.loader.from_pretrained(
+            files[0].parent,
+            config=config,
+            dtype=source.dtype,
+            device_map=None if device.type == "cpu" else {"": device},
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            # Without this, a mismatch is only logged. It is refused below.
+            ignore_mismatched_sizes=True,
+        )
+    missing, mismatched = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
+    if missing:
+        raise ModelError(f"the weights in {folder} lack {len(missing)} tensors of the model, for example {missing[0]}")
+    if mismatched:
+        name, found, expected = mismatched[0]
+        raise ModelError(
+            f"the weights in {folder} do not match its config.json: {name} is {tuple(found)}, not {tuple(expected)}"
+        )
+    return model
+
+
+def _copy_into(memory: torch.Tensor, model: PreTrainedModel) -> None:
+    """Copies the weights, which safetensors maps from the file: mapped tensors change, or end the process, when
+    somebody writes the file, and are not aligned to the lines of caches."""
+    keeps_packed = _computes_with_packed()
+    named = (*model.named_parameters(), *model.named_buffers())
+    move([tensor for name, tensor in named if keeps_packed or not name.endswith(".packed")], memory)
+
+
+def _computes_with_packed() -> bool:
+    """Returns whether quantised matrices are computed with as they are packed. torch's kernels have copies of their
+    own."""
+    from diskprefix.model.quants.products import TORCH, kernel
+
+    return kernel() != TORCH
+
+
+@contextmanager
+def _load_failures(folder: Path) -> Iterator[None]:
+    """Turns what transformers, safetensors or torch raise for a model's files into a `ModelError` of one line."""
+    try:
+        with explain_out_of_memory(f"{folder.name} does not fit in memory"):
+            yield
+    except DiskPrefixError:
+        raise
+    except Exception as error:
+        raise ModelError(f"cannot load the model in {folder}: {first_line(error)}") from error

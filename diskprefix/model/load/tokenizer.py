@@ -1,0 +1,82 @@
+"""The tokenizer of a model folder, with its chat template."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from diskprefix.errors import ModelError, SettingsError
+from diskprefix.model.load.ahead import ReadAhead
+from diskprefix.printable import first_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+_ahead: ReadAhead[PreTrainedTokenizerFast] = ReadAhead()
+
+
+def read_template(path: Path | None) -> str | None:
+    """Returns the text of `--chat-template`. Raises `SettingsError`."""
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"--chat-template: cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"--chat-template: {path} is not UTF-8 text") from error
+
+
+def read_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of a folder: the one that was read ahead, unless a file of the folder was written since.
+
+    `template` takes the place of its chat template. Raises `ModelError`, and `SettingsError` for a template that does
+    not compile.
+    """
+    tokenizer = _ahead.take([folder], template)
+    return _read(folder, template) if tokenizer is None else tokenizer
+
+
+def read_tokenizer_ahead(folder: Path, template: str | None) -> None:
+    """Reads it for the next `read_tokenizer`. Raises what that does, and `OSError`."""
+    _ahead.read([folder], template, lambda: _read(folder, template))
+
+
+def _read(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        reason = first_line(error) if (folder / "tokenizer.json").is_file() else "there is no tokenizer.json"
+        raise ModelError(f"cannot read the tokenizer of {folder}: {reason}") from error
+    if not tokenizer.is_fast:
+        raise ModelError(f"{folder} has no fast tokenizer (tokenizer.json), which diskprefix needs")
+    if template is not None:
+        _override_template(tokenizer, template)
+    elif not tokenizer.chat_template:
+        tokenizer.chat_template = _processors_template(folder)
+    return tokenizer
+
+
+def _override_template(tokenizer: PreTrainedTokenizerFast, template: str) -> None:
+    from jinja2 import TemplateError, TemplateSyntaxError
+
+    tokenizer.chat_template = template
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise SettingsError(f"--chat-template: line {error.lineno}: {first_line(error)}") from error
+    except (TemplateError, TypeError, ValueError):
+        return  # The template compiles. It may need other messages than those of this trial.
+
+
+def _processors_template(folder: Path) -> str | None:
+    """Returns the chat template of an older multimodal model, from a file that only processors read."""
+    try:
+        content = json.loads((folder / "chat_template.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    template = content.get("chat_template") if isinstance(content, dict) else None
+    return template if isinstance(template, str) else None

@@ -1,0 +1,250 @@
+"""A model whose matrices are quantised: made of a loaded one, written to a folder, loaded again.
+
+The weights file names the form of each matrix in its metadata. transformers puts `QuantisedLinear` in the place of
+those modules before it loads the tensors, through its own interface for quantisers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.memory import one_thread
+from diskprefix.model.quants.forms import QuantForm, Quants, can_quantise, quantised, unpacked
+from diskprefix.model.quants.products import Product, kernel, matrix_of, product_of
+from diskprefix.native.matrix import Matrix
+from diskprefix.progress import Report, progress_bar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+log = logging.getLogger("diskprefix")
+
+METHOD = "diskprefix"
+FILE = "model.safetensors"
+_FORMS, _UNTIED = "diskprefix_forms", "diskprefix_untied"
+"""In the metadata of the weights file: the forms by the names of the modules; set if the logits have a matrix of their
+own, where the model has that of the embeddings."""
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+_OF_RECURRENCE = frozenset({"A_log", "dt_bias", "conv1d", "rg_lru", "time_decay"})
+"""Names by which a layer that keeps a state of its own is known. Its projections feed sums over the whole prompt."""
+
+Choose: TypeAlias = Callable[[str, torch.Tensor], Quants | None]
+"""From the name and the weight of a matrix to its quants, None to leave it as it is."""
+
+
+class QuantisedLinear(nn.Module):
+    """Takes the place of an `nn.Linear`: rows [.., in_features] → [.., out_features], in bfloat16."""
+
+    packed: torch.Tensor
+
+    def __init__(self, linear: nn.Linear, form: QuantForm) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
+        shape = form.packed_shape(self.out_features, self.in_features)
+        self.register_buffer("packed", torch.empty(shape, dtype=torch.uint8, device=linear.weight.device))
+        self.bias = linear.bias
+        self.matrix: Matrix | None = None
+        """For the compiled operators."""
+        self._product: Product | None = None
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights as they are computed with, made anew each time."""
+        return unpacked(self.packed, self.form).dequantised()
+
+    def prepare(self) -> None:
+        """Makes what the kernel computes with, once the weights are there. They change no more."""
+        bias = None if self.bias is None else self.bias.detach()
+        self.matrix = matrix_of(self.packed, self.form, bias)
+        self._product = product_of(self.packed, self.form, bias, self.matrix)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        assert self._product is not None, "the model was not prepared"
+        return self._product(rows)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.form}"
+
+
+def quantise(model: PreTrainedModel, choose: Choose) -> None:
+    """Quantises the matrices of the decoder in place, as `choose` says.
+
+    What does not fill whole blocks, experts, routers and the projections of recurrent layers stay as they are.
+    `prepare` makes the model ready to compute.
+    """
+    for name, linear in list(_linears(model)):
+        if can_quantise(linear.weight):
+            quants = choose(name, linear.weight.detach())
+            if quants is not None:
+                _put(model, name, quants)
+    if isinstance(model.get_output_embeddings(), QuantisedLinear):
+        _untie(model.config)
+
+
+def _put(model: PreTrainedModel, name: str, quants: Quants) -> None:
+    module = QuantisedLinear(model.get_submodule(name), quants.form)
+    module.packed = quants.packed()
+    model.set_submodule(name, module)
+
+
+def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    decoder, head = model.get_decoder(), model.get_output_embeddings()
+    inside = {id(module) for module in decoder.modules()} | {id(head)}
+    recurrent = [name for name, module in model.named_modules() if name and _is_recurrent(module)]
+    for name, module in model.named_modules():
+        if type(module) is not nn.Linear or id(module) not in inside or name.split(".")[-1] in _ROUTERS:
+            continue
+        if not any(name.startswith(f"{outer}.") for outer in recurrent):
+            yield name, module
+
+
+def _is_recurrent(module: nn.Module) -> bool:
+    return not _OF_RECURRENCE.isdisjoint({*module._parameters, *module._modules})
+
+
+def chooser(model: PreTrainedModel, weights: str, own: Callable[[torch.Tensor], Quants | None] | None = None) -> Choose:
+    """Returns how matrices are quantised for `--weights`: `int8`, `int4`, or `auto` (as the file has them).
+
+    `own` finds what a file has for a matrix. It is kept where it has no more bits than are wanted. With `int4`, the
+    matrix that gives the logits has 8 bits.
+    """
+    head = model.get_output_embeddings()
+
+    def choose(name: str, weight: torch.Tensor) -> Quants | None:
+        found = None if own is None else own(weight)
+        if weights == "auto":
+            return found
+        bits = 8 if weights == "int8" or weight is head.weight or model.get_submodule(name) is head else 4
+        return found if found is not None and found.bits <= bits else quantised(weight, bits)
+
+    return choose
+
+
+def quantise_and_save(
+    model: PreTrainedModel,
+    weights: str,
+    made: Path,
+    report: Report,
+    own: Callable[[torch.Tensor], Quants | None] | None = None,
+) -> None:
+    """Quantises a loaded model in place, and writes it to the folder `made`.
+
+    Raises `ModelError` if it has no matrix that can be quantised, `OSError` if the disk is full.
+    """
+    choose = chooser(model, weights, own)
+    total = sum(parameter.numel() for parameter in model.parameters())
+    with progress_bar("quantising", total, report) as advance, torch.inference_mode(), one_thread():
+        done = 0
+
+        def chosen(name: str, weight: torch.Tensor) -> Quants | None:
+            nonlocal done
+            done += weight.numel()
+            quants = choose(name, weight)
+            advance(min(done, total))
+            return quants
+
+        quantise(model, chosen)
+    if weights != "auto" and not any(isinstance(module, QuantisedLinear) for module in model.modules()):
+        raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
+    save_quantised(model, made)
+
+
+def save_quantised(model: PreTrainedModel, folder: Path) -> None:
+    """Writes the weights and the configurations into `folder`. Raises `OSError` if the disk is full."""
+    forms = {name: str(module.form) for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+    tensors, seen = {}, set()
+    for name, tensor in model.state_dict().items():
+        if tensor.data_ptr() not in seen:
+            seen.add(tensor.data_ptr())
+            tensors[name] = tensor.contiguous()
+    untied = {_UNTIED: "1"} if isinstance(model.get_output_embeddings(), QuantisedLinear) else {}
+    save_file(tensors, folder / FILE, metadata={"format": "pt", _FORMS: json.dumps(forms), **untied})
+    model.config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+def is_quantised(files: Sequence[Path]) -> bool:
+    """Returns whether `save_quantised` wrote these weight files."""
+    return len(files) == 1 and _FORMS in _metadata(files[0])
+
+
+def describe(config: PreTrainedConfig, files: Sequence[Path]) -> None:
+    """Tells transformers that the weights in these files are quantised. This goes into the identity of the model."""
+    config.quantization_config = {"quant_method": METHOD, "kernel": kernel()}
+    if _metadata(files[0]).get(_UNTIED):
+        _untie(config)
+
+
+def _untie(config: PreTrainedConfig) -> None:
+    for one in (config, config.get_text_config(decoder=True)):
+        one.tie_word_embeddings = False
+
+
+def _metadata(file: Path) -> dict[str, str]:
+    if file.suffix != ".safetensors":
+        return {}
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return dict(tensors.metadata() or {})
+    except (SafetensorError, OSError):
+        # Whoever reads the weights says what is wrong with the file.
+        return {}
+
+
+def prepare(model: PreTrainedModel) -> None:
+    """Makes a loaded model ready to compute, and logs what of it is quantised."""
+    found: dict[str, int] = {}
+    with one_thread():
+        for module in model.modules():
+            if isinstance(module, QuantisedLinear):
+                kind = f"int{module.form.bits}"
+                found[kind] = found.get(kind, 0) + 1
+                module.prepare()
+    others = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    if found:
+        counts = ", ".join(f"{count} matrices {kind}" for kind, count in sorted(found.items()))
+        left = f"; {len(others)} as they are, for example {others[0]}" if others else ""
+        log.info("[model] weights: %s%s", counts, left)
+
+
+@register_quantization_config(METHOD)
+class QuantsConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """That a model is quantised so, and which kernel computes its products."""
+
+    def __init__(self, kernel: str = "", **_: Any) -> None:
+        self.quant_method = METHOD
+        self.kernel = kernel
+
+
+@register_quantizer(METHOD)
+class Quantiser(HfQuantizer):  # type: ignore[misc]
+    """Puts `QuantisedLinear` where the weights file has quants."""
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] = (), **_: Any
+    ) -> None:
+        (file,) = checkpoint_files
+        for name, form in json.loads(_metadata(Path(file))[_FORMS]).items():
+            linear = model.get_submodule(name)
+            model.set_submodule(name, QuantisedLinear(linear, QuantForm.parse(form)))
+
+    def is_serializable(self, *_: Any, **__: Any) -> bool:
+        return False
+
+    @property
+    def is_trainable(self) -> bool:
+        return False

@@ -1,0 +1,177 @@
+"""Parts of a model that compiled operators compute: found by what they compute, with the bits of their steps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import Layout
+from diskprefix.model.exact import fused, invariant
+from diskprefix.model.exact.invariance import make_exact
+from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.runner import Rows, run
+from diskprefix.model.quants.quantised import QuantisedLinear, chooser, prepare, quantise
+from diskprefix.native import library
+from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm
+from tests.exactness.architectures import tiny_model
+from tests.native.variants import TESTED, of_this_cpu
+
+
+@pytest.fixture(autouse=True, params=of_this_cpu())
+def compiled(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    record_property(TESTED, request.param)
+    before = library._chosen
+    library.choose(request.param)
+    yield
+    library._chosen = before
+
+
+NAMES = {Norm: "norm", Gated: "gated", AttentionBlock: "attention", Layer: "layer"}
+
+
+def quantised_model(name: str = "llama") -> PreTrainedModel:
+    """All operators take such a model, those of an old CPU too."""
+    model = tiny_model(name, torch.bfloat16)
+    random = torch.Generator().manual_seed(1)
+    for module in model.modules():
+        # Weights of norms that are all 1 would hide how they are taken.
+        if "Norm" in type(module).__name__ and hasattr(module, "weight"):
+            module.weight.data += torch.randn(module.weight.shape, generator=random) * 0.3
+    quantise(model, chooser(model, "int8"))
+    prepare(model)
+    return model
+
+
+def parts_of(model: PreTrainedModel) -> Counter[str]:
+    invariant.install(model)
+    invariant.uninstall(model)
+    forwards: list[Any] = [forward for _, forward in invariant._forwards[model][library.described()]]
+    parts = [part for forward in forwards for part in (forward.func, *forward.args) if type(part) in NAMES]
+    return Counter(NAMES[type(part)] for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama", {"norm": 5, "gated": 2, "attention": 2, "layer": 2}),
+        ("qwen2", {"norm": 5, "gated": 2, "attention": 2, "layer": 2}),
+        ("qwen3", {"norm": 9, "gated": 2, "attention": 2, "layer": 2}),
+        ("gemma3", {"norm": 25, "gated": 4, "attention": 4, "layer": 4}),
+        ("olmo2", {"norm": 9, "gated": 2}),
+        ("cohere", {"gated": 2}),
+        ("mixtral", {"norm": 5, "attention": 2}),
+    ],
+)
+def test_parts_are_found_by_what_they_compute(name: str, expected: dict[str, int]) -> None:
+    assert parts_of(quantised_model(name)) == Counter(expected)
+
+
+def layout_of(model: PreTrainedModel) -> Layout:
+    layout, reason = make_exact(model, rehearse(model))
+    assert not reason
+    return layout
+
+
+def computed(
+    model: PreTrainedModel, layout: Layout, steps: list[list[int]], sequences: Sequence[int] = (0, 1, 2)
+) -> list[tuple[bytes, torch.Tensor]]:
+    """Each step takes the next tokens of the `sequences`, one number of them each. Returns states and last logits."""
+    ids = torch.randint(0, 64, (3, 1, 600), generator=torch.Generator().manual_seed(5))
+    arenas = [KVArena(layout, model.device) for _ in sequences]
+    for step in steps:
+        rows = [
+            Rows(arena, ids[number, :, arena.num_tokens : arena.num_tokens + step[number]])
+            for number, arena in zip(sequences, arenas, strict=True)
+        ]
+        with torch.inference_mode():
+            logits = run(model, rows)
+    return [(bytes(arena.read_tokens(0, arena.num_tokens)), one) for arena, one in zip(arenas, logits, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3"])
+def test_parts_have_the_bits_of_their_steps(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = [[300, 1, 4], [20, 7, 40], [1, 1, 1]]
+    model = quantised_model(name)
+    found = computed(model, layout_of(model), steps)
+    monkeypatch.setattr(fused.Parts, "larger", lambda *_: None)
+    other = quantised_model(name)
+    assert not parts_of(other).keys() & {"gated", "attention", "layer"}
+    for (state, logits), (expected_state, expected_logits) in zip(
+        found, computed(other, layout_of(other), steps), strict=True
+    ):
+        assert state == expected_state
+        assert torch.equal(logits, expected_logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_quantised_model_has_the_same_bits_beside_other_sequences(name: str) -> None:
+    model = quantised_model(name)
+    layout = layout_of(model)
+    steps = [[260, 3, 90], [17, 40, 1], [1, 1, 1], [1, 2, 5]]
+    together = computed(model, layout, steps)
+    for number, (state, logits) in enumerate(together):
+        ((alone, expected),) = computed(model, layout, steps, [number])
+        assert state == alone
+        assert torch.equal(logits, expected)
+
+
+def changed(model: PreTrainedModel, path: str, change: Callable[..., Any]) -> PreTrainedModel:
+    """Gives modules of that path a class whose forward is changed by `change(forward, module, *args, **kwargs)`."""
+    for layer in model.model.layers:
+        module = layer.get_submodule(path)
+        kind = type(module)
+        forward = kind.forward
+        module.__class__ = type(
+            kind.__name__, (kind,), {"forward": lambda self, *a, forward=forward, **k: change(forward, self, *a, **k)}
+        )
+    return model
+
+
+def scaled_by_position(forward: Any, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    out, weights = forward(module, *args, **kwargs)
+    return out * (1 + 0.5 * (kwargs["position_ids"] > 100_000)).to(out.dtype).unsqueeze(-1), weights
+
+
+def clamped(forward: Any, module: nn.Module, rows: torch.Tensor) -> Any:
+    return forward(module, rows.clamp(-50, 50))
+
+
+def moved(forward: Any, module: nn.Module, rows: torch.Tensor) -> Any:
+    return forward(module, rows) * 1.01
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "lost"),
+    [
+        ("self_attn", scaled_by_position, "attention"),
+        ("mlp", clamped, "gated"),
+        ("mlp", moved, "gated"),
+        ("input_layernorm", moved, "norm"),
+    ],
+)
+def test_a_module_that_does_something_more_computes_as_it_did(path: str, change: Any, lost: str) -> None:
+    parts = parts_of(changed(quantised_model(), path, change))
+    assert parts[lost] == {"norm": 3}.get(lost, 0)
+
+
+def test_as_long_as_it_is_as_it_was_a_model_has_its_own_modules() -> None:
+    model = quantised_model()
+    layout_of(model)
+    assert any("forward" in vars(module) for module in model.modules())
+    with invariant.as_it_was(model):
+        assert not any("forward" in vars(module) for module in model.modules())
+    assert sum("forward" in vars(module) for module in model.modules() if isinstance(module, QuantisedLinear)) == 0

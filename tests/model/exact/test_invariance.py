@@ -1,0 +1,323 @@
+"""Whether a model is exact at every token is measured, and what makes it so can be taken away."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.group import GroupMemory
+from diskprefix.kv.layers import TokenLayer
+from diskprefix.kv.step import TILE
+from diskprefix.model.exact import invariance, invariant, rows, runner, torch_attention
+from diskprefix.model.exact import kernel_calls as calls
+from diskprefix.model.exact.attention import kernel
+from diskprefix.model.exact.invariance import make_exact
+from diskprefix.model.exact.kernel_calls import KernelCall
+from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern
+from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
+from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.native import library
+from tests.exactness.architectures import tiny_model
+
+LENGTH = TILE + 60
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def verdict(name: str, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
+    model = tiny_model(name, dtype)
+    layout, reason = make_exact(model, rehearse(model))
+    return layout.exact_at, reason
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
+def test_it_is_exact_at_every_token(name: str, dtype: torch.dtype) -> None:
+    assert verdict(name, dtype) == ("token", "")
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("qwen3_next", "layers of the kind linear"),
+        ("bloom", "it takes no position_ids"),
+        ("deepseek_v4", "its state is not cached"),
+        ("gptj", "Pattern"),
+        ("llama4", "operators of its own: bmm"),
+    ],
+)
+def test_what_is_exact_on_the_grid_only_says_why(name: str, reason: str) -> None:
+    exact_at, found = verdict(name)
+    assert exact_at == "grid"
+    assert reason in found
+
+
+def test_an_operator_of_which_nothing_is_known_means_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("llama", torch.float32)
+    norm = model.model.norm.forward
+    monkeypatch.setattr(model.model.norm, "forward", lambda x: norm(x) + 0.0 * torch.special.i0(x))
+    layout = rehearse(model)
+    assert make_exact(model, layout) == (layout, "operators of its own: special_i0")
+    monkeypatch.setattr(invariance, "_is_harmless", lambda *_: True)
+    assert make_exact(model, layout)[1] == ""
+
+
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=made_up_tokens(model, 0, 50)).logits
+    return logits
+
+
+def test_a_model_on_the_grid_computes_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("mixtral", torch.float32)
+    before, was = logits_of(model), Fingerprint.of(model, "")
+    monkeypatch.setattr(invariance, "_rehearse", lambda *_: (_ for _ in ()).throw(NotInvariant("so")))
+    layout, reason = make_exact(model, rehearse(model))
+    assert (layout.exact_at, reason) == ("grid", "so")
+    assert Fingerprint.of(model, "") == was
+    assert torch.equal(logits_of(model), before)
+
+
+def test_the_fingerprint_names_our_attention_and_experts() -> None:
+    model = tiny_model("mixtral", torch.float32)
+    before = Fingerprint.of(model, "")
+    make_exact(model, rehearse(model))
+    after = Fingerprint.of(model, "")
+    products = invariant.products_of(model)
+    assert products
+    assert after == replace(before, attention=NAME, experts=NAME, products=products, attention_kernel=kernel())
+    assert "sdpa" in before.attention
+
+
+def test_within_as_it_was_a_model_computes_as_before() -> None:
+    model = tiny_model("llama", torch.float32)
+    before = logits_of(model)
+    layout, _ = make_exact(model, rehearse(model))
+    products = invariant.products_of(model)
+    with invariant.as_it_was(model):
+        assert torch.equal(logits_of(model), before)
+        assert not invariant.products_of(model)
+    assert invariant.products_of(model) == products
+    assert run(model, layout, [LENGTH])
+
+
+def test_the_verdict_is_remembered_for_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, third = (tiny_model("llama", torch.float32) for _ in range(3))
+    layout, _ = make_exact(first, rehearse(first), identity="this one")
+    monkeypatch.setattr(invariance, "_measured", lambda *_: ("measured once more", frozenset()))
+    assert make_exact(second, rehearse(second), identity="this one") == (layout, "")
+    assert invariant.products_of(second) == invariant.products_of(first)
+    assert make_exact(third, rehearse(third), identity="another")[1] == "measured once more"
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["", None, {"reason": ""}, {"reason": 1, "forms": []}, {"reason": "", "forms": [[1, 2, "int", False, False, 3]]}]
+    + [{"reason": "", "forms": [[64, 64, name, False, False]]} for name in ("nn", "no such type", 7)],
+)
+def test_a_remembered_verdict_that_cannot_be_is_measured_again(
+    damaged: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama", torch.float32)
+    monkeypatch.setattr(invariance._verdicts, "get", lambda _: damaged)
+    monkeypatch.setattr(invariance, "_measured", lambda *_: ("measured once more", frozenset()))
+    assert make_exact(model, rehearse(model), identity="this one")[1] == "measured once more"
+
+
+def test_other_calls_of_a_product_give_the_model_another_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    def root(model: PreTrainedModel) -> str:
+        make_exact(model, rehearse(model), identity="this one")
+        return Fingerprint.of(model, "").identity(16, 1, "layout")
+
+    # Products of matrices in bfloat16 may be compiled operators.
+    first, second, third = (root(tiny_model("llama", torch.float32)) for _ in range(3))
+    assert first == second == third
+    safe = calls.safe_calls
+    monkeypatch.setattr(calls, "safe_calls", lambda form: safe(form)[1:])
+    assert root(tiny_model("llama", torch.float32)) != first
+
+
+def run(model: PreTrainedModel, layout: Any, steps: Sequence[int]) -> tuple[bytes, torch.Tensor]:
+    """The state of all tokens and the last logits."""
+    arena, token_ids = KVArena(layout, model.device), made_up_tokens(model, 7, sum(steps))
+    with torch.inference_mode():
+        arena.reserve(sum(steps))
+        for part in torch.split(token_ids, list(steps), dim=1):
+            logits = arena.forward(model, part)
+    return bytes(arena.read_tokens(0, sum(steps))), logits
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "phi3"])
+def test_state_and_logits_have_the_same_bits_however_the_prompt_is_cut(name: str) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    layout, reason = make_exact(model, rehearse(model))
+    assert not reason
+    state, logits = run(model, layout, [256, 256, LENGTH - 512])
+
+    @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(st.lists(st.integers(1, 300), min_size=1, max_size=12))
+    def check(steps: list[int]) -> None:
+        ends = sorted({min(sum(steps[: i + 1]), LENGTH) for i in range(len(steps))} | {LENGTH})
+        found = run(model, layout, [end - begin for begin, end in zip([0, *ends], ends, strict=False)])
+        assert found[0] == state
+        assert torch.equal(found[1], logits)
+
+    check()
+
+
+@pytest.fixture
+def arena(monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, KVArena]:
+    """Of a model with torch's attention, which multiplies what lies behind the last token by zero."""
+    monkeypatch.setattr(library, "_chosen", "torch")
+    model = tiny_model("llama", torch.bfloat16)
+    layout, _ = make_exact(model, rehearse(model))
+    return model, KVArena(layout, model.device)
+
+
+def after_another(model: PreTrainedModel, arena: KVArena) -> torch.Tensor:
+    """Logits of a prompt in memory that was full of another sequence that is not finite."""
+    arena.reserve(LENGTH)
+    arena.truncate(LENGTH)
+    for memory in arena.memory:
+        memory.tensor.fill_(float("nan"))
+    arena.truncate(0)
+    with torch.inference_mode():
+        arena.forward(model, made_up_tokens(model, 7, 30))
+        return arena.forward(model, made_up_tokens(model, 8, 1))
+
+
+def test_what_an_earlier_sequence_left_in_memory_never_shows(
+    arena: tuple[PreTrainedModel, KVArena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, memory = arena
+    logits = after_another(model, memory)
+    assert logits.isfinite().all()
+    fresh = KVArena(memory.layout, model.device)
+    with torch.inference_mode():
+        fresh.forward(model, made_up_tokens(model, 7, 30))
+        assert torch.equal(fresh.forward(model, made_up_tokens(model, 8, 1)), logits)
+    monkeypatch.setattr(KVArena, "_clear_behind", lambda *_: None)
+    assert not after_another(model, memory).isfinite().all()
+
+
+def restored_after_another(model: PreTrainedModel, cold: KVArena, num_tokens: int) -> torch.Tensor:
+    """Logits of a restored prompt, of which a window's tokens were loaded into memory that was not finite."""
+    arena = KVArena(cold.layout, model.device)
+    arena.reserve(cold.capacity)
+    for number, (memory, computed) in enumerate(zip(arena.memory, cold.memory, strict=True)):
+        memory.tensor.fill_(float("nan"))
+        loaded = slice(memory.group.first_needed(num_tokens), num_tokens)
+        arena.expect(number, loaded.start, num_tokens)
+        memory.tensor[:, :, :, loaded] = computed.tensor[:, :, :, loaded]
+    arena.truncate(num_tokens)
+    with torch.inference_mode():
+        return arena.forward(model, made_up_tokens(model, 8, 3))
+
+
+def test_what_lies_before_a_window_never_shows_in_a_restored_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model("gemma3", torch.bfloat16)
+    layout, _ = make_exact(model, rehearse(model))
+    assert any(group.window for group in layout.groups)
+    cold = KVArena(layout, model.device)
+    with torch.inference_mode():
+        cold.forward(model, made_up_tokens(model, 7, 600))
+        expected = cold.forward(model, made_up_tokens(model, 8, 3))
+    assert torch.equal(restored_after_another(model, cold, 600), expected)
+    monkeypatch.setattr(GroupMemory, "expect", lambda *_: None)
+    assert not restored_after_another(model, cold, 600).isfinite().all()
+
+
+def test_a_model_gets_no_more_of_the_memory_than_the_tiles_of_its_step(
+    arena: tuple[PreTrainedModel, KVArena], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some models compute with all that they get: it must not cost more where there is more memory."""
+    model, memory = arena
+    memory.reserve(8 * TILE)
+    put, sizes = TokenLayer.put, set[int]()
+
+    def noted(self: TokenLayer, *args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = put(self, *args)
+        sizes.update((keys.shape[2], values.shape[2]))
+        return keys, values
+
+    monkeypatch.setattr(TokenLayer, "put", noted)
+    with torch.inference_mode():
+        memory.forward(model, made_up_tokens(model, 7, 30))
+    assert sizes == {TILE}
+
+
+def test_several_sequences_in_one_forward_have_the_bits_of_each_alone(arena: tuple[PreTrainedModel, KVArena]) -> None:
+    model, memory = arena
+    prompts = [made_up_tokens(model, seed, count) for seed, count in ((1, 40), (2, 7), (3, 300))]
+    alone = []
+    for prompt in prompts:
+        memory.truncate(0)
+        with torch.inference_mode():
+            memory.forward(model, prompt)
+        alone.append(bytes(memory.read_tokens(0, prompt.shape[1])))
+    together = [KVArena(memory.layout, model.device) for _ in prompts]
+    with torch.inference_mode():
+        runner.run(model, [runner.Rows(own, prompt[:, :5]) for own, prompt in zip(together, prompts, strict=True)])
+        runner.run(model, [runner.Rows(own, prompt[:, 5:]) for own, prompt in zip(together, prompts, strict=True)])
+    for own, prompt, expected in zip(together, prompts, alone, strict=True):
+        assert bytes(own.read_tokens(0, prompt.shape[1])) == expected
+
+
+def unsafe_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products are computed with as many rows as there are."""
+    monkeypatch.setattr(rows, "_plans", rows._Plans())
+    monkeypatch.setattr(rows, "calls_of", lambda _, count: (KernelCall(count),) if count else ())
+
+
+def tiles_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last tile ends with the step."""
+    monkeypatch.setattr(torch_attention, "_tiles_of", lambda run, _: (0, run.end))
+
+
+def experts_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of transformers: an expert's products have as many rows as it was chosen by."""
+    monkeypatch.setattr(invariant, "_KERNELS", ("_attn_implementation_internal",))
+
+
+def functions_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers that do not fill a vector are computed by another code."""
+    monkeypatch.setattr(invariant, "in_whole_vectors", lambda function, *args: function(*args))
+
+
+@pytest.mark.parametrize(
+    ("name", "remove"),
+    [
+        ("llama", unsafe_counts),
+        ("mixtral", unsafe_counts),
+        ("llama", tiles_of_the_step),
+        ("mixtral", experts_as_they_are),
+        ("deepseek_v3", functions_as_they_are),
+    ],
+)
+def test_without_a_protection_it_is_not_exact(name: str, remove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_chosen", "torch")
+    assert verdict(name)[0] == "token"
+    remove(monkeypatch)
+    assert verdict(name)[0] == "grid"
+
+
+def test_attention_that_sees_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_chosen", "torch")
+    made = torch_attention._made_mask
+    narrow = Pattern(window=3)
+    monkeypatch.setattr(torch_attention, "_made_mask", lambda run, _, *others: made(run, narrow, *others))
+    exact_at, reason = verdict("llama")
+    assert exact_at == "grid"
+    assert "another one" in reason

@@ -1,0 +1,187 @@
+"""Steps of several sequences: each has the bits that it has alone, and what makes it so can be taken away."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from diskprefix.kv import layers
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import Layout
+from diskprefix.kv.step import TILE, Run
+from diskprefix.model.exact import runner
+from diskprefix.model.exact.invariance import make_exact
+from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
+from diskprefix.model.exact.runner import Rows
+from diskprefix.native import library
+from tests.exactness.architectures import tiny_model
+from tests.examples import examples
+from tests.model.exact.test_invariance import tiles_of_the_step, unsafe_counts
+
+LENGTHS = (TILE + 40, 300, 90, 2)
+"""Of the sequences; their last tokens are decoded."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Layout]:
+    model = tiny_model(name, dtype)
+    layout, reason = make_exact(model, rehearse(model))
+    assert not reason
+    return model, layout
+
+
+Bits = list[tuple[bytes, list[torch.Tensor]]]
+"""By sequence: the state of all tokens, and the logits of the last ones, which are computed one a step."""
+
+
+def arena_of(model: PreTrainedModel, layout: Layout) -> KVArena:
+    """With memory in which another sequence was that is not finite."""
+    arena = KVArena(layout, model.device)
+    arena.reserve(max(LENGTHS))
+    for number, group in enumerate(layout.groups):
+        rows = slice(0, len(group.specs) * group.heads)
+        # All bits set are no number in any dtype.
+        arena.fill(0, max(LENGTHS), number, rows, lambda out: out.fill(0xFF))
+    arena.truncate(0)
+    return arena
+
+
+def alone(model: PreTrainedModel, layout: Layout) -> Bits:
+    found: Bits = []
+    with torch.inference_mode():
+        for number, length in enumerate(LENGTHS):
+            arena, token_ids = arena_of(model, layout), made_up_tokens(model, number, length)
+            ends = [*range(256, length - 4, 256), *range(max(1, length - 4), length + 1)]
+            parts = [token_ids[:, begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
+            logits = [arena.forward(model, part) for part in parts]
+            found.append((bytes(arena.read_tokens(0, length)), logits[-min(4, length - 1) :]))
+    return found
+
+
+def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
+    """In random steps of all sequences; those that are over leave. Some steps of decoding compute tokens behind, right
+    ones and wrong ones, which are taken back."""
+    chance = random.Random(seed)
+    arenas = [arena_of(model, layout) for _ in LENGTHS]
+    logits: list[list[torch.Tensor]] = [[] for _ in LENGTHS]
+    with torch.inference_mode():
+        while left := [n for n, length in enumerate(LENGTHS) if arenas[n].num_tokens < length]:
+            chosen = [n for n in left if chance.random() < 0.8] or left
+            chance.shuffle(chosen)
+            step, parts = [], []
+            for n in chosen:
+                start, prompt = arenas[n].num_tokens, max(1, LENGTHS[n] - 4)
+                end, num_logits, num_wrong = min(prompt, start + chance.choice([1, 5, 100, 200])), 1, 0
+                if start >= prompt:
+                    end, num_wrong = chance.randint(start + 1, LENGTHS[n]), chance.choice([0, 0, 1, 5])
+                    num_logits = end - start + num_wrong
+                    parts.append((n, end, end - start))
+                else:
+                    parts.append((n, end, 0))
+                right, wrong = made_up_tokens(model, n, LENGTHS[n]), made_up_tokens(model, 100 + n, 5)
+                ids = torch.cat([right[:, start:end], wrong[:, :num_wrong]], dim=1)
+                step.append(Rows(arenas[n], ids, num_logits))
+            for (n, end, num_right), found in zip(parts, runner.run(model, step), strict=True):
+                arenas[n].take_back(end)
+                logits[n] += found[:num_right]
+    return [(bytes(a.read_tokens(0, length)), f) for a, length, f in zip(arenas, LENGTHS, logits, strict=True)]
+
+
+def are_equal(one: Bits, other: Bits) -> bool:
+    def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+        return len(a) == len(b) and all(map(torch.equal, a, b))
+
+    return all(state == its and same(a, b) for (state, a), (its, b) in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mixtral"])
+def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> None:
+    model, layout = made(name)
+    expected = alone(model, layout)
+    assert all(logits.isfinite().all() for _, of_one in expected for logits in of_one)
+    for seed in range(examples(2)):
+        assert are_equal(together(model, layout, seed), expected)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("llama", True), ("deepseek_v3", False)])
+def test_a_model_that_computes_with_its_cache_itself_takes_turns(name: str, expected: bool) -> None:
+    """Latent attention is one: what it keeps is a factor of keys and values."""
+    model, layout = made(name)
+    assert runner.can_pack(model, layout) == expected
+
+
+def memory_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
+    """Each sequence's rows look at the tokens of another one."""
+    update = layers._update
+
+    def rotated(*given: Any, **options: Any) -> Any:
+        keys, values = update(*given, **options)
+        swapped = [
+            [part[n - 1] if part[n - 1].shape == part[n].shape else part[n] * 2 for n in range(len(part))]
+            for part in (keys, values)
+        ]
+        return swapped[0], swapped[1]
+
+    patch.setattr(layers, "_update", rotated)
+
+
+def positions_of_the_first(patch: pytest.MonkeyPatch) -> None:
+    """Each sequence's rows are counted from 0."""
+    arange = torch.arange
+
+    def counted(start: Any, *ends: Any, **options: Any) -> torch.Tensor:
+        return arange(0, ends[0] - start, **options) if ends else arange(start, **options)
+
+    patch.setattr(torch, "arange", counted)
+
+
+def what_was_there_before(patch: pytest.MonkeyPatch) -> None:
+    """What an earlier sequence left behind the end is not finite."""
+    patch.setattr(KVArena, "_clear_behind", lambda *_: None)
+
+
+def a_row_too_many_in_the_state(patch: pytest.MonkeyPatch) -> None:
+    """A row that was only computed to fill up a product is taken for a token of the sequence."""
+    put = layers.TokenLayer.put
+
+    def leaking(self: Any, keys: torch.Tensor, values: torch.Tensor, run: Run) -> Any:
+        if run.num_rows == 1 and run.start:
+            before = Run(run.start - 1, 2)
+            keys, values = (torch.cat([part * 0, part], dim=2) for part in (keys, values))
+            return put(self, keys, values, before)
+        return put(self, keys, values, run)
+
+    patch.setattr(layers.TokenLayer, "put", leaking)
+
+
+@pytest.mark.parametrize(
+    ("name", "remove"),
+    [
+        ("llama", memory_of_a_neighbour),
+        ("llama", positions_of_the_first),
+        ("llama", what_was_there_before),
+        ("llama", a_row_too_many_in_the_state),
+        ("llama", unsafe_counts),
+        ("llama", tiles_of_the_step),
+        ("mixtral", unsafe_counts),
+    ],
+)
+def test_without_a_protection_they_do_not(
+    name: str, remove: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With torch's attention, which takes several calls and whole tiles.
+    monkeypatch.setattr(library, "_chosen", "torch")
+    # In float32, where the last bits show more than in a tiny model's bfloat16.
+    model, layout = made(name, torch.float32)
+    expected = alone(model, layout)
+    remove(monkeypatch)
+    assert not all(are_equal(together(model, layout, seed), expected) for seed in range(3))

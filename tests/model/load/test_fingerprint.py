@@ -1,0 +1,434 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from diskprefix.model.load import fingerprint
+from diskprefix.model.load.fingerprint import Fingerprint, remembered_digest, weights_digest
+from diskprefix.model.load.kernel_settings import cpu_kind
+from diskprefix.tokens import file_digest, root_hash
+
+LAYOUT = '{"groups":[{"heads":2,"head_dim":8,"dtype":"float32"}]}'
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def tiny(**changes: Any) -> Any:
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 100,
+        "max_position_embeddings": 128,
+    }
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**(sizes | changes))).eval()
+
+
+def root_of(model: Any, mode: str = "strict", digest: str = "d") -> bytes:
+    return root_hash(Fingerprint.of(model, digest, mode).identity(256, 1, LAYOUT))
+
+
+def with_config(name: str, value: Any) -> Any:
+    model = tiny()
+    setattr(model.config, name, value)
+    return model
+
+
+def with_adapter(*, weight: float, rank: int = 4, active: str = "tuned") -> Any:
+    """What peft leaves on a model: configurations by name, and parameters that carry the adapter's name."""
+    model = tiny()
+    described = {"r": rank, "lora_dropout": 0.1, "base_model_name_or_path": "/somewhere"}
+    model.peft_config = {"tuned": SimpleNamespace(to_dict=lambda: described)}
+    model.active_adapters = lambda: [active]
+    projection = model.model.layers[0].self_attn.q_proj
+    projection.lora_A = torch.nn.ModuleDict({"tuned": torch.nn.Linear(32, rank, bias=False)})
+    torch.nn.init.constant_(projection.lora_A["tuned"].weight, weight)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["strict", "portable"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
+        lambda: tiny(rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
+        lambda: tiny(rms_norm_eps=1e-5),
+        lambda: tiny(hidden_act="gelu"),
+        lambda: tiny(num_key_value_heads=4),
+        lambda: tiny(num_hidden_layers=1),
+        lambda: tiny(head_dim=16),
+        lambda: tiny(vocab_size=101),
+        lambda: tiny(attention_bias=True),
+        lambda: tiny(tie_word_embeddings=True),
+        lambda: with_config("a_field_of_a_later_version", 3),
+        lambda: tiny().to(torch.bfloat16),
+        lambda: tiny().to(torch.float16),
+        lambda: tiny(attn_implementation="eager"),
+        lambda: with_config("_experts_implementation", "grouped_mm"),
+        lambda: with_config("quantization_config", {"quant_method": "gptq", "bits": 4}),
+        lambda: with_adapter(weight=0.5),
+    ],
+)
+def test_each_ingredient_of_the_model_changes_the_root(changed: Callable[[], Any], mode: str) -> None:
+    assert root_of(changed(), mode) != root_of(tiny(), mode)
+
+
+@pytest.mark.parametrize("mode", ["strict", "portable"])
+@pytest.mark.parametrize(
+    "changed",
+    [
+        lambda: tiny(max_position_embeddings=4096),
+        lambda: tiny(attention_dropout=0.1),
+        lambda: tiny(initializer_range=0.5),
+        lambda: tiny(use_cache=False),
+        lambda: tiny(bos_token_id=7, eos_token_id=[8, 9], pad_token_id=3),
+        lambda: tiny(num_labels=5),
+        lambda: with_config("_name_or_path", "/another/folder"),
+        lambda: with_config("_model_name_or_path", "Another Name"),
+        lambda: with_config("transformers_version", "1.2.3"),
+        lambda: with_config("architectures", ["LlamaForCausalLM"]),
+        lambda: with_config("output_hidden_states", True),
+        lambda: tiny(rope_parameters={"rope_type": "default", "rope_theta": 10000}),
+    ],
+)
+def test_what_does_not_change_numbers_does_not_change_the_root(changed: Callable[[], Any], mode: str) -> None:
+    assert root_of(changed(), mode) == root_of(tiny(), mode)
+
+
+@pytest.mark.parametrize("rope", [DYNAMIC, YARN])
+def test_the_maximum_context_counts_where_rope_computes_with_it(rope: dict[str, Any]) -> None:
+    assert root_of(tiny(rope_parameters=dict(rope))) != root_of(
+        tiny(rope_parameters=dict(rope), max_position_embeddings=256)
+    )
+
+
+def test_yarn_with_other_original_positions_is_another_model() -> None:
+    other = YARN | {"original_max_position_embeddings": 32}
+    assert root_of(tiny(rope_parameters=dict(YARN))) != root_of(tiny(rope_parameters=other))
+
+
+def test_rope_settings_by_kind_of_layer_are_searched_too() -> None:
+    one, other = (
+        fingerprint.architecture({"rope_parameters": {"full_attention": DYNAMIC}, "max_position_embeddings": n})
+        for n in (128, 256)
+    )
+    assert one != other
+
+
+def test_other_weights_change_the_root() -> None:
+    assert root_of(tiny(), digest="a") != root_of(tiny(), digest="b")
+
+
+@pytest.mark.parametrize("other", [{"weight": 0.25}, {"weight": 0.5, "rank": 8}, {"weight": 0.5, "active": "none"}])
+def test_adapters_differ_by_content_settings_and_activation(other: dict[str, Any]) -> None:
+    assert root_of(with_adapter(weight=0.5)) == root_of(with_adapter(weight=0.5))
+    assert root_of(with_adapter(weight=0.5)) != root_of(with_adapter(**other))
+
+
+def test_the_precision_of_float32_products_changes_the_root() -> None:
+    before = root_of(tiny())
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert root_of(tiny()) != before
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(
+    "name", ["ONEDNN_DEFAULT_FPMATH_MODE", "NVIDIA_TF32_OVERRIDE", "ONEDNN_MAX_CPU_ISA", "MKL_CBWR"]
+)
+def test_variables_that_change_numbers_behind_torchs_back_change_the_root(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(name, raising=False)
+    before = root_of(tiny())
+    monkeypatch.setenv(name, "")
+    assert root_of(tiny()) == before
+    monkeypatch.setenv(name, "BF16")
+    assert root_of(tiny()) != before
+    assert Fingerprint.of(tiny(), "d").as_dict()["environment"][name] == "BF16"
+
+
+@pytest.mark.parametrize("name", ["device", "cpu", "torch_version", "transformers_version"])
+def test_device_and_libraries_count_in_strict_mode_alone(name: str) -> None:
+    changes: dict[str, Any] = {name: "another"}
+    for mode, counts in (("strict", True), ("portable", False)):
+        print_ = Fingerprint.of(tiny(), "d", mode)
+        assert (replace(print_, **changes).identity(256, 1, LAYOUT) != print_.identity(256, 1, LAYOUT)) is counts
+
+
+def test_strict_and_portable_roots_never_meet() -> None:
+    assert root_of(tiny(), "strict") != root_of(tiny(), "portable")
+
+
+roots = st.tuples(
+    st.integers(16, 65536),
+    st.integers(1, 9),
+    st.text(max_size=8),
+    st.text(max_size=8),
+)
+
+
+@given(roots, roots)
+def test_block_size_layout_and_salt_are_told_apart(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
+    assert (LITERAL.identity(*one) == LITERAL.identity(*other)) is (one == other)
+
+
+LITERAL = Fingerprint(
+    weights_digest="0123456789abcdef0123456789abcdef",
+    model_class="LlamaForCausalLM",
+    architecture='{"hidden_size":32}',
+    dtype="bfloat16",
+    quantisation="",
+    adapters="",
+    attention="sdpa",
+    experts="",
+    matmul_precision="highest",
+    environment="",
+    device="cpu",
+    cpu="AVX512 0123456789ab",
+    torch_version="2.13.0+cpu",
+    transformers_version="5.23.0",
+    kernels="",
+    switches="",
+)
+
+
+def test_the_root_of_a_given_fingerprint_never_changes() -> None:
+    """A change here makes every store miss: it must be meant."""
+    assert root_hash(LITERAL.identity(256, 1, "layout", "salt")).hex() == "13586d6151ab6968158e2104bfd6ba64"
+
+
+def test_a_saved_model_keeps_its_root_wherever_it_lies(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        tiny().save_pretrained(tmp_path / name)
+    roots = {root_of(LlamaForCausalLM.from_pretrained(tmp_path / name).eval()) for name in ("one", "two")}
+    assert roots == {root_of(tiny())}
+
+
+def test_the_fingerprint_can_be_shown_as_json() -> None:
+    shown = json.loads(json.dumps(Fingerprint.of(with_config("quantization_config", {"bits": 4}), "d").as_dict()))
+    assert shown["architecture"]["rope_parameters"]["rope_type"] == "default"
+    assert shown["quantisation"] == {"bits": 4}
+    assert shown["adapters"] is None
+    assert shown["attention"] == "sdpa"
+    assert shown["mode"] == "strict"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "diskprefix"
+
+
+def write_settled(file: Path, content: bytes, mtime_s: int = 1_700_000_000) -> Path:
+    """Write `content` with a modification time in the past: young files are not remembered."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+    os.utime(file, (mtime_s, mtime_s))
+    return file
+
+
+def forbid_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> str:
+        raise AssertionError(f"{path} was read again")
+
+    monkeypatch.setattr(fingerprint, "file_digest", refuse)
+
+
+@pytest.mark.usefixtures("cache")
+def test_the_digest_depends_on_content_alone(tmp_path: Path) -> None:
+    one = [write_settled(tmp_path / "a" / f"{i}.safetensors", bytes([i])) for i in range(3)]
+    two = [write_settled(tmp_path / "b" / f"{i}.safetensors", bytes([i]), 1_600_000_000) for i in range(3)]
+    other = [write_settled(tmp_path / "c" / f"{i}.safetensors", bytes([i + 1])) for i in range(3)]
+    assert weights_digest(one) == weights_digest(two[::-1])
+    assert weights_digest(one) != weights_digest(other)
+    assert weights_digest(one) != weights_digest(one[:2])
+    assert len(weights_digest(one)) == 32
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_digest_is_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write_settled(tmp_path / "model.safetensors", b"weights")
+    link = tmp_path / "link"
+    link.symlink_to(file)
+    digest = remembered_digest(file)
+    forbid_reading(monkeypatch)
+    assert remembered_digest(file) == remembered_digest(link) == digest
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_changed_file_of_the_same_size_is_read_again(tmp_path: Path) -> None:
+    file = write_settled(tmp_path / "model.safetensors", b"one")
+    before = remembered_digest(file)
+    write_settled(file, b"two", 1_700_000_001)
+    assert remembered_digest(file) != before
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_replaced_file_of_the_same_size_and_time_is_read_again(tmp_path: Path) -> None:
+    file = write_settled(tmp_path / "model.safetensors", b"one")
+    before = remembered_digest(file)
+    write_settled(tmp_path / "new", b"two").replace(file)
+    assert remembered_digest(file) != before
+
+
+MKLDNN: Any = torch.backends.mkldnn
+
+
+def set_fp32_precision(where: Any) -> Callable[[], None]:
+    """Sets the precision through the newer names of torch, after which the older ones cannot be read."""
+    before = where.fp32_precision
+    where.fp32_precision = "bf16" if where is MKLDNN.matmul else "tf32"
+    return lambda: setattr(where, "fp32_precision", before)
+
+
+def set_switch(where: Any, name: str, value: Any) -> Callable[[], None]:
+    before = getattr(where, name)
+    setattr(where, name, value)
+    return lambda: setattr(where, name, before)
+
+
+def call(function: Callable[[Any], Any], value: Any, back: Any) -> Callable[[], None]:
+    function(value)
+    return lambda: function(back)
+
+
+def autocast() -> Callable[[], None]:
+    context: Any = torch.autocast("cpu", torch.bfloat16)
+    context.__enter__()
+    return lambda: context.__exit__(None, None, None)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda: call(torch.backends.cuda.enable_flash_sdp, False, True),
+        lambda: call(torch.backends.cuda.enable_math_sdp, False, True),
+        lambda: call(torch.use_deterministic_algorithms, True, False),
+        lambda: call(torch.set_flush_denormal, True, False),
+        lambda: call(torch.set_default_dtype, torch.float64, torch.float32),
+        lambda: set_switch(torch.backends.mkldnn, "enabled", False),
+        lambda: set_switch(torch.backends.mkldnn, "deterministic", True),
+        lambda: set_switch(torch.backends.cudnn, "deterministic", True),
+        lambda: set_switch(torch.backends.cuda.matmul, "allow_fp16_accumulation", True),
+        lambda: set_fp32_precision(MKLDNN.matmul),
+        lambda: set_fp32_precision(torch.backends.cuda.matmul),
+        autocast,
+    ],
+)
+def test_a_switch_of_torch_that_is_not_at_its_default_counts(change: Callable[[], Callable[[], None]]) -> None:
+    model = tiny()
+    plain = root_of(model)
+    restore = change()
+    try:
+        changed = root_of(model)
+    finally:
+        restore()
+    assert (changed != plain, root_of(model)) == (True, plain)
+
+
+def test_a_model_that_was_compiled_is_another_one() -> None:
+    model = tiny()
+    plain = root_of(model)
+    # What `model.compile()` leaves; it takes seconds to import.
+    model._compiled_call_impl = model._call_impl
+    assert root_of(model) != plain
+
+
+def test_another_instruction_set_of_torch_is_another_kind_of_cpu() -> None:
+    code = "from diskprefix.model.load.kernel_settings import cpu_kind; print(cpu_kind())"
+    environment = os.environ | {"ATEN_CPU_CAPABILITY": "default"}
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert answer.stdout.strip() != cpu_kind()
+
+
+def test_packages_whose_kernels_transformers_takes_count_unless_machines_share_a_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = root_of(tiny())
+    portable = root_of(tiny(), "portable")
+    monkeypatch.setattr(fingerprint, "kernel_packages", lambda: {"causal_conv1d": "1.6"})
+    assert root_of(tiny()) != plain
+    assert root_of(tiny(), "portable") == portable
+
+
+def test_a_kernel_package_is_found_where_it_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "mamba_ssm").mkdir()
+    code = "import json; from diskprefix.model.load.kernel_settings import kernel_packages as f; print(json.dumps(f()))"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert json.loads(found.stdout)["mamba_ssm"] == "unknown"
+
+
+def test_a_file_that_may_still_be_written_is_not_remembered(cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"one")
+    remembered_digest(file)
+    assert not (cache / "digests.json").exists()
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"null",
+        b'{"format": 2}',
+        b'{"format": 2, "records": []}',
+        b'{"format": 99, "records": {}}',
+        b'{"format": 2, "records": {"FILE": 3}}',
+        b'{"format": 2, "records": {"FILE": {"stamp": [1, 2, 3], "digest": "0"}}}',
+    ],
+)
+def test_a_broken_memory_is_ignored_and_rewritten(
+    memory: bytes, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write_settled(tmp_path / "model.safetensors", b"weights")
+    expected = file_digest(file)
+    cache.mkdir(parents=True)
+    (cache / "digests.json").write_bytes(memory.replace(b"FILE", str(file).encode()))
+    assert remembered_digest(file) == expected
+    forbid_reading(monkeypatch)
+    assert remembered_digest(file) == expected
+    assert [path.name for path in cache.iterdir()] == ["digests.json"]
+
+
+def test_an_unwritable_memory_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    file = write_settled(tmp_path / "model.safetensors", b"weights")
+    assert remembered_digest(file) == file_digest(file)
+
+
+def test_the_memory_stays_bounded(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprint._digests, "_max_records", 3)
+    files = [write_settled(tmp_path / f"{i}.safetensors", bytes([i])) for i in range(5)]
+    for file in files:
+        remembered_digest(file)
+    remembered_digest(files[0])
+    known = json.loads((cache / "digests.json").read_text())["records"]
+    assert list(known) == [str(files[i]) for i in (3, 4, 0)]
+
+
+def test_digests_are_available_without_torch() -> None:
+    code = "import diskprefix.model.load.fingerprint, sys; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -1,0 +1,351 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import stat
+import threading
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load import gguf as module
+from diskprefix.model.load.gguf import MANIFEST, build_once, converted_folder, is_finished
+from tests.model import interrupted, tiny
+
+REPOSITORY = Path(__file__).parents[3]
+Usage = namedtuple("Usage", "total used free")
+
+
+@pytest.fixture
+def gguf(cache: Path, tmp_path: Path) -> Path:
+    assert not cache.exists()
+    return tiny.write_gguf(tmp_path / "tiny.gguf")
+
+
+@pytest.fixture
+def converted(gguf: Path) -> Path:
+    return converted_folder(gguf, print)
+
+
+def one_file(work: Path) -> Path:
+    """A stand-in for a conversion, where only what happens around it matters."""
+    made = work / "model"
+    made.mkdir()
+    (made / "model.safetensors").write_bytes(b"weights")
+    return made
+
+
+def never(work: Path) -> Path:
+    raise AssertionError(f"built again in {work}")
+
+
+def test_a_gguf_becomes_a_model_with_its_weights_tokenizer_and_template(converted: Path) -> None:
+    source = tiny._tensors(0)
+    model = AutoModelForCausalLM.from_pretrained(converted, dtype="auto")
+    state = model.state_dict()
+    for ours, theirs in (("model.embed_tokens", "token_embd"), ("lm_head", "output"), ("model.norm", "output_norm")):
+        expected = torch.from_numpy(source[f"{theirs}.weight"]).to(torch.bfloat16)
+        assert torch.equal(state[f"{ours}.weight"], expected)
+    assert {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    assert text == "<|im_start|>user\nhello<|im_end|>\n"
+    ids = tokenizer(text)["input_ids"]
+    assert ids[0] == 1
+    assert ids.count(2) == 1
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_conversion_keeps_every_stop_token(converted: Path) -> None:
+    assert json.loads((converted / "generation_config.json").read_text())["eos_token_id"] == [2, 0]
+
+
+def test_digits_are_cut_first_where_the_file_says_so(converted: Path) -> None:
+    """transformers takes smollm's rule for GPT-2's, which leaves one blank line of two before a digit."""
+    tokenizer = AutoTokenizer.from_pretrained(converted)
+    assert tokenizer.tokenize("h\n\n1  23") == ["h", "ĊĊ", "1", "ĠĠ", "2", "3"]
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_unknown_rule_of_the_tokenizer_is_said(tmp_path: Path) -> None:
+    lines: list[str] = []
+    converted_folder(tiny.write_gguf(tmp_path / "odd.gguf", pre="of-tomorrow"), lines.append)
+    assert any("of-tomorrow" in line for line in lines)
+
+
+def test_a_gguf_is_converted_once_and_found_by_its_content(
+    gguf: Path, converted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "elsewhere" / "tiny.gguf"
+    elsewhere.parent.mkdir()
+    shutil.copyfile(gguf, elsewhere)
+    monkeypatch.setattr(module, "convert", never)
+    assert converted_folder(gguf, print) == converted_folder(elsewhere, print) == converted
+    assert converted.name.startswith("tiny-")
+
+
+def test_another_content_under_the_same_name_is_another_model(gguf: Path, converted: Path) -> None:
+    tiny.write_gguf(gguf, seed=1)
+    assert converted_folder(gguf, print) != converted
+
+
+def test_files_beside_the_gguf_do_not_matter(gguf: Path, converted: Path) -> None:
+    (gguf.parent / "config.json").write_text('{"model_type": "bert"}')
+    (gguf.parent / "tokenizer.json").write_text("{}")
+    shutil.rmtree(converted)
+    converted_folder(gguf, print)
+    assert json.loads((converted / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_the_files_have_the_mode_that_the_umask_gives(converted: Path) -> None:
+    umask = os.umask(0)
+    os.umask(umask)
+    assert {stat.S_IMODE(path.stat().st_mode) for path in converted.iterdir()} == {0o666 & ~umask}
+
+
+def test_a_conversion_prints_nothing_but_its_own_lines(gguf: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    folder = converted_folder(gguf, lines.append)
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "")
+    quarters = [f"converting tiny.gguf: {n} %" for n in (25, 50, 75)]
+    assert lines == ["converting tiny.gguf", *quarters, f"kept in {folder}"]
+
+
+def test_a_terminal_shows_one_bar(
+    gguf: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    lines: list[str] = []
+    folder = converted_folder(gguf, lines.append)
+    err = capfd.readouterr().err
+    assert "converting tiny.gguf" in err
+    assert "Loading weights" not in err
+    assert "de-quantizing" not in err
+    assert "Writing model" not in err
+    assert lines == [f"kept in {folder}"]
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def other_format(path: Path) -> None:
+    manifest = json.loads(path.read_text())
+    path.write_text(json.dumps(manifest | {"format": module.CONVERSION_FORMAT + 1}))
+
+
+DAMAGE = [
+    ("model.safetensors", cut),
+    ("model.safetensors", flip_a_bit),
+    ("model.safetensors", Path.unlink),
+    ("tokenizer.json", cut),
+    ("config.json", Path.unlink),
+    (MANIFEST, Path.unlink),
+    (MANIFEST, cut),
+    (MANIFEST, other_format),
+    (MANIFEST, lambda path: path.write_text("[]")),
+    (MANIFEST, lambda path: path.write_text('{"format": 1, "files": {}}')),
+    (MANIFEST, lambda path: path.write_text('{"format": 1, "files": {"config.json": 3}}')),
+]
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGE)
+def test_a_damaged_model_is_made_again(name: str, damage: Any, gguf: Path, converted: Path) -> None:
+    whole = {path.name: path.read_bytes() for path in converted.iterdir()}
+    damage(converted / name)
+    lines: list[str] = []
+    assert not is_finished(converted)
+    assert converted_folder(gguf, lines.append) == converted
+    assert {path.name: path.read_bytes() for path in converted.iterdir()} == whole
+    assert any("making it again" in line for line in lines)
+    assert sorted(path.name for path in converted.parent.iterdir()) == [f".lock-{converted.name}", converted.name]
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_leftovers_of_dead_processes_are_removed(finished: bool, cache: Path) -> None:
+    if finished:
+        build_once("one", one_file, print)
+    leftover = cache / ".partial-one" / "model"
+    leftover.mkdir(parents=True)
+    (leftover / "model.safetensors").write_bytes(b"half")
+    build_once("one", never if finished else one_file, print)
+    assert sorted(path.name for path in cache.iterdir()) == [".lock-one", "one"]
+
+
+def test_leftovers_are_left_alone_while_somebody_works(cache: Path) -> None:
+    build_once("one", one_file, print)
+    at_work = cache / ".partial-two"
+    at_work.mkdir()
+    with (cache / ".lock-two").open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        build_once("one", never, print)
+    assert at_work.is_dir()
+
+
+def test_a_failing_build_leaves_nothing(cache: Path) -> None:
+    def failing(work: Path) -> Path:
+        one_file(work)
+        raise ModelError("no good")
+
+    with pytest.raises(ModelError, match="no good"):
+        build_once("one", failing, print)
+    assert [path.name for path in cache.iterdir()] == [".lock-one"]
+
+
+def test_a_second_process_waits_says_so_and_takes_what_the_first_made(cache: Path) -> None:
+    cache.mkdir(parents=True)
+    waiting = threading.Event()
+    got: list[Path] = []
+
+    def second() -> None:
+        got.append(build_once("one", never, lambda line: waiting.set() if "waiting" in line else None))
+
+    with (cache / ".lock-one").open("a") as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waiting.wait(30)
+        # What the first process does under its lock.
+        work = cache / "work"
+        work.mkdir()
+        module._publish(one_file(work), cache / "one")
+        work.rmdir()
+    thread.join(30)
+    assert got == [cache / "one"]
+
+
+def test_a_model_does_not_wait_for_another_one_that_is_being_made(cache: Path) -> None:
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def slow(work: Path) -> Path:
+        has_begun.set()
+        assert may_end.wait(30)
+        return one_file(work)
+
+    thread = threading.Thread(target=build_once, args=("two", slow, print))
+    thread.start()
+    assert has_begun.wait(30)
+    made: list[Path] = []
+    other = threading.Thread(target=lambda: made.append(build_once("one", one_file, print)), daemon=True)
+    other.start()
+    other.join(30)
+    assert made == [cache / "one"]
+    may_end.set()
+    thread.join(30)
+    assert is_finished(cache / "two"), "the first one's work was left alone"
+
+
+@pytest.mark.slow
+def test_killed_at_any_point_nothing_bad_is_accepted_and_the_next_start_repairs(gguf: Path) -> None:
+    found = interrupted.found(gguf.parent, 3, 1)
+    assert found.pop("operations") >= 40
+    assert found == {"accepted_but_bad": [], "not_repaired": [], "left_over": []}
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"", "cannot convert"),
+        (b"GGUF", "cannot convert"),
+        (b"not a gguf file at all" * 100, "cannot convert"),
+    ],
+)
+def test_a_file_that_is_no_gguf_is_refused_in_one_line(content: bytes, words: str, cache: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bad.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=words) as caught:
+        converted_folder(file, print)
+    assert "\n" not in caught.value.message
+    assert str(file) in caught.value.message
+    assert all(path.is_file() for path in cache.iterdir()), "a lock"
+
+
+@pytest.mark.parametrize("share", [0.3, 0.9])
+def test_a_cut_gguf_is_refused(share: float, gguf: Path, cache: Path) -> None:
+    gguf.write_bytes(gguf.read_bytes()[: int(share * gguf.stat().st_size)])
+    with pytest.raises(ModelError, match="cannot convert"):
+        converted_folder(gguf, print)
+    assert all(path.is_file() for path in cache.iterdir()), "a lock"
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_gguf_that_lacks_a_tensor_is_refused_by_its_name(tmp_path: Path) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", without="blk.1.ffn_up.weight")
+    with pytest.raises(ModelError, match=r"lacks tensors.*layers\.1\.mlp\.up_proj"):
+        converted_folder(file, print)
+
+
+@pytest.mark.usefixtures("cache")
+def test_an_architecture_that_transformers_does_not_read_is_refused(tmp_path: Path) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", architecture="arch-of-tomorrow")
+    with pytest.raises(ModelError, match="arch-of-tomorrow"):
+        converted_folder(file, print)
+
+
+@pytest.mark.usefixtures("cache")
+def test_one_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="one part of a split model"):
+        converted_folder(tmp_path / "model-00001-of-00003.gguf", print)
+
+
+def test_a_conversion_that_does_not_fit_in_memory_is_refused_with_both_figures(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "available_ram_bytes", lambda: 2048)
+    with pytest.raises(ModelError, match=r"needed, 2\.0 KiB available"):
+        converted_folder(gguf, print)
+
+
+def test_a_conversion_that_does_not_fit_on_disk_is_refused_with_both_figures(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 3 * 1024**2))
+    with pytest.raises(ModelError, match=r"not enough disk space.*needed, 3\.0 MiB free"):
+        converted_folder(gguf, print)
+
+
+def test_a_disk_that_fills_up_meanwhile_is_said(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "_flush", full)
+    with pytest.raises(ModelError, match=r"the disk of .* is full"):
+        build_once("one", one_file, print)
+    assert [path.name for path in cache.iterdir()] == [".lock-one"]
+
+
+def test_weights_that_cannot_be_written_for_lack_of_space_are_told_from_a_bad_file(
+    gguf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Path, __: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(10**9, 10**9, 0))
+        raise RuntimeError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(module, "require_disk", fail)
+    with pytest.raises(ModelError, match=r"the disk of .* is full"):
+        converted_folder(gguf, print)
+
+
+def test_an_unwritable_cache_folder_is_said_with_what_to_do(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocked = tmp_path / "blocked"
+    blocked.write_text("a file where a folder should be")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    with pytest.raises(ModelError, match=r"cannot write the cache folder .*XDG_CACHE_HOME"):
+        converted_folder(gguf, print)

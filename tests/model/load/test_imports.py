@@ -1,0 +1,104 @@
+"""What a start imports, seen in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diskprefix.model.load import imports
+
+NEVER_AT_START = (
+    "sympy",
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.onnx",
+)
+"""Each takes a tenth of a second or more, and transformers imports all of them with any model."""
+
+PROGRAM = """
+import json, pathlib, sys
+from diskprefix import app
+from diskprefix.settings import Settings
+
+engine = app.load_engine(Settings(model=sys.argv[1], kv_cache_dir=pathlib.Path(sys.argv[2])), print)
+loaded = sorted(sys.modules)
+engine.close()
+
+import torch, transformers, transformers.models
+from diskprefix.model.load.imports import _classes
+print(json.dumps({
+    "remembered": len(_classes._read()),
+    "loaded": loaded,
+    "from the package": transformers.models.LlamaForCausalLM.__name__,
+    "from the tracer": callable(torch._dynamo.mark_static_address),
+    "at the end": sorted(sys.modules),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def seen(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("imports")
+    environment = os.environ | {"XDG_CACHE_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-c", PROGRAM, str(chat_model), str(folder / "kv")]
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert answer.returncode == 0, answer.stderr
+    found: dict[str, Any] = json.loads(answer.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_start_does_not_import_what_no_request_uses(seen: dict[str, Any]) -> None:
+    assert "transformers.models.llama.modeling_llama" in seen["loaded"]
+    assert [name for name in NEVER_AT_START if name in seen["loaded"]] == []
+
+
+def test_what_stands_in_for_a_package_gives_way_to_the_package(seen: dict[str, Any]) -> None:
+    assert seen["from the package"] == "LlamaForCausalLM"
+    assert seen["from the tracer"]
+    assert {"torch._dynamo", "sympy"} <= set(seen["at the end"])
+
+
+def test_the_list_of_classes_is_read_once_and_is_the_one_that_transformers_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (folder := tmp_path / "models").mkdir()
+    found = {frozenset({"torch"}): {"models.a.modeling_a": {"A", "B"}}, frozenset[str](): {"models.a.config": {"C"}}}
+    calls: list[object] = []
+
+    def read(path: object, prefix: str | None = None) -> imports.Classes:
+        assert path == folder
+        calls.append(prefix)
+        return found
+
+    classes = imports._remembered(read)
+    assert classes(folder, prefix="models") == found
+    assert classes(folder, prefix="models") == found
+    assert calls == ["models"]
+    assert classes(folder) == found, "a part of the list is not kept"
+    os.utime(folder, (1, 1))
+    assert classes(folder, prefix="models") == found
+    assert calls == ["models", None, "models"]
+    (tmp_path / "diskprefix" / "transformers.json").write_text('{"format": 1, "records": {"x": 5}}')
+    assert classes(folder, prefix="models") == found
+    monkeypatch.setattr(imports, "version", lambda _name: "9.0.dev0")
+    calls.clear()
+    assert [classes(folder, prefix="models") for _ in range(2)] == [found, found]
+    assert len(calls) == 2, "code that somebody is writing"
+
+
+@pytest.mark.parametrize("record", [None, 5, "ab", [1], [["x", 5]], [[["x"], {"m": 5}]]])
+def test_a_record_that_is_no_list_of_classes_is_read_again(record: object) -> None:
+    assert imports._parsed(record) is None
+
+
+def test_transformers_gets_the_remembered_list(seen: dict[str, Any]) -> None:
+    assert seen["remembered"] == 1

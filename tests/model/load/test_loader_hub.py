@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.loader import LoadedModel, load_model, load_tokenizer
+from diskprefix.settings import Settings
+from tests.model import tiny
+from tests.model.hub import FakeHub, fake_hub
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tiny.write_folder(tmp_path / "tiny-llama")
+
+
+def load(model: object) -> LoadedModel:
+    return load_model(Settings(model=str(model)), lambda _: None)
+
+
+def refusal(model: str) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(model)
+    assert "\n" not in caught.value.message
+    return caught.value.message
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path) -> Path:
+    return tmp_path / "hub"
+
+
+def test_a_hub_id_is_fetched_once_and_served_from_the_hubs_cache_when_it_is_down(
+    folder: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "original").mkdir()
+    (folder / "original" / "consolidated.safetensors").write_bytes(b"a copy in another format")
+    (folder / "pytorch_model.bin").write_bytes(b"the same weights, pickled")
+    with fake_hub(hub_cache, monkeypatch) as hub:
+        hub.repos["org/tiny"] = folder
+        online = load("org/tiny")
+        assert fetched_files(hub) == sorted(["model.safetensors", *(path.name for path in folder.glob("*.j*"))])
+        hub.requested.clear()
+        load("org/tiny")
+        assert fetched_files(hub) == []
+    offline = load("org/tiny")
+    assert online.name == offline.name == "org/tiny"
+    assert online.weights_digest == offline.weights_digest == load(folder).weights_digest
+    assert capfd.readouterr().err == ""
+
+
+def fetched_files(hub: FakeHub) -> list[str]:
+    return sorted({path.rpartition("/")[2] for path in hub.requested if "/resolve/" in path})
+
+
+def test_pickled_weights_are_fetched_where_there_are_no_others(
+    folder: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with fake_hub(hub_cache, monkeypatch) as hub:
+        hub.repos["org/tiny"] = folder
+        assert load("org/tiny").model.dtype is torch.float32
+
+
+def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_hub(hub_cache, monkeypatch):
+        pass
+    message = refusal("org/tiny")
+    assert message.startswith("cannot fetch 'org/tiny' from the hub: the hub cannot be reached")
+    assert message.endswith("check the name and the network, or give a local folder")
+
+
+def test_offline_mode_is_said(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    with fake_hub(hub_cache, monkeypatch):
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert "HF_HUB_OFFLINE is set" in refusal("org/tiny")
+
+
+@pytest.mark.parametrize(
+    ("repo", "words"),
+    [
+        ("org/unknown", "there is no such model, or it is private"),
+        ("org/gated", "access must be granted first"),
+        ("org/broken", "500"),
+        ("org/empty", "holds no model: there is no config.json"),
+        ("a/b/c", "neither an existing file or folder nor a hub id"),
+        ("some model", "neither an existing file or folder nor a hub id"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_is_refused_with_the_reason(
+    repo: str, words: str, hub_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "generation_config.json").write_text("{}")
+    with fake_hub(hub_cache, monkeypatch) as hub:
+        hub.repos["org/empty"] = tmp_path / "empty"
+        hub.gated.add("org/gated")
+        hub.broken.add("org/broken")
+        assert words in refusal(repo)
+
+
+def test_a_tokenizer_is_fetched_without_the_weights(
+    folder: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with fake_hub(hub_cache, monkeypatch) as hub:
+        hub.repos["org/tiny"] = folder
+        tokenizer = load_tokenizer("org/tiny", None, lambda _: None)
+        assert tokenizer.chat_template
+        assert fetched_files(hub) == sorted(path.name for path in folder.glob("*.j*"))
+        hub.requested.clear()
+        assert load("org/tiny").name == "org/tiny"
+        assert fetched_files(hub) == ["model.safetensors"], "what is there is not fetched again"

@@ -1,0 +1,183 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from diskprefix.errors import ModelError
+from diskprefix.kv.pool import KVPool
+from diskprefix.model.load.memory import (
+    available_bytes,
+    available_ram_bytes,
+    kv_ahead,
+    large_pages,
+    move,
+    require_memory,
+    weights_bytes,
+)
+from tests.model import tiny
+from tests.synthetic_model import dense_layout
+
+MIB = 1024**2
+
+
+def write(folder: Path, files: Mapping[str, object]) -> Path:
+    for name, content in files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{content}\n")
+    return folder
+
+
+@pytest.fixture
+def proc(tmp_path: Path) -> Path:
+    return write(tmp_path / "proc", {"meminfo": "MemTotal: 9999 kB\nMemAvailable: 8192 kB", "self/cgroup": "0::/"})
+
+
+def test_the_estimate_is_what_the_model_takes(tmp_path: Path) -> None:
+    model = tiny.llama()
+    model.save_pretrained(tmp_path)
+    files = list(tmp_path.glob("*.safetensors"))
+    for dtype in (torch.float32, torch.bfloat16):
+        taken = sum(p.numel() * p.element_size() for p in model.to(dtype).parameters())
+        assert weights_bytes(files, dtype.itemsize) == taken
+
+
+def test_packed_weights_keep_their_size(tmp_path: Path) -> None:
+    tensors = {"packed": torch.zeros(64, dtype=torch.uint8), "index": torch.zeros(2, dtype=torch.int64)}
+    save_file(tensors | {"scale": torch.zeros(4)}, tmp_path / "model.safetensors")
+    assert weights_bytes([tmp_path / "model.safetensors"], 2) == 64 + 2 * 8 + 4 * 2
+
+
+def test_pickled_weights_count_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 100)
+    assert weights_bytes([tmp_path / "pytorch_model.bin"], 2) == 100
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.99])
+def test_cut_weights_are_refused_by_name(share: float, tmp_path: Path) -> None:
+    tiny.llama().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or cut short"):
+        weights_bytes([file], 2)
+
+
+def test_what_does_not_fit_is_refused_with_both_figures_and_advice() -> None:
+    require_memory(3 * MIB, 3 * MIB, what="x", advice="y")
+    with pytest.raises(ModelError, match=r"^x does not fit: about 3\.0 MiB of memory needed, 2\.0 MiB available; y$"):
+        require_memory(3 * MIB, 2 * MIB, what="x", advice="y")
+
+
+def test_a_machine_without_limits_offers_what_is_available(proc: Path, tmp_path: Path) -> None:
+    assert available_ram_bytes(proc, tmp_path / "none") == 8192 * 1024
+
+
+def test_the_tightest_control_group_counts_and_page_cache_is_free(proc: Path, tmp_path: Path) -> None:
+    write(proc, {"self/cgroup": "0::/a/b"})
+    groups = {
+        "a/b/memory.max": "max",
+        "a/b/memory.current": MIB,
+        "a/memory.max": 4 * MIB,
+        "a/memory.current": 3 * MIB,
+        "a/memory.stat": f"anon 1\ninactive_file {MIB}",
+        "memory.max": 6 * MIB,
+        "memory.current": 3 * MIB,
+    }
+    assert available_ram_bytes(proc, write(tmp_path / "cgroup", groups)) == 2 * MIB
+
+
+def test_a_group_that_is_over_its_limit_offers_nothing(proc: Path, tmp_path: Path) -> None:
+    groups = {"memory.max": MIB, "memory.current": 2 * MIB}
+    assert available_ram_bytes(proc, write(tmp_path / "cgroup", groups)) == 0
+
+
+def test_control_groups_of_the_first_version_count(proc: Path, tmp_path: Path) -> None:
+    write(proc, {"self/cgroup": "5:cpu,cpuacct:/x\n4:memory:/docker/x"})
+    groups = {
+        "memory/memory.limit_in_bytes": 2 * MIB,
+        "memory/memory.usage_in_bytes": MIB,
+        "memory/memory.stat": f"total_inactive_file {MIB // 2}",
+    }
+    assert available_ram_bytes(proc, write(tmp_path / "cgroup", groups)) == 3 * MIB // 2
+
+
+def test_without_proc_the_machines_memory_is_taken(tmp_path: Path) -> None:
+    assert available_ram_bytes(tmp_path / "none", tmp_path / "none") >= available_bytes(torch.device("cpu")) > 0
+
+
+def test_tensors_that_move_are_what_they_were_and_begin_with_a_line() -> None:
+    made = (
+        torch.randn(5, 7),
+        torch.arange(3, dtype=torch.uint8),
+        torch.tensor(2.5),
+        torch.empty(0),
+        torch.randn(4, 6).t(),
+    )
+    tensors, memory = [tensor.clone() for tensor in made], large_pages(1024)
+    move(tensors, memory)
+    for tensor, expected in zip(tensors, made, strict=True):
+        assert torch.equal(tensor, expected)
+        assert (tensor.dtype, tensor.stride()) == (expected.dtype, expected.stride())
+    assert [tensor.data_ptr() - memory.data_ptr() for tensor in tensors[:3]] == [0, 192, 256]
+
+
+def test_what_memory_has_no_room_for_gets_its_own() -> None:
+    tensors, memory = [torch.ones(100), torch.ones(200), torch.ones(20)], large_pages(600)
+    move(tensors, memory)
+    assert [tensor.sum() for tensor in tensors] == [100, 200, 20]
+    assert tensors[2].data_ptr() == memory.data_ptr() + 448
+    assert not memory.data_ptr() <= tensors[1].data_ptr() < memory.data_ptr() + 600
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel does not tell")
+def test_large_pages_are_asked_for() -> None:
+    memory = large_pages(1 << 22)
+    address, is_inside, flags = memory.data_ptr(), False, ""
+    assert address % (1 << 21) == 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            first, end = (int(part, 16) for part in head.split("-"))
+            is_inside = first <= address < end
+        elif is_inside and head == "VmFlags:":
+            flags = line
+    assert " hg" in flags
+
+
+def test_the_longest_sequence_gets_the_memory_that_was_made_ahead_for_it() -> None:
+    config = decoder_config(layer_types=["full_attention"] * 2)
+    (ahead,) = kv_ahead(config, torch.bfloat16, torch.device("cpu"), 1 << 30)
+    layout = dense_layout(layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, vocab_size=16)
+    pool = KVPool(
+        layout, torch.device("cpu"), limit_bytes=1 << 30, free_bytes=lambda: 1 << 30, max_idle=1, block_size=16
+    )
+    pool.touch(1 << 30, 2048)
+    (arena,) = pool._spare
+    assert arena.memory[0].tensor.data_ptr() == ahead.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("changed", "most_bytes"),
+    [({}, 1000), ({"layer_types": ["sliding_attention"] * 2}, 1 << 30), ({"num_hidden_layers": None}, 1 << 30)],
+)
+def test_no_memory_is_made_ahead_that_is_too_much_or_of_unknown_size(changed: dict[str, Any], most_bytes: int) -> None:
+    assert kv_ahead(decoder_config(**changed), torch.bfloat16, torch.device("cpu"), most_bytes) == []
+
+
+def decoder_config(**changed: Any) -> Any:
+    sizes = {
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "num_attention_heads": 4,
+        "hidden_size": 256,
+        "max_position_embeddings": 2048,
+    }
+    config = SimpleNamespace(**sizes | changed)
+    config.get_text_config = lambda decoder: config  # noqa: ARG005 (transformers' name)
+    return config

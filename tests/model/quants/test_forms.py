@@ -1,0 +1,84 @@
+"""Matrices in 4, 5 and 8 bits: how near they are, and that a form holds them exactly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diskprefix.model.quants.forms import FORMS, QuantForm, Quants, can_quantise, quantised, unpacked
+
+
+def quants_of(form: QuantForm, rows: int = 48, columns: int = 96, seed: int = 0) -> Quants:
+    """A matrix that only this form holds: scales in float32 have more bits than float16 has."""
+    generator = torch.Generator().manual_seed(seed)
+    least = 0 if form.has_zeros else -(1 << form.bits - 1)
+    most = least + (1 << form.bits)
+    codes = torch.randint(least, most, (rows, columns), generator=generator).to(torch.int8)
+    scales, zeros = torch.randn(2, rows, columns // form.group, generator=generator).mul_(0.01).half().float()
+    if form.scale_type is torch.float32:
+        scales, zeros = scales * (1 + 2**-12), zeros * (1 + 2**-12)
+    return Quants(form.bits, form.group, codes, scales, zeros if form.has_zeros else None)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_what_is_packed_is_unpacked(form: QuantForm) -> None:
+    quants = quants_of(form)
+    packed = quants.packed()
+    assert quants.form == form == QuantForm.parse(str(form))
+    assert packed.shape == form.packed_shape(48, 96)
+    found = unpacked(packed, form)
+    assert torch.equal(found.codes, quants.codes)
+    assert torch.equal(found.dequantised(), quants.dequantised())
+
+
+def test_a_text_that_describes_no_form_is_refused() -> None:
+    with pytest.raises(ValueError, match="int3"):
+        QuantForm.parse("int3 32 zeros float16")
+
+
+@pytest.mark.parametrize(("bits", "most"), [(8, 0.006), (4, 0.075)])
+def test_quantised_weights_are_near(bits: int, most: float) -> None:
+    weight = (torch.randn(64, 256, generator=torch.Generator().manual_seed(1)) * 0.02).bfloat16()
+    quants = quantised(weight, bits)
+    error = (
+        quants.dequantised().float() - weight.float()
+    ).square().mean().sqrt() / weight.float().square().mean().sqrt()
+    assert float(error) < most
+    assert quants.form.scale_type is torch.float16
+
+
+def test_four_bits_are_nearer_than_equal_steps_from_the_least_to_the_largest() -> None:
+    weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(2))
+    groups = weight.view(64, 8, 32)
+    low, high = groups.aminmax(dim=-1, keepdim=True)
+    plain = ((groups - low) / (high - low) * 15).round() / 15 * (high - low) + low
+    found = quantised(weight, 4).dequantised().float() - weight
+    assert found.square().sum() < 0.93 * (plain - groups).square().sum()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("scale", [0.0, 1e-9, 1.0, 1e9])
+def test_weights_of_any_size_stay_what_they_are_relative_to_the_largest(bits: int, scale: float) -> None:
+    weight = torch.linspace(-1, 1, 16 * 64).view(16, 64) * scale
+    found = quantised(weight, bits).dequantised().float()
+    assert torch.isfinite(found).all()
+    assert float((found - weight).abs().max()) <= scale * (0.01 if bits == 8 else 0.06)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_group_of_equal_weights_keeps_them(bits: int) -> None:
+    weight = torch.full((16, 32), 0.75)
+    assert torch.allclose(quantised(weight, bits).dequantised().float(), weight, rtol=0.005)
+
+
+def test_long_matrices_are_quantised_in_parts_as_they_are_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(48, 64, generator=torch.Generator().manual_seed(3))
+    whole = quantised(weight, 4).packed()
+    monkeypatch.setattr("diskprefix.model.quants.forms._AT_ONCE", 5 * 64)
+    assert torch.equal(quantised(weight, 4).packed(), whole)
+
+
+@pytest.mark.parametrize("shape", [(24, 64), (32, 48), (32,), (2, 16, 32)])
+def test_what_does_not_fill_whole_blocks_cannot_be_quantised(shape: tuple[int, ...]) -> None:
+    assert not can_quantise(torch.zeros(shape))
+    assert can_quantise(torch.zeros(32, 64))

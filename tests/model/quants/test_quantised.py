@@ -1,0 +1,247 @@
+"""Quantised models: which matrices, made once, exact at every token with each kernel, and another identity."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from diskprefix.errors import ModelError, SettingsError
+from diskprefix.model.exact.invariance import make_exact
+from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.load import gguf, loader
+from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.model.load.gguf import converted_folder
+from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.quants.products import TORCH, kernel
+from diskprefix.model.quants.quantised import QuantisedLinear, chooser, prepare, quantise
+from diskprefix.native import library
+from diskprefix.settings import Settings
+from tests.exactness.architectures import tiny_model
+from tests.model import tiny
+from tests.native.variants import of_this_cpu
+from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
+
+KERNELS = (*of_this_cpu(), "torch")
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = library._chosen
+    library.choose(request.param)
+    yield request.param
+    library._chosen = before
+
+
+@pytest.fixture
+def folder(cache: Path, tmp_path: Path) -> Path:
+    assert not cache.exists()
+    return tiny.write_folder(tmp_path / "tiny", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96)
+
+
+def loaded(model: Path, weights: str, **changes: Any) -> LoadedModel:
+    return load_model(Settings(model=str(model), weights=weights, **changes), lambda _: None)
+
+
+def quantised_model(weights: str, seed: int = 0) -> PreTrainedModel:
+    model = tiny_llama(seed=seed)
+    quantise(model, chooser(model, weights))
+    prepare(model)
+    return model
+
+
+def forms_of(model: PreTrainedModel) -> dict[str, str]:
+    return {name: str(module.form) for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+
+
+def logits_of(model: PreTrainedModel) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(input_ids=torch.arange(40)[None], use_cache=False).logits[0]
+    return logits
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_what_is_loaded_again_computes_what_was_quantised(weights: str, folder: Path, kernels: str) -> None:
+    native = loaded(folder, "native")
+    found = loaded(folder, weights)
+    forms = forms_of(found.model)
+    assert len(forms) == 2 * 7
+    assert {form.split()[0] for form in forms.values()} == {weights}
+    assert "lm_head" not in forms, "its 263 rows do not fill whole blocks"
+    expected, logits = logits_of(native.model).float(), logits_of(found.model).float()
+    error = (logits - expected).norm() / expected.norm()
+    assert 0 < float(error) < (0.02 if weights == "int8" else 0.15)
+    assert found.model.generation_config.to_dict() == native.model.generation_config.to_dict()
+    assert (kernel() == TORCH) == (kernels == "torch")
+
+
+def test_the_compiled_product_gives_what_the_dequantised_weights_give() -> None:
+    model, plain = quantised_model("int4"), tiny_llama()
+    for name, module in model.named_modules():
+        if isinstance(module, QuantisedLinear):
+            plain.get_submodule(name).weight.data = module.weight
+    found, expected = logits_of(model).float(), logits_of(plain).float()
+    assert float((found - expected).norm() / expected.norm()) < 0.01
+
+
+def test_the_matrix_of_the_logits_has_8_bits_though_that_of_the_embeddings_is_the_same() -> None:
+    model = tiny_model("gemma3", torch.bfloat16)
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    before = model.get_input_embeddings().weight.clone()
+    quantise(model, chooser(model, "int4"))
+    forms = forms_of(model)
+    assert forms.pop("lm_head").startswith("int8"), forms
+    assert all(form.startswith("int4") for form in forms.values())
+    assert torch.equal(model.get_input_embeddings().weight, before)
+
+
+@pytest.mark.parametrize(("name", "part"), [("qwen3_next", "linear_attn"), ("mixtral", "experts"), ("mamba2", "mixer")])
+def test_recurrent_projections_experts_and_routers_stay_as_they_are(name: str, part: str) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    quantise(model, chooser(model, "int8"))
+    forms = forms_of(model)
+    assert not [found for found in forms if part in found or found.endswith(("gate", "router"))]
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_quantised_model_is_exact_at_every_token(
+    weights: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert kernels in KERNELS
+    model = quantised_model(weights)
+    layout, reason = make_exact(model, rehearse(model))
+    assert (layout.exact_at, reason) == ("token", "")
+
+
+def test_a_product_that_depends_on_the_number_of_rows_means_the_grid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    model = quantised_model("int4")
+    module = model.get_submodule("model.layers.0.mlp.down_proj")
+    product, module.matrix = module._product, None
+    module._product = lambda rows: product(rows) * (1 + 2**-7 * (rows.shape[-2] == 1))
+    layout, reason = make_exact(model, rehearse(model))
+    assert layout.exact_at == "grid"
+    assert "depends on the steps" in reason
+
+
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_restored_run_is_the_cold_run_bit_for_bit(
+    weights: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    model, prompt = quantised_model(weights), random_prompt(0, 5 * BLOCK + 3)
+    runner = Runner(model, tiny_settings(tmp_path / "kv"), name=f"{weights} {kernels}", exact_at="token")
+    cold = runner.run(prompt, "full", reply=6)
+    runner.flush()
+    runner.reopen()
+    again = runner.run(prompt, "full", reply=6)
+    longer = runner.run(random_prompt(0, 8 * BLOCK + 5), "full", reply=6)
+    runner.close()
+    alone = Runner(model, tiny_settings(tmp_path / "other"), name=f"{weights} {kernels}", exact_at="token")
+    expected = alone.run(random_prompt(0, 8 * BLOCK + 5), "off", reply=6)
+    alone.close()
+    assert (cold.report.restored, again.report.restored) == (0, len(prompt))
+    assert longer.report.restored >= 5 * BLOCK
+    assert torch.equal(again.logits, cold.logits)
+    assert again.greedy == cold.greedy
+    assert torch.equal(longer.logits, expected.logits)
+    assert longer.greedy == expected.greedy
+
+
+def test_the_form_of_the_weights_and_the_kernel_are_part_of_the_identity(folder: Path) -> None:
+    roots = []
+    for weights, kernels in (("native", "auto"), ("int8", "auto"), ("int4", "auto"), ("int4", "torch")):
+        before = library._chosen
+        library.choose(kernels)
+        model = loaded(folder, weights)
+        roots.append(Fingerprint.of(model.model, model.weights_digest, "portable").identity(16, 1, "layout"))
+        library._chosen = before
+    assert len(set(roots)) == 4
+    again = loaded(folder, "int4")
+    assert Fingerprint.of(again.model, again.weights_digest, "portable").identity(16, 1, "layout") == roots[2]
+
+
+def test_weights_are_quantised_once(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = loaded(folder, "int4")
+    made = [path.name for path in cache.iterdir() if not path.name.startswith(".")]
+    assert made == [f"tiny-{loaded(folder, 'native').weights_digest[:12]}{gguf.SUFFIXES['int4']}"]
+    monkeypatch.setattr("diskprefix.model.quants.quantised.quantise", None)
+    assert loaded(folder, "int4").weights_digest == first.weights_digest
+
+
+def test_a_gguf_keeps_its_quants_number_for_number(cache: Path, tmp_path: Path) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
+    folder = converted_folder(file, lambda _: None, "auto")
+    assert folder.parent == cache
+    assert folder.name.endswith(gguf.SUFFIXES["auto"])
+    model = loaded(file, "auto").model
+    native = loaded(file, "native").model
+    modules = dict(model.named_modules())
+    linears = [name for name, module in native.named_modules() if type(module) is torch.nn.Linear]
+    kept = [name for name in linears if isinstance(modules[name], QuantisedLinear)]
+    assert len(kept) == 2 * 7
+    assert all(torch.equal(modules[name].weight, native.get_submodule(name).weight) for name in kept)
+    assert {str(modules[name].form) for name in kept} == {"int4 32 zeros float16"}
+
+
+def test_auto_without_a_compiled_kernel_is_native(cache: Path, tmp_path: Path) -> None:
+    before = library._chosen
+    library.choose("torch")
+    try:
+        model = loaded(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1"), "auto").model
+    finally:
+        library._chosen = before
+    assert not forms_of(model)
+    assert not [path for path in cache.iterdir() if path.name.endswith(gguf.SUFFIXES["auto"])]
+
+
+@pytest.mark.parametrize(
+    ("weights", "changes", "message"),
+    [
+        ("int8", {"device": "cuda"}, "--weights: int8 is for the CPU, and the device is cuda; add --device cpu"),
+        ("int4", {"dtype": "float32"}, "--weights: int4 computes in bfloat16, not in --dtype float32"),
+    ],
+)
+@pytest.mark.usefixtures("cache")
+def test_what_does_not_fit_is_said_before_anything_slow(
+    weights: str, changes: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "_find", None)
+    monkeypatch.setattr(loader, "_pick_device", lambda name: torch.device("cpu" if name == "auto" else name))
+    with pytest.raises(SettingsError) as raised:
+        load_model(Settings(weights=weights, **changes), lambda _: None)  # type: ignore[arg-type]
+    assert raised.value.message == message
+
+
+def test_a_model_in_float32_says_what_to_add(cache: Path, tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path / "float32")
+    with pytest.raises(SettingsError) as raised:
+        loaded(folder, "int8")
+    assert raised.value.message == (
+        "--weights: quantised weights compute in bfloat16, not in float32; add --dtype bfloat16"
+    )
+    assert not cache.exists()
+
+
+def test_a_model_that_is_quantised_in_another_way_is_refused(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ModelError, match="are quantised already; add --weights native"):
+        loaded(folder, "int8")
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_model_without_a_matrix_of_whole_blocks_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 3, "num_key_value_heads": 3}
+    folder = tiny.write_folder(tmp_path / "odd", dtype=torch.bfloat16, **sizes)
+    with pytest.raises(ModelError, match="no matrix that can be quantised; add --weights native"):
+        loaded(folder, "int4")
+    assert gguf.SUFFIXES["int4"].startswith("-int4")
