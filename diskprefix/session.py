@@ -41,8 +41,9 @@ from diskprefix.model.load.prefilled import with_prefill
 from diskprefix.model.load.weights import memory_digest, stamp
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import printable_only
-from diskprefix.settings import Settings, parse_size
+from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, floor_to_grid
+from diskprefix.units import parse_size
 
 log = logging.getLogger("diskprefix")
 

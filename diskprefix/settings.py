@@ -10,60 +10,18 @@ from __future__ import annotations
 
 import math
 import os
-import re
-import tomllib
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from decimal import Decimal
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
-from diskprefix.errors import DiskPrefixError, SettingsError
+from diskprefix.errors import SettingsError
+from diskprefix.units import format_size
 
 MIN_BUDGET, MAX_BUDGET = 16 * 1024**2, 2**50
 OnCorruption: TypeAlias = Literal["quarantine", "refuse"]
 Kind: TypeAlias = Literal["text", "integer", "size", "duration", "switch", "file", "folder"]
 """`size` is in bytes and `duration` in seconds; people write both with a unit."""
-
-_UNITS = {"": 1, "b": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {f"{u}b": n for u, n in _UNITS.items() if u not in ("", "b")}
-_UNITS |= {f"{u}ib": 1024**i for i, u in enumerate("kmgt", start=1)}
-_SIZE = re.compile(r"\s*(\d{1,20}(?:\.\d+)?)\s*([a-z]*)\s*", re.ASCII | re.IGNORECASE)
-_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|[smhdw]?)\s*", re.ASCII)
-
-
-def parse_size(text: str | int, *, param: str) -> int:
-    """Returns the bytes of `4GiB`, `500mb`, `1.5 GiB` or a number of bytes. Raises `SettingsError`."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    match = _SIZE.fullmatch(str(text))
-    if not match or match[2].lower() not in _UNITS:
-        raise SettingsError(f"{param}: {text!r} is not a size; write for example 4GiB, 500MB or 1073741824")
-    return int(Decimal(match[1]) * _UNITS[match[2].lower()])
-
-
-def parse_duration(text: str | float, *, param: str) -> float:
-    """Returns the seconds of `50ms`, `90s`, `15m`, `12h`, `7d`, `2w` or a number of seconds. Raises `SettingsError`.
-
-    The unit must be in lower case, because many people read `M` as months.
-    """
-    match = _DURATION.fullmatch(str(text))
-    if not match:
-        raise SettingsError(
-            f"{param}: {text!r} is not a duration; write for example 90s, 15m, 12h, 7d or 2w, in lower case"
-        )
-    return float(match[1]) * _SECONDS[match[2]]
-
-
-def format_size(num_bytes: float) -> str:
-    """Returns a size in the largest binary unit in which it is at least one: `4.0 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(num_bytes) < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
 
 
 def cache_home() -> Path:
@@ -409,62 +367,3 @@ SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field 
 def flag_of(name: str) -> str:
     """Returns `--kv-cache-dir` for `kv_cache_dir`."""
     return "--" + name.replace("_", "-")
-
-
-def packaged(name: str, *, checkout: str) -> Path:
-    """Returns a folder that the wheel has as `diskprefix/NAME`, and a checkout as the folder `checkout`."""
-    package = Path(__file__).parent
-    return next(folder for folder in (package / name, package.parent / checkout) if folder.is_dir())
-
-
-def find_policy(name_or_path: str) -> Path:
-    """Returns the file of a preset by its name (`agent`), or a TOML file by its path. Raises `SettingsError`."""
-    if name_or_path.endswith(".toml") or os.sep in name_or_path:
-        if Path(name_or_path).is_file():
-            return Path(name_or_path)
-        raise SettingsError(f"--policy: no such file: {name_or_path}")
-    folder = packaged("presets", checkout="policies")
-    presets = {path.stem: path for path in sorted(folder.glob("*.toml"))}
-    if name_or_path in presets:
-        return presets[name_or_path]
-    raise SettingsError(
-        f"--policy: no preset {name_or_path!r} (there are: {', '.join(presets)}); the name of a file must end in .toml"
-    )
-
-
-def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) -> dict[str, Any]:
-    """Returns the values in a policy file by field name. Raises a `SettingsError` that names file, line and key.
-
-    `convert` takes the name of a field and its TOML value, and returns the value to use. Its errors are reported with
-    that line too.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text)
-    except OSError as error:
-        raise SettingsError(f"--policy: cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"--policy: {path} is not valid TOML: {error}") from error
-    settings: dict[str, Any] = {}
-    for key, value in values.items():
-        name = key.replace("-", "_")
-        where = f"--policy: {path}:{_line_of(text, key)}"
-        if name not in SETTINGS:
-            raise SettingsError(f"{where}: unknown key {key!r}")
-        if name in settings:
-            raise SettingsError(f"{where}: {key}: is there twice, with - and with _")
-        is_switch = SETTINGS[name].kind == "switch"
-        if not isinstance(value, str | int | float) or isinstance(value, bool) != is_switch:
-            expected = "true or false" if is_switch else "a number or a text"
-            raise SettingsError(f"{where}: {key}: must be {expected}")
-        try:
-            settings[name] = value if convert is None else convert(name, value)
-        except DiskPrefixError as error:
-            reason = error.message.removeprefix(f"{flag_of(name)}: ")
-            raise SettingsError(f"{where}: {key}: {reason}") from error
-    return settings
-
-
-def _line_of(text: str, key: str) -> int:
-    pattern = re.compile(rf"""\s*(\[+\s*)?["']?{re.escape(key)}["']?\s*[=.\]]""")
-    return next((n for n, line in enumerate(text.splitlines(), start=1) if pattern.match(line)), 1)

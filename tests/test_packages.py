@@ -21,6 +21,7 @@ BELOW: dict[str, frozenset[str]] = {}
 """For each package, those that it may import: all in the rows before its own, but not its neighbours."""
 for _row in (
     "errors identity json_values printable progress trusted_path version",
+    "units",
     "private_file settings tenant_ids tokens",
     "nouns",
     "namespace_key memo native",
@@ -56,6 +57,7 @@ WITHOUT_TORCH = {
     "tokens",
     "memo",
     "printable",
+    "units",
 }
 WITHOUT_TORCH |= {"cache.policy", "cache.tiers", "store", "hooks"}
 TORCH_LIBRARIES = {"torch", "transformers", "accelerate", "safetensors"}

@@ -25,7 +25,7 @@ from typing import Any, Literal, TypeAlias
 
 from diskprefix.cache.tiers.shared import Prefetched
 from diskprefix.memo import Memo
-from diskprefix.settings import format_size
+from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 

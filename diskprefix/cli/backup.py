@@ -9,9 +9,9 @@ import click
 
 from diskprefix.cli.options import PathType
 from diskprefix.cli.tooling import advised, print_json, progress, require_store, store_options
-from diskprefix.settings import format_size
 from diskprefix.store.compact import compacted_bytes, copy_store
 from diskprefix.store.folder import DATA
+from diskprefix.units import format_size
 
 
 @click.command(short_help="Write a copy of the store, beside a running daemon.")

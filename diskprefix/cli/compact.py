@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from diskprefix.cli.tooling import advised, print_json, progress, require_store, store_options
-from diskprefix.settings import format_size
 from diskprefix.store.compact import compact_folder, compacted_bytes
 from diskprefix.store.folder import DATA
+from diskprefix.units import format_size
 
 
 @click.command(short_help="Return unused room of the store's file to the disk.")

@@ -10,9 +10,10 @@ import click
 
 from diskprefix.cli.findings import Finding
 from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
-from diskprefix.cli.tooling import counted, print_json, status
+from diskprefix.cli.tooling import print_json, status
 from diskprefix.printable import printable_only
 from diskprefix.settings import CACHE, SETTINGS, Settings
+from diskprefix.units import counted
 
 _SIGNS = {"ok": "ok", "note": "note", "problem": "PROBLEM", "skipped": "–"}
 

@@ -18,11 +18,12 @@ from diskprefix.cli.disk_speed import disk_speed
 from diskprefix.cli.findings import Finding
 from diskprefix.errors import CacheError
 from diskprefix.printable import shown
-from diskprefix.settings import Settings, format_size
+from diskprefix.settings import Settings
 from diskprefix.store.folder import DATA, check_folder
 from diskprefix.store.savings import total_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
+from diskprefix.units import format_size
 
 _LEAST_PYTHON = (3, 11)
 _VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs"}

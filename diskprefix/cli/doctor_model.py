@@ -12,7 +12,8 @@ from typing import Any
 
 from diskprefix.cli.findings import Finding
 from diskprefix.errors import DiskPrefixError, ModelError
-from diskprefix.settings import Settings, cache_home, format_size
+from diskprefix.settings import Settings, cache_home
+from diskprefix.units import format_size
 
 _SENTENCE = (
     "The harbor office keeps a list of all ships, with their draught, their cargo and the pilot who led them in. "

@@ -10,10 +10,10 @@ from diskprefix.cli.options import PathType
 from diskprefix.cli.tooling import find_entry, opened_store, print_json, progress, short_id, store_options
 from diskprefix.errors import SettingsError
 from diskprefix.printable import printable_only
-from diskprefix.settings import format_size
 from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.exchange import export_entry
 from diskprefix.tenant_ids import short_tenant
+from diskprefix.units import format_size
 
 
 @click.command(short_help="Write a saved prompt to a .safetensors file.")

@@ -15,7 +15,6 @@ from diskprefix.cli.logs import configure_logging
 from diskprefix.cli.options import GroupedCommand, PathType, build_settings, nonempty, setting_option, setting_options
 from diskprefix.cli.tooling import (
     advised,
-    counted,
     opened_store,
     print_json,
     progress,
@@ -27,7 +26,7 @@ from diskprefix.cli.tooling import (
 from diskprefix.errors import StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.printable import printable_only
-from diskprefix.settings import Settings, format_size
+from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.folder import DATA
 from diskprefix.store.maintenance.entry_file import EntryReader
@@ -43,6 +42,7 @@ from diskprefix.store.maintenance.exchange import (
 )
 from diskprefix.store.owner import become_owner
 from diskprefix.tenant_ids import short_tenant
+from diskprefix.units import counted, format_size
 
 _WITH_MODEL = "With --model: "
 _OF_IDENTITY = ("device", "dtype", "kernels", "weights", "block_size", "fingerprint")

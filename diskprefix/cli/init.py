@@ -12,18 +12,11 @@ from typing import Any
 import click
 
 from diskprefix.cli.options import PathType, policy_values
+from diskprefix.cli.policy_file import find_policy, packaged
 from diskprefix.cli.tooling import json_option, print_json
 from diskprefix.errors import SettingsError
-from diskprefix.settings import (
-    MAX_BUDGET,
-    MIN_BUDGET,
-    Settings,
-    default_kv_cache_dir,
-    find_policy,
-    format_size,
-    packaged,
-    parse_size,
-)
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, default_kv_cache_dir
+from diskprefix.units import format_size, parse_size
 
 PRESETS = ("agent", "chat", "rag", "batch", "none")
 _SHARE, _MOST_BYTES = 10, 64 * 2**30

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from diskprefix.cli.options import nonempty
-from diskprefix.cli.tooling import counted, json_option, plain, print_json, print_table, status, terminal_width
+from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status, terminal_width
 from diskprefix.errors import ModelError, SettingsError
+from diskprefix.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

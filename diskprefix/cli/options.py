@@ -12,17 +12,10 @@ from click.core import ParameterSource
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.normalisers import Normalisers
+from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.errors import SettingsError
-from diskprefix.settings import (
-    SETTINGS,
-    Settings,
-    find_policy,
-    flag_of,
-    format_size,
-    parse_duration,
-    parse_size,
-    read_policy,
-)
+from diskprefix.settings import SETTINGS, Settings, flag_of
+from diskprefix.units import format_size, parse_duration, parse_size
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 

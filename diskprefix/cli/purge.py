@@ -13,7 +13,6 @@ import click
 from diskprefix import hooks
 from diskprefix.cli.options import nonempty, setting_option
 from diskprefix.cli.tooling import (
-    counted,
     find_entry,
     opened_store,
     print_json,
@@ -24,12 +23,12 @@ from diskprefix.cli.tooling import (
     store_options,
 )
 from diskprefix.errors import CacheError, SettingsError
-from diskprefix.settings import format_size, parse_duration
 from diskprefix.store.listing import EntryInfo, list_entries
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, erase, plan_purge
 from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant_ids import matches, short_tenant
+from diskprefix.units import counted, format_size, parse_duration
 
 if TYPE_CHECKING:
     from diskprefix.cache.tiers.shared import Bucket

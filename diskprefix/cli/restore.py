@@ -11,11 +11,11 @@ import click
 from diskprefix.cli.options import PathType
 from diskprefix.cli.tooling import advised, print_json, progress, require_store, store_options
 from diskprefix.errors import SettingsError
-from diskprefix.settings import format_size
 from diskprefix.store.compact import compacted_bytes, replace_store
 from diskprefix.store.folder import DATA
 from diskprefix.store.owner import become_owner
 from diskprefix.store.store import Store
+from diskprefix.units import format_size
 
 
 @click.command(short_help="Put a backup in the place of the store.")

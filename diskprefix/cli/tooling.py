@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -112,20 +111,6 @@ def shortened(text: str, width: int) -> str:
     """Returns `text` cut in its middle to `width` characters. Conversations of one agent often begin alike."""
     head = width // 3
     return text if len(text) <= width else f"{text[:head]}…{text[len(text) - (width - head - 1) :]}"
-
-
-def counted(number: int, noun: str) -> str:
-    """Returns `1 block`, `2,000 blocks`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def age(when: float = 0.0, *, seconds: float | None = None) -> str:
-    """Returns `3 min ago` for a time in seconds since the epoch, or for `seconds` that have passed."""
-    passed = max(0.0, time.time() - when) if seconds is None else seconds
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if passed >= length:
-            return f"{passed / length:.0f} {unit} ago"
-    return f"{passed:.0f} s ago"
 
 
 def short_id(id_: str) -> str:

@@ -9,11 +9,11 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.tooling import counted, opened_store, print_json, progress, short_id, show_first, store_options
-from diskprefix.settings import format_size
+from diskprefix.cli.tooling import opened_store, print_json, progress, short_id, show_first, store_options
 from diskprefix.store.maintenance.repair import RepairReport, repair_problems
 from diskprefix.store.maintenance.verify import IndexReport, Problem, verify_index
 from diskprefix.store.maintenance.verify_payloads import PayloadReport, verify_payloads
+from diskprefix.units import counted, format_size
 
 
 @click.command(short_help="Check index and payloads, and repair what is damaged.")

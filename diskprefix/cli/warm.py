@@ -22,12 +22,13 @@ from diskprefix.cli.options import (
     setting_options,
     url_option,
 )
-from diskprefix.cli.tooling import counted, print_json, refuse_given, status
+from diskprefix.cli.tooling import print_json, refuse_given, status
 from diskprefix.cli.warm_input import Json, WarmItem, read_items
 from diskprefix.cli.warm_target import Answer, Call, Say, in_this_process, running_daemon, wait_ready
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
 from diskprefix.printable import printable_only, shown
 from diskprefix.settings import CACHE, SERVER, SETTINGS
+from diskprefix.units import counted
 
 _ALONE = "With --alone: "
 _NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}

@@ -20,7 +20,7 @@ from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
 from diskprefix.kv.step import TILE, Run, Step, computing
 from diskprefix.kv.transfer import Bytes, bytes_of, copy_into, in_main_memory, tensor_over, write_through
-from diskprefix.settings import format_size
+from diskprefix.units import format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

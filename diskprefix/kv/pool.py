@@ -21,8 +21,8 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.transfer import populate
-from diskprefix.settings import format_size
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length, floor_to_grid
+from diskprefix.units import format_size
 
 
 @dataclass(eq=False)

@@ -24,7 +24,7 @@ from diskprefix.printable import shown
 from diskprefix.server.protocols.strict import REFUSED
 from diskprefix.server.queue_place import QueuePlace
 from diskprefix.server.threads import Kind, Threads
-from diskprefix.settings import format_size
+from diskprefix.units import format_size
 
 Model = TypeVar("Model", bound=BaseModel)
 

@@ -27,7 +27,8 @@ from diskprefix.server.keys import ApiKeys
 from diskprefix.server.listener import open_listeners
 from diskprefix.server.notify import notify
 from diskprefix.server.signs_of_life import give_signs_of_life, status_of
-from diskprefix.settings import Settings, format_size
+from diskprefix.settings import Settings
+from diskprefix.units import format_size
 
 if TYPE_CHECKING:
     from fastapi import FastAPI

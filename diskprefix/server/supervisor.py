@@ -22,7 +22,7 @@ from pathlib import Path
 
 from diskprefix.errors import DeviceLost
 from diskprefix.server.notify import notify, notify_through, watchdog_s
-from diskprefix.settings import format_size
+from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 

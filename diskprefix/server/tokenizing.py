@@ -18,7 +18,7 @@ from diskprefix.server.log_context import log_context
 from diskprefix.server.protocols.dialect import json_text
 from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.server.protocols.strict import Body
-from diskprefix.settings import format_size
+from diskprefix.units import format_size
 
 B = TypeVar("B", bound=Body)
 

@@ -20,7 +20,6 @@ from typing import Any
 import lmdb
 
 from diskprefix.errors import StoreUnavailable
-from diskprefix.settings import format_size
 from diskprefix.store.codec.codec import populate
 from diskprefix.store.environment import Environment
 from diskprefix.store.filecheck import check_file
@@ -37,6 +36,7 @@ from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES
+from diskprefix.units import format_size
 
 _SPARE_BYTES = 1 << 20
 """Room for what another process adds before the copy begins."""

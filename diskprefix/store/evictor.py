@@ -9,7 +9,6 @@ from collections import Counter
 from typing import Literal
 
 from diskprefix.errors import StoreFull
-from diskprefix.settings import format_size
 from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import file_errors
@@ -17,6 +16,7 @@ from diskprefix.store.note_record import SHORT_TTL_S
 from diskprefix.store.savings import keep_counts
 from diskprefix.store.schema import history_sequence, prompt_ttl_s
 from diskprefix.store.store_file import StoreFile
+from diskprefix.units import format_size
 
 _F64 = struct.Struct("<d")
 _HISTORY_SHARE = 16

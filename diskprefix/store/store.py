@@ -16,7 +16,7 @@ from pathlib import Path
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.settings import OnCorruption, format_size
+from diskprefix.settings import OnCorruption
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.eviction import recorded_ttl
@@ -26,6 +26,7 @@ from diskprefix.store.store_file import StoreFile
 from diskprefix.store.tree import PrefixTree
 from diskprefix.store.wiping import wipe
 from diskprefix.tokens import TokenIds
+from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 

@@ -14,6 +14,7 @@ import pytest
 from matplotlib.axes import Axes
 
 import diskprefix.extras.simulate.plot
+from diskprefix.cli.policy_file import find_policy
 from diskprefix.extras.simulate.baselines import whole_snapshots
 from diskprefix.extras.simulate.formats import read_trace
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
@@ -22,8 +23,9 @@ from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.synthetic import CATALOG, interleaved
 from diskprefix.nouns import CacheOptions, CacheReport, Scope, Selection
-from diskprefix.settings import Settings, find_policy, parse_size
+from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids
+from diskprefix.units import parse_size
 from tests.cli.conftest import Ended, Run
 from tests.cli.terminal import Terminal
 from tests.server.chat_model import write_tokenizer
@@ -313,7 +315,7 @@ def test_what_a_file_is_called_cannot_steer_the_terminal(run: Run, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"), [(0.04, "0.0 s"), (119.0, "119.0 s"), (120.0, "2.0 min"), (7300.0, "2.0 h"), (2e5, "2.3 d")]
+    ("seconds", "shown"), [(0.04, "40 ms"), (119.0, "119.0 s"), (120.0, "2.0 min"), (7300.0, "2.0 h"), (2e5, "2.3 d")]
 )
 def test_seconds_saved_are_shown_in_a_unit_that_fits(run: Run, seconds: float, shown: str) -> None:
     flags = "--scope", "full", *SHORT[2:]

@@ -9,7 +9,7 @@ import pytest
 
 from diskprefix.cli import command_names
 from diskprefix.errors import SettingsError
-from diskprefix.settings import parse_duration, parse_size
+from diskprefix.units import parse_duration, parse_size
 from tests.cli.conftest import Run
 from tests.cli.terminal import Terminal
 from tests.store.building import BLOCK, open_store, prompt, publication

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 
 from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Regime
 from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace
-from diskprefix.settings import Settings, find_policy, parse_duration, parse_size, read_policy
+from diskprefix.settings import Settings
+from diskprefix.units import parse_duration, parse_size
 from tools.research.policy_runs import open_workload, preset_policy
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"

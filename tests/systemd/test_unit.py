@@ -14,7 +14,8 @@ import pytest
 from diskprefix.engine import served_model
 from diskprefix.errors import SettingsError
 from diskprefix.server import process
-from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of, parse_duration, parse_size
+from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of
+from diskprefix.units import parse_duration, parse_size
 from tests.closing import needs
 
 SYSTEMD = Path(__file__).parent.parent.parent / "systemd"

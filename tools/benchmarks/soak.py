@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from diskprefix.errors import CacheError
-from diskprefix.settings import format_size, parse_size
 from diskprefix.store.codec.codec import Codec
+from diskprefix.units import format_size, parse_size
 from tests.store.building import Clock
 from tools.measuring.churn import Soak, WatchedStore, Write, failures
 from tools.measuring.live_server import step

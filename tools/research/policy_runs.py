@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.extras.simulate.baselines import upper_bound, whole_snapshots
 from diskprefix.extras.simulate.comparison import GEOMETRIES, Regime
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN
@@ -20,9 +21,9 @@ from diskprefix.extras.simulate.store import Rank
 from diskprefix.extras.simulate.synthetic import CATALOG, interleaved, one_off
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import Scope
-from diskprefix.settings import find_policy, parse_duration, parse_size, read_policy
 from diskprefix.store.eviction import UsageTable, scores
 from diskprefix.store.schema import Kind
+from diskprefix.units import parse_duration, parse_size
 from tools.research import workloads
 
 Row: TypeAlias = dict[str, Any]

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from diskprefix.cli.options import Decorated, nonempty, setting_option
-from diskprefix.cli.tooling import age, counted, json_option, print_json, shortened
+from diskprefix.cli.tooling import json_option, print_json, shortened
 from diskprefix.errors import SettingsError
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.printable import escaped
-from diskprefix.settings import format_size, parse_duration, parse_size
 from diskprefix.tenant_ids import matches, short_tenant
+from diskprefix.units import ago, counted, format_size, parse_duration, parse_size
 
 if TYPE_CHECKING:
     from diskprefix.extras.remote.objects import ObjectStore
@@ -182,4 +182,4 @@ def _line(root: RemoteRoot) -> str:
     sizes = f"{counted(len(root.objects), 'object')}, {format_size(root.num_bytes)}"
     model = escaped(shortened(root.model, 40)) or "(unknown model)"
     tenant = short_tenant(root.tenant) or "shared"
-    return f"{root.root[:12]}  {model}  {tenant}  {sizes}  used {age(root.oldest)} to {age(root.newest)}"
+    return f"{root.root[:12]}  {model}  {tenant}  {sizes}  used {ago(root.oldest)} to {ago(root.newest)}"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from diskprefix.cli.tooling import counted, plain, print_json, print_table, progress, terminal_width
+from diskprefix.cli.tooling import plain, print_json, print_table, progress, terminal_width
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.comparison import Case, Regime
 from diskprefix.extras.simulate.machines import MachinesRow, Setup, replay
@@ -16,7 +16,7 @@ from diskprefix.extras.simulate.object_store import READS_PER_S, WRITES_PER_S, m
 from diskprefix.extras.simulate.simulator import simulate
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.printable import printable_only
-from diskprefix.settings import format_size
+from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

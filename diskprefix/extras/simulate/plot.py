@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.comparison import UPPER_BOUND, WHOLE_SNAPSHOTS, Row
-from diskprefix.settings import format_size
+from diskprefix.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -28,7 +28,8 @@ from diskprefix.extras.simulate.table import show
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.nouns import Scope
 from diskprefix.printable import printable_only
-from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, format_size, parse_duration, parse_size
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings
+from diskprefix.units import format_size, parse_duration, parse_size
 
 _DEFAULTS = Settings()
 _SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")

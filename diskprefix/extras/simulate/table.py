@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.tooling import counted, plain, print_table, terminal_width
+from diskprefix.cli.tooling import plain, print_table, terminal_width
 from diskprefix.extras.simulate.comparison import Row
 from diskprefix.extras.simulate.simulator import Totals
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.printable import printable_only
-from diskprefix.settings import format_size
+from diskprefix.units import counted, format_duration, format_size
 
 
 def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
@@ -77,12 +77,5 @@ def _figures(totals: Totals) -> dict[str, str]:
         "written": f"{totals.written_share:.1%}",
         "bytes": format_size(totals.written_bytes),
         "evictions": f"{totals.evictions:,}",
-        "saved": _duration(totals.seconds_saved),
+        "saved": format_duration(totals.seconds_saved),
     }
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds:.1f} s"

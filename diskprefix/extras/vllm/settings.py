@@ -10,7 +10,8 @@ from typing import Any
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import SettingsError
-from diskprefix.settings import SETTINGS, Settings, flag_of, parse_duration, parse_size
+from diskprefix.settings import SETTINGS, Settings, flag_of
+from diskprefix.units import parse_duration, parse_size
 
 NAMES = {
     "path": "kv_cache_dir",

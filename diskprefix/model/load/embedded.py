@@ -18,7 +18,7 @@ from pathlib import Path
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf import SUFFIXES, build_once, convert, require_disk
 from diskprefix.progress import Report
-from diskprefix.settings import format_size
+from diskprefix.units import format_size
 
 _UNREACHABLE = ("Retrying (", "Connection", "ProxyError", "SSLError", "Read timed out")
 

@@ -18,9 +18,10 @@ from diskprefix.model.load.fingerprint import remembered_digest
 from diskprefix.model.load.memory import available_ram_bytes, require_memory
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
-from diskprefix.settings import cache_home, format_size
+from diskprefix.settings import cache_home
 from diskprefix.tokens import file_digest
 from diskprefix.trusted_path import distrusted_by_root
+from diskprefix.units import format_size
 
 CONVERSION_FORMAT = 1
 """To be increased when the conversion makes other files. Folders of another format are made again."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diskprefix.errors import ModelError
-from diskprefix.settings import format_size
+from diskprefix.units import format_size
 
 if TYPE_CHECKING:
     import torch

@@ -24,7 +24,7 @@ from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.nouns import MAX_VALUE
 from diskprefix.server.protocols.strict import REFUSED, Body
 from diskprefix.server.protocols.structured_outputs import StructuredOutputs, TextFormat
-from diskprefix.settings import parse_duration
+from diskprefix.units import parse_duration
 
 
 class CacheControl(Body):

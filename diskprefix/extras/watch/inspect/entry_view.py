@@ -10,14 +10,14 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.tooling import SHOWN, age, print_json, short_id, shortened, terminal_width
+from diskprefix.cli.tooling import SHOWN, print_json, short_id, shortened, terminal_width
 from diskprefix.extras.watch.browse.entry import EntryDetails, NodeInfo, entry_details
 from diskprefix.printable import printable_only
-from diskprefix.settings import format_size
 from diskprefix.store.listing import EntryInfo
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import TokenIds
+from diskprefix.units import ago, format_size
 
 _LABEL = 12
 _BARS, _NUM_BARS = " ▁▂▃▄▅▆▇█", 24
@@ -92,8 +92,8 @@ def _lines(details: EntryDetails) -> list[tuple[str, str]]:
         ("checkpoints", _checkpoints_text(info)),
         ("generated", f"{info.generated_tokens:,} tokens" if info.generated_tokens else "none"),
         ("hits", f"{info.hits:,} to its end{_hits_text(details.hit_times, info.created_at)}"),
-        ("created", age(info.created_at)),
-        ("last used", age(info.last_used_at)),
+        ("created", ago(info.created_at)),
+        ("last used", ago(info.last_used_at)),
         ("kept for", _ttl_text(info)),
         ("scope", info.scope),
         ("reason", details.reason.replace("_", " ") or "not known"),
@@ -112,7 +112,7 @@ def _hits_text(times: tuple[float, ...], created_at: float) -> str:
     for when in times:
         counts[min(_NUM_BARS - 1, max(0, int((when - begin) / span * _NUM_BARS)))] += 1
     bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts)
-    return f", {len(times):,} to one of its blocks since {age(begin)}: |{bars}|"
+    return f", {len(times):,} to one of its blocks since {ago(begin)}: |{bars}|"
 
 
 def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:

@@ -9,8 +9,6 @@ import click
 
 from diskprefix.cli.options import PathType, api_key_option, setting_option
 from diskprefix.cli.tooling import (
-    age,
-    counted,
     find_entry,
     opened_store,
     plain,
@@ -22,10 +20,10 @@ from diskprefix.cli.tooling import (
     terminal_width,
 )
 from diskprefix.errors import SettingsError
-from diskprefix.settings import format_size
 from diskprefix.store.listing import EntryInfo, NodeCounts, count_nodes, list_entries
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant_ids import short_tenant
+from diskprefix.units import ago, counted, format_size
 
 _OTHER_COLUMNS = 100
 """About the width of the columns beside the preview, with a long model name."""
@@ -148,7 +146,7 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
             "stored": format_size(info.stored_bytes),
             "shared": format_size(info.shared_bytes),
             "hits": str(info.hits),
-            "last used": age(info.last_used_at),
+            "last used": ago(info.last_used_at),
             "preview": plain(shortened(info.preview, max(20, width - _OTHER_COLUMNS))),
         }
         for info in entries

@@ -8,14 +8,14 @@ from typing import Any
 import click
 import msgspec
 
-from diskprefix.cli.tooling import age, counted, print_json, print_table, short_id, terminal_width
+from diskprefix.cli.tooling import print_json, print_table, short_id, terminal_width
 from diskprefix.extras.watch.browse.statistics import RootStatistics, Victim, next_victims, statistics
 from diskprefix.printable import printable_only
-from diskprefix.settings import format_size
 from diskprefix.store.listing import EntryInfo
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant_ids import short_tenant
+from diskprefix.units import ago, counted, format_age, format_duration, format_size
 
 
 def show_stats(snapshot: Snapshot, entries: list[EntryInfo], now: float, budget_bytes: int, *, as_json: bool) -> None:
@@ -61,7 +61,8 @@ def _lines(row: RootStatistics) -> Iterator[str]:
         return
     share = total.restored_tokens / total.prompt_tokens if total.prompt_tokens else 0.0
     yield f"  {counted(total.requests, 'request')}, {total.hit_rate:.0%} hits; {share:.0%} of their tokens restored"
-    yield f"  computing saved: {duration(today.saved_s)} today, {duration(total.saved_s)} since {age(row.since)}"
+    saved_today, saved_in_all = format_duration(today.saved_s), format_duration(total.saved_s)
+    yield f"  computing saved: {saved_today} today, {saved_in_all} since {ago(row.since)}"
 
 
 def _print_victims(victims: list[Victim], width: int) -> None:
@@ -75,7 +76,7 @@ def _print_victims(victims: list[Victim], width: int) -> None:
         [
             f"{victim.start:,}–{victim.end:,}",
             format_size(victim.stored_bytes),
-            age(seconds=victim.age_s),
+            f"{format_age(victim.age_s)} ago",
             short_id(victim.entries[0]) if victim.entries else "",
             f"{victim.prefill_s / max(victim.stored_bytes, 1) * 2**20:.3g}" if victim.prefill_s else "?",
             victim.reason,
@@ -83,10 +84,3 @@ def _print_victims(victims: list[Victim], width: int) -> None:
         for victim in victims
     ]
     print_table(columns, rows, width=width)
-
-
-def duration(seconds: float) -> str:
-    """Returns `0.4 s`, `12 s`, `3 min`, `5.2 h`."""
-    if seconds < 90:
-        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

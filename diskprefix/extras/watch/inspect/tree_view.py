@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diskprefix.cli.tooling import SHOWN, age, counted, plain, print_json, short_id, terminal_width
+from diskprefix.cli.tooling import SHOWN, plain, print_json, short_id, terminal_width
 from diskprefix.extras.watch.browse.outline import Outline, RootOutline, Trunk, outline
-from diskprefix.settings import format_size
 from diskprefix.store.listing import EntryInfo
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant_ids import short_tenant
+from diskprefix.units import ago, counted, format_size
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -65,7 +65,7 @@ def _trunk_line(trunk: Trunk, found: Outline) -> Text:
     if trunk.generated:
         facts.append("generated")
     facts.append(counted(trunk.hits, "hit"))
-    facts.append(age(trunk.last_used_at))
+    facts.append(ago(trunk.last_used_at))
     ended = [found.entries[one] for one in trunk.entries if one in found.entries]
     text = " · ".join(facts)
     if ended:

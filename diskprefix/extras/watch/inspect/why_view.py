@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from diskprefix.cli.tooling import counted, print_json, short_id, shortened, status, terminal_width
+from diskprefix.cli.tooling import print_json, short_id, shortened, status, terminal_width
 from diskprefix.cli.warm_input import body_in
 from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.extras.watch.browse.why import Parting, Why, explain
@@ -23,6 +23,7 @@ from diskprefix.store.schema import RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.tokens import TokenIds
+from diskprefix.units import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -17,12 +17,12 @@ from textual.widget import Widget
 from textual.widgets import Button, Input, Static, Tree
 from textual.widgets.tree import TreeNode
 
-from diskprefix.cli.tooling import counted, plain, short_id
+from diskprefix.cli.tooling import plain, short_id
 from diskprefix.errors import DiskPrefixError
-from diskprefix.extras.watch.top.live import age, duration, end_of
+from diskprefix.extras.watch.top.live import end_of
 from diskprefix.extras.watch.top.sources import Source
-from diskprefix.settings import format_size
 from diskprefix.tenant_ids import short_tenant
+from diskprefix.units import counted, format_age, format_duration, format_size
 
 ORDERS = {"last used": "last_used_at", "hits": "hits", "size": "stored_bytes", "tokens": "end"}
 """Name of an order and the figure of a trunk that it goes by, the largest first."""
@@ -167,7 +167,7 @@ class Browser(Widget):
             label.append(f"{short_id(trunk['entries'][0])[:8]} ", "cyan")
         end = f"{trunk['end']:,}" if self._is_list else f"{trunk['start']:,}–{trunk['end']:,}"
         label.append(f"{end} tok · {format_size(trunk['stored_bytes'])} · {counted(trunk['hits'], 'hit')} · ")
-        label.append(f"{age(trunk['last_used_at'], now)} ago ", "dim")
+        label.append(f"{format_age(now - trunk['last_used_at'])} ago ", "dim")
         for entry in trunk["entries"]:
             label.append_text(end_of(self.previews.get(entry) or ""))
         node = parent.add(label, data=trunk["id"], expand=is_open)
@@ -180,12 +180,12 @@ class Browser(Widget):
             return
         now = time.time()
         ttl = f"kept {entry['ttl_s']:,} s after its last use" if entry["ttl_s"] else "kept as --kv-cache-ttl says"
-        took = f", {duration(trunk['prefill_s'])} to compute the last part" if trunk["prefill_s"] else ""
+        took = f", {format_duration(trunk['prefill_s'])} to compute the last part" if trunk["prefill_s"] else ""
         lines = [
             f"id {entry['id']} · {entry['model']} · scope {entry['scope']}",
             f"{entry['num_tokens']:,} tokens · {format_size(entry['stored_bytes'])} on disk, "
             f"{format_size(entry['shared_bytes'])} of it shared · raw {format_size(entry['raw_bytes'])}{took}",
-            f"saved {age(entry['created_at'], now)} ago · {ttl} · {counted(entry['hits'], 'hit')}",
+            f"saved {format_age(now - entry['created_at'])} ago · {ttl} · {counted(entry['hits'], 'hit')}",
             f"text: {entry['preview'] or 'not shown'}",
         ]
         for line in lines:

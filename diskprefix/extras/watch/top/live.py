@@ -13,7 +13,7 @@ from rich.text import Text
 
 from diskprefix.cli.tooling import plain
 from diskprefix.printable import printable_only, shown
-from diskprefix.settings import format_size
+from diskprefix.units import format_age, format_duration, format_size
 
 State = dict[str, Any]
 
@@ -49,11 +49,11 @@ def figures(state: State, ended: Sequence[State], width: int) -> RenderableType:
     prompt = sum(one["prompt_tokens"] for one in replies)
     restored = sum(one["prefix_cache"]["restored"] for one in replies)
     savings = (state["cache"] or {}).get("savings")
-    today, in_all = (duration(savings[name]["saved_s"] if savings else None) for name in ("today", "total"))
+    today, in_all = (_duration(savings[name]["saved_s"] if savings else None) for name in ("today", "total"))
     faster = f" ({cold / warm:.0f}×)" if cold and warm else ""
     lines = [
         f"compute saved {today} today, {in_all} in all · restored {share(restored, prompt)}",
-        f"first token {duration(cold)} cold, {duration(warm)} restored{faster}",
+        f"first token {_duration(cold)} cold, {_duration(warm)} restored{faster}",
     ]
     meters = Table.grid(padding=(0, 1))
     for cells in _meters(state, max(8, width // 4)):
@@ -94,10 +94,10 @@ def requests(state: State, width: int) -> RenderableType:
             one["state"],
             bar([one["restored_tokens"], computed], one["prompt_tokens"], bar_width),
             f"{one['ready_tokens']:,}/{one['prompt_tokens']:,}",
-            duration(one["ttft_s"]),
+            _duration(one["ttft_s"]),
             f"{one['reply_tokens']:,}",
             f"{one['tokens_per_s']:.1f}" if one["tokens_per_s"] is not None else "–",
-            duration(one["elapsed_s"]),
+            _duration(one["elapsed_s"]),
         )
     return table
 
@@ -112,17 +112,17 @@ def decisions(ended: Sequence[State], now: float, width: int) -> RenderableType:
         cache = one["prefix_cache"]
         if cache is None:
             said = f"{one['status']} {one['error'] or 'the client left'}"
-            table.add_row(age(one["ended_at"], now), "–", "–", Text(shown(said, _WHY)), style="red")
+            table.add_row(format_age(now - one["ended_at"]), "–", "–", Text(shown(said, _WHY)), style="red")
             continue
         speed = [f"{one['timings']['decode_tokens_per_s']:.0f}"] if more else []
         table.add_row(
-            age(one["ended_at"], now),
+            format_age(now - one["ended_at"]),
             f"{one['prompt_tokens']:,}",
             share(cache["restored"], one["prompt_tokens"]),
             _words(cache.get("miss_reason") or cache.get("source", "")),
             f"{cache['boundary']:,}",
             _words(cache["boundary_reason"]),
-            duration(one["timings"]["ttft_ms"] / 1e3),
+            _duration(one["timings"]["ttft_ms"] / 1e3),
             *speed,
         )
     return table
@@ -138,7 +138,7 @@ def hottest(trees: Sequence[State], previews: dict[str, str], now: float, width:
     for node in nodes:
         text = next((previews[one] for one in node["entries"] if one in previews), "")
         numbers = (f"{node[name]:,}" for name in ("hits", "end", "num_entries"))
-        table.add_row(*numbers, age(node["last_used_at"], now), shown(end_of(text).plain, max(8, width - 34)))
+        table.add_row(*numbers, format_age(now - node["last_used_at"]), shown(end_of(text).plain, max(8, width - 34)))
     return table
 
 
@@ -166,24 +166,8 @@ def bar(parts: Sequence[float], whole: float, width: int) -> Text:
     return text.append(_REST * (width - filled), "dim")
 
 
-def duration(seconds: float | None) -> str:
-    if seconds is None:
-        return "–"
-    if seconds < 0.9995:
-        return f"{seconds * 1e3:.0f} ms"
-    for unit, length, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172800)):
-        if seconds < most:
-            return f"{seconds / length:.1f} {unit}"
-    return f"{seconds / 86400:.1f} d"
-
-
-def age(when: float, now: float) -> str:
-    """Returns how long ago that was, for example `3 min`."""
-    seconds = max(0.0, now - when)
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds // length:.0f} {unit}"
-    return f"{seconds:.0f} s"
+def _duration(seconds: float | None) -> str:
+    return "–" if seconds is None else format_duration(seconds)
 
 
 def share(part: float, whole: float) -> str:

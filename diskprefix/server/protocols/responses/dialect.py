@@ -23,7 +23,7 @@ from diskprefix.server.protocols.responses.items import (
 )
 from diskprefix.server.protocols.responses.stored import MAX_STORED_BYTES, ResponseStore, Said
 from diskprefix.server.protocols.responses.writer import ResponseWriter
-from diskprefix.settings import format_size
+from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 

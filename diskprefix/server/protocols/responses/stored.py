@@ -17,10 +17,10 @@ from diskprefix.errors import InvalidRequest, ResponseNotFound
 from diskprefix.printable import shown
 from diskprefix.server.protocols.dialect import Json, json_text
 from diskprefix.server.protocols.responses.items import Item, ReferenceItem, SpokenItem, item_id, response_of
-from diskprefix.settings import format_size
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes, TenantNotes
 from diskprefix.tokens import TokenIds
+from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 

@@ -1,0 +1,72 @@
+"""Policy files: settings in TOML, under the names of the fields of `Settings`. Presets are policy files too."""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from diskprefix.errors import DiskPrefixError, SettingsError
+from diskprefix.settings import SETTINGS, flag_of
+
+
+def packaged(name: str, *, checkout: str) -> Path:
+    """Returns the folder `diskprefix/NAME` of an installed package, or the folder `checkout` of a checkout."""
+    package = Path(__file__).parent.parent
+    return next(folder for folder in (package / name, package.parent / checkout) if folder.is_dir())
+
+
+def find_policy(name_or_path: str) -> Path:
+    """Returns the file of a preset by its name (`agent`), or a TOML file by its path. Raises `SettingsError`."""
+    if name_or_path.endswith(".toml") or os.sep in name_or_path:
+        if Path(name_or_path).is_file():
+            return Path(name_or_path)
+        raise SettingsError(f"--policy: no such file: {name_or_path}")
+    folder = packaged("presets", checkout="policies")
+    presets = {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    if name_or_path in presets:
+        return presets[name_or_path]
+    raise SettingsError(
+        f"--policy: no preset {name_or_path!r} (there are: {', '.join(presets)}); the name of a file must end in .toml"
+    )
+
+
+def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) -> dict[str, Any]:
+    """Returns the values in a policy file by field name. Raises a `SettingsError` that names file, line and key.
+
+    `convert` takes the name of a field and its TOML value, and returns the value to use. Its errors are reported with
+    that line too.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        values = tomllib.loads(text)
+    except OSError as error:
+        raise SettingsError(f"--policy: cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"--policy: {path} is not valid TOML: {error}") from error
+    settings: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key.replace("-", "_")
+        where = f"--policy: {path}:{_line_of(text, key)}"
+        if name not in SETTINGS:
+            raise SettingsError(f"{where}: unknown key {key!r}")
+        if name in settings:
+            raise SettingsError(f"{where}: {key}: is there twice, with - and with _")
+        is_switch = SETTINGS[name].kind == "switch"
+        if not isinstance(value, str | int | float) or isinstance(value, bool) != is_switch:
+            expected = "true or false" if is_switch else "a number or a text"
+            raise SettingsError(f"{where}: {key}: must be {expected}")
+        try:
+            settings[name] = value if convert is None else convert(name, value)
+        except DiskPrefixError as error:
+            reason = error.message.removeprefix(f"{flag_of(name)}: ")
+            raise SettingsError(f"{where}: {key}: {reason}") from error
+    return settings
+
+
+def _line_of(text: str, key: str) -> int:
+    pattern = re.compile(rf"""\s*(\[+\s*)?["']?{re.escape(key)}["']?\s*[=.\]]""")
+    return next((n for n, line in enumerate(text.splitlines(), start=1) if pattern.match(line)), 1)
