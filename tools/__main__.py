@@ -57,6 +57,10 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "fuzz": Tool("matrices.fuzz", "Made-up requests to every route: no 500, no hang."),
         "monitoring": Tool("matrices.monitoring", "The board and the alert rules, in a real Prometheus."),
     },
+    "The code": {
+        "way": Tool("programs.way", "The way of one chat request through the package."),
+        "census": Tool("programs.census", "Lines, doubled names, pages, settings and threads."),
+    },
     "Research": {
         "policy": Tool("research.policy", "How well the scopes choose, by simulation."),
         "agreement": Tool("research.agreement", "Does a daemon restore what the simulator predicts?"),
