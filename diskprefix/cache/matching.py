@@ -1,30 +1,32 @@
-"""What is stored of a prompt, and how much of that can be restored. Free of torch: the simulator asks the same."""
+"""Finding the stored nodes of a prompt, and how much of them can be restored. Free of torch: the simulator uses it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Generic, TypeVar
 
 from diskprefix.cache.policy.select import StateKind
 from diskprefix.cache.tiers.nodes import Node, PromptNodes, Rest
+from diskprefix.cache.tiers.tier import NodeIndex
 from diskprefix.store.schema import Kind
-from diskprefix.tokens import LEAST_TOKENS
+from diskprefix.tokens import LEAST_TOKENS, common_prefix_length
+
+_Index = TypeVar("_Index", bound=NodeIndex)
 
 
 @dataclass
-class Matcher:
-    """Finds what is stored of one prompt: its first blocks, its tail, and the checkpoint after a number of tokens.
+class Matcher(Generic[_Index]):
+    """Finds the stored nodes of one prompt: its first blocks, its tail, and checkpoints.
 
-    `is_stored` is asked about nodes. `most_similar` is asked for the node that continues a node or root (its name) and
-    has most of the prompt's tokens between two positions. It returns None if no node has the first of them.
-    `reuse_generated`: what a reply's decoding left behind will do too. Without `needs_logits`, the prompt may be
-    restored to its end without them. `has_logits` is asked where all tokens are stored and the tail is not: whether the
-    logits at the end are kept elsewhere.
+    `indexes` are asked in order. With `reuse_generated`, nodes that decoding computed are matched too. Without
+    `needs_logits`, the prompt may be restored to its end without the next-token logits. `has_logits` is asked when all
+    tokens are stored but the tail is not: it returns whether the logits are kept elsewhere.
     """
 
     nodes: PromptNodes
-    is_stored: Callable[[Node], bool]
-    most_similar: Callable[[bytes, int, int], Rest | None]
+    indexes: Sequence[_Index]
     state: StateKind
     reuse_generated: bool = False
     needs_logits: bool = True
@@ -32,8 +34,11 @@ class Matcher:
     blocks: list[Node] = field(default_factory=list)
     tail: Node | None = None
     rest: Rest | None = None
-    """Where prompts restore to the token, the node behind `blocks` that has most of the prompt's tokens."""
+    """Where prompts restore to the token: the node behind `blocks` that shares most of the prompt's tokens."""
     checkpoints: dict[int, Node | None] = field(default_factory=dict)
+    """By position. None where none is stored."""
+    found_in: dict[bytes, _Index] = field(default_factory=dict)
+    """The index of each node that was found, by the node's name."""
 
     @property
     def deepest(self) -> Node | None:
@@ -44,15 +49,15 @@ class Matcher:
         parent, generated = self.nodes.root, False
         for index in range(self.nodes.num_blocks):
             block = self.nodes.block(parent, index, generated=generated)
-            if not self.is_stored(block):
+            if not self._is_stored(block):
                 block = self.nodes.block(parent, index, generated=True)
-                if generated or not self.reuse_generated or not self.is_stored(block):
+                if generated or not self.reuse_generated or not self._is_stored(block):
                     break
             self.blocks.append(block)
             parent, generated = block.name, block.generated
         if len(self.blocks) == self.nodes.num_blocks:
             tail = self.nodes.tail(parent, len(self.blocks), generated=generated)
-            self.tail = tail if self.is_stored(tail) else None
+            self.tail = tail if self._is_stored(tail) else None
         self.rest = self._rest()
         if self.needs_logits and self.tail is None and self._reaches_end() and self.has_logits():
             self.needs_logits = False
@@ -108,14 +113,37 @@ class Matcher:
         start, end = len(self.blocks) * self.nodes.block_size, len(self.nodes.token_ids)
         if start == end:
             return None
-        return self.most_similar(self.blocks[-1].name if self.blocks else self.nodes.root, start, end)
+        return self._most_similar(self.blocks[-1].name if self.blocks else self.nodes.root, start, end)
+
+    def _is_stored(self, node: Node) -> bool:
+        token_ids = self.nodes.token_bytes(node)
+        for index in self.indexes:
+            if index.has(node, token_ids):
+                self.found_in[node.name] = index
+                return True
+        return False
+
+    def _most_similar(self, parent: bytes, start: int, end: int) -> Rest | None:
+        """Returns the node that continues `parent` and shares most of the prompt's tokens from `start` to `end`. None
+        if no node shares the first one."""
+        wanted = self.nodes.token_ids[start:end]
+        found: list[Rest] = []
+        for index in self.indexes:
+            for node, token_ids in index.similar(parent, wanted):
+                num_common = common_prefix_length(token_ids, wanted)
+                if node.position == start and num_common and (self.reuse_generated or not node.generated):
+                    found.append(Rest(node, start + num_common))
+                    self.found_in.setdefault(node.name, index)
+                    # The nodes after it share no more.
+                    break
+        return max(found, key=attrgetter("end", "node.end"), default=None)
 
     def _to_a_checkpoint(self, blocks: list[Node]) -> list[Node]:
         for num_blocks in range(len(blocks), 0, -1):
             last = blocks[num_blocks - 1]
             if last.end not in self.checkpoints:
                 checkpoint = self.nodes.checkpoint(last)
-                self.checkpoints[last.end] = checkpoint if self.is_stored(checkpoint) else None
+                self.checkpoints[last.end] = checkpoint if self._is_stored(checkpoint) else None
             if (found := self.checkpoints[last.end]) is not None:
                 return [*blocks[:num_blocks], found]
         return []

@@ -8,7 +8,6 @@ from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 
 import numpy as np
 import torch
@@ -16,14 +15,14 @@ import torch
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.planning import Progress
 from diskprefix.cache.tiers.loading import Loader
-from diskprefix.cache.tiers.nodes import Node, PromptNodes, Rest
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Tier, View
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.nouns import Refused, StateSource
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.evictor import Evictor
-from diskprefix.tokens import common_prefix_length, floor_to_grid
+from diskprefix.tokens import floor_to_grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +74,6 @@ class Restoration:
     prefetched: Collection[bytes] = ()
     """The names of the nodes that were fetched from the shared tier for this prompt."""
     _views: list[View] = field(default_factory=list)
-    _found_in: dict[bytes, View] = field(default_factory=dict)
-    """By the names of the nodes that were found."""
     _logits: Bytes | None = None
     """Those at the prompt's end, where they were kept when its tail was replaced."""
     _is_slower: bool = False
@@ -96,8 +93,7 @@ class Restoration:
             self._views = [opened.enter_context(tier.view()) for tier in self.tiers]
             matcher = Matcher(
                 self.nodes,
-                self._is_stored,
-                self._most_similar,
+                self._views,
                 self.layout.state_kind,
                 self.reuse_generated,
                 self.needs_logits,
@@ -106,12 +102,12 @@ class Restoration:
             matcher.match()
             self._pin(matcher.deepest)
             path, end = self._worth_restoring(matcher, have)
-            prefill_s = self._prefill_s(matcher.blocks)
+            prefill_s = _prefill_s(matcher)
             matched = time.perf_counter()
             if self._logits is not None and end == len(self.nodes.token_ids):
                 self._tell_logits(arena, path, self._logits)
             while True:
-                missing = [(node, self._found_in[node.name]) for node in path if min(node.end, end) > have]
+                missing = [(node, matcher.found_in[node.name]) for node in path if min(node.end, end) > have]
                 first_needed = self._first_needed(matcher, end)
                 on_logits = partial(self._tell_logits, arena, path)
                 loader = Loader(self.nodes, missing, have, end, first_needed, arena, on_logits)
@@ -164,7 +160,7 @@ class Restoration:
             self.evictor.pin(node.name)
             self.pins.callback(self.evictor.unpin, node.name)
 
-    def _worth_restoring(self, matcher: Matcher, have: int) -> tuple[list[Node], int]:
+    def _worth_restoring(self, matcher: Matcher[View], have: int) -> tuple[list[Node], int]:
         """Returns the nodes of the prefix to restore, the last of them pinned, and where it ends. There are none where
         computing what lies behind the first `have` tokens is faster."""
         nodes, end = matcher.restorable()
@@ -194,37 +190,6 @@ class Restoration:
         at_end = deepest.end == len(self.nodes.token_ids)
         return "no_logits" if at_end and deepest.end - num_tokens <= self.nodes.block_size else "no_checkpoint"
 
-    def _prefill_s(self, blocks: Sequence[Node]) -> float:
-        """Returns how long computing a token took, in seconds, of those blocks of which it is known; 0 if of none."""
-        known = [
-            (seconds, node.num_tokens) for node in blocks if (seconds := self._found_in[node.name].prefill_s(node))
-        ]
-        return sum(seconds for seconds, _ in known) / sum(num_tokens for _, num_tokens in known) if known else 0.0
-
-    def _is_stored(self, node: Node) -> bool:
-        token_ids = self.nodes.token_bytes(node)
-        for view in self._views:
-            if view.has(node, token_ids):
-                self._found_in[node.name] = view
-                return True
-        return False
-
-    def _most_similar(self, parent: bytes, start: int, end: int) -> Rest | None:
-        """Returns the sound node of any tier that continues `parent` and has most of the prompt's tokens from `start`
-        to `end`. None if no node has the first one."""
-        token_ids = self.nodes.token_ids[start:end]
-        found: list[Rest] = []
-        for view in self._views:
-            for node, its in view.similar(parent, token_ids):
-                num_common = common_prefix_length(its, token_ids)
-                # One that was generated will do only if the request asked for that.
-                if node.position == start and num_common and (self.reuse_generated or not node.generated):
-                    found.append(Rest(node, start + num_common))
-                    self._found_in.setdefault(node.name, view)
-                    # Those that come after it have no more in common.
-                    break
-        return max(found, key=attrgetter("end", "node.end"), default=None)
-
     def _has_logits(self, have: int) -> bool:
         """See `Matcher`. Who has the whole prompt has them already."""
         found = self.noted_logits() if have < len(self.nodes.token_ids) else None
@@ -232,7 +197,7 @@ class Restoration:
             self._logits = np.frombuffer(bytearray(found), dtype=np.uint8)
         return self._logits is not None
 
-    def _first_needed(self, matcher: Matcher, end: int) -> dict[int, int]:
+    def _first_needed(self, matcher: Matcher[View], end: int) -> dict[int, int]:
         """See `Loader`."""
         # A block that the prompt goes on in will be stored: all of it is needed.
         block_start = floor_to_grid(end, self.nodes.block_size)
@@ -251,3 +216,11 @@ class Restoration:
     def _make_room(self, arena: KVArena, first_needed: Mapping[int, int], end: int) -> None:
         for number in range(len(self.layout.groups)):
             arena.expect(number, floor_to_grid(first_needed[number], self.nodes.block_size), end)
+
+
+def _prefill_s(matcher: Matcher[View]) -> float:
+    """Returns the mean time that computing a token took, in seconds, over the blocks for which it is known; 0 if it is
+    known for none."""
+    found = ((matcher.found_in[node.name].prefill_s(node), node.num_tokens) for node in matcher.blocks)
+    known = [(seconds, num_tokens) for seconds, num_tokens in found if seconds]
+    return sum(seconds for seconds, _ in known) / sum(num_tokens for _, num_tokens in known) if known else 0.0

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
+from diskprefix.cache.tiers.tier import View
 from diskprefix.cli.models import TABLE
 from diskprefix.engine.prefill import prefill
 from diskprefix.errors import ModelError
@@ -207,7 +208,7 @@ def no_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt whose blocks are all stored is restored whole, though its next-token logits are not stored."""
     restorable = Matcher.restorable
 
-    def all_of_it(self: Matcher) -> tuple[list[Node], int]:
+    def all_of_it(self: Matcher[View]) -> tuple[list[Node], int]:
         return (self.blocks, self.blocks[-1].end) if self.tail is None and self.blocks else restorable(self)
 
     monkeypatch.setattr(Matcher, "restorable", all_of_it)

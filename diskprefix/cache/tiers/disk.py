@@ -37,7 +37,12 @@ class DiskTier:
     @contextmanager
     def view(self) -> Iterator[DiskView]:
         with self._store.snapshot() as snapshot:
-            yield DiskView(snapshot, self._store.mapped, self._quarantine)
+            yield DiskView(snapshot, self._store.mapped, self._remove)
+
+    def _remove(self, node: Node, error: StoreCorrupt) -> None:
+        what = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
+        log.warning("[disk-cache] %s %s is damaged and will be removed: %s", what, node.name.hex(), error)
+        self._quarantine(node.name, node.parent)
 
 
 class DiskView:
@@ -45,11 +50,14 @@ class DiskView:
 
     tier: TierName = "disk"
 
-    def __init__(self, snapshot: Snapshot, mapped: set[bytes], quarantine: Callable[[bytes, bytes], object]) -> None:
-        """`mapped` holds the names of the nodes whose pages this process has read before."""
+    def __init__(
+        self, snapshot: Snapshot, mapped: set[bytes], on_damaged: Callable[[Node, StoreCorrupt], object]
+    ) -> None:
+        """`mapped` holds the names of the nodes whose pages this process has read before. `on_damaged` is called for
+        each node that is found damaged."""
         self._snapshot = snapshot
         self._mapped = mapped
-        self._quarantine = quarantine
+        self._on_damaged = on_damaged
         self.damaged: set[bytes] = set()
 
     def has(self, node: Node, token_ids: bytes) -> bool:
@@ -85,9 +93,7 @@ class DiskView:
 
     def drop(self, node: Node, error: StoreCorrupt) -> None:
         self.damaged.add(node.name)
-        what = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
-        log.warning("[disk-cache] %s %s is damaged and will be removed: %s", what, node.name.hex(), error)
-        self._quarantine(node.name, node.parent)
+        self._on_damaged(node, error)
 
     def _sound_record(self, name: bytes, parent: bytes) -> NodeRecord | None:
         """Returns the record of a node that is listed as continuing `parent`; None if it is missing or damaged."""

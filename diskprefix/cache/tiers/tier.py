@@ -29,8 +29,20 @@ class BlockSink(Protocol):
         """
 
 
-class View(Protocol):
-    """What a tier has at one moment. For one thread at a time, but for what `pieces` yields."""
+class NodeIndex(Protocol):
+    """Tells which nodes are stored."""
+
+    def has(self, node: Node, token_ids: bytes) -> bool:
+        """Returns whether this node is stored. A name is no proof: parent, position, kind and token ids (int32,
+        little-endian) are compared too."""
+
+    def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
+        """Yields nodes that continue `parent` (the name of a node, or the root), and their tokens. Nodes that share
+        more of `token_ids` come first."""
+
+
+class View(NodeIndex, Protocol):
+    """The content of a tier at one moment. For one thread at a time, except for what `pieces` yields."""
 
     @property
     def tier(self) -> TierName: ...
@@ -38,14 +50,6 @@ class View(Protocol):
     @property
     def damaged(self) -> Collection[bytes]:
         """The names of the nodes that were found damaged. They are not found any more."""
-
-    def has(self, node: Node, token_ids: bytes) -> bool:
-        """Whether the tier has this node. A name is no proof: parent, place, kind and token ids (int32, little-endian)
-        are compared too."""
-
-    def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
-        """Yields nodes that continue `parent` (the name of a node, or the root), and their tokens: first those that
-        have most of `token_ids` in common."""
 
     def prefill_s(self, node: Node) -> float:
         """Returns how long computing the node's tokens took, in seconds; 0 if that is not known."""

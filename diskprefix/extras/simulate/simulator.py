@@ -16,7 +16,7 @@ from diskprefix.cache.planning import Plan, Planner, Progress, marked_nodes, ttl
 from diskprefix.cache.policy.admission import AdmissionFilter, Sighting
 from diskprefix.cache.policy.history import History
 from diskprefix.cache.policy.select import select
-from diskprefix.cache.tiers.nodes import PromptNodes, Rest
+from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.store import NewEntry, Rank, SimulatedStore
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
@@ -158,13 +158,8 @@ class Simulator:
         return self.memories[request.tenant]
 
     def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Progress:
-        def most_similar(parent: bytes, start: int, end: int) -> Rest | None:
-            return self.store.most_similar(parent, nodes.token_ids[start:end].tobytes())
-
-        matcher = Matcher(
-            *(nodes, lambda node: node.name in self.store, most_similar, self._geometry.state_kind),
-            has_logits=lambda: nodes.end_id in self._ends,
-        )
+        state = self._geometry.state_kind
+        matcher = Matcher(nodes, [self.store], state, has_logits=lambda: nodes.end_id in self._ends)
         matcher.match()
         restorable, end = matcher.restorable()
         if not restorable:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diskprefix.cache.tiers.nodes import Node, Rest
+from diskprefix.cache.tiers.nodes import Node
 from diskprefix.store.eviction import (
     UsageTable,
     after_use,
@@ -25,7 +25,7 @@ from diskprefix.store.eviction import (
     with_uses,
 )
 from diskprefix.store.schema import USAGE_DTYPE, Kind, UsageRecord
-from diskprefix.tokens import num_common
+from diskprefix.tokens import TokenIds, num_common
 
 Rank = Callable[[UsageTable, float], NDArray[np.float64]]
 
@@ -84,19 +84,19 @@ class SimulatedStore:
         row = self._rows.get(name)
         return b"" if row is None else self._nodes[row].parent
 
-    def most_similar(self, parent: bytes, token_ids: bytes) -> Rest | None:
-        """Returns the node that continues `parent` and has most of the first of these token ids (int32, little-endian).
-        None if no node has the first one."""
-        children = self._children.get(parent, [])
-        # What comes next before and after it in the order has most in common with it.
-        place = bisect_left(children, (token_ids, b""))
+    def has(self, node: Node, token_ids: bytes) -> bool:  # noqa: ARG002 (here a name is proof; see `NodeIndex`)
+        """Returns whether a node is stored."""
+        return node.name in self._rows
+
+    def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
+        """Yields the node that continues `parent` and shares most of the first of these token ids, and its tokens."""
+        children, wanted = self._children.get(parent, []), token_ids.tobytes()
+        # Its neighbours in the order share most with it.
+        place = bisect_left(children, (wanted, b""))
         near = children[max(place - 1, 0) : place + 1]
-        shared = [(num_common(token_ids, listed), name) for listed, name in near]
-        most, name = max(shared, default=(0, b""))
-        if not most:
-            return None
-        node = self._nodes[self._rows[name]]
-        return Rest(node, node.position + most)
+        if near:
+            _, name, listed = max((num_common(wanted, listed), name, listed) for listed, name in near)
+            yield self._nodes[self._rows[name]], np.frombuffer(listed, dtype=np.int32)
 
     def pass_time(self, now: float) -> None:
         """Let go what has expired, as often as the daemon does."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 
 import msgspec
 import numpy as np
@@ -14,8 +12,8 @@ import numpy as np
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.policy.breaks import find_break
 from diskprefix.cache.policy.select import StateKind
-from diskprefix.cache.tiers.nodes import Node, PromptNodes, Rest
-from diskprefix.errors import StoreCorrupt
+from diskprefix.cache.tiers.disk import DiskView
+from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.watch.browse.causes import Cause, cause_between, first_difference, line_at
 from diskprefix.nouns import Prompt
 from diskprefix.store.listing import EntryInfo
@@ -29,7 +27,6 @@ from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import TokenIds, common_prefix_length
 
 Decode = Callable[[TokenIds], str]
-_TRIES = 64
 _MOST_PROMPTS = 100
 _SHOWN_CHARS = 160
 _ENDS_OF_LAST = 2
@@ -142,23 +139,11 @@ class _Look:
         layout = PayloadLayout.parse(record.layout)
         nodes = PromptNodes(secret, root, token_ids, record.block_size, layout)
 
-        def is_stored(node: Node) -> bool:
-            try:
-                return snapshot.has(
-                    node.name,
-                    node.parent,
-                    node.position,
-                    node.kind,
-                    nodes.token_bytes(node),
-                    generated=node.generated,
-                )
-            except StoreCorrupt:
-                return False
-
-        similar = partial(_most_similar, snapshot, token_ids)
         notes = ReadOnlyNotes(snapshot, root)
         matcher = Matcher(
-            *(nodes, is_stored, similar, _state_kind(record)),
+            nodes,
+            [DiskView(snapshot, set(), on_damaged=lambda _node, _error: None)],
+            _state_kind(record),
             has_logits=lambda: notes.get(NoteKind.LOGITS, nodes.end_id) is not None,
         )
         matcher.match()
@@ -183,21 +168,6 @@ def _identity(record: RootRecord) -> dict[str, str]:
     except (ValueError, KeyError, TypeError):
         return {}
     return {name: str(value) for name, value in fields.items()} if isinstance(fields, dict) else {}
-
-
-def _most_similar(snapshot: Snapshot, token_ids: TokenIds, parent: bytes, start: int, end: int) -> Rest | None:
-    wanted = token_ids[start:end]
-    for name in islice(snapshot.similar_children(parent, wanted.tobytes()), _TRIES):
-        try:
-            record = snapshot.node(name)
-        except StoreCorrupt:
-            continue
-        if record is None or record.generated or record.parent != parent or record.position != start:
-            continue
-        shared = common_prefix_length(record.token_ids, wanted)
-        node = Node(name, parent, start, record.num_tokens, record.kind)
-        return Rest(node, start + shared) if shared else None
-    return None
 
 
 def _used_last(
