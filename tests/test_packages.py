@@ -29,6 +29,7 @@ for _row in (
     "hooks",
     "model cache",
     "engine chat",
+    "api",
     "server session",
     "app",
     "cli",

@@ -19,6 +19,10 @@ import pytest
 import regex
 
 import diskprefix
+from diskprefix.api.anthropic_writer import MessageWriter
+from diskprefix.api.dialect import Head
+from diskprefix.api.reply import DeltaEvent
+from diskprefix.api.responses_writer import OutputItems
 from diskprefix.chat.output.dialects import python_calls
 from diskprefix.chat.output.events import ContentDelta
 from diskprefix.chat.output.families import FAMILIES
@@ -26,10 +30,6 @@ from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.output.formats import CHANNELS, FamilyFormat
 from diskprefix.chat.output.syntax import Written
 from diskprefix.chat.output.tools import Tools
-from diskprefix.server.protocols.anthropic_stream import MessageWriter
-from diskprefix.server.protocols.dialect import Head
-from diskprefix.server.protocols.reply import DeltaEvent
-from diskprefix.server.protocols.responses.output import OutputItems
 
 PACKAGE = Path(diskprefix.__file__).parent
 USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")

@@ -7,19 +7,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+from diskprefix.api.anthropic import CountTokensRequest, MessagesRequest
+from diskprefix.api.fields import cache_options
+from diskprefix.api.openai import CompletionRequest
+from diskprefix.api.openai_chat import ChatRequest
+from diskprefix.api.responses import ResponseRequest, Responses
+from diskprefix.api.responses_store import ResponseStore
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.replay import NoteStore
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import DEFAULT_WINDOW, SHARED, CacheOptions, Prompt, Scope, Tenant
 from diskprefix.server.body import parse_json
-from diskprefix.server.protocols.anthropic_messages import CountTokensRequest, MessagesRequest
-from diskprefix.server.protocols.openai_chat import ChatRequest
-from diskprefix.server.protocols.openai_completions import CompletionRequest
-from diskprefix.server.protocols.params import cache_options
-from diskprefix.server.protocols.responses.body import ResponseRequest
-from diskprefix.server.protocols.responses.dialect import Responses
-from diskprefix.server.protocols.responses.stored import ResponseStore
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes
 
@@ -86,7 +85,7 @@ def _wanted(
         return parsed.conversation
     if notes is None and parsed.previous_response_id is not None:
         raise InvalidRequest("previous_response_id: no stored responses are at hand", param="previous_response_id")
-    return Responses().conversation_with(ResponseStore(notes or ReadOnlyNotes(None, b"")), parsed)
+    return Responses().conversation(parsed, ResponseStore(notes or ReadOnlyNotes(None, b"")))
 
 
 def _is_anthropic(body: Body) -> bool:

@@ -16,6 +16,16 @@ from fastapi import APIRouter
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from diskprefix.api.anthropic import Messages
+from diskprefix.api.anthropic_writer import AnthropicErrorBody, AnthropicEvent, AnthropicMessage
+from diskprefix.api.asked import constraint_of
+from diskprefix.api.dialect import Asked, Dialect, Head
+from diskprefix.api.fields import CacheFields, RequestBody, cache_options
+from diskprefix.api.openai import Completions
+from diskprefix.api.openai_chat import Chat
+from diskprefix.api.openai_replies import ChatCompletion, ChatCompletionChunk, Completion
+from diskprefix.api.responses import Responses
+from diskprefix.api.responses_writer import ModelResponse, ResponseStreamEvent
 from diskprefix.chat.content import holds_media
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat
@@ -28,17 +38,6 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, events, openai_events
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
-from diskprefix.server.protocols.anthropic_messages import Messages
-from diskprefix.server.protocols.anthropic_replies import AnthropicErrorBody, AnthropicEvent, AnthropicMessage
-from diskprefix.server.protocols.constraint import constraint_of
-from diskprefix.server.protocols.dialect import Arrival, Asked, Dialect, Head
-from diskprefix.server.protocols.fields import CacheFields, RequestBody
-from diskprefix.server.protocols.openai_chat import Chat
-from diskprefix.server.protocols.openai_completions import Completions
-from diskprefix.server.protocols.openai_replies import ChatCompletion, ChatCompletionChunk, Completion
-from diskprefix.server.protocols.params import cache_options
-from diskprefix.server.protocols.responses.dialect import Responses
-from diskprefix.server.protocols.responses.replies import ModelResponse, ResponseStreamEvent
 from diskprefix.server.queue_place import QueuePlace
 from diskprefix.server.remembering import RememberingReader, reply_memory, stored_encodings, stored_turns
 from diskprefix.server.serving import Serving
@@ -119,8 +118,8 @@ async def _submitted(request: Request, dialect: Dialect[B], body: B, place: Queu
         if body.reads_more:
             # What is read may be a hundred times the body: one such request a caller at a time.
             await held.enter_async_context(daemon.turns.of(place.caller))
-        arrival = Arrival(serving=serving, tenant=cache.tenant)
-        asked = await daemon.threads.run(place.rendering, dialect.read, body, arrival)
+        notes = partial(serving.engine.cache.notes, cache.tenant)
+        asked = await daemon.threads.run(place.rendering, dialect.read, body, serving.renderer.vocab_size, notes)
         began, trace = time.perf_counter(), context.trace
         replayed = await prompt_of(asked.prompt, daemon, serving, cache, place)
         # A constraint is compiled when its caller's turn comes; others' bodies do not wait for that.

@@ -11,7 +11,7 @@ from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 
 from diskprefix import hooks
-from diskprefix.server import answer, counting, models, responses, status, tokenizing
+from diskprefix.server import answer, counting, models, status, stored_responses, tokenizing
 from diskprefix.server.access_log import AccessLog
 from diskprefix.server.auth import OPEN_PATHS, Auth
 from diskprefix.server.browser_guard import BrowserGuard, is_loopback
@@ -70,7 +70,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.add_middleware(AccessLog, metrics=daemon.metrics, recent=daemon.recent)
     app.include_router(answer.router)
     app.include_router(counting.router)
-    app.include_router(responses.router)
+    app.include_router(stored_responses.router)
     app.include_router(models.router)
     app.include_router(tokenizing.router)
     app.include_router(status.router)

@@ -17,11 +17,11 @@ from fastapi.exceptions import HTTPException
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
+from diskprefix.api.fields import REFUSED
 from diskprefix.errors import GOT, InvalidRequest, QueueFull
 from diskprefix.json_values import count_values
 from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
-from diskprefix.server.protocols.strict import REFUSED
 from diskprefix.server.queue_place import QueuePlace
 from diskprefix.server.threads import Kind, Threads
 from diskprefix.units import format_size

@@ -111,7 +111,7 @@ class LimitedConnection(H11Protocol):
 
 def _refusal(max_connections: int) -> bytes:
     # Not imported above: it brings FastAPI along, and connections are taken before that is there.
-    from diskprefix.server.errors import fault_of, openai_error
+    from diskprefix.api.dialect import fault_of, openai_error
 
     error = NotReady(
         f"the daemon serves requests on {max_connections} connections and takes no more (--max-connections); "

@@ -14,17 +14,17 @@ from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from diskprefix.api.anthropic import CountTokensRequest
+from diskprefix.api.anthropic_writer import AnthropicErrorBody, TokenCount
+from diskprefix.api.fields import RequestBody
+from diskprefix.api.responses import ResponseRequest, Responses
+from diskprefix.api.responses_store import ResponseStore
 from diskprefix.chat.messages import Conversation
 from diskprefix.server.answer import cache_options_of, prompt_of
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described
 from diskprefix.server.log_context import log_context
-from diskprefix.server.protocols.anthropic_messages import CountTokensRequest
-from diskprefix.server.protocols.anthropic_replies import AnthropicErrorBody, TokenCount
-from diskprefix.server.protocols.dialect import Arrival
-from diskprefix.server.protocols.fields import RequestBody
-from diskprefix.server.protocols.responses.body import ResponseRequest
-from diskprefix.server.protocols.responses.dialect import Responses
+from diskprefix.store.notes import TenantNotes
 
 B = TypeVar("B", bound=RequestBody)
 
@@ -46,7 +46,7 @@ class InputTokens(BaseModel):
 async def count_tokens(request: Request) -> Response:
     """The length of the prompt that `POST /v1/messages` makes of the same body, in tokens."""
 
-    def conversation(body: CountTokensRequest, _arrival: Arrival) -> Conversation:
+    def conversation(body: CountTokensRequest, _notes: TenantNotes) -> Conversation:
         return body.conversation
 
     return JSONResponse({"input_tokens": await _length(request, CountTokensRequest, conversation)})
@@ -59,11 +59,15 @@ async def count_tokens(request: Request) -> Response:
 )
 async def count_input_tokens(request: Request) -> Response:
     """The length of the prompt that `POST /v1/responses` makes of the same body, in tokens."""
-    length = await _length(request, ResponseRequest, Responses().conversation)
+
+    def conversation(body: ResponseRequest, notes: TenantNotes) -> Conversation:
+        return Responses().conversation(body, ResponseStore(notes))
+
+    length = await _length(request, ResponseRequest, conversation)
     return JSONResponse(InputTokens(input_tokens=length).model_dump())
 
 
-async def _length(request: Request, model: type[B], conversation: Callable[[B, Arrival], Conversation]) -> int:
+async def _length(request: Request, model: type[B], conversation: Callable[[B, TenantNotes], Conversation]) -> int:
     daemon: Daemon = request.app.state.daemon
     with daemon.arriving(log_context(request).caller.tenant) as place:
         body = await daemon.bodies.read_json(request, model, place)
@@ -71,8 +75,9 @@ async def _length(request: Request, model: type[B], conversation: Callable[[B, A
         serving.require_model(body.model)
         # What is remembered of earlier replies is part of the prompt, so this asks the cache as the request will.
         cache = cache_options_of(body, request)
-        arrival = Arrival(serving=serving, tenant=cache.tenant)
         async with daemon.turns.of(place.caller) if body.reads_more else nullcontext():
-            wanted = await daemon.threads.run(place.rendering, conversation, body, arrival)
+            wanted = await daemon.threads.run(
+                place.rendering, conversation, body, serving.engine.cache.notes(cache.tenant)
+            )
             replayed = await prompt_of(wanted, daemon, serving, cache, place)
     return len(replayed.prompt.token_ids)

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from diskprefix.api.anthropic_writer import AnthropicErrorBody
 from diskprefix.server.errors import ANTHROPIC_PATH, ErrorBody
-from diskprefix.server.protocols.anthropic_replies import AnthropicErrorBody
 
 OUTSIDE_FASTAPI: set[type[BaseModel]] = set()
 """The bodies and the events of streams that routes refer to. FastAPI does not add their schemas to the document."""

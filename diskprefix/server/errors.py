@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -18,6 +17,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from diskprefix.api.dialect import Fault, anthropic_error, fault_of, one_line, openai_error
 from diskprefix.errors import GOT, DiskPrefixError, NotReady, QueueFull
 from diskprefix.printable import shown
 from diskprefix.server.body import refusal_of
@@ -27,8 +27,8 @@ log = logging.getLogger("diskprefix")
 
 NOT_READY_RETRY_AFTER_S = 2
 
-_MOST_MESSAGE_CHARS = 1000
-"""Most messages cut what they repeat of a request. This limits messages of libraries that do not."""
+ANTHROPIC_PATH = "/v1/messages"
+_RESPONSES_PATH = "/v1/responses"
 
 _LINGER_BYTES = 256 * 1024**2
 _LINGER_S = 10.0
@@ -59,50 +59,10 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-@dataclass(frozen=True)
-class Fault:
-    """What went wrong, in any form."""
-
-    status: int
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-def fault_of(error: DiskPrefixError) -> Fault:
-    param = error.param and shown(error.param)
-    return Fault(error.http_status, one_line(error.message), error.error_type, param, error.code)
-
-
 def http_fault(status: int, detail: str) -> Fault:
     """Returns an error of HTTP itself (route, method, size, content type), for which there is no exception class."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return Fault(status, one_line(detail), kind, None, _CODES.get(status))
-
-
-def openai_error(fault: Fault) -> dict[str, Any]:
-    return {"error": {"message": fault.message, "type": fault.type, "param": fault.param, "code": fault.code}}
-
-
-ANTHROPIC_PATH = "/v1/messages"
-_RESPONSES_PATH = "/v1/responses"
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-def anthropic_error(fault: Fault, request_id: str) -> dict[str, Any]:
-    """Returns an error in Anthropic's form, whose `details` tell what a program may need."""
-    kind = _ANTHROPIC_TYPES.get(fault.status, "invalid_request_error" if fault.status < 500 else "api_error")
-    details = {"error_code": fault.code, "param": fault.param}
-    error = {"type": kind, "message": fault.message, "details": details}
-    return {"type": "error", "error": error, "request_id": request_id}
 
 
 def _written(scope: Scope, fault: Fault) -> dict[str, Any]:
@@ -110,11 +70,6 @@ def _written(scope: Scope, fault: Fault) -> dict[str, Any]:
     if scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope):
         return anthropic_error(fault, log_context(Request(scope)).request_id)
     return openai_error(fault)
-
-
-def one_line(message: str) -> str:
-    """Returns a message on one line, cut to a readable length."""
-    return shown(message, _MOST_MESSAGE_CHARS)
 
 
 def logged(error: DiskPrefixError) -> str:

@@ -6,8 +6,8 @@ import logging
 from collections import OrderedDict
 from typing import Any
 
+from diskprefix.api.figures import broken_by
 from diskprefix.nouns import CacheReport
-from diskprefix.server.protocols.figures import broken_by
 
 log = logging.getLogger("diskprefix")
 

@@ -10,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from diskprefix.api.figures import figures_reply
 from diskprefix.server.log_context import LogContext
-from diskprefix.server.protocols.figures import figures_reply
 
 MOST_REPLIES = 300
 MOST_FAILURES = 100

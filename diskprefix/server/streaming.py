@@ -11,13 +11,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
+from diskprefix.api.dialect import ReplyWriter, ServerSentEvent, json_text
+from diskprefix.api.reply import EndEvent, Reply, ReplyCollector, ReplyEvent, ReplyReader
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.errors import early_failure, early_sign, error_response, logged
 from diskprefix.server.generation import Generation, LiveEvent
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
-from diskprefix.server.protocols.dialect import ReplyWriter, ServerSentEvent, json_text
-from diskprefix.server.protocols.reply import EndEvent, Reply, ReplyCollector, ReplyEvent, ReplyReader
 
 log = logging.getLogger("diskprefix")
 

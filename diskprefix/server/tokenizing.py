@@ -10,14 +10,14 @@ from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from diskprefix.api.dialect import json_text
+from diskprefix.api.fields import Body
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described
 from diskprefix.server.log_context import log_context
-from diskprefix.server.protocols.dialect import json_text
-from diskprefix.server.protocols.openai_chat import ChatRequest
-from diskprefix.server.protocols.strict import Body
 from diskprefix.units import format_size
 
 B = TypeVar("B", bound=Body)

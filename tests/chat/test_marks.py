@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import MAX_MARKS, Mark, Prompt
 from diskprefix.server.body import parse_json
-from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
 
 MARK = {"type": "ephemeral"}

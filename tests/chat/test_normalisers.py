@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diskprefix.api.anthropic import CountTokensRequest
 from diskprefix.cache.policy.breaks import find_break
 from diskprefix.chat.messages import CacheMark, Conversation, TextPart
 from diskprefix.chat.normalisers import NORMALISERS, Normalisers, menders, shape_of
@@ -20,7 +21,6 @@ from diskprefix.extras.simulate.geometry import TOKEN
 from diskprefix.extras.simulate.simulator import Policy, Simulator
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.nouns import Change, Prompt, Rewriting, Scope
-from diskprefix.server.protocols.anthropic_messages import CountTokensRequest
 from diskprefix.tokens import common_prefix_length
 from tests.agent_bodies import TOOLS, asked, billing_header, said, shuffled, words
 from tests.server.chat_model import VOCAB_SIZE, write_tokenizer

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.policy.select import select
 from diskprefix.chat.messages import Conversation
@@ -18,7 +19,6 @@ from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.json_values import MOST_PARTS
 from diskprefix.nouns import Prompt
 from diskprefix.server.body import parse_json
-from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"city": "Oslo"}}}

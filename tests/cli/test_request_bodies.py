@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.simulate.bodies import read_body
 from diskprefix.nouns import SHARED, Scope
-from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.tenant_ids import group_of
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer
 

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 
 import diskprefix.cli.warm
+from diskprefix.api.openai import CompletionRequest
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.cli.warm_input import CHAT, COMPLETION, NOT_OF_PROMPTS, WarmItem, read_items
 from diskprefix.cli.warm_target import running_daemon as calling
 from diskprefix.errors import InvalidRequest, NotReady
-from diskprefix.server.protocols.openai_chat import ChatRequest
-from diskprefix.server.protocols.openai_completions import CompletionRequest
 from tests.cli.conftest import Ended, Run
 from tests.cli.terminal import Terminal
 from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags

@@ -11,7 +11,7 @@ import httpx
 import jsonschema
 import pytest
 
-from diskprefix.server.protocols import dialect
+from diskprefix.api import dialect
 from tests.server.agent_model import TEMPLATE
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import wait_until

@@ -10,12 +10,11 @@ import httpx
 import pytest
 from starlette.requests import Request
 
+from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS, Body
 from diskprefix.errors import InvalidRequest, QueueFull
 from diskprefix.json_values import MOST_PARTS, MOST_VALUES
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server.body import Bodies
-from diskprefix.server.protocols.fields import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from diskprefix.server.protocols.strict import Body
 from diskprefix.server.queue_place import QueuePlace
 from diskprefix.server.threads import Threads
 from tests.server.scripted import AppServer, scripted_app

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from diskprefix.server.protocols.figures import CacheReply
+from diskprefix.api.figures import CacheReply
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import DaemonProcess, wait_until
 

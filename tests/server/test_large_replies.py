@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import pytest
 
+from diskprefix.api.anthropic import Messages
+from diskprefix.api.dialect import json_text
+from diskprefix.api.openai_chat import Chat, ChatWriter
+from diskprefix.api.responses import Responses
+from diskprefix.api.responses_items import ReferenceItem
+from diskprefix.api.responses_store import MAX_CONVERSATION_BYTES, ResponseStore
+from diskprefix.api.responses_writer import ResponseWriter
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.answer import MAX_LOGPROBS
-from diskprefix.server.protocols.anthropic_messages import Messages
-from diskprefix.server.protocols.dialect import json_text
-from diskprefix.server.protocols.openai_chat import Chat, ChatWriter
-from diskprefix.server.protocols.responses.dialect import Responses
-from diskprefix.server.protocols.responses.items import ReferenceItem
-from diskprefix.server.protocols.responses.stored import MAX_CONVERSATION_BYTES, ResponseStore
-from diskprefix.server.protocols.responses.writer import ResponseWriter
 from diskprefix.store.note_record import NoteKind
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 

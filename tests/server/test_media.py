@@ -16,6 +16,7 @@ import httpx
 import pytest
 import torch
 
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.app import load_engine
 from diskprefix.chat import content as server_content
 from diskprefix.chat.messages import Message
@@ -23,7 +24,6 @@ from diskprefix.engine import inbox
 from diskprefix.engine.sampler import Sampler
 from diskprefix.model.exact.invariant import as_it_was
 from diskprefix.model.load import media as engine_media
-from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.server.media_models import (
     PARTS_ONLY,
     VISION_MODELS,

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from diskprefix.api.figures import TimingsReply, figures_reply
 from diskprefix.engine.figures import Distribution, EngineFigures
 from diskprefix.engine.request import DoneEvent, Timings, Usage
 from diskprefix.server.collected import _COUNTERS
 from diskprefix.server.log_context import OUTCOMES, LogContext
 from diskprefix.server.metrics import ServerMetrics
-from diskprefix.server.protocols.figures import TimingsReply, figures_reply
 from diskprefix.server.serving import Serving
 from tests.server.scripted import KV_MEMORY, STATS, done
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from diskprefix.api.reply import CallBegin, DeltaEvent
 from diskprefix.chat.messages import Message, TextPart
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
 from diskprefix.engine.request import Event, FinishEvent, TextEvent
-from diskprefix.server.protocols.reply import CallBegin, DeltaEvent
 from diskprefix.server.remembering import RememberingReader
 from tests.chat.turns import Turns
 

@@ -13,9 +13,9 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
+from diskprefix.api import responses_store as stored_module
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.protocols.responses import stored as stored_module
 from tests.server.agent_model import TEMPLATE, call, thought
 from tests.server.chat_model import write_chat_model
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
@@ -244,7 +244,7 @@ def test_what_is_not_to_be_stored_is_not(client: OpenAI, engine: ScriptedEngine)
 def test_an_input_that_is_too_large_is_answered_and_not_stored(
     client: OpenAI, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.server.protocols.responses.dialect.MAX_STORED_BYTES", 300)
+    monkeypatch.setattr("diskprefix.api.responses.MAX_STORED_BYTES", 300)
     response = client.responses.create(model=MODEL, input="Count. " * 50)
     assert (response.output_text, cast("Any", response).store) == ("Hello world", False)
     monkeypatch.setattr(stored_module, "MAX_STORED_BYTES", 300)

@@ -8,8 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.server.protocols.fields import SamplingFields
-from diskprefix.server.protocols.params import sampling_params
+from diskprefix.api.fields import SamplingFields, sampling_params
 from tests.server.daemon_process import DaemonProcess
 
 ROUTES: dict[str, dict[str, Any]] = {

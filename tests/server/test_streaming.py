@@ -11,14 +11,14 @@ from typing import Any, cast
 import pytest
 from starlette.requests import ClientDisconnect
 
+from diskprefix.api.dialect import Head
+from diskprefix.api.openai_chat import ChatWriter
+from diskprefix.api.reply import ReplyReader
 from diskprefix.chat.output.plain import PlainText
 from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import LogContext
-from diskprefix.server.protocols.dialect import Head
-from diskprefix.server.protocols.openai_chat import ChatWriter
-from diskprefix.server.protocols.reply import ReplyReader
 from diskprefix.server.streaming import EventStream, PatientResponse
 from tests.server.scripted import done
 

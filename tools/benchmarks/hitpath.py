@@ -23,11 +23,11 @@ import click
 import torch
 from rich.console import Console
 
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.model.load.loader import load_tokenizer
 from diskprefix.server.body import parse_json
-from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.server.remembering import Stored
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.note_record import NoteKind

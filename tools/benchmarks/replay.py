@@ -20,10 +20,10 @@ from typing import Any
 import click
 from rich.console import Console
 
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.replay import ReplyMemory, Turn
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.server.body import parse_json
-from diskprefix.server.protocols.openai_chat import ChatRequest
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from tools.measuring.options import DATA, JSON
 from tools.measuring.report import new_table, print_report

@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.nouns import Prompt
 from diskprefix.server.body import parse_json
-from diskprefix.server.protocols.openai_chat import ChatRequest
 from tests.chat.families.families import Family, renderer_of, tokenizer_of
 
 Message: TypeAlias = dict[str, Any]

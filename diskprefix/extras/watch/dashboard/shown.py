@@ -6,9 +6,9 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field
 
+from diskprefix.api.fields import Body
 from diskprefix.engine.activity import RequestState
 from diskprefix.server.daemon import Status
-from diskprefix.server.protocols.strict import Body
 
 Level: TypeAlias = Literal["error", "warning", "hint"]
 

@@ -1,0 +1,281 @@
+"""`POST /v1/messages` and `POST /v1/messages/count_tokens`: a conversation, as Anthropic's clients send it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from diskprefix.api.anthropic_content import AnthropicMessageBody, TextBlock, neutral_messages
+from diskprefix.api.anthropic_writer import MessageWriter
+from diskprefix.api.dialect import Asked, Head, ToolChoice, note_left_out
+from diskprefix.api.fields import (
+    MAX_COUNT,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_STOPS,
+    MAX_TOOLS,
+    REFUSED,
+    Body,
+    Count,
+    Markable,
+    RequestBody,
+    StopString,
+    TextFormat,
+    ToolName,
+    by_json_type,
+    sampling_params,
+)
+from diskprefix.chat.messages import CacheMark, Conversation, JsonObject
+from diskprefix.errors import InvalidRequest
+from diskprefix.printable import shown
+from diskprefix.store.notes import TenantNotes
+
+_RUN_BY_ANTHROPIC = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
+"""How the types of tools begin that Anthropic's servers run themselves."""
+
+
+class CustomTool(Markable):
+    """A tool that the client runs."""
+
+    type: Literal["custom"] | None = Field(default=None, description="`custom`, or absent.")
+    name: ToolName = Field(description="Name of the tool.")
+    description: str | None = Field(default=None, description="What it does, for the model to read.")
+    input_schema: JsonObject = Field(description="JSON schema of its arguments.")
+
+    @property
+    def for_template(self) -> JsonObject:
+        """The tool in the form that chat templates expect."""
+        described = {} if self.description is None else {"description": self.description}
+        return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
+
+
+class OtherTool(Body):
+    """A tool that Anthropic defines."""
+
+    type: str
+
+
+def _kind_of_tool(value: object) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    return "~custom" if value.get("type") in (None, "custom") else "~other"
+
+
+AnthropicTool: TypeAlias = Annotated[
+    Annotated[CustomTool, Tag("~custom")] | Annotated[OtherTool, Tag("~other")],
+    Discriminator(_kind_of_tool, custom_error_type="type", custom_error_message="Input should be a tool"),
+]
+
+
+def served_tools(tools: Sequence[CustomTool | OtherTool]) -> list[tuple[int, CustomTool]]:
+    """Returns the tools that the client runs, each with its index.
+
+    Tools that Anthropic's servers run are left out beside others, because agents send them with every request. Raises
+    `InvalidRequest` if there are no others, and for other tools that Anthropic defines, whose arguments are not known.
+    """
+    served = [(index, tool) for index, tool in enumerate(tools) if isinstance(tool, CustomTool)]
+    skipped = set()
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, OtherTool):
+            continue
+        path, kind = f"tools.{index}.type", shown(tool.type)
+        if not tool.type.startswith(_RUN_BY_ANTHROPIC):
+            message = f"{path}: {kind!r} is not known here; define the tool by name, description and input_schema"
+            raise InvalidRequest(message, param=path)
+        if not served:
+            message = f"{path}: {kind!r} is run by Anthropic's servers, and no other tool is offered"
+            raise InvalidRequest(message, param=path)
+        skipped.add(kind)
+    note_left_out(skipped, "Anthropic's servers")
+    return served
+
+
+def marks_of(tools: Sequence[tuple[int, CustomTool]]) -> Iterator[tuple[int, CacheMark]]:
+    """Returns the marks on tools, each with the index of its tool among those that are served."""
+    for position, (_, tool) in enumerate(tools):
+        if tool.mark is not None:
+            yield position, tool.mark
+
+
+class AnthropicToolChoice(Body):
+    """Whether a tool must be called, and which."""
+
+    type: Literal["auto", "any", "tool", "none"] = Field(description="`any`: some tool; `tool`: the one of `name`.")
+    name: str | None = Field(default=None, min_length=1, description="With the type `tool`: its name.")
+    disable_parallel_tool_use: bool | None = Field(default=None, description="`true`: at most one call in a reply.")
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> AnthropicToolChoice:
+        if self.type == "tool" and self.name is None:
+            raise PydanticCustomError(REFUSED, "of type tool needs the field name")
+        return self
+
+    @property
+    def neutral(self) -> ToolChoice:
+        many = not self.disable_parallel_tool_use
+        if self.type == "tool" and self.name is not None:
+            return ToolChoice("required", frozenset({self.name}), many=False)
+        return ToolChoice("required" if self.type == "any" else "none" if self.type == "none" else "auto", many=many)
+
+
+System: TypeAlias = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[list[TextBlock], Field(max_length=MAX_PARTS), Tag("~list")],
+    by_json_type("a string or a list of text blocks"),
+]
+
+
+class ThinkingBody(Body):
+    """Whether the model thinks before it answers, told to chat templates that can switch it."""
+
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"] = Field(
+        description="`adaptive` and `between_tools`: as the chat template has it."
+    )
+    budget_tokens: Count | None = Field(default=None, description="Accepted; thinking is bounded by `max_tokens` only.")
+    display: Literal["summarized", "omitted"] | None = Field(
+        default=None, description="`omitted`: the thought is left out of the reply. Otherwise all of it is shown."
+    )
+
+    @property
+    def switch(self) -> bool | None:
+        return {"enabled": True, "disabled": False}.get(self.type)
+
+
+class JsonFormat(Body):
+    """A reply that follows a JSON schema."""
+
+    type: Literal["json_schema"] = Field(description="`json_schema`.")
+    schema_: JsonObject = Field(alias="schema", description="The JSON schema.")
+
+
+class OutputConfig(Body):
+    """How the reply should be."""
+
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
+        default=None, description="Told to chat templates that know it, as `reasoning_effort`."
+    )
+    format: JsonFormat | None = Field(default=None, description="What the text of the reply must be.")
+
+
+class CountTokensRequest(RequestBody, Markable):
+    """`POST /v1/messages/count_tokens`: what makes the prompt."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"messages": [{"role": "user", "content": "Name three rivers."}]}}
+    )
+
+    messages: list[AnthropicMessageBody] = Field(
+        min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest message first."
+    )
+    system: System | None = Field(default=None, description="The system prompt, as text or text blocks.")
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS)] | None = Field(
+        default=None, description="Tools offered to the model by its template."
+    )
+    tool_choice: AnthropicToolChoice | None = Field(default=None, description="Whether a tool must be called.")
+    thinking: ThinkingBody | None = Field(default=None, description="Absent: as the chat template has it.")
+    output_config: OutputConfig | None = Field(default=None, description="Effort, and JSON of a schema.")
+    output_format: JsonFormat | None = Field(default=None, description="The older name of `output_config.format`.")
+    mcp_servers: None = Field(default=None, description="Not supported.")
+    container: None = Field(default=None, description="Not supported.")
+    compaction: None = Field(default=None, description="Not supported.")
+    thread: JsonObject | None = Field(default=None, description="Not supported; the client then sends all messages.")
+
+    @field_validator("thread", mode="after")
+    @classmethod
+    def _no_thread(cls, thread: JsonObject | None) -> None:
+        """Raises `InvalidRequest` with the code that makes Anthropic's clients go on without a thread."""
+        if thread is not None:
+            message = "thread: conversations are not held here; send all messages"
+            raise InvalidRequest(message, param="thread", code="thread_unsupported_request")
+
+    @property
+    def conversation(self) -> Conversation:
+        """What the prompt is rendered from. A `tool_choice` of type `none` leaves the tools out."""
+        offered = [] if self.choice.mode == "none" else served_tools(self.tools or ())
+        return Conversation(
+            messages=neutral_messages(self.system, self.messages, self.mark),
+            tools=[tool.for_template for _, tool in offered] or None,
+            tool_marks=tuple(marks_of(offered)),
+            tool_paths=[f"tools.{index}.input_schema" for index, _ in offered],
+            reasoning_effort=None if self.output_config is None else self.output_config.effort,
+            thinking=None if self.thinking is None else self.thinking.switch,
+            ending="continue" if self.messages[-1].is_begun_reply else "reply",
+        )
+
+    @property
+    def choice(self) -> ToolChoice:
+        return ToolChoice() if self.tool_choice is None else self.tool_choice.neutral
+
+
+class MessagesRequest(CountTokensRequest):
+    """`POST /v1/messages`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "example": {"max_tokens": 64, "messages": [{"role": "user", "content": "Name three rivers."}]}
+        }
+    )
+
+    max_tokens: int = Field(
+        ge=0,
+        le=MAX_COUNT,
+        description="Most tokens of the reply. More than fit: as many as fit. 0: the prompt is computed and kept, and "
+        "there is no reply.",
+    )
+    temperature: float | None = Field(default=None, ge=0, le=1, description="Below 0.00001 it is greedy; default 1.")
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = Field(
+        default=None, description="Texts that end the reply; they are not part of it."
+    )
+    metadata: JsonObject | None = Field(default=None, description="Accepted and ignored.")
+    service_tier: Literal["auto", "standard_only"] | None = Field(default=None, description="Accepted and ignored.")
+    context_management: JsonObject | None = Field(default=None, description="Accepted; nothing is edited.")
+
+    @property
+    def text_format(self) -> TextFormat | None:
+        """Raises `InvalidRequest` if two fields say what the text must be."""
+        own, path = self.output_format, "output_format.schema"
+        if self.output_config is not None and self.output_config.format is not None:
+            own, path = self.output_config.format, "output_config.format.schema"
+        return self.text_format_beside(
+            None if own is None else TextFormat("json_schema", json.dumps(own.schema_), path)
+        )
+
+    def require_reply_or_nothing_of_it(self) -> None:
+        """Raises `InvalidRequest` for what asks for a reply beside a `max_tokens` of 0, as Anthropic's API does."""
+        if self.max_tokens:
+            return
+        text_format = self.text_format
+        asked = {
+            "stream": bool(self.stream),
+            "thinking": self.thinking is not None and self.thinking.type == "enabled",
+            "tool_choice": self.choice.mode == "required",
+            "" if text_format is None else text_format.path: text_format is not None,
+        }
+        for path in (path for path, is_asked in asked.items() if is_asked):
+            raise InvalidRequest(f"{path}: asks for a reply, and max_tokens of 0 for none", param=path)
+
+
+class Messages:
+    body = MessagesRequest
+    id_prefix = "msg_"
+    call_id_prefix = "toolu_"
+
+    def read(self, body: MessagesRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
+        conversation, choice = body.conversation, body.choice
+        choice.check(conversation.tools or ())
+        body.require_reply_or_nothing_of_it()
+        sampling = sampling_params(body, vocab_size, max_tokens=body.max_tokens, stop=body.stop_sequences or ())
+        return Asked(
+            prompt=conversation,
+            sampling=sampling,
+            tool_choice=choice,
+            text_format=body.text_format,
+            # The first event of a stream has the usage, so it waits until it is known what was restored.
+            return_progress=bool(body.stream),
+        )
+
+    def writer(self, body: MessagesRequest, head: Head) -> MessageWriter:
+        return MessageWriter(head, shows_thoughts=body.thinking is None or body.thinking.display != "omitted")

@@ -1,0 +1,362 @@
+"""The messages of Anthropic's API, and the neutral messages that they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, Tag
+
+from diskprefix.api.fields import MAX_PARTS, Body, Markable, by_json_type, by_type
+from diskprefix.chat.messages import (
+    CacheMark,
+    ContentPart,
+    ImagePart,
+    JsonObject,
+    Message,
+    OtherPart,
+    TextPart,
+    ToolCall,
+    joined,
+)
+from diskprefix.errors import InvalidRequest
+from diskprefix.printable import shown
+
+
+class TextBlock(Markable):
+    """Text."""
+
+    type: Literal["text"] = Field(description="`text`.")
+    text: str = Field(description="The text itself.")
+
+    def parts(self, path: str) -> Iterator[ContentPart]:
+        yield TextPart(self.text, f"{path}.text", self.mark)
+
+
+class Base64Source(Body):
+    """A file that is sent inside the request."""
+
+    type: Literal["base64"] = Field(description="`base64`.")
+    media_type: str = Field(min_length=1, description="For example `image/png`.")
+    data: str = Field(description="The file in base64.")
+
+
+class UrlSource(Body):
+    """A file that is named by a URL. It is read so that the error can say that nothing is fetched."""
+
+    type: Literal["url"] = Field(description="`url`.")
+    url: str
+
+
+class TextSource(Body):
+    """A document of plain text."""
+
+    type: Literal["text"] = Field(description="`text`.")
+    data: str = Field(description="The text.")
+
+
+class ImageBlock(Markable):
+    """An image, for models that take images."""
+
+    type: Literal["image"] = Field(description="`image`.")
+    source: Annotated[
+        Annotated[Base64Source, Tag("~base64")] | Annotated[UrlSource, Tag("~url")],
+        by_type("base64", "url", expected="an object of type base64"),
+    ] = Field(description="PNG, JPEG, WebP, GIF or BMP in base64. No URL is fetched.")
+
+    def parts(self, path: str) -> Iterator[ContentPart]:
+        source = self.source
+        if isinstance(source, UrlSource):
+            yield ImagePart(source.url, path, f"{path}.source.url")
+        else:
+            yield ImagePart(f"data:{source.media_type};base64,{source.data}", path, f"{path}.source.data")
+
+
+class ContentSource(Body):
+    """A document of content blocks."""
+
+    type: Literal["content"] = Field(description="`content`.")
+    content: TextOrInnerBlocks = Field(description="Text, or text and image blocks.")
+
+
+class Citations(Body):
+    enabled: Literal[False] | None = Field(default=None, description="Only `false`: replies cite nothing.")
+
+
+class DocumentBlock(Markable):
+    """A document. Plain text is taken as it is; a model here takes no PDF."""
+
+    type: Literal["document"] = Field(description="`document`.")
+    source: Annotated[
+        Annotated[TextSource, Tag("~text")]
+        | Annotated[ContentSource, Tag("~content")]
+        | Annotated[Base64Source, Tag("~base64")]
+        | Annotated[UrlSource, Tag("~url")],
+        by_type("text", "content", "base64", "url", expected="an object of type text or content"),
+    ]
+    title: str | None = Field(default=None, description="Stands before the text.")
+    context: str | None = Field(default=None, description="Stands before the text.")
+    citations: Citations | None = None
+
+    def parts(self, path: str) -> Iterator[ContentPart]:
+        for name, text in (("title", self.title), ("context", self.context)):
+            if text:
+                yield TextPart(text, f"{path}.{name}")
+        source = self.source
+        if isinstance(source, TextSource):
+            yield TextPart(source.data, f"{path}.source.data")
+        elif isinstance(source, ContentSource):
+            yield from content_parts(source.content, f"{path}.source.content", _OF_RESULTS)
+        else:
+            yield OtherPart("document", path)
+
+
+class SearchResultBlock(Markable):
+    """A result of a search that the client made."""
+
+    type: Literal["search_result"] = Field(description="`search_result`.")
+    source: str = Field(description="Where it was found.")
+    title: str
+    content: Annotated[list[TextBlock], Field(max_length=MAX_PARTS)]
+
+    def parts(self, path: str) -> Iterator[ContentPart]:
+        yield TextPart(self.title, f"{path}.title")
+        yield TextPart(self.source, f"{path}.source")
+        for index, block in enumerate(self.content):
+            yield from block.parts(f"{path}.content.{index}")
+
+
+class ToolReferenceBlock(Markable):
+    """The name of a tool that was found. The model knows it already: all tools of a request are offered at once."""
+
+    type: Literal["tool_reference"] = Field(description="`tool_reference`.")
+    tool_name: str
+
+    def parts(self, path: str) -> Iterator[ContentPart]:
+        yield TextPart(self.tool_name, f"{path}.tool_name")
+
+
+class ToolUseBlock(Markable):
+    """A tool call of an earlier reply."""
+
+    type: Literal["tool_use"] = Field(description="`tool_use`.")
+    id: str = Field(min_length=1, description="The `tool_use_id` of its result refers to it.")
+    name: str = Field(min_length=1, description="Name of the tool.")
+    input: JsonObject = Field(description="Its arguments.")
+
+
+class ToolResultBlock(Markable):
+    """What a tool call gave."""
+
+    type: Literal["tool_result"] = Field(description="`tool_result`.")
+    tool_use_id: str = Field(min_length=1, description="The call that it answers.")
+    content: TextOrInnerBlocks | None = Field(default=None, description="Text, or blocks.")
+    is_error: bool | None = Field(default=None, description="`true`: the model reads `Error:` before the content.")
+
+    def parts(self, path: str) -> Iterator[ContentPart]:
+        if self.is_error:
+            yield TextPart("Error:", path)
+        if self.content is not None:
+            yield from content_parts(self.content, f"{path}.content", _OF_RESULTS)
+
+
+class ThinkingBlock(Body):
+    """What the assistant thought. The signature is not checked."""
+
+    type: Literal["thinking"] = Field(description="`thinking`.")
+    thinking: str = Field(description="The thought.")
+    signature: str | None = Field(default=None, description="Accepted and ignored.")
+
+
+class RedactedThinkingBlock(Body):
+    """A thought that only Anthropic's servers can read. It is left out."""
+
+    type: Literal["redacted_thinking"] = Field(description="`redacted_thinking`.")
+
+
+class OtherBlock(Body):
+    """A block of a type that is not served. It is read so that the error can name its type."""
+
+    type: str
+
+
+Block: TypeAlias = (
+    TextBlock
+    | ImageBlock
+    | DocumentBlock
+    | SearchResultBlock
+    | ToolReferenceBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ThinkingBlock
+    | RedactedThinkingBlock
+    | OtherBlock
+)
+_OF_RESULTS = frozenset({"text", "image", "document", "search_result", "tool_reference"})
+_ALLOWED = {
+    "user": frozenset({"text", "image", "document", "search_result", "tool_result"}),
+    "assistant": frozenset({"text", "tool_use", "thinking", "redacted_thinking"}),
+    "system": frozenset({"text"}),
+}
+
+
+AnyBlock: TypeAlias = Annotated[
+    Annotated[TextBlock, Tag("~text")]
+    | Annotated[ImageBlock, Tag("~image")]
+    | Annotated[DocumentBlock, Tag("~document")]
+    | Annotated[SearchResultBlock, Tag("~search_result")]
+    | Annotated[ToolReferenceBlock, Tag("~tool_reference")]
+    | Annotated[ToolUseBlock, Tag("~tool_use")]
+    | Annotated[ToolResultBlock, Tag("~tool_result")]
+    | Annotated[ThinkingBlock, Tag("~thinking")]
+    | Annotated[RedactedThinkingBlock, Tag("~redacted_thinking")]
+    | Annotated[OtherBlock, Tag("~other")],
+    by_type(
+        *("text", "image", "document", "search_result", "tool_reference", "tool_use", "tool_result"),
+        *("thinking", "redacted_thinking"),
+        expected="a content block with a type",
+        other="~other",
+    ),
+]
+TextOrInnerBlocks: TypeAlias = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[list[AnyBlock], Field(max_length=MAX_PARTS), Tag("~list")],
+    by_json_type("a string or a list of content blocks"),
+]
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[list[AnyBlock], Field(min_length=1, max_length=MAX_PARTS), Tag("~list")],
+    by_json_type("a string or a list of content blocks"),
+]
+
+ContentSource.model_rebuild()
+DocumentBlock.model_rebuild()
+ToolResultBlock.model_rebuild()
+
+
+def require_served(block: Block, path: str, allowed: frozenset[str], place: str) -> None:
+    """Raises `InvalidRequest` for a block of a type that is not served in this place."""
+    if block.type in allowed:
+        return
+    known = ", ".join(sorted(allowed))
+    raise InvalidRequest(
+        f"{path}.type: {shown(block.type)!r} is not supported in {place}; {known} may stand there", param=f"{path}.type"
+    )
+
+
+def require_in_role(block: Block, path: str, role: str) -> None:
+    """Raises `InvalidRequest` for a block of a type that is not served in a message of `role`."""
+    require_served(block, path, _ALLOWED[role], f"a message of role {role}")
+
+
+def content_parts(
+    content: str | Sequence[Block], path: str, allowed: frozenset[str] = _OF_RESULTS
+) -> Iterator[ContentPart]:
+    """Returns content of a document or a result. Raises `InvalidRequest` for a block that may not stand there."""
+    if isinstance(content, str):
+        yield TextPart(content, path)
+        return
+    for index, block in enumerate(content):
+        require_served(block, f"{path}.{index}", allowed, "this content")
+        yield from parts_of(block, f"{path}.{index}")
+
+
+def parts_of(block: Block, path: str) -> Iterator[ContentPart]:
+    """Returns the parts of a block that has content; nothing for others."""
+    if isinstance(
+        block, TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | ToolResultBlock
+    ):
+        yield from block.parts(path)
+
+
+def mark_of(blocks: Sequence[Block]) -> CacheMark | None:
+    """Returns the last mark on blocks other than text, whose marks are on their parts. It is one on the message."""
+    marks = [block.mark for block in blocks if isinstance(block, Markable) and not isinstance(block, TextBlock)]
+    return next((mark for mark in reversed(marks) if mark is not None), None)
+
+
+_JOINED = ("system", "user", "assistant")
+
+
+class AnthropicMessageBody(Body):
+    """One message of the conversation. A `system` message may stand anywhere, and stays there."""
+
+    role: Literal["user", "assistant", "system"] = Field(description="Who speaks.")
+    content: Content = Field(description="Text, or a list of content blocks.")
+
+    def neutral(self, path: str) -> Iterator[Message]:
+        """Returns the messages that it is: one for each tool result, and one for what stands between them."""
+        if isinstance(self.content, str):
+            yield Message(role=self.role, content=(TextPart(self.content, f"{path}.content"),), path=path)
+            return
+        said: list[tuple[Block, str]] = []
+        for index, block in enumerate(self.content):
+            block_path = f"{path}.content.{index}"
+            require_in_role(block, block_path, self.role)
+            if not isinstance(block, ToolResultBlock):
+                said.append((block, block_path))
+                continue
+            if said:
+                yield self._message(said, path)
+                said = []
+            yield _result(block, block_path)
+        if said:
+            yield self._message(said, path)
+
+    def _message(self, said: Sequence[tuple[Block, str]], path: str) -> Message:
+        blocks = [block for block, _ in said]
+        thoughts = [block.thinking for block in blocks if isinstance(block, ThinkingBlock) and block.thinking]
+        calls = (block for block in blocks if isinstance(block, ToolUseBlock))
+        return Message(
+            role=self.role,
+            content=tuple(part for block, block_path in said for part in parts_of(block, block_path)),
+            tool_calls=tuple(ToolCall(call.id, call.name, call.input) for call in calls),
+            reasoning="\n".join(thoughts) or None,
+            mark=mark_of(blocks),
+            path=path,
+        )
+
+    @property
+    def is_begun_reply(self) -> bool:
+        """Whether it is an assistant's text alone, with which the reply goes on."""
+        if self.role != "assistant" or isinstance(self.content, str):
+            return self.role == "assistant" and bool(self.content)
+        blocks = [block for block in self.content if not isinstance(block, ThinkingBlock | RedactedThinkingBlock)]
+        return bool(blocks) and all(isinstance(block, TextBlock) and block.text for block in blocks)
+
+
+def _result(block: ToolResultBlock, path: str) -> Message:
+    return Message(
+        role="tool", content=tuple(block.parts(path)), tool_call_id=block.tool_use_id, mark=block.mark, path=path
+    )
+
+
+def neutral_messages(
+    system: str | Sequence[TextBlock] | None, messages: Sequence[AnthropicMessageBody], end_mark: CacheMark | None
+) -> list[Message]:
+    """Returns the conversation. `end_mark` is a mark on its last message."""
+    found = [*_system(system)]
+    for index, message in enumerate(messages):
+        found.extend(message.neutral(f"messages.{index}"))
+    found = list(_joined(found))
+    if end_mark is not None:
+        found[-1] = replace(found[-1], mark=end_mark)
+    return found
+
+
+def _system(system: str | Sequence[TextBlock] | None) -> Iterator[Message]:
+    if isinstance(system, str):
+        if system:
+            yield Message(role="system", content=(TextPart(system, "system"),), path="system")
+    elif system:
+        parts = tuple(part for index, block in enumerate(system) for part in block.parts(f"system.{index}"))
+        yield Message(role="system", content=parts, path="system")
+
+
+def _joined(messages: Sequence[Message]) -> Iterator[Message]:
+    """Joins messages of one role that follow each other, as Anthropic's API does. Tool results stay apart."""
+    for role, run in groupby(messages, lambda message: message.role):
+        if role in _JOINED:
+            yield joined(list(run))
+        else:
+            yield from run

@@ -1,0 +1,283 @@
+"""The bodies of Anthropic's responses, with `prefix_cache` and `timings` added. /docs shows the models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+from pydantic import BaseModel, Field
+
+from diskprefix.api.dialect import Head, Json, ServerSentEvent, anthropic_error, fault_of
+from diskprefix.api.figures import CacheReply, TimingsReply, figures_reply, written_tokens
+from diskprefix.api.reply import (
+    Call,
+    CallBegin,
+    Choice,
+    EndEvent,
+    Reply,
+    ReplyDelta,
+    ReplyEvent,
+)
+from diskprefix.chat.output.events import ContentDelta, ReasoningDelta, ToolCallDelta
+from diskprefix.engine.request import DoneEvent, ProgressEvent
+from diskprefix.errors import DiskPrefixError
+
+StopReason: TypeAlias = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class MessageWriter:
+    """Writes one message. The signature of a thought, which clients must send back, is the id of the message."""
+
+    def __init__(self, head: Head, *, shows_thoughts: bool = True) -> None:
+        self._head = head
+        self._shows_thoughts = shows_thoughts
+        self._has_begun = False
+        self._num_blocks = 0
+        self._open: str | None = None
+        """The type of the block that has begun and not ended."""
+        self._blanks: list[str] = []
+        """Text before a block of text has begun. Blocks of blanks are not sent: clients may not send them back."""
+        self._end: EndEvent | None = None
+
+    def whole(self, reply: Reply) -> Json:
+        [choice] = reply.choices
+        return {
+            **self._message(_usage_of(reply.done, reply.reasoning_tokens)),
+            "content": self._content(choice),
+            "stop_reason": self._stop_reason(choice),
+            "stop_sequence": choice.stop,
+            **figures_reply(reply.done, self._head.clamped_to),
+        }
+
+    def begin(self) -> Sequence[ServerSentEvent]:
+        return ()
+
+    def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
+        if isinstance(event, ProgressEvent):
+            return self._begun(_usage(event.total, event.cached, max(0, event.kept - event.cached), 0))
+        begun = self._begun(_usage(self._head.prompt_tokens, 0, 0, 0))
+        if isinstance(event, DoneEvent):
+            return [*begun, *self._closed(), *self._last(event)]
+        if isinstance(event, EndEvent):
+            self._end = event
+            return begun
+        return [*begun, *(sent for delta in event.deltas for sent in self._delta(delta))]
+
+    def keepalive(self) -> bytes:
+        return _event("ping", {}).encode()
+
+    def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
+        return [_event("error", anthropic_error(fault_of(error), self._head.request_id))]
+
+    def _message(self, usage: Json) -> Json:
+        head = self._head
+        return {
+            "id": head.id,
+            "type": "message",
+            "role": "assistant",
+            "model": head.model,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage,
+        }
+
+    def _content(self, choice: Choice) -> list[Json]:
+        content: list[Json] = []
+        if choice.reasoning:
+            thought = choice.reasoning if self._shows_thoughts else ""
+            content.append({"type": "thinking", "thinking": thought, "signature": self._head.id})
+        if choice.content.strip():
+            content.append({"type": "text", "text": choice.content})
+        content += [
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": _input(call)} for call in choice.calls
+        ]
+        return content
+
+    def _stop_reason(self, end: Choice | EndEvent) -> StopReason:
+        if end.stop is not None:
+            return "stop_sequence"
+        if end.reason == "length":
+            return "max_tokens" if self._head.clamped_to is None else "model_context_window_exceeded"
+        return "tool_use" if end.reason == "tool_calls" else "end_turn"
+
+    def _begun(self, usage: Json) -> list[ServerSentEvent]:
+        if self._has_begun:
+            return []
+        self._has_begun = True
+        return [_event("message_start", {"message": self._message(usage)})]
+
+    def _delta(self, delta: ReplyDelta) -> list[ServerSentEvent]:
+        if isinstance(delta, ReasoningDelta):
+            begun = self._opened("thinking", {"thinking": "", "signature": ""})
+            return [*begun, *self._added("thinking_delta", "thinking", delta.text)] if self._shows_thoughts else begun
+        if isinstance(delta, ContentDelta):
+            return self._text(delta.text)
+        if isinstance(delta, ToolCallDelta):
+            return self._added("input_json_delta", "partial_json", delta.arguments)
+        return self._call(delta)
+
+    def _text(self, text: str) -> list[ServerSentEvent]:
+        if self._open != "text" and not text.strip():
+            self._blanks.append(text)
+            return []
+        text = "".join([*self._blanks, text])
+        self._blanks.clear()
+        return [*self._opened("text", {"text": ""}), *self._added("text_delta", "text", text)]
+
+    def _call(self, call: CallBegin) -> list[ServerSentEvent]:
+        return [*self._closed(), *self._opened("tool_use", {"id": call.id, "name": call.name, "input": {}})]
+
+    def _opened(self, kind: str, block: Json) -> list[ServerSentEvent]:
+        """Returns what begins a block, unless one of its kind is open."""
+        if self._open == kind:
+            return []
+        closed, self._open = self._closed(), kind
+        index = self._num_blocks
+        self._num_blocks += 1
+        return [*closed, _event("content_block_start", {"index": index, "content_block": {"type": kind, **block}})]
+
+    def _added(self, kind: str, name: str, text: str) -> list[ServerSentEvent]:
+        delta = {"type": kind, name: text}
+        return [_event("content_block_delta", {"index": self._num_blocks - 1, "delta": delta})]
+
+    def _closed(self) -> list[ServerSentEvent]:
+        """Returns what ends the open block."""
+        if self._open is None:
+            return []
+        signed = self._added("signature_delta", "signature", self._head.id) if self._open == "thinking" else []
+        self._open = None
+        return [*signed, _event("content_block_stop", {"index": self._num_blocks - 1})]
+
+    def _last(self, done: DoneEvent) -> list[ServerSentEvent]:
+        assert self._end is not None, "every choice ends before its request is done"
+        delta = {"stop_reason": self._stop_reason(self._end), "stop_sequence": self._end.stop}
+        figures = figures_reply(done, self._head.clamped_to)
+        return [
+            _event("message_delta", {"delta": delta, "usage": _usage_of(done, self._end.reasoning_tokens), **figures}),
+            _event("message_stop", {}),
+        ]
+
+
+def _event(name: str, fields: Json) -> ServerSentEvent:
+    return ServerSentEvent({"type": name} | fields, name)
+
+
+def _usage_of(done: DoneEvent, thinking_tokens: int) -> Json:
+    usage = done.usage
+    figures = _usage(usage.prompt_tokens, usage.cached_tokens, written_tokens(done), usage.completion_tokens)
+    return figures | {"output_tokens_details": {"thinking_tokens": thinking_tokens}}
+
+
+def _usage(prompt_tokens: int, read: int, created: int, output_tokens: int) -> Json:
+    """Returns the figures, of which the first three add up to the prompt."""
+    return {
+        "input_tokens": prompt_tokens - read - created,
+        "cache_creation_input_tokens": created,
+        "cache_read_input_tokens": read,
+        "output_tokens": output_tokens,
+    }
+
+
+def _input(call: Call) -> Json:
+    """Returns the arguments. What is no JSON object is handed over as Anthropic's documentation says to return it."""
+    try:
+        arguments = json.loads(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"INVALID_JSON": call.arguments}
+
+
+class OutputTokensDetails(BaseModel):
+    """What the tokens of the reply are."""
+
+    thinking_tokens: int = Field(description="Those of the thought; a chunk that holds its end is not counted.")
+
+
+class AnthropicUsage(BaseModel):
+    """Token counts. The first three add up to the prompt."""
+
+    input_tokens: int = Field(description="Prompt tokens that were neither restored nor newly kept.")
+    cache_creation_input_tokens: int = Field(description="Prompt tokens that this request newly keeps.")
+    cache_read_input_tokens: int = Field(description="Prompt tokens restored from the cache, not computed.")
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails | None = Field(default=None, description="Absent in `message_start`.")
+
+
+class ReplyBlock(BaseModel):
+    """A part of the reply: `text`, `thinking` with `signature`, or `id`, `name` and `input` of a tool call."""
+
+    type: Literal["text", "thinking", "tool_use"]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+
+
+class AnthropicMessage(BaseModel):
+    """The answer of `POST /v1/messages` without `stream`."""
+
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[ReplyBlock]
+    stop_reason: StopReason
+    stop_sequence: str | None = Field(description="The stop sequence that ended the reply.")
+    usage: AnthropicUsage
+    prefix_cache: CacheReply
+    timings: TimingsReply
+
+
+class AnthropicEvent(BaseModel):
+    """One event of a streamed message. `message_delta` has `usage`, `prefix_cache` and `timings`."""
+
+    type: Literal[
+        "message_start",
+        "content_block_start",
+        "content_block_delta",
+        "content_block_stop",
+        "message_delta",
+        "message_stop",
+        "ping",
+        "error",
+    ]
+    index: int | None = Field(default=None, description="Of the content block.")
+    message: dict[str, Any] | None = None
+    content_block: ReplyBlock | None = None
+    delta: dict[str, Any] | None = None
+    usage: AnthropicUsage | None = None
+    prefix_cache: CacheReply | None = None
+    timings: TimingsReply | None = None
+
+
+class TokenCount(BaseModel):
+    """The answer of `POST /v1/messages/count_tokens`."""
+
+    input_tokens: int = Field(description="Tokens of the whole prompt, with system, tools and everything else.")
+
+
+class AnthropicErrorDetails(BaseModel):
+    """What a program may need of an error."""
+
+    error_code: str | None = Field(description="A stable machine-readable word, for example `invalid_scope`.")
+    param: str | None = Field(description="Dotted path of the field at fault, for example `messages.0.role`.")
+
+
+class AnthropicErrorDetail(BaseModel):
+    """What went wrong."""
+
+    type: str = Field(description="For example `invalid_request_error`.")
+    message: str = Field(description="One line that says what is wrong and what to do.")
+    details: AnthropicErrorDetails
+
+
+class AnthropicErrorBody(BaseModel):
+    """The body of every response with a status of 400 or more, as Anthropic writes it."""
+
+    type: Literal["error"]
+    error: AnthropicErrorDetail
+    request_id: str

@@ -1,0 +1,241 @@
+"""What the modules of this package have in common: each maps one API to a neutral request, and a neutral reply back.
+
+`server/answer.py` does everything else, and knows no API.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+
+import msgspec
+
+from diskprefix.api.fields import RequestBody, TextFormat
+from diskprefix.api.reply import Reply, ReplyEvent
+from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.engine.request import SamplingParams
+from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.printable import shown
+from diskprefix.store.notes import TenantNotes
+from diskprefix.tokens import TokenIds
+
+log = logging.getLogger("diskprefix")
+
+Json: TypeAlias = dict[str, Any]
+B = TypeVar("B", bound=RequestBody)
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Which of the offered tools may be called, and whether one must be.
+
+    `names` of None are all tools. Without `many`, a reply has one call at most. `path` is where the client said so.
+    """
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: frozenset[str] | None = None
+    many: bool = True
+    path: str = "tool_choice"
+
+    def allowed(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
+        """Returns the tools that may be called."""
+        if self.mode == "none":
+            return []
+        return [tool for tool in tools if self.names is None or tool["function"]["name"] in self.names]
+
+    def check(self, tools: Sequence[JsonObject]) -> None:
+        """Raises `InvalidRequest` if a tool is named that is not offered, or one must be called and there is none."""
+        offered = {tool["function"]["name"] for tool in tools}
+        if missing := sorted((self.names or frozenset()) - offered):
+            raise InvalidRequest(
+                f"{self.path}: names {shown(missing[0])!r}, which is not among the tools of the request",
+                param=self.path,
+            )
+        if self.mode == "required" and not self.allowed(tools):
+            raise InvalidRequest(f"{self.path}: asks for a tool call, but no tool is offered", param=self.path)
+
+
+_MOST_KINDS = 32
+_told: set[str] = set()
+
+
+def note_left_out(kinds: Collection[str], whose: str) -> None:
+    """Says in the log that tools of these types are left out. It says so once for each type, as agents send them in
+    every request, and of the first 32 types only, as a client may make up any number."""
+    new = sorted(set(kinds) - _told)[: _MOST_KINDS - len(_told)]
+    if new:
+        _told.update(new)
+        log.info("[server] tools of these types are left out, %s run them: %s", whose, ", ".join(new))
+
+
+class NamesTools(Protocol):
+    """A tool choice that is an object."""
+
+    def neutral(self, *, many: bool) -> ToolChoice:
+        """Returns what it says. Without `many`, a reply has one call at most."""
+
+
+def openai_choice(
+    asked: Literal["auto", "none", "required"] | NamesTools | None,
+    *,
+    parallel: bool | None,
+    tools: Sequence[JsonObject],
+) -> ToolChoice:
+    """Returns what OpenAI's `tool_choice` and `parallel_tool_calls` say. Raises `InvalidRequest` as `check` does."""
+    many = parallel is not False
+    choice = ToolChoice(asked or "auto", many=many) if isinstance(asked, str | None) else asked.neutral(many=many)
+    choice.check(tools)
+    return choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a request asks for, whatever its API. A text or token ids as `prompt` are continued as they are.
+
+    The reply to a text is not parsed for reasoning and calls.
+    """
+
+    prompt: Conversation | str | list[int]
+    sampling: SamplingParams
+    tool_choice: ToolChoice = ToolChoice()
+    text_format: TextFormat | None = None
+    return_progress: bool = False
+    limit_path: str = "max_tokens"
+    """Where the client said how many tokens a choice has at most."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the client says what the reply must be."""
+        return self.text_format is not None or self.tool_choice.mode == "required"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Head:
+    """What is known of a reply before it begins."""
+
+    id: str
+    created: int
+    """Seconds since 1970."""
+    model: str
+    fingerprint: str
+    prompt_tokens: int
+    request_id: str
+    clamped_to: int | None = None
+    """Most tokens of a choice, if the request asked for more than the model has positions for."""
+    prompt: TokenIds | None = None
+    """The prompt's tokens, for what is stored of a reply: it goes with its prompt."""
+
+
+def json_text(value: object) -> bytes:
+    """Returns JSON without blanks. msgspec is ten times as fast as json, which keeps the interpreter's lock as long."""
+    try:
+        return msgspec.json.encode(value)
+    except (TypeError, ValueError, OverflowError):
+        # It takes no integers beyond 64 bits, which a schema may hold.
+        return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+
+
+@dataclass(frozen=True)
+class ServerSentEvent:
+    """An event of a stream. `data` that is an object is written as JSON; without `name` it is an unnamed event."""
+
+    data: JsonObject | str
+    name: str | None = None
+
+    def encode(self) -> bytes:
+        """Returns its bytes. JSON text contains no raw newline, so there is a single `data` line."""
+        name = f"event: {self.name}\n".encode() if self.name else b""
+        data = self.data
+        return b"%bdata: %b\n\n" % (name, data.encode() if isinstance(data, str) else json_text(data))
+
+
+class ReplyWriter(Protocol):
+    """Writes one reply: `whole`, or as a stream `begin`, `events` for each neutral event, and in the end `end`."""
+
+    def whole(self, reply: Reply) -> Json:
+        """Returns the body of a response that is not streamed."""
+
+    def begin(self) -> Sequence[ServerSentEvent]:
+        """Returns what is sent at once, before anything is computed. The stream's first bytes are sent in any case."""
+
+    def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
+        """Returns what can be sent after `event`; after the `DoneEvent`, which is the last one, all that is left."""
+
+    def keepalive(self) -> bytes:
+        """Returns what is sent in a stream, once it has begun, while there is nothing to send."""
+
+    def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
+        """Returns what ends a stream in which something failed."""
+
+
+class Dialect(Protocol[B]):
+    """One API that asks for replies."""
+
+    id_prefix: str
+    """Of the ids of replies."""
+    call_id_prefix: str
+    """Of the ids of tool calls."""
+
+    @property
+    def body(self) -> type[B]:
+        """The model of the request's body."""
+
+    def read(self, body: B, vocab_size: int, notes: Callable[[], TenantNotes]) -> Asked:
+        """Returns what a body asks for. `notes` opens the tenant's notes in the store.
+
+        It may take long, and wait for the disk. Raises `InvalidRequest`, with the path of the field, for what is not
+        served.
+        """
+
+    def writer(self, body: B, head: Head) -> ReplyWriter:
+        """Returns what writes the reply. It must not keep `body`: with images in it, it is too large for that."""
+
+
+_MOST_MESSAGE_CHARS = 1000
+"""Most messages cut what they repeat of a request. This limits messages of libraries that do not."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What went wrong, in any form."""
+
+    status: int
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+def fault_of(error: DiskPrefixError) -> Fault:
+    param = error.param and shown(error.param)
+    return Fault(error.http_status, one_line(error.message), error.error_type, param, error.code)
+
+
+def openai_error(fault: Fault) -> dict[str, Any]:
+    return {"error": {"message": fault.message, "type": fault.type, "param": fault.param, "code": fault.code}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(fault: Fault, request_id: str) -> dict[str, Any]:
+    """Returns an error in Anthropic's form, whose `details` tell what a program may need."""
+    kind = _ANTHROPIC_TYPES.get(fault.status, "invalid_request_error" if fault.status < 500 else "api_error")
+    details = {"error_code": fault.code, "param": fault.param}
+    error = {"type": kind, "message": fault.message, "details": details}
+    return {"type": "error", "error": error, "request_id": request_id}
+
+
+def one_line(message: str) -> str:
+    """Returns a message on one line, cut to a readable length."""
+    return shown(message, _MOST_MESSAGE_CHARS)

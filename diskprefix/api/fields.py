@@ -1,0 +1,435 @@
+"""The fields that several APIs share, strictly typed: sampling, the cache, marks; and what they ask of the engine.
+
+Unknown top-level fields are ignored, as other servers do. Inside `prefix_cache` nothing is ignored. Members of a union
+have tags that begin with `~`, which are left out of the `param` of an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.chat.messages import CacheMark, JsonObject
+from diskprefix.engine.request import SamplingParams
+from diskprefix.errors import InvalidRequest, SettingsError
+from diskprefix.nouns import MAX_VALUE, CacheOptions, Scope, Tenant
+from diskprefix.tenant_ids import group_of
+from diskprefix.units import parse_duration
+
+REFUSED = "refused"
+"""The type of errors whose message says all, and must not be completed with the value at fault."""
+
+
+def _fail_fast(schema: Any) -> None:
+    """Has each list and each object of any keys in a schema of pydantic's end with its first error."""
+    if isinstance(schema, dict):
+        if schema.get("type") in ("list", "dict"):
+            schema["fail_fast"] = True
+        for part in schema.values():
+            _fail_fast(part)
+    elif isinstance(schema, list | tuple):
+        for part in schema:
+            _fail_fast(part)
+
+
+class Body(BaseModel):
+    """A JSON object that is read strictly: "5" is not taken for 5, nor true for 1, and NaN is refused.
+
+    Its lists and objects are read up to the first error: an error takes two kilobytes, and only one is told.
+    """
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        schema = handler(source)
+        _fail_fast(schema)
+        return schema
+
+
+def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObject:
+    check(value)
+    return value
+
+
+AS_SENT = WrapValidator(_as_sent)
+"""Has an object checked, but kept as the client's dict, because the order of its keys is part of the prompt."""
+
+
+def by_json_type(expected: str) -> Discriminator:
+    """Chooses a member of a union by the JSON type of the value: `~text`, `~list` or `~object`.
+
+    `expected` completes the error for other types: "must be ...".
+    """
+    tags: dict[type, str] = {str: "~text", list: "~list", dict: "~object"}
+    return Discriminator(
+        lambda value: tags.get(type(value)),
+        custom_error_type="type",
+        custom_error_message=f"Input should be {expected}",
+    )
+
+
+def by_type(*types: str, expected: str, other: str | None = None) -> Discriminator:
+    """Chooses a member of a union by the field `type` of an object: `~` and the type, or `other` for types not listed.
+
+    `expected` completes the error if there is no such member: "must be ...".
+    """
+
+    def tag(value: object) -> str | None:
+        if not isinstance(value, dict):
+            return None
+        kind = value.get("type")
+        return f"~{kind}" if kind in types else other
+
+    return Discriminator(tag, custom_error_type="type", custom_error_message=f"Input should be {expected}")
+
+
+TextOrObject: TypeAlias = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[JsonObject, Tag("~object")],
+    by_json_type("JSON text or an object"),
+]
+
+
+NonEmpty: TypeAlias = Annotated[str, Field(min_length=1)]
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """What the text of a reply must be. `path` is where the client said so.
+
+    `source` is JSON text of a schema, a regular expression, a grammar in Lark, or a JSON list of texts.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    source: str
+    path: str
+
+    @classmethod
+    def of_json(
+        cls, kind: Literal["text", "json_object", "json_schema"], schema: JsonObject | None, path: str, of_schema: str
+    ) -> TextFormat | None:
+        """Returns what OpenAI's formats ask for, at `path`; None for any text. `of_schema` is where a schema stands
+        below it."""
+        if kind == "json_schema":
+            return cls(kind, json.dumps(schema), path + of_schema)
+        return cls(kind, "", path) if kind == "json_object" else None
+
+
+class StructuredOutputs(Body):
+    """What the text of the reply must be, in the form of vLLM. Exactly one of these is given."""
+
+    json_: TextOrObject | None = Field(default=None, alias="json", description="A JSON schema, or its text.")
+    json_object: Literal[True] | None = Field(default=None, description="Any JSON object.")
+    regex: NonEmpty | None = Field(default=None, description="A regular expression, in the syntax of Rust's regex.")
+    choice: list[NonEmpty] | None = Field(default=None, min_length=1, description="One of these texts.")
+    grammar: NonEmpty | None = Field(default=None, description="A grammar: Lark, as llguidance has it, or GBNF.")
+    structural_tag: None = Field(default=None, description="Not supported.")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> StructuredOutputs:
+        given = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
+        if sum(value is not None for value in given) != 1:
+            raise PydanticCustomError(REFUSED, "needs exactly one of json, json_object, regex, choice and grammar")
+        return self
+
+    @property
+    def text_format(self) -> TextFormat:
+        path = "structured_outputs"
+        if self.json_ is not None:
+            source = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            return TextFormat("json_schema", source, f"{path}.json")
+        if self.regex is not None:
+            return TextFormat("regex", self.regex, f"{path}.regex")
+        if self.choice is not None:
+            return TextFormat("choice", json.dumps(self.choice), f"{path}.choice")
+        if self.grammar is not None:
+            return TextFormat("grammar", self.grammar, f"{path}.grammar")
+        return TextFormat("json_object", "", f"{path}.json_object")
+
+
+class CacheControl(Body):
+    """A mark in the form of Anthropic's API."""
+
+    type: Literal["ephemeral"] = Field(description="`ephemeral`.")
+    ttl: Literal["5m", "1h"] | None = Field(default=None, description="Time to live after the last use.")
+
+    @property
+    def mark(self) -> CacheMark:
+        return CacheMark(None if self.ttl is None else {"5m": 300.0, "1h": 3600.0}[self.ttl])
+
+
+class Markable(Body):
+    """An object that may carry a mark."""
+
+    cache_control: CacheControl | None = Field(
+        default=None, description="Asks the disk cache to keep the prompt up to the end of this object."
+    )
+
+    @property
+    def mark(self) -> CacheMark | None:
+        return None if self.cache_control is None else self.cache_control.mark
+
+
+def _no_mark(value: object) -> object:
+    if value is not None:
+        raise PydanticCustomError(REFUSED, "is not allowed here; mark a message, a content part or a tool")
+    return value
+
+
+class Unmarkable(Body):
+    """An object that cannot carry a mark. A mark on it is refused, because it would have no effect."""
+
+    cache_control: Annotated[None, BeforeValidator(_no_mark)] = Field(default=None, description="Not allowed here.")
+
+
+MAX_COUNT = 2**31 - 1
+"""Largest number of tokens in a field; larger than any model's positions or vocabulary."""
+MAX_BIASES = 1024
+"""Each biased token costs time at every step."""
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+"""As long as a text may be the beginning of a stop string, it is not sent."""
+MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 8192, 1024, 1024
+"""Most messages or items of a conversation, content parts of a message, and tools. Chat templates write each of them,
+and what each adds is looked for in the prompt."""
+MAX_NAME_CHARS = 128
+"""Most characters of a tool's name. OpenAI and Anthropic take no longer ones, and MCP advises against them."""
+MAX_SALT_CHARS = 256
+MAX_CACHE_KEY_CHARS = 512
+
+ToolName: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+Count: TypeAlias = Annotated[int, Field(ge=1, le=MAX_COUNT)]
+
+Effort: TypeAlias = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
+    Field(description="Told to chat templates that know it; `none` also turns thinking off."),
+]
+
+MIN_TTL_S, MAX_TTL_S = 1, 2**31 - 1
+"""The longest time to live that the store can record."""
+
+
+def _checked_salt(value: object) -> object:
+    """The error does not repeat the salt: it may be a secret, and messages are logged."""
+    if value is None or (isinstance(value, str) and 1 <= len(value) <= MAX_SALT_CHARS):
+        return value
+    raise PydanticCustomError(REFUSED, f"must be a text of 1 to {MAX_SALT_CHARS} characters")
+
+
+Salt: TypeAlias = Annotated[
+    Any,
+    AfterValidator(_checked_salt),
+    WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_SALT_CHARS}),
+]
+
+
+class PrefixCacheOptions(Body, extra="forbid"):
+    """Options of the disk cache for this request. A field that is not listed here is refused, and so is null."""
+
+    scope: Annotated[
+        Any,
+        AfterValidator(lambda value: parse_scope(value, param="prefix_cache.scope")),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "integer", "minimum": 1, "maximum": MAX_VALUE}]}),
+    ] = Field(
+        default=None,
+        description="`off`, `full`, `auto`, `auto:N` (window of N recent prompts) or N (the first N prompt tokens).",
+        examples=["auto:8", "full", 1000],
+    )
+    window: int = Field(  # type: ignore[assignment]  # absent is None, but null is refused
+        default=None, ge=1, le=MAX_VALUE, description="Replaces the N of `auto:N`; for `auto` only.", examples=[8]
+    )
+    salt: Salt = Field(
+        default=None,
+        description="Only requests with the same salt find this request's state, and they find nothing else.",
+        examples=["user-7f3a"],
+    )
+    reuse_generated: bool = Field(  # type: ignore[assignment]  # absent is None, but null is refused
+        default=None,
+        description="Keep the reply's state, and restore that of earlier replies, which is not exact bit for bit. "
+        "Without effect where a model is exact at every token: then replies are kept by the scope.",
+    )
+    replay: bool = Field(
+        default=True,
+        description="`false`: the chat template writes all earlier replies anew, and this reply is not remembered.",
+    )
+    save: bool = Field(default=True, description="`false`: restore what is stored, but keep nothing of this request.")
+    ttl: Annotated[
+        Any,
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "number", "minimum": MIN_TTL_S, "maximum": MAX_TTL_S}]}),
+    ] = Field(
+        default=None,
+        description="Time to live after the last use: `90s`, `15m`, `12h`, `7d`, `2w` or seconds, up to 68 years. Wins "
+        "over `prompt_cache_retention`.",
+        examples=["1h", 300],
+    )
+
+    @field_validator("ttl", mode="after")
+    @classmethod
+    def _in_seconds(cls, value: object) -> float:
+        seconds: float | None = None
+        if isinstance(value, str):
+            with suppress(SettingsError):
+                seconds = parse_duration(value, param="prefix_cache.ttl")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            seconds = value
+        # Compared before the conversion, because JSON may hold integers that exceed every float.
+        if seconds is None or not MIN_TTL_S <= seconds <= MAX_TTL_S:
+            text = "must be a number of seconds or a time such as 90s, 15m, 12h or 7d, from 1 second to 68 years"
+            raise PydanticCustomError(REFUSED, text)
+        return float(seconds)
+
+
+class CacheFields(Body):
+    """What a request asks of the cache, in any API."""
+
+    prefix_cache: PrefixCacheOptions | None = Field(default=None, description="The disk cache, for this request only.")
+    prompt_cache_key: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_KEY_CHARS)] | None = Field(
+        default=None, description="Names a group of requests, which have an `auto` window of their own. Not a salt."
+    )
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = Field(
+        default=None, description="As `prefix_cache.ttl`: an hour (on disk all the same), or a day."
+    )
+    cache_salt: Salt = Field(default=None, description="As `prefix_cache.salt`; the name that vLLM gives it.")
+
+
+class SamplingFields(Body):
+    """How tokens are chosen, in any API: OpenAI's fields and vLLM's."""
+
+    temperature: float | None = Field(default=None, ge=0, le=2, description="Below 0.00001 it is greedy; default 1.")
+    top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling: smallest set with this mass.")
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_COUNT, description="Only the k likeliest; 0 or -1: all.")
+    min_p: float | None = Field(default=None, ge=0, le=1, description="Least probability, relative to the likeliest.")
+    seed: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1, description="Makes sampling repeatable.")
+    # Logits are multiplied and divided by it: outside of this range float32 may overflow to infinity and NaN.
+    repetition_penalty: float | None = Field(
+        default=None, ge=0.01, le=100, description="Above 1: tokens that were used before become less likely."
+    )
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Flat penalty on tokens used before.")
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Penalty for every earlier use.")
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        default=None, max_length=MAX_BIASES, description="Token id (as a string) → number added to its logit."
+    )
+
+
+StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]
+
+
+class RequestBody(CacheFields, SamplingFields):
+    """What the body of every request for a reply has, in any API."""
+
+    model: str | None = Field(default=None, description="Name of the served model. Absent: the served model.")
+    stream: bool | None = Field(default=None, description="Send the reply as server-sent events while it is made.")
+    structured_outputs: StructuredOutputs | None = Field(
+        default=None, description="What the text of the reply must be: vLLM's field."
+    )
+
+    @property
+    def reads_more(self) -> bool:
+        """Whether the prompt is made of things, too, that are stored."""
+        return False
+
+    def text_format_beside(self, own: TextFormat | None) -> TextFormat | None:
+        """Returns what the text must be. `own` is what the API's own field says.
+
+        Raises `InvalidRequest` if both say something.
+        """
+        if own is not None and self.structured_outputs is not None:
+            raise InvalidRequest(f"structured_outputs: is not allowed beside {own.path}", param="structured_outputs")
+        return own if self.structured_outputs is None else self.structured_outputs.text_format
+
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below are greedy, as in vLLM: logits divided by less may overflow float32."""
+
+_RETENTION_S = {"in_memory": 3600.0, "in-memory": 3600.0, "24h": 86400.0}
+"""The longest time for which OpenAI keeps a prompt under each of these names."""
+
+
+def sampling_params(
+    fields: SamplingFields,
+    vocab_size: int,
+    *,
+    max_tokens: int | None = None,
+    stop: Sequence[str] = (),
+    logprobs: int | None = None,
+    n: int | None = None,
+) -> SamplingParams:
+    """Raises `InvalidRequest` for unknown token ids. Each API has other names for what `fields` does not hold."""
+    temperature = 1.0 if fields.temperature is None else fields.temperature
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature if temperature >= _GREEDY_BELOW else 0.0,
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_k=max(fields.top_k or 0, 0),
+        min_p=fields.min_p or 0.0,
+        seed=fields.seed,
+        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(fields.logit_bias or {}, vocab_size),
+        stop=tuple(stop),
+        # The alternatives cannot be more than the vocabulary.
+        logprobs=None if logprobs is None else min(logprobs, vocab_size),
+        n=n or 1,
+    )
+
+
+def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
+    valid = {}
+    for key, value in bias.items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
+            raise InvalidRequest(
+                f"logit_bias: {key[:20]!r} is not a token id of this model (0 to {vocab_size - 1})", param="logit_bias"
+            )
+        valid[int(key)] = value
+    return valid
+
+
+def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant, reuse_generated: bool) -> CacheOptions:
+    """Returns what `body` asks of the disk cache. `scope` and `reuse_generated` are the daemon's own, as defaults.
+
+    Raises `InvalidScope` for a window with a scope that has none, and `InvalidRequest` for two salts that differ.
+    """
+    asked = body.prefix_cache or PrefixCacheOptions()
+    scope = asked.scope or scope
+    return CacheOptions(
+        scope=scope if asked.window is None else scope.with_window(asked.window),
+        tenant=tenant_of(body, caller),
+        group=b"" if body.prompt_cache_key is None else group_of(body.prompt_cache_key),
+        save=asked.save,
+        ttl_s=_RETENTION_S.get(body.prompt_cache_retention or "") if asked.ttl is None else asked.ttl,
+        reuse_generated=reuse_generated if asked.reuse_generated is None else asked.reuse_generated,
+        replay=asked.replay,
+    )
+
+
+def tenant_of(body: CacheFields, caller: Tenant) -> Tenant:
+    """Returns the tenant of a request: the caller, or the user of the caller whom a salt names.
+
+    Raises `InvalidRequest` for two salts that differ.
+    """
+    salt = body.prefix_cache.salt if body.prefix_cache else None
+    if salt is not None and body.cache_salt not in (None, salt):
+        raise InvalidRequest("cache_salt: differs from prefix_cache.salt; send one of them", param="cache_salt")
+    salt = salt or body.cache_salt
+    return caller if salt is None else caller.with_salt(salt)

@@ -1,0 +1,258 @@
+"""`POST /v1/completions`: a text or token ids are continued as they are."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Annotated, ClassVar, Literal, TypeAlias
+
+from pydantic import BeforeValidator, ConfigDict, Field, Tag
+from pydantic_core import PydanticCustomError
+
+from diskprefix.api.dialect import Asked, Head, Json, ServerSentEvent, fault_of, openai_error
+from diskprefix.api.fields import (
+    MAX_STOPS,
+    REFUSED,
+    Body,
+    Count,
+    RequestBody,
+    StopString,
+    Unmarkable,
+    by_json_type,
+    sampling_params,
+)
+from diskprefix.api.figures import figures_reply
+from diskprefix.api.reply import Choice, DeltaEvent, EndEvent, Reply, ReplyEvent
+from diskprefix.chat.output.events import ContentDelta
+from diskprefix.engine.request import DoneEvent, ProgressEvent, SamplingParams, TokenLogprob
+from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.store.notes import TenantNotes
+
+Stop: TypeAlias = Annotated[
+    Annotated[StopString, Tag("~text")] | Annotated[list[StopString], Field(max_length=MAX_STOPS), Tag("~list")],
+    by_json_type(f"a string or a list of up to {MAX_STOPS} strings"),
+]
+
+
+class StreamOptions(Body):
+    """What a stream contains besides the text."""
+
+    include_usage: bool | None = Field(
+        default=None, description="Send one more chunk with `usage` (and no choices) before `[DONE]`."
+    )
+
+
+class OpenAIBody(RequestBody, Unmarkable):
+    """What both bodies have."""
+
+    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
+    max_tokens: Count | None = Field(
+        default=None, description="Most tokens of a choice. Absent, or more than fit: as many as fit."
+    )
+    stop: Stop | None = Field(default=None, description="Text that ends the reply; it is not part of it.")
+    n: int | None = Field(default=None, ge=1, le=16, description="How many choices to generate.")
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling(self, vocab_size: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Raises `InvalidRequest` for unknown token ids, and for options of a stream without a stream."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
+        stop = self.stop or ()
+        return sampling_params(
+            self,
+            vocab_size,
+            max_tokens=max_tokens,
+            stop=(stop,) if isinstance(stop, str) else stop,
+            logprobs=logprobs,
+            n=self.n,
+        )
+
+
+DONE = ServerSentEvent("[DONE]")
+
+
+class OpenAIWriter(ABC):
+    """Writes a reply in OpenAI's form. `whole_choice` and the others return what is in `choices` besides the index.
+
+    The finish chunk of the last choice waits for the `DoneEvent`, because the last chunk of a stream has `prefix_cache`
+    and `timings`. With `include_usage`, one more chunk without choices follows and has them.
+    """
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, head: Head, *, include_usage: bool, with_logprobs: bool) -> None:
+        self._head = head
+        self._include_usage = include_usage
+        self.with_logprobs = with_logprobs
+        self._held: list[Json] = []
+        self._reasoning_tokens = 0
+
+    @abstractmethod
+    def whole_choice(self, choice: Choice) -> Json: ...
+
+    @abstractmethod
+    def chunk_choices(self, event: DeltaEvent) -> list[Json]:
+        """Returns one object for each chunk."""
+
+    @abstractmethod
+    def end_choice(self, event: EndEvent) -> Json: ...
+
+    def whole(self, reply: Reply) -> Json:
+        choices = [
+            {"index": choice.index, **self.whole_choice(choice), "finish_reason": choice.reason}
+            for choice in reply.choices
+        ]
+        return {
+            **self._envelope(self.whole_object),
+            "choices": choices,
+            "usage": usage_reply(reply.done, reply.reasoning_tokens),
+            **figures_reply(reply.done, self._head.clamped_to),
+        }
+
+    def begin(self) -> Sequence[ServerSentEvent]:
+        return ()
+
+    def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
+        if isinstance(event, DoneEvent):
+            return [*map(ServerSentEvent, self._last(event)), DONE]
+        if isinstance(event, ProgressEvent):
+            return [ServerSentEvent(self._chunk(None, {}, None) | {"prompt_progress": _progress(event)})]
+        if isinstance(event, EndEvent):
+            self._reasoning_tokens += event.reasoning_tokens
+            ready, self._held = self._held, [self._chunk(event.choice, self.end_choice(event), event.reason)]
+        else:
+            new = [self._chunk(event.choice, choice, None) for choice in self.chunk_choices(event)]
+            ready, self._held = [*self._held, *new], []
+        return [ServerSentEvent(chunk) for chunk in ready]
+
+    def keepalive(self) -> bytes:
+        return b": keepalive\n\n"
+
+    def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
+        return [ServerSentEvent(openai_error(fault_of(error)))]
+
+    def _envelope(self, kind: str) -> Json:
+        head = self._head
+        return {
+            "id": head.id,
+            "object": kind,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+        }
+
+    def _chunk(self, index: int | None, choice: Json, reason: str | None) -> Json:
+        choices = [] if index is None else [{"index": index, **choice, "finish_reason": reason}]
+        usage = {"usage": None} if self._include_usage else {}
+        return {**self._envelope(self.chunk_object), **usage, "choices": choices}
+
+    def _last(self, done: DoneEvent) -> list[Json]:
+        figures = figures_reply(done, self._head.clamped_to)
+        if self._include_usage:
+            return [
+                *self._held,
+                {**self._chunk(None, {}, None), "usage": usage_reply(done, self._reasoning_tokens), **figures},
+            ]
+        return [{**chunk, **figures} for chunk in self._held or [self._chunk(None, {}, None)]]
+
+
+def usage_reply(done: DoneEvent, reasoning_tokens: int) -> Json:
+    usage = done.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning_tokens},
+    }
+
+
+def _progress(event: ProgressEvent) -> Json:
+    """As llama.cpp's server has it."""
+    return {
+        "total": event.total,
+        "cache": event.cached,
+        "processed": event.processed,
+        "time_ms": round(event.elapsed_ms, 2),
+    }
+
+
+def _only_prompt(value: object) -> object:
+    """Returns the prompt of a list that holds one prompt, and any other value as it is."""
+    if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
+        return value
+    if len(value) > 1:
+        raise PydanticCustomError(
+            REFUSED, f"{len(value)} prompts in one request are not supported; send them one by one"
+        )
+    return value[0]
+
+
+class CompletionRequest(OpenAIBody):
+    """`POST /v1/completions`."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The three longest rivers are"}})
+
+    prompt: Annotated[
+        Annotated[str, Field(min_length=1), Tag("~text")] | Annotated[list[int], Field(min_length=1), Tag("~list")],
+        by_json_type("a string or a list of token ids"),
+        BeforeValidator(_only_prompt),
+    ] = Field(description="Text, or token ids; or a list that holds exactly one of these.")
+    logprobs: int | None = Field(default=None, ge=0, le=20, description="So many alternatives for every token.")
+    echo: Literal[False] | None = Field(default=None, description="Not supported.")
+    suffix: Literal[""] | None = Field(default=None, description="Not supported.")
+    best_of: int | None = Field(default=None, ge=1, le=16, description="Not supported, unless equal to `n`.")
+
+
+class Completions:
+    body = CompletionRequest
+    id_prefix = "cmpl-"
+    call_id_prefix = ""
+
+    def read(self, body: CompletionRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
+        if body.best_of not in (None, body.n or 1):
+            raise InvalidRequest("best_of: must be equal to n", param="best_of")
+        sampling = body.sampling(vocab_size, body.max_tokens, body.logprobs)
+        return Asked(prompt=body.prompt, sampling=sampling, text_format=body.text_format_beside(None))
+
+    def writer(self, body: CompletionRequest, head: Head) -> OpenAIWriter:
+        return CompletionWriter(head, include_usage=body.include_usage, with_logprobs=body.logprobs is not None)
+
+
+class CompletionWriter(OpenAIWriter):
+    whole_object = chunk_object = "text_completion"
+
+    def __init__(self, head: Head, *, include_usage: bool, with_logprobs: bool) -> None:
+        super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
+        self._sent_chars: dict[int, int] = {}
+        """By choice."""
+
+    def whole_choice(self, choice: Choice) -> Json:
+        return {"text": choice.content, "logprobs": _logprobs(choice.tokens, 0) if self.with_logprobs else None}
+
+    def chunk_choices(self, event: DeltaEvent) -> list[Json]:
+        text = "".join(delta.text for delta in event.deltas if isinstance(delta, ContentDelta))
+        sent = self._sent_chars.get(event.choice, 0)
+        self._sent_chars[event.choice] = sent + len(text)
+        return [{"text": text, "logprobs": _logprobs(event.tokens, sent) if event.tokens else None}]
+
+    def end_choice(self, _event: EndEvent) -> Json:
+        return {"text": "", "logprobs": None}
+
+
+def _logprobs(tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
+    """Returns the log probabilities. `text_offset` is the number of characters before the first token."""
+    offsets = []
+    for token in tokens:
+        offsets.append(text_offset)
+        text_offset += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": [{alternative.text: alternative.logprob for alternative in token.top} for token in tokens],
+        "text_offset": offsets,
+    }

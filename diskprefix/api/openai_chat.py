@@ -1,0 +1,211 @@
+"""`POST /v1/chat/completions`: a conversation, with tools, reasoning and constrained replies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, Literal, cast
+
+from pydantic import ConfigDict, Field, field_validator
+
+from diskprefix.api.dialect import Asked, Head, Json, ToolChoice, openai_choice
+from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Count, Effort, TextFormat
+from diskprefix.api.openai import OpenAIBody, OpenAIWriter
+from diskprefix.api.openai_messages import (
+    MessageBody,
+    ResponseFormat,
+    ToolAsSent,
+    ToolChoiceField,
+    marks_of,
+    without_marks,
+)
+from diskprefix.api.reply import CallBegin, Choice, DeltaEvent, EndEvent, ReplyDelta
+from diskprefix.chat.messages import Conversation, Ending, JsonObject
+from diskprefix.chat.output.events import ContentDelta, ReasoningDelta
+from diskprefix.engine.request import TokenLogprob
+from diskprefix.errors import InvalidRequest
+from diskprefix.store.notes import TenantNotes
+
+
+class ChatRequest(OpenAIBody):
+    """`POST /v1/chat/completions`."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"example": {"messages": [{"role": "user", "content": "Name three rivers."}]}}
+    )
+
+    messages: list[MessageBody] = Field(
+        min_length=1, max_length=MAX_MESSAGES, description="The conversation, oldest message first."
+    )
+    max_completion_tokens: Count | None = Field(default=None, description="Takes precedence over `max_tokens`.")
+    logprobs: bool | None = Field(default=None, description="Return the log probability of every token of the reply.")
+    top_logprobs: int | None = Field(default=None, ge=0, le=20, description="And of its most likely alternatives.")
+    tools: Annotated[list[ToolAsSent], Field(max_length=MAX_TOOLS)] | None = Field(
+        default=None, description="Functions offered to the model by its template."
+    )
+    tool_choice: ToolChoiceField | None = Field(
+        default=None, description="`auto`, `none`, `required`, a function, or `allowed_tools`."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="`false`: at most one call in a reply.")
+    response_format: ResponseFormat | None = Field(default=None, description="JSON, or JSON of a schema.")
+    reasoning_effort: Effort = None
+    chat_template_kwargs: JsonObject | None = Field(default=None, description="Variables for the chat template.")
+    add_generation_prompt: bool | None = Field(
+        default=None, description="`false`: the prompt does not end with the start of a reply."
+    )
+    continue_final_message: bool | None = Field(
+        default=None,
+        description="The reply goes on with the last message. Absent: it does so if that is an assistant's text.",
+    )
+    return_progress: bool | None = Field(
+        default=None, description="Tell in the stream how much of the prompt is computed, as `prompt_progress`."
+    )
+    modalities: list[Literal["text"]] | None = Field(default=None, description="Only `text`.")
+    audio: None = Field(default=None, description="Not supported.")
+    web_search_options: None = Field(default=None, description="Not supported.")
+    functions: None = Field(default=None, description="Not supported (deprecated by OpenAI): use `tools`.")
+    function_call: None = Field(default=None, description="Not supported (deprecated by OpenAI): use `tool_choice`.")
+
+    @field_validator("messages", mode="after")
+    @classmethod
+    def _only_a_tool_call_needs_no_content(cls, messages: list[MessageBody]) -> list[MessageBody]:
+        for index, message in enumerate(messages):
+            says_more = message.role == "assistant" and (message.tool_calls or message.neutral("").reasoning)
+            if message.content is None and not says_more:
+                param = f"messages.{index}.content"
+                raise InvalidRequest(f"{param}: is required in a message of role {message.role}", param=param)
+        return messages
+
+    @property
+    def conversation(self) -> Conversation:
+        """What the prompt is rendered from. `tool_choice: none` leaves the tools out."""
+        tools = cast("list[JsonObject]", self.tools or []) if self.tool_choice != "none" else []
+        return Conversation(
+            messages=[message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)],
+            tools=[without_marks(tool) for tool in tools] or None,
+            tool_marks=tuple(marks_of(tools)),
+            tool_paths=[f"tools.{index}.function.parameters" for index in range(len(tools))],
+            reasoning_effort=self.reasoning_effort,
+            template_variables=self.chat_template_kwargs or {},
+            ending=self._ending,
+        )
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Raises `InvalidRequest` for a tool that is not offered."""
+        tools = cast("list[JsonObject]", self.tools or [])
+        return openai_choice(self.tool_choice, parallel=self.parallel_tool_calls, tools=tools)
+
+    @property
+    def text_format(self) -> TextFormat | None:
+        return self.text_format_beside(None if self.response_format is None else self.response_format.text_format)
+
+    @property
+    def _ending(self) -> Ending:
+        last = self.messages[-1]
+        if self.continue_final_message:
+            self._require_continuable(last)
+            return "continue"
+        if self.add_generation_prompt is False:
+            return "none"
+        is_begun = last.role == "assistant" and last.content and not last.tool_calls
+        if is_begun and self.add_generation_prompt is None and self.continue_final_message is None:
+            return "continue"
+        return "reply"
+
+    def _require_continuable(self, last: MessageBody) -> None:
+        """Raises `InvalidRequest` if the reply cannot go on with the last message."""
+        param = "continue_final_message"
+        if self.add_generation_prompt:
+            raise InvalidRequest(f"{param}: is not allowed beside add_generation_prompt", param=param)
+        if last.role != "assistant" or not last.content or last.tool_calls:
+            raise InvalidRequest(f"{param}: needs a last message of role assistant with text alone", param=param)
+
+
+class Chat:
+    body = ChatRequest
+    id_prefix = "chatcmpl-"
+    call_id_prefix = "call_"
+
+    def read(self, body: ChatRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
+        if body.top_logprobs is not None and not body.logprobs:
+            raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
+        max_tokens = body.max_completion_tokens or body.max_tokens
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        sampling = body.sampling(vocab_size, max_tokens, logprobs)
+        return Asked(
+            prompt=body.conversation,
+            sampling=sampling,
+            tool_choice=body.choice,
+            text_format=body.text_format,
+            return_progress=bool(body.return_progress and body.stream),
+            limit_path="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
+        )
+
+    def writer(self, body: ChatRequest, head: Head) -> OpenAIWriter:
+        return ChatWriter(head, include_usage=body.include_usage, with_logprobs=bool(body.logprobs))
+
+
+class ChatWriter(OpenAIWriter):
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def __init__(self, head: Head, *, include_usage: bool, with_logprobs: bool) -> None:
+        super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
+        self._begun: set[int] = set()
+
+    def whole_choice(self, choice: Choice) -> Json:
+        message: Json = {
+            "role": "assistant",
+            "content": choice.content or (None if choice.calls else ""),
+            "refusal": None,
+        }
+        if choice.reasoning:
+            message |= _reasoning(choice.reasoning)
+        if choice.calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in choice.calls
+            ]
+        return {"message": message, "logprobs": _logprobs(choice.tokens) if self.with_logprobs else None}
+
+    def chunk_choices(self, event: DeltaEvent) -> list[Json]:
+        deltas = [_delta(delta) for delta in event.deltas] or [{}]
+        if event.choice not in self._begun:
+            self._begun.add(event.choice)
+            deltas[0] = {"role": "assistant", "content": ""} | deltas[0]
+        choices: list[Json] = [{"delta": delta, "logprobs": None} for delta in deltas]
+        if event.tokens:
+            choices[0]["logprobs"] = _logprobs(event.tokens)
+        return choices
+
+    def end_choice(self, _event: EndEvent) -> Json:
+        return {"delta": {}, "logprobs": None}
+
+
+def _delta(delta: ReplyDelta) -> Json:
+    if isinstance(delta, ContentDelta):
+        return {"content": delta.text}
+    if isinstance(delta, ReasoningDelta):
+        return _reasoning(delta.text)
+    if isinstance(delta, CallBegin):
+        function = {"name": delta.name, "arguments": ""}
+        return {"tool_calls": [{"index": delta.index, "id": delta.id, "type": "function", "function": function}]}
+    return {"tool_calls": [{"index": delta.index, "function": {"arguments": delta.arguments}}]}
+
+
+def _reasoning(text: str) -> Json:
+    """Under both names: that of DeepSeek, llama.cpp and SGLang, and that of OpenRouter and vLLM."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _logprobs(tokens: Sequence[TokenLogprob]) -> Json:
+    return {
+        "content": [{**_logprob(t), "top_logprobs": [_logprob(alternative) for alternative in t.top]} for t in tokens],
+        "refusal": None,
+    }
+
+
+def _logprob(token: TokenLogprob) -> Json:
+    # A token that is a part of a character decodes to U+FFFD, whose bytes are not those of the token.
+    encoded = None if "�" in token.text else list(token.text.encode("utf-8", "replace"))
+    return {"token": token.text, "logprob": token.logprob, "bytes": encoded}

@@ -1,0 +1,279 @@
+"""The fields with which OpenAI's chat API says what the reply must be: `tool_choice` and `response_format`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from diskprefix.api.dialect import ToolChoice
+from diskprefix.api.fields import (
+    AS_SENT,
+    MAX_PARTS,
+    REFUSED,
+    Body,
+    CacheControl,
+    Markable,
+    TextFormat,
+    TextOrObject,
+    ToolName,
+    Unmarkable,
+    by_json_type,
+)
+from diskprefix.chat.messages import (
+    AudioPart,
+    CacheMark,
+    ContentPart,
+    ImagePart,
+    JsonObject,
+    Message,
+    OtherPart,
+    Role,
+    TextPart,
+    ToolCall,
+)
+
+
+class TextPartBody(Markable):
+    """Text in the content of a message."""
+
+    type: Literal["text"] = Field(description="`text`.")
+    text: str = Field(description="The text itself.")
+
+
+class ImageUrl(Unmarkable):
+    """An image that is sent inside the request."""
+
+    url: str = Field(description="`data:image/png;base64,…`: PNG, JPEG, WebP, GIF or BMP. No other URL is fetched.")
+    detail: Literal["auto", "low", "high"] | None = Field(default=None, description="Accepted and ignored.")
+
+
+class ImagePartBody(Markable):
+    """An image, for models that take images."""
+
+    type: Literal["image_url"] = Field(description="`image_url`.")
+    image_url: ImageUrl
+
+
+class InputAudio(Unmarkable):
+    """A sound that is sent inside the request."""
+
+    data: str = Field(description="A WAV file with PCM samples, in base64.")
+    format: Literal["wav"] = Field(description="`wav`; convert other sounds.")
+
+
+class AudioPartBody(Markable):
+    """A sound, for models that take audio."""
+
+    type: Literal["input_audio"] = Field(description="`input_audio`.")
+    input_audio: InputAudio
+
+
+class OtherPartBody(Body):
+    """A content part of a kind that no model here takes. It is read so that the error can name its type."""
+
+    type: Literal["text", "image_url", "input_audio", "video_url", "file"]
+
+
+def _kind_of_part(value: object) -> str | None:
+    """Returns the tag of a content part; None for a value that is not an object.
+
+    An object of an unknown type becomes an `OtherPartBody`, whose error names the type.
+    """
+    kinds = {"text": "~text", "image_url": "~image", "input_audio": "~audio"}
+    return kinds.get(str(value.get("type")), "~other") if isinstance(value, dict) else None
+
+
+PartBody: TypeAlias = Annotated[
+    Annotated[TextPartBody, Tag("~text")]
+    | Annotated[ImagePartBody, Tag("~image")]
+    | Annotated[AudioPartBody, Tag("~audio")]
+    | Annotated[OtherPartBody, Tag("~other")],
+    Discriminator(
+        _kind_of_part,
+        custom_error_type="type",
+        custom_error_message="Input should be a content part whose type is text, image_url or input_audio",
+    ),
+]
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("~text")] | Annotated[list[PartBody], Field(max_length=MAX_PARTS), Tag("~list")],
+    by_json_type("a string or a list of content parts"),
+]
+
+
+class FunctionCall(Unmarkable):
+    """The function that the assistant called."""
+
+    name: str = Field(min_length=1, description="Name of the function.")
+    arguments: TextOrObject = Field(description="Its arguments: JSON text, as OpenAI sends it, or an object.")
+
+
+class ToolCallBody(Unmarkable):
+    """A tool call of an earlier assistant message."""
+
+    id: str | None = Field(default=None, description="The `tool_call_id` of the tool's answer refers to it.")
+    type: Literal["function"] = Field(default="function", description="Always `function`.")
+    function: FunctionCall
+
+
+class MessageBody(Markable):
+    """One message of the conversation."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "anyOf": [
+                {"properties": {"role": {"const": "assistant"}}},
+                {"properties": {"content": {"not": {"type": "null"}}}, "required": ["content"]},
+            ]
+        }
+    )
+
+    role: Role = Field(description="Who speaks. `developer` becomes `system` unless the chat template knows it.")
+    content: Content | None = Field(
+        default=None, description="Text, or a list of content parts. An assistant message with tool calls needs none."
+    )
+    name: str | None = Field(default=None, description="Name of the speaker, for chat templates that render it.")
+    tool_calls: Annotated[list[ToolCallBody], Field(max_length=MAX_PARTS)] | None = Field(
+        default=None, description="Tool calls of an assistant message."
+    )
+    tool_call_id: str | None = Field(default=None, description="In a tool message: the call that it answers.")
+    reasoning_content: str | None = Field(default=None, description="The reasoning of the assistant.")
+    reasoning: str | None = Field(default=None, description="The same, as other servers name it.")
+
+    def neutral(self, path: str) -> Message:
+        """Returns the message. `path` is where it stood in the body."""
+        content = self.content
+        parts: tuple[ContentPart, ...] = ()
+        if isinstance(content, str):
+            parts = (TextPart(content, f"{path}.content"),)
+        elif content is not None:
+            parts = tuple(_part(part, f"{path}.content.{index}") for index, part in enumerate(content))
+        return Message(
+            role=self.role,
+            content=parts,
+            name=self.name,
+            tool_calls=tuple(
+                ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ()
+            ),
+            tool_call_id=self.tool_call_id,
+            reasoning=self.reasoning if self.reasoning_content is None else self.reasoning_content,
+            mark=self.mark,
+            path=path,
+        )
+
+
+def _part(part: TextPartBody | ImagePartBody | AudioPartBody | OtherPartBody, path: str) -> ContentPart:
+    if isinstance(part, TextPartBody):
+        return TextPart(part.text, f"{path}.text", part.mark)
+    if isinstance(part, ImagePartBody):
+        return ImagePart(part.image_url.url, path, f"{path}.image_url.url")
+    if isinstance(part, AudioPartBody):
+        return AudioPart(part.input_audio.data, path, f"{path}.input_audio.data")
+    return OtherPart(part.type, path)
+
+
+class ToolFunction(Markable, extra="allow"):
+    """A function that the model may call. A mark on it counts as a mark on its tool."""
+
+    name: ToolName = Field(description="Name of the function.")
+    description: str | None = Field(default=None, description="What it does, for the model to read.")
+    parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
+
+
+class Tool(Markable, extra="allow"):
+    """A tool. The chat template gets it as the client sent it, without `cache_control`."""
+
+    type: Literal["function"] = Field(description="Always `function`.")
+    function: ToolFunction
+
+
+def without_marks(tool: JsonObject) -> JsonObject:
+    """Returns `tool` without marks. Marks are not part of the prompt, and must not change it."""
+    unmarked = {name: value for name, value in tool.items() if name != "cache_control"}
+    function = {name: value for name, value in tool["function"].items() if name != "cache_control"}
+    return unmarked | {"function": function}
+
+
+ToolAsSent: TypeAlias = Annotated[Tool, AS_SENT]
+
+
+def marks_of(tools: list[JsonObject]) -> Iterator[tuple[int, CacheMark]]:
+    """Returns the marks on tools and their functions, each with the index of its tool."""
+    for index, tool in enumerate(tools):
+        for marked in (tool["function"], tool):
+            if marked.get("cache_control") is not None:
+                yield index, CacheControl.model_validate(marked["cache_control"]).mark
+
+
+class NamedFunction(Body):
+    name: str = Field(min_length=1, description="Name of an offered function.")
+
+
+class FunctionReference(Body):
+    """One of the offered functions."""
+
+    type: Literal["function"] = Field(description="Always `function`.")
+    function: NamedFunction
+
+
+class AllowedTools(Body):
+    """Some of the offered functions. The prompt shows all of them, so it stays the same."""
+
+    mode: Literal["auto", "required"] = Field(description="Whether one of them must be called.")
+    tools: list[FunctionReference] = Field(min_length=1, description="Those that may be called.")
+
+
+class ToolChoiceBody(Body):
+    """The function that must be called, or those that may be."""
+
+    type: Literal["function", "allowed_tools"] = Field(description="Which of the other fields is given.")
+    function: NamedFunction | None = Field(default=None, description="The one that must be called.")
+    allowed_tools: AllowedTools | None = Field(default=None, description="Those that may be called.")
+
+    @model_validator(mode="after")
+    def _has_what_its_type_says(self) -> ToolChoiceBody:
+        if getattr(self, self.type) is None:
+            raise PydanticCustomError(REFUSED, f"of type {self.type} needs the field {self.type}")
+        return self
+
+    def neutral(self, *, many: bool) -> ToolChoice:
+        if self.function is not None:
+            return ToolChoice("required", frozenset({self.function.name}), many=False)
+        assert self.allowed_tools is not None, "one of both is given"
+        names = frozenset(tool.function.name for tool in self.allowed_tools.tools)
+        return ToolChoice(self.allowed_tools.mode, names, many=many)
+
+
+ToolChoiceField: TypeAlias = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("~text")] | Annotated[ToolChoiceBody, Tag("~object")],
+    by_json_type("auto, none, required or an object"),
+]
+
+
+class JsonSchemaFormat(Body):
+    """A reply that follows a JSON schema."""
+
+    name: str | None = Field(default=None, description="Accepted and ignored.")
+    description: str | None = Field(default=None, description="Accepted and ignored.")
+    schema_: JsonObject = Field(alias="schema", description="The JSON schema.")
+    strict: bool | None = Field(default=None, description="Accepted and ignored: every reply follows the schema.")
+
+
+class ResponseFormat(Body):
+    """The format of the reply's text."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is any text.")
+    json_schema: JsonSchemaFormat | None = Field(default=None, description="With the type `json_schema`.")
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise PydanticCustomError(REFUSED, "of type json_schema needs the field json_schema")
+        return self
+
+    @property
+    def text_format(self) -> TextFormat | None:
+        schema = None if self.json_schema is None else self.json_schema.schema_
+        return TextFormat.of_json(self.type, schema, "response_format", ".json_schema.schema")

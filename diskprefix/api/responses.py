@@ -1,0 +1,376 @@
+"""`POST /v1/responses`: a conversation as items, with stored responses that can be continued."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Annotated, Literal, TypeAlias, cast
+
+import msgspec
+from pydantic import ConfigDict, Field, StringConstraints, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from diskprefix.api.dialect import Asked, Head, Json, ToolChoice, json_text, note_left_out, openai_choice
+from diskprefix.api.fields import (
+    AS_SENT,
+    MAX_TOOLS,
+    REFUSED,
+    Body,
+    CacheControl,
+    Count,
+    Effort,
+    Markable,
+    RequestBody,
+    TextFormat,
+    ToolName,
+    Unmarkable,
+    by_json_type,
+    by_type,
+    sampling_params,
+)
+from diskprefix.api.responses_items import (
+    Input,
+    MessageItem,
+    ReferenceItem,
+    SpokenItem,
+    messages_of,
+    stored_form,
+)
+from diskprefix.api.responses_store import MAX_STORED_BYTES, ResponseStore, Said
+from diskprefix.api.responses_writer import ResponseWriter
+from diskprefix.chat.messages import CacheMark, Conversation, JsonObject, Message, TextPart
+from diskprefix.errors import InvalidRequest
+from diskprefix.printable import shown
+from diskprefix.store.notes import TenantNotes
+from diskprefix.units import format_size
+
+
+class FunctionTool(Markable):
+    """A function that the model may call."""
+
+    type: Literal["function"] = Field(description="`function`. Tools of other types are skipped.")
+    name: ToolName = Field(description="Name of the function.")
+    description: str | None = Field(default=None, description="What it does, for the model to read.")
+    parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
+    strict: bool | None = Field(default=None, description="Accepted; calls that must be made follow the schema.")
+
+
+class OtherTool(Body):
+    """A tool that OpenAI would run, such as `web_search`. It is skipped."""
+
+    type: str = Field(min_length=1)
+
+
+ToolAsSent: TypeAlias = Annotated[
+    Annotated[
+        Annotated[FunctionTool, Tag("~function")] | Annotated[OtherTool, Tag("~other")],
+        by_type("function", expected="an object", other="~other"),
+    ],
+    AS_SENT,
+]
+
+
+class Tools:
+    """The functions among the tools of a request, in the form of OpenAI's chat API."""
+
+    def __init__(self, sent: Sequence[JsonObject]) -> None:
+        self.functions: list[JsonObject] = []
+        self.marks: list[tuple[int, CacheMark]] = []
+        self.paths: list[str] = []
+        """Where the schema of each one's arguments stood."""
+        skipped = set()
+        for index, tool in enumerate(sent):
+            if tool["type"] != "function":
+                skipped.add(shown(tool["type"]))
+                continue
+            if tool.get("cache_control") is not None:
+                mark = CacheControl.model_validate(tool["cache_control"]).mark
+                self.marks.append((len(self.functions), mark))
+            self.functions.append({"type": "function", "function": _function(tool)})
+            self.paths.append(f"tools.{index}.parameters")
+        note_left_out(skipped, "OpenAI's servers")
+
+
+def _function(tool: JsonObject) -> JsonObject:
+    """`strict` is left out: it says nothing to a model."""
+    kept = ("name", "description", "parameters")
+    return {name: value for name, value in tool.items() if name in kept and value is not None}
+
+
+class ChosenFunction(Body):
+    """One of the offered functions."""
+
+    type: Literal["function"] = Field(description="Always `function`.")
+    name: str = Field(min_length=1, description="Name of an offered function.")
+
+
+class ToolChoiceBody(Body):
+    """The function that must be called, or those that may be."""
+
+    type: Literal["function", "allowed_tools"] = Field(description="Tools of other types are not served.")
+    name: str | None = Field(default=None, min_length=1, description="The function that must be called.")
+    mode: Literal["auto", "required"] | None = Field(default=None, description="Whether one of `tools` must be called.")
+    tools: list[ChosenFunction] | None = Field(default=None, min_length=1, description="Those that may be called.")
+
+    @model_validator(mode="after")
+    def _has_what_its_type_says(self) -> ToolChoiceBody:
+        needed = ("name",) if self.type == "function" else ("mode", "tools")
+        for name in needed:
+            if getattr(self, name) is None:
+                raise PydanticCustomError(REFUSED, f"of type {self.type} needs the field {name}")
+        return self
+
+    def neutral(self, *, many: bool) -> ToolChoice:
+        if self.name is not None and self.type == "function":
+            return ToolChoice("required", frozenset({self.name}), many=False)
+        names = frozenset(tool.name for tool in self.tools or ())
+        return ToolChoice(self.mode or "auto", names, many=many)
+
+
+ToolChoiceField: TypeAlias = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("~text")] | Annotated[ToolChoiceBody, Tag("~object")],
+    by_json_type("auto, none, required or an object"),
+]
+
+
+_LOGPROBS = "message.output_text.logprobs"
+
+MetadataKey: TypeAlias = Annotated[str, StringConstraints(max_length=64)]
+MetadataValue: TypeAlias = Annotated[str, StringConstraints(max_length=512)]
+
+
+class FormatBody(Body):
+    """The format of the reply's text."""
+
+    type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is any text.")
+    name: str | None = Field(default=None, description="Accepted and ignored.")
+    description: str | None = Field(default=None, description="Accepted and ignored.")
+    schema_: JsonObject | None = Field(default=None, alias="schema", description="With `json_schema`: the schema.")
+    strict: bool | None = Field(default=None, description="Accepted and ignored: every reply follows the schema.")
+
+    @model_validator(mode="after")
+    def _has_a_schema(self) -> FormatBody:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise PydanticCustomError(REFUSED, "of type json_schema needs the field schema")
+        return self
+
+    @property
+    def text_format(self) -> TextFormat | None:
+        return TextFormat.of_json(self.type, self.schema_, "text.format", ".schema")
+
+
+class TextBody(Body):
+    """What the text of the reply must be."""
+
+    format: FormatBody | None = Field(default=None, description="JSON, or JSON of a schema.")
+    verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="Accepted and ignored.")
+
+
+class ReasoningBody(Body):
+    """How much the model thinks, and how this is shown."""
+
+    effort: Effort = None
+    summary: Literal["auto", "concise", "detailed"] | None = Field(
+        default=None, description="With any value, the whole reasoning is the `summary` of its item, not the `content`."
+    )
+    generate_summary: Literal["auto", "concise", "detailed"] | None = Field(default=None, description="As `summary`.")
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_obfuscation: bool | None = Field(default=None, description="Accepted and ignored.")
+
+
+class ResponseRequest(RequestBody, Unmarkable):
+    """`POST /v1/responses`."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"input": "Name three rivers."}})
+
+    input: Input | None = Field(default=None, description="A user's text, or the items of a conversation.")
+    instructions: str | None = Field(default=None, description="A system message before everything else.")
+    previous_response_id: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None, description="A stored response, whose input and output come before `input`."
+    )
+    store: bool | None = Field(default=None, description="`false`: the response is not stored. Default: true.")
+    max_output_tokens: Count | None = Field(
+        default=None, description="Most tokens of the reply. Absent, or more than fit: as many as fit."
+    )
+    tools: Annotated[list[ToolAsSent], Field(max_length=MAX_TOOLS)] | None = Field(
+        default=None, description="Functions. Tools of other types are skipped."
+    )
+    tool_choice: ToolChoiceField | None = Field(
+        default=None, description="`auto`, `none`, `required`, a function, or `allowed_tools`."
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="`false`: at most one call in a reply.")
+    text: TextBody | None = Field(default=None, description="The format of the text.")
+    reasoning: ReasoningBody | None = Field(default=None, description="Reasoning.")
+    include: list[str] | None = Field(default=None, description=f"`{_LOGPROBS}`; others are accepted and ignored.")
+    top_logprobs: int | None = Field(default=None, ge=0, le=20, description=f"With `include: [{_LOGPROBS}]`.")
+    metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = Field(
+        default=None, description="Comes back with the response."
+    )
+    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
+    truncation: Literal["disabled"] | None = Field(
+        default=None, description="`disabled`: a conversation that does not fit is an error."
+    )
+    background: Literal[False] | None = Field(default=None, description="Not supported.")
+    conversation: None = Field(default=None, description="Not supported: use `previous_response_id`.")
+    prompt: None = Field(default=None, description="Not supported.")
+    modalities: list[Literal["text"]] | None = Field(default=None, description="Only `text`.")
+
+    @property
+    def is_stored(self) -> bool:
+        return self.store is not False
+
+    @cached_property
+    def offered(self) -> Tools:
+        """The functions. `tool_choice: none` leaves them out."""
+        return Tools(cast("list[JsonObject]", self.tools or []) if self.tool_choice != "none" else [])
+
+    @property
+    def choice(self) -> ToolChoice:
+        """Raises `InvalidRequest` for a function that is not offered."""
+        tools = self.offered.functions
+        return openai_choice(self.tool_choice, parallel=self.parallel_tool_calls, tools=tools)
+
+    @property
+    def text_format(self) -> TextFormat | None:
+        own = self.text.format.text_format if self.text is not None and self.text.format is not None else None
+        return self.text_format_beside(own)
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.effort
+
+    @property
+    def summary(self) -> str | None:
+        return None if self.reasoning is None else self.reasoning.summary or self.reasoning.generate_summary
+
+    @property
+    def logprobs(self) -> int | None:
+        """The number of alternatives whose log probabilities are asked for; None for no log probabilities."""
+        return self.top_logprobs or 0 if _LOGPROBS in (self.include or ()) else None
+
+    @property
+    def reads_more(self) -> bool:
+        """See `RequestBody`."""
+        items = () if self.input is None or isinstance(self.input, str) else self.input
+        return self.previous_response_id is not None or any(isinstance(item, ReferenceItem) for item in items)
+
+    @property
+    def echo(self) -> dict[str, msgspec.Raw]:
+        """What the response repeats of the request, as JSON text: as objects, it may be a hundred times as large."""
+        text: Json = {} if self.text is None else self.text.model_dump(by_alias=True, exclude_none=True)
+        choice = self.tool_choice
+        echo: Json = {
+            "instructions": self.instructions,
+            "max_output_tokens": self.max_output_tokens,
+            "metadata": self.metadata or {},
+            "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "previous_response_id": self.previous_response_id,
+            "prompt_cache_key": self.prompt_cache_key,
+            "prompt_cache_retention": self.prompt_cache_retention,
+            "reasoning": {"effort": self.effort, "summary": self.summary},
+            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
+            "tool_choice": choice.model_dump(exclude_none=True)
+            if isinstance(choice, ToolChoiceBody)
+            else choice or "auto",
+            "tools": self.tools or [],
+            "top_logprobs": self.top_logprobs or 0,
+            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "truncation": "disabled",
+        }
+        return {name: msgspec.Raw(json_text(value)) for name, value in echo.items()}
+
+
+log = logging.getLogger("diskprefix")
+
+
+class Responses:
+    """The API for one request."""
+
+    body = ResponseRequest
+    id_prefix = "resp_"
+    call_id_prefix = "call_"
+
+    def __init__(self) -> None:
+        self._store: ResponseStore | None = None
+        self._echo: Mapping[str, msgspec.Raw] = {}
+        self._input: bytes | None = None
+        """JSON text of the items of the request itself, if the response is to be stored."""
+
+    def read(self, body: ResponseRequest, vocab_size: int, notes: Callable[[], TenantNotes]) -> Asked:
+        if body.stream_options is not None and not body.stream:
+            raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
+        self._echo = body.echo
+        if (num_bytes := sum(len(bytes(value)) for value in self._echo.values())) > MAX_STORED_BYTES:
+            limit = format_size(MAX_STORED_BYTES)
+            said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
+            largest = max(self._echo, key=lambda name: len(bytes(self._echo[name])))
+            raise InvalidRequest(f"{largest}: {said}", param=largest)
+        sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
+        return Asked(
+            prompt=self.conversation(body, ResponseStore(notes())),
+            sampling=sampling,
+            tool_choice=body.choice,
+            text_format=body.text_format,
+            limit_path="max_output_tokens",
+        )
+
+    def conversation(self, body: ResponseRequest, store: ResponseStore) -> Conversation:
+        """Returns what the prompt is rendered from. Waits for the disk.
+
+        Raises `InvalidRequest` for what is not stored.
+        """
+        self._store = store
+        return Conversation(
+            messages=[*_instructions(body), *messages_of(self._items(body, store))],
+            tools=body.offered.functions or None,
+            tool_marks=body.offered.marks,
+            tool_paths=body.offered.paths,
+            reasoning_effort=body.effort,
+            path="input",
+        )
+
+    def writer(self, body: ResponseRequest, head: Head) -> ResponseWriter:
+        keep = None
+        if self._store is not None and self._input is not None:
+            keep = partial(self._store.put, input_json=self._input, prompt=head.prompt)
+        return ResponseWriter(head, self._echo, reasoning_is_summary=body.summary is not None, keep=keep)
+
+    def _items(self, body: ResponseRequest, store: ResponseStore) -> list[Said]:
+        """Returns the items of the conversation. Raises `InvalidRequest` for what is not stored."""
+        earlier = [] if body.previous_response_id is None else store.history(body.previous_response_id)
+        said: list[Said] = []
+        if isinstance(body.input, str):
+            said.append((MessageItem(role="user", content=body.input), "input"))
+        for index, item in enumerate(body.input or () if not isinstance(body.input, str) else ()):
+            path = f"input.{index}"
+            if isinstance(item, ReferenceItem):
+                said.append(store.referred(item, path))
+            elif isinstance(item, SpokenItem):
+                said.append((item, path))
+        if not earlier and not said:
+            raise InvalidRequest("input: must not be empty", param="input")
+        if body.is_stored:
+            self._input = _storable([item for item, _ in said])
+        return [*earlier, *said]
+
+
+def _storable(items: list[SpokenItem]) -> bytes | None:
+    """Returns the JSON text of items, or None if it is too large to be stored."""
+    text = json.dumps([stored_form(item) for item in items], ensure_ascii=False).encode("utf-8", "surrogatepass")
+    if len(text) <= MAX_STORED_BYTES:
+        return text
+    log.info("[server] a response is not stored: its input has %s", format_size(len(text)))
+    return None
+
+
+def _instructions(body: ResponseRequest) -> list[Message]:
+    if body.instructions is None:
+        return []
+    return [Message(role="system", content=(TextPart(body.instructions, "instructions"),), path="instructions")]

@@ -1,0 +1,360 @@
+"""The bodies of OpenAI's responses API, with `prefix_cache` and `timings` added. /docs shows the models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from diskprefix.api.dialect import Head, Json, ServerSentEvent, fault_of
+from diskprefix.api.figures import CacheReply, TimingsReply, figures_reply, written_tokens
+from diskprefix.api.reply import (
+    CallBegin,
+    Choice,
+    DeltaEvent,
+    EndEvent,
+    EndReason,
+    Reply,
+    ReplyDelta,
+    ReplyEvent,
+)
+from diskprefix.api.responses_items import item_id
+from diskprefix.chat.output.events import ContentDelta, ReasoningDelta, ToolCallDelta
+from diskprefix.engine.request import DoneEvent, TokenLogprob
+from diskprefix.errors import DiskPrefixError
+
+ItemStatus: TypeAlias = Literal["completed", "incomplete"]
+
+
+@dataclass
+class _OpenItem:
+    item: Json
+    index: int
+    text: list[str] = field(default_factory=list)
+    logprobs: list[Json] = field(default_factory=list)
+
+    @property
+    def place(self) -> Json:
+        return {"item_id": self.item["id"], "output_index": self.index}
+
+
+class OutputItems:
+    """Makes items and events from deltas. The events lack `sequence_number`. `done` are the items that are closed."""
+
+    def __init__(self, response_id: str, *, reasoning_is_summary: bool) -> None:
+        self._response_id = response_id
+        self._reasoning_is_summary = reasoning_is_summary
+        self.done: list[Json] = []
+        self._open: _OpenItem | None = None
+        self._blanks: list[str] = []
+        """White space that may be the beginning of a message, or nothing but what stands between calls."""
+        self._tokens: list[TokenLogprob] = []
+        """Those whose text has not become part of a message yet."""
+
+    def add(self, deltas: Sequence[ReplyDelta], tokens: Sequence[TokenLogprob] = ()) -> list[Json]:
+        """Returns the events of some deltas."""
+        self._tokens += tokens
+        events = []
+        for delta in deltas:
+            if isinstance(delta, ContentDelta):
+                events += self._content(delta.text)
+            elif isinstance(delta, ReasoningDelta):
+                events += self._reasoning(delta.text)
+            elif isinstance(delta, CallBegin):
+                events += self._call(delta)
+            else:
+                events.append(self._piece("response.function_call_arguments.delta", delta.arguments))
+        if deltas and not any(isinstance(delta, ContentDelta) for delta in deltas):
+            self._tokens.clear()
+        return events
+
+    def end(self, status: ItemStatus) -> list[Json]:
+        """Closes the last item, and returns its events. A reply without any item is an empty message."""
+        begun = [] if self.done or self._open else self._begin_message()
+        if begun and self._blanks:
+            begun += self._text("")
+        return [*begun, *self._close(status)]
+
+    def _content(self, text: str) -> list[Json]:
+        if self._is_open("message"):
+            return self._text(text)
+        if not text.strip():
+            self._blanks.append(text)
+            return []
+        return [*self._close(), *self._begin_message(), *self._text(text)]
+
+    def _text(self, text: str) -> list[Json]:
+        assert self._open is not None, "a message is open"
+        text = "".join([*self._blanks, text])
+        self._blanks.clear()
+        logprobs = [_logprob(token) | {"top_logprobs": [_logprob(top) for top in token.top]} for token in self._tokens]
+        self._tokens.clear()
+        self._open.logprobs += logprobs
+        return [self._piece("response.output_text.delta", text) | {"content_index": 0, "logprobs": logprobs}]
+
+    def _reasoning(self, text: str) -> list[Json]:
+        begun = [] if self._is_open("reasoning") else [*self._close(), *self._begin_reasoning()]
+        if self._reasoning_is_summary:
+            return [*begun, self._piece("response.reasoning_summary_text.delta", text) | {"summary_index": 0}]
+        return [*begun, self._piece("response.reasoning_text.delta", text) | {"content_index": 0}]
+
+    def _call(self, begin: CallBegin) -> list[Json]:
+        closed = self._close()
+        call = {"call_id": begin.id, "name": begin.name, "arguments": ""}
+        return [*closed, self._begin("function_call", call)]
+
+    def _begin_message(self) -> list[Json]:
+        added = self._begin("message", {"role": "assistant", "content": []})
+        return [added, self._part_event("response.content_part.added", _text_part("", []))]
+
+    def _begin_reasoning(self) -> list[Json]:
+        added = self._begin("reasoning", {"summary": []})
+        if self._reasoning_is_summary:
+            part = {"type": "summary_text", "text": ""}
+            return [added, self._part_event("response.reasoning_summary_part.added", part, "summary_index")]
+        return [added, self._part_event("response.content_part.added", {"type": "reasoning_text", "text": ""})]
+
+    def _begin(self, kind: str, fields: Json) -> Json:
+        index = len(self.done)
+        item = {"id": item_id(self._response_id, kind, index), "type": kind, "status": "in_progress", **fields}
+        self._open = _OpenItem(item, index)
+        return {"type": "response.output_item.added", "output_index": index, "item": item}
+
+    def _is_open(self, kind: str) -> bool:
+        return self._open is not None and self._open.item["type"] == kind
+
+    def _piece(self, kind: str, text: str) -> Json:
+        """Returns the event of more text of the open item."""
+        assert self._open is not None, "pieces come after their beginning"
+        self._open.text.append(text)
+        return {"type": kind, **self._open.place, "delta": text}
+
+    def _part_event(self, kind: str, part: Json, index: str = "content_index") -> Json:
+        assert self._open is not None, "parts belong to an item"
+        return {"type": kind, **self._open.place, index: 0, "part": part}
+
+    def _close(self, status: ItemStatus = "completed") -> list[Json]:
+        """Closes the open item, if there is one."""
+        closing = self._open
+        if closing is None:
+            return []
+        text = "".join(closing.text)
+        if closing.item["type"] == "message":
+            events, whole = self._close_message(text, closing.logprobs)
+        elif closing.item["type"] == "reasoning":
+            events, whole = self._close_reasoning(text)
+        else:
+            events = [{"type": "response.function_call_arguments.done", **closing.place, "arguments": text}]
+            events[0]["name"] = closing.item["name"]
+            whole = {"arguments": text}
+        item = closing.item | {"status": status, **whole}
+        self.done.append(item)
+        self._open = None
+        return [*events, {"type": "response.output_item.done", "output_index": closing.index, "item": item}]
+
+    def _close_message(self, text: str, logprobs: list[Json]) -> tuple[list[Json], Json]:
+        assert self._open is not None, "a message is open"
+        done = {"type": "response.output_text.done", **self._open.place, "content_index": 0, "text": text}
+        part = _text_part(text, logprobs)
+        events = [done | {"logprobs": logprobs}, self._part_event("response.content_part.done", part)]
+        return events, {"content": [part]}
+
+    def _close_reasoning(self, text: str) -> tuple[list[Json], Json]:
+        assert self._open is not None, "a reasoning is open"
+        if self._reasoning_is_summary:
+            part = {"type": "summary_text", "text": text}
+            done = {"type": "response.reasoning_summary_text.done", **self._open.place, "summary_index": 0}
+            last = self._part_event("response.reasoning_summary_part.done", part, "summary_index")
+            return [done | {"text": text}, last], {"summary": [part]}
+        part = {"type": "reasoning_text", "text": text}
+        done = {"type": "response.reasoning_text.done", **self._open.place, "content_index": 0, "text": text}
+        return [done, self._part_event("response.content_part.done", part)], {"content": [part]}
+
+
+def _text_part(text: str, logprobs: list[Json]) -> Json:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _logprob(token: TokenLogprob) -> Json:
+    # A token that is a part of a character decodes to U+FFFD, whose bytes are not those of the token.
+    encoded = [] if "�" in token.text else list(token.text.encode("utf-8", "replace"))
+    return {"token": token.text, "logprob": token.logprob, "bytes": encoded}
+
+
+class ResponseWriter:
+    """`echo` is what the response repeats of the request. `keep` stores a response that is complete."""
+
+    def __init__(
+        self, head: Head, echo: Mapping[str, object], *, reasoning_is_summary: bool, keep: Callable[[Json], None] | None
+    ) -> None:
+        self._head = head
+        self._echo = echo
+        self._keep = keep
+        self._items = OutputItems(head.id, reasoning_is_summary=reasoning_is_summary)
+        self._num_events = 0
+        self._end = EndEvent(0, "stop")
+
+    def whole(self, reply: Reply) -> Json:
+        choice = reply.choices[0]
+        self._items.add(_deltas(choice), choice.tokens)
+        self._end = EndEvent(0, choice.reason, choice.stop, choice.reasoning_tokens)
+        self._items.end(_item_status(choice.reason))
+        return self._complete(reply.done)
+
+    def begin(self) -> Sequence[ServerSentEvent]:
+        response = self._response("in_progress")
+        return self._numbered(
+            [{"type": "response.created", "response": response}, {"type": "response.in_progress", "response": response}]
+        )
+
+    def events(self, event: ReplyEvent) -> Sequence[ServerSentEvent]:
+        if isinstance(event, DeltaEvent):
+            return self._numbered(self._items.add(event.deltas, event.tokens))
+        if isinstance(event, EndEvent):
+            self._end = event
+            return self._numbered(self._items.end(_item_status(event.reason)))
+        if isinstance(event, DoneEvent):
+            response = self._complete(event)
+            return self._numbered([{"type": f"response.{response['status']}", "response": response}])
+        return ()
+
+    def keepalive(self) -> bytes:
+        """An event: Codex does not count comments, and gives up after five minutes without an event."""
+        event = {"type": "response.in_progress", "response": self._response("in_progress")}
+        return b"".join(sent.encode() for sent in self._numbered([event]))
+
+    def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
+        fault = fault_of(error)
+        # The only one of OpenAI's codes that says that the server failed.
+        failed = self._response("failed") | {"error": {"code": "server_error", "message": fault.message}}
+        return self._numbered([{"type": "response.failed", "response": failed}])
+
+    def _numbered(self, events: Sequence[Json]) -> list[ServerSentEvent]:
+        sent = []
+        for event in events:
+            sent.append(ServerSentEvent(event | {"sequence_number": self._num_events}, event["type"]))
+            self._num_events += 1
+        return sent
+
+    def _complete(self, done: DoneEvent) -> Json:
+        is_cut = self._end.reason == "length"
+        response = self._response("incomplete" if is_cut else "completed") | {
+            "completed_at": None if is_cut else int(time.time()),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self._items.done,
+            "usage": _usage(done, self._end.reasoning_tokens),
+            **figures_reply(done, self._head.clamped_to),
+        }
+        if self._keep is not None:
+            self._keep(response)
+        return response
+
+    def _response(self, status: str) -> Json:
+        """Returns a response without output."""
+        return {
+            "id": self._head.id,
+            "object": "response",
+            "created_at": self._head.created,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._head.model,
+            "output": [],
+            "service_tier": "default",
+            "store": self._keep is not None,
+            "system_fingerprint": self._head.fingerprint,
+            "usage": None,
+            **self._echo,
+        }
+
+
+def _deltas(choice: Choice) -> list[ReplyDelta]:
+    """Returns a whole reply as deltas."""
+    deltas: list[ReplyDelta] = [ReasoningDelta(choice.reasoning)] if choice.reasoning else []
+    deltas += [ContentDelta(choice.content)] if choice.content else []
+    for index, call in enumerate(choice.calls):
+        deltas += [CallBegin(index, call.id, call.name), ToolCallDelta(index, call.arguments)]
+    return deltas
+
+
+def _item_status(reason: EndReason) -> ItemStatus:
+    return "incomplete" if reason == "length" else "completed"
+
+
+def _usage(done: DoneEvent, reasoning_tokens: int) -> Json:
+    usage = done.usage
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": written_tokens(done)},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }
+
+
+class InputDetails(BaseModel):
+    cached_tokens: int = Field(description="Prompt tokens restored from the cache, not computed; 0 for a miss.")
+    cache_write_tokens: int = Field(description="Prompt tokens that this request newly keeps.")
+
+
+class OutputDetails(BaseModel):
+    reasoning_tokens: int = Field(description="Tokens up to the end of the reasoning.")
+
+
+class ResponseUsage(BaseModel):
+    """Token counts of the request."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseFailure(BaseModel):
+    """Why a stream ended early."""
+
+    code: Literal["server_error"]
+    message: str
+
+
+class IncompleteDetails(BaseModel):
+    reason: Literal["max_output_tokens"]
+
+
+class ModelResponse(BaseModel):
+    """The answer of `POST /v1/responses` without `stream`. It repeats the fields of the request, too."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    object: Literal["response"]
+    created_at: int = Field(description="Seconds since 1970.")
+    completed_at: int | None
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseFailure | None
+    incomplete_details: IncompleteDetails | None = Field(description="Present if `max_output_tokens` cut the reply.")
+    model: str
+    output: list[Json] = Field(description="Items: messages, reasonings and function calls, in order.")
+    previous_response_id: str | None
+    store: bool = Field(description="Whether it is stored. A conversation that is too large is not.")
+    system_fingerprint: str = Field(
+        description="Identifies what determines the model's output: with equal fingerprints, greedy replies are equal."
+    )
+    usage: ResponseUsage | None
+    prefix_cache: CacheReply | None = None
+    timings: TimingsReply | None = None
+
+
+class ResponseStreamEvent(BaseModel):
+    """An event of a streamed response. The other fields depend on its type."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = Field(examples=["response.output_text.delta"])
+    sequence_number: int = Field(description="Counts the events of a stream from 0.")

@@ -1,0 +1,135 @@
+"""The routes of stored responses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Header, Query
+from pydantic import BaseModel, Field
+from starlette.requests import Request
+from starlette.responses import Response
+
+from diskprefix.api.dialect import Json, json_text
+from diskprefix.api.fields import MAX_SALT_CHARS
+from diskprefix.api.responses_store import ResponseStore
+from diskprefix.api.responses_writer import ModelResponse
+from diskprefix.errors import InvalidRequest
+from diskprefix.server.daemon import Daemon
+from diskprefix.server.errors import ErrorBody
+from diskprefix.server.log_context import log_context
+
+router = APIRouter(prefix="/v1/responses", tags=["responses"])
+
+_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (400, 404)}
+
+Salt = Annotated[
+    str | None,
+    Header(
+        alias="x-cache-salt",
+        min_length=1,
+        max_length=MAX_SALT_CHARS,
+        description="That of the request which was answered. Not in the query, which proxies log.",
+    ),
+]
+
+
+class DeletedResponse(BaseModel):
+    """What was deleted."""
+
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
+
+
+class ItemList(BaseModel):
+    """A page of items."""
+
+    object: Literal["list"] = "list"
+    data: list[Json]
+    first_id: str | None = Field(description="Of this page; null if it is empty.")
+    last_id: str | None
+    has_more: bool
+
+
+async def _store(request: Request, salt: str | None) -> ResponseStore:
+    """Returns the stored responses of the caller. Raises `NotReady`."""
+    daemon: Daemon = request.app.state.daemon
+    tenant = log_context(request).caller.tenant
+    serving = await daemon.ready()
+    return ResponseStore(serving.engine.cache.notes(tenant if salt is None else tenant.with_salt(salt)))
+
+
+async def _answer(request: Request, salt: str | None, read: Callable[[ResponseStore], Json]) -> Response:
+    """Reads and writes in a thread, one request a caller at a time: a note of kilobytes may hold megabytes."""
+    daemon: Daemon = request.app.state.daemon
+    caller = log_context(request).caller.tenant
+    with daemon.arriving(caller):
+        store = await _store(request, salt)
+        async with daemon.turns.of(caller):
+            content = await daemon.threads.run("rendering", lambda: json_text(read(store)))
+    return Response(content, media_type="application/json")
+
+
+@router.get(
+    "/{response_id}",
+    summary="A stored response",
+    response_model=None,
+    responses={200: {"model": ModelResponse}, **_ERRORS},
+)
+async def get_response(
+    request: Request, response_id: str, cache_salt: Salt = None, stream: Literal["false"] | None = None
+) -> Response:
+    """Return a response that was stored. `stream` is not supported."""
+    del stream
+
+    def read(store: ResponseStore) -> Json:
+        return store.get(response_id).response
+
+    return await _answer(request, cache_salt, read)
+
+
+@router.delete("/{response_id}", summary="Delete a stored response", responses=_ERRORS)
+async def delete_response(request: Request, response_id: str, cache_salt: Salt = None) -> DeletedResponse:
+    """Delete a stored response. The responses that continue it cannot be continued any more."""
+    daemon: Daemon = request.app.state.daemon
+    with daemon.arriving(log_context(request).caller.tenant):
+        store = await _store(request, cache_salt)
+        await daemon.threads.run("rendering", store.delete, response_id)
+    return DeletedResponse(id=response_id)
+
+
+@router.get(
+    "/{response_id}/input_items",
+    summary="The input of a stored response",
+    response_model=None,
+    responses={200: {"model": ItemList}, **_ERRORS},
+)
+async def list_input_items(
+    request: Request,
+    response_id: str,
+    limit: Annotated[int, Query(ge=1, le=100)] = 20,
+    order: Literal["asc", "desc"] = "desc",
+    after: str | None = None,
+    cache_salt: Salt = None,
+) -> Response:
+    """List the items that a stored response was made from, with those of the responses that it continues."""
+
+    def read(store: ResponseStore) -> Json:
+        return _page(store.items_of(response_id), limit, order, after)
+
+    return await _answer(request, cache_salt, read)
+
+
+def _page(items: list[Json], limit: int, order: Literal["asc", "desc"], after: str | None) -> Json:
+    """Returns an `ItemList`."""
+    if order == "desc":
+        items.reverse()
+    ids = [item["id"] for item in items]
+    if after is not None and after not in ids:
+        raise InvalidRequest("after: is not the id of an item of this response", param="after")
+    start = 0 if after is None else ids.index(after) + 1
+    page = items[start : start + limit]
+    first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)
+    has_more = start + limit < len(items)
+    return {"object": "list", "data": page, "first_id": first, "last_id": last, "has_more": has_more}

@@ -1,0 +1,132 @@
+"""From the engine's events to the parts of a reply, as a stream and as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from diskprefix.api.reply import (
+    CallBegin,
+    Choice,
+    DeltaEvent,
+    EndEvent,
+    ReplyCollector,
+    ReplyEvent,
+    ReplyReader,
+)
+from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
+from tests.server.scripted import done
+
+TOKEN = TokenLogprob(5, "x", -1.0)
+
+
+class Prepared:
+    """A parser that makes of each text what a test has prepared for it."""
+
+    def __init__(self, deltas: dict[str, list[OutputDelta]], rest: Iterable[OutputDelta] = ()) -> None:
+        self._deltas = deltas
+        self._rest = list(rest)
+
+    def feed(self, text: str) -> list[OutputDelta]:
+        return self._deltas.get(text, [ContentDelta(text)] if text else [])
+
+    def finish(self) -> list[OutputDelta]:
+        return self._rest
+
+
+CALLS: dict[str, list[OutputDelta]] = {
+    "T": [ReasoningDelta("hm")],
+    "A": [ContentDelta("so"), ToolCallBegin(0, "read")],
+    "B": [ToolCallDelta(0, '{"a"')],
+    "C": [ToolCallDelta(0, ": 1}"), ToolCallBegin(1, "write"), ToolCallDelta(1, "{}")],
+    "half": [],
+}
+
+
+def read(
+    texts: Iterable[str], reason: Any = "stop", rest: Iterable[OutputDelta] = (), **options: Any
+) -> list[ReplyEvent]:
+    reader = ReplyReader(lambda: Prepared(CALLS, rest), "call_", **options)
+    events: list[Event] = [*(TextEvent(0, text, (1,)) for text in texts), FinishEvent(0, reason), done()]
+    return [found for event in events for found in reader.read(event)]
+
+
+def collected(events: Iterable[ReplyEvent]) -> list[Choice]:
+    collector = ReplyCollector()
+    for event in events:
+        collector.add(event)
+    return collector.reply.choices
+
+
+def test_the_parts_of_a_reply_are_told_apart() -> None:
+    [choice] = collected(read(["T", "A", "B", "C"]))
+    assert (choice.reasoning, choice.content, choice.reason) == ("hm", "so", "tool_calls")
+    assert [(call.name, call.arguments) for call in choice.calls] == [("read", '{"a": 1}'), ("write", "{}")]
+
+
+def test_each_call_has_an_id_of_its_own_with_the_dialects_prefix() -> None:
+    begun = [delta for event in read(["A", "C"]) if isinstance(event, DeltaEvent) for delta in event.deltas]
+    ids = [delta.id for delta in begun if isinstance(delta, CallBegin)]
+    assert len(set(ids)) == 2
+    assert all(found.startswith("call_") and len(found) == 29 for found in ids)
+
+
+@pytest.mark.parametrize(
+    ("texts", "reason", "said"),
+    [
+        (["so"], "stop", "stop"),
+        (["so"], "length", "length"),
+        (["A"], "stop", "tool_calls"),
+        (["A"], "length", "length"),
+    ],
+)
+def test_a_choice_ends_with_tool_calls_only_if_it_called_and_was_not_cut_off(
+    texts: list[str], reason: Any, said: str
+) -> None:
+    assert read(texts, reason)[-2] == EndEvent(0, said)  # type: ignore[arg-type]
+
+
+def test_tokens_of_reasoning_are_counted_with_those_that_were_held_back_in_it() -> None:
+    """Three tokens before the first other part: two of the thought, and one whose text was held back."""
+    [choice] = collected(read(["T", "half", "T", "A", "T", "so"]))
+    assert choice.reasoning_tokens == 4
+
+
+def test_without_parallel_calls_only_the_first_one_is_told() -> None:
+    [choice] = collected(read(["A", "B", "C"], many_calls=False))
+    assert [(call.name, call.arguments) for call in choice.calls] == [("read", '{"a": 1}')]
+    assert choice.reason == "tool_calls"
+
+
+def test_what_the_parser_held_back_comes_before_the_end() -> None:
+    events = read(["so"], rest=[ContentDelta("<tool_")])
+    assert events[-3:-1] == [DeltaEvent(0, (ContentDelta("<tool_"),)), EndEvent(0, "stop")]
+
+
+def test_a_choice_begins_even_if_its_first_text_is_held_back() -> None:
+    first, *rest = read(["half", "half", "so"])
+    assert first == DeltaEvent(0, ())
+    assert len(rest) == 3, "nothing for the second one"
+
+
+def test_log_probabilities_are_told_with_the_tokens_not_with_the_text() -> None:
+    reader = ReplyReader(lambda: Prepared(CALLS), "call_")
+    reader.read(TextEvent(0, "so", (1,)))
+    assert reader.read(TextEvent(0, "half", (5,), (TOKEN,))) == [DeltaEvent(0, (), (TOKEN,))]
+
+
+def test_choices_are_parsed_apart_and_listed_in_order() -> None:
+    reader = ReplyReader(lambda: Prepared(CALLS), "call_")
+    events: list[Event] = [TextEvent(1, "A", (1,)), TextEvent(0, "so", (1,)), TextEvent(1, "B", (1,))]
+    events += [FinishEvent(1, "stop"), FinishEvent(0, "length"), done()]
+    choices = collected(found for event in events for found in reader.read(event))
+    assert [(choice.index, choice.content, len(choice.calls)) for choice in choices] == [(0, "so", 0), (1, "so", 1)]
+    assert [choice.reason for choice in choices] == ["length", "tool_calls"]
+
+
+def test_progress_passes_through() -> None:
+    event = ProgressEvent(3, 1, 2, 3, 0.5)
+    assert ReplyReader(lambda: Prepared({}), "call_").read(event) == [event]

@@ -1,0 +1,381 @@
+"""What a body of the responses API asks for, in neutral words, and what an error says of one that cannot be served."""
+
+from __future__ import annotations
+
+import json
+import logging
+from copy import deepcopy
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from diskprefix.api import dialect
+from diskprefix.api.dialect import ToolChoice
+from diskprefix.api.fields import TextFormat
+from diskprefix.api.responses import ResponseRequest
+from diskprefix.api.responses_items import ReferenceItem, SpokenItem, messages_of, stored_form
+from diskprefix.chat.messages import (
+    AudioPart,
+    CacheMark,
+    ImagePart,
+    Message,
+    OtherPart,
+    TextPart,
+    ToolCall,
+)
+from diskprefix.errors import InvalidRequest
+from diskprefix.server.body import parse_json
+
+USER = {"role": "user", "content": "hello"}
+CALL = {"type": "function_call", "call_id": "c1", "name": "read", "arguments": '{"a": 1}'}
+OUTPUT = {"type": "function_call_output", "call_id": "c1", "output": "42"}
+SCHEMA = {"type": "object", "properties": {"b": {}, "a": {}}}
+READ = {"type": "function", "name": "read", "parameters": SCHEMA, "description": "Reads.", "strict": True}
+
+
+def body(**fields: Any) -> ResponseRequest:
+    return parse_json(json.dumps({"input": "hi"} | fields).encode(), ResponseRequest)
+
+
+def items_of(*items: Any) -> list[Any]:
+    parsed = body(input=list(items)).input
+    assert isinstance(parsed, list)
+    return parsed
+
+
+def messages(*items: Any) -> list[Message]:
+    return messages_of((item, f"input.{index}") for index, item in enumerate(items_of(*items)))
+
+
+def said(*items: Any) -> list[tuple[str, str]]:
+    """Role and text of each message."""
+    found = messages(*items)
+    return [(one.role, "|".join(part.text for part in one.content if isinstance(part, TextPart))) for one in found]
+
+
+def test_messages_of_every_role_become_messages_in_their_order() -> None:
+    roles = ["developer", "system", "user", "assistant", "user"]
+    assert said(*({"role": role, "content": role} for role in roles)) == [(role, role) for role in roles]
+
+
+def test_parts_keep_their_paths_and_marks() -> None:
+    mark = {"type": "ephemeral", "ttl": "1h"}
+    [message] = messages(
+        {
+            "type": "message",
+            "role": "user",
+            "cache_control": {"type": "ephemeral"},
+            "content": [
+                {"type": "input_text", "text": "a", "cache_control": mark},
+                {"type": "input_image", "image_url": "data:x", "detail": "auto"},
+                {"type": "input_audio", "input_audio": {"data": "d", "format": "wav"}},
+                {"type": "input_file", "file_data": "x"},
+                {"type": "refusal", "refusal": "no"},
+            ],
+        }
+    )
+    path = "input.0.content"
+    assert message.content == (
+        TextPart("a", f"{path}.0.text", CacheMark(3600.0)),
+        ImagePart("data:x", f"{path}.1", f"{path}.1.image_url"),
+        AudioPart("d", f"{path}.2", f"{path}.2.input_audio.data"),
+        OtherPart("file", f"{path}.3"),
+        TextPart("no", f"{path}.4.refusal"),
+    )
+    assert (message.mark, message.path) == (CacheMark(), "input.0")
+
+
+def test_what_the_assistant_did_in_one_turn_is_one_message() -> None:
+    reasoning = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    text = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "So:"}]}
+    second = CALL | {"call_id": "c2", "name": "write"}
+    found = messages(USER, reasoning, text, CALL, second, OUTPUT, OUTPUT | {"call_id": "c2"}, text)
+    assert [message.role for message in found] == ["user", "assistant", "tool", "tool", "assistant"]
+    turn = found[1]
+    assert turn.reasoning == "hm"
+    assert turn.content == (TextPart("So:", "input.2.content.0.text"),)
+    assert turn.tool_calls == (ToolCall("c1", "read", '{"a": 1}'), ToolCall("c2", "write", '{"a": 1}'))
+    assert turn.path == "input.1"
+    assert [(one.tool_call_id, one.name) for one in found[2:4]] == [("c1", "read"), ("c2", "write")]
+
+
+def test_what_comes_out_of_the_order_of_a_turn_begins_another_message() -> None:
+    reasoning = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    text = {"role": "assistant", "content": "So:"}
+    assert [bool(one.tool_calls) for one in messages(CALL, text)] == [True, False]
+    assert [one.reasoning for one in messages(text, reasoning)] == [None, "hm"]
+    assert [len(one.tool_calls) for one in messages(CALL, reasoning, CALL)] == [1, 1]
+    assert said(text, text) == [("assistant", "So:"), ("assistant", "So:")]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"summary": [{"type": "summary_text", "text": "s"}], "content": None}, "s"),
+        ({"summary": [{"type": "summary_text", "text": "s"}], "content": []}, "s"),
+        ({"summary": [{"type": "summary_text", "text": "s"}], "content": [{"type": "text", "text": "c"}]}, "c"),
+        ({"summary": [], "encrypted_content": "gAAA"}, None),
+    ],
+)
+def test_the_content_of_a_reasoning_wins_over_its_summary(fields: dict[str, Any], text: str | None) -> None:
+    [message] = messages({"type": "reasoning", "id": "rs_1"} | fields)
+    assert message.reasoning == text
+
+
+def test_an_object_with_an_id_and_no_role_is_a_reference() -> None:
+    assert items_of({"id": "msg_1"}) == [ReferenceItem(id="msg_1")]
+    assert items_of({"type": "item_reference", "id": "msg_1"}) == [ReferenceItem(id="msg_1")]
+
+
+def test_the_stored_form_of_an_item_is_an_input_again_that_says_the_same() -> None:
+    items = [
+        USER,
+        {"role": "assistant", "content": "So:", "id": "msg_1"},
+        CALL,
+        OUTPUT,
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:x"}]},
+    ]
+    stored = [stored_form(item) for item in items_of(*items)]
+    assert stored[0] == {
+        "type": "message",
+        "role": "user",
+        "status": "completed",
+        "content": [{"type": "input_text", "text": "hello"}],
+    }
+    assert stored[1]["id"] == "msg_1"
+    assert stored[1]["content"] == [{"type": "output_text", "text": "So:", "annotations": []}]
+    assert said(*stored) == said(*items)
+    assert [one.tool_calls for one in messages(*stored)] == [one.tool_calls for one in messages(*items)]
+
+
+def test_functions_become_tools_of_the_chat_api_in_the_order_of_their_keys() -> None:
+    mark = {"type": "ephemeral"}
+    offered = body(
+        tools=[{"type": "web_search"}, READ, {"type": "function", "name": "write", "cache_control": mark}]
+    ).offered
+    function = {"name": "read", "parameters": SCHEMA, "description": "Reads."}
+    assert offered.functions == [
+        {"type": "function", "function": function},
+        {"type": "function", "function": {"name": "write"}},
+    ]
+    assert list(offered.functions[0]["function"]) == ["name", "parameters", "description"]
+    assert list(offered.functions[0]["function"]["parameters"]["properties"]) == ["b", "a"]
+    assert offered.paths == ["tools.1.parameters", "tools.2.parameters"]
+    assert offered.marks == [(1, CacheMark())]
+
+
+def test_tools_that_openai_would_run_are_skipped_with_one_note(caplog: pytest.LogCaptureFixture) -> None:
+    dialect._told.clear()
+    sent = [{"type": "namespace", "name": "n", "tools": [READ]}, READ, {"type": "web_search"}, {"type": "web_search"}]
+    with caplog.at_level(logging.INFO, logger="diskprefix"):
+        for _ in range(3):
+            assert len(body(tools=sent).offered.functions) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "[server] tools of these types are left out, OpenAI's servers run them: namespace, web_search"
+    ]
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    return {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": name} for name in names]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "choice"),
+    [
+        ({}, ToolChoice()),
+        ({"parallel_tool_calls": False}, ToolChoice(many=False)),
+        ({"tool_choice": "none"}, ToolChoice("none")),
+        ({"tool_choice": "required"}, ToolChoice("required")),
+        ({"tool_choice": {"type": "function", "name": "read"}}, ToolChoice("required", frozenset({"read"}), False)),
+        ({"tool_choice": allowed("auto", "read")}, ToolChoice("auto", frozenset({"read"}))),
+        ({"tool_choice": allowed("required", "read")}, ToolChoice("required", frozenset({"read"}))),
+    ],
+)
+def test_a_tool_choice_says_what_may_be_called_and_whether_it_must(fields: dict[str, Any], choice: ToolChoice) -> None:
+    assert body(tools=[READ], **fields).choice == choice
+
+
+def test_without_a_choice_the_tools_are_left_out_of_the_prompt() -> None:
+    assert body(tools=[READ], tool_choice="none").offered.functions == []
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "x"}, allowed("auto", "read", "x")])
+def test_a_tool_choice_that_cannot_be_met_is_refused(choice: Any) -> None:
+    request = body(tools=[{"type": "web_search"}], tool_choice=choice)
+    with pytest.raises(InvalidRequest) as caught:
+        _ = request.choice
+    assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        (None, None),
+        ({}, None),
+        ({"verbosity": "low"}, None),
+        ({"format": {"type": "text"}}, None),
+        ({"format": {"type": "json_object"}}, TextFormat("json_object", "", "text.format")),
+        (
+            {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}},
+            TextFormat("json_schema", json.dumps(SCHEMA), "text.format.schema"),
+        ),
+    ],
+)
+def test_the_format_of_the_text(text: Any, wanted: TextFormat | None) -> None:
+    assert body(text=text).text_format == wanted
+
+
+LOGPROBS = "message.output_text.logprobs"
+
+
+@pytest.mark.parametrize(
+    ("fields", "logprobs"),
+    [
+        ({}, None),
+        ({"top_logprobs": 3}, None),
+        ({"include": ["reasoning.encrypted_content"]}, None),
+        ({"include": [LOGPROBS]}, 0),
+        ({"include": [LOGPROBS], "top_logprobs": 3}, 3),
+    ],
+)
+def test_log_probabilities_are_given_where_they_are_included(fields: dict[str, Any], logprobs: int | None) -> None:
+    assert body(**fields).logprobs == logprobs
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"input": 5}, "input"),
+    ({"input": {"role": "user"}}, "input"),
+    ({"input": ["x"]}, "input.0"),
+    ({"input": [{"role": "wizard", "content": "x"}]}, "input.0.role"),
+    ({"input": [USER, {"role": "user"}]}, "input.1.content"),
+    ({"input": [{"role": "user", "content": None}]}, "input.0.content"),
+    ({"input": [{"role": "user", "content": ["x"]}]}, "input.0.content.0"),
+    ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input.0.content.0.text"),
+    ({"input": [{"role": "user", "content": [{"type": "text", "text": "x"}]}]}, "input.0.content.0.type"),
+    ({"input": [{"role": "user", "content": [{"type": 5}]}]}, "input.0.content.0.type"),
+    (
+        {"input": [{"role": "user", "content": [{"type": "input_image", "file_id": "f"}]}]},
+        "input.0.content.0.image_url",
+    ),
+    ({"input": [{"type": "web_search_call", "id": "ws_1"}]}, "input.0.type"),
+    ({"input": [{"type": 5}]}, "input.0.type"),
+    ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "n", "input": ""}]}, "input.0.type"),
+    ({"input": [CALL | {"arguments": {}}]}, "input.0.arguments"),
+    ({"input": [CALL | {"name": ""}]}, "input.0.name"),
+    ({"input": [{name: value for name, value in CALL.items() if name != "call_id"}]}, "input.0.call_id"),
+    ({"input": [OUTPUT | {"output": 5}]}, "input.0.output"),
+    ({"input": [{"type": "reasoning", "summary": "x"}]}, "input.0.summary"),
+    ({"input": [{"type": "item_reference"}]}, "input.0.id"),
+    ({"input": [USER | {"cache_control": {"type": "eternal"}}]}, "input.0.cache_control.type"),
+    ({"instructions": ["x"]}, "instructions"),
+    ({"previous_response_id": ""}, "previous_response_id"),
+    ({"store": "yes"}, "store"),
+    ({"max_output_tokens": 0}, "max_output_tokens"),
+    ({"temperature": 3}, "temperature"),
+    ({"tools": {}}, "tools"),
+    ({"tools": ["x"]}, "tools.0"),
+    ({"tools": [{"name": "x"}]}, "tools.0.type"),
+    ({"tools": [{"type": 5}]}, "tools.0.type"),
+    ({"tools": [{"type": "function"}]}, "tools.0.name"),
+    ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools.0.name"),
+    ({"tools": [READ | {"parameters": "x"}]}, "tools.0.parameters"),
+    ({"tools": [READ | {"cache_control": {"type": "ephemeral", "ttl": "2h"}}]}, "tools.0.cache_control.ttl"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
+    (
+        {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}},
+        "tool_choice.tools.0.type",
+    ),
+    ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
+    ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+    ({"text": {"verbosity": "much"}}, "text.verbosity"),
+    ({"reasoning": {"effort": "extreme"}}, "reasoning.effort"),
+    ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+    ({"include": "x"}, "include"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"metadata": {"a": 5}}, "metadata.a"),
+    ({"metadata": {"a": "x" * 513}}, "metadata.a"),
+    ({"metadata": {str(number): "x" for number in range(17)}}, "metadata"),
+    ({"truncation": "auto"}, "truncation"),
+    ({"background": True}, "background"),
+    ({"conversation": "conv_1"}, "conversation"),
+    ({"prompt": {"id": "p"}}, "prompt"),
+    ({"modalities": ["audio"]}, "modalities.0"),
+    ({"stream": "yes"}, "stream"),
+    ({"cache_control": {"type": "ephemeral"}}, "cache_control"),
+    ({"prefix_cache": {"scope": "sometimes"}}, "prefix_cache.scope"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), BAD)
+def test_a_body_that_cannot_be_served_is_refused_with_its_path(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        body(**fields)
+    assert caught.value.param == param
+    assert caught.value.message.startswith(f"{param}: ")
+    assert "\n" not in caught.value.message
+
+
+WHOLE: dict[str, Any] = {
+    "input": [
+        USER | {"cache_control": {"type": "ephemeral", "ttl": "5m"}},
+        {"role": "user", "content": [{"type": "input_text", "text": "x"}, {"type": "input_image", "image_url": "y"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "content": None},
+        {"role": "assistant", "content": [{"type": "output_text", "text": "x"}, {"type": "refusal", "refusal": "y"}]},
+        CALL,
+        OUTPUT | {"output": [{"type": "input_text", "text": "x"}]},
+        {"id": "msg_1"},
+    ],
+    "instructions": "x",
+    "tools": [READ, {"type": "web_search"}],
+    "tool_choice": allowed("auto", "read"),
+    "text": {"format": {"type": "json_schema", "schema": SCHEMA}},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "include": [LOGPROBS],
+    "metadata": {"a": "b"},
+}
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["function", "id"]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["type", "id", "x"]), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Each container within a value, with each of its keys."""
+    keys = list(value) if isinstance(value, dict) else list(range(len(value))) if isinstance(value, list) else []
+    return [(value, key) for key in keys] + [place for key in keys for place in places(value[key])]
+
+
+@given(st.data())
+@settings(max_examples=200)
+def test_whatever_is_wrong_in_a_body_is_refused_with_a_param_or_says_what_it_asks_for(data: st.DataObject) -> None:
+    changed = deepcopy(WHOLE)
+    for _ in range(data.draw(st.integers(1, 2))):
+        container, key = data.draw(st.sampled_from(places(changed)))
+        if data.draw(st.booleans()) and isinstance(container, dict):
+            del container[key]
+        else:
+            container[key] = data.draw(_JSON)
+    error = error_of(changed)
+    assert error is None or (error.param and "\n" not in error.message)
+
+
+def error_of(fields: dict[str, Any]) -> InvalidRequest | None:
+    try:
+        request = parse_json(json.dumps(fields).encode(), ResponseRequest)
+        _ = request.offered, request.choice, request.text_format, request.echo, request.logprobs
+        if isinstance(request.input, list):
+            items = [item for item in request.input if isinstance(item, SpokenItem)]
+            messages_of((item, "input") for item in items)
+            assert json.dumps([stored_form(item) for item in items])
+    except InvalidRequest as error:
+        return error
+    return None
