@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
 
-    from diskprefix.engine.engine import Engine
+    from diskprefix.engine.loop import Engine
     from diskprefix.progress import Report
 
 
@@ -56,7 +56,7 @@ def prepare(settings: Settings) -> None:
     with without_collections():
         import_transformers()
         importlib.import_module("diskprefix.server.app")
-        importlib.import_module("diskprefix.engine.engine")
+        importlib.import_module("diskprefix.engine.loop")
         from diskprefix.model.load.loader import import_model
 
         import_model(settings)
@@ -81,7 +81,7 @@ def identify_model(settings: Settings, progress: Report) -> ModelRecord:
 
     # Before anything else imports transformers.
     import_transformers()
-    from diskprefix.engine.opening import measured
+    from diskprefix.engine.measured_model import measured
     from diskprefix.model.load.loader import load_model
     from diskprefix.model.load.memory import explain_out_of_memory
 
@@ -114,8 +114,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     import_transformers()
 
     from diskprefix.cache.resources import open_store
-    from diskprefix.engine.engine import Engine
-    from diskprefix.engine.opening import load_draft, measured
+    from diskprefix.engine.loop import Engine
+    from diskprefix.engine.measured_model import load_draft, measured
     from diskprefix.model.load.loader import load_model
     from diskprefix.model.load.memory import KV_AHEAD_BYTES, explain_out_of_memory
 

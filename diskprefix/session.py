@@ -27,7 +27,7 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.policy.safe_cuts import raw_boundaries
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
-from diskprefix.engine.prefill import prefill
+from diskprefix.engine.forward import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.caches import ArenaCache

@@ -14,7 +14,7 @@ from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.request import CachedRequest
 from diskprefix.cache.resources import open_store
-from diskprefix.engine.prefill import prefill
+from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import ExactAt, Layout
 from diskprefix.model.exact.invariance import make_exact

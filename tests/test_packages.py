@@ -198,7 +198,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
             "extras.simulate.trace imports extras.watch.browse.flat.X",
         ),
         ("nouns", "from diskprefix.cache.policy.select import select", "nouns imports cache"),
-        ("__init__", "from diskprefix.engine.engine import Engine", "__init__ imports engine"),
+        ("__init__", "from diskprefix.engine.loop import Engine", "__init__ imports engine"),
         ("store.codec.planes", "from diskprefix.store.schema import Kind", "store.codec.planes imports store"),
         ("store.codec", "from diskprefix.store import schema", "store.codec imports store"),
         ("store.store", "from diskprefix.store import maintenance", "store.store imports store.maintenance"),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+
+from diskprefix.engine.request import FinishReason, TextEvent, TokenLogprob
 
 _MOST_UNDECODED = 16
 """A character has four bytes, each a token at most. More are decoded with what they are part of, whatever it is."""
@@ -18,14 +21,17 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 
 class TextStream:
-    """Text of one reply. Holds back an incomplete character, and text that may be the start of a stop string.
+    """The text of one reply. Holds back an incomplete character, and text that may be the start of a stop string.
 
-    `hidden` tokens have no text.
+    `hidden` tokens have no text. `ends` are the tokens that end a reply; those that are not special must be hidden.
     """
 
-    def __init__(self, tokenizer: Any, stop: tuple[str, ...], hidden: Collection[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, stop: tuple[str, ...], hidden: Collection[int], ends: Collection[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        self._hidden = hidden
+        self._hidden, self._ends = hidden, ends
         self._stream = DecodeStream(skip_special_tokens=False)
         self._undecoded: list[int] = []
         self._decoded: list[int] = []
@@ -34,6 +40,21 @@ class TextStream:
         self._held = ""
         self.stopped_by: str | None = None
         """The stop string that is complete."""
+
+    def event(
+        self, choice: int, token: int, logprobs: tuple[TokenLogprob, ...], end: FinishReason | None
+    ) -> tuple[TextEvent, FinishReason | None]:
+        """Returns the event of one token, and why the reply ends with it; None if it goes on.
+
+        `end` is why the reply ends here whatever the token is, None if it does not.
+        """
+        if token in self._ends:
+            return TextEvent(choice, self.push(token) + self.finish(), (token,)), "stop"
+        text = self.push(token)
+        reason: FinishReason | None = "stop" if self.stopped_by else end
+        if reason is not None and not self.stopped_by:
+            text += self.finish()
+        return TextEvent(choice, text, (token,), tuple(map(self._with_text, logprobs))), reason
 
     def push(self, token: int) -> str:
         """Returns the text that `token` makes final, perhaps "". Sets `stopped_by` when a stop string is complete."""
@@ -46,6 +67,9 @@ class TextStream:
         rest = self._decode(self._undecoded) if self._undecoded else ""
         held, self._held = self._held, ""
         return held + rest
+
+    def _with_text(self, item: TokenLogprob) -> TokenLogprob:
+        return replace(item, text=self._tokenizer.decode([item.token_id]), top=tuple(map(self._with_text, item.top)))
 
     def _text_of(self, token: int) -> str:
         """Returns the text up to `token`, "" while a character is incomplete."""

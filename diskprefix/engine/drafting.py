@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from diskprefix.engine.draft_model import DraftModel
-from diskprefix.engine.job import Choice
+from diskprefix.engine.draft_model import DraftModel, DraftSequence
+from diskprefix.engine.running_request import Reply
 from diskprefix.engine.scheduler import MAX_ROWS
 from diskprefix.engine.speculation import MOST_ROWS, DraftRate, speedup
 
@@ -43,10 +43,10 @@ class DraftTimes:
         """Forgets what is not measured again, so that guesses are tried again."""
         self.guess_s -= self._FADING * self.guess_s
 
-    def note_guess(self, seconds: float) -> None:
+    def record_guess(self, seconds: float) -> None:
         self.guess_s += (seconds - self.guess_s) * (self._WEIGHT if self.guess_s else 1.0)
 
-    def note_rows(self, num_rows: int, seconds: float) -> None:
+    def record_rows(self, num_rows: int, seconds: float) -> None:
         self.row_s += (seconds / num_rows - self.row_s) * (self._WEIGHT if self.row_s else 1.0)
 
 
@@ -59,12 +59,12 @@ class ModelDrafter:
         self.times = DraftTimes()
         self._clock = clock
 
-    def draft(self, sequences: Sequence[Choice], num_decoding: int, row_cost: float, plain_s: float) -> None:
+    def draft(self, sequences: Sequence[Reply], num_decoding: int, row_cost: float, plain_s: float) -> None:
         step_s = plain_s / (1 + row_cost * num_decoding)
         cost = self.times.cost(step_s)
-        asked, behind = list[Choice](), list[Choice]()
-        for choice in sequences:
-            rate = choice.guesser.draft_rate if choice.guesser is not None else None
+        asked, behind = list[Reply](), list[Reply]()
+        for reply in sequences:
+            rate = reply.guesser.draft_rate if reply.guesser is not None else None
             if rate is None:
                 continue
             gain = speedup(rate.value, num_decoding, row_cost, cost)
@@ -72,36 +72,35 @@ class ModelDrafter:
                 rate.fade()
                 continue
             try:
-                shadow = self.model.ready(choice)
+                sequence = self.model.ready_sequence(reply)
             except Exception as error:  # noqa: BLE001 (a request goes on without the draft model)
-                self.model.give_up(choice, error)
+                self.model.give_up(reply, error)
                 continue
-            if shadow is None:
+            if sequence is None:
                 continue
-            self.model.take_back(choice)
-            num_left = choice.num_known - shadow.arena.num_tokens
-            if num_left <= FEW and shadow.arena.num_tokens >= choice.prompt_tokens:
-                asked.append(choice)
-            elif num_left * self.times.row_s <= len(choice.reply) * plain_s * (1 - 1 / gain):
-                behind.append(choice)
+            self.model.take_back_guesses(reply)
+            num_left = reply.num_known - sequence.arena.num_tokens
+            if num_left <= FEW and sequence.arena.num_tokens >= reply.prompt_tokens:
+                asked.append(reply)
+            elif num_left * self.times.row_s <= len(reply.token_ids) * plain_s * (1 - 1 / gain):
+                behind.append(reply)
         if not asked and not behind:
             self.rate.fade()
             self.times.fade()
         self._catch_up(behind)
         self._guess(asked, num_decoding, row_cost, cost)
 
-    def _catch_up(self, behind: Sequence[Choice]) -> None:
+    def _catch_up(self, behind: Sequence[Reply]) -> None:
         """Computes known tokens of some sequences: as many as a step has rows."""
-        step, room = list[tuple[Choice, torch.Tensor]](), MAX_ROWS
-        for choice in behind:
-            assert choice.shadow is not None
-            start = choice.shadow.arena.num_tokens
-            end = min(start + room, choice.num_known)
-            if start < choice.prompt_tokens:
+        step, room = list[tuple[Reply, torch.Tensor]](), MAX_ROWS
+        for reply in behind:
+            start = self.model.sequences[reply].arena.num_tokens
+            end = min(start + room, reply.num_known)
+            if start < reply.prompt_tokens:
                 # What is kept of a prompt ends there.
-                end = min(end, choice.prompt_tokens)
-            if end > start and self._has_room(choice, end):
-                step.append((choice, choice.ids(start, end)))
+                end = min(end, reply.prompt_tokens)
+            if end > start and self._has_room(reply, end):
+                step.append((reply, reply.ids(start, end)))
                 room -= end - start
         if not step:
             return
@@ -111,25 +110,26 @@ class ModelDrafter:
         _, seconds = found
         num_rows = MAX_ROWS - room
         if num_rows >= FEW:
-            self.times.note_rows(num_rows, seconds)
-        for choice, ids in step:
-            self.model.prefilled(choice, seconds * ids.shape[1] / num_rows)
+            self.times.record_rows(num_rows, seconds)
+        for reply, ids in step:
+            self.model.record_prefill(reply, seconds * ids.shape[1] / num_rows)
 
-    def _guess(self, asked: Sequence[Choice], num_decoding: int, row_cost: float, cost: float) -> None:
+    def _guess(self, asked: Sequence[Reply], num_decoding: int, row_cost: float, cost: float) -> None:
         """Guesses tokens of all these sequences, for as long as another one seems to pay."""
         most = max(1, MOST_ROWS // num_decoding)
-        drafts = [Draft(choice, most) for choice in asked if self._has_room(choice, choice.num_known + most - 1)]
+        have_room = [reply for reply in asked if self._has_room(reply, reply.num_known + most - 1)]
+        drafts = [Draft(reply, self.model.sequences[reply], most) for reply in have_room]
         tokens, time = float(num_decoding), 1 + row_cost * num_decoding
         going_on = drafts
         while going_on:
-            step = [(one.choice, one.next_ids()) for one in going_on]
+            step = [(one.reply, one.next_ids()) for one in going_on]
             found = self._computed(step)
             if found is None:
                 break
             logits, seconds = found
             num_rows = sum(ids.shape[1] for _, ids in step)
             if num_rows <= 2 * len(going_on):
-                self.times.note_guess(seconds)
+                self.times.record_guess(seconds)
             for one, of_next in zip(going_on, logits, strict=True):
                 one.add(of_next)
                 tokens, time = tokens + one.chance, time + row_cost
@@ -140,24 +140,24 @@ class ModelDrafter:
                 if one.may_go_on and one.chance_of_next * time > (row_cost + cost / len(going_on)) * tokens
             ]
         for one in drafts:
-            if one.choice.shadow is not None:
+            if one.reply in self.model.sequences:
                 one.end()
 
-    def _has_room(self, choice: Choice, num_tokens: int) -> bool:
-        has_room = self.model.has_room(choice, num_tokens)
-        if not has_room and choice.guesser is not None:
-            choice.guesser.draft_rate = None
-            self.model.release(choice, keep=True)
+    def _has_room(self, reply: Reply, num_tokens: int) -> bool:
+        has_room = self.model.has_room(reply, num_tokens)
+        if not has_room and reply.guesser is not None:
+            reply.guesser.draft_rate = None
+            self.model.release(reply, keep=True)
         return has_room
 
-    def _computed(self, step: Sequence[tuple[Choice, torch.Tensor]]) -> tuple[torch.Tensor, float] | None:
+    def _computed(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> tuple[torch.Tensor, float] | None:
         """Returns the logits of a forward, and the seconds that it took. None if it fails."""
         started = self._clock()
         try:
             logits = self.model.compute(step)
         except Exception as error:  # noqa: BLE001 (requests go on without the draft model)
-            for choice, _ in step:
-                self.model.give_up(choice, error)
+            for reply, _ in step:
+                self.model.give_up(reply, error)
             return None
         return logits, self._clock() - started
 
@@ -165,29 +165,28 @@ class ModelDrafter:
 class Draft:
     """What a draft model guesses of one sequence in one step."""
 
-    def __init__(self, choice: Choice, most: int) -> None:
-        self.choice = choice
+    def __init__(self, reply: Reply, sequence: DraftSequence, most: int) -> None:
+        self.reply = reply
+        self._sequence = sequence
         self.tokens: list[tuple[int, float]] = []
         """The guesses, with their probabilities."""
         self.chance = 1.0
         """That all of them are right."""
         self.may_go_on = True
-        self._most = min(most, choice.room_for_draft)
+        self._most = min(most, reply.room_for_draft)
 
     @property
     def chance_of_next(self) -> float:
         """That one more guess is right, with all before it."""
-        assert self.choice.guesser is not None
-        assert self.choice.guesser.draft_rate is not None
-        return self.chance * self.choice.guesser.draft_rate.value
+        assert self.reply.guesser is not None
+        assert self.reply.guesser.draft_rate is not None
+        return self.chance * self.reply.guesser.draft_rate.value
 
     def next_ids(self) -> torch.Tensor:
         """Returns what is computed next, int64 of shape [1, n]: what the draft model lacks, or its last guess."""
-        choice, shadow = self.choice, self.choice.shadow
-        assert shadow is not None
         if not self.tokens:
-            return choice.ids(shadow.arena.num_tokens, choice.num_known)
-        return torch.tensor([[self.tokens[-1][0]]], device=choice.job.prompt_ids.device)
+            return self.reply.ids(self._sequence.arena.num_tokens, self.reply.num_known)
+        return torch.tensor([[self.tokens[-1][0]]], device=self.reply.running.prompt_ids.device)
 
     def add(self, logits: torch.Tensor) -> None:
         """Guesses the next token from the draft model's logits, shape [vocab]."""
@@ -196,18 +195,17 @@ class Draft:
         if not math.isfinite(probability):
             self.may_go_on = False
             return
-        guesser = self.choice.guesser
+        guesser = self.reply.guesser
         assert guesser is not None
         self.tokens.append((int(token), probability))
         self.chance *= guesser.rates.of(guesser.rates.of_draft(probability))
         self.may_go_on = len(self.tokens) < self._most
 
     def end(self) -> None:
-        """Hands the guesses over."""
-        shadow, guesser = self.choice.shadow, self.choice.guesser
-        assert shadow is not None
+        """Gives the guesses to the reply's guesser."""
+        sequence, guesser = self._sequence, self.reply.guesser
         assert guesser is not None
-        shadow.num_known, shadow.drafted = self.choice.num_known, [token for token, _ in self.tokens]
-        shadow.slot.num_computed = min(shadow.arena.num_tokens, self.choice.num_known)
+        sequence.num_known, sequence.drafted = self.reply.num_known, [token for token, _ in self.tokens]
+        sequence.allocation.num_computed = min(sequence.arena.num_tokens, self.reply.num_known)
         if self.tokens:
-            guesser.take(self.tokens)
+            guesser.use_drafted(self.tokens)

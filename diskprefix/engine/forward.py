@@ -1,21 +1,23 @@
-"""Computes one step: in one forward, and where that fails, each sequence alone."""
+"""Computes the step of an engine in one forward, and a whole prompt for callers without an engine."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
 from diskprefix.engine.device import raise_if_lost, synchronize
-from diskprefix.engine.job import Choice
 from diskprefix.engine.request import GenerateRequest
+from diskprefix.engine.running_request import Reply
 from diskprefix.engine.scheduler import Chunk
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.model.exact import runner
 from diskprefix.printable import first_line
+from diskprefix.tokens import TokenIds, floor_to_grid
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,16 +25,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 
-def forward(model: PreTrainedModel, step: list[Chunk[Choice]]) -> list[torch.Tensor | Exception]:
-    """Returns each chunk's next-token logits, or what its own forward raised: shape [1 + num_drafted, vocab], those
-    behind its last known token and behind each guess. Raises `DeviceLost`."""
+def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[torch.Tensor | Exception]:
+    """Computes a step. If that fails, computes each of its sequences alone.
+
+    Returns the next-token logits of each chunk, or the error of its own forward. Logits have shape [1 + num_drafted,
+    vocab]: behind the last known token and behind each guess. Raises `DeviceLost`.
+    """
     try:
         logits = runner.run(model, [_rows(chunk) for chunk in step])
         synchronize(model.device)
     except Exception as error:  # noqa: BLE001 (it is returned)
         raise_if_lost(error)
         if len(step) == 1:
-            return [_naming_media(error, step[0].sequence.job.request)]
+            return [_naming_media(error, step[0].sequence.running.request)]
         log.warning("[engine] a step of %d sequences failed, now each alone: %s", len(step), first_line(error))
     else:
         return list(logits)
@@ -42,10 +47,10 @@ def forward(model: PreTrainedModel, step: list[Chunk[Choice]]) -> list[torch.Ten
     return [result for chunk in step for result in forward(model, [chunk])]
 
 
-def _rows(chunk: Chunk[Choice]) -> runner.Rows:
-    choice = chunk.sequence
-    assert choice.state is not None
-    return runner.Rows(choice.state, choice.ids(chunk.start, chunk.end), 1 + chunk.num_drafted)
+def _rows(chunk: Chunk[Reply]) -> runner.Rows:
+    reply = chunk.sequence
+    assert reply.state is not None
+    return runner.Rows(reply.state, reply.ids(chunk.start, chunk.end), 1 + chunk.num_drafted)
 
 
 def _naming_media(error: Exception, request: GenerateRequest) -> Exception:
@@ -60,3 +65,31 @@ def _naming_media(error: Exception, request: GenerateRequest) -> Exception:
     )
     failure.__cause__ = error
     return failure
+
+
+def prefill(
+    model: PreTrainedModel,
+    arena: KVArena,
+    token_ids: TokenIds,
+    *,
+    start: int,
+    block_size: int,
+    after_step: Callable[[KVArena], None],
+) -> torch.Tensor:
+    """Computes a prompt from position `start` to its end. Returns the next-token logits, shape [vocab].
+
+    Steps have `block_size` tokens counted from position 0, and the last one is partial. So a run that was restored to a
+    grid point has the steps of a cold run. For most models, other steps would change the last bits of the logits.
+    `start` is a grid point unless the model is exact at every token: then the first step ends at the next grid point. A
+    one-pass model computes the whole prompt in one step. `after_step` is called after each step.
+    """
+    assert arena.layout.state_kind == "token" or start % block_size == 0, "state enters at grid points only"
+    assert start < len(token_ids), "at least one token must be computed"
+    ids = torch.from_numpy(token_ids).to(model.device, torch.long).unsqueeze(0)
+    step = len(token_ids) if arena.layout.is_one_pass else block_size
+    for grid_point in range(floor_to_grid(start, step), len(token_ids), step):
+        logits = arena.forward(model, ids[:, max(start, grid_point) : grid_point + step])
+        after_step(arena)
+    # The time that it takes is measured.
+    synchronize(logits.device)
+    return logits

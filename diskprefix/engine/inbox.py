@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from diskprefix.engine.activity import Activity
-from diskprefix.engine.pulse import Pulse
+from diskprefix.engine.gauges import Activity, Heartbeat
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
 from diskprefix.model.load.media import prepared_bytes
@@ -88,8 +87,7 @@ class Inbox:
         self._has_news = False
         self._stopping = False
         self._mean_s = 1.0
-        self.pulse = Pulse()
-        """Of that thread."""
+        self.heartbeat = Heartbeat()
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self.running_activities: Callable[[], list[Activity]] = list
         """What those that run are doing, for any thread. The engine says it."""
@@ -142,7 +140,7 @@ class Inbox:
 
     def waiting(self) -> list[Ticket]:
         """Returns the requests that wait, in order of arrival. Those that were cancelled are forgotten."""
-        self.pulse.beat()
+        self.heartbeat.beat()
         with self._changed:
             self._has_news = False
             return list(self._still_waiting())
@@ -175,7 +173,7 @@ class Inbox:
         """Waits until something has changed since the last call of `waiting`. Returns False when the inbox is stopped
         and nothing runs any more."""
         with self._changed:
-            self.pulse.rest()
+            self.heartbeat.rest()
             self._changed.wait_for(lambda: self._has_news or (self._stopping and not self._running))
             return self._has_news or bool(self._running)
 

@@ -84,7 +84,12 @@ class GenerateRequest:
     reports_progress: bool = False
     """Whether `ProgressEvent`s are wanted."""
     on_stage: Callable[[Stage], None] | None = None
-    """Told the stages when the request is over, in the engine's thread; what is saved, later, in the writer's."""
+    """Called with each stage when the request is over, in the engine's thread. For `save`, in the writer's thread."""
+
+    @property
+    def caller(self) -> tuple[str, ...]:
+        """The key for fair scheduling: all requests with one API key count as one caller."""
+        return self.cache.tenant.ids[:1]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from diskprefix.engine.constraint import ConstrainedReply
+from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.request import SamplingParams, TokenLogprob
 from diskprefix.errors import DiskPrefixError, InvalidRequest, NonFiniteLogits
 from diskprefix.tokens import TokenIds

@@ -1,27 +1,84 @@
-"""Which rows the next step computes. Free of torch and of clocks: it sees counts of tokens only.
+"""Which rows the next step computes. Free of torch and of clocks: it sees counts of tokens and measured times only.
 
-A step has a row for each sequence that decodes, and the rest of its rows, or as many as `pacing` allows, are for
-prompts, then for guesses (`speculation`). Prompts share the engine by turns of their tenants: the tenant that had the
-fewest rows comes first. Among the prompts of a tenant the one with the fewest tokens left comes first, so that a short
-request overtakes a long one. What waits gets nearer to the front with each row that overtakes it: after four times its
-own length nothing new passes it any more. A step in which a prompt ends is filled with prompts that end too, but not
-with a part of one: that would only delay the first token.
+A step has a row for each sequence that decodes. The rest of its rows, or as many as `Pace` allows, are for prompts,
+then for guesses (`speculation`). Prompts share the engine by turns of their tenants: the tenant that had the fewest
+rows comes first. Among the prompts of a tenant the one with the fewest tokens left comes first, so that a short request
+overtakes a long one. A waiting prompt moves to the front with each row that overtakes it: after four times its own
+length nothing new passes it. A step in which a prompt ends is filled with prompts that end too, but not with a part of
+one: that would only delay the first token.
 
-Sequences that do not pack take turns: the one that computed longest ago, where all prompts together are one.
+Sequences that do not pack take turns: the one that computed longest ago comes first, and all prompts count as one.
+
+The pace: a step that computes prompts takes longer than one that only decodes, and each reply in it waits that long for
+its token. Two times are measured: that of a step that only decodes, and what each row of a prompt adds. Now and then a
+step has no prompts though some wait. Otherwise a machine that other programs slow down for a while would look like one
+with slow rows, and prompts would wait for nothing.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
-
-from diskprefix.engine.sequence import Sequence
 
 MAX_ROWS = 256
 """Rows of a step. More rows make a prefill hardly faster."""
 _AGING = 0.25
 """By how many tokens a prompt counts as shorter for each token that overtook it."""
+
+LEAST_ROWS = 16
+"""So that a prompt gets on whatever is measured."""
+_KEPT = 6
+"""Steps of each kind, of which the shortest counts: what disturbs a step only adds to it."""
+_STEPS_BETWEEN = 6
+"""Steps with prompts and replies between two that only decode."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Sequence:
+    """The tokens of one reply: its prompt, and behind it what was sampled so far.
+
+    It is prefilled up to the last token that is known, then decoded: each step samples one more token. `arrived` orders
+    sequences by age. A sequence that `packs` may share a forward with others and be cut anywhere. Another one is
+    computed alone: its prompt in steps of `grid` tokens counted from position 0, then one token a step.
+    """
+
+    tenant: Hashable
+    arrived: int
+    prompt_tokens: int
+    packs: bool = True
+    grid: int = 256
+    num_known: int = 0
+    num_computed: int = 0
+    overtaken: int = 0
+    """Tokens of other prompts that were computed while this one waited for its turn."""
+    draft: list[int] = field(default_factory=list)
+    """Guessed tokens that are computed behind the last known one if a step has room for them."""
+    last_step: int = 0
+    """The number of the last step that this sequence took part in, where it is computed alone."""
+
+    def __post_init__(self) -> None:
+        self.num_known = max(self.num_known, self.prompt_tokens)
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that are known and not computed. A sequence to be scheduled has at least one."""
+        return self.num_known - self.num_computed
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.num_left == 1 and self.num_computed >= self.prompt_tokens
+
+    def next_end(self, max_rows: int) -> int:
+        """Returns where the next step of this sequence ends if it may have `max_rows` rows."""
+        if self.packs:
+            return min(self.num_computed + max_rows, self.num_known)
+        if self.num_computed >= self.prompt_tokens:
+            # What was decoded once is decoded again: the steps of a prefill would give other bits.
+            return self.num_computed + 1
+        return min(self.num_computed - self.num_computed % self.grid + self.grid, self.prompt_tokens)
+
 
 S = TypeVar("S", bound=Sequence)
 
@@ -151,3 +208,44 @@ class Scheduler(Generic[S]):
             left.remove(best)
             yield best
             rows_of[best.tenant] += best.num_left
+
+
+class Pace:
+    """Measures the steps of one engine. For its thread."""
+
+    def __init__(self, target_s: float) -> None:
+        """`target_s`: how long a step with replies and prompts may take, in seconds; 0 for any time."""
+        self._target_s = target_s
+        self._decoding_s: deque[float] = deque(maxlen=_KEPT)
+        """Of steps without prompts."""
+        self._row_s: deque[float] = deque(maxlen=_KEPT)
+        """What a row of a prompt added."""
+        self._num_mixed = 0
+        """Steps with prompts and replies since one that only decoded."""
+
+    def most_rows(self) -> int | None:
+        """Returns how many rows of prompts the next step may have if it has replies, None for any number."""
+        if not self._target_s or not self._row_s:
+            return None
+        if self._num_mixed >= _STEPS_BETWEEN:
+            return 0
+        decoding_s, row_s = self._least_decoding_s, min(self._row_s)
+        # At least half of the time: where decoding alone takes long, prompts would wait for ever.
+        for_prompts_s = max(self._target_s - decoding_s, decoding_s)
+        return None if row_s <= 0 else max(LEAST_ROWS, int(for_prompts_s / row_s))
+
+    def record_step(self, num_decoding: int, num_prompt_rows: int, seconds: float) -> None:
+        """Adds a step of sequences that pack: `num_decoding` replies, and so many rows of prompts."""
+        if not num_prompt_rows:
+            self._decoding_s.append(seconds)
+            self._num_mixed = 0
+        elif num_prompt_rows >= LEAST_ROWS or not self._row_s:
+            # Of fewer, what all steps differ by is more than the rows add.
+            decoding_s = self._least_decoding_s if num_decoding else 0.0
+            self._row_s.append(max(0.0, seconds - decoding_s) / num_prompt_rows)
+        if num_prompt_rows and num_decoding:
+            self._num_mixed += 1
+
+    @property
+    def _least_decoding_s(self) -> float:
+        return min(self._decoding_s) if self._decoding_s else 0.0

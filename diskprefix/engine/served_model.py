@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.engine.constraint import ConstraintCompiler
+from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
 from diskprefix.engine.drafting import ModelDrafter
-from diskprefix.engine.figures import EngineFigures
-from diskprefix.engine.job import Choice, Job
-from diskprefix.engine.pacing import Pace
-from diskprefix.engine.request import FinishReason, GenerateRequest, TextEvent, TokenLogprob
-from diskprefix.engine.scheduler import MAX_ROWS
+from diskprefix.engine.gauges import EngineFigures
+from diskprefix.engine.request import GenerateRequest
+from diskprefix.engine.running_request import Reply, RunningRequest
+from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
 from diskprefix.engine.speculation import DraftRate, Guesser, Speculation
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
 from diskprefix.hooks import Recorder
@@ -152,32 +151,12 @@ class ServedModel:
         room = self.max_positions - len(request.prompt.token_ids)
         return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
 
-    def token_event(
-        self,
-        choice: int,
-        token: int,
-        logprobs: tuple[TokenLogprob, ...],
-        text: TextStream,
-        end: FinishReason | None,
-    ) -> tuple[TextEvent, FinishReason | None]:
-        """Returns the event of one token of a reply, and why the reply ends with it, if it does.
-
-        `end` is why the reply ends here whatever the token is, None if it does not.
-        """
-        if token in self.end_ids:
-            shown = text.push(token) if token in self._special_tokens.values() else ""
-            return TextEvent(choice, shown + text.finish(), (token,)), "stop"
-        new_text = text.push(token)
-        reason: FinishReason | None = "stop" if text.stopped_by else end
-        if reason is not None and not text.stopped_by:
-            new_text += text.finish()
-        return TextEvent(choice, new_text, (token,), tuple(self._with_text(item) for item in logprobs)), reason
-
     def text_stream(self, request: GenerateRequest) -> TextStream:
-        """Returns where the text of one reply to a request comes from."""
-        shown = request.shown_special_tokens
-        hidden = {token for text, token in self._special_tokens.items() if text not in shown}
-        return TextStream(self.tokenizer, request.sampling.stop, hidden)
+        """Returns the text stream of one reply to a request."""
+        special = self._special_tokens.items()
+        hidden = {token for text, token in special if text not in request.shown_special_tokens}
+        hidden |= self.end_ids.difference(token for _, token in special)
+        return TextStream(self.tokenizer, request.sampling.stop, hidden, self.end_ids)
 
     def guesser(self, request: GenerateRequest) -> Guesser | None:
         """Returns what guesses the tokens of one reply to a request, None if nothing is to be guessed."""
@@ -191,10 +170,10 @@ class ServedModel:
             draft_rate=None if self.drafter is None else DraftRate(self.drafter.rate),
         )
 
-    def release_draft(self, choice: Choice, *, keep: bool) -> None:
+    def release_draft(self, reply: Reply, *, keep: bool) -> None:
         """Gives back what the draft model has of a sequence. `keep`: the next turn may go on from it."""
         if self.drafter is not None:
-            self.drafter.model.release(choice, keep=keep)
+            self.drafter.model.release(reply, keep=keep)
 
     def memory_stats(self) -> dict[str, int]:
         """Returns `KVPool.stats`, with the bytes of the draft model's."""
@@ -204,25 +183,36 @@ class ServedModel:
             stats["used_bytes"] += self.drafter.model.pool.used_bytes
         return stats
 
-    def record(self, job: Job, report: CacheReport) -> None:
-        """Notes a request that is over, where requests are recorded."""
+    def record_step(self, step: Sequence[Chunk[Reply]], seconds: float) -> None:
+        """Records the time of a step, from which the next steps are planned."""
+        num_rows = sum(chunk.num_rows for chunk in step)
+        self.figures.record_step(num_rows, seconds)
+        decoding = [chunk.sequence for chunk in step if chunk.sequence.packs and chunk.sequence.is_decoding]
+        if step[0].sequence.packs:
+            prompt_rows = sum(chunk.num_rows for chunk in step if not chunk.sequence.is_decoding)
+            self.pace.record_step(len(decoding), prompt_rows, seconds)
+        if self.speculation is not None and len(decoding) == len(step):
+            self.speculation.record_step(decoding, num_rows, sum(chunk.num_drafted for chunk in step), seconds)
+
+    def record(self, running: RunningRequest, report: CacheReport) -> None:
+        """Records a request that is over, with `--record`."""
         if self.recorder is None:
             return
-        # Of a prompt without media, by a model of which nothing can be published.
-        is_computed_uncached = job.num_generated > 0 and self.cache.layout.unsupported and not job.request.prompt.media
+        # Nothing is published of a model whose state cannot be cached.
+        is_uncached = self.cache.layout.unsupported and not running.request.prompt.media
         self.recorder.note(
-            job.request.prompt,
-            job.request.cache,
+            running.request.prompt,
+            running.request.cache,
             report,
-            root=job.cached.namespace.root,
-            when=time.time() - (time.perf_counter() - job.ticket.arrived_at),
-            output_tokens=job.num_generated,
-            reply=job.cached.reply,
-            prefill_ms=job.prefill_s * 1e3,
-            remembered=job.cached.is_published or bool(is_computed_uncached),
+            root=running.cached.namespace.root,
+            when=time.time() - (time.perf_counter() - running.ticket.arrived_at),
+            output_tokens=running.num_generated,
+            reply=running.cached.reply,
+            prefill_ms=running.prefill_s * 1e3,
+            remembered=running.cached.is_published or bool(is_uncached and running.num_generated),
         )
 
-    def _make_speculation(self) -> Speculation[Choice] | None:
+    def _make_speculation(self) -> Speculation[Reply] | None:
         settings = self.cache.settings
         if settings.speculative == "off" and self.drafter is None:
             return None
@@ -273,10 +263,6 @@ class ServedModel:
             raise ModelError(
                 f"transformers cannot run {type(self.model).__name__} step by step: {first_line(error)}"
             ) from error
-
-    def _with_text(self, item: TokenLogprob) -> TokenLogprob:
-        text = self.tokenizer.decode([item.token_id])
-        return replace(item, text=text, top=tuple(self._with_text(other) for other in item.top))
 
 
 def _max_positions(model: PreTrainedModel) -> int:

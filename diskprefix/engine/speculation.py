@@ -56,7 +56,7 @@ class AcceptanceRates:
     def of(self, kind: int) -> float:
         return self._rates[kind]
 
-    def note(self, kind: int, *, is_right: bool) -> None:
+    def record(self, kind: int, *, is_right: bool) -> None:
         self._rates[kind] += self._WEIGHT * (is_right - self._rates[kind])
 
 
@@ -77,10 +77,10 @@ class DraftRate:
     def _usual(self) -> float:
         return self._FIRST if self._of_all is None else self._of_all.value
 
-    def note(self, *, is_right: bool) -> None:
+    def record(self, *, is_right: bool) -> None:
         self.value += self._WEIGHT * (is_right - self.value)
         if self._of_all is not None:
-            self._of_all.note(is_right=is_right)
+            self._of_all.record(is_right=is_right)
 
     def fade(self) -> None:
         self.value += self._FADING * (self._usual - self.value)
@@ -118,7 +118,7 @@ class Guesser:
             kinds = (self.rates.of_match(found.num_agreeing + number) for number in range(MOST_ROWS))
             self.token_ids, self._kinds = found.token_ids, list(kinds)
 
-    def take(self, drafted: Sequence[tuple[int, float]]) -> None:
+    def use_drafted(self, drafted: Sequence[tuple[int, float]]) -> None:
         """Guesses what a draft model has guessed: tokens, with the probabilities that it gives them."""
         self.token_ids = [token for token, _ in drafted]
         self._kinds = [self.rates.of_draft(probability) for _, probability in drafted]
@@ -127,16 +127,16 @@ class Guesser:
         """Returns for each token of the guess how likely it is that all up to it are right."""
         return list(accumulate(map(self.rates.of, self._kinds), mul))
 
-    def note(self, token: int) -> None:
+    def record_token(self, token: int) -> None:
         """Adds a sampled token, and counts whether it was guessed."""
         if self._index is not None:
             self._not_added.append([token])
         if not self.token_ids:
             return
         kind, is_right = self._kinds[0], self.token_ids[0] == token
-        self.rates.note(kind, is_right=is_right)
+        self.rates.record(kind, is_right=is_right)
         if self.draft_rate is not None and self.rates.is_of_draft(kind):
-            self.draft_rate.note(is_right=is_right)
+            self.draft_rate.record(is_right=is_right)
         self.token_ids, self._kinds = (self.token_ids[1:], self._kinds[1:]) if is_right else ([], [])
 
 
@@ -173,7 +173,7 @@ class RowCost:
         """Returns whether a step of these sequences without guesses is needed, to compare with."""
         return sequences != self._sequences or self._age >= self._MOST_AGE
 
-    def note(self, sequences: Hashable, num_rows: int, num_guessed: int, seconds: float) -> None:
+    def record_step(self, sequences: Hashable, num_rows: int, num_guessed: int, seconds: float) -> None:
         """Adds a step. `num_rows` are all of its rows, with those guessed. `sequences` names whose they are."""
         if not num_guessed:
             same = sequences == self._sequences
@@ -240,9 +240,9 @@ class Speculation(Generic[S]):
             if sequence.guesser is not None:
                 sequence.guesser.is_computing = count > 0
 
-    def note(self, decoding: Sequence[S], num_rows: int, num_drafted: int, seconds: float) -> None:
+    def record_step(self, decoding: Sequence[S], num_rows: int, num_drafted: int, seconds: float) -> None:
         """Adds the time of a step that computed nothing but the rows of these sequences, guesses included."""
-        self.row_cost.note(_names(decoding), num_rows, num_drafted, seconds)
+        self.row_cost.record_step(_names(decoding), num_rows, num_drafted, seconds)
 
 
 def _wants_draft(sequence: Guessing) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from diskprefix.engine.grammar import explained, lark_of, reason_against
+from diskprefix.engine.constraint_grammar import explained, lark_of, reason_against
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
 

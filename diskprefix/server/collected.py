@@ -8,7 +8,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from diskprefix.engine.figures import Distribution
+from diskprefix.engine.gauges import Distribution
 from diskprefix.nouns import MISS_REASONS
 from diskprefix.server.serving import Serving
 
@@ -93,7 +93,7 @@ def _queue_metrics(serving: Serving) -> Iterator[Metric]:
     yield _gauge(
         "engine_working_seconds",
         "For how long the engine has been in its current step; 0 while it has nothing to do.",
-        inbox.pulse.working_s,
+        inbox.heartbeat.working_s,
     )
 
 

@@ -30,7 +30,7 @@ from diskprefix.server.tracing import Tracing
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
-    from diskprefix.engine.engine import Engine
+    from diskprefix.engine.loop import Engine
 
 log = logging.getLogger("diskprefix")
 

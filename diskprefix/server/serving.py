@@ -12,8 +12,8 @@ from diskprefix.nouns import Scope
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:
-    from diskprefix.engine.engine import Engine
     from diskprefix.engine.inbox import Inbox
+    from diskprefix.engine.loop import Engine
 
 
 @dataclass(frozen=True, eq=False)

@@ -42,17 +42,17 @@ class SignsOfLife:
         self._is_reported = False
 
     def give(self) -> None:
-        pulse = self._daemon.inbox.pulse
-        has_stopped = pulse.has_stopped()
+        heartbeat = self._daemon.inbox.heartbeat
+        has_stopped = heartbeat.has_stopped()
         if self._limit_s is not None:
             if not has_stopped:
                 notify(WATCHDOG=1)
                 self._is_reported = False
-            elif pulse.working_s > self._limit_s / 2 and not self._is_reported:
+            elif heartbeat.working_s > self._limit_s / 2 and not self._is_reported:
                 self._is_reported = True
                 log.error(
                     "[server] the engine has hung in one step for %.0f s; the watchdog's limit is %.0f s. Its threads:",
-                    pulse.working_s,
+                    heartbeat.working_s,
                     self._limit_s,
                 )
                 faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
@@ -69,5 +69,7 @@ def status_of(daemon: Daemon) -> str:
     inbox = daemon.inbox
     state, error = daemon.serving.engine.cache.health
     problem = f"; the cache is degraded ({error})" if state == "degraded" else ""
-    hangs = f"; one step has taken {inbox.pulse.working_s:.0f} s" if inbox.pulse.working_s >= 2 * _PERIOD_S else ""
+    hangs = (
+        f"; one step has taken {inbox.heartbeat.working_s:.0f} s" if inbox.heartbeat.working_s >= 2 * _PERIOD_S else ""
+    )
     return f"{daemon.doing}; {inbox.num_running} running, {inbox.queue_depth} waiting{problem}{hangs}"

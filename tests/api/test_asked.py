@@ -15,7 +15,7 @@ from diskprefix.api.fields import TextFormat
 from diskprefix.chat.messages import Conversation, JsonObject, Message
 from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta
 from diskprefix.chat.output.format import OutputParser, ThoughtTags
-from diskprefix.engine.constraint import ConstraintCompiler
+from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.errors import InvalidRequest
 from tests.server.chat_model import VOCAB_SIZE, write_tokenizer

@@ -14,7 +14,7 @@ import torch
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.request import CachedRequest
-from diskprefix.engine.prefill import prefill
+from diskprefix.engine.forward import prefill
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.transfer import Bytes

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine.prefill import prefill
+from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.store.maintenance.purge import PurgeFilter, purge

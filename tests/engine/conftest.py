@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diskprefix.engine.engine import Engine
+from diskprefix.engine.loop import Engine
 from tests.engine.driving import forget_idle
 
 

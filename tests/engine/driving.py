@@ -11,9 +11,8 @@ import msgspec
 import pytest
 
 from diskprefix.engine.device import raise_if_lost
-from diskprefix.engine.engine import Engine
 from diskprefix.engine.inbox import Inbox, Serve, error_event
-from diskprefix.engine.loop import Loop
+from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, TextEvent
 from diskprefix.extras.simulate.recording import RecordedRequest
 from diskprefix.kv import arena

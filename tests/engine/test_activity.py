@@ -11,9 +11,9 @@ import torch
 
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine.activity import Activity
-from diskprefix.engine.engine import Engine
+from diskprefix.engine.gauges import Activity
 from diskprefix.engine.inbox import Inbox
+from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import GenerateRequest, SamplingParams
 from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.settings import Settings

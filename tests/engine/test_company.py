@@ -17,8 +17,8 @@ from llguidance import LLMatcher
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.shared import Prefetched, PrefetchRequest
-from diskprefix.engine.constraint import forbidden_by
-from diskprefix.engine.engine import Engine
+from diskprefix.engine.constrained_reply import forbidden_by
+from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import Constraint, DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import ContextTooLong, DiskPrefixError
 from diskprefix.kv.arena import bytes_for
@@ -152,7 +152,7 @@ def test_a_mask_that_is_not_ready_delays_nobody_else(
         assert len(computed) <= num_before or go_on.wait(120)
         return forbidden_by(matcher, vocab_size)
 
-    monkeypatch.setattr("diskprefix.engine.constraint.forbidden_by", slow)
+    monkeypatch.setattr("diskprefix.engine.constrained_reply.forbidden_by", slow)
     with running(engine) as inbox:
         held = Client(inbox, held_request)
         wait_for(lambda: len(computed) > num_before)
@@ -172,7 +172,7 @@ def test_a_reply_whose_mask_never_comes_can_be_cancelled(engine: Engine, monkeyp
         assert go_on.wait(120)
         raise AssertionError("nobody waits for it")
 
-    monkeypatch.setattr("diskprefix.engine.constraint.forbidden_by", stuck)
+    monkeypatch.setattr("diskprefix.engine.constrained_reply.forbidden_by", stuck)
     with running(engine) as inbox:
         held = Client(inbox, request(tokens(80, 6), **CONSTRAINED))
         wait_for(lambda: computed)

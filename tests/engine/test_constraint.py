@@ -16,7 +16,7 @@ import pytest
 import torch
 from llguidance import LLParserLimits
 
-from diskprefix.engine.constraint import ConstraintCompiler, forbidden_by
+from diskprefix.engine.constrained_reply import ConstraintCompiler, forbidden_by
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest
@@ -135,7 +135,7 @@ def test_masks_are_computed_on_threads_of_their_own_as_soon_as_a_token_is_known(
         computed.put(threading.current_thread().name)
         return forbidden_by(*args)
 
-    monkeypatch.setattr("diskprefix.engine.constraint.forbidden_by", noted)
+    monkeypatch.setattr("diskprefix.engine.constrained_reply.forbidden_by", noted)
     reply = compiler.begin(regex("[ab]{3}"))
     a = tiny.tokenizer().convert_tokens_to_ids("a")
     for _ in range(2):
@@ -265,6 +265,6 @@ def test_a_constraint_that_becomes_too_complex_fails_its_own_reply(compiler: Con
 def test_a_mask_that_is_too_complex_is_no_end_of_the_reply(
     compiler: ConstraintCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.engine.grammar.LIMITS", LLParserLimits(step_lexer_fuel=10))
+    monkeypatch.setattr("diskprefix.engine.constraint_grammar.LIMITS", LLParserLimits(step_lexer_fuel=10))
     with pytest.raises(InvalidRequest, match=r"cannot be constrained any further: lexer error[^\n]*$"):
         write(compiler, regex("a(.*a.{10}b|c)"), likely="aab")

@@ -17,8 +17,7 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from diskprefix.engine.drafting import ModelDrafter
-from diskprefix.engine.engine import Engine
-from diskprefix.engine.loop import Loop
+from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.speculation import DraftRate
 from diskprefix.errors import ModelError
 from diskprefix.kv.step import TILE
@@ -104,9 +103,9 @@ def helped(engine: Engine, clients: Iterable[Client], share: float = 0.8) -> Abs
 
     def helping(step: Any) -> torch.Tensor:
         logits = compute(step)
-        for (choice, _), of_next in zip(step, logits, strict=True):
-            coming = next((reply for reply in replies if reply[: len(choice.reply)] == choice.reply), [])
-            at = choice.shadow.arena.num_tokens - choice.prompt_tokens
+        for (reply, _), of_next in zip(step, logits, strict=True):
+            coming = next((one for one in replies if one[: len(reply.token_ids)] == reply.token_ids), [])
+            at = model.sequences[reply].arena.num_tokens - reply.prompt_tokens
             if 0 <= at < len(coming):
                 of_next[coming[at] if chance.random() < share else (coming[at] + 1) % 250] = of_next.max() + 20
         return logits
@@ -221,7 +220,7 @@ def test_a_request_that_is_cancelled_leaves_what_the_draft_model_computed(plain:
     def counted(step: Any) -> torch.Tensor:
         num_calls[0] += 1
         if num_calls[0] == 1:
-            step[0][0].job.ticket.cancel()
+            step[0][0].running.ticket.cancel()
         return compute(step)
 
     with patch.object(model, "compute", counted), running(engine) as inbox:

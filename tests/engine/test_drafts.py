@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.engine.engine import Engine
-from diskprefix.engine.loop import Loop
+from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.ngrams import LONGEST
 from diskprefix.engine.request import Constraint, GenerateRequest
 from diskprefix.engine.speculation import Guesser
@@ -37,8 +36,8 @@ class Scripted(Guesser):
         self._replies, self._noted = replies, list[int]()
         self._chance = random.Random(len(prompt))
 
-    def note(self, token: int) -> None:
-        super().note(token)
+    def record_token(self, token: int) -> None:
+        super().record_token(token)
         self._noted.append(token)
 
     def look_back(self) -> None:

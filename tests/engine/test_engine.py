@@ -16,9 +16,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine import opening
+from diskprefix.engine import measured_model
 from diskprefix.engine import served_model as generate
-from diskprefix.engine.engine import Engine
+from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import (
     Constraint,
     DoneEvent,
@@ -264,7 +264,7 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     def starved(*_args: Any, **_kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
 
-    for module, step in ((opening, "rehearse"), (generate, "KVPool")):
+    for module, step in ((measured_model, "rehearse"), (generate, "KVPool")):
         with monkeypatch.context() as patch:
             patch.setattr(module, step, starved)
             with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):

@@ -13,9 +13,9 @@ import torch
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.request import CachedRequest
-from diskprefix.engine.engine import Engine
+from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.inbox import Inbox
-from diskprefix.engine.loop import Loop
+from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.request import ErrorEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.served_model import ServedModel
@@ -183,7 +183,7 @@ PLACES: list[tuple[type, str]] = [
     (CachedRequest, "publish_reply"),
     (CachedRequest, "close"),
     (ServedModel, "record"),
-    (ServedModel, "token_event"),
+    (TextStream, "event"),
     (Sampler, "__init__"),
     (Sampler, "sample"),
     (Sampler, "logprobs"),
@@ -237,7 +237,7 @@ def test_an_error_anywhere_fails_one_request(
 
         monkeypatch.setattr(Sampler, "__init__", noted)
         is_bad = lambda sampler, *_: id(sampler) in bad_samplers  # noqa: E731
-    elif name == "token_event":
+    elif name == "event":
         samples = [0]
 
         def is_bad(*_: Any) -> bool:
@@ -251,7 +251,7 @@ def test_an_error_anywhere_fails_one_request(
     assert len(errors) == 1
     assert "internal error" in errors[0].error.message
     assert [sum(isinstance(event, ErrorEvent) for event in client.events) for client in clients].count(1) == 1
-    if name != "token_event":
+    if name != "event":
         assert [replies(client, 2) for client in clients[1:]] == expected
     assert engine.pool.stats()["running"] == 0
     (after,) = run_together(engine, [good[0]])
@@ -373,6 +373,6 @@ def test_requests_that_wait_for_a_prompt_compute_it_if_it_is_not_computed(
                 take_in(loop)
 
             monkeypatch.setattr(Loop, "_take_in", noted)
-            after_steps(monkeypatch, 2, lambda: loops[0]._preempt(loops[0]._running.jobs[0].choices[0]))
+            after_steps(monkeypatch, 2, lambda: loops[0]._active.preempt(loops[0]._active.requests[0].replies[0]))
         wait_until_idle(inbox)
     assert [client.tokens for client in clients] == [expected] * 3

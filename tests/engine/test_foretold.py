@@ -16,8 +16,8 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import Write
-from diskprefix.engine.engine import Engine
 from diskprefix.engine.inbox import Inbox
+from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import (
     DoneEvent,
     Event,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from diskprefix.engine.constraint import ConstraintCompiler
-from diskprefix.engine.grammar import repeated
+from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.constraint_grammar import repeated
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
 from tests.model import tiny

@@ -19,7 +19,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.loading import Loader
-from diskprefix.engine.constraint import ConstrainedReply
+from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.request import (
@@ -316,7 +316,8 @@ def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) ->
         def memory_is_bounded_and_belongs_to_somebody(self) -> None:
             pool, loop = self.driven.engine.pool, self.driven.loop
             assert pool.used_bytes <= pool.limit_bytes
-            owned = [choice.slot for job in loop._running.jobs for choice in job.choices if choice.slot is not None]
+            replies = [reply for running in loop._active.requests for reply in running.replies]
+            owned = [reply.allocation for reply in replies if reply.allocation is not None]
             busy = [slot for slot in pool.slots if slot.is_busy]
             assert sorted(map(id, owned)) == sorted(map(id, busy))
             assert pool.stats()["entries"] <= pool.max_idle
@@ -324,7 +325,7 @@ def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) ->
 
         def check_replies(self) -> None:
             loop, cache = self.driven.loop, self.driven.engine.cache
-            assert [*loop._running.jobs, *loop._running.preempted, *loop._scheduler.sequences] == []
+            assert [*loop._active.requests, *loop._active.preempted, *loop._scheduler.sequences] == []
             assert self.driven.inbox.num_running == 0
             assert self.driven.engine.pool.stats()["running"] == 0
             cache.settle()

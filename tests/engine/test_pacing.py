@@ -9,7 +9,7 @@ import torch
 
 from diskprefix.app import load_engine
 from diskprefix.engine.forward import forward
-from diskprefix.engine.pacing import LEAST_ROWS, Pace
+from diskprefix.engine.scheduler import LEAST_ROWS, Pace
 from diskprefix.settings import Settings
 from tests.engine.driving import run_together
 from tests.engine.test_company import request, tokens
@@ -21,14 +21,14 @@ MOST_ROWS = 256
 def settled(pace: Pace, decoding_s: float, row_s: float, num_steps: int = 40) -> float:
     """Has a machine compute steps of a reply and a prompt, and returns what the last one took."""
     for _ in range(5):
-        pace.note(1, 0, decoding_s)
+        pace.record_step(1, 0, decoding_s)
     seconds = 0.0
     for _ in range(num_steps):
         most = pace.most_rows()
         rows = MOST_ROWS if most is None else min(MOST_ROWS, most)
         if rows:
             seconds = decoding_s + rows * row_s
-        pace.note(1, rows, decoding_s + rows * row_s)
+        pace.record_step(1, rows, decoding_s + rows * row_s)
     return seconds
 
 
@@ -49,7 +49,7 @@ def test_where_decoding_alone_takes_the_target_prompts_have_half_of_the_time() -
 
 def test_a_prompt_always_has_some_rows() -> None:
     pace = Pace(0.05)
-    pace.note(0, MOST_ROWS, 1000.0)
+    pace.record_step(0, MOST_ROWS, 1000.0)
     assert pace.most_rows() == LEAST_ROWS
 
 
@@ -62,31 +62,31 @@ def test_prompts_get_on_where_every_step_takes_long_whatever_is_in_it() -> None:
         most = pace.most_rows()
         step_rows = MOST_ROWS if most is None else min(MOST_ROWS, most)
         rows += step_rows
-        pace.note(1, step_rows, 0.3 + step_rows * 0.001)
+        pace.record_step(1, step_rows, 0.3 + step_rows * 0.001)
     assert rows / 90 > MOST_ROWS / 2
 
 
 def test_now_and_then_a_step_only_decodes_so_that_this_is_measured() -> None:
     pace = Pace(0.05)
-    pace.note(0, MOST_ROWS, 0.1)
+    pace.record_step(0, MOST_ROWS, 0.1)
     steps = list[int]()
     for _ in range(21):
         most = pace.most_rows()
         assert most is not None
         steps.append(most)
-        pace.note(1, most, 0.02 + most * 0.0004)
+        pace.record_step(1, most, 0.02 + most * 0.0004)
     assert steps.count(0) == 3
 
 
 @pytest.mark.parametrize("pace", [Pace(0.0), Pace(0.05)], ids=["no target", "nothing measured"])
 def test_without_a_target_or_a_measurement_the_step_is_full(pace: Pace) -> None:
-    pace.note(1, 0, 0.1)
+    pace.record_step(1, 0, 0.1)
     assert pace.most_rows() is None
 
 
 def test_the_first_step_beside_a_reply_goes_by_the_steps_of_prompts_before_it() -> None:
     pace = Pace(0.05)
-    pace.note(0, MOST_ROWS, 0.128)
+    pace.record_step(0, MOST_ROWS, 0.128)
     assert pace.most_rows() == pytest.approx(100, abs=1)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine.engine import Engine
+from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.settings import Settings

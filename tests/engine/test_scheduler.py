@@ -10,7 +10,7 @@ import pytest
 
 from diskprefix.engine import scheduler as module
 from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Scheduler
-from diskprefix.engine.sequence import Sequence as Tokens
+from diskprefix.engine.scheduler import Sequence as Tokens
 from tests.examples import examples
 
 GRID = 64

@@ -76,8 +76,8 @@ def test_rates_follow_what_was_right_by_the_length_of_the_match() -> None:
     assert (rates.of_match(2), rates.of_match(1000)) == (short, long)
     before = rates.of(short), rates.of(long)
     for _ in range(100):
-        rates.note(short, is_right=True)
-        rates.note(long, is_right=False)
+        rates.record(short, is_right=True)
+        rates.record(long, is_right=False)
     assert rates.of(short) > 0.95 > before[0]
     assert rates.of(long) < 0.05 < before[1]
     assert 0 < rates.of(middle) < 1
@@ -89,16 +89,16 @@ def test_a_guesser_counts_each_sampled_token_whether_its_guess_was_computed_or_n
     assert guesser.token_ids[:3] == REPEATED[4:7]
     first = guesser.chances()
     assert list(first) == sorted(first, reverse=True)
-    guesser.note(REPEATED[4])
-    guesser.note(REPEATED[5])
+    guesser.record_token(REPEATED[4])
+    guesser.record_token(REPEATED[5])
     right = guesser.chances()[0]
     assert right > first[0]
-    guesser.note(7)
+    guesser.record_token(7)
     assert guesser.chances() == []
     guesser.look_back()
     assert guesser.token_ids == []
     for token in REPEATED[:4]:
-        guesser.note(token)
+        guesser.record_token(token)
     guesser.look_back()
     assert guesser.token_ids[:2] == REPEATED[4:6]
     # A token that was guessed wrong.
@@ -109,32 +109,32 @@ def test_the_cost_of_a_row_is_measured_against_steps_of_the_same_sequences() -> 
     cost = RowCost()
     assert cost.needs_plain_step("a")
     for _ in range(200):
-        cost.note("a", 2, 0, 1 + 0.1 * 2)
-        cost.note("a", 12, 10, 1 + 0.1 * 12)
+        cost.record_step("a", 2, 0, 1 + 0.1 * 2)
+        cost.record_step("a", 12, 10, 1 + 0.1 * 12)
     assert cost.value == pytest.approx(0.1, rel=0.05)
     assert not cost.needs_plain_step("a")
     assert cost.needs_plain_step("b")
     # Nothing to compare with.
-    cost.note("b", 12, 10, 1000.0)
+    cost.record_step("b", 12, 10, 1000.0)
     assert cost.value == pytest.approx(0.1, rel=0.05)
 
 
 def test_after_many_steps_with_guesses_one_without_is_compared_with() -> None:
     cost = RowCost()
-    cost.note("a", 1, 0, 1.0)
+    cost.record_step("a", 1, 0, 1.0)
     count = 0
     while not cost.needs_plain_step("a"):
-        cost.note("a", 5, 4, 1.1)
+        cost.record_step("a", 5, 4, 1.1)
         count += 1
     assert 10 < count < 1000
-    cost.note("a", 1, 0, 1.0)
+    cost.record_step("a", 1, 0, 1.0)
     assert not cost.needs_plain_step("a")
 
 
 def drafted(speculation: Speculation[One], one: One, row_s: float, step_s: float = 1.0) -> int:
     """The guesses of a step that takes `step_s`, and `row_s` for each row."""
     speculation.plan([one])
-    speculation.note([one], 1 + len(one.draft), len(one.draft), step_s + row_s * (1 + len(one.draft)))
+    speculation.record_step([one], 1 + len(one.draft), len(one.draft), step_s + row_s * (1 + len(one.draft)))
     return len(one.draft)
 
 
@@ -163,7 +163,7 @@ def test_text_that_guesses_do_not_fit_switches_them_off_and_on_again() -> None:
         counts = []
         for token in token_ids:
             counts.append(drafted(speculation, one, 0.1))
-            one.guesser.note(token)
+            one.guesser.record_token(token)
         return counts
 
     # The same pairs, before tokens that nothing tells.
@@ -185,7 +185,7 @@ def test_a_sequence_without_a_guesser_has_no_draft() -> None:
     speculation, one, other = Speculation[One](), One(), One(arrived=1, draft=[1, 2], guesser=None)
     for _ in range(2):
         speculation.plan([one, other])
-        speculation.note([one, other], 2 + len(one.draft), len(one.draft), 1.0)
+        speculation.record_step([one, other], 2 + len(one.draft), len(one.draft), 1.0)
     assert one.draft
     assert other.draft == []
 
@@ -202,7 +202,7 @@ def test_a_draft_model_is_worth_what_the_best_number_of_guesses_gives() -> None:
 def test_what_is_known_of_a_draft_model_in_one_sequence_fades_to_what_is_known_of_it_in_all() -> None:
     of_all = DraftRate()
     for _ in range(1000):
-        DraftRate(of_all).note(is_right=False)
+        DraftRate(of_all).record(is_right=False)
     one = DraftRate(of_all)
     assert one.value == of_all.value < 0.01
     for _ in range(1000):
@@ -240,7 +240,7 @@ def test_a_draft_model_is_asked_where_the_tokens_before_tell_less() -> None:
     speculation = Speculation[One](asked)
     speculation.plan(sequences)
     assert asked.last == [], "a step to compare with comes first"
-    speculation.note(sequences, len(sequences), 0, 1.0)
+    speculation.record_step(sequences, len(sequences), 0, 1.0)
     speculation.plan(sequences)
     assert asked.last == sequences[1:3]
     assert asked.given == (5, speculation.row_cost.value, 1.0)

@@ -11,7 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from diskprefix.engine.engine import Engine
+from diskprefix.engine.loop import Engine
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import ModelError
 from diskprefix.kv.group import make_ahead, zeros

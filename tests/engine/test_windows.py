@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.engine.engine import Engine
+from diskprefix.engine.loop import Engine
 from diskprefix.kv.arena import bytes_for
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import Client, after_steps, forget_idle, run_together, running

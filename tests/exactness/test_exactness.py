@@ -16,7 +16,7 @@ from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
 from diskprefix.cli.models import TABLE
-from diskprefix.engine.prefill import prefill
+from diskprefix.engine.forward import prefill
 from diskprefix.errors import ModelError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 from transformers import PreTrainedModel
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine.prefill import prefill
+from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.model.exact.rehearsal import rehearse

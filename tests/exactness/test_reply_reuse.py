@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine.prefill import prefill
+from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.store.listing import list_entries

@@ -18,10 +18,10 @@ import httpx
 import uvicorn
 
 from diskprefix.cache.cost_model import CostModel
-from diskprefix.engine.constraint import ConstraintCompiler
-from diskprefix.engine.engine import Engine
-from diskprefix.engine.figures import EngineFigures
+from diskprefix.engine.constrained_reply import ConstraintCompiler
+from diskprefix.engine.gauges import EngineFigures
 from diskprefix.engine.inbox import Inbox
+from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, TextEvent, Timings, Usage
 from diskprefix.nouns import CacheReport, Scope, Selection, Tenant
 from diskprefix.server.app import create_app

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from diskprefix.api.figures import TimingsReply, figures_reply
-from diskprefix.engine.figures import Distribution, EngineFigures
+from diskprefix.engine.gauges import Distribution, EngineFigures
 from diskprefix.engine.request import DoneEvent, Timings, Usage
 from diskprefix.server.collected import _COUNTERS
 from diskprefix.server.log_context import OUTCOMES, LogContext
@@ -43,14 +43,14 @@ class Scraped:
         async def cache_stats() -> dict[str, Any]:
             return STATS | self.stats
 
-        pulse = SimpleNamespace(working_s=0.0)
+        heartbeat = SimpleNamespace(working_s=0.0)
         serving = SimpleNamespace(
             engine=SimpleNamespace(
                 figures=self.figures,
                 memory_stats=lambda: dict(KV_MEMORY),
                 model=SimpleNamespace(device="cpu", dtype="torch.bfloat16"),
             ),
-            inbox=SimpleNamespace(num_running=1, queue_depth=2, max_queue=64, pulse=pulse),
+            inbox=SimpleNamespace(num_running=1, queue_depth=2, max_queue=64, heartbeat=heartbeat),
             model_name="a model",
             fingerprint="fp_0",
             cache_stats=cache_stats,
@@ -110,9 +110,9 @@ def test_counters_never_go_back_and_histograms_agree_with_the_responses(
             scraped.metrics.count_request("/v1/chat/completions", record)
             said.append(figures_reply(event, None) | {"usage": event.usage})
             for gap_ms in gaps_ms:
-                scraped.figures.gap_s.add(gap_ms / 1e3)
+                scraped.figures.gap_s.record(gap_ms / 1e3)
                 gaps.append(gap_ms / 1e3)
-            scraped.figures.add_step(3, 0.1)
+            scraped.figures.record_step(3, 0.1)
         after = scraped.scrape()
         lost = before.keys() - after.keys()
         back = [name for name in before if is_monotonic(name[0]) and after.get(name, 0) < before[name]]
@@ -163,7 +163,7 @@ def check_histogram(scraped: dict[Sample, float], name: str, values: list[float]
 def test_a_distribution_counts_a_value_on_a_bound_below_it() -> None:
     distribution = Distribution((1.0, 2.0))
     for value in (0.5, 1.0, 1.5, 2.0, 3.0):
-        distribution.add(value)
+        distribution.record(value)
     assert distribution.cumulative() == [2, 4, 5]
     assert distribution.sum == 8.0
 

@@ -54,7 +54,7 @@ def _measure(model: str | None, weights: str, texts: list[str], tokens: int, out
     """Loads the model in one form, and sends what is found: text losses, most likely tokens, times, memory."""
     import torch
 
-    from diskprefix.engine.prefill import prefill
+    from diskprefix.engine.forward import prefill
     from diskprefix.kv.arena import KVArena
     from diskprefix.model.exact.invariance import make_exact
     from diskprefix.model.exact.invariant import as_it_was

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from diskprefix.engine.prefill import prefill
+from diskprefix.engine.forward import prefill
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.native import library
 from diskprefix.store.codec.codec import Codec

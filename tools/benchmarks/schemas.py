@@ -24,9 +24,9 @@ from transformers import AutoConfig, AutoTokenizer
 
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine.constraint import ConstraintCompiler, forbidden_by
-from diskprefix.engine.engine import Engine
+from diskprefix.engine.constrained_reply import ConstraintCompiler, forbidden_by
 from diskprefix.engine.inbox import Inbox
+from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import Constraint, DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams
 from diskprefix.engine.sampler import Sampler
 from diskprefix.nouns import CacheOptions, Prompt

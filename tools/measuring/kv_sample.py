@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diskprefix.engine.prefill import prefill
+from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.model.exact.rehearsal import rehearse

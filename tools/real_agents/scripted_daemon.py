@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from diskprefix.cli import main
-from diskprefix.engine import admission
+from diskprefix.engine import active_requests
 from diskprefix.engine.request import SamplingParams
 from diskprefix.engine.sampler import Sampler
 from diskprefix.tokens import TokenIds
@@ -65,7 +65,7 @@ def run() -> None:
         reply = prepared_reply(tokenizer.decode(prompt), script)
         return [*tokenizer.encode(reply, add_special_tokens=False), tokenizer.eos_token_id]
 
-    admission.Sampler = prepared_sampler(reply_to)  # type: ignore[attr-defined]
+    active_requests.Sampler = prepared_sampler(reply_to)  # type: ignore[attr-defined]
     main()
 
 

@@ -11,7 +11,7 @@ import torch
 
 from diskprefix import PrefixCacheSession
 from diskprefix.app import load_engine
-from diskprefix.engine.engine import Engine
+from diskprefix.engine.loop import Engine
 from diskprefix.settings import Settings
 from tests.engine.test_engine import done, prompt, run
 from tests.model import tiny

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 from pydantic import BaseModel, Field
 
 from diskprefix.api.fields import Body
-from diskprefix.engine.activity import RequestState
+from diskprefix.engine.gauges import ActivityState
 from diskprefix.server.daemon import Status
 
 Level: TypeAlias = Literal["error", "warning", "hint"]
@@ -17,7 +17,7 @@ class Running(BaseModel):
     """A request that waits or runs. Times are in seconds, `elapsed_s` since its arrival; null is not known yet."""
 
     id: str
-    state: RequestState
+    state: ActivityState
     scope: str
     prompt_tokens: int
     restored_tokens: int

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from diskprefix.engine.activity import Activity
+from diskprefix.engine.gauges import Activity
 from diskprefix.extras.watch.dashboard.problems import problems
 from diskprefix.server.browser_guard import is_loopback
 from diskprefix.server.daemon import Daemon
@@ -20,7 +20,7 @@ from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
 
 if TYPE_CHECKING:
-    from diskprefix.engine.engine import Engine
+    from diskprefix.engine.loop import Engine
 
 UPDATE_S = 0.5
 """Least time between two updates."""

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from llguidance import LLMatcher, LLTokenizer
 
-from diskprefix.engine.grammar import explained, grammar_of, matcher_of
+from diskprefix.engine.constraint_grammar import explained, grammar_of, matcher_of
 from diskprefix.engine.request import Constraint, FreeText
 from diskprefix.engine.trial import TokenizerText, Trials
 from diskprefix.errors import InvalidRequest

@@ -1,0 +1,401 @@
+"""A request that the engine computes, and its replies: each takes its logits, samples tokens, sends them, and ends.
+
+A reply calls the sampler, the cache and the client. It never calls the loop: each step returns a `ReplyState`, and the
+loop acts on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from diskprefix.cache.request import CachedRequest
+from diskprefix.engine.detokenize import TextStream
+from diskprefix.engine.gauges import Activity, ActivityState, EngineFigures
+from diskprefix.engine.inbox import Ticket
+from diskprefix.engine.request import (
+    DoneEvent,
+    FinishEvent,
+    FinishReason,
+    GenerateRequest,
+    ProgressEvent,
+    Stage,
+    Timings,
+    Usage,
+)
+from diskprefix.engine.sampler import Sampler
+from diskprefix.engine.scheduler import Chunk, Sequence
+from diskprefix.engine.speculation import Guesser
+from diskprefix.errors import NonFiniteLogits
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.pool import Slot
+from diskprefix.model.exact.runner import State
+from diskprefix.nouns import CacheReport
+from diskprefix.tokens import TokenIds, as_token_ids
+
+PROGRESS_S = 1.0
+"""Least time between two reports of progress."""
+
+ReplyState: TypeAlias = Literal["computing", "waiting", "finished"]
+"""The state of a reply after a step. `computing`: the next step computes it. `waiting`: no step computes it until the
+mask of its constraint is ready."""
+
+
+@dataclass(eq=False)
+class HeldLogits:
+    """Logits that wait for the mask of a constraint."""
+
+    logits: torch.Tensor
+    """Shape [1 + guesses, vocab]."""
+    guesses: list[int]
+    """The tokens that the rows behind the first one were computed with."""
+    had_guesses: bool
+    """True if guesses must be taken back, of these rows or of rows before."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Reply(Sequence):
+    """One of the `n` replies to a request. It has a `state` while it is computed, and an `allocation` if that is a
+    `KVArena`."""
+
+    running: RunningRequest
+    index: int
+    sampler: Sampler
+    text: TextStream
+    state: State | None = None
+    allocation: Slot | None = None
+    token_ids: list[int] = field(default_factory=list)
+    """The sampled tokens, without the last one of a reply that has ended."""
+    guesser: Guesser | None = None
+    sampled_early: tuple[int, FinishReason | None] | None = None
+    """The first token, if it was sent while the prompt was being restored, and why the reply ends with it."""
+    held: HeldLogits | None = None
+    """Set while the reply is `waiting`."""
+    is_finished: bool = False
+
+    def use_memory(self, allocation: Slot) -> None:
+        """Has the reply computed in this memory."""
+        self.allocation, self.state = allocation, allocation.arena
+
+    def ids(self, start: int, end: int) -> torch.Tensor:
+        """Returns the tokens between two positions, int64 of shape [1, end - start], on the model's device. Guesses
+        follow the last known token."""
+        of_prompt = self.running.prompt_ids[:, start:end]
+        first, last = (max(0, position - self.prompt_tokens) for position in (start, end))
+        if first == last:
+            return of_prompt
+        tokens = self.token_ids[first:last]
+        tokens += self.draft[: last - first - len(tokens)]
+        of_reply = torch.tensor([tokens], device=of_prompt.device)
+        return torch.cat([of_prompt, of_reply], dim=1) if of_prompt.shape[1] else of_reply
+
+    @property
+    def room_for_draft(self) -> int:
+        """The number of tokens that may be computed behind the last known one. No memory is allocated for guesses."""
+        if self.guesser is None or self.allocation is None:
+            return 0
+        return min(self.guesser.most_computed, self.allocation.arena.capacity) - self.num_known
+
+    def computed_ids(self) -> TokenIds:
+        """Returns the tokens whose state is in memory."""
+        tokens = np.concatenate([self.running.request.prompt.token_ids, as_token_ids(self.token_ids)])
+        return tokens[: self.num_computed]
+
+    # Each of these takes logits and returns the state of the reply after them.
+
+    def take_step(self, chunk: Chunk[Reply], logits: torch.Tensor, seconds: float) -> ReplyState:
+        """Saves what a step has computed, and samples if all known tokens are computed.
+
+        `logits` are those that `forward` returns. `seconds` is the part of the step's time that `chunk` took.
+        """
+        running, arena = self.running, self.state
+        if self.allocation is not None:
+            self.allocation.num_computed = self.num_computed
+        if chunk.start < self.prompt_tokens:
+            running.prefill_s += seconds
+            running.report_progress(chunk.end)
+            if self.index == 0 and isinstance(arena, KVArena) and not running.is_published:
+                running.cached.after_step(arena)
+        elif self.index == 0 and isinstance(arena, KVArena):
+            running.cached.after_decode(arena)
+        if chunk.end < self.num_known:
+            return "computing"
+        return self.end_prompt(logits[-1]) if chunk.end == self.prompt_tokens else self._extend(logits)
+
+    def end_prompt(self, logits: torch.Tensor) -> ReplyState:
+        """Samples the first token from the logits at the prompt's end, shape [vocab]. The token of the first reply is
+        sent before the prompt is published."""
+        running, state = self.running, self.state
+        assert state is not None
+        # A view would keep the logits of all sequences of the step.
+        logits = logits.clone()
+        if self.allocation is not None:
+            self.allocation.logits_at, self.allocation.logits = self.prompt_tokens, logits
+        if running.unforked or (self.allocation is not None and self.allocation.arena.layout.is_sliceable):
+            # Now, because the next step changes states in place. The next turn may begin here too.
+            state.mark()
+        if running.unforked:
+            running.source, running.logits = self, logits
+        return self._extend(logits[None])
+
+    def begin(self) -> ReplyState:
+        """Samples the first token of a reply whose memory holds the prompt's state already."""
+        assert self.running.logits is not None
+        self.running.replies.append(self)
+        self.num_computed = self.prompt_tokens
+        return self._extend(self.running.logits[None])
+
+    def resume(self) -> ReplyState:
+        """Samples from the logits that were held, if the mask of the constraint is ready."""
+        if self.held is None or not self.sampler.is_ready:
+            return "waiting"
+        held, self.held = self.held, None
+        return self._sample(held)
+
+    def sample_early(self, logits: torch.Tensor) -> None:
+        """Samples and sends the first token while the prompt is being restored. `logits` are those at the prompt's end,
+        shape [vocab]. An error fails the request when the fetch ends, which writes to the reply's memory until then."""
+        running = self.running
+        # Progress is reported before the first token.
+        is_possible = running.is_fetching and not running.request.reports_progress and running.reply_limit > 0
+        if not is_possible or not self.sampler.is_ready:
+            return
+        try:
+            self.sampled_early = self._send_next(logits)
+        except Exception as error:  # noqa: BLE001 (the loop raises it)
+            running.error = error
+
+    def hand_memory_to(self, following: Reply) -> None:
+        """Gives the memory of this reply, which has finished, to one that has not begun."""
+        assert self.state is not None
+        if isinstance(self.state, KVArena):
+            # Captures of this reply read what is overwritten now.
+            self.state.settle(drop=True)
+        self.state.rewind()
+        following.state, following.allocation = self.state, self.allocation
+        self.state = self.allocation = None
+        self.running.source = following if self.running.unforked else None
+
+    def _extend(self, logits: torch.Tensor) -> ReplyState:
+        """Samples and sends the next tokens. `logits` has shape [1 + guesses, vocab]. The row behind a guess counts if
+        the guess is the token that was sampled. All other guesses are taken back."""
+        draft = self.draft[: len(logits) - 1]
+        self.running.num_drafted += len(draft)
+        return self._sample(HeldLogits(logits, draft, had_guesses=bool(draft)))
+
+    def _sample(self, held: HeldLogits) -> ReplyState:
+        for row, guessed in enumerate([*held.guesses, None]):
+            if not self._can_sample:
+                # A view would keep the logits of all sequences of the step.
+                self.held = HeldLogits(held.logits[row:].clone(), held.guesses[row:], held.had_guesses)
+                return "waiting"
+            try:
+                token, reason = self._next(held.logits[row])
+            except NonFiniteLogits:
+                if not held.had_guesses:
+                    raise
+                return self._compute_again()
+            if reason is not None or token != guessed:
+                break
+            self.num_computed += 1
+            self.running.num_accepted += 1
+        if held.had_guesses:
+            self._take_back_guesses()
+        return "computing" if reason is None else self._finish(reason)
+
+    @property
+    def _can_sample(self) -> bool:
+        """True if the next token is known without waiting for a mask."""
+        return self.sampled_early is not None or not self.running.reply_limit or self.sampler.is_ready
+
+    def _compute_again(self) -> ReplyState:
+        """Has the last token computed without guesses. The state of a guess may be infinite. Then the rows before it
+        are wrong too, because attention multiplies it by 0."""
+        self.guesser = None
+        self.num_computed = self.num_known - 1
+        self._take_back_guesses()
+        return "computing"
+
+    def _take_back_guesses(self) -> None:
+        """Forgets the state of the tokens behind those that are computed."""
+        if isinstance(self.state, KVArena):
+            self.state.take_back(self.num_computed)
+        if self.allocation is not None:
+            self.allocation.num_computed = self.num_computed
+
+    def _next(self, logits: torch.Tensor) -> tuple[int | None, FinishReason | None]:
+        """Samples and sends a token. Returns it, and why the reply ends with it (None if it goes on). The token is None
+        if the reply ends without one."""
+        if not self.running.reply_limit:
+            self.running.first_token_at = self.running.last_token_at = time.perf_counter()
+            self._publish_prompt(logits)
+            return None, "length"
+        early, self.sampled_early = self.sampled_early, None
+        token, reason = early or self._send_next(logits)
+        self._publish_prompt(logits)
+        if reason is None:
+            self.token_ids.append(token)
+            self.num_known += 1
+            if self.guesser is not None:
+                self.guesser.record_token(token)
+        return token, reason
+
+    def _send_next(self, logits: torch.Tensor) -> tuple[int, FinishReason | None]:
+        running = self.running
+        token = self.sampler.sample(logits)
+        running.count_token()
+        logprobs = self.sampler.logprobs(logits, token)
+        is_last = len(self.token_ids) + 1 == running.reply_limit
+        end: FinishReason | None = "stop" if self.sampler.is_complete else "length" if is_last else None
+        event, reason = self.text.event(self.index, token, logprobs, end)
+        running.ticket.emit(event)
+        return token, reason
+
+    def _publish_prompt(self, logits: torch.Tensor) -> None:
+        """Has the prompt saved, once."""
+        running = self.running
+        if self.index == 0 and not running.is_published and isinstance(self.state, KVArena):
+            running.is_published = True
+            running.cached.publish(self.state, logits, running.prefill_s)
+
+    def _finish(self, reason: FinishReason) -> ReplyState:
+        if self.index == 0 and isinstance(self.state, KVArena):
+            self.running.cached.publish_reply(self.state, self.computed_ids())
+        self.is_finished = True
+        self.running.ticket.emit(FinishEvent(self.index, reason, self.text.stopped_by))
+        return "finished"
+
+
+@dataclass(eq=False)
+class RunningRequest:
+    """A request that the engine has accepted. Times are in seconds on the clock of `time.perf_counter`."""
+
+    ticket: Ticket
+    cached: CachedRequest
+    figures: EngineFigures
+    reply_limit: int
+    """The most tokens of a reply."""
+    prompt_ids: torch.Tensor
+    """int64 of shape [1, prompt_tokens], on the model's device."""
+    num_adopted: int = 0
+    """Tokens of the prompt that its memory held from the beginning."""
+    started: float = field(default_factory=time.perf_counter)
+    replies: list[Reply] = field(default_factory=list)
+    """The replies that have begun."""
+    unforked: list[Reply] = field(default_factory=list)
+    """The replies that have not begun. Each begins with a copy of the prompt's state, or in the memory of another."""
+    source: Reply | None = None
+    """The reply whose memory marks the prompt's end, while others are to begin from it."""
+    logits: torch.Tensor | None = None
+    """The next-token logits at the prompt's end, shape [vocab]."""
+    is_fetching: bool = False
+    fetched_from: float | None = None
+    """When the fetch began."""
+    computed_from: float | None = None
+    """When the engine began to compute what was not restored."""
+    is_published: bool = False
+    is_over: bool = False
+    error: Exception | None = None
+    """The error of the fetch."""
+    prefill_s: float = 0.0
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
+    num_generated: int = 0
+    num_drafted: int = 0
+    """Guessed tokens that were computed, in all replies."""
+    num_accepted: int = 0
+    """Guessed tokens that were sampled."""
+    reported_at: float = float("-inf")
+
+    @property
+    def request(self) -> GenerateRequest:
+        return self.ticket.request
+
+    @property
+    def all_replies(self) -> list[Reply]:
+        return [*self.replies, *self.unforked]
+
+    def activity(self) -> Activity:
+        """Returns what the request is doing. For any thread."""
+        now, replies, num_generated = time.perf_counter(), list(self.replies), self.num_generated
+        prompt_tokens, decode_s = len(self.request.prompt.token_ids), self.last_token_at - self.first_token_at
+        computed = max((reply.num_computed for reply in replies), default=0)
+        return Activity(
+            id=self.request.id,
+            state=self._state(replies, has_reply=num_generated > 0 and computed >= prompt_tokens),
+            scope=self.request.cache.scope,
+            prompt_tokens=prompt_tokens,
+            restored_tokens=self.cached.restored.num_tokens,
+            ready_tokens=min(computed, prompt_tokens),
+            reply_tokens=num_generated,
+            elapsed_s=now - self.ticket.arrived_at,
+            queue_s=self.started - self.ticket.arrived_at,
+            ttft_s=self.first_token_at - self.ticket.arrived_at if num_generated else None,
+            tokens_per_s=(num_generated - 1) / decode_s if num_generated > 1 and decode_s > 0 else None,
+        )
+
+    def _state(self, replies: list[Reply], *, has_reply: bool) -> ActivityState:
+        if self.is_fetching:
+            return "restoring"
+        if all(reply.state is None for reply in replies):
+            return "waiting"
+        return "decoding" if has_reply else "prefilling"
+
+    def count_token(self) -> None:
+        now = time.perf_counter()
+        if self.num_generated:
+            self.figures.gap_s.record(now - self.last_token_at)
+        else:
+            self.first_token_at = now
+        self.last_token_at = now
+        self.num_generated += 1
+
+    def report_progress(self, processed: int) -> None:
+        """Sends how many tokens of the prompt are there, if the client wants it: once a second, and at the end."""
+        total, now = len(self.request.prompt.token_ids), time.perf_counter()
+        if not self.request.reports_progress or (processed < total and now - self.reported_at < PROGRESS_S):
+            return
+        self.reported_at = now
+        elapsed_ms = (now - self.started) * 1e3
+        cached, kept = self.cached.restored.num_tokens, self.cached.selection.kept
+        self.ticket.emit(ProgressEvent(total, cached, processed, kept, elapsed_ms))
+
+    def stages(self) -> Iterator[Stage]:
+        """Yields the stages that are over, with their times."""
+        restored, prompt_tokens, now = self.cached.restored, len(self.request.prompt.token_ids), time.perf_counter()
+        yield Stage("queue", self.ticket.arrived_at, self.started)
+        if self.fetched_from is not None:
+            matched = self.fetched_from + restored.lookup_ms / 1e3
+            yield Stage("match", self.fetched_from, matched, {"tokens": restored.matched})
+            facts: dict[str, int | str] = {"tokens": restored.num_tokens, "bytes": restored.num_bytes}
+            if restored.num_tokens:
+                ended = matched + restored.restore_ms / 1e3
+                yield Stage("restore", matched, ended, facts | {"source": restored.source})
+        if self.computed_from is not None and (computed := prompt_tokens - restored.num_tokens):
+            # If stored state turned out to be damaged, the first token was sent before.
+            ended = max(self.first_token_at or now, self.computed_from + self.prefill_s)
+            yield Stage("prefill", self.computed_from, ended, {"tokens": computed})
+        if self.num_generated:
+            yield Stage("decode", self.first_token_at, self.last_token_at, {"tokens": self.num_generated})
+
+    def done_event(self, report: CacheReport) -> DoneEvent:
+        """Returns the last event of a request that ended well."""
+        prompt_tokens, decode_s = self.prompt_ids.shape[1], self.last_token_at - self.first_token_at
+        usage = Usage(prompt_tokens=prompt_tokens, completion_tokens=self.num_generated, cached_tokens=report.restored)
+        timings = Timings(
+            queue_ms=(self.started - self.ticket.arrived_at) * 1e3,
+            lookup_ms=self.cached.restored.lookup_ms,
+            restore_ms=self.cached.restored.restore_ms,
+            prefill_ms=self.prefill_s * 1e3,
+            ttft_ms=(self.first_token_at - self.ticket.arrived_at) * 1e3,
+            decode_ms=decode_s * 1e3,
+            decode_tokens_per_s=(self.num_generated - 1) / decode_s if decode_s > 0 else 0.0,
+            drafted_tokens=self.num_drafted,
+            accepted_tokens=self.num_accepted,
+        )
+        return DoneEvent(usage, report, timings)
