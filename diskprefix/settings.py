@@ -54,7 +54,7 @@ class Setting:
 
 MODEL, SERVER, CACHE, TUNING = "Model", "Server", "Disk cache", "Disk cache, rarely needed"
 SHARED_TIER = "Shared tier"
-CODECS = ("planes", "raw", "zstd")
+CODECS = ("planes", "raw")
 DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 """The default of `--kv-cache-dir`, as the help shows it."""
 
@@ -312,7 +312,7 @@ class Settings:
     kv_cache_codec: str = _tuning(
         "planes",
         "How state is stored, always without loss. planes is the smallest, and nearly as fast as raw with the compiled "
-        "operators; without them raw is faster. zstd is general.",
+        "operators; without them raw is faster.",
         choices=CODECS,
     )
     kv_cache_gate: str = _tuning(

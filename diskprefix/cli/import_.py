@@ -28,7 +28,7 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.folder import DATA
+from diskprefix.store.folder import DATA, become_owner
 from diskprefix.store.maintenance.entry_file import EntryReader
 from diskprefix.store.maintenance.exchange import (
     Imported,
@@ -40,7 +40,6 @@ from diskprefix.store.maintenance.exchange import (
     require_room,
     verify_payloads,
 )
-from diskprefix.store.owner import become_owner
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import counted, format_size
 

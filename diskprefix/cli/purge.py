@@ -23,10 +23,10 @@ from diskprefix.cli.tooling import (
     store_options,
 )
 from diskprefix.errors import CacheError, SettingsError
-from diskprefix.store.listing import EntryInfo, list_entries
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, erase, plan_purge
-from diskprefix.store.opening import DAMAGED
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store_file import DAMAGED
+from diskprefix.store.tree import EntryInfo, list_entries
 from diskprefix.tenant_ids import matches, short_tenant
 from diskprefix.units import counted, format_size, parse_duration
 

@@ -12,8 +12,7 @@ from diskprefix.cli.options import PathType
 from diskprefix.cli.tooling import advised, print_json, progress, require_store, store_options
 from diskprefix.errors import SettingsError
 from diskprefix.store.compact import compacted_bytes, replace_store
-from diskprefix.store.folder import DATA
-from diskprefix.store.owner import become_owner
+from diskprefix.store.folder import DATA, become_owner
 from diskprefix.store.store import Store
 from diskprefix.units import format_size
 

@@ -17,11 +17,10 @@ from diskprefix.cli.options import Decorated, PathType
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir
-from diskprefix.store.folder import DATA
-from diskprefix.store.listing import EntryInfo, grown_from, has_grown
-from diskprefix.store.owner import become_owner
+from diskprefix.store.folder import DATA, become_owner
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
+from diskprefix.store.tree import EntryInfo, grown_from, has_grown
 
 if TYPE_CHECKING:
     from rich.table import Column

@@ -11,8 +11,7 @@ import click
 
 from diskprefix.cli.tooling import opened_store, print_json, progress, short_id, show_first, store_options
 from diskprefix.store.maintenance.repair import RepairReport, repair_problems
-from diskprefix.store.maintenance.verify import IndexReport, Problem, verify_index
-from diskprefix.store.maintenance.verify_payloads import PayloadReport, verify_payloads
+from diskprefix.store.maintenance.verify import IndexReport, PayloadReport, StoreProblem, verify_index, verify_payloads
 from diskprefix.units import counted, format_size
 
 
@@ -67,7 +66,7 @@ def verify(fix: bool, kv_cache_dir: Path, as_json: bool) -> int:
 
 
 def _report(
-    index: IndexReport, payloads: PayloadReport, problems: tuple[Problem, ...], mended: RepairReport | None
+    index: IndexReport, payloads: PayloadReport, problems: tuple[StoreProblem, ...], mended: RepairReport | None
 ) -> dict[str, Any]:
     """Returns what --json prints. `mended` is what --fix did, or None without --fix."""
     report = {
@@ -88,7 +87,7 @@ def _report(
     return report
 
 
-def _show(folder: Path, index: IndexReport, payloads: PayloadReport, problems: tuple[Problem, ...]) -> None:
+def _show(folder: Path, index: IndexReport, payloads: PayloadReport, problems: tuple[StoreProblem, ...]) -> None:
     held = f"{counted(index.num_nodes, 'block')}, {counted(index.num_entries, 'saved prompt')}"
     checked = f"{held}, {format_size(payloads.num_bytes)} of payloads in {folder}"
     if not problems:

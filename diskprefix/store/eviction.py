@@ -29,7 +29,7 @@ _EXPIRY_INTERVAL_S = 60.0
 _OWN_EXPIRY_INTERVAL_S = 30.0
 _LOOK_INTERVAL_S = 3600.0
 _MAX_TTL_S = 2.0**31 - 1
-_MOST_RESTORES = 2**32 - 1
+_MAX_RESTORES = 2**32 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +69,7 @@ def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0)
     ages = np.maximum(0.0, when - records["last_used"])
     used["hits"] = records["hits"] * 2.0 ** (-ages / HALF_LIFE_S) + hits
     used["last_used"] = np.maximum(records["last_used"], when)
-    used["restores"] = np.minimum(records["restores"].astype(np.int64) + hits, _MOST_RESTORES)
+    used["restores"] = np.minimum(records["restores"].astype(np.int64) + hits, _MAX_RESTORES)
     own = np.maximum(np.abs(records["ttl_s"].astype(np.int64)), abs(ttl_s))
     used["ttl_s"] = np.where((records["ttl_s"] > 0) & (ttl_s > 0), own, -own)
     return used
@@ -78,7 +78,7 @@ def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0)
 def with_uses(usage: UsageRecord, other: UsageRecord, now: float) -> UsageRecord:
     """Returns the record of a node that takes the place of another one, with that one's uses."""
     decayed = other.hits * 2.0 ** (-max(0.0, now - other.last_used) / HALF_LIFE_S)
-    restores = min(usage.restores + other.restores, _MOST_RESTORES)
+    restores = min(usage.restores + other.restores, _MAX_RESTORES)
     return usage._replace(hits=usage.hits + decayed, restores=restores)
 
 

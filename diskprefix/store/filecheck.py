@@ -2,7 +2,8 @@
 
 LMDB trusts its file. A damaged page number, node, length or free list ends in a signal, in an endless loop, or in a
 write over pages that are in use. So this module follows everything that LMDB follows or counts. Each page must be
-referred to once by a tree, or be free once. Records have checksums and are not checked here.
+referred to once by a tree, or be free once. Records have checksums and are not checked here. A guarded child
+process that reads everything through LMDB would miss a page that is both in use and free, and what only a write meets.
 
 The check ends for every content of the file: no page is visited twice, and the file's size bounds the memory that is
 allocated. It reads with `pread`, because a memory map turns a bad sector into SIGBUS. Another process may write during
@@ -112,7 +113,7 @@ def _check(fd: int) -> FileReport:
         raise StoreCorrupt("it is not a regular file")
     if status.st_size == 0:
         return FileReport(state="empty")
-    return Check(fd, status.st_size).run()
+    return FileCheck(fd, status.st_size).run()
 
 
 class _Tree(NamedTuple):
@@ -193,8 +194,8 @@ class _Walk:
                 raise StoreCorrupt(f"{self.name} has {found} {what.replace('_', ' ')}, the file says {recorded}")
 
 
-class Check:
-    """One pass over one snapshot of the file. The methods that begin with `see_` are told what it comes by."""
+class FileCheck:
+    """One pass over one snapshot of the file. It calls the methods that begin with `see_` for what it finds."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._fd = fd

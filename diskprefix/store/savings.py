@@ -1,21 +1,23 @@
-"""What the cache did for each model and tenant: counts of all time and of each day, and the last hits.
+"""Counts of what the cache did for each model and tenant, in all and by day, and the last hits.
 
 They are kept in the store as a note of each root. The writing thread writes them with the uses of nodes, at least once
-a second: a kill loses no more than that. Several processes may add to one record.
+a second, so a kill loses no more than that. Several processes may add to one record.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 
 import msgspec
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import Changes
-from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_key
-from diskprefix.store.schema import decode_record, encode_record
+from diskprefix.store.note_record import NoteKind, NoteTimes, decode_note, encode_note, note_bytes, note_key
+from diskprefix.store.schema import RootRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store_file import StoreFile
 
 _DAYS, _RECENT_HITS = 30, 256
 _TTL_S = 400 * 86400
@@ -127,3 +129,86 @@ def _key(root: bytes) -> bytes:
 def day_of(now: float) -> int:
     """Returns the ordinal of the local date at a time in seconds since the epoch."""
     return date.fromtimestamp(now).toordinal()
+
+
+_MAX_WAITING = 1024
+"""Roots whose counts wait to be written. A store that fails for long may not take more and more memory."""
+
+
+class SavingsLog:
+    """The counts of this process that are not in the store yet. `note` and `total` are for any thread; `write` is for
+    the writing thread alone."""
+
+    def __init__(self, store: StoreFile, make_room: Callable[[int, frozenset[bytes]], int]) -> None:
+        """`make_room` is `Evictor.make_room`."""
+        self._store = store
+        self._make_room = make_room
+        self._lock = threading.Lock()
+        self._writing = threading.Lock()
+        """Held while counts are on their way to the store: whoever reads would find them in neither place."""
+        self._waiting: dict[bytes, tuple[RootRecord, Savings]] = {}
+        self.saved_s = 0.0
+        """What was saved since the start of this process, in seconds."""
+
+    def note(self, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
+        """Count a request. `block` is the last full block that it restored, None if it restored none."""
+        now = self._store.clock()
+        hits = [RecentHit(now, block, counts.restored_tokens)] if block is not None else []
+        new = Savings(since=now, days={day_of(now): counts}, hits=hits)
+        new.total.add(counts)
+        with self._lock:
+            self.saved_s += counts.saved_s
+            if root in self._waiting:
+                self._waiting[root][1].add(new)
+            elif len(self._waiting) < _MAX_WAITING:
+                self._waiting[root] = record, new
+
+    def total(self) -> Savings:
+        """Returns `total_savings` with the counts of this process that are not written yet. Raises `CacheError`."""
+        with self._writing, self._store.snapshot() as snapshot:
+            total = total_savings(snapshot)
+            with self._lock:
+                for _, new in self._waiting.values():
+                    total.add(new)
+        return total
+
+    def write(self) -> None:
+        """Add what waits to the store. Raises `CacheError`."""
+        if not self._waiting:
+            return
+        with self._writing:
+            with self._lock:
+                waiting, self._waiting = self._waiting, {}
+            try:
+                self._add(waiting)
+            except BaseException:
+                with self._lock:
+                    for root, (record, new) in self._waiting.items():
+                        waiting.setdefault(root, (record, Savings(since=new.since)))[1].add(new)
+                    self._waiting = waiting
+                raise
+
+    def _add(self, waiting: Mapping[bytes, tuple[RootRecord, Savings]]) -> None:
+        now = self._store.clock()
+        self._make_room(len(waiting) * note_bytes(1 << 13), frozenset())
+        with self._store.changes() as changes:
+            for root, (record, new) in waiting.items():
+                changes.put_root(root, record)
+                stored = savings_of(changes, root) or Savings(since=new.since)
+                stored.add(new)
+                put_savings(changes, root, stored, now)
+
+
+def forget_hits(store: StoreFile) -> None:
+    """Remove the names of blocks that are not stored any more from the last hits. Raises `CacheError`."""
+    with store.snapshot() as snapshot:
+        roots = [root for root, found in read_savings(snapshot).items() if _stored_hits(snapshot, found) != found.hits]
+    for root in roots:
+        with store.changes() as changes:
+            if (found := savings_of(changes, root)) is not None:
+                found.hits = _stored_hits(changes, found)
+                put_savings(changes, root, found, store.clock())
+
+
+def _stored_hits(snapshot: Snapshot, savings: Savings) -> list[RecentHit]:
+    return [hit for hit in savings.hits if snapshot.usage(hit.block) is not None]

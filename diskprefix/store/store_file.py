@@ -1,13 +1,15 @@
-"""The file of a store while a process uses it: opening, transactions, closing, and opening again after a problem.
+"""The file of a store: opens it and checks its identity, moves an unusable file aside, opens it again after a problem.
 
-While the file is unusable, every call raises `StoreUnavailable`, which a request counts as a miss, until `reopen` can
-open the folder again.
+A process that is alone with the folder may move aside a file that is damaged or has another format. A process that
+comes second finds this done.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import secrets
+import shutil
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -20,13 +22,168 @@ from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, OnCorruption
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
-from diskprefix.store.folder import FolderLock, FolderUnavailable
-from diskprefix.store.identity import identify, require_namespace
-from diskprefix.store.opening import open_environment, set_aside
-from diskprefix.store.schema import NamesRecord
+from diskprefix.store.filecheck import check_file
+from diskprefix.store.folder import (
+    DATA,
+    LMDB_LOCK,
+    REPLACEMENT,
+    FolderLock,
+    FolderUnavailable,
+    check_folder,
+    file_errors,
+    make_folder,
+    reserve_lmdb_lock,
+)
+from diskprefix.store.schema import DATABASES, FORMAT_VERSION, NamesRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.tokens import HASH_BYTES
 
 log = logging.getLogger("diskprefix")
+
+DAMAGED = "damaged.mdb"
+"""The name of an unusable file once it is moved aside. It replaces the one that was moved aside before."""
+_LOCK_PATIENCE_S = 10.0
+
+
+def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple[Environment, FolderLock]:
+    """Open the environment in folder `path`, created unless read-only, and the lock that goes with it.
+
+    For reading, no file is created. Raises `StoreUnavailable` (`FolderUnavailable` where the problem may end by
+    itself), or `StoreCorrupt`.
+    """
+    if read_only and not os.path.lexists(path / DATA):
+        raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
+    if read_only:
+        check_folder(path)
+    else:
+        make_folder(path)
+    lock = FolderLock(path, _LOCK_PATIENCE_S, create=not read_only)
+    try:
+        with file_errors(path):
+            if not read_only and lock.try_exclusive():
+                # A process that was killed while it wrote a replacement left it behind. The old file is in place.
+                shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
+            _require_sound(path)
+            if os.access(path, os.W_OK):
+                reserve_lmdb_lock(path, create=not read_only)
+            env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
+            lock.share()
+    except BaseException:
+        lock.close()
+        raise
+    return env, lock
+
+
+def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
+    """Move a file that is damaged or has another format out of the way, so that a new one can be created.
+
+    Does nothing if another process has the folder open: that process may have moved the file already.
+    """
+    lock = FolderLock(path, _LOCK_PATIENCE_S)
+    try:
+        if not lock.try_exclusive():
+            return
+        (path / DATA).replace(path / DAMAGED)
+        (path / LMDB_LOCK).unlink(missing_ok=True)
+    except FileNotFoundError:
+        return
+    except OSError as failure:
+        raise FolderUnavailable(path, failure) from failure
+    finally:
+        lock.close()
+    log.error(
+        "[disk-cache] starting with an empty store; the old file was moved to %s and can be deleted: %s",
+        path / DAMAGED,
+        error,
+    )
+
+
+def _require_sound(path: Path) -> None:
+    """Raises `StoreCorrupt` for a damaged file, `StoreUnavailable` for the file of another program."""
+    entries = check_file(path / DATA).entries
+    if any(entries.values()) and not entries.get(b"meta"):
+        raise foreign_file(path)
+
+
+def foreign_file(path: Path) -> StoreUnavailable:
+    """The error for a `data.mdb` that another program made: a store neither adds to it nor moves it."""
+    return StoreUnavailable(f"{path / DATA} belongs to another program; choose another --kv-cache-dir")
+
+
+_FORMAT, _NAMES = "format", "names"
+_U32 = struct.Struct("<I")
+
+
+def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey | None) -> NamesRecord:
+    """Read a store's identity, or write it into a new store at time `now`, then open all databases. `namespace` seeds
+    the names of a new store; without it they are seeded with a secret of its own.
+
+    Nothing else in the file is used before its format is known. Raises `StoreFormatError` if the store has another
+    format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store.
+    """
+    env.open_databases(["meta"])
+    with env.transaction() as txn:
+        is_new = not any(Snapshot(env.databases, txn).keys("meta"))
+    if is_new and env.read_only:
+        raise StoreCorrupt(f"{path} holds no diskprefix store")
+    if is_new:
+        with env.transaction(write=True) as txn:
+            changes = Changes(env.databases, txn, now)
+            # Another process may have written its identity meanwhile.
+            if not any(changes.keys("meta")):
+                _create(changes, now, namespace)
+    with env.transaction() as txn:
+        names = _read(path, Snapshot(env.databases, txn))
+    env.open_databases(DATABASES)
+    return names
+
+
+def require_namespace(path: Path, names: NamesRecord, namespace: NamespaceKey | None) -> None:
+    """Raises `StoreUnavailable` unless the names of the store in folder `path` are seeded as `namespace` says."""
+    if names.namespace == (namespace.digest if namespace else b""):
+        return
+    if not names.namespace:
+        problem = "its names are not made with a namespace key; leave --namespace-key-file out"
+    elif namespace is None:
+        problem = "its names are made with a namespace key; give the file with --namespace-key-file"
+    else:
+        problem = "its names are made with another namespace key; give that one with --namespace-key-file"
+    raise StoreUnavailable(f"{path / DATA}: {problem}, or choose another --kv-cache-dir")
+
+
+def _create(changes: Changes, now: float, namespace: NamespaceKey | None) -> None:
+    names = NamesRecord(
+        store_id=secrets.token_bytes(HASH_BYTES),
+        secret=namespace.names_seed if namespace else secrets.randbits(64),
+        created_at=now,
+        namespace=namespace.digest if namespace else b"",
+    )
+    changes.put_meta(_FORMAT, _U32.pack(FORMAT_VERSION))
+    changes.put_meta(_NAMES, encode_record(_NAMES.encode(), names))
+
+
+def names_of(snapshot: Snapshot) -> NamesRecord:
+    """Returns what the names of an open store are made with. Raises `StoreCorrupt`."""
+    return decode_record(NamesRecord, _NAMES.encode(), snapshot.meta(_NAMES) or b"")
+
+
+def _read(path: Path, snapshot: Snapshot) -> NamesRecord:
+    version, names = snapshot.meta(_FORMAT), snapshot.meta(_NAMES)
+    if version is None and names is None:
+        raise foreign_file(path)
+    try:
+        (found,) = _U32.unpack(version or b"")
+        if found != FORMAT_VERSION:
+            raise StoreFormatError(
+                f"{path / DATA} has format {found}, and this version of diskprefix reads format {FORMAT_VERSION}: "
+                "move the file away to start afresh, or choose another --kv-cache-dir"
+            )
+        return decode_record(NamesRecord, _NAMES.encode(), names or b"")
+    except (struct.error, StoreCorrupt) as error:
+        raise StoreCorrupt(
+            f"{path / DATA}: the identity of the store is damaged; move the file away to start afresh"
+        ) from error
+
 
 _U64 = struct.Struct("<Q")
 _RETRY_S = 2.0

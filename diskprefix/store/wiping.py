@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.store.environment import Environment
-from diskprefix.store.filecheck import RUN_HEADER_BYTES, Check, Page
+from diskprefix.store.filecheck import RUN_HEADER_BYTES, FileCheck, Page
 from diskprefix.store.folder import DATA, file_errors
 
 _AT_ONCE_BYTES = 1 << 20
@@ -51,7 +51,7 @@ def wipe(env: Environment) -> bool:
     return oldest == last
 
 
-class _Leftovers(Check):
+class _Leftovers(FileCheck):
     """Finds what to overwrite. Of the free pages, those that transactions from `since` to `oldest` freed, the latter
     not included. `since` is 0 the first time, and then also what a killed process wrote behind the last page counts."""
 

@@ -22,7 +22,7 @@ from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.eviction import expiry_interval_s, recorded_ttl
 from diskprefix.store.note_record import note_bytes
 from diskprefix.store.notes import Notes
-from diskprefix.store.savings_log import SavingsLog, forget_hits
+from diskprefix.store.savings import SavingsLog, forget_hits
 from diskprefix.store.schema import ModelRecord, RootRecord, model_key
 from diskprefix.store.store import Publication, Store
 
@@ -36,7 +36,7 @@ _WIPE_AGAIN_S = 10.0
 _WIPE_REST = 50
 """Nothing can be written meanwhile, so what expires is overwritten for at most one part in so many of the time."""
 _LAST_WRITE_S = 10.0
-_MOST_HELD_S = 10.0
+_MAX_HELD_S = 10.0
 """A kill loses what was computed in that time."""
 
 Repair: TypeAlias = Callable[[Store, Mapping[bytes, RootRecord]], int]
@@ -79,7 +79,7 @@ class Writer:
         """Called when there is more room in the buffer."""
         self._changed = threading.Condition()
         self.notes = Notes(store, self._wake)
-        self.savings = SavingsLog(store)
+        self.savings = SavingsLog(store, store.evictor.make_room)
         self.on_forget: list[Callable[[], None]] = []
         """Called when something was deleted, here or by another process, or may have expired: it must not be remembered
         either."""
@@ -270,7 +270,7 @@ class Writer:
     def _is_held(self) -> bool:
         if self._held_at is None or self._closing or self._num_waiting:
             return False
-        return self.pending_bytes <= self._buffer_bytes // 2 and time.monotonic() < self._held_at + _MOST_HELD_S
+        return self.pending_bytes <= self._buffer_bytes // 2 and time.monotonic() < self._held_at + _MAX_HELD_S
 
     def _attempt(self, step: Callable[[], None]) -> None:
         """Run a step. The thread goes on whatever it raises: a bug shows as a degraded cache and a logged traceback."""

@@ -24,12 +24,11 @@ from diskprefix.cache.request import CachedRequest
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
-from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.savings import read_savings
 from diskprefix.store.schema import Kind, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import PrefixTree
+from diskprefix.store.tree import PrefixTree, list_entries
 from diskprefix.tokens import TokenIds
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples

@@ -21,11 +21,10 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import CacheOptions, Prompt
-from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
-from diskprefix.store.maintenance.verify import verify_index
-from diskprefix.store.maintenance.verify_payloads import verify_payloads
+from diskprefix.store.maintenance.verify import verify_index, verify_payloads
 from diskprefix.store.schema import Kind, NodeRecord, decode_node, piece_key
+from diskprefix.store.tree import list_entries
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples

@@ -21,7 +21,7 @@ CASES = 1
 """Of each kind. The tool runs thousands."""
 KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
 WITHOUT_THE_CHECK = """
-from diskprefix.store import opening
+from diskprefix.store import store_file
 opening._require_sound = lambda *_: None
 from tools.matrices.corruption import main
 main()

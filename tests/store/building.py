@@ -15,8 +15,7 @@ import numpy as np
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import decode_piece, piece_seed
-from diskprefix.store.maintenance.verify import verify_index
-from diskprefix.store.maintenance.verify_payloads import verify_payloads
+from diskprefix.store.maintenance.verify import verify_index, verify_payloads
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name
 from diskprefix.store.snapshot import Snapshot

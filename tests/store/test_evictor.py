@@ -13,8 +13,7 @@ from msgspec import structs
 
 from diskprefix.errors import StoreFull
 from diskprefix.store import evictor
-from diskprefix.store.savings import Tally, total_savings
-from diskprefix.store.savings_log import SavingsLog
+from diskprefix.store.savings import SavingsLog, Tally, total_savings
 from diskprefix.store.schema import node_root
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash
@@ -134,7 +133,7 @@ def test_where_free_pages_are_too_scattered_for_a_payload_more_is_evicted_each_t
 
 def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store: Store, clock: Clock) -> None:
     """A client who chooses salts makes many."""
-    log = SavingsLog(store)
+    log = SavingsLog(store, store.evictor.make_room)
     for number in range(250):
         clock.now += 11
         identity = f"{number:04000}"

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.store.note_record import NoteKind, note_key
-from diskprefix.store.savings import Savings, Tally, read_savings, total_savings
-from diskprefix.store.savings_log import SavingsLog
+from diskprefix.store.savings import Savings, SavingsLog, Tally, read_savings, total_savings
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
@@ -41,7 +40,7 @@ def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) 
     clock = Clock(1e9)
     store = open_store(tmp_path, clock=clock)
     for _ in range(2):
-        log = SavingsLog(store)
+        log = SavingsLog(store, store.evictor.make_room)
         log.note(ROOT, RECORD, hit(), BLOCK_NAME)
         log.note(OTHER, RECORD, Tally(requests=1, prompt_tokens=7), None)
         log.write()
@@ -60,7 +59,7 @@ def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) 
 def test_a_process_counts_what_it_saved_since_its_start(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     for _ in range(2):
-        log = SavingsLog(store)
+        log = SavingsLog(store, store.evictor.make_room)
         for root in (ROOT, OTHER):
             log.note(root, RECORD, hit(), BLOCK_NAME)
             log.write()
@@ -71,7 +70,7 @@ def test_a_process_counts_what_it_saved_since_its_start(tmp_path: Path) -> None:
 def test_today_is_counted_apart_and_days_long_past_are_forgotten(tmp_path: Path) -> None:
     clock = Clock(1e9)
     store = open_store(tmp_path, clock=clock)
-    log = SavingsLog(store)
+    log = SavingsLog(store, store.evictor.make_room)
     for _ in range(40):
         log.note(ROOT, RECORD, hit(), BLOCK_NAME)
         log.write()
@@ -85,7 +84,7 @@ def test_today_is_counted_apart_and_days_long_past_are_forgotten(tmp_path: Path)
 
 def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    log = SavingsLog(store)
+    log = SavingsLog(store, store.evictor.make_room)
     log.note(ROOT, RECORD, hit(), BLOCK_NAME)
     assert stored(store) == {}
     for _ in range(2):
@@ -97,7 +96,7 @@ def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(tmp_pa
 
 def test_counts_that_are_being_written_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
-    log = SavingsLog(store)
+    log = SavingsLog(store, store.evictor.make_room)
     log.note(ROOT, RECORD, hit(), BLOCK_NAME)
     add, found = log._add, list[int]()
     reader = threading.Thread(target=lambda: found.append(log.total().total.requests))
@@ -130,7 +129,7 @@ def test_counts_are_in_the_store_though_its_writer_is_never_closed(tmp_path: Pat
 
 def test_what_cannot_be_written_is_kept_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
-    log = SavingsLog(store)
+    log = SavingsLog(store, store.evictor.make_room)
     log.note(ROOT, RECORD, hit(), BLOCK_NAME)
 
     def fail() -> None:
@@ -148,7 +147,7 @@ def test_what_cannot_be_written_is_kept_and_counted_once(tmp_path: Path, monkeyp
 
 def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     store = open_store(tmp_path)
-    log = SavingsLog(store)
+    log = SavingsLog(store, store.evictor.make_room)
     log.note(ROOT, RECORD, hit(), BLOCK_NAME)
     log.write()
     store.close()
@@ -156,7 +155,7 @@ def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
         records.flip("notes", note_key(ROOT, NoteKind.SAVINGS, ""), 40)
     store = open_store(tmp_path)
     assert stored(store) == {}
-    log = SavingsLog(store)
+    log = SavingsLog(store, store.evictor.make_room)
     log.note(ROOT, RECORD, hit(), BLOCK_NAME)
     log.write()
     assert stored(store)[ROOT].total.requests == 1

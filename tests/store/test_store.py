@@ -16,9 +16,9 @@ from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFormatError, StoreF
 from diskprefix.store import environment
 from diskprefix.store.changes import Use
 from diskprefix.store.maintenance.verify import verify_index
-from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import FORMAT_VERSION, Kind, history_sequence
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import PrefixTree
 from tests.store.building import BLOCK, ROOT, Clock, change_format, is_whole, layout_of, open_store, prompt, publication
 

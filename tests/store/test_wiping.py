@@ -14,7 +14,7 @@ import pytest
 from diskprefix.errors import CacheError, StoreCorrupt, StoreUnavailable
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.environment import Environment
-from diskprefix.store.filecheck import Check, check_file
+from diskprefix.store.filecheck import FileCheck, check_file
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
 from diskprefix.store.schema import RootRecord
@@ -191,7 +191,7 @@ def test_what_a_killed_process_wrote_behind_the_last_page_goes(store: Store) -> 
 def free_page(store: Store) -> int:
     """Returns a page that is free since long."""
 
-    class Free(Check):
+    class Free(FileCheck):
         pages: ClassVar[list[int]] = []
 
         def see_free(self, txnid: int, pages: npt.NDArray[np.uint64]) -> None:

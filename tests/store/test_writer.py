@@ -346,7 +346,7 @@ def test_while_it_is_held_the_writer_does_all_but_writing_publications(store: St
 def test_a_held_writer_writes_all_the_same(store: Store, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
     pub = publication(store, prompt(1, BLOCK))
     if reason == "ten seconds":
-        monkeypatch.setattr(writer_module, "_MOST_HELD_S", 0.0)
+        monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.0)
     writer = Writer(store, buffer_bytes=pub.payload_bytes if reason == "half of the buffer" else 1 << 30)
     writer.hold()
     submit(writer, pub)

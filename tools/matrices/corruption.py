@@ -30,12 +30,12 @@ from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, populate
 from diskprefix.store.folder import DATA
-from diskprefix.store.listing import list_entries
 from diskprefix.store.maintenance.repair import repair_index
-from diskprefix.store.opening import DAMAGED
 from diskprefix.store.schema import Kind
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
+from diskprefix.store.store_file import DAMAGED
+from diskprefix.store.tree import list_entries
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds
 from tests.faults.file_damage import FILE_DAMAGE, RECORD_DAMAGE, damaged

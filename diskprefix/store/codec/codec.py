@@ -27,7 +27,7 @@ PIECE_BYTES = 512 * 1024
 
 _HEADER = struct.Struct("<QIIBB30x")
 _CHECKSUM = struct.Struct("<Q")
-_LEAST_SAVING = 32
+_MIN_SAVING = 32
 """Data that does not become shorter by this part of its size stays raw: decoding would cost more than reading."""
 _RUN_BYTES = 16 * 1024
 """Rows are encoded in runs of at least this size. Each run has its own code, because layers and heads differ."""
@@ -173,7 +173,7 @@ def _entropy_code(data: memoryview, row_bytes: int) -> bytes:
 
 
 def _is_worthwhile(stored_bytes: int, raw_bytes: int) -> bool:
-    return stored_bytes <= raw_bytes - raw_bytes // _LEAST_SAVING
+    return stored_bytes <= raw_bytes - raw_bytes // _MIN_SAVING
 
 
 def _as_is(data: memoryview, num_bytes: int) -> Bytes:

@@ -23,7 +23,7 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 Words: TypeAlias = npt.NDArray[np.uint16]
 """Values of two bytes, or the upper halves of longer ones."""
 
-MOST_BITS = 4
+MAX_BITS = 4
 _GROUP = 64
 """Values whose codes lie in the same words: word i has bit i of each code."""
 _RUN = 2048
@@ -156,7 +156,7 @@ def join_with_numpy(form: FloatFormat, bits: int, data: memoryview, out: Bytes) 
     """`join`, by numpy. Returns whether the data is right."""
     items = out.view(f"<u{form.item_bytes}")
     num_rows, width = items.shape
-    if not 1 <= bits <= MOST_BITS:
+    if not 1 <= bits <= MAX_BITS:
         return False
     sizes = _Parts.of(form, num_rows, width, bits)
     if len(data) < sum(sizes):
@@ -200,7 +200,7 @@ def _codes(exponents: Bytes) -> list[tuple[Bytes, npt.NDArray[np.int64]]]:
     before = np.zeros((*counted.shape[:2], 257), np.int64)
     np.cumsum(counted, axis=2, out=before[:, :, 1:])
     found = []
-    for bits in range(1, MOST_BITS + 1):
+    for bits in range(1, MAX_BITS + 1):
         # A lower base would find no more, and its codes would go on at 255.
         lowest = (1 << bits) - 2
         window = before[:, :, lowest + 1 :] - before[:, :, : 256 - lowest]

@@ -2,6 +2,9 @@
 
 `README.md` of the store gives the format. No size in a file is trusted: each is compared with what the layout needs and
 with the length of the file before memory is allocated. The checksums find damage. They do not prevent forgery.
+
+The safetensors library does not read it. It maps the file, so that a file which is cut short meanwhile ends the
+process. And without torch, which the store does not import, it has no bfloat16.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from diskprefix.store.maintenance.manifest import (
     PREFILL_S,
     TOKEN_IDS,
     Manifest,
-    Span,
+    NodeSpan,
     Tensor,
     decode_json,
     shown,
@@ -68,13 +71,13 @@ class _EntryFile:
         self._token_bytes = sum(tensor.num_bytes for tensor in self._tokens.values()) // manifest.num_tokens
         self._row_bytes = {name: tensor.num_bytes // tensor.shape[0] for name, tensor in self._states.items()}
 
-    def payload_bytes(self, span: Span) -> int:
+    def payload_bytes(self, span: NodeSpan) -> int:
         """Returns the size of a node's raw payload."""
         state_bytes = 0 if span.states is None else sum(self._row_bytes.values())
         logits_bytes = self._logits_bytes if span.kind == Kind.TAIL else 0
         return self._token_bytes * span.num_tokens + state_bytes + logits_bytes
 
-    def _runs(self, span: Span) -> Iterator[tuple[int, int]]:
+    def _runs(self, span: NodeSpan) -> Iterator[tuple[int, int]]:
         """Yields offset and size in the file of each part of a node's payload, in the payload's order."""
         for name, tensor in self._tokens.items():
             num_tokens = self.manifest.num_tokens

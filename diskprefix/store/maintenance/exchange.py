@@ -22,8 +22,8 @@ from diskprefix.store.changes import NewNode, node_bytes
 from diskprefix.store.codec.codec import decode_piece, piece_seed, populate
 from diskprefix.store.folder import DATA
 from diskprefix.store.maintenance.entry_file import EntryReader, EntryWriter, refuse_existing
-from diskprefix.store.maintenance.manifest import Identity, Manifest, Span, shown
-from diskprefix.store.maintenance.verify_payloads import stored_pieces
+from diskprefix.store.maintenance.manifest import Identity, Manifest, NodeSpan, shown
+from diskprefix.store.maintenance.verify import stored_pieces
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
     MAX_PREFILL_S,
@@ -226,7 +226,7 @@ class _Import:
                 )
                 nodes = []
 
-    def _new_node(self, index: int, span: Span) -> NewNode:
+    def _new_node(self, index: int, span: NodeSpan) -> NewNode:
         return NewNode(
             name=self._names[index],
             parent=self._parents[index],
@@ -246,11 +246,11 @@ class _Import:
         except StoreCorrupt as error:
             raise _damaged(name, span, error) from error
 
-    def _tokens(self, span: Span) -> TokenIds:
+    def _tokens(self, span: NodeSpan) -> TokenIds:
         return self._reader.token_ids[span.position : span.position + span.num_tokens]
 
 
-def _imported(reader: EntryReader, id_: str | None, missing: list[Span], *, is_new: bool) -> Imported:
+def _imported(reader: EntryReader, id_: str | None, missing: list[NodeSpan], *, is_new: bool) -> Imported:
     return Imported(
         id=id_,
         model=reader.manifest.model,
@@ -318,12 +318,12 @@ def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: Payloa
             decode_piece(piece.stored, piece.expected, piece_seed(name, piece.index), rows)
             start = end
     except StoreCorrupt as error:
-        raise _damaged(name, Span(node.position, node.num_tokens, node.kind), error) from error
+        raise _damaged(name, NodeSpan(node.position, node.num_tokens, node.kind), error) from error
     prefill_s = usage.prefill_s if 0 <= usage.prefill_s <= MAX_PREFILL_S else 0.0
     return payload.data, prefill_s
 
 
-def _damaged(name: bytes, span: Span, error: StoreCorrupt) -> StoreCorrupt:
+def _damaged(name: bytes, span: NodeSpan, error: StoreCorrupt) -> StoreCorrupt:
     what = "checkpoint" if span.kind == Kind.CHECKPOINT else "block"
     return StoreCorrupt(
         f"{what} {name.hex()} ({span}) of the store is damaged: {error.message}; `diskprefix verify --fix` removes it"

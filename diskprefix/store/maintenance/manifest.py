@@ -64,7 +64,7 @@ class Identity(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Span:
+class NodeSpan:
     """The part of the prompt that a node holds: `num_tokens` tokens from `position` on. `states` is the number of its
     row in the file's state tensors, None for a block."""
 
@@ -154,20 +154,20 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_tokens // self.block_size + len(self.checkpoints) + has_end
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[NodeSpan]:
         """The nodes in the order of their positions. A checkpoint comes after the block that ends there."""
-        spans: list[Span] = []
+        spans: list[NodeSpan] = []
         checkpoints = {position: number for number, position in enumerate(self.checkpoints)}
         rest = self.num_tokens % self.block_size
         for start in range(0, self.num_tokens - rest, self.block_size):
             end = start + self.block_size
-            spans.append(Span(start, self.block_size, Kind.BLOCK))
+            spans.append(NodeSpan(start, self.block_size, Kind.BLOCK))
             if end in checkpoints:
-                spans.append(Span(end, 0, Kind.CHECKPOINT, checkpoints[end]))
+                spans.append(NodeSpan(end, 0, Kind.CHECKPOINT, checkpoints[end]))
         if self.with_logits:
-            spans.append(Span(self.num_tokens - rest, rest, Kind.TAIL, len(self.checkpoints)))
+            spans.append(NodeSpan(self.num_tokens - rest, rest, Kind.TAIL, len(self.checkpoints)))
         elif rest:
-            spans.append(Span(self.num_tokens - rest, rest, Kind.BLOCK))
+            spans.append(NodeSpan(self.num_tokens - rest, rest, Kind.BLOCK))
         return spans
 
     def token_tensors(self) -> dict[str, Tensor]:

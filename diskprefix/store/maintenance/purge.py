@@ -18,14 +18,13 @@ import numpy as np
 from diskprefix.errors import EntryNotFound, StoreCorrupt
 from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
-from diskprefix.store.identity import names_of
-from diskprefix.store.listing import grown_from, has_grown
 from diskprefix.store.note_record import NoteKind
-from diskprefix.store.savings_log import forget_hits
+from diskprefix.store.savings import forget_hits
 from diskprefix.store.schema import NodeRecord, decode_prompt, history_sequence
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
-from diskprefix.store.tree import PrefixTree
+from diskprefix.store.store_file import names_of
+from diskprefix.store.tree import PrefixTree, grown_from, has_grown
 from diskprefix.tenant_ids import matches
 from diskprefix.tokens import HASH_BYTES, LEAST_TOKENS, TokenIds, common_prefix_length, num_common, prompt_digests
 

@@ -14,8 +14,14 @@ from types import MappingProxyType
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
-from diskprefix.store.maintenance.verify import Problem, ProblemKind, RecordCheck, is_sane, verify_index
-from diskprefix.store.maintenance.verify_payloads import payload_problems
+from diskprefix.store.maintenance.verify import (
+    ProblemKind,
+    RecordCheck,
+    StoreProblem,
+    is_sane,
+    payload_problems,
+    verify_index,
+)
 from diskprefix.store.schema import RootRecord, UsageRecord
 from diskprefix.store.store import Store
 from diskprefix.tokens import HASH_BYTES
@@ -32,7 +38,7 @@ class RepairReport:
     recent prompts.
     """
 
-    left: tuple[Problem, ...]
+    left: tuple[StoreProblem, ...]
     entries: tuple[bytes, ...]
     blocks: int
     prompts: int
@@ -50,7 +56,7 @@ def repair_index(store: Store, roots: Mapping[bytes, RootRecord] = MappingProxyT
     return len(found) - len(left)
 
 
-def repair_problems(store: Store, problems: Sequence[Problem]) -> RepairReport:
+def repair_problems(store: Store, problems: Sequence[StoreProblem]) -> RepairReport:
     """Repair these problems, and those of the index that they hide."""
     removed: Counter[str] = Counter()
     entries: list[bytes] = []
@@ -70,7 +76,7 @@ def repair_problems(store: Store, problems: Sequence[Problem]) -> RepairReport:
     )
 
 
-def _is_of_node(problem: Problem) -> bool:
+def _is_of_node(problem: StoreProblem) -> bool:
     """Returns whether a whole node is damaged, so that it and what continues it must be removed."""
     return problem.database in ("nodes", "payloads") and problem.kind != ProblemKind.ORPHANED
 
@@ -118,7 +124,7 @@ def _drop_unreadable_usage(changes: Changes, name: bytes) -> None:
         changes.delete_record("usage", name)
 
 
-def _mend_records(store: Store, problems: Sequence[Problem]) -> list[tuple[str, bytes]]:
+def _mend_records(store: Store, problems: Sequence[StoreProblem]) -> list[tuple[str, bytes]]:
     """Remove records that are wrong, and add the keys that the index of children lacks. Returns database and key of the
     records that were removed."""
     removed = []

@@ -15,8 +15,7 @@ from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, p
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
-from diskprefix.store.savings import Tally, read_savings
-from diskprefix.store.savings_log import SavingsLog
+from diskprefix.store.savings import SavingsLog, Tally, read_savings
 from diskprefix.store.schema import EntryRecord, ModelRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, root_hash
@@ -363,7 +362,7 @@ def test_a_recent_prompt_that_a_saved_one_begins_with_stays_with_that_one(store:
 
 def test_the_last_hits_of_a_purged_prompt_are_not_remembered(store: Store) -> None:
     gone, kept = saved(store, prompt(1, 2 * BLOCK)), saved(store, prompt(2, 2 * BLOCK))
-    log = SavingsLog(store)
+    log = SavingsLog(store, store.evictor.make_room)
     for pub in (gone, kept):
         log.note(pub.root, pub.root_record, Tally(requests=1, hits=1), pub.nodes[1].name)
     log.write()

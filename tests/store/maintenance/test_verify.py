@@ -15,8 +15,7 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.maintenance import repair
 from diskprefix.store.maintenance.repair import repair_index, repair_problems
-from diskprefix.store.maintenance.verify import Problem, ProblemKind, verify_index
-from diskprefix.store.maintenance.verify_payloads import verify_payloads
+from diskprefix.store.maintenance.verify import ProblemKind, StoreProblem, verify_index, verify_payloads
 from diskprefix.store.note_record import NoteKind, NoteTimes, encode_note, note_key
 from diskprefix.store.notes import Notes
 from diskprefix.store.schema import (
@@ -127,13 +126,13 @@ def nothing(_num_bytes: int) -> None:
     pass
 
 
-def problems_of(store: Store) -> list[Problem]:
+def problems_of(store: Store) -> list[StoreProblem]:
     """All that `verify` finds: index and payloads."""
     index = verify_index(store)
     return [*index.problems, *verify_payloads(store, index.stored_bytes, nothing).problems]
 
 
-def kinds(problems: list[Problem]) -> set[tuple[str, str]]:
+def kinds(problems: list[StoreProblem]) -> set[tuple[str, str]]:
     return {(str(problem.kind), problem.database) for problem in problems}
 
 
@@ -673,18 +672,18 @@ def test_fix_looks_again_before_it_removes(stored: Stored) -> None:
     node, entry = stored.first.nodes[1].name, stored.first.tip
     assert entry is not None
     stale = [
-        Problem(ProblemKind.DAMAGED, "nodes", node.hex(), ""),
-        Problem(ProblemKind.DAMAGED, "payloads", piece_key(node, 0).hex(), ""),
-        Problem(ProblemKind.ORPHANED, "payloads", piece_key(node, 0).hex(), ""),
-        Problem(ProblemKind.ORPHANED, "usage", node.hex(), ""),
-        Problem(ProblemKind.MISCOUNTED, "usage", node.hex(), ""),
-        Problem(ProblemKind.UNLISTED, "children", child_key(stored.first.nodes[1]).hex(), ""),
-        Problem(ProblemKind.UNLISTED, "children", (ROOT + bytes(8) + GONE).hex(), ""),
-        Problem(ProblemKind.ORPHANED, "children", child_key(stored.first.nodes[2]).hex(), ""),
-        Problem(ProblemKind.DAMAGED, "entries", entry.hex(), ""),
-        Problem(ProblemKind.DAMAGED, "roots", ROOT.hex(), ""),
-        Problem(ProblemKind.DETACHED, "nodes", GONE.hex(), ""),
-        Problem(ProblemKind.DAMAGED, "history", GONE.hex(), ""),
+        StoreProblem(ProblemKind.DAMAGED, "nodes", node.hex(), ""),
+        StoreProblem(ProblemKind.DAMAGED, "payloads", piece_key(node, 0).hex(), ""),
+        StoreProblem(ProblemKind.ORPHANED, "payloads", piece_key(node, 0).hex(), ""),
+        StoreProblem(ProblemKind.ORPHANED, "usage", node.hex(), ""),
+        StoreProblem(ProblemKind.MISCOUNTED, "usage", node.hex(), ""),
+        StoreProblem(ProblemKind.UNLISTED, "children", child_key(stored.first.nodes[1]).hex(), ""),
+        StoreProblem(ProblemKind.UNLISTED, "children", (ROOT + bytes(8) + GONE).hex(), ""),
+        StoreProblem(ProblemKind.ORPHANED, "children", child_key(stored.first.nodes[2]).hex(), ""),
+        StoreProblem(ProblemKind.DAMAGED, "entries", entry.hex(), ""),
+        StoreProblem(ProblemKind.DAMAGED, "roots", ROOT.hex(), ""),
+        StoreProblem(ProblemKind.DETACHED, "nodes", GONE.hex(), ""),
+        StoreProblem(ProblemKind.DAMAGED, "history", GONE.hex(), ""),
     ]
     before = store.counts()
     with store.snapshot() as snapshot:
@@ -713,7 +712,7 @@ def test_a_mended_usage_record_keeps_what_is_known(stored: Stored) -> None:
 def test_a_node_that_goes_while_payloads_are_checked_is_passed_over(
     stored: Stored, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.store.maintenance.verify_payloads._SLICE_BYTES", 1)
+    monkeypatch.setattr("diskprefix.store.maintenance.verify._SLICE_BYTES", 1)
     store = open_store(stored.folder)
     index = verify_index(store)
 

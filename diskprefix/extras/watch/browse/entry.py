@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.listing import EntryInfo
 from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, NodeRecord
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import PrefixTree
+from diskprefix.store.tree import EntryInfo, PrefixTree
 from diskprefix.tokens import TokenIds
 
 _CODEC_AT = 16

@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from diskprefix.errors import StoreCorrupt
-from diskprefix.store.listing import EntryInfo, list_entries
 from diskprefix.store.schema import Kind, NodeRecord, UsageRecord
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import PrefixTree
+from diskprefix.store.tree import EntryInfo, PrefixTree, list_entries
 
 
 @dataclass(kw_only=True)

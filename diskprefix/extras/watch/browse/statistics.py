@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.eviction import HALF_LIFE_S, choose_victims, scores
-from diskprefix.store.listing import EntryInfo
 from diskprefix.store.savings import Savings, Tally
 from diskprefix.store.schema import Kind, NodeRecord, UsageRecord, decode_node
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import PrefixTree
+from diskprefix.store.tree import EntryInfo, PrefixTree
 
 
 @dataclass(frozen=True, kw_only=True)

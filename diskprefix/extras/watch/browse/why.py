@@ -16,14 +16,13 @@ from diskprefix.cache.tiers.disk import DiskView
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.watch.browse.causes import Cause, cause_between, first_difference, line_at
 from diskprefix.nouns import Prompt
-from diskprefix.store.listing import EntryInfo
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes
 from diskprefix.store.pieces import LayoutText, PayloadLayout
 from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import PrefixTree
+from diskprefix.store.tree import EntryInfo, PrefixTree
 from diskprefix.tokens import TokenIds, common_prefix_length
 
 Decode = Callable[[TokenIds], str]

@@ -13,9 +13,9 @@ import click
 from diskprefix.cli.tooling import SHOWN, print_json, short_id, shortened, terminal_width
 from diskprefix.extras.watch.browse.entry import EntryDetails, NodeInfo, entry_details
 from diskprefix.printable import printable_only
-from diskprefix.store.listing import EntryInfo
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import EntryInfo
 from diskprefix.tokens import TokenIds
 from diskprefix.units import ago, format_size
 

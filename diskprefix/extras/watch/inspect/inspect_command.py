@@ -20,8 +20,8 @@ from diskprefix.cli.tooling import (
     terminal_width,
 )
 from diskprefix.errors import SettingsError
-from diskprefix.store.listing import EntryInfo, NodeCounts, count_nodes, list_entries
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import EntryInfo, NodeCounts, count_nodes, list_entries
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import ago, counted, format_size
 

@@ -11,9 +11,9 @@ import msgspec
 from diskprefix.cli.tooling import print_json, print_table, short_id, terminal_width
 from diskprefix.extras.watch.browse.statistics import RootStatistics, Victim, next_victims, statistics
 from diskprefix.printable import printable_only
-from diskprefix.store.listing import EntryInfo
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import EntryInfo
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import ago, counted, format_age, format_duration, format_size
 

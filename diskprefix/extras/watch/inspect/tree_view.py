@@ -9,8 +9,8 @@ import click
 
 from diskprefix.cli.tooling import SHOWN, plain, print_json, short_id, terminal_width
 from diskprefix.extras.watch.browse.outline import Outline, RootOutline, Trunk, outline
-from diskprefix.store.listing import EntryInfo
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import EntryInfo
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import ago, counted, format_size
 

@@ -16,11 +16,11 @@ from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.extras.watch.browse.why import Parting, Why, explain
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.printable import escaped, printable_only, shown
-from diskprefix.store.listing import EntryInfo
 from diskprefix.store.notes import ReadOnlyNotes
 from diskprefix.store.savings import read_savings
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import EntryInfo
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.tokens import TokenIds
 from diskprefix.units import counted

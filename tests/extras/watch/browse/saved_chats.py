@@ -9,8 +9,7 @@ from typing import Any
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.cli.request_bodies import parse_body
 from diskprefix.nouns import SHARED, Tenant
-from diskprefix.store.savings import Tally
-from diskprefix.store.savings_log import SavingsLog
+from diskprefix.store.savings import SavingsLog, Tally
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, root_hash
@@ -78,7 +77,7 @@ class SavedChats:
             prompt=prompt.token_ids,
         )
         self.store.publish(made)
-        log = SavingsLog(self.store)
+        log = SavingsLog(self.store, self.store.evictor.make_room)
         counts = Tally(requests=2, hits=1, prompt_tokens=200, restored_tokens=100, saved_s=1.5)
         log.note(root, made.root_record, counts, made.nodes[0].name)
         log.write()

@@ -6,7 +6,7 @@ import json
 
 from diskprefix.extras.watch.browse.flat import listing
 from diskprefix.extras.watch.browse.outline import Outline, RootOutline, Trunk
-from diskprefix.store.listing import EntryInfo
+from diskprefix.store.tree import EntryInfo
 
 
 def trunk(

@@ -5,9 +5,9 @@ from __future__ import annotations
 from diskprefix.extras.watch.browse.entry import entry_details
 from diskprefix.extras.watch.browse.statistics import next_victims, statistics
 from diskprefix.store.eviction import choose_victims
-from diskprefix.store.listing import list_entries
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import list_entries
 from tests.extras.watch.browse.saved_chats import ALICE, SavedChats
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from diskprefix.cli.request_bodies import parse_body
 from diskprefix.extras.watch.browse.why import Why, explain
-from diskprefix.store.listing import list_entries
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.tree import list_entries
 from tests.extras.watch.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat
 
 Json = dict[str, Any]

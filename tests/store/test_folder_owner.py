@@ -13,8 +13,7 @@ import pytest
 from diskprefix.cli import cli
 from diskprefix.errors import CacheError, StoreUnavailable
 from diskprefix.store.compact import compact_folder, copy_store
-from diskprefix.store.folder import FolderLock
-from diskprefix.store.owner import become_owner, require_trusted_path
+from diskprefix.store.folder import FolderLock, become_owner, require_trusted_path
 from diskprefix.store.store import Store
 from tests.faults.isolated import run_isolated
 from tests.store.building import BLOCK, open_store, prompt, publication
@@ -225,7 +224,7 @@ def test_what_the_owner_could_not_do_the_command_cannot(
 
     def opened() -> None:
         monkeypatch.setattr("diskprefix.store.folder._check_place", lambda *_: None)
-        monkeypatch.setattr("diskprefix.store.opening._require_sound", lambda *_: None)
+        monkeypatch.setattr("diskprefix.store.store_file._require_sound", lambda *_: None)
         write(folder)
 
     assert "Permission denied" in as_owner(folder, opened, monkeypatch)

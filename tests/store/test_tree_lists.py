@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diskprefix.store import listing
+from diskprefix.store import tree
 from diskprefix.store.changes import Use
-from diskprefix.store.listing import grown_from, has_grown
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
+from diskprefix.store.tree import grown_from, has_grown
 from diskprefix.tokens import TokenIds
 from tests.store.building import BLOCK, open_store, prompt, publication
 
@@ -82,7 +82,7 @@ def test_only_what_was_used_of_late_is_looked_at(store: Store, monkeypatch: pyte
     former = save(store, TOKENS[: BLOCK + 2])
     present = save(store, TOKENS[: BLOCK + 7])
     others = [save(store, np.concatenate([TOKENS[:3] + seed, TOKENS])) for seed in (1, 2)]
-    monkeypatch.setattr(listing, "_MOST_GROWN", 2)
+    monkeypatch.setattr(tree, "_MAX_GROWN", 2)
     store.touch({bytes.fromhex(name): Use(2000.0) for name in others})
     assert grown(store, former) == []
     store.touch({bytes.fromhex(present): Use(3000.0)})
