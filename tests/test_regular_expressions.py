@@ -23,13 +23,10 @@ from diskprefix.api.anthropic_writer import MessageWriter
 from diskprefix.api.dialect import Head
 from diskprefix.api.reply import DeltaEvent
 from diskprefix.api.responses_writer import OutputItems
-from diskprefix.chat.output.dialects import python_calls
-from diskprefix.chat.output.events import ContentDelta
-from diskprefix.chat.output.families import FAMILIES
-from diskprefix.chat.output.format import OutputFormat
-from diskprefix.chat.output.formats import CHANNELS, FamilyFormat
-from diskprefix.chat.output.syntax import Written
-from diskprefix.chat.output.tools import Tools
+from diskprefix.chat.output.call_values import OfferedTools, python_calls
+from diskprefix.chat.output.choose_format import CHANNELS, FamilyFormat
+from diskprefix.chat.output.families import FAMILIES, Written
+from diskprefix.chat.output.format import ContentDelta, OutputFormat
 
 PACKAGE = Path(diskprefix.__file__).parent
 USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")
@@ -257,7 +254,7 @@ class PythonCall:
     """Reads a call in Python with many texts."""
 
     def run(self, text: str) -> None:
-        assert python_calls(f"f(text=[{text}])", Tools(TOOLS))
+        assert python_calls(f"f(text=[{text}])", OfferedTools(TOOLS))
 
 
 def test_the_work_of_a_call_in_python_grows_as_its_texts() -> None:

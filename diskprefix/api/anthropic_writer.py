@@ -19,7 +19,7 @@ from diskprefix.api.reply import (
     ReplyDelta,
     ReplyEvent,
 )
-from diskprefix.chat.output.events import ContentDelta, ReasoningDelta, ToolCallDelta
+from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent
 from diskprefix.errors import DiskPrefixError
 

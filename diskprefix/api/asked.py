@@ -10,8 +10,7 @@ from typing import Protocol
 from diskprefix.api.dialect import Asked
 from diskprefix.api.fields import TextFormat
 from diskprefix.chat.messages import Conversation, JsonObject
-from diskprefix.chat.output.events import ReasoningDelta
-from diskprefix.chat.output.format import OutputFormat
+from diskprefix.chat.output.format import OutputFormat, ReasoningDelta
 from diskprefix.engine.request import Constraint, FreeText
 
 _START = re.compile(r"^start\b(?=\s*:)", re.MULTILINE)

@@ -23,7 +23,7 @@ from diskprefix.api.fields import (
 )
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.reply import Choice, DeltaEvent, EndEvent, Reply, ReplyEvent
-from diskprefix.chat.output.events import ContentDelta
+from diskprefix.chat.output.format import ContentDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent, SamplingParams, TokenLogprob
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.store.notes import TenantNotes

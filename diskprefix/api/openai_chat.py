@@ -20,7 +20,7 @@ from diskprefix.api.openai_messages import (
 )
 from diskprefix.api.reply import CallBegin, Choice, DeltaEvent, EndEvent, ReplyDelta
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
-from diskprefix.chat.output.events import ContentDelta, ReasoningDelta
+from diskprefix.chat.output.format import ContentDelta, ReasoningDelta
 from diskprefix.engine.request import TokenLogprob
 from diskprefix.errors import InvalidRequest
 from diskprefix.store.notes import TenantNotes

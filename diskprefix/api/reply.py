@@ -8,8 +8,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
-from diskprefix.chat.output.format import OutputParser
+from diskprefix.chat.output.format import (
+    ContentDelta,
+    OutputDelta,
+    OutputParser,
+    ReasoningDelta,
+    ToolCallBegin,
+    ToolCallDelta,
+)
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
 
 EndReason: TypeAlias = Literal["stop", "length", "tool_calls"]

@@ -22,7 +22,7 @@ from diskprefix.api.reply import (
     ReplyEvent,
 )
 from diskprefix.api.responses_items import item_id
-from diskprefix.chat.output.events import ContentDelta, ReasoningDelta, ToolCallDelta
+from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, TokenLogprob
 from diskprefix.errors import DiskPrefixError
 

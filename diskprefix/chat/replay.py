@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from diskprefix.chat.messages import Message, TextPart
-from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.template_input import PART_SEPARATOR
 from diskprefix.nouns import Prompt
 
 _ID_BYTES = 32
 
 
-class NoteStore(Protocol):
+class RecordStore(Protocol):
     """What is remembered for one tenant and one model: replies, or encoded texts. Its methods do not raise; `get` may
     wait for the disk."""
 
@@ -109,7 +109,7 @@ class ConversationHash:
         self._hash.update(json.dumps([role, text, calls]).encode() + b"\n")
 
 
-class Place(NamedTuple):
+class TextPlace(NamedTuple):
     """A place in a text: behind so many characters, with this hash."""
 
     num_chars: int
@@ -124,10 +124,10 @@ class TextHash:
         self._end = 0
         self._hash = hashlib.blake2b(digest_size=_ID_BYTES)
 
-    def place(self, num_chars: int) -> Place:
+    def place(self, num_chars: int) -> TextPlace:
         self._hash.update(self._text[self._end : num_chars].encode("utf-8", "surrogatepass"))
         self._end = num_chars
-        return Place(num_chars, self._hash.hexdigest())
+        return TextPlace(num_chars, self._hash.hexdigest())
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class SampledTurn:
 
     turn: Turn
     token_ids: tuple[int, ...]
-    place: Place
+    place: TextPlace
 
     def encode(self) -> bytes:
         turn = self.turn
@@ -148,10 +148,10 @@ class SampledTurn:
         """Raises `ValueError` for a record that `encode` did not write."""
         content, reasoning, calls, token_ids, place = json.loads(record)
         turn = Turn(content, reasoning, tuple((name, arguments) for name, arguments in calls))
-        return cls(turn, tuple(token_ids), Place(*place))
+        return cls(turn, tuple(token_ids), TextPlace(*place))
 
 
-def find_turns(messages: Sequence[Message], turns: NoteStore) -> tuple[dict[int, SampledTurn], ConversationHash]:
+def find_turns(messages: Sequence[Message], turns: RecordStore) -> tuple[dict[int, SampledTurn], ConversationHash]:
     """Returns what is remembered of the assistant's messages, by their index, in ascending order, and the hash of the
     conversation."""
     found = {}
@@ -185,7 +185,7 @@ class Origin(NamedTuple):
     """What a reply was sampled for: a conversation, and the place behind its rendered text."""
 
     conversation: ConversationHash
-    place: Place
+    place: TextPlace
 
     @classmethod
     def of(cls, conversation: ConversationHash, rendered: str) -> Origin:
@@ -202,7 +202,7 @@ class Replayed(NamedTuple):
 class ReplyMemory:
     """Remembers the replies to one request. `end_ids` are the tokens that end a reply."""
 
-    def __init__(self, turns: NoteStore, origin: Origin, end_ids: frozenset[int]) -> None:
+    def __init__(self, turns: RecordStore, origin: Origin, end_ids: frozenset[int]) -> None:
         self._turns = turns
         self._origin = origin
         self._end_ids = end_ids

@@ -6,42 +6,19 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice, pairwise
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from itertools import islice
 
 from diskprefix.chat.boundaries import Write
-from diskprefix.chat.encoding import Encoding, joined
+from diskprefix.chat.encoder import ReplySpan
 from diskprefix.chat.messages import JsonObject, Message, TextPart, ToolCall
 from diskprefix.chat.output.format import OutputFormat
 from diskprefix.chat.replay import SampledTurn, TextHash, Turn
-from diskprefix.tokens import TokenIds
 
 _ENDS_TRIED = 4
 """A text may contain what ends it, and the template may write it inside of a reply (GPT-OSS does)."""
 _END_CHARS = 200
 """Of the text before a reply, for a parser to see whether the template opened a thought."""
 _REPLY = "A reply."
-
-
-class Span(NamedTuple):
-    """The text of a reply, in characters of the rendered conversation, and the tokens that were sampled for it."""
-
-    begin: int
-    end: int
-    token_ids: tuple[int, ...]
-
-
-class Encoded(NamedTuple):
-    """A text as token ids. A sampled token has the offsets of its whole span."""
-
-    token_ids: TokenIds
-    offsets: npt.NDArray[np.int32]
-    """As in `Encoding`."""
-    templates_ids: TokenIds
-    """`token_ids` with -1 for the sampled ones: the template did not write those."""
 
 
 def with_turns(messages: Sequence[Message], found: Mapping[int, SampledTurn]) -> list[Message]:
@@ -84,7 +61,7 @@ def find_spans(
     found: Mapping[int, SampledTurn],
     endings: Collection[str],
     readings: Callable[[int, int], Iterable[Turn]],
-) -> dict[int, Span]:
+) -> dict[int, ReplySpan]:
     """Returns the spans of the replies `found` (by the index of their message), as far as they fit.
 
     A reply fits if the text before it is what it was when the reply was sampled, and if the template writes it so that
@@ -102,7 +79,7 @@ def find_spans(
         read = partial(_reads, readings, wanted, begin)
         end = next(filter(read, ends), None)
         if end is not None:
-            spans[index] = Span(begin, end, sampled.token_ids)
+            spans[index] = ReplySpan(begin, end, sampled.token_ids)
             end_of_last = end
     return spans
 
@@ -126,24 +103,3 @@ def readings(
     for reply in dict.fromkeys((as_text, as_tokens)):
         parser = output_format.parser(tools, rendered[max(0, begin - _END_CHARS) : begin])
         yield Turn.of_deltas([*parser.feed(reply), *parser.finish()])
-
-
-def texts_between(rendered: str, spans: Sequence[Span]) -> Iterator[tuple[int, str]]:
-    """Returns the parts of `rendered` outside of `spans`, each with its begin."""
-    bounds = [0, *(bound for span in spans for bound in span[:2]), len(rendered)]
-    return ((begin, rendered[begin:end]) for begin, end in list(pairwise(bounds))[::2])
-
-
-def spliced(parts: Iterable[tuple[int, Encoding]], spans: Sequence[Span]) -> Encoded:
-    """Joins the encoded texts between `spans`, each with the character that it begins at, and the sampled tokens."""
-    all_parts, is_sampled = [], []
-    for k, (begin, part) in enumerate(parts):
-        all_parts.append((begin, part))
-        is_sampled.append(np.zeros(len(part.token_ids), bool))
-        for span in spans[k : k + 1]:
-            num_tokens = len(span.token_ids)
-            offsets = np.tile(np.array([0, span.end - span.begin], np.int32), (num_tokens, 1))
-            all_parts.append((span.begin, Encoding(np.array(span.token_ids, np.int32), offsets)))
-            is_sampled.append(np.ones(num_tokens, bool))
-    token_ids, offsets = joined(all_parts)
-    return Encoded(token_ids, offsets, np.where(np.concatenate(is_sampled), np.int32(-1), token_ids))

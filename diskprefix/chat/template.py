@@ -25,19 +25,18 @@ from diskprefix.chat.boundaries import (
 )
 from diskprefix.chat.compression import shortened
 from diskprefix.chat.content import UNSUPPORTED, Media, holds_media, parts_for_template, read_media, text_for_template
-from diskprefix.chat.encoder import Encoder
+from diskprefix.chat.encoder import Encoded, Encoder, ReplySpan
 from diskprefix.chat.late_system import has_late_system, late_system_as_user
 from diskprefix.chat.marks import find_marks, mark_targets
-from diskprefix.chat.message_form import MessageForm
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.normalisers import Normalisers
-from diskprefix.chat.output.choose import Chosen, choose_format
-from diskprefix.chat.output.format import OutputFormat
-from diskprefix.chat.output.plain import PlainText
+from diskprefix.chat.output.choose_format import Chosen, choose_format
+from diskprefix.chat.output.format import OutputFormat, PlainText
 from diskprefix.chat.preview import preview_of_chat, preview_of_text
-from diskprefix.chat.replay import ConversationHash, NoteStore, Origin, Replayed, SampledTurn, find_turns
-from diskprefix.chat.splice import Encoded, Span, end_texts, find_spans, readings, with_turns
+from diskprefix.chat.replay import ConversationHash, Origin, RecordStore, Replayed, SampledTurn, find_turns
+from diskprefix.chat.splice import end_texts, find_spans, readings, with_turns
 from diskprefix.chat.template_input import (
+    MessageForm,
     TemplateInput,
     message_for_template,
     probe_of,
@@ -86,7 +85,7 @@ class _Rendered(NamedTuple):
     conversation: Conversation
     template_input: TemplateInput
     text: str
-    spans: tuple[Span, ...] = ()
+    spans: tuple[ReplySpan, ...] = ()
     """Of replies in whose place sampled tokens stand."""
 
 
@@ -159,7 +158,7 @@ class PromptRenderer:
         return self.replay(conversation, None).prompt
 
     def replay(
-        self, conversation: Conversation, turns: NoteStore | None, encodings: NoteStore | None = None
+        self, conversation: Conversation, turns: RecordStore | None, encodings: RecordStore | None = None
     ) -> Replayed:
         """Returns the prompt of a conversation, with the tokens of the replies that `turns` remembers. Texts that
         `encodings` has are not encoded again.
@@ -184,7 +183,7 @@ class PromptRenderer:
         return late_system_as_user(conversation)
 
     def _fitting(
-        self, conversation: Conversation, turns: NoteStore | None, encodings: NoteStore | None
+        self, conversation: Conversation, turns: RecordStore | None, encodings: RecordStore | None
     ) -> tuple[_Written, LeftOut | None]:
         """Writes a conversation without media. Its aged messages are left out above `compress_above` tokens."""
         limit = self._compress_above
@@ -200,7 +199,9 @@ class PromptRenderer:
             written = self._written(conversation, turns, encodings)
         return written, left_out
 
-    def _written(self, conversation: Conversation, turns: NoteStore | None, encodings: NoteStore | None) -> _Written:
+    def _written(
+        self, conversation: Conversation, turns: RecordStore | None, encodings: RecordStore | None
+    ) -> _Written:
         found, said = ({}, None) if turns is None else find_turns(conversation.messages, turns)
         if found:
             # Reasoning that the client left out may be too long.
@@ -208,7 +209,7 @@ class PromptRenderer:
                 return self._encoded(self._rendered(conversation, found), said, encodings)
         return self._encoded(self._rendered(conversation, {}), said, encodings)
 
-    def _encoded(self, rendered: _Rendered, said: ConversationHash | None, encodings: NoteStore | None) -> _Written:
+    def _encoded(self, rendered: _Rendered, said: ConversationHash | None, encodings: RecordStore | None) -> _Written:
         text, param = rendered.text, rendered.conversation.path
         encoded = self._encoder.encode_spliced(
             text, rendered.spans, adds_bos=self._adds_bos(text), param=param, store=encodings
@@ -297,7 +298,7 @@ class PromptRenderer:
         plain, in_parts = (_PROBE_TEXT in self._try_render(template_input, "reply") for template_input in inputs)
         return in_parts and not plain
 
-    def completion(self, prompt: str | list[int], encodings: NoteStore | None = None) -> Prompt:
+    def completion(self, prompt: str | list[int], encodings: RecordStore | None = None) -> Prompt:
         """Returns the prompt of a text or of token ids, without a chat template. Texts that `encodings` has are not
         encoded again.
 

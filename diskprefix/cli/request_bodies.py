@@ -14,7 +14,7 @@ from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.api.responses_store import ResponseStore
 from diskprefix.chat.messages import Conversation
-from diskprefix.chat.replay import NoteStore
+from diskprefix.chat.replay import RecordStore
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import DEFAULT_WINDOW, SHARED, CacheOptions, Prompt, Scope, Tenant
@@ -45,7 +45,7 @@ class ParsedBody:
 
 
 @dataclass(frozen=True)
-class _Turns(NoteStore):
+class _Turns(RecordStore):
     notes: ReadOnlyNotes
 
     def get(self, id_: str) -> bytes | None:

@@ -28,8 +28,7 @@ from diskprefix.api.responses import Responses
 from diskprefix.api.responses_writer import ModelResponse, ResponseStreamEvent
 from diskprefix.chat.content import holds_media
 from diskprefix.chat.messages import Conversation
-from diskprefix.chat.output.format import OutputFormat
-from diskprefix.chat.output.plain import PlainText
+from diskprefix.chat.output.format import OutputFormat, PlainText
 from diskprefix.chat.replay import Replayed
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams, Stage
 from diskprefix.errors import InvalidRequest

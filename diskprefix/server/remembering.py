@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from diskprefix.api.reply import CallBegin, DeltaEvent, ReplyDelta, ReplyEvent, ReplyReader
-from diskprefix.chat.output.events import OutputDelta, ToolCallBegin
-from diskprefix.chat.output.format import OutputParser
+from diskprefix.chat.output.format import OutputDelta, OutputParser, ToolCallBegin
 from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
 from diskprefix.engine.request import Event, FinishEvent, TextEvent
 from diskprefix.nouns import CacheOptions

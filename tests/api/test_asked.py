@@ -13,8 +13,7 @@ from diskprefix.api.asked import constraint_of
 from diskprefix.api.dialect import Asked, ToolChoice
 from diskprefix.api.fields import TextFormat
 from diskprefix.chat.messages import Conversation, JsonObject, Message
-from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta
-from diskprefix.chat.output.format import OutputParser, ThoughtTags
+from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputParser, ReasoningDelta, ThoughtTags
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
 from diskprefix.errors import InvalidRequest

@@ -16,7 +16,7 @@ from diskprefix.api.reply import (
     ReplyEvent,
     ReplyReader,
 )
-from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
 from tests.server.scripted import done
 

@@ -24,7 +24,7 @@ from diskprefix.api.reply import (
 )
 from diskprefix.api.responses import ResponseRequest
 from diskprefix.api.responses_writer import ResponseWriter
-from diskprefix.chat.output.events import ContentDelta, ReasoningDelta, ToolCallDelta
+from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import TokenLogprob
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.body import parse_json

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers.utils import chat_template_utils
 
 from diskprefix.cache.policy.safe_cuts import last_safe
-from diskprefix.chat.encoding import TextParts
+from diskprefix.chat.encoder import TextParts
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import Prompt
 from diskprefix.tokens import common_prefix_length
@@ -408,7 +408,7 @@ def test_a_raw_prompt_has_the_markers_of_the_template_as_boundaries(family: Fami
 
 @families
 def test_the_parts_of_a_text_have_the_tokens_of_the_whole(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diskprefix.chat.encoding.PART_CHARS", 16)
+    monkeypatch.setattr("diskprefix.chat.encoder.PART_CHARS", 16)
     tokenizer = tokenizer_of(family)
     chosen = random.Random(family.name)
     contents = [token.content for token in tokenizer.added_tokens_decoder.values()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from diskprefix.chat.output.plain import PlainText
+from diskprefix.chat.output.format import PlainText
 from diskprefix.chat.splice import end_texts, readings
 
 

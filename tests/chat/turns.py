@@ -8,8 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from diskprefix.chat.messages import Conversation, JsonObject
-from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
-from diskprefix.chat.output.format import ThoughtTags
+from diskprefix.chat.output.format import (
+    ContentDelta,
+    OutputDelta,
+    ReasoningDelta,
+    ThoughtTags,
+    ToolCallBegin,
+    ToolCallDelta,
+)
 from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
 from diskprefix.chat.template import PromptRenderer
 from diskprefix.nouns import Prompt

@@ -13,8 +13,14 @@ import anthropic
 import pytest
 from anthropic import Anthropic, beta_tool
 
-from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
-from diskprefix.chat.output.format import ThoughtTags
+from diskprefix.chat.output.format import (
+    ContentDelta,
+    OutputDelta,
+    ReasoningDelta,
+    ThoughtTags,
+    ToolCallBegin,
+    ToolCallDelta,
+)
 from diskprefix.engine.request import FinishEvent, GenerateRequest, ProgressEvent, TextEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server import streaming

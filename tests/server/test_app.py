@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.chat.output.plain import PlainText
+from diskprefix.chat.output.format import PlainText
 from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError, ModelError, StoreUnavailable
 from diskprefix.nouns import SHARED

@@ -9,7 +9,7 @@ import pytest
 
 from diskprefix.api.reply import CallBegin, DeltaEvent
 from diskprefix.chat.messages import Message, TextPart
-from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
 from diskprefix.engine.request import Event, FinishEvent, TextEvent
 from diskprefix.server.remembering import RememberingReader

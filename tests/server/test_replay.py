@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from diskprefix.app import load_engine
-from diskprefix.chat.encoder import Encoder
-from diskprefix.chat.encoding import Encoding
+from diskprefix.chat.encoder import Encoder, Encoding
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import DaemonProcess, serve_flags
 from tests.server.scripted import AppServer, started_app
@@ -275,8 +274,7 @@ def test_replies_are_replayed_after_the_daemon_was_killed(chat_model: Path, tmp_
 
 
 def test_long_texts_of_earlier_prompts_are_not_encoded_again(talk: Talk, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("encoding", "encoder"):
-        monkeypatch.setattr(f"diskprefix.chat.{name}.PART_CHARS", 16)
+    monkeypatch.setattr("diskprefix.chat.encoder.PART_CHARS", 16)
     encoded: list[str] = []
     encode = Encoder._encoded
 

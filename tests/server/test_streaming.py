@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from diskprefix.api.dialect import Head
 from diskprefix.api.openai_chat import ChatWriter
 from diskprefix.api.reply import ReplyReader
-from diskprefix.chat.output.plain import PlainText
+from diskprefix.chat.output.format import PlainText
 from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.server.generation import Generation

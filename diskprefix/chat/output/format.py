@@ -1,12 +1,46 @@
-"""What the rest of the daemon knows of the format in which a model writes reasoning and tool calls."""
+"""The format in which a model writes its replies: its interface, and the pieces of a reply that its parser finds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, TypeAlias
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.events import OutputDelta
+from diskprefix.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class ReasoningDelta:
+    """More text of the reasoning."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ContentDelta:
+    """More text of the answer."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ToolCallBegin:
+    """A tool call begins. `index` counts the calls of a reply from 0; the server makes the id."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class ToolCallDelta:
+    """More of a call's arguments. The pieces of a whole call, joined, are the JSON text of one object."""
+
+    index: int
+    arguments: str
+
+
+OutputDelta: TypeAlias = ReasoningDelta | ContentDelta | ToolCallBegin | ToolCallDelta
 
 
 class OutputParser(Protocol):
@@ -55,3 +89,23 @@ class OutputFormat(Protocol):
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
         """Returns a Lark grammar, as llguidance reads it, of one call or (`many`) of one or more calls of `tools`."""
+
+
+class PlainText:
+    name = "none"
+    special_tokens: frozenset[str] = frozenset()
+    thought: ThoughtTags | None = None
+
+    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:  # noqa: ARG002 (the protocol's)
+        return _Everything()
+
+    def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:  # noqa: ARG002 (the protocol's)
+        raise InvalidRequest("tool_choice: this model's chat template knows no tool calls", param="tool_choice")
+
+
+class _Everything:
+    def feed(self, text: str) -> list[OutputDelta]:
+        return [ContentDelta(text)] if text else []
+
+    def finish(self) -> list[OutputDelta]:
+        return []

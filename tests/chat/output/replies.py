@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin
+from diskprefix.chat.output.choose_format import CHANNELS, FamilyFormat
 from diskprefix.chat.output.families import FAMILIES, NONE, THOUGHTS
-from diskprefix.chat.output.format import OutputFormat
-from diskprefix.chat.output.formats import CHANNELS, FamilyFormat
+from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputFormat, ReasoningDelta, ToolCallBegin
 
 _FORMATS: dict[str, OutputFormat] = {format.name: format for format in CHANNELS}
 _FORMATS |= {family.name: FamilyFormat(family, THOUGHTS) for family in (*FAMILIES, NONE)}

@@ -10,8 +10,8 @@ import llguidance
 import llguidance.numpy
 import pytest
 
+from diskprefix.chat.output.choose_format import FamilyFormat
 from diskprefix.chat.output.families import FAMILIES
-from diskprefix.chat.output.formats import FamilyFormat
 from diskprefix.errors import InvalidRequest
 from tests.chat.output.replies import NAMES, format_named, read, tool
 

@@ -7,19 +7,108 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
 from diskprefix.chat.boundaries import common_chars
-from diskprefix.chat.message_form import MessageForm
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.events import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
-from diskprefix.chat.output.families import FAMILIES, NONE, THOUGHTS
-from diskprefix.chat.output.format import OutputFormat, ThoughtTags
-from diskprefix.chat.output.formats import CHANNELS, FamilyFormat
-from diskprefix.chat.output.syntax import Family
+from diskprefix.chat.output.call_grammar import call_grammar
+from diskprefix.chat.output.call_values import OfferedTools
+from diskprefix.chat.output.families import ATEM, FAMILIES, NONE, THOUGHTS, Body, Family, Written
+from diskprefix.chat.output.format import (
+    ContentDelta,
+    OutputDelta,
+    OutputFormat,
+    OutputParser,
+    ReasoningDelta,
+    ThoughtTags,
+    ToolCallBegin,
+    ToolCallDelta,
+)
+from diskprefix.chat.output.parsers import ChannelParser, FamilyParser, FunctionaryParser, HarmonyParser, MuseParser
+from diskprefix.chat.template_input import MessageForm
+
+
+@dataclass(frozen=True)
+class FamilyFormat:
+    """A format out of the table of `families.py`. `thoughts` are the tags around reasoning that are read, a begin and
+    an end each; `thought` are those of the template.
+
+    `token_ids` has the added tokens of the tokenizer that are tags of this format, special ones or not: a model
+    writes the token.
+    """
+
+    family: Family = NONE
+    thoughts: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
+    thought: ThoughtTags | None = None
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return self.family.name
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        return frozenset(self.token_ids)
+
+    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:
+        return FamilyParser(self.family, self.thoughts, OfferedTools(tools), prompt_end)
+
+    def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
+        calls = self.family.calls
+        return call_grammar(calls.body, calls.written, tools, self.token_ids, many=many)
+
+
+@dataclass(frozen=True)
+class ChannelFormat:
+    """A format of messages with headers. `marks` stand in the template or in what it writes. Else as `FamilyFormat`."""
+
+    name: str
+    marks: tuple[str, ...]
+    new_parser: type[ChannelParser]
+    body: Body
+    written: Written
+    thought: ThoughtTags | None = None
+    can_call_twice: bool = True
+    token_ids: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        return frozenset(self.new_parser.tags)
+
+    def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:
+        return self.new_parser(OfferedTools(tools), prompt_end)
+
+    def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
+        many = many and self.can_call_twice
+        return call_grammar(self.body, self.written, tools, self.token_ids, many=many)
+
+
+CHANNELS = (
+    ChannelFormat(
+        "harmony",
+        ("<|channel|>", "<|message|>"),
+        HarmonyParser,
+        "json",
+        Written("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"),
+        # The tag that ends reasoning is followed by the header of the next message, which no schema knows.
+        thought=ThoughtTags(None, "<|channel|>final<|message|>"),
+        # A call ends the reply.
+        can_call_twice=False,
+    ),
+    ChannelFormat(
+        "muse",
+        ("<|message|>", *ATEM.begins),
+        MuseParser,
+        ATEM.body,
+        Written(f" to=NAME<|message|>{ATEM.written.call}", ATEM.written.argument, between="<|eom|><|start|>assistant"),
+        thought=ThoughtTags(None, " to=user<|message|>"),
+    ),
+    ChannelFormat("functionary-3.2", (">>>all",), FunctionaryParser, "json", Written("NAME\nARGUMENTS", between=">>>")),
+)
+
 
 log = logging.getLogger("diskprefix")
 

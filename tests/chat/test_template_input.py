@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diskprefix.chat.message_form import MessageForm
+from diskprefix.chat.template_input import MessageForm
 
 
 def applied(form: MessageForm, call_id: str = "abcdefgh1", arguments: Any = None, content: str = "") -> Any:

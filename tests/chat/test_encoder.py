@@ -11,9 +11,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from diskprefix.chat import encoder as encoder_module
-from diskprefix.chat import encoding as encoding_module
-from diskprefix.chat.encoder import Encoder
-from diskprefix.chat.encoding import Encoding, TextParts
+from diskprefix.chat.encoder import Encoder, Encoding, TextParts
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from tests.chat.turns import Turns
 from tests.chat.whole_texts import assert_whole, encoder_of
@@ -21,8 +19,7 @@ from tests.chat.whole_texts import assert_whole, encoder_of
 
 @pytest.fixture(autouse=True)
 def _short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (encoding_module, encoder_module):
-        monkeypatch.setattr(module, "PART_CHARS", 16)
+    monkeypatch.setattr(encoder_module, "PART_CHARS", 16)
 
 
 def made_up(*added: AddedToken, **options: Any) -> Any:
@@ -102,7 +99,7 @@ def test_a_tokenizer_that_is_told_to_cut_special_tokens_has_no_parts() -> None:
 
 def test_a_tokenizer_whose_parts_turn_out_different_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rule above is right for the tokenizers that are known; another one is tried."""
-    monkeypatch.setattr(encoding_module, "_separating", lambda added: [one.content for one in added])
+    monkeypatch.setattr(encoder_module, "_separating", lambda added: [one.content for one in added])
     text = "abc abc <:> abc " * 12
     assert len(TextParts(made_up(token("<:>"))).of(text)) > 4
     assert TextParts(made_up(token("<:>", lstrip=True))).of(text) == [text]

@@ -11,7 +11,7 @@ from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.choose import Chosen, Render, choose_format
+from diskprefix.chat.output.choose_format import Chosen, Render, choose_format
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.request import Constraint
 from tests.chat.families.families import folder

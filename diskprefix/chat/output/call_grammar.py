@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.syntax import Body, Written
-from diskprefix.chat.output.tools import Tools
+from diskprefix.chat.output.call_values import OfferedTools
+from diskprefix.chat.output.families import Body, Written
 from diskprefix.errors import InvalidRequest
 
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -38,7 +38,7 @@ class _Grammar:
         self._body: Body = body
         self._written = written
         self._functions: list[JsonObject] = [tool["function"] for tool in tools]
-        self._tools = Tools(tools)
+        self._tools = OfferedTools(tools)
         self._token_ids = token_ids
         self._special = re.compile("|".join(map(re.escape, sorted(token_ids, key=len, reverse=True))) or r"(?!)")
         self._rules: list[str] = []

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 
 import regex
 
-from diskprefix.chat.output.dialects import Call, braces, elements, python_calls
-from diskprefix.chat.output.events import OutputDelta, ToolCallBegin, ToolCallDelta
+from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces, elements, python_calls
+from diskprefix.chat.output.families import CallSyntax
+from diskprefix.chat.output.format import OutputDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.output.reader import Reader, Step
-from diskprefix.chat.output.syntax import CallSyntax
-from diskprefix.chat.output.tools import Tools
 
 _NAME_KEYS = {"name", "tool_name", "function", "function_name", "tool"}
 _ARGUMENT_KEYS = {"arguments", "parameters", "args", "params", "input"}
@@ -28,7 +27,7 @@ def alternatives(texts: Iterable[str]) -> str:
     return "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)"
 
 
-class Calls:
+class CallDeltas:
     """Makes deltas of the calls of one reply, and counts them."""
 
     def __init__(self, emit: Callable[[OutputDelta], None]) -> None:
@@ -45,7 +44,7 @@ class Calls:
         if text:
             self._emit(ToolCallDelta(self.count - 1, text))
 
-    def whole(self, call: Call) -> bool:
+    def whole(self, call: ParsedCall) -> bool:
         """A call that was read as a whole. Returns False if its arguments are nested too deeply."""
         try:
             arguments = _json(call.arguments)
@@ -59,7 +58,7 @@ class Calls:
 class CallReader:
     """Reads calls of one syntax from `reader` and hands them to `calls`."""
 
-    def __init__(self, reader: Reader, syntax: CallSyntax, tools: Tools, calls: Calls) -> None:
+    def __init__(self, reader: Reader, syntax: CallSyntax, tools: OfferedTools, calls: CallDeltas) -> None:
         self._reader = reader
         self._syntax = syntax
         self._tools = tools
@@ -115,7 +114,7 @@ class CallReader:
         elif self._reader.at < len(self._reader.text) and not (yield from self._reader.match(self._tail)):
             return False
         else:
-            self._calls.whole(Call(name, {}))
+            self._calls.whole(ParsedCall(name, {}))
             return True
         yield from self._reader.space()
         while (yield from self._reader.match(self._tail)):
@@ -185,7 +184,7 @@ class CallReader:
         if following == "}":
             reader.at += 1
             if name and not begun and not known_only:
-                self._calls.whole(Call(name, {}))
+                self._calls.whole(ParsedCall(name, {}))
                 return True
         return begun
 
@@ -257,7 +256,7 @@ class CallReader:
         arguments = None if text is None else braces(text, self._syntax.quotes)
         if arguments is None:
             return False
-        return self._calls.whole(Call(name, arguments))
+        return self._calls.whole(ParsedCall(name, arguments))
 
     def _elements(self, name: str) -> Step[bool]:
         text = yield from self._reader.before(self._tail)
@@ -265,7 +264,7 @@ class CallReader:
         arguments = elements(text or "", self._syntax.quotes, schema)
         if not (yield from self._reader.match(self._tail)) or not isinstance(arguments, dict):
             return False
-        return self._calls.whole(Call(name, arguments))
+        return self._calls.whole(ParsedCall(name, arguments))
 
     def _python_call(self, name: str) -> Step[bool]:
         source = yield from self._reader.brackets()
