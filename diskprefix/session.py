@@ -30,9 +30,8 @@ from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.caches import ArenaCache
+from diskprefix.kv.caches import ArenaCache, expire, lend
 from diskprefix.kv.layout import LAYOUT_VERSION, Layout
-from diskprefix.kv.lent import lend, take_back
 from diskprefix.model.exact.rehearsal import rehearse, unsupported
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.input_ids import Ids, in_main_memory, unpacked
@@ -249,7 +248,7 @@ class PrefixCacheSession:
 
     def _expire(self) -> None:
         if self._lent is not None:
-            take_back(self._lent)
+            expire(self._lent)
             self._lent = None
 
     def _lend(self, arena: KVArena) -> Any:

@@ -16,7 +16,7 @@ from diskprefix.cache.resources import CacheResources
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capture
-from diskprefix.kv.finite import is_finite
+from diskprefix.kv.transfer import is_finite
 from diskprefix.nouns import MAX_VALUE, CacheOptions, Prompt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import EntryRecord, Kind

@@ -21,7 +21,7 @@ from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
 from diskprefix.errors import DeviceLost
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.pool import Slot
+from diskprefix.kv.pool import KVAllocation
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.nouns import CacheReport
 
@@ -60,14 +60,14 @@ class ActiveRequests:
         while self.preempted:
             reply = min(self.preempted, key=lambda reply: reply.arrived)
             with self.failing(reply.running):
-                slot = self._pool.take(reply.num_known)
-                if slot is None:
+                allocation = self._pool.allocate(reply.num_known)
+                if allocation is None:
                     return False
                 self.preempted.remove(reply)
                 options = reply.running.request.cache
                 if reply.index == 0 and options.scope.kind != "off":
-                    slot.owner = self._cache.owner(options.tenant)
-                reply.use_memory(slot)
+                    allocation.owner = self._cache.owner(options.tenant)
+                reply.use_memory(allocation)
                 self._scheduler.add(reply)
         return True
 
@@ -101,7 +101,7 @@ class ActiveRequests:
             if (running := self._accept(ticket, memory)) is not None:
                 yield running
 
-    def _memory_for(self, request: GenerateRequest) -> Slot | TransformersState | Literal["later"] | None:
+    def _memory_for(self, request: GenerateRequest) -> KVAllocation | TransformersState | Literal["later"] | None:
         """Returns the memory of a request; None if others must end first, "later" if only this one must wait.
 
         Raises `InvalidRequest` for an empty prompt, and `ContextTooLong` for one that exceeds the positions or the
@@ -115,22 +115,22 @@ class ActiveRequests:
                 return "later"
             return TransformersState(self._served.model, request.prompt.media)
         if request.cache.scope.kind == "off":
-            return self._pool.take(len(token_ids))
+            return self._pool.allocate(len(token_ids))
         owner = self._cache.owner(request.cache.tenant)
-        found = self._pool.find(owner, token_ids)
+        found = self._pool.match_prefix(owner, token_ids)
         if found is not None and found.is_worth_waiting_for:
             return "later"
-        slot = self._pool.go_on(found, len(token_ids)) if found else self._pool.take(len(token_ids))
-        if slot is not None:
-            slot.owner = owner
-        return slot
+        allocation = self._pool.extend(found, len(token_ids)) if found else self._pool.allocate(len(token_ids))
+        if allocation is not None:
+            allocation.owner = owner
+        return allocation
 
-    def _accept(self, ticket: Ticket, memory: Slot | TransformersState) -> RunningRequest | None:
+    def _accept(self, ticket: Ticket, memory: KVAllocation | TransformersState) -> RunningRequest | None:
         prompt = ticket.request.prompt
         try:
             running = self._make_running(ticket)
         except Exception as error:  # noqa: BLE001 (as above)
-            if isinstance(memory, Slot):
+            if isinstance(memory, KVAllocation):
                 self._pool.release(memory, keep=True)
             self._refuse(ticket, error)
             return None
@@ -138,7 +138,7 @@ class ActiveRequests:
         self._inbox.begin(ticket)
         self.requests.append(running)
         first = running.replies[0]
-        if isinstance(memory, Slot):
+        if isinstance(memory, KVAllocation):
             running.num_adopted = memory.num_computed
             memory.token_ids, memory.num_exact = prompt.token_ids, len(prompt.token_ids)
             first.use_memory(memory)
@@ -221,19 +221,19 @@ class ActiveRequests:
     def release(self, reply: Reply, *, keep: bool) -> None:
         """Gives the memory of a reply back. `keep`: the next turn may begin there."""
         self._served.release_draft(reply, keep=keep)
-        slot, reply.allocation, reply.state = reply.allocation, None, None
+        allocation, reply.allocation, reply.state = reply.allocation, None, None
         self._scheduler.remove(reply)
-        if slot is None:
+        if allocation is None:
             return
         options, kind = reply.running.request.cache, self._cache.layout.state_kind
-        slot.token_ids = reply.computed_ids()
-        slot.num_computed = len(slot.token_ids)
+        allocation.token_ids = reply.computed_ids()
+        allocation.num_computed = len(allocation.token_ids)
         if kind == "token":
-            slot.num_exact = len(slot.token_ids)
-        slot.expires_at = time.monotonic() + self._cache.lasts_s(options)
+            allocation.num_exact = len(allocation.token_ids)
+        allocation.expires_at = time.monotonic() + self._cache.lasts_s(options)
         is_usable = kind in ("token", "sliceable") or reply.num_computed <= reply.prompt_tokens
-        keep = keep and is_usable and options.save and options.scope.kind != "off" and slot.num_exact > 0
-        self._pool.release(slot, keep=keep)
+        keep = keep and is_usable and options.save and options.scope.kind != "off" and allocation.num_exact > 0
+        self._pool.release(allocation, keep=keep)
 
     def end(self, running: RunningRequest, last: Callable[[CacheReport], Event | None]) -> None:
         """Ends a request, whatever goes wrong in it. `last` returns its last event."""

@@ -22,7 +22,7 @@ from diskprefix.cache.request import CachedRequest
 from diskprefix.engine.device import raise_if_lost, synchronize
 from diskprefix.engine.running_request import Reply
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.pool import KVPool, Slot
+from diskprefix.kv.pool import KVAllocation, KVPool
 from diskprefix.model.exact import runner
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.printable import first_line
@@ -45,7 +45,7 @@ class LoadedDraft(NamedTuple):
 class DraftSequence:
     """The draft model's state of one reply. `cached` is the draft model's request to its cache, of a first reply."""
 
-    allocation: Slot
+    allocation: KVAllocation
     cached: CachedRequest | None = None
     fetch: Future[None] | None = None
     """The fetch of stored state. None once its result was used."""
@@ -145,7 +145,7 @@ class DraftModel:
         self.take_back_guesses(reply)
         del self.sequences[reply]
         known = np.concatenate([reply.running.request.prompt.token_ids, as_token_ids(reply.token_ids)])
-        slot, token_ids = sequence.allocation, known[: sequence.arena.num_tokens]
+        allocation, token_ids = sequence.allocation, known[: sequence.arena.num_tokens]
         if sequence.cached is not None:
             if keep and sequence.cached.is_published and reply.is_finished:
                 sequence.cached.publish_reply(sequence.arena, token_ids)
@@ -153,9 +153,9 @@ class DraftModel:
                 sequence.cached.leave(sequence.arena)
             sequence.cached.close()
         options = reply.running.request.cache
-        slot.token_ids, slot.num_computed, slot.num_exact = token_ids, len(token_ids), len(token_ids)
-        slot.expires_at = time.monotonic() + self.cache.lasts_s(options)
-        self.pool.release(slot, keep=keep and options.save and options.scope.kind != "off")
+        allocation.token_ids, allocation.num_computed, allocation.num_exact = token_ids, len(token_ids), len(token_ids)
+        allocation.expires_at = time.monotonic() + self.cache.lasts_s(options)
+        self.pool.release(allocation, keep=keep and options.save and options.scope.kind != "off")
 
     def give_up(self, reply: Reply, error: Exception) -> None:
         """Stops guessing a reply. A draft model that fails fails no request. Raises `DeviceLost`."""
@@ -174,18 +174,18 @@ class DraftModel:
             return None
         is_off = options.scope.kind == "off"
         owner = reply.running if is_off else self.cache.owner(options.tenant)
-        found = self.pool.find(owner, prompt.token_ids)
+        found = self.pool.match_prefix(owner, prompt.token_ids)
         if found is not None and found.is_worth_waiting_for:
             return None
-        slot = self.pool.go_on(found, reply.num_known) if found else self.pool.take(reply.num_known)
-        if slot is None:
+        allocation = self.pool.extend(found, reply.num_known) if found else self.pool.allocate(reply.num_known)
+        if allocation is None:
             return None
-        slot.owner, slot.token_ids, slot.num_exact = owner, prompt.token_ids, len(prompt.token_ids)
-        sequence = DraftSequence(slot)
+        allocation.owner, allocation.token_ids, allocation.num_exact = owner, prompt.token_ids, len(prompt.token_ids)
+        sequence = DraftSequence(allocation)
         if reply.index == 0:
             sequence.cached = self.cache.begin(prompt, options, goes_on=True)
-            have, slot.num_computed = slot.num_computed, 0
-            sequence.fetch = self._fetcher.submit(_fetch, sequence.cached, slot.arena, have)
+            have, allocation.num_computed = allocation.num_computed, 0
+            sequence.fetch = self._fetcher.submit(_fetch, sequence.cached, allocation.arena, have)
         self.sequences[reply] = sequence
         return sequence
 

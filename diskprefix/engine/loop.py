@@ -93,13 +93,13 @@ class Loop:
 
     def _start(self, running: RunningRequest) -> None:
         """Fetches the stored state of a new request's prompt, or begins to compute it."""
-        slot = running.replies[0].allocation
-        if slot is None or running.request.cache.scope.kind == "off":
+        allocation = running.replies[0].allocation
+        if allocation is None or running.request.cache.scope.kind == "off":
             self._begin(running)
             return
         running.is_fetching = True
         # A fetch may move them.
-        slot.num_computed = 0
+        allocation.num_computed = 0
         if self._served.cache.remote is None:
             self._fetcher.submit(self._fetch, running)
         else:
@@ -117,8 +117,8 @@ class Loop:
 
     def _fetch(self, running: RunningRequest) -> None:
         """Runs on the fetch thread."""
-        slot = running.replies[0].allocation
-        assert slot is not None
+        allocation = running.replies[0].allocation
+        assert allocation is not None
         if running.fetched_from is None:
             running.fetched_from = time.perf_counter()
         is_whole = running.num_adopted == len(running.request.prompt.token_ids)
@@ -130,7 +130,9 @@ class Loop:
         error = None
         try:
             with torch.inference_mode():
-                running.cached.fetch(slot.arena, running.num_adopted, slot.logits if is_whole else None, on_logits)
+                running.cached.fetch(
+                    allocation.arena, running.num_adopted, allocation.logits if is_whole else None, on_logits
+                )
         except Exception as raised:  # noqa: BLE001 (`_begin` raises it)
             error = raised
         self._end_fetch(running, error)
@@ -166,11 +168,11 @@ class Loop:
         source = running.source
         while source is not None and source.allocation is not None and running.unforked and self._active.has_place:
             with self._active.failing(running):
-                slot = self._served.pool.fork(source.allocation, source.prompt_tokens)
-                if slot is None:
+                allocation = self._served.pool.fork(source.allocation, source.prompt_tokens)
+                if allocation is None:
                     return
                 reply = running.unforked.pop(0)
-                reply.use_memory(slot)
+                reply.use_memory(allocation)
                 self._apply(reply, reply.begin())
         if not running.unforked:
             running.source = None

@@ -33,7 +33,7 @@ from diskprefix.engine.scheduler import Chunk, Sequence
 from diskprefix.engine.speculation import Guesser
 from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.pool import Slot
+from diskprefix.kv.pool import KVAllocation
 from diskprefix.model.exact.runner import State
 from diskprefix.nouns import CacheReport
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -68,7 +68,7 @@ class Reply(Sequence):
     sampler: Sampler
     text: TextStream
     state: State | None = None
-    allocation: Slot | None = None
+    allocation: KVAllocation | None = None
     token_ids: list[int] = field(default_factory=list)
     """The sampled tokens, without the last one of a reply that has ended."""
     guesser: Guesser | None = None
@@ -78,7 +78,7 @@ class Reply(Sequence):
     """Set while the reply is `waiting`."""
     is_finished: bool = False
 
-    def use_memory(self, allocation: Slot) -> None:
+    def use_memory(self, allocation: KVAllocation) -> None:
         """Has the reply computed in this memory."""
         self.allocation, self.state = allocation, allocation.arena
 

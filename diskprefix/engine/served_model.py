@@ -100,13 +100,13 @@ class ServedModel:
         if self.cache.layout.unsupported:
             return
         try:
-            slot = self.pool.take(self.cache.settings.block_size)
+            allocation = self.pool.allocate(self.cache.settings.block_size)
         except ContextTooLong as error:
             log.warning("[engine] there is no memory for any request: %s", error)
             return
-        assert slot is not None, "no other sequence has memory yet"
-        self.cache.warm_up(slot.arena)
-        self.pool.release(slot, keep=False)
+        assert allocation is not None, "no other sequence has memory yet"
+        self.cache.warm_up(allocation.arena)
+        self.pool.release(allocation, keep=False)
 
     def warm_up_thread(self) -> None:
         """Does what a reply does first, on the engine's thread. torch starts threads of its own for each that calls it,

@@ -1,7 +1,7 @@
 """The memory that a sequence's state lives in, laid out so that a block moves with one copy.
 
-The layers that transformers sees are views of it. The memory is kept between requests: pages that were touched once are
-several times faster to fill.
+The layers that transformers sees are views of it. The memory is kept between requests, because pages that were touched
+once are several times faster to fill.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CAPACITY_STEP = 1024
 
 
 def bytes_for(layout: Layout, num_tokens: int, block_size: int | None = None) -> int:
-    """Returns the least memory that a `KVArena` with room for `num_tokens` tokens takes."""
+    """Returns the least memory of a `KVArena` with room for `num_tokens` tokens."""
     capacity = -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
     return sum(group_bytes(group, capacity, block_size) for group in layout.groups) + layout.state_bytes
 
@@ -37,9 +37,9 @@ def bytes_for(layout: Layout, num_tokens: int, block_size: int | None = None) ->
 class KVArena:
     """The state of one sequence. Not thread-safe: it belongs to the engine thread.
 
-    `free_bytes` returns how much memory of `device` may still be taken. Groups are counted as in payloads
-    (`store.pieces`): those of per-token tensors, then those of states. `block_size`: groups with a window slide, and
-    keep blocks of so many tokens until they are complete (`kv.group`); None: they keep all tokens.
+    `free_bytes` returns the memory of `device` that may still be allocated. Groups are numbered as in payloads
+    (`store.pieces`): first those of per-token tensors, then those of states. With `block_size`, groups with a window
+    slide, and keep blocks of so many tokens until they are complete (`kv.group`). Without, they keep all tokens.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class KVArena:
         self._capacity = 0
         self._num_tokens = 0
         self._clear_to = 0
-        """Behind the last token there are zeros up to this one."""
+        """The end of the zeros behind the last token."""
         self._marked: tuple[int, list[torch.Tensor]] = 0, []
         self.capturer: Capturer | None = None
         """The thread that copies state out of this memory."""
         self.memory = [GroupMemory(group, device, block_size) for group in layout.groups]
-        """Of per-token tensors, by group."""
+        """The memory of per-token tensors, by group."""
         layers = [make_layer(spec) for spec in layout.layers]
         self._token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
         self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
@@ -74,31 +74,30 @@ class KVArena:
         self.cache = make_cache(layout.cache_kind, layers, lambda: self.num_tokens)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What `copy.deepcopy` of a cache copies: nothing is captured from a copy."""
+        """Returns what `copy.deepcopy` of a cache copies. Nothing is captured from a copy."""
         return vars(self) | {"capturer": None}
 
     @property
     def capacity(self) -> int:
-        """Tokens of a sequence that there is memory for, or for their windows."""
+        """The number of tokens of a sequence that there is memory for, or for their windows."""
         return self._capacity
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes."""
         return sum(memory.num_bytes for memory in self.memory) + self.layout.state_bytes
 
     @property
     def complete_from(self) -> int:
-        """The first token of which every group has its state."""
+        """The first token that every group has the state of."""
         return max((memory.complete_from for memory in self.memory), default=0)
 
     def slides(self, num_tokens: int) -> bool:
-        """Returns whether windows have moved on, or will before the sequence has so many tokens."""
+        """Returns True if windows have moved, or will move before the sequence has so many tokens."""
         return self.complete_from > 0 or not all(memory.has_room(num_tokens) for memory in self.memory)
 
     @property
     def marked_tokens(self) -> int:
-        """Where `rewind` returns to."""
+        """The number of tokens at the marked point, to which `rewind` returns."""
         return self._marked[0]
 
     @property
@@ -110,19 +109,20 @@ class KVArena:
         return self.compute(model, token_ids, 1)[-1]
 
     def compute(self, model: PreTrainedModel, token_ids: torch.Tensor, num_logits: int) -> torch.Tensor:
-        """As `forward`. Returns the logits behind the last `num_logits` of the tokens, shape [num_logits, vocab]."""
+        """Runs [1, n] more tokens. Returns the logits behind the last `num_logits` of them, shape [num_logits,
+        vocab]."""
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
         run = self.begin(end - start)
         call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
         step = Step((run,)) if self._is_exact_at_tokens else None
         if "position_ids" in self.layout.options:
-            # Not every model counts on from its cache.
+            # Not every model counts positions from its cache.
             call["position_ids"] = torch.arange(start, end, device=token_ids.device).unsqueeze(0)
         if "logits_to_keep" in self.layout.options:
             call["logits_to_keep"] = num_logits
         with computing(step):
             output = model(input_ids=token_ids, **call)
-        self.cache.take(output)
+        self.cache.keep_states(output)
         # States do not count tokens.
         self._num_tokens = end
         assert self._num_tokens == self.num_tokens, "the model must add all tokens of a step to its state"
@@ -130,7 +130,7 @@ class KVArena:
         return logits
 
     def begin(self, num_rows: int) -> Run:
-        """Makes the memory ready for a step of so many tokens."""
+        """Prepares the memory for a step of so many tokens."""
         start, end = self.num_tokens, self.num_tokens + num_rows
         self.make_room(end)
         if self._is_exact_at_tokens:
@@ -138,13 +138,12 @@ class KVArena:
         return Run(start, num_rows)
 
     def make_room(self, end: int) -> None:
-        """Has windows move on, if that is needed for tokens up to `end`."""
+        """Makes room for tokens up to `end`. Windows move if that is needed."""
         self.reserve(end)
         if not all(memory.has_room(end) for memory in self.memory):
             self._slide(end)
 
     def _slide(self, end: int) -> None:
-        """Makes room for a step up to `end`: windows move on."""
         start = self.num_tokens
         self.settle(drop=True)
         for memory in self.memory:
@@ -154,8 +153,8 @@ class KVArena:
         self._bind()
 
     def _clear_behind(self, end: int) -> None:
-        """Writes zeros from `end` to the end of its tile. Attention multiplies what lies there by weights of 0, so that
-        nothing else would do if it is not finite: an infinity of another sequence would show."""
+        """Writes zeros from `end` to the end of its tile. Attention multiplies that memory by weights of 0, which gives
+        0 for finite numbers only: an infinity of another sequence would show."""
         border = whole_tiles(end)
         if border > self._clear_to:
             for memory in self.memory:
@@ -163,17 +162,16 @@ class KVArena:
             self._clear_to = border
 
     def settle(self, *, drop: bool = False) -> None:
-        """Waits for the captures of this memory, which must be over before what they read is overwritten.
+        """Waits for the captures of this memory, which must end before the memory is overwritten.
 
-        With `drop`, those for which the write buffer has no room are dropped and counted: then no disk is waited for,
-        and it takes no longer than copying what the buffer holds.
+        With `drop`, captures that the write buffer has no room for are dropped and counted. Then this waits for no
+        disk.
         """
         if self.capturer is not None:
             self.capturer.settle(self, drop=drop)
 
     def truncate(self, num_tokens: int) -> None:
-        """Takes the first `num_tokens` tokens in memory for the sequence, which must be `held`, and the states for
-        theirs."""
+        """Keeps the first `num_tokens` tokens, which must be `held`. The states must be those after these tokens."""
         assert num_tokens <= self._capacity or num_tokens == 0 or not self._token_layers
         self._num_tokens = self._clear_to = num_tokens
         if num_tokens < self.marked_tokens:
@@ -187,7 +185,7 @@ class KVArena:
             state_layer.set_has_state(num_tokens > 0)
 
     def take_back(self, num_tokens: int) -> None:
-        """Forgets the last tokens, those of the last step, so that `num_tokens` remain. For models without states."""
+        """Forgets the last tokens of the last step, so that `num_tokens` remain. For models without states."""
         assert not self._state_layers, "a state cannot be taken back"
         for memory in self.memory:
             memory.clear(num_tokens, self.num_tokens)
@@ -196,15 +194,15 @@ class KVArena:
         self._num_tokens = num_tokens
 
     def held(self, num_tokens: int) -> int:
-        """Returns how many of the first `num_tokens` tokens the sequence can be gone on from: where the window before
-        them has slid out, those before the marked point. 0 if there is no such point."""
+        """Returns how many of the first `num_tokens` tokens a sequence can continue from. If the window before them has
+        slid out, that is the marked point, or 0."""
         points = (num_tokens, min(num_tokens, self.marked_tokens))
         return next((point for point in points if all(memory.holds(point) for memory in self.memory)), 0)
 
     def expect(self, group: int, start: int, end: int) -> None:
-        """Makes a group ready for a restore of the tokens from `start` to `end`, behind those of the sequence. What
-        stands between is not loaded, as the window has passed it. Then `held` says whether what was there can still be
-        gone on from."""
+        """Prepares a group for a restore of the tokens from `start` to `end`, behind those of the sequence. Tokens in
+        between are not loaded, because the window has passed them. Then `held` says from where the sequence can still
+        continue."""
         memory = self.memory[group]
         if not memory.has_room(end):
             self.settle(drop=True)
@@ -212,14 +210,14 @@ class KVArena:
         self._bind()
 
     def mark(self) -> None:
-        """Remembers this point for `rewind` and `held`. States are copied, as they are updated in place."""
+        """Marks this point for `rewind` and `held`. States are copied, because they are updated in place."""
         self._marked = self.num_tokens, [tensor.clone() for tensor in self._states]
         for memory in self.memory:
             memory.mark(self.num_tokens)
 
     def copy_from(self, other: KVArena, num_tokens: int) -> None:
-        """Takes over the first `num_tokens` tokens of another sequence, which it holds, and for which there is room
-        here; with states, those that `other` has marked."""
+        """Copies the first `num_tokens` tokens of another sequence, which must hold them. There must be room for them.
+        Of states, those at the marked point of `other` are copied."""
         for mine, its in zip(self.memory, other.memory, strict=True):
             mine.copy_from(its, num_tokens)
         self.truncate(num_tokens)
@@ -234,9 +232,8 @@ class KVArena:
             state.copy_(marked)
 
     def reserve(self, num_tokens: int) -> None:
-        """Makes room for `num_tokens` tokens in all; what is valid stays. Raises `ContextTooLong` if it does not fit.
-
-        After `truncate(0)` the old memory is given back before the new is taken.
+        """Makes room for `num_tokens` tokens in all, and keeps those of the sequence. Raises `ContextTooLong` if they
+        do not fit. After `truncate(0)` the old memory is freed before the new is allocated.
         """
         if num_tokens <= self._capacity or not self._token_layers:
             return
@@ -255,8 +252,8 @@ class KVArena:
         """Has `write` fill rows of a group; of per-token tensors for tokens `position` … `position + num_tokens`.
 
         A row is one head of one tensor, or a part of a state. `write` gets bytes of shape [rows, row_bytes], each row
-        contiguous. Different rows may be filled from different threads at once. On the CPU numpy copies: torch would
-        set a team of threads to work for each piece while the model computes beside it.
+        contiguous. Different threads may fill different rows at once. On the CPU numpy copies: torch would use all
+        compute threads for each piece while the model computes beside it.
         """
         if group >= len(self.layout.groups):
             self._fill_state(group - len(self.layout.groups), rows, write)
@@ -264,11 +261,12 @@ class KVArena:
         self.memory[group].fill(position, num_tokens, rows, write)
 
     def logits_from(self, payload: Bytes) -> torch.Tensor:
-        """Returns the logits in a tail's payload, shape [vocab], on the arena's device. Takes `payload` over."""
+        """Returns the logits in a tail's payload, shape [vocab], on the arena's device. `payload` must not change
+        afterwards."""
         return torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype).to(self.device)
 
     def read_tokens(self, position: int, num_tokens: int) -> memoryview:
-        """Returns a copy of those tokens' state as a payload. May run beside a thread that writes later tokens."""
+        """Returns a copy of the tokens' state as a payload. May run beside a thread that writes later tokens."""
         payload = np.empty(self.layout.bytes_per_token * num_tokens, dtype=np.uint8)
         start = 0
         for memory in self.memory if num_tokens else ():
@@ -301,7 +299,8 @@ class KVArena:
             write_through(write, part)
 
     def _affordable_capacity(self, num_tokens: int, valid: int) -> int:
-        """Grows by half at least, so that a long reply copies the arena seldom; if that does not fit, by the need."""
+        """Returns the capacity to grow to: by half at least, so that a long reply copies the arena seldom, or by the
+        need if that does not fit."""
         exact = self._rounded(num_tokens)
         generous = max(exact, self._rounded(self._capacity + self._capacity // 2))
         if self._free_bytes is None:
@@ -352,17 +351,17 @@ class KVArena:
     def _bind(self) -> None:
         for memory in self.memory:
             for spec, part in zip(memory.group.specs, memory.tensor, strict=True):
-                # Detached: who runs the model outside `no_grad` writes to it with autograd looking on.
+                # Detached, for callers that run the model outside `no_grad`.
                 self.layers[spec.layer].bind(spec.part, part.detach(), memory.first)
 
 
 def make_cache(kind: CacheKind, layers: list[Any], num_tokens: Callable[[], int]) -> ModelCache:
-    """Returns a cache over `layers`. `num_tokens` returns how many tokens the sequence has."""
+    """Returns a cache over `layers`. `num_tokens` returns the number of tokens of the sequence."""
     match kind:
         case "dynamic":
             return ArenaCache(layers, num_tokens)
         case "minimax":
-            # It inherits from a class in the model's own code, which takes a while to import.
+            # Imports the model's own code, which takes a while.
             from diskprefix.kv.minimax import MiniMaxArenaCache
 
             return MiniMaxArenaCache(layers, num_tokens)

@@ -1,21 +1,24 @@
-"""What a model takes for its cache: transformers' `Cache` over our layers, or what a model has of its own kind.
+"""The cache objects that models take: transformers' `Cache` over our layers, or a kind of the model's own.
 
-    dynamic   what transformers' own `DynamicCache` does
+    dynamic   as transformers' own `DynamicCache`
     minimax   a `MiniMaxCache`: the states of its linear attention are in a list of their own
     rwkv      no cache, but a list of five tensors in and out, [1, hidden_size, layers] each
     xlstm     an `xLSTMCache`: three tensors for each layer
 
-`argument` is what the forward takes. `take` keeps what the forward returned, where it did not write to our memory.
+`argument` returns the value that the forward takes. `keep_states` copies states that the forward returned into our
+memory, if it did not write there. `lend` gives a cache to a user of the library.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from transformers.cache_utils import Cache
 
+from diskprefix.errors import InvalidRequest
 from diskprefix.kv.layers import StateLayer, TokenLayer
 
 if TYPE_CHECKING:
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class ArenaCache(Cache):  # type: ignore[misc]
-    """For `dynamic`. Where a layer does not count tokens, `num_tokens` does."""
+    """The cache of `dynamic`. `num_tokens` counts tokens for layers that do not."""
 
     def __init__(self, layers: list[Any], num_tokens: Callable[[], int]) -> None:
         Cache.__init__(self, layers=layers)
@@ -36,21 +39,21 @@ class ArenaCache(Cache):  # type: ignore[misc]
     def argument(self, _model: PreTrainedModel) -> ArenaCache:
         return self
 
-    def take(self, _output: Any) -> None:
-        """Nothing to do: the layers were written in place."""
+    def keep_states(self, _output: Any) -> None:
+        """Does nothing: the layers were written in place."""
 
 
 class RwkvStates:
-    """For `rwkv`. One layer of ours holds the five tensors."""
+    """The states of `rwkv`. One layer of ours holds the five tensors."""
 
     def __init__(self, layer: StateLayer) -> None:
         self._layer = layer
 
     def argument(self, _model: PreTrainedModel) -> list[torch.Tensor] | None:
-        """None at the beginning: the first states are not zeros, and the model knows them."""
+        """Returns None at the beginning: the first states are not zeros, and the model makes them."""
         return self._bound() if self._layer.has_previous_state[0] else None
 
-    def take(self, output: Any) -> None:
+    def keep_states(self, output: Any) -> None:
         for bound, state in zip(self._bound(), output.state, strict=True):
             if state is not bound:
                 bound.copy_(state)
@@ -61,7 +64,7 @@ class RwkvStates:
 
 
 class XlstmStates:
-    """For `xlstm`: a layer of ours for each of its own, with three tensors."""
+    """The states of `xlstm`: for each of its layers, a layer of ours with three tensors."""
 
     def __init__(self, layers: list[StateLayer]) -> None:
         self._layers = layers
@@ -78,9 +81,55 @@ class XlstmStates:
             cache.rnn_state[index] = tuple(states)
         return cache
 
-    def take(self, _output: Any) -> None:
+    def keep_states(self, _output: Any) -> None:
         for layer in self._layers:
             layer.set_has_state(True)
 
 
 ModelCache: TypeAlias = ArenaCache | RwkvStates | XlstmStates
+
+
+def lend(cache: ArenaCache, *, is_state_space: bool) -> ArenaCache:
+    """Returns a copy of `cache` over the same memory, for a user of the library until `expire`. `is_state_space`: the
+    model takes it as `cache_params`."""
+    lent = copy.copy(cache)
+    if is_state_space:
+        lent.__class__ = _StateSpaceCache
+    lent.layers = list(cache.layers)
+    return lent
+
+
+def expire(lent: ArenaCache) -> None:
+    """Makes a lent cache unusable. Its memory is about to be overwritten."""
+    lent.layers = _Expired()
+
+
+class _StateSpaceCache(ArenaCache):
+    """A lent cache that `generate` refuses: it would add the whole prompt to the state once more."""
+
+    @property
+    def _is_user_defined(self) -> bool:
+        return False
+
+    @_is_user_defined.setter
+    def _is_user_defined(self, _value: bool) -> None:
+        """Raises `InvalidRequest`. `generate` of transformers sets this on each cache that it gets."""
+        raise InvalidRequest(
+            "cache_params: generate() cannot continue a state-space model's cache; call session.generate, or the "
+            "model itself with the tokens from cache.get_seq_length() on",
+            param="cache_params",
+        )
+
+
+class _Expired(Sequence[Any]):
+    """The layers of a cache that has expired. Every use raises `InvalidRequest`."""
+
+    def __getitem__(self, index: object) -> Any:
+        raise InvalidRequest(
+            "past_key_values: this cache is no longer usable, as its session was used again or closed; call prefill "
+            "again, or keep a copy.deepcopy of the cache next time",
+            param="past_key_values",
+        )
+
+    def __len__(self) -> int:
+        return int(self[0])

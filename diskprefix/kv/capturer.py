@@ -1,6 +1,6 @@
 """The thread that copies state out of KV memory while the model goes on computing.
 
-A copy needs room in a buffer. While there is none, the thread waits, and nobody else does.
+A copy needs room in a buffer. Only this thread waits for room.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def _never() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """One copy out of `memory`. It needs `num_bytes` of the buffer, which are reserved before `copy` is called.
+    """One copy out of `memory`. Its `num_bytes` of the buffer are reserved before `copy` is called.
 
-    `drop` is called in place of `copy` if the memory was wanted while there was no room, or once `is_void()`, which
-    must not wait. Both are called on the capturing thread.
+    `drop` is called in place of `copy` if the memory was wanted while there was no room, or if `is_void()`, which must
+    not wait. Both are called on the capturing thread.
     """
 
     memory: object
@@ -34,39 +34,38 @@ class Capture:
 
 
 class Capturer:
-    """Owns the thread. Captures of one memory are made in the order of `submit`; its methods are for any thread."""
+    """Owns the thread. Makes the captures of one memory in the order of `submit`. Its methods are for any thread."""
 
     def __init__(self, reserve: Callable[[int], bool], on_error: Callable[[], None]) -> None:
-        """`reserve` takes bytes of the buffer if there is room, and does not wait. `on_error` is called when a
-        capture raises, which is logged; the thread goes on."""
+        """`reserve` takes bytes of the buffer if there is room, and does not wait. `on_error` is called after a capture
+        raised an error, which is logged."""
         self._reserve = reserve
         self._on_error = on_error
         self._queue: deque[Capture] = deque()
         self._running: Capture | None = None
         self._wanted: list[object] = []
-        """The memories that are waited for and must not wait for room."""
+        """The memories that a caller waits for. Their captures do not wait for room."""
         self._closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="kv-capture", daemon=True)
-        # Now, so that it cannot fail in the middle of a request.
+        # Started now, so that it cannot fail in the middle of a request.
         self._thread.start()
 
     def submit(self, capture: Capture) -> None:
-        """Queue a capture. `memory` must not change where it reads until it is over; see `settle`."""
+        """Queues a capture. The part of `memory` that it reads must not change until `settle` returns."""
         with self._changed:
             self._queue.append(capture)
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """To be called when there may be more room in the buffer."""
+        """Call it when there may be more room in the buffer."""
         with self._changed:
             self._changed.notify_all()
 
     def settle(self, memory: object = None, *, drop: bool = False, timeout_s: float | None = None) -> bool:
-        """Wait until no capture of `memory` (None: of any) is left. Returns False if the time runs out first.
+        """Waits until no capture of `memory` (None: of any memory) is left. Returns False if the time runs out first.
 
-        With `drop`, captures for which the buffer has no room are dropped, so that this takes no longer than copying
-        what fits the buffer.
+        With `drop`, captures that the buffer has no room for are dropped.
         """
         with self._changed:
             if drop:
@@ -79,7 +78,7 @@ class Capturer:
                     self._wanted.remove(memory)
 
     def close(self, timeout_s: float) -> None:
-        """Make the captures that are left, without waiting for room after `timeout_s`, and end the thread."""
+        """Makes the captures that are left, waits at most `timeout_s` seconds for room, and ends the thread."""
         self.settle(timeout_s=timeout_s)
         self.settle(drop=True)
         with self._changed:
@@ -107,7 +106,7 @@ class Capturer:
                 self._changed.notify_all()
 
     def _take(self) -> tuple[Capture, bool] | None:
-        """Waits for the next capture that can be made or is to be dropped. Returns it, and whether it can be made."""
+        """Waits for the next capture that can be made or dropped. Returns it, and True if it can be made."""
         with self._changed:
             while True:
                 if (found := self._next()) is not None:
@@ -119,7 +118,7 @@ class Capturer:
                 self._changed.wait()
 
     def _next(self) -> tuple[Capture, bool] | None:
-        # Whoever waits for its memory comes first.
+        # A memory that a caller waits for comes first.
         ahead = next((capture for capture in self._queue if self._is_wanted(capture)), None)
         capture = ahead or (self._queue[0] if self._queue else None)
         if capture is None:

@@ -1,8 +1,8 @@
 """The memory of one group of per-token tensors of a sequence, which may hold a window of the tokens only.
 
-Memory that slides holds, of a group with a window, what the next step looks at, and the block that is not complete yet.
-When a step needs more room, it moves on by whole tiles, so that a token stays in its place within a tile: attention
-reads tiles by their absolute position.
+Sliding memory holds, of a group with a window, the tokens that the next step looks at and the block that is not
+complete yet. When a step needs more room, it moves by whole tiles, so that a token keeps its place within a tile:
+attention reads tiles by their absolute position.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from diskprefix.tokens import floor_to_grid
 _PAD_TOKENS = 64
 """Keeps the distance between heads off powers of two, which would map them to the same cache sets. Never used."""
 _STEP_TOKENS = 256
-"""Rows that a step may have without the memory of a window being enlarged."""
+"""The most rows of a step that do not enlarge the memory of a window."""
 _SPARE_TILES = 1
-"""With more of them, memory moves less often."""
+"""More tiles make memory move less often."""
 
 
 def whole_tiles(num_tokens: int) -> int:
@@ -33,13 +33,12 @@ def whole_tiles(num_tokens: int) -> int:
 
 
 def group_bytes(group: Group, capacity: int, block_size: int | None) -> int:
-    """Returns the memory that a group takes where `capacity` tokens of a sequence fit. `block_size`: see
-    `GroupMemory`."""
+    """Returns the bytes of a group's memory with room for `capacity` tokens. `block_size`: see `GroupMemory`."""
     return group.bytes_per_token * (_room_for(group, capacity, block_size) + _PAD_TOKENS) if capacity else 0
 
 
 def sequence_bytes(bytes_per_token: int, num_tokens: int) -> int:
-    """Returns the memory that a group takes which keeps all of so many tokens, whole steps of capacity."""
+    """Returns the bytes of the memory of a group that keeps all of `num_tokens` tokens."""
     return bytes_per_token * (num_tokens + _PAD_TOKENS)
 
 
@@ -53,8 +52,8 @@ def _room_for(group: Group, capacity: int, block_size: int | None) -> int:
 
 @dataclass(eq=False)
 class _Mark:
-    """The point `end`. `tensor` holds what a window needs around it, from position `first` on, once that has slid out
-    of the memory. `complete_from`: see `GroupMemory`."""
+    """A marked point, after `end` tokens. `tensor` holds the tokens from position `first` to `end` once they have slid
+    out of the memory. `complete_from`: see `GroupMemory`."""
 
     end: int
     first: int
@@ -63,22 +62,23 @@ class _Mark:
 
 
 class GroupMemory:
-    """Tokens of a sequence from position `first` on, a multiple of `TILE`.
+    """The memory of the tokens of a sequence from position `first` on, a multiple of `TILE`.
 
-    `block_size`: it slides, and keeps blocks of so many tokens until they are complete. None: it keeps all tokens.
+    With `block_size`, it slides, and keeps blocks of so many tokens until they are complete. With None, it keeps all
+    tokens.
     """
 
     def __init__(self, group: Group, device: torch.device, block_size: int | None) -> None:
         self.group = group
         self.first = 0
         self.complete_from = 0
-        """The first token whose state is there. Of layers with a window, a restore loads no more than the model still
-        looks at."""
+        """The first token whose state is there. For layers with a window, a restore loads only the tokens that the
+        model still looks at."""
         self._device = device
         self._block_size = None if group.window is None else block_size
         self._mark: _Mark | None = None
         self._rows: Bytes | None
-        """The memory as bytes, shape [rows, tokens × head_dim × itemsize], where it is main memory."""
+        """The memory as bytes, shape [rows, tokens × head_dim × itemsize]. None if it is not main memory."""
         self.release()
 
     @property
@@ -88,26 +88,26 @@ class GroupMemory:
 
     @property
     def room(self) -> int:
-        """Tokens that fit."""
+        """The number of tokens that fit."""
         return max(0, self.tensor.shape[3] - _PAD_TOKENS)
 
     def bytes_for(self, capacity: int) -> int:
-        """Returns the memory that it takes where `capacity` tokens of a sequence fit."""
+        """Returns the bytes of the memory with room for `capacity` tokens of a sequence."""
         return group_bytes(self.group, capacity, self._block_size)
 
     def allocated(self, capacity: int, valid: int) -> torch.Tensor:
-        """Returns a tensor for `capacity` tokens of a sequence, with what is there of the first `valid`, for `use`.
-        Raises what torch and numpy raise when memory runs out."""
+        """Returns a tensor for `capacity` tokens of a sequence, with the state of the first `valid`, for `use`. Raises
+        the errors of torch and numpy when memory runs out."""
         room = _room_for(self.group, capacity, self._block_size)
         return self.tensor if room <= self.room else self._enlarged(room, valid)
 
     def use(self, tensor: torch.Tensor) -> None:
-        """Takes a tensor for its memory. Not before: a capture may be reading beside us."""
+        """Replaces the memory by a tensor that has the same tokens already: a capture may read beside this."""
         self.tensor = tensor
         self._rows = bytes_of(tensor.flatten(0, 2).flatten(1)) if in_main_memory(tensor) else None
 
     def release(self) -> None:
-        """Gives the memory back."""
+        """Frees the memory."""
         self._rows = None
         self.tensor = torch.empty(
             len(self.group.specs),
@@ -120,18 +120,18 @@ class GroupMemory:
         )
 
     def has_room(self, end: int) -> bool:
-        """Returns whether tokens up to `end` fit. What keeps all tokens was made large enough before."""
+        """Returns True if tokens up to `end` fit. Memory that keeps all tokens was made large enough before."""
         return self._block_size is None or whole_tiles(end) - self.first <= self.room
 
     def needed_from(self, position: int) -> int:
-        """Returns the first token that is still needed when the tokens from `position` on are computed."""
+        """Returns the first token that is needed to compute the tokens from `position` on."""
         if self._block_size is None:
             return 0
         return min(self.group.first_needed(position), floor_to_grid(position, self._block_size))
 
     def slide(self, first: int, valid: int, end: int) -> None:
-        """Makes room for the tokens up to `end`: what stands before the tile of token `first` goes. `valid` tokens of
-        the sequence are there."""
+        """Makes room for the tokens up to `end`: the tokens before the tile of token `first` are dropped. `valid` is
+        the number of tokens of the sequence."""
         first = max(self.first, first - first % TILE)
         self._save_marked(first)
         self._drop_before(first, valid)
@@ -139,15 +139,15 @@ class GroupMemory:
             self.use(self._enlarged(whole_tiles(end) - first, valid))
 
     def expect(self, have: int, start: int, end: int) -> None:
-        """Makes ready for a restore, which fills the tokens from `start` to `end`. There are `have`, and those between
-        them and `start` are not loaded, as the window has passed them. They are set to zero from the tile of `start`
-        on: attention multiplies them by weights of 0."""
+        """Prepares for a restore, which fills the tokens from `start` to `end`. The first `have` tokens are there.
+        Those between them and `start` are not loaded, because the window has passed them. They are set to zero from the
+        tile of `start` on: attention multiplies them by weights of 0."""
         if start <= have:
             if not self.has_room(end):
                 self.slide(start, have, end)
             return
         if not self.has_room(end):
-            # Nothing of before is needed.
+            # None of the tokens before is needed.
             self.slide(start, 0, end)
             have = 0
         self.complete_from = start
@@ -160,7 +160,7 @@ class GroupMemory:
     def fill(self, position: int, num_tokens: int, rows: slice, write: Callable[[Bytes], None]) -> None:
         """See `KVArena.fill`."""
         start = position - self.first
-        assert start >= 0, "what slid out is not filled"
+        assert start >= 0, "tokens that slid out are not filled"
         if self._rows is not None:
             token_bytes = self.group.head_dim * self.group.dtype.itemsize
             write(self._rows[rows, start * token_bytes : (start + num_tokens) * token_bytes])
@@ -170,35 +170,33 @@ class GroupMemory:
     def read_into(self, payload: Bytes, position: int, num_tokens: int) -> None:
         """Copies tokens to flat bytes in main memory."""
         start = position - self.first
-        assert start >= 0, "what slid out is not read"
+        assert start >= 0, "tokens that slid out are not read"
         copy_into(payload, self.tensor[:, :, :, start : start + num_tokens])
 
     def holds(self, num_tokens: int) -> bool:
-        """Returns whether the sequence can be gone on from after so many of its tokens."""
+        """Returns True if a sequence can continue after so many of its tokens."""
         return self._source(num_tokens) is not None
 
     def mark(self, num_tokens: int) -> None:
-        """Keeps what is needed to return to this point, and to a block before it, when it slides out."""
+        """Marks this point. The tokens needed to return to it, and to a block before it, are kept when they slide
+        out."""
         first = self.needed_from(max(0, num_tokens - (self._block_size or 0)))
         self._mark = _Mark(num_tokens, max(self.first, first - first % TILE), self.complete_from)
 
     def truncate(self, num_tokens: int) -> None:
-        """Forgets all but the first tokens. They must be held, or the memory is about to be filled."""
+        """Forgets all but the first tokens, which must be held, unless the memory is about to be filled."""
         if not num_tokens:
             self.first = self.complete_from = 0
         elif not self._is_live(num_tokens):
-            self._take(self, num_tokens)
+            self.copy_from(self, num_tokens)
         if self._mark is not None and num_tokens < self._mark.end:
             self._mark = None
 
     def copy_from(self, other: GroupMemory, num_tokens: int) -> None:
-        """Takes over tokens of another sequence: as many of its first `num_tokens` as it has and as there is room for,
-        but for a step."""
-        self._take(other, num_tokens)
-
-    def _take(self, other: GroupMemory, num_tokens: int) -> None:
+        """Copies the first `num_tokens` tokens of another sequence, as far as it holds them and as they fit beside a
+        step."""
         source = other._source(num_tokens)
-        assert source is not None, "what slid out is not gone on from"
+        assert source is not None, "a sequence does not continue from tokens that slid out"
         tensor, first, complete_from = source
         needed = self.needed_from(num_tokens)
         self.first = max(first, min(needed - needed % TILE, whole_tiles(num_tokens) + TILE - self.room))
@@ -206,8 +204,8 @@ class GroupMemory:
         self.tensor[:, :, :, : num_tokens - self.first] = tensor[:, :, :, self.first - first : num_tokens - first]
 
     def _source(self, num_tokens: int) -> tuple[torch.Tensor, int, int] | None:
-        """Returns a tensor that holds what is needed to go on after so many tokens, the position that it begins with,
-        and that from which on it is complete."""
+        """Returns a tensor with the tokens needed to continue after so many tokens, the position of its first token,
+        and the first position from which it is complete."""
         if self._is_live(num_tokens):
             return self.tensor, self.first, self.complete_from
         mark = self._mark
@@ -221,7 +219,7 @@ class GroupMemory:
         return self.group.first_needed(num_tokens) >= self.complete_from
 
     def _save_marked(self, first: int) -> None:
-        """Copies what the mark needs if it slides out when the memory begins with `first`."""
+        """Copies the tokens that the mark needs if they slide out when the memory begins with `first`."""
         mark = self._mark
         if mark is not None and mark.tensor is None and mark.first < first:
             at = slice(mark.first - self.first, mark.end - self.first)
@@ -229,7 +227,7 @@ class GroupMemory:
 
     def _drop_before(self, first: int, valid: int) -> None:
         by, num_tokens = first - self.first, max(0, valid - first)
-        # In parts that do not overlap.
+        # Parts that do not overlap.
         for start in range(0, num_tokens, by) if by else ():
             end = min(start + by, num_tokens)
             self.tensor[:, :, :, start:end] = self.tensor[:, :, :, start + by : end + by]
@@ -246,18 +244,18 @@ class GroupMemory:
 
 
 _made_ahead: dict[int, Bytes] = {}
-"""Memory of zeros in main memory that nobody uses yet, by its size in bytes."""
+"""Main memory of zeros that is not used yet, by its size in bytes."""
 
 
 def make_ahead(num_bytes: int) -> torch.Tensor:
-    """Takes memory for a tensor of exactly so many bytes that `zeros` will return, and returns it, uint8, for its pages
-    to be made."""
+    """Allocates main memory for a later tensor of `zeros` with exactly so many bytes. Returns it, uint8, so that its
+    pages can be made."""
     _made_ahead[num_bytes] = memory = np.zeros(num_bytes, dtype=np.uint8)
     return torch.from_numpy(memory)
 
 
 def give_back_ahead() -> None:
-    """Gives back what was made ahead and not used."""
+    """Frees the memory that was made ahead and not used."""
     _made_ahead.clear()
 
 

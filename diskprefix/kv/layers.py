@@ -26,11 +26,11 @@ from diskprefix.kv.step import TILE, Run, Step, current_step
 
 
 class TokenLayer:
-    """Keys and values, [1, heads, capacity, head_dim], written in place. They begin with position `first`, and end with
-    position `length`. `grow` is called with the number of tokens that must fit when they do not.
+    """Keys and values, [1, heads, capacity, head_dim], written in place. They begin with position `first` and end at
+    position `length`. `grow` is called with the number of tokens that must fit if they do not.
 
-    For attention of our own (`model.exact.attention`), `step` says where rows go, and the model gets the memory up to
-    the end of the last tile that the step reaches.
+    For our own attention (`model.exact.attention`), the current step says where rows go, and the model gets the memory
+    up to the end of the last tile that the step reaches.
     """
 
     keys: torch.Tensor
@@ -39,7 +39,7 @@ class TokenLayer:
     first = 0
     window: int | None = None
     sequences: Sequence[TokenLayer] = ()
-    """Of a layer that stands for those of several sequences: theirs, in the order of the step's runs."""
+    """The layers of several sequences that this layer stands for, in the order of the step's runs."""
     grow: Callable[[int], None]
 
     def bind(self, part: str, tensor: torch.Tensor, first: int) -> None:
@@ -57,7 +57,7 @@ class TokenLayer:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [1, heads, n, head_dim] and answer views of all that the n tokens may look at."""
+        """Appends [1, heads, n, head_dim]. Returns views of all keys and values that the n tokens may look at."""
         step = current_step()
         if step is not None:
             (run,) = step.runs
@@ -72,12 +72,12 @@ class TokenLayer:
         return self.keys[:, :, seen], self.values[:, :, seen]
 
     def put(self, keys: torch.Tensor, values: torch.Tensor, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the rows of `run`, [1, heads, num_rows, head_dim], and returns the memory up to the end of the run's
-        last tile: attention knows from that with which position it begins."""
+        """Writes the rows of `run`, [1, heads, num_rows, head_dim]. Returns the memory up to the end of the run's last
+        tile: attention derives the position of the first row from that."""
         written = slice(run.start - self.first, run.end - self.first)
         self.keys[:, :, written], self.values[:, :, written] = keys, values
         self.length = run.end
-        # Some models compute with all that is returned.
+        # Some models compute with everything that is returned.
         reach = -(-run.end // TILE) * TILE - self.first
         return self.keys[:, :, :reach], self.values[:, :, :reach]
 
@@ -110,11 +110,13 @@ class TokenLayer:
 
 
 class FullAttentionLayer(TokenLayer, DynamicLayer):  # type: ignore[misc]
-    """Every token looks at all before it. Latent attention (MLA) too: its keys and values differ in size."""
+    """A layer whose tokens look at all tokens before them. Also latent attention (MLA), with keys and values of
+    different sizes."""
 
 
 class SlidingWindowLayer(TokenLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A token looks at the last `window` tokens, itself among them; chunked attention keeps the same."""
+    """A layer whose tokens look at the last `window` tokens, with themselves. Chunked attention keeps the same
+    tokens."""
 
     def __init__(self, window: int) -> None:
         DynamicSlidingWindowLayer.__init__(self, sliding_window=window)
@@ -122,10 +124,10 @@ class SlidingWindowLayer(TokenLayer, DynamicSlidingWindowLayer):  # type: ignore
 
 
 class IndexedLayer(TokenLayer, DynamicIndexedLayer):  # type: ignore[misc]
-    """Sparse attention: an indexer with keys of its own, [1, capacity, dim], picks the tokens that are looked at."""
+    """A layer with sparse attention: an indexer with its own keys, [1, capacity, dim], picks the tokens to look at."""
 
     indexed = 0
-    """Tokens that the indexer has keys of. It may be updated before the layer or after."""
+    """The number of tokens that the indexer has keys of. It may be updated before the layer or after it."""
 
     def bind(self, part: str, tensor: torch.Tensor, first: int) -> None:
         if part == "indexer":
@@ -148,7 +150,7 @@ class IndexedLayer(TokenLayer, DynamicIndexedLayer):  # type: ignore[misc]
 
 
 class StateLayer:
-    """Convolution and recurrent states, each in memory of its own that is updated in place."""
+    """A layer with convolution and recurrent states, each in memory of its own that is updated in place."""
 
     conv_states: dict[int, torch.Tensor | None]
     recurrent_states: dict[int, torch.Tensor | None]
@@ -168,15 +170,15 @@ class StateLayer:
 
 
 class LinearLayer(StateLayer, LinearAttentionLayer):  # type: ignore[misc]
-    """Linear attention, a state-space model (Mamba), or a short convolution."""
+    """A layer with linear attention, a state-space model (Mamba), or a short convolution."""
 
 
 class LinearAndFullLayer(StateLayer, TokenLayer, LinearAttentionAndFullAttentionLayer):  # type: ignore[misc]
-    """Both in one layer."""
+    """A layer with linear and full attention."""
 
 
 class LinearAndSlidingLayer(StateLayer, TokenLayer, LinearAttentionAndSlidingWindowAttentionLayer):  # type: ignore[misc]
-    """Both in one layer, the attention with a window."""
+    """A layer with linear attention and attention with a window."""
 
     def __init__(self, window: int, number_of_states: int) -> None:
         LinearAttentionAndSlidingWindowAttentionLayer.__init__(
@@ -186,7 +188,7 @@ class LinearAndSlidingLayer(StateLayer, TokenLayer, LinearAttentionAndSlidingWin
 
 
 def make_layer(spec: LayerSpec) -> Any:
-    """Returns an empty layer of that kind, without memory."""
+    """Returns an empty layer without memory."""
     match spec.kind:
         case "full":
             return FullAttentionLayer()
@@ -207,8 +209,8 @@ def make_layer(spec: LayerSpec) -> Any:
 
 
 def packed(layers: Sequence[TokenLayer], step: Step) -> TokenLayer:
-    """Returns one layer of several sequences that share a forward: like that of the first one, but each sequence's rows
-    go to its own memory, and `update` returns lists of memory, for attention of our own."""
+    """Returns one layer for several sequences that share a forward. The rows of each sequence go to its own memory, and
+    `update` returns lists of memory for our own attention. Everything else is that of the first layer."""
     layer = copy.copy(layers[0])
     vars(layer)["update"], vars(layer)["sequences"] = partial(_update, layers, step), layers
     return layer

@@ -1,7 +1,7 @@
-"""Which tensors the state of a model is made of, and how payloads hold them.
+"""The tensors that the state of a model consists of, and their form in payloads.
 
 Per-token tensors (keys, values, the keys of an indexer) can be cut into blocks anywhere. States (of convolutions and
-recurrences) exist at one position only, and are kept at checkpoints. Tensors of the same form make one *group*, which
+recurrences) exist at one position only, and are stored at checkpoints. Tensors of the same form make one *group*, which
 is copied at once. `model.exact.rehearsal` finds the layout of a model.
 """
 
@@ -21,13 +21,14 @@ LayerKind: TypeAlias = Literal["full", "sliding", "indexed", "linear", "linear+f
 CacheKind: TypeAlias = Literal["dynamic", "minimax", "rwkv", "xlstm"]
 """See `kv.caches`."""
 ExactAt: TypeAlias = Literal["token", "grid"]
-"""Whether a token's state has the same bits however the prompt was cut into steps, or in steps of one grid only."""
+"""`token`: a token's state has the same bits however the prompt is cut into steps. `grid`: only in steps of one
+grid."""
 CacheArgument: TypeAlias = Literal["past_key_values", "cache_params", "state"]
 
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """`window` is in tokens. `num_states` counts convolution and recurrent states."""
+    """The kind of one layer. `window` is in tokens. `num_states` counts convolution and recurrent states."""
 
     kind: LayerKind = "full"
     window: int | None = None
@@ -122,7 +123,7 @@ class StateGroup:
 
     @property
     def rows_each(self) -> int:
-        """How many rows a payload has of each state: its first dimension (heads, channels), if that is not all."""
+        """The rows of each state in a payload: its first dimension (heads, channels) if it has several, else 1."""
         return self.shape[0] if len(self.shape) > 1 else 1
 
     @property
@@ -132,10 +133,10 @@ class StateGroup:
 
 @dataclass(frozen=True)
 class Layout:
-    """The state of one model. `unsupported` names what keeps it from being cached.
+    """The layout of one model's state. `unsupported` lists the reasons why it cannot be cached.
 
     `options` are those of `position_ids` and `logits_to_keep` that its forward takes. `is_one_pass`: it cannot add
-    several tokens to a state, so a prompt is computed in one step, and only its end is ever restored.
+    several tokens to a state, so a prompt is computed in one step, and only its end is restored.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -152,12 +153,12 @@ class Layout:
 
     @property
     def is_sliceable(self) -> bool:
-        """Whether a prefix can be restored without a checkpoint."""
+        """True if a prefix can be restored without a checkpoint."""
         return not self.states
 
     @property
     def state_kind(self) -> Literal["token", "sliceable", "checkpoints", "one_pass"]:
-        """Where a restored prefix can end: at any token, at the end of any block, at a checkpoint, or at the end of a
+        """The places where a restored prefix can end: any token, the end of any block, a checkpoint, or the end of a
         prompt only."""
         if self.is_one_pass:
             return "one_pass"
@@ -166,7 +167,8 @@ class Layout:
         return "token" if self.exact_at == "token" else "sliceable"
 
     def loaded_bytes(self, num_tokens: int) -> int:
-        """Bytes that restoring `num_tokens` tokens loads: of layers with a window what lies under it, and states."""
+        """Returns the bytes that a restore of `num_tokens` tokens loads. Of layers with a window, it loads the
+        window."""
         loaded = (g.bytes_per_token * (num_tokens - min(g.first_needed(num_tokens), num_tokens)) for g in self.groups)
         return sum(loaded) + self.state_bytes
 
@@ -183,7 +185,7 @@ class Layout:
         return self.vocab_size * self.logits_dtype.itemsize
 
     def describe(self) -> str:
-        """Canonical text: part of the root, and kept in the store beside it (`store.pieces.LayoutText`)."""
+        """Returns a canonical text, which is a part of the root and is stored beside it (`store.pieces.LayoutText`)."""
         text: dict[str, object] = {
             "version": LAYOUT_VERSION,
             "groups": [_described_group(group) for group in self.groups],
@@ -220,7 +222,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether Python, torch or a driver reports with `error` that no memory is left, on any device."""
+    """Returns True if Python, torch or a driver reports with `error` that no memory is left, on any device."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     # cuBLAS, cuDNN and the like allocate memory of their own, and torch raises a plain RuntimeError when that fails.

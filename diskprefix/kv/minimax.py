@@ -1,4 +1,4 @@
-"""MiniMax's cache over our layers: its linear attention keeps its states in a list of its own."""
+"""The cache of MiniMax over our layers. Its linear attention keeps its states in a list of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from diskprefix.kv.caches import ArenaCache
 
 
 class MiniMaxArenaCache(ArenaCache, MiniMaxCache):  # type: ignore[misc]
-    """`linear_cache` is the recurrent state of our linear layers."""
+    """The cache of MiniMax. Its linear states are the recurrent states of our linear layers."""
 
     def __init__(self, layers: list[Any], num_tokens: Callable[[], int]) -> None:
         ArenaCache.__init__(self, layers, num_tokens)

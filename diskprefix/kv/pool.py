@@ -1,10 +1,10 @@
-"""The memory of sequences: those that run, and those that ended and may be gone on from.
+"""The memory of sequences: of those that run, and of those that ended, where a later prompt may begin.
 
-Each sequence has a slot with a `KVArena` of its own. All slots together take no more than a bound in bytes. A sequence
-that ended stays in its slot until the room is needed: a later prompt that begins with its tokens goes on there, without
-a copy. That is the memory tier. When it has too many sequences, that one goes which is worth least: its tokens, divided
-by the time since its last use. So a few short requests do not take the place of a long conversation that pauses. When
-memory is short, the least recently used slot goes first.
+Each sequence has a `KVAllocation` with a `KVArena` of its own. All of them together stay within a bound in bytes. The
+memory of a sequence that ended is kept until the room is needed: a later prompt that begins with its tokens continues
+there without a copy. That is the memory tier. When it holds too many sequences, the one with the fewest tokens for each
+second since its last use goes, so that a few short requests do not displace a long conversation that pauses. When
+memory is short, the least recently used sequence goes first.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from diskprefix.units import format_size
 
 
 @dataclass(eq=False)
-class Slot:
-    """The memory of one sequence. `owner` says whose the tokens are, so that no other tenant gets them.
+class KVAllocation:
+    """The memory of one sequence. Only prompts of the same `owner` may continue in it.
 
-    `num_exact` of the `token_ids` are what a prefill computes, or will be once they are computed. `logits` are the
-    next-token logits, shape [vocab], after `logits_at` tokens.
+    The first `num_exact` of the `token_ids` have the state that a prefill computes, or will have it once they are
+    computed. `logits` are the next-token logits, shape [vocab], after `logits_at` tokens.
     """
 
     arena: KVArena
     num_computed: int = 0
-    """Tokens that the arena holds. While a fetch fills it, those of before."""
+    """Tokens that the arena holds. While a fetch fills it, those that it held before."""
     owner: Hashable = None
     token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     num_exact: int = 0
@@ -46,12 +46,18 @@ class Slot:
     logits_at: int = 0
     logits: torch.Tensor | None = None
 
+    @property
+    def worth(self) -> float:
+        """Tokens for each second since the last use: what continuing in it saves, and how soon that is expected."""
+        return self.num_computed / (1.0 + time.monotonic() - self.used_at)
+
 
 @dataclass(frozen=True)
-class Found:
-    """A slot that holds the beginning of a prompt: `num_tokens` tokens now, `later` when its own prompt is computed."""
+class PrefixMatch:
+    """An allocation that holds the beginning of a prompt: `num_tokens` tokens now, `later` when its own prompt is
+    computed."""
 
-    slot: Slot
+    allocation: KVAllocation
     num_tokens: int
     later: int
 
@@ -60,15 +66,11 @@ class Found:
         return self.later >= self.num_tokens + LEAST_TOKENS
 
 
-def _worth(slot: Slot) -> float:
-    """Tokens for each second since the last use: what going on from it saves, and how soon that is expected."""
-    return slot.num_computed / (1.0 + time.monotonic() - slot.used_at)
-
-
 class KVPool:
-    """Slots within `limit_bytes`, and within what `free_bytes` says that the device has left. For the engine's thread.
+    """Allocations within `limit_bytes`, and within the free memory of the device (`free_bytes`). For the engine's
+    thread.
 
-    `max_idle` sequences that ended are kept. `block_size` is the grid, in tokens.
+    At most `max_idle` sequences that ended are kept. `block_size` is the grid, in tokens.
     """
 
     def __init__(
@@ -84,46 +86,46 @@ class KVPool:
         self.layout = layout
         self.limit_bytes = limit_bytes
         self.max_idle = max_idle
-        self.slots: list[Slot] = []
+        self.allocations: list[KVAllocation] = []
         self._device = device
         self._device_free_bytes = free_bytes
         self._block_size = block_size
         self._is_idle = True
-        """Until the first request, memory is made ahead."""
+        """True until the first request. Until then, pages are made ahead."""
         self._spare: list[KVArena] = []
-        """Memory of no sequence. It is kept, because pages that were touched once are faster to fill."""
+        """Memory of no sequence, kept because pages that were touched once are faster to fill."""
 
     @property
     def used_bytes(self) -> int:
-        return sum(slot.arena.num_bytes for slot in self.slots) + sum(arena.num_bytes for arena in self._spare)
+        arenas = [*(allocation.arena for allocation in self.allocations), *self._spare]
+        return sum(arena.num_bytes for arena in arenas)
 
     def touch(self, num_bytes: int, max_tokens: int) -> None:
-        """Takes memory ahead, before the first request. Its pages come in a thread beside the rest of the start, until
-        `give_way`. Raises `ContextTooLong` if there is less."""
+        """Allocates memory before the first request. A thread makes its pages beside the rest of the start, until
+        `give_way`. Raises `ContextTooLong` if there is less memory."""
         arena = self._new_arena()
         affordable = min(num_bytes, self._room_bytes() // 2) // max(self.layout.bytes_per_token, 1)
         arena.reserve(min(max_tokens, affordable))
         self._spare.append(arena)
-        tensors = [memory.tensor for memory in arena.memory]
-        wanted = (tensors, lambda: self._is_idle)
+        wanted = ([memory.tensor for memory in arena.memory], lambda: self._is_idle)
         threading.Thread(target=populate, args=wanted, name="kv-memory", daemon=True).start()
 
     def give_way(self) -> None:
-        """A request is there: the rest of the pages comes when it is used. While they are made ahead, the process can
-        map no memory, which a tokenizer does hundreds of times: it took half a second. For any thread."""
+        """Stops making pages ahead, as a request has come. Meanwhile the process could map no memory, which a tokenizer
+        does hundreds of times. For any thread."""
         self._is_idle = False
 
-    def find(self, owner: Hashable, token_ids: TokenIds) -> Found | None:
-        """Returns the slot that holds, or will hold, most of a prompt; None if there is none with a token of it."""
-        found = [self._found(slot, token_ids) for slot in self.slots if slot.owner == owner]
-        now = max(found, key=lambda one: (one.num_tokens, not one.slot.is_busy, one.slot.used_at), default=None)
+    def match_prefix(self, owner: Hashable, token_ids: TokenIds) -> PrefixMatch | None:
+        """Returns the allocation that holds, or will hold, most of a prompt; None if none has a token of it."""
+        found = [self._matched(one, token_ids) for one in self.allocations if one.owner == owner]
+        now = max(found, key=lambda m: (m.num_tokens, not m.allocation.is_busy, m.allocation.used_at), default=None)
         later = max(found, key=lambda one: one.later, default=None)
         if now is None or later is None or later.later < LEAST_TOKENS:
             return None
         return later if later.later >= now.num_tokens + LEAST_TOKENS else now
 
-    def take(self, num_tokens: int) -> Slot | None:
-        """Returns an empty slot with room for `num_tokens` tokens; None if others must end first.
+    def allocate(self, num_tokens: int) -> KVAllocation | None:
+        """Returns an empty allocation with room for `num_tokens` tokens; None if others must end first.
 
         Raises `ContextTooLong` if they never fit.
         """
@@ -131,134 +133,138 @@ class KVPool:
         if arena is None:
             return None
         arena.truncate(0)
-        return self._used(Slot(arena))
+        return self._used(KVAllocation(arena))
 
-    def go_on(self, found: Found, num_tokens: int) -> Slot | None:
-        """Returns a slot that holds what was found, with room for `num_tokens` tokens; None if others must end first.
+    def extend(self, found: PrefixMatch, num_tokens: int) -> KVAllocation | None:
+        """Returns memory that holds the matched prefix, with room for `num_tokens` tokens; None if others must end
+        first.
 
-        An idle slot whose sequence the prompt shares the larger part of is adopted. Otherwise what is shared is copied,
+        An idle allocation is adopted if the prompt shares most of its tokens. Otherwise the shared part is copied,
         unless there is no room for two.
         """
-        source = found.slot
+        source = found.allocation
         is_most = 2 * found.num_tokens >= len(source.token_ids)
         if not source.is_busy and (is_most or not self.layout.is_sliceable):
             return self._adopted(found, num_tokens)
         was_busy, source.is_busy = source.is_busy, True
         try:
-            slot = self.take(num_tokens)
+            allocation = self.allocate(num_tokens)
         finally:
             source.is_busy = was_busy
-        if slot is None:
+        if allocation is None:
             return None if source.is_busy else self._adopted(found, num_tokens)
-        slot.arena.copy_from(source.arena, found.num_tokens)
-        slot.num_computed = found.num_tokens
+        allocation.arena.copy_from(source.arena, found.num_tokens)
+        allocation.num_computed = found.num_tokens
         if source.logits_at <= found.num_tokens:
-            slot.logits_at, slot.logits = source.logits_at, source.logits
-        return slot
+            allocation.logits_at, allocation.logits = source.logits_at, source.logits
+        return allocation
 
-    def fork(self, source: Slot, num_tokens: int) -> Slot | None:
-        """Returns a slot with a copy of the marked point of a sequence; None if others must end first."""
-        slot = self.take(num_tokens)
-        if slot is not None:
-            slot.num_computed = source.arena.marked_tokens
-            slot.arena.copy_from(source.arena, slot.num_computed)
-        return slot
+    def fork(self, source: KVAllocation, num_tokens: int) -> KVAllocation | None:
+        """Returns memory with a copy of the marked point of a sequence; None if others must end first."""
+        allocation = self.allocate(num_tokens)
+        if allocation is not None:
+            allocation.num_computed = source.arena.marked_tokens
+            allocation.arena.copy_from(source.arena, allocation.num_computed)
+        return allocation
 
-    def grow(self, slot: Slot, num_tokens: int) -> bool:
+    def grow(self, allocation: KVAllocation, num_tokens: int) -> bool:
         """Makes room for `num_tokens` tokens in all. Returns False if others must end first."""
-        if num_tokens <= slot.arena.capacity:
+        if num_tokens <= allocation.arena.capacity:
             return True
         while True:
             try:
-                slot.arena.reserve(num_tokens)
+                allocation.arena.reserve(num_tokens)
             except ContextTooLong:
                 if not self._free_something():
                     return False
             else:
                 return True
 
-    def release(self, slot: Slot, *, keep: bool) -> None:
-        """The sequence of `slot` has ended. `keep`: it may be gone on from."""
-        slot.is_busy, slot.used_at = False, time.monotonic()
-        if not keep or not self.max_idle or not slot.num_computed:
-            self._forget(slot)
+    def release(self, allocation: KVAllocation, *, keep: bool) -> None:
+        """Ends the sequence of an allocation. `keep`: a later prompt may continue in it."""
+        allocation.is_busy, allocation.used_at = False, time.monotonic()
+        if not keep or not self.max_idle or not allocation.num_computed:
+            self._spare.append(self._removed(allocation))
             return
-        idle = sorted((slot for slot in self.slots if not slot.is_busy), key=_worth)
+        idle = sorted(self._idle, key=lambda one: one.worth)
         for least in idle[: max(0, len(idle) - self.max_idle)]:
-            self._forget(least)
+            self._spare.append(self._removed(least))
 
     def drop_gone(self, is_gone: Callable[[Hashable], bool]) -> None:
-        """Gives back the memory of sequences that ended and have expired, or whose owner `is_gone`. What they held is
-        not left in memory that is kept for others."""
+        """Gives back the memory of sequences that ended and have expired, or whose owner `is_gone`. Their state does
+        not stay in memory that is kept for others."""
         now = time.monotonic()
-        gone = [slot for slot in self.slots if not slot.is_busy and (slot.expires_at <= now or is_gone(slot.owner))]
-        for slot in gone:
-            slot.arena.settle(drop=True)
-            self.slots.remove(slot)
+        gone = [one for one in self._idle if one.expires_at <= now or is_gone(one.owner)]
+        for allocation in gone:
+            self._removed(allocation)
         if gone:
             self._spare.clear()
 
     def stats(self) -> dict[str, int]:
-        """Sizes in bytes, numbers of sequences, and the tokens of those that ended."""
-        idle = [slot for slot in self.slots if not slot.is_busy]
+        """Returns sizes in bytes, numbers of sequences, and the tokens of those that ended."""
+        idle = self._idle
         return {
             "limit_bytes": self.limit_bytes,
             "used_bytes": self.used_bytes,
             "max_entries": self.max_idle,
             "entries": len(idle),
-            "entry_tokens": sum(len(slot.token_ids) for slot in idle),
-            "running": len(self.slots) - len(idle),
+            "entry_tokens": sum(len(one.token_ids) for one in idle),
+            "running": len(self.allocations) - len(idle),
         }
 
-    def _found(self, slot: Slot, token_ids: TokenIds) -> Found:
-        common = min(common_prefix_length(slot.token_ids, token_ids), slot.num_exact)
-        later = self._usable(slot, common, common, len(token_ids)) if slot.is_busy else 0
-        now = self._usable(slot, common, slot.num_computed, len(token_ids))
-        return Found(slot, now, max(now, later))
+    @property
+    def _idle(self) -> list[KVAllocation]:
+        return [one for one in self.allocations if not one.is_busy]
 
-    def _usable(self, slot: Slot, common: int, num_computed: int, prompt_tokens: int) -> int:
-        """Returns how many of the `common` tokens a prompt can go on from once `num_computed` are computed."""
-        num_tokens = slot.arena.held(min(common, num_computed))
-        if num_tokens == prompt_tokens and slot.logits_at == prompt_tokens and slot.logits is not None:
-            is_there = self.layout.is_sliceable or (slot.num_computed == num_tokens and not slot.is_busy)
+    def _matched(self, allocation: KVAllocation, token_ids: TokenIds) -> PrefixMatch:
+        common = min(common_prefix_length(allocation.token_ids, token_ids), allocation.num_exact)
+        later = self._usable(allocation, common, common, len(token_ids)) if allocation.is_busy else 0
+        now = self._usable(allocation, common, allocation.num_computed, len(token_ids))
+        return PrefixMatch(allocation, now, max(now, later))
+
+    def _usable(self, allocation: KVAllocation, common: int, num_computed: int, prompt_tokens: int) -> int:
+        """Returns from how many of the `common` tokens a prompt can continue once `num_computed` are computed."""
+        num_tokens = allocation.arena.held(min(common, num_computed))
+        if num_tokens == prompt_tokens and allocation.logits_at == prompt_tokens and allocation.logits is not None:
+            is_there = self.layout.is_sliceable or (allocation.num_computed == num_tokens and not allocation.is_busy)
             return num_tokens if is_there else 0
         match self.layout.state_kind:
             case "token":
-                return slot.arena.held(min(num_tokens, prompt_tokens - 1))
+                return allocation.arena.held(min(num_tokens, prompt_tokens - 1))
             case "sliceable":
                 grid_point = floor_to_grid(min(num_tokens, prompt_tokens - 1), self._block_size)
-                return grid_point if slot.arena.held(grid_point) == grid_point else 0
+                return grid_point if allocation.arena.held(grid_point) == grid_point else 0
             case "checkpoints":
                 # States are those at the end of what was computed.
-                is_there = num_tokens == num_computed < prompt_tokens and not slot.is_busy
+                is_there = num_tokens == num_computed < prompt_tokens and not allocation.is_busy
                 return num_computed if is_there and num_computed % self._block_size == 0 else 0
             case "one_pass":
                 return 0
 
-    def _adopted(self, found: Found, num_tokens: int) -> Slot | None:
-        slot = found.slot
-        slot.is_busy = True
-        slot.arena.settle(drop=True)
-        slot.arena.truncate(found.num_tokens)
-        slot.num_computed = found.num_tokens
-        if slot.logits_at > found.num_tokens:
-            # Those after other tokens.
-            slot.logits_at, slot.logits = 0, None
-        if self.grow(slot, num_tokens):
-            return slot
-        slot.is_busy = False
-        if any(other.is_busy for other in self.slots):
+    def _adopted(self, found: PrefixMatch, num_tokens: int) -> KVAllocation | None:
+        allocation = found.allocation
+        allocation.is_busy = True
+        allocation.arena.settle(drop=True)
+        allocation.arena.truncate(found.num_tokens)
+        allocation.num_computed = found.num_tokens
+        if allocation.logits_at > found.num_tokens:
+            # They follow other tokens.
+            allocation.logits_at, allocation.logits = 0, None
+        if self.grow(allocation, num_tokens):
+            return allocation
+        allocation.is_busy = False
+        if any(other.is_busy for other in self.allocations):
             return None
-        # There is no room for what it holds beside a larger copy, and nobody to wait for.
-        return self.take(num_tokens)
+        # There is no room for a larger copy beside it, and nobody to wait for.
+        return self.allocate(num_tokens)
 
-    def _used(self, slot: Slot) -> Slot:
-        slot.is_busy, slot.used_at = True, time.monotonic()
-        self.slots.append(slot)
-        return slot
+    def _used(self, allocation: KVAllocation) -> KVAllocation:
+        allocation.is_busy, allocation.used_at = True, time.monotonic()
+        self.allocations.append(allocation)
+        return allocation
 
     def _spare_arena(self, num_tokens: int) -> KVArena | None:
-        """Returns the smallest arena of no sequence in which so many tokens fit."""
+        """Returns the smallest spare arena with room for so many tokens, and takes it from the spare ones."""
         fitting = [arena for arena in self._spare if arena.capacity >= num_tokens]
         arena = min(fitting, key=lambda arena: arena.capacity, default=None)
         if arena is not None:
@@ -279,7 +285,7 @@ class KVPool:
             arena = self._new_arena()
             arena.reserve(num_tokens)
             return arena
-        if self.slots:
+        if self.allocations:
             return None
         raise ContextTooLong(
             f"{num_tokens} tokens need {format_size(needed)} of KV memory, {format_size(max(room, 0))} are available; "
@@ -287,21 +293,19 @@ class KVPool:
         )
 
     def _free_something(self) -> bool:
-        """Gives memory back: that of no sequence, then that of the sequence that ended longest ago."""
+        """Gives memory back: spare memory first, then that of the sequence that ended longest ago."""
         if self._spare:
             self._spare.pop()
             return True
-        idle = min((slot for slot in self.slots if not slot.is_busy), key=lambda slot: slot.used_at, default=None)
-        if idle is None:
+        if not (idle := self._idle):
             return False
-        idle.arena.settle(drop=True)
-        self.slots.remove(idle)
+        self._removed(min(idle, key=lambda one: one.used_at))
         return True
 
-    def _forget(self, slot: Slot) -> None:
-        slot.arena.settle(drop=True)
-        self.slots.remove(slot)
-        self._spare.append(slot.arena)
+    def _removed(self, allocation: KVAllocation) -> KVArena:
+        allocation.arena.settle(drop=True)
+        self.allocations.remove(allocation)
+        return allocation.arena
 
     def _new_arena(self) -> KVArena:
         return KVArena(self.layout, self._device, self._room_bytes, block_size=self._block_size)

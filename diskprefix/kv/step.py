@@ -1,4 +1,4 @@
-"""What one forward computes: rows of tokens of one or several sequences, each with memory of its own."""
+"""The rows that one forward computes: tokens of one or several sequences, each with memory of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 TILE = 512
-"""Attention reads keys in tiles of so many tokens, counted from position 0 of a sequence. The memory of a sequence is a
-multiple of it."""
+"""Tokens in a tile. Attention reads keys in tiles, counted from position 0 of a sequence, and the memory of a sequence
+is a multiple of a tile."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The rows of a forward, in order. `masks` keeps the masks of attention, which all layers of a kind share."""
+    """The rows of a forward, in order. `masks` keeps the masks of attention, which layers of one kind share."""
 
     runs: tuple[Run, ...]
     masks: dict[Any, torch.Tensor] = field(default_factory=dict)
@@ -43,13 +43,14 @@ _current: ContextVar[Step | None] = ContextVar("step", default=None)
 
 
 def current_step() -> Step | None:
-    """Returns what is being computed, for layers and attention: a model hands them nothing that it does not know."""
+    """Returns the step that is being computed. Layers and attention ask for it, because a model passes them only its
+    own arguments."""
     return _current.get()
 
 
 @contextmanager
 def computing(step: Step | None) -> Iterator[None]:
-    """Within it, a model computes the rows of `step`; None if its attention is not ours."""
+    """Sets the step that a model computes inside; None if its attention is not ours."""
     token = _current.set(step)
     try:
         yield

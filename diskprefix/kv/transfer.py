@@ -1,4 +1,5 @@
-"""Copies between payloads, which are bytes in main memory, and tensors on any device."""
+"""Copies between payloads, which are bytes in main memory, and tensors on any device; checks that payloads are
+finite."""
 
 from __future__ import annotations
 
@@ -12,18 +13,27 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from diskprefix.kv.layout import Layout
+
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _MADV_POPULATE_WRITE = 23
-"""Linux 5.14. Older kernels return EINVAL, and the pages come when they are written."""
+"""For Linux 5.14. Older kernels return EINVAL, and make the pages when they are written."""
 _POPULATED_BYTES = 2 << 20
-"""At a time, a large page: while the kernel makes pages, the process can map no other memory, which a request does."""
+"""The bytes of a large page, made at a time. Meanwhile the process can map no other memory, which a request does."""
+_EXPONENTS: dict[torch.dtype, tuple[type[np.signedinteger], type[np.unsignedinteger], int]] = {
+    torch.bfloat16: (np.int16, np.uint16, 0x7F80),
+    torch.float16: (np.int16, np.uint16, 0x7C00),
+    torch.float32: (np.int32, np.uint32, 0x7F800000),
+}
+"""Integers of the same size, and the bits of infinity. The bits of NaN are greater. The sign bit is apart."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """Returns a flat tensor over the bytes of `payload`, without a copy. It is good while `payload` lives."""
-    # `torch.frombuffer` warns about every read-only buffer, such as a view of the store's memory map: hence ctypes.
+    """Returns a flat tensor over the bytes of `payload`, without a copy. It is valid while `payload` lives."""
+    # `torch.frombuffer` warns about every read-only buffer, such as a view of the store's memory map. ctypes avoids
+    # that.
     address = np.frombuffer(payload, dtype=np.uint8).ctypes.data
     return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=dtype)
 
@@ -50,8 +60,8 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 
 
 def populate(tensors: Sequence[torch.Tensor], is_wanted: Callable[[], bool] = lambda: True) -> None:
-    """Has the kernel make the pages of tensors in main memory, whose content stays, as long as `is_wanted`. For any
-    thread, beside others that use them."""
+    """Has the kernel make the pages of tensors in main memory while `is_wanted`. Their content stays. For any thread,
+    beside others that use the tensors."""
     for tensor in filter(in_main_memory, tensors):
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize
@@ -62,22 +72,46 @@ def populate(tensors: Sequence[torch.Tensor], is_wanted: Callable[[], bool] = la
             first += part
 
 
+def is_finite(payload: memoryview, layout: Layout, num_tokens: int) -> bool:
+    """Returns True if the per-token state of the first `num_tokens` tokens in `payload` has neither infinity nor NaN.
+
+    Values of other types than bf16, fp16 and fp32 count as finite. State that is not finite is never stored, because it
+    spreads to every token after it.
+    """
+    start = 0
+    for group in layout.groups if num_tokens else ():
+        end = start + group.bytes_per_token * num_tokens
+        if group.dtype in _EXPONENTS and not _is_finite(payload[start:end], *_EXPONENTS[group.dtype]):
+            return False
+        start = end
+    return True
+
+
+def _is_finite(
+    values: memoryview, signed: type[np.signedinteger], unsigned: type[np.unsignedinteger], infinity: int
+) -> bool:
+    # As signed integers, values above zero come last; as unsigned ones, values below zero. The two maxima tell.
+    largest = int(np.frombuffer(values, dtype=signed).max(initial=0))
+    last = int(np.frombuffer(values, dtype=unsigned).max(initial=0))
+    return largest < infinity and last < np.iinfo(signed).max + 1 + infinity
+
+
 def in_main_memory(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
 class _Staging(threading.local):
-    """Main memory on the way to another device, kept for each thread because fresh pages are slow. It is page-locked
-    for CUDA, which copies once more otherwise."""
+    """Main memory on the way to another device, kept for each thread because fresh pages are slow. For CUDA it is
+    page-locked, which saves one copy."""
 
     memory: torch.Tensor | None = None
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Returns bytes, shape [num_bytes], uint8, that are good until the next call in the thread."""
+        """Returns bytes, shape [num_bytes], uint8, valid until the next call in the thread."""
         if self.memory is None or len(self.memory) < num_bytes:
             self.memory = torch.empty(num_bytes, dtype=torch.uint8)
             if device.type == "cuda":
-                # Otherwise the first GPU is used, with which the model may have nothing to do.
+                # Otherwise torch uses the first GPU, which may not be the model's.
                 with torch.cuda.device(device):
                     self.memory = self.memory.pin_memory()
         return self.memory[:num_bytes]

@@ -1,4 +1,4 @@
-"""State that is not cached: transformers' own, driven as transformers' own `generate` drives it."""
+"""State that is not cached: transformers' own, used as transformers' own `generate` uses it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class TransformersState:
-    """Takes the place of a `KVArena` for models whose state cannot be cut into blocks, and for prompts with `media`.
+    """The state of a sequence in place of a `KVArena`, for models that are not supported and for prompts with `media`.
 
-    It calls the two hooks that each model class has for `generate`, so a reply is what `generate` would have given.
+    It calls the two hooks that each model class has for `generate`, so a reply is the one of `generate`.
     """
 
     def __init__(self, model: PreTrainedModel, media: Mapping[str, Any] | None = None) -> None:
@@ -29,7 +29,7 @@ class TransformersState:
         self._marked: tuple[torch.Tensor | None, dict[str, Any]] | None = None
         self._shifted = [module for module in model.modules() if hasattr(module, "rope_deltas")]
         self._shifts: list[Any] = [None for _ in self._shifted]
-        """By how much the images of this prompt shift positions; the model keeps that in itself."""
+        """The shifts of positions by the images of this prompt. The model keeps them in its modules."""
         self.truncate(0)
 
     def truncate(self, num_tokens: int) -> None:
@@ -51,7 +51,7 @@ class TransformersState:
             return self._forward(token_ids)
         finally:
             self._shifts = [module.rope_deltas for module in self._shifted]
-            # Another prompt, with other images or none, must not be shifted.
+            # They must not shift another prompt.
             self._put_shifts([None for _ in self._shifted])
 
     def _put_shifts(self, shifts: list[Any]) -> None:
@@ -83,7 +83,7 @@ class TransformersState:
             del self._carried["attention_mask"]
 
     def mark(self) -> None:
-        """Remembers this point for `rewind`. The copy is deep: recurrent state is updated in place."""
+        """Marks this point for `rewind`. The copy is deep, because recurrent state is updated in place."""
         self._marked = self._ids, copy.deepcopy(self._carried)
 
     def rewind(self) -> None:

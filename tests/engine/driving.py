@@ -124,8 +124,8 @@ def recorded_requests(path: Path) -> list[RecordedRequest]:
 
 def forget_idle(pool: KVPool) -> None:
     """Has the pool forget all sequences that ended."""
-    for slot in [slot for slot in pool.slots if not slot.is_busy]:
-        pool.release(slot, keep=False)
+    for allocation in [allocation for allocation in pool.allocations if not allocation.is_busy]:
+        pool.release(allocation, keep=False)
 
 
 def after_steps(patch: pytest.MonkeyPatch, steps: int, act: Callable[[], object]) -> None:

@@ -126,7 +126,7 @@ def test_replies_of_several_requests_at_once_are_those_without(plain: Engine, en
         found = run_together(engine, REQUESTS.values())
     assert list(map(said, found)) == list(map(said, expected))
     assert all(map(some_are_wrong, found))
-    assert not any(slot.is_busy for slot in drafter(engine).model.pool.slots)
+    assert not any(allocation.is_busy for allocation in drafter(engine).model.pool.allocations)
 
 
 def computed_by(engine: Engine, one: Any, expected: Client) -> int:
@@ -173,13 +173,13 @@ def test_what_it_keeps_is_what_it_computes_as_the_served_model(
 ) -> None:
     one = request(tokens(200, 11), max_tokens=REPLY)
     run_together(engine, [one])
-    slot = max(drafter(engine).model.pool.slots, key=lambda slot: slot.num_computed)
-    assert slot.num_computed > 200
+    allocation = max(drafter(engine).model.pool.allocations, key=lambda allocation: allocation.num_computed)
+    assert allocation.num_computed > 200
     alone = load(folders[1], tmp_path / "kv")
     arena = alone.pool._new_arena()
     with torch.inference_mode():
-        runner.run(alone.model, [runner.Rows(arena, torch.from_numpy(slot.token_ids).long()[None])])
-    assert slot.arena.read_tokens(0, slot.num_computed) == arena.read_tokens(0, slot.num_computed)
+        runner.run(alone.model, [runner.Rows(arena, torch.from_numpy(allocation.token_ids).long()[None])])
+    assert allocation.arena.read_tokens(0, allocation.num_computed) == arena.read_tokens(0, allocation.num_computed)
     assert drafter(engine).model.cache.root == alone.cache.root
     alone.close()
 
@@ -200,14 +200,14 @@ def test_windows_that_move_on_while_it_guesses_keep_what_is_needed_when_guesses_
     with helped(engine, [expected], share=0.0):
         (found,) = run_together(engine, [one])
     assert found.done.timings.drafted_tokens > 20
-    (slot,) = pool.slots
-    assert slot.arena.complete_from > 0, "it has moved on"
+    (allocation,) = pool.allocations
+    assert allocation.arena.complete_from > 0, "it has moved on"
     arena = pool._new_arena()
     with torch.inference_mode():
-        for part in torch.split(torch.from_numpy(slot.token_ids).long()[None], 256, dim=1):
+        for part in torch.split(torch.from_numpy(allocation.token_ids).long()[None], 256, dim=1):
             runner.run(drafter(engine).model._model, [runner.Rows(arena, part)])
-    last = 4 * TILE - 4, slot.num_computed - 4 * TILE + 4
-    assert slot.arena.read_tokens(*last) == arena.read_tokens(*last)
+    last = 4 * TILE - 4, allocation.num_computed - 4 * TILE + 4
+    assert allocation.arena.read_tokens(*last) == arena.read_tokens(*last)
     engine.close()
 
 
@@ -227,7 +227,7 @@ def test_a_request_that_is_cancelled_leaves_what_the_draft_model_computed(plain:
         Client(inbox, replace(one, sampling=replace(one.sampling, max_tokens=200)))
         wait_until_idle(inbox)
     assert num_calls[0] == 1
-    assert not any(slot.is_busy for slot in model.pool.slots)
+    assert not any(allocation.is_busy for allocation in model.pool.allocations)
     forget_idle(model.pool)
     assert computed_by(engine, one, expected) < 400 - 256 + MOST_GUESSED
 
@@ -250,10 +250,10 @@ def test_a_reply_does_not_wait_for_a_fetch_and_what_it_leaves_behind_is_given_ba
         (found,) = run_together(engine, [one])
     assert said(found) == said(expected)
     assert found.done.timings.drafted_tokens == 0
-    assert [slot.is_busy for slot in model.pool.slots] == [True]
+    assert [allocation.is_busy for allocation in model.pool.allocations] == [True]
     fetcher.fetches[0].set_result(None)
     run_together(engine, [one])
-    assert not any(slot.is_busy for slot in model.pool.slots)
+    assert not any(allocation.is_busy for allocation in model.pool.allocations)
 
 
 def test_its_positions_bound_what_it_guesses(plain: Engine, engine: Engine) -> None:
@@ -285,7 +285,7 @@ def test_a_draft_model_that_fails_fails_no_request(
     assert found.done.timings.drafted_tokens > 0
     assert num_calls[0] == 5
     assert caplog.text.count("goes on without the draft model: no more") == 1
-    assert not any(slot.is_busy for slot in model.pool.slots)
+    assert not any(allocation.is_busy for allocation in model.pool.allocations)
 
 
 def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, engine: Engine) -> None:

@@ -17,7 +17,7 @@ from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.ngrams import LONGEST
 from diskprefix.engine.request import Constraint, GenerateRequest
 from diskprefix.engine.speculation import Guesser
-from diskprefix.kv.pool import Slot
+from diskprefix.kv.pool import KVAllocation
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import Client, forget_idle, run_together
 from tests.engine.guesses import POSITIONS, REPLY, asked_of, said, some_are_wrong
@@ -162,7 +162,7 @@ def test_a_reply_ends_in_the_middle_of_a_draft_as_it_does_without(plain: Engine,
             (found,) = run_together(engine, [one])
         assert said(found) == said(expected), end
         assert found.done.timings.accepted_tokens > 0
-        (theirs,), (ours,) = plain.pool.slots, engine.pool.slots
+        (theirs,), (ours,) = plain.pool.allocations, engine.pool.allocations
         assert ours.token_ids.tolist() == theirs.token_ids.tolist()
         assert ours.arena.num_tokens == ours.num_computed == theirs.num_computed
 
@@ -177,9 +177,9 @@ def test_a_token_that_ends_a_reply_ends_it_in_a_draft_too(plain: Engine, engine:
     assert found.done.timings.accepted_tokens > 0
 
 
-def held(engine: Engine) -> Slot:
+def held(engine: Engine) -> KVAllocation:
     """The longest sequence in memory."""
-    return max(engine.pool.slots, key=lambda slot: slot.num_computed)
+    return max(engine.pool.allocations, key=lambda allocation: allocation.num_computed)
 
 
 def test_what_is_kept_of_a_reply_is_that_without_guesses_in_memory_on_disk_and_after_a_restart(

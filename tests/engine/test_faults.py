@@ -322,7 +322,7 @@ def test_a_lost_device_ends_all_requests_in_any_state(
     assert len(fatal) == 1
     for client in clients:
         assert isinstance(client.events[-1], ErrorEvent)
-    engine.pool.slots.clear()
+    engine.pool.allocations.clear()
 
 
 @pytest.mark.parametrize("steps", range(1, 12, 2))

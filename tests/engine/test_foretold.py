@@ -175,7 +175,7 @@ def test_a_first_token_that_cannot_be_sampled_fails_the_request_when_its_memory_
 
     def load(loader: Loader, node: Node, cut: Cut, write: Write) -> None:
         assert refusing.wait(PATIENCE_S)
-        assert all(slot.is_busy for slot in engine.pool.slots)
+        assert all(allocation.is_busy for allocation in engine.pool.allocations)
         _load(loader, node, cut, write)
 
     with monkeypatch.context() as patch:
@@ -183,7 +183,7 @@ def test_a_first_token_that_cannot_be_sampled_fails_the_request_when_its_memory_
         patch.setattr(Loader, "_load", load)
         with pytest.raises(InvalidRequest, match="no token has a score"):
             run_request(engine, request())
-    assert not any(slot.is_busy for slot in engine.pool.slots)
+    assert not any(allocation.is_busy for allocation in engine.pool.allocations)
     assert said(run_request(engine, request())) == said(cold)
 
 

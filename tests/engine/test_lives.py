@@ -318,10 +318,14 @@ def lives_of(folder: Path, kv: Path, alone: Alone, patch: pytest.MonkeyPatch) ->
             assert pool.used_bytes <= pool.limit_bytes
             replies = [reply for running in loop._active.requests for reply in running.replies]
             owned = [reply.allocation for reply in replies if reply.allocation is not None]
-            busy = [slot for slot in pool.slots if slot.is_busy]
+            busy = [allocation for allocation in pool.allocations if allocation.is_busy]
             assert sorted(map(id, owned)) == sorted(map(id, busy))
             assert pool.stats()["entries"] <= pool.max_idle
-            assert all(slot.num_computed == len(slot.token_ids) for slot in pool.slots if not slot.is_busy)
+            assert all(
+                allocation.num_computed == len(allocation.token_ids)
+                for allocation in pool.allocations
+                if not allocation.is_busy
+            )
 
         def check_replies(self) -> None:
             loop, cache = self.driven.loop, self.driven.engine.cache

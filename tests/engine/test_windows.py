@@ -41,8 +41,8 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
 def answered(engine: Engine, prompt: TokenIds) -> TokenIds:
     """The reply to a prompt, whose sequence is left in memory."""
     (client,) = run_together(engine, [request(prompt, max_tokens=REPLY, scope="1")])
-    (slot,) = engine.pool.slots
-    assert slot.arena.complete_from >= PROMPT
+    (allocation,) = engine.pool.allocations
+    assert allocation.arena.complete_from >= PROMPT
     return np.array(client.tokens, np.int32)
 
 
@@ -108,10 +108,10 @@ def test_memory_is_bounded_however_long_prompt_and_reply_are(engine: Engine, mon
     """A model all of whose layers have windows takes no more for more tokens."""
     with running(engine) as inbox:
         sizes = []
-        after_steps(monkeypatch, 11, lambda: sizes.append(engine.pool.slots[0].arena.num_bytes))
+        after_steps(monkeypatch, 11, lambda: sizes.append(engine.pool.allocations[0].arena.num_bytes))
         inbox.submit(request(tokens(2500), max_tokens=400), lambda _: None)
     (size,) = sizes
-    arena = engine.pool.slots[0].arena
+    arena = engine.pool.allocations[0].arena
     assert arena.num_bytes <= bytes_for(engine.cache.layout, arena.capacity, BLOCK)
     if all(group.window for group in engine.cache.layout.groups):
         assert arena.num_bytes == size == bytes_for(engine.cache.layout, 1 << 20, BLOCK)
@@ -171,10 +171,10 @@ def test_windows_that_slide_while_guesses_are_taken_back_give_the_reply_without_
         (found,) = run_together(guessing, [one])
     assert found.tokens == expected.tokens
     assert 0 < found.done.timings.accepted_tokens < found.done.timings.drafted_tokens
-    (slot,) = guessing.pool.slots
-    assert slot.arena.complete_from > 0, "it must slide"
-    (theirs,) = engine.pool.slots
-    first = max(slot.arena.complete_from, theirs.arena.complete_from)
-    last = [each.arena.read_tokens(first, each.num_computed - first) for each in (slot, theirs)]
+    (allocation,) = guessing.pool.allocations
+    assert allocation.arena.complete_from > 0, "it must slide"
+    (theirs,) = engine.pool.allocations
+    first = max(allocation.arena.complete_from, theirs.arena.complete_from)
+    last = [each.arena.read_tokens(first, each.num_computed - first) for each in (allocation, theirs)]
     assert last[0] == last[1]
     guessing.close()

@@ -14,7 +14,7 @@ import torch
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.layout import Layout
-from diskprefix.kv.pool import Found, KVPool, Slot
+from diskprefix.kv.pool import KVAllocation, KVPool, PrefixMatch
 from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 from tests.engine.driving import forget_idle
@@ -66,24 +66,26 @@ def fill(arena: KVArena, value: int, num_tokens: int) -> None:
     arena.truncate(num_tokens)
 
 
-def hold(pool: KVPool, token_ids: TokenIds, computed: int | None = None, *, value: int = 1, owner: str = "a") -> Slot:
+def hold(
+    pool: KVPool, token_ids: TokenIds, computed: int | None = None, *, value: int = 1, owner: str = "a"
+) -> KVAllocation:
     """A sequence that runs."""
-    slot = pool.take(len(token_ids))
-    assert slot is not None
-    slot.owner, slot.token_ids, slot.num_exact = owner, token_ids, len(token_ids)
-    slot.num_computed = len(token_ids) if computed is None else computed
-    fill(slot.arena, value, slot.num_computed)
-    return slot
+    allocation = pool.allocate(len(token_ids))
+    assert allocation is not None
+    allocation.owner, allocation.token_ids, allocation.num_exact = owner, token_ids, len(token_ids)
+    allocation.num_computed = len(token_ids) if computed is None else computed
+    fill(allocation.arena, value, allocation.num_computed)
+    return allocation
 
 
-def ended(pool: KVPool, token_ids: TokenIds, **options: Any) -> Slot:
-    slot = hold(pool, token_ids, **options)
-    pool.release(slot, keep=True)
-    return slot
+def ended(pool: KVPool, token_ids: TokenIds, **options: Any) -> KVAllocation:
+    allocation = hold(pool, token_ids, **options)
+    pool.release(allocation, keep=True)
+    return allocation
 
 
-def found(pool: KVPool, token_ids: TokenIds, owner: str = "a") -> Found:
-    one = pool.find(owner, token_ids)
+def found(pool: KVPool, token_ids: TokenIds, owner: str = "a") -> PrefixMatch:
+    one = pool.match_prefix(owner, token_ids)
     assert one is not None
     return one
 
@@ -114,60 +116,62 @@ def test_memory_never_exceeds_the_bound_not_even_while_a_sequence_grows(
                 taken[0] = max(taken[0], used + self.num_bytes - layout.state_bytes)
 
         monkeypatch.setattr(KVArena, "reserve", counted)
-        running: list[Slot] = []
+        running: list[KVAllocation] = []
         for _ in range(60):
             length = chance.choice([1, 500, 1024, 1025, 2500])
             match chance.choice(["take", "grow", "release", "go on", "fork", "touch"]):
                 case "take":
-                    slot = pool.take(length)
-                case "go on" if (one := pool.find("a", longer(tokens(200, chance.randrange(2)), length))) is not None:
-                    slot = pool.go_on(one, 200 + length)
+                    allocation = pool.allocate(length)
+                case "go on" if (
+                    one := pool.match_prefix("a", longer(tokens(200, chance.randrange(2)), length))
+                ) is not None:
+                    allocation = pool.extend(one, 200 + length)
                 case "fork" if running and kind == "token":
-                    slot = pool.fork(chance.choice(running), length)
+                    allocation = pool.fork(chance.choice(running), length)
                 case "grow" if running:
-                    one_more, slot = chance.choice(running), None
+                    one_more, allocation = chance.choice(running), None
                     before = one_more.arena.capacity
                     assert pool.grow(one_more, length) == (one_more.arena.capacity >= length)
                     assert one_more.arena.capacity >= before
                 case "release" if running:
-                    slot = None
+                    allocation = None
                     ending = running.pop(chance.randrange(len(running)))
                     ending.owner, ending.token_ids = "a", longer(tokens(200, chance.randrange(2)), 100)
                     ending.num_computed = ending.num_exact = min(len(ending.token_ids), ending.arena.capacity)
                     pool.release(ending, keep=chance.random() < 0.7)
                 case _:
-                    slot = None
-            if slot is not None:
-                assert slot.arena.capacity >= length or not layout.groups
-                fill(slot.arena, 1, min(length, slot.arena.capacity))
-                running.append(slot)
+                    allocation = None
+            if allocation is not None:
+                assert allocation.arena.capacity >= length or not layout.groups
+                fill(allocation.arena, 1, min(length, allocation.arena.capacity))
+                running.append(allocation)
             assert pool.used_bytes <= pool.limit_bytes
-            assert [slot for slot in pool.slots if slot.is_busy] == running or set(map(id, running)) == {
-                id(slot) for slot in pool.slots if slot.is_busy
-            }
+            assert [allocation for allocation in pool.allocations if allocation.is_busy] == running or set(
+                map(id, running)
+            ) == {id(allocation) for allocation in pool.allocations if allocation.is_busy}
         assert taken[0] <= pool.limit_bytes
 
 
 def test_what_never_fits_is_told_and_what_does_not_fit_now_waits(pool: KVPool) -> None:
     with pytest.raises(ContextTooLong, match="--kv-memory allows"):
-        pool.take(5000)
+        pool.allocate(5000)
     running = [hold(pool, tokens(900, seed)) for seed in range(3)]
-    assert pool.take(10) is None
+    assert pool.allocate(10) is None
     pool.release(running[0], keep=True)
-    assert pool.take(10) is not None
+    assert pool.allocate(10) is not None
 
 
 def test_what_the_device_never_has_is_told(layouts: dict[str, Layout]) -> None:
     pool = pool_of(layouts["token"], 5000, free_bytes=1000)
     with pytest.raises(ContextTooLong, match="are available"):
-        pool.take(100)
+        pool.allocate(100)
 
 
 def test_memory_of_no_sequence_is_taken_again_the_smallest_that_fits(layouts: dict[str, Layout]) -> None:
     pool = pool_of(layouts["token"], 1000, 3000, 3000)
     small, large = hold(pool, tokens(1000)), hold(pool, tokens(3000))
-    for slot in (small, large):
-        pool.release(slot, keep=False)
+    for allocation in (small, large):
+        pool.release(allocation, keep=False)
     used = pool.used_bytes
     assert hold(pool, tokens(500)).arena is small.arena
     assert hold(pool, tokens(500)).arena is large.arena
@@ -180,18 +184,18 @@ def test_memory_of_no_sequence_goes_before_that_of_the_sequence_used_longest_ago
     pool.release(hold(pool, tokens(900, 3)), keep=False)
     pool._spare[0]._release()
     pool.limit_bytes -= 1000
-    assert pool.take(900) is not None
-    assert pool.slots[0] is newer
-    assert oldest not in pool.slots
+    assert pool.allocate(900) is not None
+    assert pool.allocations[0] is newer
+    assert oldest not in pool.allocations
 
 
 def test_no_more_sequences_are_kept_than_asked_for(layouts: dict[str, Layout]) -> None:
     pool = pool_of(layouts["token"], *[100] * 6, max_idle=2)
-    slots = [ended(pool, tokens(100, seed)) for seed in range(4)]
-    assert pool.slots == slots[2:]
+    allocations = [ended(pool, tokens(100, seed)) for seed in range(4)]
+    assert pool.allocations == allocations[2:]
     none = pool_of(layouts["token"], 100, max_idle=0)
     ended(none, tokens(100))
-    assert none.slots == []
+    assert none.allocations == []
 
 
 def test_short_requests_do_not_take_the_place_of_a_long_conversation(
@@ -204,10 +208,10 @@ def test_short_requests_do_not_take_the_place_of_a_long_conversation(
     for seed in range(1, 4):
         clock += 2.0
         last = ended(pool, tokens(50, seed))
-    assert pool.slots == [long, last]
+    assert pool.allocations == [long, last]
     clock += 1000.0
     newer = ended(pool, tokens(50, 4)), ended(pool, tokens(50, 5))
-    assert pool.slots == list(newer), "it was not used for so long that what is new is worth more"
+    assert pool.allocations == list(newer), "it was not used for so long that what is new is worth more"
 
 
 # What is found.
@@ -216,14 +220,14 @@ def test_short_requests_do_not_take_the_place_of_a_long_conversation(
 def test_a_later_turn_adopts_and_another_conversation_copies(pool: KVPool) -> None:
     source = ended(pool, tokens(300), value=7)
     turn = longer(tokens(300)[:200], 50)
-    slot = pool.go_on(found(pool, turn), len(turn))
-    assert slot is source
-    assert (slot.num_computed, slot.arena.num_tokens) == (200, 200)
-    slot.token_ids, slot.num_computed, slot.num_exact = tokens(300), 300, 300
-    fill(slot.arena, 7, 300)
-    pool.release(slot, keep=True)
+    allocation = pool.extend(found(pool, turn), len(turn))
+    assert allocation is source
+    assert (allocation.num_computed, allocation.arena.num_tokens) == (200, 200)
+    allocation.token_ids, allocation.num_computed, allocation.num_exact = tokens(300), 300, 300
+    fill(allocation.arena, 7, 300)
+    pool.release(allocation, keep=True)
     other = longer(tokens(300)[:100], 500)
-    copy = pool.go_on(found(pool, other), len(other))
+    copy = pool.extend(found(pool, other), len(other))
     assert copy is not None
     assert copy is not source
     assert bytes(copy.arena.read_tokens(0, 100)) == bytes(source.arena.read_tokens(0, 100))
@@ -237,9 +241,9 @@ def test_a_source_is_not_given_away_while_it_is_copied(layouts: dict[str, Layout
     pool = pool_of(layouts["token"], 1000)
     source = ended(pool, tokens(900), value=7)
     other = longer(tokens(900)[:100], 500)
-    slot = pool.go_on(found(pool, other), len(other))
-    assert slot is source
-    assert set(bytes(slot.arena.read_tokens(0, 100))) == {7}
+    allocation = pool.extend(found(pool, other), len(other))
+    assert allocation is source
+    assert set(bytes(allocation.arena.read_tokens(0, 100))) == {7}
 
 
 def test_what_cannot_grow_is_given_up_if_there_is_nobody_to_wait_for(layouts: dict[str, Layout]) -> None:
@@ -247,36 +251,36 @@ def test_what_cannot_grow_is_given_up_if_there_is_nobody_to_wait_for(layouts: di
     source = ended(pool, tokens(1000))
     beside = hold(pool, tokens(400, 5))
     turn = longer(tokens(1000), 200)
-    assert pool.go_on(found(pool, turn), len(turn)) is None
+    assert pool.extend(found(pool, turn), len(turn)) is None
     assert found(pool, turn).num_tokens == 1000
     pool.release(beside, keep=False)
     pool.limit_bytes = bytes_for(pool.layout, 2000)
-    slot = pool.go_on(found(pool, turn), len(turn))
-    assert slot is not None
-    assert slot.num_computed == 0
-    assert source not in pool.slots
+    allocation = pool.extend(found(pool, turn), len(turn))
+    assert allocation is not None
+    assert allocation.num_computed == 0
+    assert source not in pool.allocations
 
 
 def test_nobody_finds_what_is_anothers_or_has_expired(pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    slot = ended(pool, tokens(300), owner="a")
-    assert pool.find("b", tokens(300)) is None
-    slot.expires_at = time.monotonic() + 60
+    allocation = ended(pool, tokens(300), owner="a")
+    assert pool.match_prefix("b", tokens(300)) is None
+    allocation.expires_at = time.monotonic() + 60
     pool.drop_gone(lambda _owner: False)
-    assert pool.find("a", tokens(300)) is not None
+    assert pool.match_prefix("a", tokens(300)) is not None
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     pool.drop_gone(lambda _owner: False)
-    assert pool.find("a", tokens(300)) is None
-    assert pool.slots == []
+    assert pool.match_prefix("a", tokens(300)) is None
+    assert pool.allocations == []
 
 
 def test_what_was_purged_is_in_no_memory_that_is_kept(pool: KVPool) -> None:
     for owner in ("purged", "purged", "kept"):
         ended(pool, tokens(300), owner=owner)
-    pool.release(pool.take(100) or pytest.fail("there is room"), keep=False)
+    pool.release(pool.allocate(100) or pytest.fail("there is room"), keep=False)
     pool.drop_gone(lambda owner: owner == "purged")
-    assert [slot.owner for slot in pool.slots] == ["kept"]
-    assert pool.used_bytes == pool.slots[0].arena.num_bytes, "no spare memory, which may hold anything"
+    assert [allocation.owner for allocation in pool.allocations] == ["kept"]
+    assert pool.used_bytes == pool.allocations[0].arena.num_bytes, "no spare memory, which may hold anything"
 
 
 @pytest.mark.parametrize(
@@ -299,18 +303,18 @@ def test_as_much_is_found_as_the_model_can_go_on_from(
     kind: str, held: int, prompt: int, expected: int, has_logits: bool, layouts: dict[str, Layout]
 ) -> None:
     pool = pool_of(layouts[kind], 1000)
-    slot = ended(pool, tokens(held))
+    allocation = ended(pool, tokens(held))
     if has_logits:
-        slot.logits_at, slot.logits = held, torch.zeros(4)
+        allocation.logits_at, allocation.logits = held, torch.zeros(4)
         expected = prompt if prompt == held else expected
     token_ids = tokens(held)[:prompt] if prompt <= held else longer(tokens(held), prompt - held)
-    one = pool.find("a", token_ids)
+    one = pool.match_prefix("a", token_ids)
     assert (one.num_tokens if one else 0) == expected
 
 
 def test_no_more_is_found_than_is_exact(pool: KVPool) -> None:
-    slot = ended(pool, tokens(300))
-    slot.num_exact = 120
+    allocation = ended(pool, tokens(300))
+    allocation.num_exact = 120
     assert found(pool, longer(tokens(300), 50)).num_tokens == 120
 
 
@@ -319,20 +323,20 @@ def test_logits_are_found_only_with_all_tokens_before_them(shared: int, pool: KV
     source = ended(pool, tokens(300))
     source.logits_at, source.logits = 300, torch.zeros(4)
     other = longer(tokens(300)[:shared], 400)
-    slot = pool.go_on(found(pool, other), len(other))
-    assert slot is not None
-    assert (slot.logits_at, slot.logits) == (0, None)
+    allocation = pool.extend(found(pool, other), len(other))
+    assert allocation is not None
+    assert (allocation.logits_at, allocation.logits) == (0, None)
 
 
 def test_a_running_sequence_is_waited_for_if_it_will_have_more(pool: KVPool) -> None:
     whole = tokens(900)
-    slot = hold(pool, whole, 0)
+    allocation = hold(pool, whole, 0)
     one = found(pool, longer(whole[:800], 50))
     assert (one.num_tokens, one.later, one.is_worth_waiting_for) == (0, 800, True)
-    slot.num_computed = 800 - LEAST_TOKENS + 1
+    allocation.num_computed = 800 - LEAST_TOKENS + 1
     one = found(pool, longer(whole[:800], 50))
     assert (one.num_tokens, one.is_worth_waiting_for) == (800 - LEAST_TOKENS + 1, False)
-    assert pool.find("a", longer(whole[: LEAST_TOKENS - 1], 50)) is None
+    assert pool.match_prefix("a", longer(whole[: LEAST_TOKENS - 1], 50)) is None
 
 
 def test_nobody_waits_for_little_more_than_memory_has(pool: KVPool) -> None:
@@ -340,7 +344,7 @@ def test_nobody_waits_for_little_more_than_memory_has(pool: KVPool) -> None:
     kept = ended(pool, whole[:795])
     hold(pool, whole, 0)
     one = found(pool, longer(whole[:800], 50))
-    assert (one.slot, one.num_tokens, one.is_worth_waiting_for) == (kept, 795, False)
+    assert (one.allocation, one.num_tokens, one.is_worth_waiting_for) == (kept, 795, False)
     assert found(pool, whole).is_worth_waiting_for
 
 
@@ -348,7 +352,7 @@ def test_a_model_with_states_waits_for_nobody(layouts: dict[str, Layout]) -> Non
     """They move on with the one that computes them."""
     pool = pool_of(layouts["checkpoints"], 1000)
     hold(pool, tokens(900), 0)
-    assert pool.find("a", tokens(900)) is None
+    assert pool.match_prefix("a", tokens(900)) is None
 
 
 def test_a_copy_for_another_choice_begins_at_the_marked_point(layouts: dict[str, Layout]) -> None:
@@ -369,5 +373,5 @@ def test_forgetting_leaves_what_runs(pool: KVPool) -> None:
     ended(pool, tokens(100, 1))
     running = hold(pool, tokens(100, 2))
     forget_idle(pool)
-    assert pool.slots == [running]
+    assert pool.allocations == [running]
     assert pool.stats()["entries"] == 0

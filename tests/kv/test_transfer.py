@@ -84,7 +84,7 @@ def test_memory_that_is_taken_ahead_is_all_there_soon_and_the_first_sequence_get
     (memory,) = arena.memory
     assert memory.num_bytes >= 32 << 20
     wait_until(lambda: share_of_pages(memory.tensor) == 1, "the pages are made")
-    slot = pool.take(1000)
-    assert slot is not None
-    assert slot.arena is arena
+    allocation = pool.allocate(1000)
+    assert allocation is not None
+    assert allocation.arena is arena
     assert not memory.tensor.any()

@@ -134,7 +134,7 @@ class ScriptedEngine:
         self.startup_timings = {"weights": 0.5}
         self.cache = ScriptedCache(self)
         self.figures = EngineFigures()
-        self.pool = SimpleNamespace(stats=self.memory_stats, slots=[])
+        self.pool = SimpleNamespace(stats=self.memory_stats, allocations=[])
 
     def load(self, settings: Settings, progress: Callable[[str], None]) -> Engine:
         """Stands in for `app.load_engine`."""

@@ -111,7 +111,7 @@ def _memory(engine: Engine) -> dict[str, Any]:
             "busy": slot.is_busy,
             "used_at": round(began + slot.used_at, 1),
         }
-        for slot in list(pool.slots)
+        for slot in list(pool.allocations)
     ]
     return {
         **pool.stats(),
