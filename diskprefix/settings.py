@@ -1,7 +1,7 @@
 """The settings of the daemon, in one frozen object.
 
-The command line merges the defaults, a policy file (TOML), the environment and the flags. A program that embeds
-diskprefix builds `Settings` itself. A value outside its range raises a `SettingsError` that names the flag.
+The command line merges defaults, policy file, environment and flags. A program that embeds diskprefix creates
+`Settings` itself. A value outside its range raises a `SettingsError` that names the flag.
 """
 
 # ruff: noqa: RUF009 - _setting makes a field
@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from diskprefix.errors import SettingsError
 from diskprefix.units import format_size
 
 MIN_BUDGET, MAX_BUDGET = 16 * 1024**2, 2**50
-OnCorruption: TypeAlias = Literal["quarantine", "refuse"]
 Kind: TypeAlias = Literal["text", "integer", "size", "duration", "switch", "file", "folder"]
-"""`size` is in bytes and `duration` in seconds; people write both with a unit."""
+"""`size` is in bytes and `duration` in seconds. People write both with a unit."""
 
 
 def cache_home() -> Path:
@@ -38,29 +38,30 @@ def default_kv_cache_dir() -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """How one field of `Settings` is given: what the help says of it, and which values it takes."""
+    """Describes one field of `Settings`: its help, its kind and its range."""
 
     group: str
-    """The heading under which the help shows it."""
+    """The heading in the help."""
     help: str
     kind: Kind
+    is_common: bool = False
+    """Shown by `--help`. Others are shown by `--help-all` only."""
     metavar: str | None = None
     unset: str | None = None
-    """What the help shows as the default if the default is None or depends on the machine."""
+    """The default as the help shows it, if the value is None or depends on the machine."""
     choices: tuple[str, ...] = ()
     bounds: tuple[float, float] = (-math.inf, math.inf)
-    """The least and the largest value."""
+    """The smallest and the largest value."""
 
 
-MODEL, SERVER, CACHE, TUNING = "Model", "Server", "Disk cache", "Disk cache, rarely needed"
-SHARED_TIER = "Shared tier"
+MODEL, SERVER, CACHE, SHARED_TIER = "Model", "Server", "Disk cache", "Shared tier"
 CODECS = ("planes", "raw")
 DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 """The default of `--kv-cache-dir`, as the help shows it."""
 
 
 def _setting(group: str, default: Any, help: str, **attributes: Any) -> Any:
-    """A field of `Settings` with the `Setting` that describes it. A callable `default` is called for each object."""
+    """Returns a dataclass field with its `Setting`. A callable `default` is called for each object."""
     plain_kind: Kind = "switch" if isinstance(default, bool) else "integer" if isinstance(default, int) else "text"
     metadata = {"setting": Setting(group=group, help=help, **{"kind": plain_kind} | attributes)}
     if callable(default):
@@ -68,26 +69,28 @@ def _setting(group: str, default: Any, help: str, **attributes: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
-_model, _server, _cache, _tuning, _shared = (
-    partial(_setting, group) for group in (MODEL, SERVER, CACHE, TUNING, SHARED_TIER)
-)
+_model, _server, _cache, _shared = (partial(_setting, group) for group in (MODEL, SERVER, CACHE, SHARED_TIER))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Everything that `diskprefix serve` can be told. The field `kv_cache_dir` is the flag `--kv-cache-dir`, and so on.
+    """The settings of `diskprefix serve`. The field `kv_cache_dir` is the flag `--kv-cache-dir`, and so on.
 
-    This is the one list of the settings: the command line, its help and the table in `cli/README.md` follow it.
+    This is the only list of the settings. The command line, its help and the table in `cli/README.md` follow it.
     """
 
     model: str | None = _model(
         None,
         "A Hugging Face hub id, a folder or a .gguf file.",
+        is_common=True,
         metavar="ID|PATH",
         unset="the embedded SmolLM2-135M-Instruct",
     )
     device: str = _model(
-        "auto", "cpu, cuda, cuda:1, mps, and so on. auto takes an accelerator if there is one.", metavar="NAME"
+        "auto",
+        "cpu, cuda, cuda:1, mps and so on. auto takes an accelerator if there is one.",
+        is_common=True,
+        metavar="NAME",
     )
     dtype: str = _model(
         "auto",
@@ -96,252 +99,243 @@ class Settings:
     )
     kernels: str = _model(
         "auto",
-        "Which kernels compute attention and quantised weights. auto takes the best that are compiled for this CPU, or "
-        "else those of torch.",
+        "The kernels for attention and quantised weights. auto takes the fastest that this CPU can run.",
         choices=("auto", "torch", "amx", "avx512_bf16", "avx512", "avx2", "baseline"),
     )
     weights: str = _model(
         "auto",
-        "The form in which weights are kept in memory. native is that of the files. int8 and int4 quantise matrices, "
-        "once; decoding is faster, and the model answers a little differently. auto keeps the quants of a .gguf file "
-        "where a compiled kernel takes them: the same weights, computed faster.",
+        "The form of the weights in memory. auto keeps the quants of a .gguf file, native unpacks them. int8 and int4 "
+        "quantise: faster, with slightly different replies.",
+        is_common=True,
         choices=("auto", "native", "int8", "int4"),
     )
     served_model_name: str | None = _model(
-        None, "The name that clients use for the model.", metavar="NAME", unset="the model's own"
+        None, "The model's name for clients.", is_common=True, metavar="NAME", unset="the model's own"
     )
-    chat_template: Path | None = _model(
-        None, "A Jinja file to use as the chat template.", kind="file", unset="the model's own"
+    chat_template: Path | None = _model(None, "A Jinja file: a chat template.", kind="file", unset="the model's own")
+    draft_model: str | None = _model(
+        None,
+        "A smaller model with the same vocabulary, which guesses the next tokens. Replies stay the same.",
+        is_common=True,
+        metavar="ID|PATH",
+        unset="none",
     )
-    host: str = _server("127.0.0.1", "The address to listen on. Without --api-keys everybody who reaches it is served.")
-    port: int = _server(8642, "The port to listen on. 0 takes a free port and logs its number.", bounds=(0, 65535))
+    speculative: str = _model(
+        "off",
+        "ngram guesses the next tokens where a reply repeats earlier text. Replies stay the same.",
+        choices=("off", "ngram"),
+    )
+    host: str = _server(
+        "127.0.0.1",
+        "The address to listen on. Without --api-keys, everybody who reaches it is served.",
+        is_common=True,
+    )
+    port: int = _server(
+        8642, "The port to listen on. 0 takes a free port and logs it.", is_common=True, bounds=(0, 65535)
+    )
     allowed_hosts: str | None = _server(
         None,
-        "More names by which clients may call this server, separated by commas; * for any name. A web page whose own "
-        "name leads to this machine is refused by its name.",
+        "More names under which clients may call this server, separated by commas; * for any. Requests under other "
+        "names are refused, because a web page could send them.",
         metavar="NAME,…",
-        unset="its address; beyond the loopback address all addresses, names without a dot and, with --api-keys, all",
-    )
-    max_queue: int = _server(
-        64,
-        "The number of requests that may wait. More get a 503 with Retry-After. One API key may have half of them.",
-        bounds=(1, 100_000),
-    )
-    max_body_bytes: int = _server(
-        32 * 1024**2, "The largest request body. A larger one gets a 413.", kind="size", bounds=(1024, 2**40)
-    )
-    max_connections: int = _server(
-        256,
-        "The number of connections that may be open, those without a request included. More get a 503 if all of them "
-        "are in requests.",
-        bounds=(1, 100_000),
+        unset="the address; beyond loopback also all addresses, names without a dot and, with --api-keys, all names",
     )
     api_keys: Path | None = _server(
         None,
         "A file with the keys that clients must send, one on each line, with an optional name before it. Each key has "
-        "a cache of its own. SIGHUP reads the file again.",
+        "its own cache. SIGHUP reads the file again.",
+        is_common=True,
         kind="file",
-        unset="no key is asked for",
+        unset="no key is needed",
     )
-    standby: bool = _server(
-        False,
-        "Keep a second process that has imported everything. It takes the place of the first when that dies. It takes "
-        "about 250 MiB of memory.",
-    )
-    log_level: str = _server("info", "What is logged to stderr.", choices=("debug", "info", "warning", "error"))
-    log_format: str = _server(
-        "text", "How it is logged: a line of text, or a JSON object on a line of its own.", choices=("text", "json")
-    )
-    log_prompts: bool = _server(
-        False, "Log the prompt of each request, with its line. The log then holds what people wrote."
-    )
-    otlp_traces_endpoint: str | None = _server(
-        None,
-        "Send a trace of each request, with a span for each stage, to this OTLP/HTTP collector, for example "
-        "http://localhost:4318/v1/traces. It needs the extra otel.",
-        metavar="URL",
-        unset="no traces",
+    max_queue: int = _server(
+        64,
+        "The most requests that may wait. More get a 503 with Retry-After. One API key may have half of them.",
+        bounds=(1, 100_000),
     )
     max_sequences: int = _server(
         8,
-        "The number of requests that are computed together. More wait. Each of the n replies to a request counts. A "
-        "request whose API key has no other running does not wait.",
+        "The most replies that are computed at the same time. A request whose API key has no other running does not "
+        "wait.",
+        is_common=True,
         bounds=(1, 1024),
     )
     inter_token_latency: float = _server(
         0.05,
-        "How long a reply may wait for its next token because a prompt of another request is computed, where the model "
-        "is fast enough: such prompts are computed in smaller steps, so their first token comes later. 0 lets replies "
-        "wait.",
+        "The longest pause in a reply for the prompt of another request. Smaller: steadier replies, later first "
+        "tokens. 0 sets no limit.",
         kind="duration",
         bounds=(0, 60),
     )
-    speculative: str = _server(
-        "off",
-        "ngram guesses the next tokens where a reply repeats earlier text, as edits of code do, and computes several "
-        "in one step. Replies are the same, token by token. Where guesses do not make it faster, none are computed.",
-        choices=("off", "ngram"),
-    )
-    draft_model: str | None = _server(
-        None,
-        "A smaller model with the same vocabulary: a Hugging Face hub id, a folder or a .gguf file. It guesses the "
-        "next tokens, and several are computed in one step. Replies are the same, token by token. Where guesses do not "
-        "make it faster, none are computed.",
-        metavar="ID|PATH",
-        unset="none",
+    max_body_bytes: int = _server(
+        32 * 1024**2, "The largest request body. A larger one gets a 413.", kind="size", bounds=(1024, 2**40)
     )
     prefill_compression: str = _server(
         "off",
-        "auto leaves the oldest exchanges of a conversation out that has more than --prefill-threshold tokens. The "
-        "reply says so.",
-        choices=("off", "auto"),
-    )
-    prefill_threshold: int | None = _server(
-        None,
-        "Tokens of a prompt above which --prefill-compression leaves some out, until half as many remain.",
-        kind="integer",
-        metavar="N",
-        unset="three quarters of the model's positions",
-        bounds=(16, 2**31 - 1),
+        "Leave out the oldest exchanges of a conversation that has more than N tokens. auto: three quarters of the "
+        "model's positions. The reply says so.",
+        metavar="off|auto|N",
     )
     kv_memory: int | None = _server(
         None,
-        "Memory for the state of requests that run, and of those that ended. A request that does not fit waits; one "
-        "that never fits gets a 400.",
+        "Memory for the state of requests. A request that does not fit waits; one that never fits gets a 400.",
+        is_common=True,
         kind="size",
         unset="half of what is free once the model is loaded",
         bounds=(1024**2, MAX_BUDGET),
     )
     kv_memory_entries: int = _server(
         8,
-        "The number of requests whose state stays in memory when they end. The next turn goes on from it without "
-        "reading the disk. 0 keeps none.",
+        "The number of finished requests whose state stays in memory. The next turn continues from it without a read "
+        "from disk.",
         bounds=(0, 1024),
+    )
+    standby: bool = _server(
+        False, "Keep a second process ready, which takes over if the first one dies. It needs about 250 MiB of memory."
+    )
+    log_level: str = _server("info", "The log has this level and above.", choices=("debug", "info", "warning", "error"))
+    log_format: str = _server("text", "Lines of text, or a JSON object on each line.", choices=("text", "json"))
+    log_prompts: bool = _server(False, "Log the prompt of each request. The log then holds what people wrote.")
+    otlp_traces_endpoint: str | None = _server(
+        None,
+        "An OTLP/HTTP collector for traces, such as http://localhost:4318/v1/traces. It needs the extra otel.",
+        metavar="URL",
+        unset="no traces",
     )
     disk_prefix_cache: str = _cache(
         "auto:30",
-        "How much of a prompt is kept: off (nothing), full (all of it), auto or auto:N (what is likely to come again, "
-        "from the N most recent prompts) or N (the first N tokens). A request may choose its own.",
+        "How much of each prompt is kept: off, full (all of it), auto:N (what is likely to come again, judged by the N "
+        "most recent prompts) or N (the first N tokens). A request may choose its own scope.",
+        is_common=True,
         metavar="SCOPE",
     )
-    reuse_generated: bool = _cache(
-        False,
-        "Keep the state of replies too, for the next turn, where a model is not exact at every token. Such a hit is "
-        "not bit for bit the cold run. Other models keep replies exactly, by the scope alone. A request may choose its "
-        "own.",
-    )
     kv_cache_dir: Path = _cache(
-        default_kv_cache_dir, "The folder of the store. It is created.", kind="folder", metavar="DIR", unset=DEFAULT_DIR
+        default_kv_cache_dir,
+        "The folder of the store. It is created if it is missing.",
+        is_common=True,
+        kind="folder",
+        metavar="DIR",
+        unset=DEFAULT_DIR,
     )
     kv_cache_budget: int = _cache(
         4 * 1024**3,
-        "The largest size of the store's file. When it is reached, the least useful blocks are evicted.",
+        "The largest size of the store's file. The least useful blocks are evicted.",
+        is_common=True,
         kind="size",
         bounds=(MIN_BUDGET, MAX_BUDGET),
     )
     kv_cache_min_free: int = _cache(
-        1024**3,
-        "Disk space to leave free. The store does not grow into it: new blocks replace old ones.",
-        kind="size",
-        bounds=(0, MAX_BUDGET),
+        1024**3, "Disk space that the store leaves free.", kind="size", bounds=(0, MAX_BUDGET)
     )
     kv_cache_ttl: float = _cache(
         0.0,
         "Remove what was not used for this long: 90s, 15m, 12h, 7d, 2w.",
+        is_common=True,
         kind="duration",
         unset="nothing expires",
         bounds=(0, 100 * 365 * 86400),
     )
     kv_cache_min_tokens: int = _cache(512, "Prefixes with fewer tokens are not saved.", bounds=(0, 2**31 - 1))
+    reuse_generated: bool = _cache(
+        False,
+        "Keep the state of replies also for models that are not exact at every token. Such a hit is not bit for bit "
+        "the cold run.",
+    )
     normalise: str = _cache(
         "report",
-        "What clients change in each request, and the cache then does not find again: billing-header, clock, "
-        "schema-keys, tool-order. Each is off, report (say what broke a prefix, change nothing) or on (undo the "
-        "change); a mode alone is that of all others.",
-        metavar="NAME=MODE,...",
+        "What to do about text that clients change in each request: billing-header, clock, schema-keys, tool-order. "
+        "off, report (name it) or on (undo the change), for all or by name.",
+        metavar="[NAME=]MODE,…",
     )
     record: Path | None = _cache(
         None,
-        "Append the shape of each request (hashes and lengths, no text) to this file, for diskprefix simulate.",
+        "Append hashes and lengths of each request to this file, for diskprefix simulate. It has no text.",
+        is_common=True,
         kind="file",
         unset="nothing is recorded",
     )
+    kv_cache_interval: int = _cache(
+        10240,
+        "For models with state that cannot be cut: the tokens between two checkpoints.",
+        bounds=(1, 2**31 - 1),
+    )
+    kv_cache_cold_max: int = _cache(
+        10240,
+        "For such models: another checkpoint is kept at the last message boundary up to this many tokens.",
+        bounds=(0, 2**31 - 1),
+    )
+    kv_cache_write_buffer: int = _cache(
+        1024**3,
+        "Memory for state that waits to be written. Prompts that do not fit are saved in parts.",
+        kind="size",
+        bounds=(0, MAX_BUDGET),
+    )
+    kv_cache_codec: str = _cache(
+        "planes",
+        "The lossless form of stored state: planes (the smallest) or raw (faster without the compiled operators).",
+        choices=CODECS,
+    )
+    kv_cache_gate: str = _cache(
+        "auto",
+        "auto neither saves nor restores what is faster to compute, as measured on this machine. off always does.",
+        choices=("auto", "off"),
+    )
+    block_size: int = _cache(
+        256,
+        "The tokens of a block and of a step of prefill. Stores do not share prefixes across block sizes.",
+        bounds=(16, 65536),
+    )
+    fingerprint: str = _cache(
+        "strict",
+        "portable shares saved state between kinds of devices and versions of libraries, strict does not.",
+        choices=("strict", "portable"),
+    )
     namespace_key_file: Path | None = _shared(
         None,
-        "A file with a secret of at least 16 bytes that all machines share who share what they computed. It names "
-        "blocks, and signs what is put into --remote-tier. A store keeps the key that it was created with.",
+        "A file with a secret (at least 16 bytes). Machines that share the cache need the same file. It names blocks "
+        "and signs what is uploaded.",
+        is_common=True,
         kind="file",
-        unset="each store has a secret of its own",
+        unset="each store has its own secret",
     )
     remote_tier: str | None = _shared(
         None,
-        "A bucket that machines share: s3://bucket/prefix, gs://…, az://…, or a folder as file:///path. What another "
-        "machine left there is fetched. Keys, region and endpoint come from the environment, as each provider's own "
-        "tools read them. It needs --namespace-key-file and the extra remote.",
+        "A bucket that machines share: s3://bucket/prefix, gs://…, az://…, file:///path. It needs --namespace-key-file "
+        "and the extra remote. Credentials come from the provider's own variables.",
+        is_common=True,
         metavar="URL",
         unset="none",
     )
     remote_write: str = _shared(
         "seen-twice",
-        "What is left in --remote-tier: what came for the second time, all that is saved, or nothing.",
+        "What to upload: prefixes seen at least twice, every saved prefix, or nothing.",
         choices=("seen-twice", "all", "off"),
     )
     remote_deadline: float = _shared(
         10.0,
-        "The longest time that a request waits for --remote-tier. What has not come by then is computed.",
+        "The longest time that a request waits for the bucket. What is missing then is computed.",
         kind="duration",
         bounds=(0.01, 3600),
-    )
-    kv_cache_interval: int = _tuning(
-        10240,
-        "For models with state that exists at one position only: the number of tokens between two checkpoints.",
-        bounds=(1, 2**31 - 1),
-    )
-    kv_cache_cold_max: int = _tuning(
-        10240,
-        "For such models: another checkpoint is kept at the last message boundary at or below this many tokens.",
-        bounds=(0, 2**31 - 1),
-    )
-    kv_cache_write_buffer: int = _tuning(
-        1024**3,
-        "The amount of state that may wait in memory for the disk, at least one block. A longer prompt is saved in "
-        "parts, as the disk takes them.",
-        kind="size",
-        bounds=(0, MAX_BUDGET),
-    )
-    kv_cache_codec: str = _tuning(
-        "planes",
-        "How state is stored, always without loss. planes is the smallest, and nearly as fast as raw with the compiled "
-        "operators; without them raw is faster.",
-        choices=CODECS,
-    )
-    kv_cache_gate: str = _tuning(
-        "auto",
-        "auto neither saves nor restores what is faster to compute on this machine, by measured times. off always "
-        "saves and restores.",
-        choices=("auto", "off"),
-    )
-    kv_cache_on_corruption: OnCorruption = _tuning(
-        "quarantine",
-        "What to do with a damaged file: quarantine moves it aside and starts an empty store, refuse ends with an "
-        "error.",
-        choices=get_args(OnCorruption),
-    )
-    block_size: int = _tuning(
-        256,
-        "The number of tokens in a block and in a step of prefill. Prefixes with different block sizes are not shared.",
-        bounds=(16, 65536),
-    )
-    fingerprint: str = _tuning(
-        "strict",
-        "portable shares a store between kinds of devices and versions of libraries. strict does not.",
-        choices=("strict", "portable"),
     )
 
     @property
     def allowed_host_names(self) -> tuple[str, ...]:
         """The names of `allowed_hosts`."""
         return tuple(name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip())
+
+    def compression_threshold(self, max_positions: int) -> int | None:
+        """Returns the tokens above which a prompt is compressed, None for never.
+
+        Raises `SettingsError` if no prompt of a model with `max_positions` can have more.
+        """
+        if self.prefill_compression == "off":
+            return None
+        threshold = max_positions * 3 // 4 if self.prefill_compression == "auto" else int(self.prefill_compression)
+        if threshold >= max_positions:
+            raise SettingsError(
+                f"--prefill-compression: {threshold} is not below the {max_positions} positions of this model"
+            )
+        return threshold
 
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
@@ -353,6 +347,10 @@ class Settings:
             if is_number and not least <= value <= most:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(least)} to {shown(most)})")
+        if not re.fullmatch("off|auto|[1-9][0-9]{1,8}", self.prefill_compression):
+            raise SettingsError(
+                f"--prefill-compression: {self.prefill_compression!r} is not off, auto or a number of tokens from 10"
+            )
         if self.remote_tier is not None and self.namespace_key_file is None:
             raise SettingsError(
                 "--remote-tier needs --namespace-key-file: machines that share a bucket name and sign what lies there "

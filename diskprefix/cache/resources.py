@@ -43,7 +43,7 @@ def open_store(settings: Settings) -> Store:
         store = Store(
             settings.kv_cache_dir,
             budget_bytes=settings.kv_cache_budget,
-            on_corruption=settings.kv_cache_on_corruption,
+            on_corruption="quarantine",
             min_free_bytes=settings.kv_cache_min_free,
             serving=True,
             namespace=namespace,

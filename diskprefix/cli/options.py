@@ -34,8 +34,8 @@ class PathType(click.Path):
         return super().convert(value, param, ctx)
 
 
-_POLICY = "diskprefix.policy"
-"""Under which a context remembers what --policy says."""
+_POLICY, _SHOWS_ALL = "diskprefix.policy", "diskprefix.help-all"
+"""The keys of a context's `meta` for the value of --policy, and for --help-all."""
 _EMPTY = "it is empty; give a value, or leave it out"
 _CLICK_TYPES: Mapping[str, Any] = {
     "integer": int,
@@ -52,11 +52,11 @@ def variable_of(flag: str) -> str:
 
 
 class GroupedOption(click.Option):
-    """An option with the heading under which the help shows it."""
+    """An option with its heading in the help. One that is not common is shown by `--help-all` only."""
 
-    def __init__(self, *args: Any, group: str = "Options", **kwargs: Any) -> None:
+    def __init__(self, *args: Any, group: str = "Options", is_common: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.group = group
+        self.group, self.is_common = group, is_common
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
         """Names the environment variable in an error if the value came from it."""
@@ -78,12 +78,33 @@ def nonempty(_context: click.Context, _parameter: click.Parameter, value: Any) -
     return value
 
 
+def _show_all_help(ctx: click.Context, _parameter: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.meta[_SHOWS_ALL] = True
+        click.echo(ctx.get_help())
+        ctx.exit()
+
+
 class GroupedCommand(click.Command):
-    """A command whose help shows its options under their headings, in the order of their first option."""
+    """A command whose help shows its options under headings: the common ones with `--help`, all with `--help-all`."""
+
+    _help_all = GroupedOption(
+        ["--help-all"],
+        is_flag=True,
+        is_eager=True,
+        expose_value=False,
+        callback=_show_all_help,
+        help="Show all options and exit.",
+    )
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        return [*super().get_params(ctx), self._help_all]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
+            if not (ctx.meta.get(_SHOWS_ALL) or getattr(parameter, "is_common", True)):
+                continue
             record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
             if record is not None:
                 groups.setdefault(getattr(parameter, "group", "Options"), []).append(record)
@@ -152,7 +173,8 @@ def setting_options(names: Iterable[str], before_group: str = "") -> Callable[[D
 
     def apply(command: Decorated) -> Decorated:
         for name in reversed(list(names)):
-            command = setting_option(name, group=before_group + SETTINGS[name].group)(command)
+            setting = SETTINGS[name]
+            command = setting_option(name, group=before_group + setting.group, is_common=setting.is_common)(command)
         return command
 
     return apply
@@ -211,6 +233,8 @@ def _parsed(name: str, value: Any) -> Any:
     kind, flag = SETTINGS[name].kind, flag_of(name)
     if name == "disk_prefix_cache":
         return str(parse_scope(value, param=flag))
+    if name == "prefill_compression":
+        return value.lower()
     if name == "normalise":
         Normalisers.parse(value, param=flag)
     if kind == "size":

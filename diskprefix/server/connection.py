@@ -15,6 +15,8 @@ log = logging.getLogger("diskprefix")
 
 HEADERS_S = 30.0
 """Time for the head of a request, from the connection or from the first byte after another request."""
+OTHER_CONNECTIONS = 192
+"""Connections beside those of the requests that may wait. They are idle, or belong to requests that are computed."""
 _REFUSAL_S = 1.0
 """Time for a client to read why it was refused, before the connection is closed."""
 
@@ -99,7 +101,7 @@ class LimitedConnection(H11Protocol):
         """Sends a 503. The connection is closed a moment later: at once, the client might not get to read it."""
         self.transport = transport
         if not self._refused:
-            log.warning("[server] connections are refused: %d are open (--max-connections)", len(self.connections))
+            log.warning("[server] connections are refused: %d are open (--max-queue)", len(self.connections))
         if len(self._refused) >= self._max_connections:
             transport.abort()
             return
@@ -114,8 +116,7 @@ def _refusal(max_connections: int) -> bytes:
     from diskprefix.api.dialect import fault_of, openai_error
 
     error = NotReady(
-        f"the daemon serves requests on {max_connections} connections and takes no more (--max-connections); "
-        "try again later",
+        f"the daemon serves requests on {max_connections} connections and takes no more (--max-queue); try again later",
         code="too_many_connections",
     )
     body = json.dumps(openai_error(fault_of(error))).encode()

@@ -186,7 +186,7 @@ class Daemon:
         imports_s = self._elapsed_s()
         engine = self._load_engine(self.settings, progress)
         try:
-            compress_above = self._compress_above(engine.max_positions)
+            compress_above = self.settings.compression_threshold(engine.max_positions)
         except SettingsError:
             engine.close()
             raise
@@ -213,17 +213,6 @@ class Daemon:
             loaded_at=int(time.time()),
             startup_s={name: round(s, 3) for name, s in (seconds | {"total": self._elapsed_s()}).items()},
         )
-
-    def _compress_above(self, max_positions: int) -> int | None:
-        """Returns the threshold, None without one. Raises `SettingsError` for one that no prompt can exceed."""
-        if self.settings.prefill_compression == "off":
-            return None
-        threshold = self.settings.prefill_threshold or max_positions * 3 // 4
-        if threshold >= max_positions:
-            raise SettingsError(
-                f"--prefill-threshold: {threshold} is not below the {max_positions} positions of this model"
-            )
-        return threshold
 
     def _elapsed_s(self) -> float:
         return self.prior_s + time.perf_counter() - self._made_at

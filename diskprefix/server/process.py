@@ -116,11 +116,11 @@ def _address_of(listener: socket.socket, host: str) -> str:
 
 def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """How uvicorn serves the application: its limits and timeouts, and nothing logged that the daemon logs itself."""
-    from diskprefix.server.connection import LimitedConnection
+    from diskprefix.server.connection import OTHER_CONNECTIONS, LimitedConnection
 
     return uvicorn.Config(
         app,
-        http=partial(LimitedConnection, settings.max_connections, set()),  # type: ignore[arg-type]
+        http=partial(LimitedConnection, settings.max_queue + OTHER_CONNECTIONS, set()),  # type: ignore[arg-type]
         ws="none",
         loop="asyncio",
         lifespan="on",

@@ -16,13 +16,12 @@ from pathlib import Path
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.settings import OnCorruption
 from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.schema import EntryRecord, RootRecord
-from diskprefix.store.store_file import StoreFile
+from diskprefix.store.store_file import OnCorruption, StoreFile
 from diskprefix.store.tree import PrefixTree
 from diskprefix.store.wiping import wipe
 from diskprefix.tokens import TokenIds

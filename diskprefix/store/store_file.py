@@ -15,10 +15,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, OnCorruption
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.environment import Environment
@@ -39,6 +40,8 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES
 
 log = logging.getLogger("diskprefix")
+
+OnCorruption: TypeAlias = Literal["quarantine", "refuse"]
 
 DAMAGED = "damaged.mdb"
 """The name of an unusable file once it is moved aside. It replaces the one that was moved aside before."""

@@ -41,11 +41,11 @@ def test_a_session_goes_on_beyond_the_models_positions_and_its_turns_hit(chat_mo
     assert second["source"] == "memory"
 
 
-@pytest.mark.parametrize("threshold", [2048, 5000])
+@pytest.mark.parametrize("threshold", ["2048", "5000"])
 def test_a_threshold_that_no_prompt_can_exceed_ends_the_start_with_an_error(
-    chat_model: Path, tmp_path: Path, threshold: int
+    chat_model: Path, tmp_path: Path, threshold: str
 ) -> None:
-    changes: dict[str, Any] = {"prefill_compression": "auto", "prefill_threshold": threshold}
+    changes: dict[str, Any] = {"prefill_compression": threshold}
     changes["kv_cache_dir"] = tmp_path / "kv"
     with started_app(chat_model, load_engine, **changes) as server:
         wait_until(lambda: server.daemon.failure, "the start failed")

@@ -12,6 +12,7 @@ import pytest
 
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.server import connection as limits
+from diskprefix.settings import Settings
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
 
@@ -24,8 +25,9 @@ def engine() -> ScriptedEngine:
 
 
 @pytest.fixture
-def server(chat_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
-    with scripted_app(chat_model, engine, max_connections=3) as running:
+def server(chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppServer]:
+    monkeypatch.setattr(limits, "OTHER_CONNECTIONS", 3 - Settings.max_queue)
+    with scripted_app(chat_model, engine) as running:
         yield running
 
 
@@ -138,7 +140,7 @@ def test_if_all_connections_are_in_requests_a_new_one_gets_a_503_that_says_so(se
                 status, body = answer_of(refused)
             assert status == "HTTP/1.1 503 Service Unavailable"
             assert json.loads(body)["error"]["code"] == "too_many_connections"
-            assert "--max-connections" in json.loads(body)["error"]["message"]
+            assert "--max-queue" in json.loads(body)["error"]["message"]
         # Also a client that sends before it reads is told why.
         answer = client.post("/v1/chat/completions", content=b"x" * 100_000)
         assert answer.status_code == 503

@@ -18,7 +18,6 @@ import pytest
 from diskprefix.errors import DeviceLost
 from diskprefix.server.process import process_age_s
 from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, serve_flags, wait_until
-from tests.store.building import change_format
 
 CHAT = "/v1/chat/completions"
 BODY: dict[str, Any] = {
@@ -183,18 +182,6 @@ def test_a_cache_folder_that_cannot_be_created_is_refused(chat_model: Path, tmp_
     code, line = refused_start(*serve_flags(chat_model, tmp_path / "file" / "kv"))
     assert code == 4
     assert str(tmp_path / "file") in line
-
-
-def test_a_store_of_another_format_is_left_alone_where_damage_is_refused(chat_model: Path, cache: Path) -> None:
-    with running_daemon(chat_model, cache) as daemon:
-        assert httpx.post(daemon.url + CHAT, json=BODY, timeout=60).is_success
-        assert daemon.stop() == 0
-    change_format(cache, 99)
-    before = (cache / "data.mdb").read_bytes()
-    code, line = refused_start(*serve_flags(chat_model, cache), "--kv-cache-on-corruption", "refuse")
-    assert code == 4
-    assert "99" in line
-    assert (cache / "data.mdb").read_bytes() == before
 
 
 @pytest.mark.parametrize("standby", [(), ("--standby",)], ids=["alone", "standby"])

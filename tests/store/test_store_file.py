@@ -8,8 +8,8 @@ import pytest
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.settings import OnCorruption
 from diskprefix.store.store import Store
+from diskprefix.store.store_file import OnCorruption
 
 A, B = NamespaceKey.of(b"key of the one fleet"), NamespaceKey.of(b"key of the other one")
 BUDGET = 32 << 20

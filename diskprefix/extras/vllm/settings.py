@@ -22,7 +22,6 @@ NAMES = {
     "min_free": "kv_cache_min_free",
     "write_buffer": "kv_cache_write_buffer",
     "codec": "kv_cache_codec",
-    "on_corruption": "kv_cache_on_corruption",
     "block_size": "block_size",
     "namespace_key_file": "namespace_key_file",
     "remote_tier": "remote_tier",
