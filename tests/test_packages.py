@@ -256,7 +256,7 @@ def test_a_circle_is_found(sources: dict[str, str], found: set[tuple[str, ...]])
         "diskprefix.cli",
         "diskprefix.extras.watch.inspect.inspect_command",
         "diskprefix.extras.simulate.simulate_command",
-        "diskprefix.cli.warm",
+        "diskprefix.cli.warm_command",
         "diskprefix.cache.matching",
         "diskprefix.cache.tiers.disk",
         "diskprefix.cache.planning",

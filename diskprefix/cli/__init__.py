@@ -12,23 +12,23 @@ import click
 from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError
 
-COMMANDS = (
-    "serve",
-    "clients",
-    "models",
-    "doctor",
-    "warm",
-    "verify",
-    "purge",
-    "compact",
-    "backup",
-    "restore",
-    "export",
-    "import",
-    "init",
-    "completion",
-)
-"""Of the core. Each is the function of its name in the module of its name, with _ after the keyword `import`."""
+COMMANDS = {
+    "serve": "serve_command",
+    "clients": "clients_command",
+    "models": "models_command",
+    "doctor": "doctor_command",
+    "warm": "warm_command",
+    "verify": "verify_command",
+    "purge": "purge_command",
+    "compact": "backup_command",
+    "backup": "backup_command",
+    "restore": "backup_command",
+    "export": "export_command",
+    "import": "import_command",
+    "init": "init_command",
+    "completion": "about",
+}
+"""The module of each command of the core. The function has the command's name, and `import_` for `import`."""
 
 _USAGE_EXIT_CODE, _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 2, 4, 130, 141
 """A shell reports the last two for a process that SIGINT or SIGPIPE killed."""
@@ -49,14 +49,14 @@ class LazyGroup(click.Group):
         if cmd_name not in COMMANDS:
             place = hooks.commands().get(cmd_name)
             return None if place is None else hooks.command(place)
-        name = "import_" if cmd_name == "import" else cmd_name
-        command: click.Command = getattr(importlib.import_module(f"diskprefix.cli.{name}"), name)
+        module = importlib.import_module(f"diskprefix.cli.{COMMANDS[cmd_name]}")
+        command: click.Command = getattr(module, "import_" if cmd_name == "import" else cmd_name)
         return command
 
 
 def _show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:
     if value:
-        from diskprefix.cli.versions import version_text
+        from diskprefix.cli.about import version_text
 
         click.echo(version_text())
         context.exit()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import os
 import socket
 import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Literal, TypeAlias
 
-from diskprefix.cli.disk_speed import disk_speed
-from diskprefix.cli.findings import Finding
 from diskprefix.errors import CacheError
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
@@ -25,29 +27,50 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.units import format_size
 
+Level: TypeAlias = Literal["ok", "note", "problem", "skipped"]
+
 _LEAST_PYTHON = (3, 11)
 _VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs"}
 _FIRST_TIME = 1_735_689_600.0
 """2025-01-01: before the first release, so a clock that says so is wrong."""
 _ROWS, _INNER, _OUTER = 32, 256, 192
 _ASK_S = 3.0
+_FILE_BYTES = 64 << 20
+_MOST_WRITING_S = 0.15
+_MOST_READING_S = 0.1
+_CONTENT_BYTES = 4 << 20
+"""The bytes of one read or write."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check. `advice` says what to do about it, and is empty if there is nothing to do.
+
+    `level`: `ok`, `note` (it works, and could be better), `problem` (it does not work) or `skipped` (not checked).
+    """
+
+    check: str
+    level: Level
+    text: str
+    advice: str = ""
 
 
 def python_findings() -> Iterator[Finding]:
     found = sys.version_info[:3]
     text = f"Python {'.'.join(map(str, found))}"
     if found < _LEAST_PYTHON:
-        yield Finding(check="python", level="problem", text=text, advice="diskprefix needs Python 3.11 or newer")
+        yield Finding("python", "problem", text, "diskprefix needs Python 3.11 or newer")
     else:
-        yield Finding(check="python", level="ok", text=text)
+        yield Finding("python", "ok", text)
     missing = [name for name in ("torch", "transformers", "tokenizers", "lmdb", "numpy") if _version(name) is None]
     if missing:
-        text = f"not installed: {', '.join(missing)}"
-        yield Finding(check="packages", level="problem", text=text, advice="install diskprefix again with pip")
+        yield Finding(
+            "packages", "problem", f"not installed: {', '.join(missing)}", "install diskprefix again with pip"
+        )
 
 
 def torch_findings(settings: Settings) -> Iterator[Finding]:
-    """torch's build, the instruction sets that it uses, and whether products are the same whatever is beside them."""
+    """Yields torch's build and instruction sets, and whether a product depends on the rows beside it."""
     import torch
 
     from diskprefix.model.exact.rows import linear
@@ -58,16 +81,16 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     text = f"torch {torch.__version__} ({kind} build), {capability}, {torch.get_num_threads()} threads"
     is_old = capability in ("DEFAULT", "NO AVX")
     advice = "this CPU has no AVX2: computing is slow" if is_old else ""
-    yield Finding(check="torch", level="note" if is_old else "ok", text=text, advice=advice)
+    yield Finding("torch", "note" if is_old else "ok", text, advice)
     try:
         choose(settings.kernels)
         names = described()
     except Unavailable as error:
-        yield Finding(check="kernels", level="problem", text=str(error), advice="give another --kernels")
+        yield Finding("kernels", "problem", str(error), "give another --kernels")
         return
     is_native = names.startswith("native") or settings.kernels == "torch"
     advice = "" if is_native else "install a C++ compiler, then diskprefix again, for faster attention"
-    yield Finding(check="kernels", level="ok" if is_native else "note", text=f"computed by {names}", advice=advice)
+    yield Finding("kernels", "ok" if is_native else "note", f"computed by {names}", advice)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_ROWS, _INNER, generator=generator).to(torch.bfloat16)
     weight = torch.randn(_OUTER, _INNER, generator=generator).to(torch.bfloat16)
@@ -75,40 +98,51 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     differ = [n for n in (1, 2, 3, 7, 16) if not torch.equal(linear(rows[:n], weight), whole[:n])]
     if differ:
         text = f"a row of a product depends on how many rows are computed with it ({', '.join(map(str, differ))})"
-        advice = "prefixes are restored at the ends of blocks only; another torch or CPU may do better"
-        yield Finding(check="batch invariance", level="note", text=text, advice=advice)
+        yield Finding(
+            "batch invariance",
+            "note",
+            text,
+            "prefixes are restored at the ends of blocks only; another torch or CPU may do better",
+        )
     else:
-        text = "a row of a product has the same bits alone and beside others"
-        yield Finding(check="batch invariance", level="ok", text=text)
+        yield Finding("batch invariance", "ok", "a row of a product has the same bits alone and beside others")
 
 
 def folder_findings(settings: Settings) -> Iterator[Finding]:
-    """Rights, file system, free space, and the store itself."""
+    """Yields the findings about the folder's rights, its file system and the free space."""
     folder = settings.kv_cache_dir
     place = _existing(folder)
     try:
         check_folder(folder)
     except CacheError as error:
-        yield Finding(check="folder", level="problem", text=error.message, advice="see the message")
+        yield Finding("folder", "problem", error.message, "see the message")
         return
     if not os.access(place, os.W_OK | os.X_OK):
         yield Finding(
-            check="folder",
-            level="problem",
-            text=f"{place} cannot be written",
-            advice="give another --kv-cache-dir, or change its owner",
+            "folder",
+            "problem",
+            f"{place} cannot be written",
+            "give another --kv-cache-dir, or change its owner",
         )
         return
-    yield Finding(check="folder", level="ok", text=f"{folder}{'' if place == folder else ' will be created'}")
+    yield Finding("folder", "ok", f"{folder}{'' if place == folder else ' will be created'}")
     kind = _file_system(place)
     if kind in _VOLATILE:
-        text, advice = f"{kind}: what is saved is lost at the next boot", "give a --kv-cache-dir on a disk"
-        yield Finding(check="file system", level="problem", text=text, advice=advice)
+        yield Finding(
+            "file system",
+            "problem",
+            f"{kind}: what is saved is lost at the next boot",
+            "give a --kv-cache-dir on a disk",
+        )
     elif kind in _REMOTE:
-        text, advice = f"{kind}: the store's file is not safe on a network", "give a --kv-cache-dir on a local disk"
-        yield Finding(check="file system", level="problem", text=text, advice=advice)
+        yield Finding(
+            "file system",
+            "problem",
+            f"{kind}: the store's file is not safe on a network",
+            "give a --kv-cache-dir on a local disk",
+        )
     else:
-        yield Finding(check="file system", level="ok", text=kind or "not known")
+        yield Finding("file system", "ok", kind or "not known")
     yield _space_finding(settings, place)
 
 
@@ -119,37 +153,41 @@ def _space_finding(settings: Settings, place: Path) -> Finding:
     usable = free + own - settings.kv_cache_min_free
     text = f"{format_size(free)} free, budget {format_size(settings.kv_cache_budget)}"
     if usable <= 0:
-        advice = "free some, or lower --kv-cache-min-free: nothing can be saved"
-        return Finding(check="space", level="problem", text=text, advice=advice)
+        return Finding("space", "problem", text, "free some, or lower --kv-cache-min-free: nothing can be saved")
     if usable < settings.kv_cache_budget:
-        advice = f"the store stays below {format_size(usable)}, so that --kv-cache-min-free is left"
-        return Finding(check="space", level="note", text=text, advice=advice)
-    return Finding(check="space", level="ok", text=text)
+        return Finding(
+            "space", "note", text, f"the store stays below {format_size(usable)}, so that --kv-cache-min-free is left"
+        )
+    return Finding("space", "ok", text)
 
 
 def store_findings(settings: Settings) -> Iterator[Finding]:
-    """What is in the store, whether its times are believable, and whether the disk is fast enough."""
+    """Yields the findings about the store's content, the clock and the speed of the disk."""
     folder = settings.kv_cache_dir
     prefill_s_per_byte, newest = None, 0.0
     if not (folder / DATA).is_file():
-        yield Finding(check="store", level="ok", text="no store yet; the first request creates it")
+        yield Finding("store", "ok", "no store yet; the first request creates it")
     else:
         try:
             store = Store(folder, read_only=True)
         except CacheError as error:
-            advice = "move the file away, or let `diskprefix serve` move it aside and begin an empty store"
-            yield Finding(check="store", level="problem", text=error.message, advice=advice)
+            yield Finding(
+                "store",
+                "problem",
+                error.message,
+                "move the file away, or let `diskprefix serve` move it aside and begin an empty store",
+            )
             return
         try:
             with store.snapshot() as snapshot:
                 counts = snapshot.counts()
                 saved = total_savings(snapshot).total.saved_s
                 text = f"{counts['entries']:,} saved prompts in {format_size(snapshot.used_bytes())}"
-                yield Finding(check="store", level="ok", text=f"{text}; {saved:,.0f} s of computing saved until now")
+                yield Finding("store", "ok", f"{text}; {saved:,.0f} s of computing saved until now")
                 newest = _newest_use(snapshot)
                 prefill_s_per_byte = _prefill_s_per_byte(snapshot)
         except CacheError as error:
-            yield Finding(check="store", level="problem", text=error.message, advice="diskprefix verify --fix")
+            yield Finding("store", "problem", error.message, "diskprefix verify --fix")
         finally:
             store.close()
     yield _clock_finding(time.time(), newest)
@@ -162,17 +200,21 @@ def _newest_use(snapshot: Snapshot) -> float:
 
 
 def _clock_finding(now: float, newest: float) -> Finding:
-    """`newest` is when the store was used last, as it says."""
+    """Compares the clock with the last use of the store, `newest`."""
     if now < _FIRST_TIME:
-        return Finding(check="clock", level="problem", text="the clock is years behind", advice="set the time (NTP)")
+        return Finding("clock", "problem", "the clock is years behind", "set the time (NTP)")
     if newest > now + 60:
-        text = "the store was used at a time that has not come yet"
-        return Finding(check="clock", level="note", text=text, advice="set the time (NTP): ages decide what is evicted")
-    return Finding(check="clock", level="ok", text=time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now)))
+        return Finding(
+            "clock",
+            "note",
+            "the store was used at a time that has not come yet",
+            "set the time (NTP): ages decide what is evicted",
+        )
+    return Finding("clock", "ok", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now)))
 
 
 def _prefill_s_per_byte(snapshot: Snapshot) -> float | None:
-    """Returns how long computing a byte of state took, in the middle of what is stored; None if nobody measured it."""
+    """Returns the median time to compute a byte of state, in seconds; None if it was not measured."""
     records = snapshot.usages().records
     known = records[(records["prefill_s"] > 0) & (records["stored_bytes"] > 0)]
     if not len(known):
@@ -184,40 +226,36 @@ def _prefill_s_per_byte(snapshot: Snapshot) -> float | None:
 def _speed_finding(place: Path, prefill_s_per_byte: float | None) -> Finding:
     speed = disk_speed(place)
     if speed is None:
-        text = "the folder takes no file to measure the disk with"
-        return Finding(check="disk", level="skipped", text=text, advice="")
+        return Finding("disk", "skipped", "the folder takes no file to measure the disk with", "")
     text = f"reads {format_size(speed)} a second"
     if prefill_s_per_byte is None:
-        return Finding(check="disk", level="ok", text=f"{text}; computing was not measured yet")
+        return Finding("disk", "ok", f"{text}; computing was not measured yet")
     ratio = prefill_s_per_byte * speed
     text += f": restoring is about {ratio:,.1f} times as fast as computing"
     if ratio < 1:
-        advice = "caching is not worth it on this disk; --kv-cache-gate auto leaves it out"
-        return Finding(check="disk", level="note", text=text, advice=advice)
-    return Finding(check="disk", level="ok", text=text)
+        return Finding("disk", "note", text, "caching is not worth it on this disk; --kv-cache-gate auto leaves it out")
+    return Finding("disk", "ok", text)
 
 
 def port_finding(settings: Settings) -> Finding:
-    """Whether the port is free, or a daemon answers on it."""
+    """Returns `ok` if the port is free or a healthy daemon answers on it."""
     where = f"{settings.host}:{settings.port}"
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
-        return Finding(check="port", level="ok", text=f"{where} is free")
+        return Finding("port", "ok", f"{where} is free")
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
-            text = f"{where}: {error.strerror or error}"
-            return Finding(check="port", level="problem", text=text, advice="give another --host or --port")
+            return Finding("port", "problem", f"{where}: {error.strerror or error}", "give another --host or --port")
     status = _daemon_status(settings)
     if status is None:
-        text = f"{where} is used by another program"
-        return Finding(check="port", level="problem", text=text, advice="stop it, or give another --port")
+        return Finding("port", "problem", f"{where} is used by another program", "stop it, or give another --port")
     text = f"a daemon answers at {where}: {status}"
     if status == "ok":
-        return Finding(check="port", level="ok", text=text)
-    return Finding(check="port", level="note", text=text, advice="its log and GET /health say why")
+        return Finding("port", "ok", text)
+    return Finding("port", "note", text, "its log and GET /health say why")
 
 
 def _daemon_status(settings: Settings) -> str | None:
@@ -260,3 +298,51 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def disk_speed(folder: Path) -> float | None:
+    """Returns the bytes a second of a sequential read from the disk under `folder`; None if the folder takes no file or
+    is nearly full. Takes about half a second, and longer where the disk is busy. The file is always removed."""
+    try:
+        free = os.statvfs(folder)
+        if free.f_bavail * free.f_frsize < 4 * _FILE_BYTES:
+            return None
+        writing, name = tempfile.mkstemp(prefix="speed-", dir=folder)
+        with open(writing, "wb", buffering=0):
+            try:
+                reading = _open_past_the_cache(name)
+            finally:
+                os.unlink(name)  # nothing is left whatever happens
+            with open(reading, "rb", buffering=0):
+                return _read(reading, _write(writing, os.urandom(_CONTENT_BYTES))) or None
+    except OSError:
+        return None
+
+
+def _open_past_the_cache(name: str) -> int:
+    try:
+        return os.open(name, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    except OSError:  # not every file system can
+        return os.open(name, os.O_RDONLY)
+
+
+def _write(descriptor: int, content: bytes) -> int:
+    """Returns the bytes that were written: fewer on a slow disk."""
+    written = 0
+    started = time.perf_counter()
+    while written < _FILE_BYTES and time.perf_counter() - started < _MOST_WRITING_S:
+        written += os.write(descriptor, content)
+        os.fsync(descriptor)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    return written
+
+
+def _read(descriptor: int, num_bytes: int) -> float:
+    """Returns the bytes a second of reading `num_bytes`, or as many as the time allows."""
+    part = mmap.mmap(-1, _CONTENT_BYTES)  # whole pages, as reading past the cache demands
+    found = 0
+    started = time.perf_counter()
+    while found < num_bytes and time.perf_counter() - started < _MOST_READING_S:
+        found += os.preadv(descriptor, [part], found)
+    return found / (time.perf_counter() - started)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diskprefix.cli.findings import Finding
+from diskprefix.cli.doctor_machine import Finding
 from diskprefix.errors import DiskPrefixError, ModelError
 from diskprefix.settings import Settings, cache_home
 from diskprefix.units import format_size
@@ -28,13 +28,15 @@ def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[F
     folder = local_folder(settings.model)
     if folder is None:
         what = "the embedded model" if settings.model is None else repr(settings.model)
-        text = f"{what} is not on this machine yet: it is fetched at the first start"
-        yield Finding(check="model", level="skipped", text=text)
+        yield Finding("model", "skipped", f"{what} is not on this machine yet: it is fetched at the first start")
         return
     yield _memory_finding(settings, folder)
     if folder.is_file():
-        text = f"{folder.name} is converted at the first start; until then its tokenizer is not looked at"
-        yield Finding(check="tokenizer", level="skipped", text=text)
+        yield Finding(
+            "tokenizer",
+            "skipped",
+            f"{folder.name} is converted at the first start; until then its tokenizer is not looked at",
+        )
         return
     say("reading the tokenizer")
     yield from _tokenizer_findings(settings, folder)
@@ -65,23 +67,20 @@ def _memory_finding(settings: Settings, folder: Path) -> Finding:
 
     files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
-        text = f"{folder} holds no weights"
-        return Finding(check="model", level="problem", text=text, advice="give another --model")
+        return Finding("model", "problem", f"{folder} holds no weights", "give another --model")
     try:
         needed = weights_bytes(files, 4 if settings.dtype == "float32" else 2)
     except ModelError as error:
-        return Finding(check="model", level="problem", text=error.message, advice="fetch or copy it again")
+        return Finding("model", "problem", error.message, "fetch or copy it again")
     free = available_ram_bytes()
     text = f"{folder.name}: about {format_size(needed)} of weights, {format_size(free)} of memory free"
     if settings.device not in ("auto", "cpu"):
-        return Finding(check="model", level="ok", text=f"{text}; it is to run on {settings.device}")
+        return Finding("model", "ok", f"{text}; it is to run on {settings.device}")
     if needed > free:
-        advice = "free memory, take a smaller model, or --weights int8 or int4"
-        return Finding(check="model", level="problem", text=text, advice=advice)
+        return Finding("model", "problem", text, "free memory, take a smaller model, or --weights int8 or int4")
     if needed * _FACTOR > free:
-        advice = "little is left for the state of requests; see --kv-memory"
-        return Finding(check="model", level="note", text=text, advice=advice)
-    return Finding(check="model", level="ok", text=text)
+        return Finding("model", "note", text, "little is left for the state of requests; see --kv-memory")
+    return Finding("model", "ok", text)
 
 
 def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
@@ -92,17 +91,21 @@ def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
     try:
         tokenizer = load_tokenizer(str(folder), settings.chat_template, lambda _line: None)
     except DiskPrefixError as error:
-        yield Finding(check="tokenizer", level="problem", text=error.message, advice="fetch or copy the model again")
+        yield Finding("tokenizer", "problem", error.message, "fetch or copy the model again")
         return
     text = f"{len(tokenizer):,} tokens"
     sample = "Ünïcödé — 日本語 🦀 and\n\n  code();"
     back = tokenizer.decode(tokenizer(sample, add_special_tokens=False)["input_ids"])
     is_same = back.strip() == sample
     advice = "" if is_same else "some texts change in it; nothing is wrong with the cache"
-    yield Finding(check="tokenizer", level="ok" if is_same else "note", text=text, advice=advice)
+    yield Finding("tokenizer", "ok" if is_same else "note", text, advice)
     if not tokenizer.chat_template:
-        text, advice = "the model has no chat template", "give one with --chat-template, or use /v1/completions"
-        yield Finding(check="template", level="note", text=text, advice=advice)
+        yield Finding(
+            "template",
+            "note",
+            "the model has no chat template",
+            "give one with --chat-template, or use /v1/completions",
+        )
         return
     renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1 << 30)
     try:
@@ -110,33 +113,36 @@ def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
         body = {"messages": [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": "Hello."}]}
         prompt = parse_body(body).prompt(renderer)
     except DiskPrefixError as error:
-        advice = "give another one with --chat-template"
-        yield Finding(check="template", level="problem", text=error.message, advice=advice)
+        yield Finding("template", "problem", error.message, "give another one with --chat-template")
         return
     if not prompt.boundaries:
-        text, advice = "no place in it is safe to cut", "auto keeps less; the scope full keeps whole prompts"
-        yield Finding(check="template", level="note", text=text, advice=advice)
+        yield Finding(
+            "template", "note", "no place in it is safe to cut", "auto keeps less; the scope full keeps whole prompts"
+        )
     else:
         # A template may write the system message into the first turn of the user, whose start `system_end` is then.
         is_end = _SYSTEM in tokenizer.decode(prompt.token_ids[: prompt.system_end])
         where = "; the system message ends at one" if is_end else ", none at the system message's end"
-        text = f"{len(prompt.boundaries)} boundaries in a prompt of two messages{where}"
-        yield Finding(check="template", level="ok", text=text)
+        yield Finding("template", "ok", f"{len(prompt.boundaries)} boundaries in a prompt of two messages{where}")
     yield _calls_finding(renderer.output_format.name)
 
 
 def _calls_finding(name: str) -> Finding:
     """The renderer has had calls written by the template and read back: the name says in which format that worked."""
     if name in ("none", "json"):
-        text = "the template writes calls of tools in no known format: only calls as JSON are found"
-        return Finding(check="tool calls", level="note", text=text, advice="agents may not work with this model")
-    return Finding(check="tool calls", level="ok", text=f"written by the template and read back: {name}")
+        return Finding(
+            "tool calls",
+            "note",
+            "the template writes calls of tools in no known format: only calls as JSON are found",
+            "agents may not work with this model",
+        )
+    return Finding("tool calls", "ok", f"written by the template and read back: {name}")
 
 
 def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
     """Loads the model twice, into a store of its own, and sends the same request as a client does: cold, again, and
     again after a restart."""
-    from diskprefix.cli.warm_target import in_this_process
+    from diskprefix.cli.daemon_call import in_this_process
 
     with tempfile.TemporaryDirectory(prefix="doctor-", dir=_writable(settings.kv_cache_dir)) as folder:
         own = replace(
@@ -161,7 +167,7 @@ def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[
                 for _ in range(2 if not replies else 1):
                     answer = call("POST", "/v1/chat/completions", body)
                     if answer.status != 200:
-                        yield Finding(check="request", level="problem", text=answer.message, advice="see the message")
+                        yield Finding("request", "problem", answer.message, "see the message")
                         return
                     replies.append(answer.body)
                 exact = call("GET", "/props", None).body["model"]["identity"]["exact_at"]
@@ -172,23 +178,28 @@ def _judged(replies: list[dict[str, Any]], exact_at: str) -> Iterator[Finding]:
     cold, again, restarted = replies
     tokens = cold["usage"]["prompt_tokens"]
     texts = {json.dumps(reply["choices"][0]["message"], sort_keys=True) for reply in replies}
-    text = f"{tokens:,} tokens in {cold['timings']['ttft_ms'] / 1e3:.2f} s"
-    yield Finding(check="request", level="ok", text=text)
-    yield Finding(check="exactness", level="ok", text=f"this model is exact at every {exact_at}")
+    yield Finding("request", "ok", f"{tokens:,} tokens in {cold['timings']['ttft_ms'] / 1e3:.2f} s")
+    yield Finding("exactness", "ok", f"this model is exact at every {exact_at}")
     for check, reply in (("repeated", again), ("restart", restarted)):
         found = reply["prefix_cache"]
         if not found["restored"]:
             reason = found.get("miss_reason", "not known")
-            advice = "server/README.md explains the reason"
-            yield Finding(check=check, level="problem", text=f"nothing was restored: {reason}", advice=advice)
+            yield Finding(check, "problem", f"nothing was restored: {reason}", "server/README.md explains the reason")
         else:
-            text = f"{found['restored']:,} tokens from {found['source']} in {reply['timings']['ttft_ms'] / 1e3:.2f} s"
-            yield Finding(check=check, level="ok", text=text)
+            yield Finding(
+                check,
+                "ok",
+                f"{found['restored']:,} tokens from {found['source']} in {reply['timings']['ttft_ms'] / 1e3:.2f} s",
+            )
     if len(texts) > 1:
-        text, advice = "the replies differ", "please report this with the output of `diskprefix --version`"
-        yield Finding(check="same reply", level="problem", text=text, advice=advice)
+        yield Finding(
+            "same reply",
+            "problem",
+            "the replies differ",
+            "please report this with the output of `diskprefix --version`",
+        )
     else:
-        yield Finding(check="same reply", level="ok", text="cold, repeated and restored replies are equal")
+        yield Finding("same reply", "ok", "cold, repeated and restored replies are equal")
 
 
 def _writable(folder: Path) -> Path:

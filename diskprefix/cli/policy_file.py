@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import tomllib
@@ -70,3 +71,11 @@ def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) ->
 def _line_of(text: str, key: str) -> int:
     pattern = re.compile(rf"""\s*(\[+\s*)?["']?{re.escape(key)}["']?\s*[=.\]]""")
     return next((n for n, line in enumerate(text.splitlines(), start=1) if pattern.match(line)), 1)
+
+
+def toml_value(value: Any) -> str:
+    """Returns a value as it stands in a policy file."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    # JSON's texts are TOML's, as far as paths and names go.
+    return json.dumps(str(value), ensure_ascii=False) if isinstance(value, str | Path) else str(value)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from diskprefix.cli import clients
-from diskprefix.cli.warm_target import Answer
+from diskprefix.cli import clients_command
+from diskprefix.cli.daemon_call import Answer
 from diskprefix.recipes.recipe import Recipe, RecipeFile, Served, names, recipe
 from tests.cli.conftest import Run
 
@@ -58,7 +58,7 @@ class FakeDaemon:
 @pytest.fixture
 def daemon(monkeypatch: pytest.MonkeyPatch) -> FakeDaemon:
     fake = FakeDaemon()
-    monkeypatch.setattr(clients, "running_daemon", fake)
+    monkeypatch.setattr(clients_command, "running_daemon", fake)
     return fake
 
 
@@ -117,7 +117,7 @@ def test_an_unknown_name_is_one_clear_line(run: Run, daemon: FakeDaemon) -> None
 
 def test_a_refused_key_and_no_daemon_are_one_clear_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     refusal = Answer(401, b'{"error": {"message": "this key is not known"}}')
-    monkeypatch.setattr(clients, "running_daemon", FakeDaemon(refusal))
+    monkeypatch.setattr(clients_command, "running_daemon", FakeDaemon(refusal))
     ended = run("clients", "llm", "--api-key", "wrong")
     assert (ended.exit_code, ended.stderr) == (2, "error: --api-key: this key is not known\n")
     monkeypatch.undo()

@@ -17,13 +17,13 @@ import torch
 
 from diskprefix.cli import doctor_machine
 from diskprefix.cli.doctor_machine import (
+    Finding,
     folder_findings,
     port_finding,
     python_findings,
     store_findings,
     torch_findings,
 )
-from diskprefix.cli.findings import Finding
 from diskprefix.errors import StoreCorrupt
 from diskprefix.model.exact import rows
 from diskprefix.native import library

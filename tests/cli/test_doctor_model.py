@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from diskprefix.cli import doctor_model, warm_target
+from diskprefix.cli import daemon_call, doctor_model
+from diskprefix.cli.doctor_machine import Finding
 from diskprefix.cli.doctor_model import local_folder, model_findings
-from diskprefix.cli.findings import Finding
 from diskprefix.errors import ModelError
 from diskprefix.model.load import memory
 from diskprefix.settings import Settings
@@ -200,7 +200,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *statuses: int) -> tu
 
         yield call
 
-    monkeypatch.setattr(warm_target, "in_this_process", in_this_process)
+    monkeypatch.setattr(daemon_call, "in_this_process", in_this_process)
     settings = Settings(kv_cache_dir=tmp_path / "kv", record=tmp_path / "day.jsonl", api_keys=tmp_path / "keys")
     found = doctor_model.client_findings(settings, lambda _line: None)
     return {each.check: each for each in found}, starts

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from transformers import BertConfig, Gemma3TextConfig, LlamaConfig, T5Config
 
-from diskprefix.cli import models
+from diskprefix.cli import models_command
 from tests.cli.conftest import Run
 
 Row = dict[str, Any]
@@ -33,8 +33,8 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
         "qwen4_exp": entry("qwen4_exp_text", "unsupported", reason="unsupported: positions of its own"),
     }
     path = tmp_path / "verified.json"
-    path.write_text(json.dumps(models.installed_versions() | {"architectures": found, "real_models": {}}))
-    monkeypatch.setattr(models, "TABLE", path)
+    path.write_text(json.dumps(models_command.installed_versions() | {"architectures": found, "real_models": {}}))
+    monkeypatch.setattr(models_command, "TABLE", path)
     return path
 
 
@@ -84,14 +84,14 @@ def test_the_table_shows_what_json_holds_and_with_which_versions(run: Run) -> No
     shown = run("models", "llama", "mamba").stdout
     assert "32× full" in shown
     assert "bf16, fp32" in shown
-    installed = models.installed_versions()
+    installed = models_command.installed_versions()
     assert f"2 verified with torch {installed['torch']} and transformers {installed['transformers']}" in shown
     assert "installed are" not in shown
 
 
 def test_other_versions_than_the_verified_ones_are_told(run: Run, table: Path) -> None:
     table.write_text(json.dumps(json.loads(table.read_text()) | {"transformers": "5.0.0"}))
-    assert f"installed are torch {models.installed_versions()['torch']} and" in run("models", "llama").stdout
+    assert f"installed are torch {models_command.installed_versions()['torch']} and" in run("models", "llama").stdout
 
 
 def test_a_folder_is_described_by_its_own_configuration(listed: Listed, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 import diskprefix.app
-import diskprefix.cli.serve
+import diskprefix.cli.serve_command
 from diskprefix import __version__
 from diskprefix.cli import cli, command_names, main
 from diskprefix.cli.options import variable_of
@@ -35,7 +35,7 @@ def settings_of(monkeypatch: pytest.MonkeyPatch) -> SettingsOf:
     """The settings that `diskprefix serve` with these arguments would run with."""
     seen: list[Settings] = []
     monkeypatch.setattr(diskprefix.app, "serve", seen.append)
-    monkeypatch.setattr(diskprefix.cli.serve, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(diskprefix.cli.serve_command, "configure_logging", lambda *_: None)
 
     def run(*args: str) -> Settings:
         with pytest.raises(SystemExit) as end:
@@ -316,7 +316,7 @@ def test_an_error_of_the_daemon_is_one_line_and_its_exit_code(
         raise error
 
     monkeypatch.setattr(diskprefix.app, "serve", fail)
-    monkeypatch.setattr(diskprefix.cli.serve, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(diskprefix.cli.serve_command, "configure_logging", lambda *_: None)
     assert error_line(capsys, "serve")[0] == code
 
 

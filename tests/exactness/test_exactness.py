@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
-from diskprefix.cli.models import TABLE
+from diskprefix.cli.models_command import TABLE
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import ModelError
 from diskprefix.kv.arena import KVArena

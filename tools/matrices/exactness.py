@@ -20,7 +20,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from diskprefix.cli.models import installed_versions
+from diskprefix.cli.models_command import installed_versions
 from diskprefix.errors import ModelError
 from tests.exactness.architectures import ARCHITECTURES
 from tests.exactness.jobs import Job, Lengths

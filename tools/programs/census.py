@@ -121,7 +121,7 @@ def pages() -> dict[str, int]:
 
 def num_options() -> int:
     """Returns the options of `diskprefix serve`."""
-    from diskprefix.cli.serve import serve
+    from diskprefix.cli.serve_command import serve
 
     return sum(isinstance(parameter, click.Option) for parameter in serve.params)
 

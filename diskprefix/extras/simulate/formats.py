@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cli.warm_input import body_in
+from diskprefix.cli.warm_prompts import body_in
 from diskprefix.errors import InvalidRequest, InvalidScope, SettingsError
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recording import RecordedRequest, joined

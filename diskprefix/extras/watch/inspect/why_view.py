@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from diskprefix.cli.tooling import print_json, short_id, shortened, status, terminal_width
-from diskprefix.cli.warm_input import body_in
+from diskprefix.cli.warm_prompts import body_in
 from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.extras.watch.browse.why import Parting, Why, explain
 from diskprefix.nouns import SHARED, Tenant

@@ -6,8 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from diskprefix.cli.daemon_call import Answer, Call, running_daemon
 from diskprefix.cli.tooling import opened_store
-from diskprefix.cli.warm_target import Answer, Call, running_daemon
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError, StoreUnavailable
 from diskprefix.extras.watch.browse.flat import listing
 from diskprefix.extras.watch.browse.outline import outline

@@ -6,9 +6,9 @@ from dataclasses import asdict
 
 import click
 
+from diskprefix.cli.daemon_call import running_daemon, wait_ready
 from diskprefix.cli.options import api_key_option, nonempty, url_option
 from diskprefix.cli.tooling import json_option, print_json, status
-from diskprefix.cli.warm_target import running_daemon, wait_ready
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import escaped
 from diskprefix.recipes.recipe import NO_KEY, Served, names, recipe

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.findings import Finding
+from diskprefix.cli.doctor_machine import Finding
 from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
 from diskprefix.cli.tooling import print_json, status
 from diskprefix.printable import printable_only

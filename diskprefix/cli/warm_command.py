@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.cli.daemon_call import Answer, Call, Say, in_this_process, running_daemon, wait_ready
 from diskprefix.cli.logs import configure_logging
 from diskprefix.cli.options import (
     GroupedCommand,
@@ -23,8 +24,7 @@ from diskprefix.cli.options import (
     url_option,
 )
 from diskprefix.cli.tooling import print_json, refuse_given, status
-from diskprefix.cli.warm_input import Json, WarmItem, read_items
-from diskprefix.cli.warm_target import Answer, Call, Say, in_this_process, running_daemon, wait_ready
+from diskprefix.cli.warm_prompts import Json, WarmItem, read_items
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
 from diskprefix.printable import printable_only, shown
 from diskprefix.settings import CACHE, SERVER, SETTINGS

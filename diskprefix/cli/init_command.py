@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -12,7 +11,7 @@ from typing import Any
 import click
 
 from diskprefix.cli.options import PathType, policy_values
-from diskprefix.cli.policy_file import find_policy, packaged
+from diskprefix.cli.policy_file import find_policy, packaged, toml_value
 from diskprefix.cli.tooling import json_option, print_json
 from diskprefix.errors import SettingsError
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, default_kv_cache_dir
@@ -108,29 +107,19 @@ def _settings_text(model: str | None, preset: str, budget: str) -> str:
         raise SettingsError(f"--budget: {budget} is out of range ({bounds})")
     lines = ["# Settings of diskprefix, for `diskprefix serve --policy FILE`. A flag or a variable overrides them.", ""]
     if model is not None:
-        lines.append(f"model = {_quoted(model if not Path(model).expanduser().exists() else _absolute(model))}")
+        lines.append(f"model = {toml_value(model if not Path(model).expanduser().exists() else _absolute(model))}")
     values: dict[str, Any] = {} if preset == "none" else policy_values(preset)
     if values:
         lines.append(f"# From the preset {preset}; {find_policy(preset).name} says why.")
     for name, value in values.items():
         if name != "kv_cache_budget":
-            lines.append(f"{name} = {_toml(value)}")
-    lines += ["# The largest size of the store's file.", f"kv_cache_budget = {_quoted(budget)}"]
+            lines.append(f"{name} = {toml_value(value)}")
+    lines += ["# The largest size of the store's file.", f"kv_cache_budget = {toml_value(budget)}"]
     return "\n".join(lines) + "\n"
 
 
 def _absolute(model: str) -> str:
     return str(Path(model).expanduser().absolute())
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return str(value) if isinstance(value, int | float) else _quoted(str(value))
-
-
-def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _proposed_budget() -> int:

@@ -1,0 +1,113 @@
+"""`diskprefix backup`, `restore` and `compact`: a copy of the store's file, its way back, and a smaller file."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from diskprefix.cli.options import PathType
+from diskprefix.cli.tooling import advised, print_json, progress, require_store, store_options
+from diskprefix.errors import SettingsError
+from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store, replace_store
+from diskprefix.store.folder import DATA, become_owner
+from diskprefix.store.store import Store
+from diskprefix.units import format_size
+
+
+@click.command(short_help="Write a copy of the store, beside a running daemon.")
+@click.argument("target", metavar="FOLDER", type=PathType(file_okay=False))
+@store_options
+def backup(target: Path, kv_cache_dir: Path, as_json: bool) -> None:
+    """Write a consistent copy of the store to FOLDER, which is created and must not hold a store.
+
+    A daemon may run, and go on saving: the copy has what was stored when it began. It holds the stored records and
+    nothing of what was purged. It is checked before it is complete. `diskprefix restore` puts it back.
+
+    \b
+    diskprefix backup /mnt/backup/kv-monday
+    diskprefix backup --json /mnt/backup/kv-monday
+    diskprefix inspect --kv-cache-dir /mnt/backup/kv-monday
+
+    \b
+    Exit codes: 0 done, 2 wrong usage, 4 the store is damaged, FOLDER holds one already, or its disk is too full.
+    """
+    target = target.absolute()
+    folder = require_store(kv_cache_dir)
+    with advised(), progress("copying", compacted_bytes(folder)) as advance:
+        result = copy_store(folder, target, advance)
+    if as_json:
+        print_json({"file": str(target / DATA)} | asdict(result))
+    else:
+        click.echo(f"wrote {target / DATA}: {format_size(result.before_bytes)} → {format_size(result.after_bytes)}")
+
+
+@click.command(short_help="Put a backup in the place of the store.")
+@click.argument("source", metavar="FOLDER", type=PathType(file_okay=False))
+@click.option("--yes", is_flag=True, help="Do not ask before a store is replaced.")
+@store_options
+def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
+    """Put the store that `diskprefix backup` wrote to FOLDER in the place of the one in the cache folder.
+
+    The daemon must not run. The store that is there is lost; the backup stays. The command may be interrupted at any
+    moment: the old file stays until the new one is complete, checked and on disk.
+
+    \b
+    diskprefix restore /mnt/backup/kv-monday
+    diskprefix restore --yes /mnt/backup/kv-monday
+
+    \b
+    Exit codes: 0 done; 1 declined; 2 wrong usage; 4 the backup is damaged, the store is in use, or the disk is too
+    full.
+    """
+    source = source.absolute()
+    folder = become_owner(kv_cache_dir)
+    with advised():
+        # Its format is checked, and its identity read, before anything is replaced.
+        Store(require_store(source), read_only=True).close()
+    if (folder / DATA).exists() and not yes and not _confirmed(kv_cache_dir):
+        return 1
+    with advised(), progress("restoring", compacted_bytes(source)) as advance:
+        result = replace_store(source, folder, advance)
+    if as_json:
+        print_json({"file": str(kv_cache_dir / DATA)} | asdict(result))
+    else:
+        click.echo(f"restored {kv_cache_dir / DATA}: {format_size(result.after_bytes)}")
+    return 0
+
+
+def _confirmed(folder: Path) -> bool:
+    if not sys.stdin.isatty():
+        raise SettingsError(f"{folder} holds a store, and standard input is no terminal to ask at; add --yes")
+    return click.confirm(f"Replace the store in {folder}?", default=False, err=True)
+
+
+@click.command(short_help="Return unused room of the store's file to the disk.")
+@store_options
+def compact(kv_cache_dir: Path, as_json: bool) -> None:
+    """Write the store's file anew without the room that removed blocks left in it.
+
+    The file never shrinks by itself: new blocks use the room of blocks that were evicted or purged. Until then the room
+    still holds the old bytes. Compact the store to return that room to the disk, and to erase what was purged.
+
+    The daemon must not run, because its file is replaced. The command needs as much free disk as the new file takes.
+    It may be interrupted at any moment: the old file stays until the new one is complete, checked and on disk.
+
+    \b
+    diskprefix compact
+    diskprefix compact --json
+    diskprefix purge --salt alice --yes && diskprefix compact
+
+    \b
+    Exit codes: 0 done, 2 wrong usage, 4 the store is in use or damaged, or the disk is too full.
+    """
+    folder = require_store(kv_cache_dir)
+    with advised(), progress("compacting", compacted_bytes(folder)) as advance:
+        result = compact_folder(folder, advance)
+    if as_json:
+        print_json({"file": str(kv_cache_dir / DATA)} | asdict(result))
+    else:
+        sizes = f"{format_size(result.before_bytes)} → {format_size(result.after_bytes)}"
+        click.echo(f"compacted {kv_cache_dir / DATA}: {sizes}")

@@ -1,0 +1,93 @@
+"""`diskprefix serve`: flags, variables and a policy file become `Settings`, then the daemon runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from diskprefix import app
+from diskprefix.cli.logs import configure_logging
+from diskprefix.cli.options import (
+    GroupedCommand,
+    build_settings,
+    option,
+    policy_of,
+    policy_option,
+    setting_options,
+    variable_of,
+)
+from diskprefix.cli.policy_file import toml_value
+from diskprefix.settings import CACHE, SETTINGS, Settings, flag_of
+
+_COLUMN = 44
+_EPILOG = """\b
+Examples:
+  diskprefix serve
+      the embedded SmolLM2-135M-Instruct on http://127.0.0.1:8642
+  diskprefix serve --model ~/models/qwen --policy agent --kv-cache-budget 40GiB
+      a model of your own, for agents, with more room on disk
+  DISKPREFIX_PORT=9000 diskprefix serve --disk-prefix-cache full
+      every flag is also an environment variable: DISKPREFIX_ and its name in upper case
+
+A flag overrides its variable, a variable overrides the policy file, and the policy file overrides the defaults.
+
+Exit codes: 0 ended by a signal; 2 wrong usage, or an address that cannot be used; 3 the model cannot be loaded; 4 the
+store cannot be used; 5 the accelerator failed, and only a new process can use it again.
+"""
+
+
+@click.command(cls=GroupedCommand, epilog=_EPILOG)
+@setting_options(SETTINGS)
+@policy_option(CACHE)
+@option("--print-config", is_flag=True, help="Print every setting, its value and where that came from, and end.")
+@click.pass_context
+def serve(context: click.Context, /, print_config: bool, **flags: Any) -> None:
+    """Serve a model over an OpenAI-compatible API and keep its prefix cache on disk.
+
+    The port answers /health at once. Requests are served when the model is loaded. On SIGTERM and Ctrl-C the daemon
+    finishes the running request, writes what is pending, and ends.
+    """
+    settings = build_settings(flags)
+    if print_config:
+        click.echo(config_text(context, settings))
+        return
+    configure_logging(settings.log_level, settings.log_format)
+    app.serve(settings)
+
+
+def config_text(context: click.Context, settings: Settings) -> str:
+    """Returns the settings in TOML, which `--policy` reads again. A setting that has no value is commented out.
+
+    `context` is that of the command whose flags became `settings`.
+    """
+    lines = [_line(context, name, getattr(settings, name)) for name in SETTINGS]
+    return "\n".join(lines)
+
+
+def _line(context: click.Context, name: str, value: Any) -> str:
+    shown = _size(value) if SETTINGS[name].kind == "size" and value is not None else toml_value(value)
+    said = f"# {name} =" if value is None else f"{name} = {shown}"
+    return f"{said:<{_COLUMN}} # {_source(context, name)}"
+
+
+def _source(context: click.Context, name: str) -> str:
+    flag = flag_of(name)
+    match context.get_parameter_source(name):
+        case ParameterSource.COMMANDLINE:
+            return f"the flag {flag}"
+        case ParameterSource.ENVIRONMENT:
+            return f"the variable {variable_of(flag)}"
+        case ParameterSource.DEFAULT_MAP:
+            return f"the policy {policy_of(context)}"
+    unset = SETTINGS[name].unset
+    return f"default: {unset}" if unset else "default"
+
+
+def _size(num_bytes: int) -> str:
+    """Returns bytes in the largest unit that they are a whole number of."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes and num_bytes % factor == 0:
+            return f'"{num_bytes // factor}{unit}"'
+    return str(num_bytes)
