@@ -32,8 +32,8 @@ from tests.exactness.rows import DTYPES, UNSUPPORTED, Row, judged, run_jobs
 from tests.examples import examples
 from tests.naming import name_nodes
 from tests.runner import random_prompt
-from tools.matrices import exactness
 from tools.models.weight_files import RWKV, STORIES, converted
+from tools.programs import exactness
 
 EACH_KIND = (
     "llama",

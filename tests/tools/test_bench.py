@@ -41,7 +41,7 @@ def test_every_program_of_the_folders_is_listed() -> None:
         if "\ndef main(" in file.read_text(encoding="utf-8")
     }
     # The demo, the agents, vLLM and the GPU are commands of their own.
-    others = {"benchmarks.demo", "connector.__main__", "connector.nursery", "real_agents.run", "accelerator.__main__"}
+    others = {"programs.demo", "connector.__main__", "connector.nursery", "real_agents.run", "accelerator.__main__"}
     assert programs - others == {tool.module for tool in TOOLS.values()}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tools.matrices.fuzz import FuzzError, counted, exchanges, jobs_of
+from tools.programs.fuzz import FuzzError, counted, exchanges, jobs_of
 
 ROUTE = "POST /v1/messages"
 REQUEST: dict[str, Any] = {

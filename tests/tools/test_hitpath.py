@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tools.benchmarks.hitpath import MESSAGE_CHARS, conversation, growth
+from tools.programs.hitpath import MESSAGE_CHARS, conversation, growth
 
 
 def test_growth_is_the_power_of_the_length() -> None:

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from tests.server.daemon_process import DaemonProcess
-from tools.benchmarks.hostile import Phase, chosen_kinds, columns_of, figures, memory_figures, tracebacks, verdicts
 from tools.measuring.bad_clients import CLOSED, CUT_OFF, HUNG_UP, Caller, End
 from tools.measuring.hostile_requests import KINDS, SLOW_READER
+from tools.programs.hostile import Phase, chosen_kinds, columns_of, figures, memory_figures, tracebacks, verdicts
 
 CHEAP = (
     "300 patterns",

@@ -11,7 +11,7 @@ from diskprefix.server.collected import _GATE
 from tests.closing import needs
 from tests.server.scripted import STATS
 from tests.server.test_metrics import Scraped, samples_of
-from tools.matrices.monitoring import board_queries, faults, promtool, rules
+from tools.programs.monitoring import board_queries, faults, promtool, rules
 
 NEEDS_PROMTOOL = needs("promtool")
 

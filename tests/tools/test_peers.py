@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from tools.benchmarks.peers import measured, plot_figures
 from tools.peers.peer import HttpPeer, Peer, PeerError, Process, Reply, WorkerPeer, rate_together
 from tools.peers.results import Figure, Results, UnreadableResults, better
+from tools.programs.peers import measured, plot_figures
 
 WORKER = """
 import json, sys

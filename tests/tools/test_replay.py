@@ -9,7 +9,7 @@ from diskprefix.chat.template import PromptRenderer
 from tests.chat.families.conversations import SYSTEM, WEATHER, result, user
 from tests.chat.families.families import POSITIONS, named, tokenizer_of
 from tests.chat.turns import TaggedFormat
-from tools.benchmarks.replay import FORMS, Bench, Conversation
+from tools.programs.replay import FORMS, Bench, Conversation
 
 
 def called(city: str) -> dict[str, Any]:

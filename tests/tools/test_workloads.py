@@ -14,7 +14,7 @@ from diskprefix.extras.simulate.formats import read_trace
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.tokens import common_prefix_length
 from tests.server.chat_model import write_tokenizer
-from tools.research import workloads
+from tools.programs import workloads
 
 TOOL = {"type": "function", "function": {"name": "find", "description": "Finds.", "parameters": {"type": "object"}}}
 

@@ -15,14 +15,14 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.object_server import FAULTS, ObjectServer, object_server
-from tools.benchmarks.remote import NETWORKS, REPLY_TOKENS, planted, share, two_daemons
-from tools.benchmarks.restart import prompt_text
 from tools.connector.bench import running
 from tools.connector.faults import Verdicts
 from tools.connector.server import Reply, Server
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.workspace import measuring, model_folder
 from tools.peers.peer import PeerError
+from tools.programs.remote import NETWORKS, REPLY_TOKENS, planted, share, two_daemons
+from tools.programs.restart import prompt_text
 
 _FAULT_TOKENS = 700
 _DTYPE = "float32"

@@ -13,11 +13,12 @@ from diskprefix.extras.simulate.synthetic import CATALOG
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import Scope
 from tests.examples import examples
-from tools.research.disturbed import DISTURBED, simulate_disturbed
-from tools.research.policy_runs import SHAPES, budget_of, open_workload
+from tests.extras.simulate.disturbed import DISTURBED, simulate_disturbed
+from tools.programs.policy import open_workload
 
 AUTO, FULL = Scope("auto", 30), Scope("full")
 NUM_REQUESTS = 120
+SHAPES = ("shared-anchor", "interleaved", "retrieval", "moving-reminder")
 
 
 @cache
@@ -28,6 +29,11 @@ def workload(name: str) -> Trace:
 @cache
 def run(name: str, regime: Regime, scope: Scope, budget_bytes: int | None = None) -> Totals:
     return simulate(workload(name), Policy(scope=scope, budget_bytes=budget_bytes), GEOMETRIES[regime])
+
+
+def budget_of(unlimited: Totals, share: float) -> int:
+    """Returns the budget that leaves nodes `share` of their peak size: the inverse of `usable_bytes`."""
+    return int((share * unlimited.peak_bytes + 2**20) / 0.9) + 16
 
 
 @pytest.mark.parametrize("regime", REGIMES)

@@ -34,12 +34,12 @@ from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes, TenantNotes
 from diskprefix.tokens import floor_to_grid
 from tests.synthetic_model import dense_layout, open_restorer
-from tools.benchmarks.store import THREADS, Plan, Restore
 from tools.measuring import kv_sample
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, runs_option
 from tools.measuring.report import machine, new_table, print_report, say, short, show_machine
 from tools.measuring.workspace import model_folder
+from tools.programs.store import THREADS, Plan, Restore
 
 MODEL = "qwen2.5-coder-0.5b"
 LAYOUT = dense_layout(layers=24, heads=2, head_dim=64, dtype=torch.bfloat16, vocab_size=151_936)

@@ -1,4 +1,4 @@
-"""What a disturbed window of recent prompts costs: shuffled, reversed, duplicated, or with hostile prompts."""
+"""Simulates with a disturbed window of recent prompts: shuffled, reversed, duplicated, or with hostile prompts."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ import numpy as np
 
 from diskprefix.cache.policy.admission import AdmissionFilter
 from diskprefix.cache.policy.history import History
-from diskprefix.extras.simulate.comparison import GEOMETRIES, Regime
 from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
+from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import MAX_VALUE
 from diskprefix.store.schema import HISTORY_TOKENS
 from diskprefix.tokens import TokenIds
-from tools.research.policy_runs import AUTO, FULL, LEAST_BUDGET, Row, budget_of, met, percent
-
-# Robustness: a window that is not what it should be.
 
 Disturb: TypeAlias = Callable[[list[TokenIds], TokenIds, np.random.Generator], list[TokenIds]]
 """Makes another window of the window (newest prompt first) and the prompt."""
@@ -88,24 +84,3 @@ def simulate_disturbed(trace: Trace, policy: Policy, geometry: Geometry, disturb
     for request in trace:
         simulator.step(request)
     return simulator.totals
-
-
-def robustness(trace: Trace, regime: Regime, share: float) -> Row:
-    """Returns what each disturbed window restores, and the points that the worst loses against `full`."""
-    geometry = GEOMETRIES[regime]
-    unlimited = simulate(trace, Policy(scope=FULL), geometry)
-    budget = None if share == 1 else max(budget_of(unlimited, share), LEAST_BUDGET)
-    full = unlimited if budget is None else simulate(trace, Policy(scope=FULL, budget_bytes=budget), geometry)
-    auto = Policy(scope=AUTO, budget_bytes=budget)
-    row: Row = {
-        "workload": trace.name,
-        "regime": regime,
-        "room": percent(share),
-        "full": percent(full.restored_share),
-        "auto:30": percent(simulate(trace, auto, geometry).restored_share),
-    }
-    for name, disturb in DISTURBED.items():
-        row[name] = percent(simulate_disturbed(trace, auto, geometry, disturb).restored_share)
-    row["most lost"] = round(row["full"] - min(row[name] for name in ("auto:30", *DISTURBED)), 1)
-    row["goal"] = f"10 {met(row['most lost'] <= 10)}"
-    return row

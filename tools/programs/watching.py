@@ -26,11 +26,11 @@ import click
 from rich.console import Console
 from transformers import AutoTokenizer
 
-from tools.benchmarks.prefix import Prompts
 from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step
 from tools.measuring.options import FOLDER, JSON, MODEL
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.measuring.workspace import measuring, model_folder
+from tools.programs.prefix import Prompts
 
 WATCHERS = ("nobody", "dashboard", "dashboard and top")
 CONTEXT, REPLY_TOKENS = 512, 128

@@ -1,30 +1,36 @@
-"""The runs of `tools/bench policy`: each gives rows of a table. Shares are of all prompt tokens, in percent."""
+"""How well `auto:30` and the presets choose, by simulation: `tools/bench policy COMMAND --data DIR`.
+
+Workloads are those of `workloads.py`, whose data lie in folders below DIR, and those of the project's own generators,
+which need none. Tables are Markdown; shares are of all prompt tokens, in percent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.extras.simulate.baselines import upper_bound, whole_snapshots
-from diskprefix.extras.simulate.comparison import GEOMETRIES, Regime
-from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN
-from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
-from diskprefix.extras.simulate.store import Rank
+from diskprefix.extras.simulate.comparison import GEOMETRIES
+from diskprefix.extras.simulate.geometry import CHECKPOINTS, TOKEN
+from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.synthetic import CATALOG, interleaved, one_off
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import Scope
-from diskprefix.store.eviction import UsageTable, scores
-from diskprefix.store.schema import Kind
 from diskprefix.units import parse_duration, parse_size
-from tools.research import workloads
+from tools.measuring.options import DATA, JSON
+from tools.programs import workloads
 
 Row: TypeAlias = dict[str, Any]
 
@@ -33,12 +39,14 @@ BATCHES = "interleaved-and-batches"
 OWN = (*CATALOG, BATCHES)
 AGENTS = ("weka-claude-code", "tau-bench")
 """Interleaved agents that only append; their goals are higher."""
-SHAPES = ("shared-anchor", "interleaved", "retrieval", "moving-reminder")
 FULL, AUTO = Scope("full"), parse_scope("auto:30", param="scope")
-WINDOWS = (2, 4, 8, 16, 30, 60, 100)
-SHARES = (0.01, 0.05, 0.2, 1.0)
-LEAST_BUDGET = 128 << 20
-"""A smaller budget holds less than a dozen prompts, whatever the score."""
+PRESETS: dict[str, tuple[str, ...]] = {
+    "agent": ("interleaved", "moving-reminder", "tau-bench", "weka-claude-code"),
+    "chat": ("shared-anchor", "interleaved", "mooncake"),
+    "rag": ("retrieval", "big-bench-hard"),
+    "batch": ("shared-anchor", "one-off", "big-bench-hard"),
+    "shared-server": ("interleaved-and-batches", "edits", "bfcl", "mooncake"),
+}
 
 
 def open_workload(name: str, data: Path, num_requests: int = 1000) -> Trace:
@@ -57,9 +65,6 @@ def interleaved_and_batches(num_requests: int) -> Trace:
         begin = talk[min(step // 2 + step * (index // batch), len(talk) - 1)].when
         batches[index] = replace(request, when=begin + 0.2 * (index % batch))
     return Trace.of(BATCHES, sorted(chain(talk, batches), key=lambda request: request.when))
-
-
-# The goals: restored and written shares against the bound and against whole snapshots.
 
 
 def goals(trace: Trace) -> Row:
@@ -96,89 +101,6 @@ def goals(trace: Trace) -> Row:
         "x whole": round(times, 1),
         "goal  ": f"12 {met(times >= 12)}" if trace.name in AGENTS else "",
     }
-
-
-# The sweep: eviction scores in little room.
-
-
-def least_recently_used(table: UsageTable, _now: float) -> NDArray[np.float64]:
-    used: NDArray[np.float64] = table.records["last_used"].astype(np.float64)
-    return used
-
-
-def density(table: UsageTable, _now: float) -> NDArray[np.float64]:
-    """Returns the seconds of prefill per stored byte."""
-    each: NDArray[np.float64] = table.records["prefill_s"] / np.maximum(table.records["stored_bytes"], 1.0)
-    return each
-
-
-def density_by_uses(table: UsageTable, now: float) -> NDArray[np.float64]:
-    each: NDArray[np.float64] = density(table, now) * (1.0 + table.records["restores"])
-    return each
-
-
-RANKS: dict[str, Rank] = {
-    "ours": scores,
-    "LRU": least_recently_used,
-    "density": density,
-    "density x uses": density_by_uses,
-}
-
-
-def sweep(trace: Trace, regime: Regime, scope: Scope, shares: Sequence[float] = SHARES) -> Iterator[Row]:
-    """Gives restored shares by score; a budget is a share of what the workload takes without one."""
-    geometry = GEOMETRIES[regime]
-    unlimited = simulate(trace, Policy(scope=scope), geometry)
-    for share in shares:
-        if (budget := budget_of(unlimited, share)) < LEAST_BUDGET:
-            continue
-        row: Row = {"workload": trace.name, "regime": regime, "scope": str(scope), "room": percent(share)}
-        for name, rank in RANKS.items():
-            # What fits needs no rank.
-            limited = replace(Policy(scope=scope, rank=rank), budget_bytes=budget if share < 1 else None)
-            totals = unlimited if share == 1 else simulate(trace, limited, geometry)
-            row[name] = percent(totals.restored_share)
-        row["ours - best of LRU, density"] = round(row["ours"] - max(row["LRU"], row["density"]), 1)
-        yield row
-
-
-def budget_of(unlimited: Totals, share: float) -> int:
-    """Returns the budget that leaves nodes `share` of their peak size: the inverse of `usable_bytes`."""
-    return int((share * unlimited.peak_bytes + 2**20) / 0.9) + 16
-
-
-# The window: what N does.
-
-
-def windows(name: str, num_requests: int, sizes: Sequence[int] = WINDOWS) -> Iterator[Row]:
-    trace = CATALOG[name](num_requests=num_requests)
-    for window in sizes:
-        scope = Scope("auto", window)
-        runs: dict[str, Totals] = {
-            regime: simulate(trace, Policy(scope=scope), geometry) for regime, geometry in GEOMETRIES.items()
-        }
-        runs["whole-snapshots"] = whole_snapshots(trace, Policy(scope=scope), SLICEABLE, window=window)
-        for rule, totals in runs.items():
-            yield {
-                "workload": name,
-                "N": window,
-                "rule": rule,
-                "hits": percent(totals.hit_rate),
-                "selected": round(totals.selected_tokens / totals.requests),
-                "restored": percent(totals.restored_share),
-                "written": percent(totals.written_share),
-            }
-
-
-# Presets against the defaults, each on the kind of workload that it is for.
-
-PRESETS: dict[str, tuple[str, ...]] = {
-    "agent": ("interleaved", "moving-reminder", "tau-bench", "weka-claude-code"),
-    "chat": ("shared-anchor", "interleaved", "mooncake"),
-    "rag": ("retrieval", "big-bench-hard"),
-    "batch": ("shared-anchor", "one-off", "big-bench-hard"),
-    "shared-server": ("interleaved-and-batches", "edits", "bfcl", "mooncake"),
-}
 
 
 def preset_policy(name: str) -> Policy:
@@ -225,29 +147,103 @@ def presets(name: str, trace: Trace) -> Iterator[Row]:
             }
 
 
-# Sharing: what blocks that are stored once save.
-
-
-def sharing(trace: Trace, scopes: Sequence[Scope] = (FULL, AUTO)) -> Iterator[Row]:
-    """What the store takes, without compression and without a budget, beside a file with the whole state per prompt."""
-    lengths = [len(request.prompt.token_ids) for request in trace]
-    snapshots = sum(SLICEABLE.layout.payload_bytes(length, Kind.TAIL) for length in lengths)
-    for scope in scopes:
-        stored = simulate(trace, Policy(scope=scope), SLICEABLE).peak_bytes
-        yield {
-            "workload": trace.name,
-            "scope": str(scope),
-            "requests": len(lengths),
-            "Mtokens": round(sum(lengths) / 1e6, 2),
-            "snapshots GB": round(snapshots / 1e9, 1),
-            "stored GB": round(stored / 1e9, 2),
-            "times smaller": round(snapshots / max(stored, 1), 1),
-        }
-
-
 def percent(share: float) -> float:
     return round(100 * share, 1)
 
 
 def met(is_met: bool) -> str:
     return "met" if is_met else "MISSED"
+
+
+class Report:
+    """The rows of a table, which is printed when it is complete; each row is also a line of progress."""
+
+    def __init__(self, title: str, as_json: bool) -> None:
+        self.rows: list[Row] = []
+        self._title = title
+        self._as_json = as_json
+
+    def add(self, rows: Iterable[Row]) -> None:
+        for row in rows:
+            self.rows.append(row)
+            print(" ".join(str(value) for value in row.values()), file=sys.stderr, flush=True)
+
+    def show(self) -> None:
+        if self._as_json:
+            click.echo(json.dumps(self.rows, indent=2))
+            return
+        table = Table(box=box.MARKDOWN, title=self._title)
+        for key in self.rows[0] if self.rows else ():
+            table.add_column(key.strip(), justify="left" if isinstance(self.rows[0][key], str) else "right")
+        for row in self.rows:
+            table.add_row(*(str(value) for value in row.values()))
+        Console(width=400, highlight=False).print(table)
+
+
+def _options(names: Sequence[str], requests: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        for option in (
+            JSON,
+            click.option(
+                "--requests",
+                type=click.IntRange(min=1),
+                default=requests,
+                show_default=True,
+                help="Length of a made-up workload; of a published one no more than this are replayed.",
+            ),
+            click.option(
+                "--workload",
+                "names",
+                multiple=True,
+                type=click.Choice(names),
+                metavar="NAME",
+                default=names,
+                help=f"May be given several times. [default: all of {', '.join(names)}]",
+            ),
+            DATA,
+        ):
+            command = option(command)
+        return command
+
+    return add
+
+
+_ALL = 1_000_000
+
+
+def _opened(names: Sequence[str], data: Path, requests: int) -> Iterator[Trace]:
+    for name in names:
+        yield open_workload(name, data, min(requests, 1000)).head(requests)
+
+
+@click.group()
+def main() -> None:
+    """Simulate how well the scopes choose, on published workloads and on made-up ones.
+
+    Published workloads lie in folders below --data; without them, name made-up ones with --workload. The tables are
+    Markdown.
+    """
+
+
+@main.command(name="goals")
+@_options((*REAL, *OWN), _ALL)
+def goals_command(data: Path, names: Sequence[str], requests: int, as_json: bool) -> None:
+    """What auto:30 restores and writes, beside full, the upper bound and whole snapshots."""
+    report = Report("restored and written, % of all prompt tokens, no budget (cp: checkpoints)", as_json)
+    for trace in _opened(names, data, requests):
+        report.add([goals(trace)])
+    report.show()
+
+
+@main.command(name="presets")
+@_options(tuple(PRESETS), 1500)
+def presets_command(data: Path, names: Sequence[str], requests: int, as_json: bool) -> None:
+    """Each preset on the workloads that it is for, beside the defaults and other settings.
+
+    --workload takes the names of presets here.
+    """
+    report = Report("presets", as_json)
+    for name in names:
+        for trace in _opened(PRESETS[name], data, requests):
+            report.add(presets(name, trace))
+    report.show()

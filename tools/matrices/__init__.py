@@ -1,1 +1,0 @@
-"""What must hold in every cell: architectures, damaged files, killed processes."""

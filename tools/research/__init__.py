@@ -1,1 +1,0 @@
-"""How well the policies choose, by simulation."""
