@@ -30,8 +30,8 @@ def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
     if settings.standby:
         # This process stays small: each worker imports the server itself.
-        from diskprefix.server.listener import open_listeners
-        from diskprefix.server.supervisor import supervise
+        from diskprefix.server.process.listener import open_listeners
+        from diskprefix.server.process.supervisor import supervise
 
         settings, listeners = open_listeners(settings)
         try:
@@ -44,7 +44,7 @@ def serve(settings: Settings) -> None:
 
 
 def _serve(settings: Settings, listeners: list[socket] | None = None, began_at: float | None = None) -> None:
-    from diskprefix.server.process import run
+    from diskprefix.server.process.process import run
 
     run(settings, load_engine, listeners, began_at)
 

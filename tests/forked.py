@@ -23,7 +23,13 @@ from typing import Any, TextIO
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "transformers", "transformers.models.llama.modeling_llama", "diskprefix.app", "diskprefix.server.process"]
+    [
+        "torch",
+        "transformers",
+        "transformers.models.llama.modeling_llama",
+        "diskprefix.app",
+        "diskprefix.server.process.process",
+    ]
 )
 
 

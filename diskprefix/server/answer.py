@@ -7,24 +7,26 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from fastapi import APIRouter
+from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
-from diskprefix.api.anthropic import Messages
-from diskprefix.api.anthropic_writer import AnthropicErrorBody, AnthropicEvent, AnthropicMessage
+from diskprefix.api.anthropic import CountTokensRequest, Messages
+from diskprefix.api.anthropic_writer import AnthropicErrorBody, AnthropicEvent, AnthropicMessage, TokenCount
 from diskprefix.api.asked import constraint_of
 from diskprefix.api.dialect import Asked, Dialect, Head
 from diskprefix.api.fields import CacheFields, RequestBody, cache_options
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.openai_replies import ChatCompletion, ChatCompletionChunk, Completion
-from diskprefix.api.responses import Responses
+from diskprefix.api.responses import ResponseRequest, Responses
+from diskprefix.api.responses_store import ResponseStore
 from diskprefix.api.responses_writer import ModelResponse, ResponseStreamEvent
 from diskprefix.chat.content import holds_media
 from diskprefix.chat.messages import Conversation
@@ -37,10 +39,11 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, events, openai_events
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import log_context
-from diskprefix.server.queue_place import QueuePlace
 from diskprefix.server.remembering import RememberingReader, reply_memory, stored_encodings, stored_turns
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, PatientResponse, first_signs
+from diskprefix.server.threads import QueuePlace
+from diskprefix.store.notes import TenantNotes
 
 B = TypeVar("B", bound=RequestBody)
 
@@ -251,3 +254,55 @@ def _request(
     # Made here, in a thread: many names of tools take long.
     parsers = [output_format.parser(tools, prompt_end) for _ in range(asked.sampling.n)]
     return RememberingReader(parsers.pop, dialect.call_id_prefix, memory, many_calls=choice.many), generate
+
+
+class InputTokens(BaseModel):
+    """The length of a prompt."""
+
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+@router.post(
+    "/v1/messages/count_tokens",
+    summary="Anthropic: count tokens",
+    **described(CountTokensRequest, TokenCount, error=AnthropicErrorBody),
+)
+async def count_tokens(request: Request) -> Response:
+    """The length of the prompt that `POST /v1/messages` makes of the same body, in tokens."""
+
+    def conversation(body: CountTokensRequest, _notes: TenantNotes) -> Conversation:
+        return body.conversation
+
+    return JSONResponse({"input_tokens": await _length(request, CountTokensRequest, conversation)})
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    summary="Count the tokens of a response's input",
+    **described(ResponseRequest, InputTokens),
+)
+async def count_input_tokens(request: Request) -> Response:
+    """The length of the prompt that `POST /v1/responses` makes of the same body, in tokens."""
+
+    def conversation(body: ResponseRequest, notes: TenantNotes) -> Conversation:
+        return Responses().conversation(body, ResponseStore(notes))
+
+    length = await _length(request, ResponseRequest, conversation)
+    return JSONResponse(InputTokens(input_tokens=length).model_dump())
+
+
+async def _length(request: Request, model: type[B], conversation: Callable[[B, TenantNotes], Conversation]) -> int:
+    daemon: Daemon = request.app.state.daemon
+    with daemon.arriving(log_context(request).caller.tenant) as place:
+        body = await daemon.bodies.read_json(request, model, place)
+        serving = await daemon.ready()
+        serving.require_model(body.model)
+        # What is remembered of earlier replies is part of the prompt, so this asks the cache as the request will.
+        cache = cache_options_of(body, request)
+        async with daemon.turns.of(place.caller) if body.reads_more else nullcontext():
+            wanted = await daemon.threads.run(
+                place.rendering, conversation, body, serving.engine.cache.notes(cache.tenant)
+            )
+            replayed = await prompt_of(wanted, daemon, serving, cache, place)
+    return len(replayed.prompt.token_ids)

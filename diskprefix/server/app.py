@@ -11,13 +11,12 @@ from fastapi_offline import FastAPIOffline
 from pydantic.json_schema import models_json_schema
 
 from diskprefix import hooks
-from diskprefix.server import answer, counting, models, status, stored_responses, tokenizing
+from diskprefix.server import answer, model_routes, status, stored_responses
 from diskprefix.server.access_log import AccessLog
-from diskprefix.server.auth import OPEN_PATHS, Auth
-from diskprefix.server.browser_guard import BrowserGuard, is_loopback
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.described import OUTSIDE_FASTAPI, add_errors
 from diskprefix.server.errors import HANDLERS
+from diskprefix.server.guards import OPEN_PATHS, Auth, BrowserGuard, is_loopback
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.sending import Sending
 from diskprefix.settings import Settings
@@ -69,10 +68,9 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.add_middleware(BrowserGuard, host=settings.host, allowed=(*settings.allowed_host_names, *any_name))
     app.add_middleware(AccessLog, metrics=daemon.metrics, recent=daemon.recent)
     app.include_router(answer.router)
-    app.include_router(counting.router)
     app.include_router(stored_responses.router)
-    app.include_router(models.router)
-    app.include_router(tokenizing.router)
+    app.include_router(model_routes.router)
+    app.include_router(model_routes.token_router)
     app.include_router(status.router)
     hooks.add_routes(app)
     _complete_openapi(app, with_keys=keys is not None)

@@ -22,8 +22,7 @@ from diskprefix.errors import GOT, InvalidRequest, QueueFull
 from diskprefix.json_values import count_values
 from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
-from diskprefix.server.queue_place import QueuePlace
-from diskprefix.server.threads import Kind, Threads
+from diskprefix.server.threads import Kind, QueuePlace, Threads
 from diskprefix.units import format_size
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -20,12 +20,10 @@ from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.nouns import Tenant
 from diskprefix.server.body import Bodies
 from diskprefix.server.metrics import ServerMetrics
-from diskprefix.server.notify import notify
-from diskprefix.server.prefix_breaks import PrefixBreaks
-from diskprefix.server.queue_place import QueuePlace
-from diskprefix.server.recent import RecentRequests
+from diskprefix.server.process.systemd import notify
+from diskprefix.server.recent import PrefixBreaks, RecentRequests
 from diskprefix.server.serving import Serving
-from diskprefix.server.threads import CallerTurns, Threads
+from diskprefix.server.threads import CallerTurns, QueuePlace, Threads
 from diskprefix.server.tracing import Tracing
 from diskprefix.settings import Settings
 
@@ -37,6 +35,9 @@ log = logging.getLogger("diskprefix")
 Status: TypeAlias = Literal["loading", "ok", "degraded", "stopping", "failed"]
 Progress: TypeAlias = Callable[[str], None]
 EngineLoader: TypeAlias = "Callable[[Settings, Progress], Engine]"
+
+_LONG_STEP_S = 10.0
+"""Seconds after which people are told how long a step has taken."""
 
 
 class Daemon:
@@ -89,6 +90,18 @@ class Daemon:
         if self.serving is None:
             return "loading"
         return "degraded" if self.serving.engine.cache.health[0] == "degraded" else "ok"
+
+    @property
+    def status_line(self) -> str:
+        """One line for people: the current step of the load, or what is served and how busy the engine is."""
+        if self.serving is None:
+            return self.doing
+        inbox = self._inbox
+        state, error = self.serving.engine.cache.health
+        problem = f"; the cache is degraded ({error})" if state == "degraded" else ""
+        step_s = inbox.heartbeat.working_s
+        hangs = f"; one step has taken {step_s:.0f} s" if step_s >= _LONG_STEP_S else ""
+        return f"{self.doing}; {inbox.num_running} running, {inbox.queue_depth} waiting{problem}{hangs}"
 
     @property
     def inbox(self) -> Inbox:

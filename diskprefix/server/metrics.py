@@ -1,10 +1,13 @@
-"""What the server counts for Prometheus: requests, and what their responses say.
+"""The metrics for Prometheus: counts and times of requests, and figures of the engine that are read at each scrape.
 
 Names and units follow Prometheus' conventions: base units (seconds, bytes), the unit in the name, `_total` for a
 counter.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,12 +17,184 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
 
+from diskprefix.engine.gauges import Distribution
 from diskprefix.engine.request import DoneEvent
-from diskprefix.server.collected import EngineCollector
+from diskprefix.nouns import MISS_REASONS
 from diskprefix.server.log_context import OUTCOMES, LogContext
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
+
+_COUNTERS = {
+    "saved_s": ("saved_seconds", "Time that computing what was restored would have taken, less that of restoring it."),
+    "restored_bytes": ("store_read_bytes", "Bytes of state that were restored."),
+    "saved_tokens": ("store_written_tokens", "Tokens whose state was written."),
+    "saved_bytes": ("store_written_bytes", "Bytes of state that were written, before compression."),
+    "dropped": ("store_dropped_publications", "Prompts not kept as the write buffer or the budget was full."),
+    "evicted_blocks": ("store_evicted_blocks", "Blocks removed to stay within the budget."),
+    "expired_blocks": ("store_expired_blocks", "Blocks removed as they were not used for their time to live."),
+    "quarantined": ("store_quarantined_records", "Records set aside because they failed their checks."),
+    "errors": ("cache_errors", "Failures of the cache that became misses."),
+}
+"""Name of a count in the cache's report → name and help of its metric."""
+_GAUGES = {
+    "entries": ("store_entries", "Saved prompts in the store."),
+    "blocks": ("store_blocks", "Blocks in the store."),
+    "used_bytes": ("store_used_bytes", "Bytes of the store's pages that hold data."),
+    "file_bytes": ("store_file_bytes", "Bytes of the store's file: pages that hold data, and free ones."),
+    "budget_bytes": ("store_budget_bytes", "Bytes that the store may use (--kv-cache-budget)."),
+    "pending_bytes": ("store_pending_bytes", "Bytes that wait to be written."),
+}
+_GATE = {
+    "prefill_s_per_token": ("prefill_seconds_per_token", "Measured: computing one more token of a prompt."),
+    "restore_s_per_byte": ("restore_seconds_per_byte", "Measured: restoring one more byte."),
+    "restore_fixed_s": ("restore_fixed_seconds", "Measured: what a restore takes whatever its size."),
+    "remote_s_per_byte": ("remote_seconds_per_byte", "Measured: fetching one more byte from --remote-tier."),
+    "remote_fixed_s": ("remote_fixed_seconds", "Measured: what a fetch from --remote-tier takes whatever its size."),
+}
+_REMOTE = {
+    "fetched": ("remote_fetched_objects", "Objects that were fetched from --remote-tier."),
+    "fetched_bytes": ("remote_fetched_bytes", "Bytes of these objects."),
+    "missing": ("remote_missing_objects", "Objects that were asked for and not there."),
+    "failed": ("remote_failures", "Requests to the object store that failed, after retries."),
+    "late": ("remote_deadlines", "Prompts computed as the object store took too long (--remote-deadline)."),
+    "skipped": ("remote_skipped", "Prompts for which it was not asked, as it failed several times."),
+    "slower": ("remote_slower", "Prompts for which it was not asked, as computing is faster."),
+    "written": ("remote_written_objects", "Objects that were written."),
+    "written_bytes": ("remote_written_bytes", "Bytes of these objects."),
+    "dropped": ("remote_dropped_prompts", "Prompts that could not be written."),
+}
+
+
+class EngineCollector(Collector):
+    """One scrape. `stats` is the cache's report, of the loaded model."""
+
+    def __init__(self, version: str, serving: Serving | None, stats: dict[str, Any]) -> None:
+        self._version = version
+        self._serving = serving
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        serving = self._serving
+        yield _info("build", "The version of diskprefix.", version=self._version)
+        yield _gauge("ready", "1 once the model is loaded.", serving is not None)
+        if serving is not None:
+            yield _info("model", "The served model.", **_described(serving))
+            yield from _queue_metrics(serving)
+            yield from _engine_metrics(serving)
+            yield from _cache_metrics(self._stats)
+            yield from _gate_metrics(self._stats["gate"])
+            yield from _remote_metrics(self._stats["remote"])
+
+
+def _described(serving: Serving) -> dict[str, str]:
+    model = serving.engine.model
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {
+        "model": serving.model_name,
+        "device": str(model.device),
+        "dtype": dtype,
+        "fingerprint": serving.fingerprint,
+    }
+
+
+def _queue_metrics(serving: Serving) -> Iterator[Metric]:
+    inbox = serving.inbox
+    yield _gauge("requests_running", "Requests in the engine.", inbox.num_running)
+    yield _gauge("requests_waiting", "Requests in the queue.", inbox.queue_depth)
+    yield _gauge("queue_limit_requests", "Requests that may wait (--max-queue).", inbox.max_queue)
+    yield _gauge(
+        "engine_working_seconds",
+        "For how long the engine has been in its current step; 0 while it has nothing to do.",
+        inbox.heartbeat.working_s,
+    )
+
+
+def _engine_metrics(serving: Serving) -> Iterator[Metric]:
+    memory, figures = serving.engine.memory_stats(), serving.engine.figures
+    slots = GaugeMetricFamily("diskprefix_slots", "Sequences whose state is in memory.", labels=["state"])
+    slots.add_metric(["running"], memory["running"])
+    slots.add_metric(["idle"], memory["entries"])
+    yield slots
+    yield _gauge("idle_slots_limit", "Sequences that may stay in memory (--kv-memory-entries).", memory["max_entries"])
+    yield _gauge("idle_slots_tokens", "Tokens of the sequences that ended and stay in memory.", memory["entry_tokens"])
+    yield _gauge("kv_memory_bytes", "Memory that the state of sequences takes.", memory["used_bytes"])
+    yield _gauge("kv_memory_limit_bytes", "Memory that it may take (--kv-memory).", memory["limit_bytes"])
+    yield _histogram("step_seconds", "Time of each forward of the model.", figures.step_s)
+    yield _histogram("step_rows", "Tokens that are computed in each forward.", figures.step_rows)
+    yield _histogram("inter_token_seconds", "Time from one token of a request to the next.", figures.gap_s)
+    yield _counter("preemptions", "Sequences that gave their memory to others.", figures.preemptions)
+
+
+def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
+    hits = CounterMetricFamily("diskprefix_cache_hits", "Requests that restored something.", labels=["tier"])
+    for tier, count in stats["hits_by_tier"].items():
+        hits.add_metric([tier], count)
+    yield hits
+    misses = CounterMetricFamily("diskprefix_cache_misses", "Requests that restored nothing.", labels=["reason"])
+    for reason in MISS_REASONS:
+        # From zero on: a series that appears with its first event has no rate before the second.
+        misses.add_metric([reason], stats["misses"].get(reason, 0))
+    yield misses
+    for name, (metric, text) in _COUNTERS.items():
+        yield _counter(metric, text, stats[name])
+    for name, (metric, text) in _GAUGES.items():
+        yield _gauge(metric, text, stats[name])
+    yield _gauge("store_degraded", "1 while the store cannot be used.", stats["state"] == "degraded")
+
+
+def _gate_metrics(gate: dict[str, Any]) -> Iterator[Metric]:
+    for figure, (name, text) in _GATE.items():
+        # A speed that was not measured yet has no value.
+        yield GaugeMetricFamily(f"diskprefix_gate_{name}", text, value=gate[figure])
+    skipped = CounterMetricFamily(
+        "diskprefix_gate_skipped", "Restores, saves and fetches left out, as computing is faster.", labels=["use"]
+    )
+    for use, count in (("restore", "skipped_restores"), ("save", "skipped_saves"), ("fetch", "skipped_fetches")):
+        skipped.add_metric([use], gate[count])
+    yield skipped
+
+
+def _remote_metrics(remote: dict[str, Any] | None) -> Iterator[Metric]:
+    """Nothing without a shared tier."""
+    if remote is None:
+        return
+    for name, (metric, text) in _REMOTE.items():
+        yield _counter(metric, text, remote[name])
+    refused = CounterMetricFamily(
+        "diskprefix_remote_refused_objects", "Objects that failed their checks and were not used.", labels=["reason"]
+    )
+    for reason, count in remote["refused"].items():
+        refused.add_metric([reason], count)
+    yield refused
+    yield _gauge("remote_failing", "1 while the object store is left alone.", remote["state"] == "failing")
+
+
+def _gauge(name: str, text: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"diskprefix_{name}", text, value=float(value))
+
+
+def _counter(name: str, text: str, value: float) -> Metric:
+    return CounterMetricFamily(f"diskprefix_{name}", text, value=float(value))
+
+
+def _info(name: str, text: str, **labels: str) -> Metric:
+    """A gauge that is always 1, as Prometheus' own exporters have it."""
+    family = GaugeMetricFamily(f"diskprefix_{name}_info", text, labels=list(labels))
+    family.add_metric(list(labels.values()), 1.0)
+    return family
+
+
+def _histogram(name: str, text: str, values: Distribution) -> Metric:
+    # The sum first: a value that comes in between is then in the buckets, whose last one is the count.
+    total, counts = values.sum, values.cumulative()
+    bounds = [*map(str, values.bounds), "+Inf"]
+    return HistogramMetricFamily(
+        f"diskprefix_{name}", text, buckets=list(zip(bounds, counts, strict=True)), sum_value=total
+    )
+
 
 # The creation times of the series would double the length of a scrape.
 disable_created_metrics()  # type: ignore[no-untyped-call]

@@ -1,16 +1,18 @@
-"""The last requests that ended, for people who look: what the cache did for each, how long it took, what went wrong.
+"""Records for operators: the last requests that ended, and the lines that broke the prefixes of prompts.
 
-A request costs one small record when it ends. Nothing is kept of what it says.
+A request costs one small record when it ends. Its text is not kept.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import deque
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from typing import Any
 
-from diskprefix.api.figures import figures_reply
+from diskprefix.api.figures import broken_by, figures_reply
+from diskprefix.nouns import CacheReport
 from diskprefix.server.log_context import LogContext
 
 MOST_REPLIES = 300
@@ -80,3 +82,50 @@ class RecentRequests:
         """Returns those that came after the one with this number, oldest first."""
         found = [ended for kept in (self._replies, self._failures) for ended in kept if ended.number > number]
         return sorted(found, key=lambda ended: ended.number)
+
+
+log = logging.getLogger("diskprefix")
+
+_MOST_LINES = 32
+
+
+class PrefixBreaks:
+    """Counts the lines that break prefixes, by their shape. Those that were not seen for longest are forgotten."""
+
+    def __init__(self) -> None:
+        self._lines: OrderedDict[str, dict[str, Any]] = OrderedDict()
+
+    def note(self, report: CacheReport) -> None:
+        """Counts what broke the prompt of a request, if something did."""
+        if report.broken is None:
+            return
+        found = broken_by(report)
+        line = found["line"]
+        if line not in self._lines:
+            _log(found)
+        seen = self._lines.pop(line, {"requests": 0, "tokens": 0})
+        self._lines[line] = {
+            "line": line,
+            "normalisers": found["normalisers"],
+            "requests": seen["requests"] + 1,
+            "tokens": seen["tokens"] + found["tokens"],
+        }
+        if len(self._lines) > _MOST_LINES:
+            self._lines.popitem(last=False)
+
+    def as_list(self) -> list[dict[str, Any]]:
+        """Returns a JSON object for each line, the one that was seen last first."""
+        return list(reversed(self._lines.values()))
+
+
+def _log(found: dict[str, Any]) -> None:
+    names = found["normalisers"]
+    hint = f"; --normalise {','.join(f'{name}=on' for name in names)} may help" if names else ""
+    log.info(
+        "[disk-cache] a prompt differs from an earlier one at token %d, in the line %r, and about %d tokens behind it "
+        "are the same: they are computed again%s (told once for each such line)",
+        found["at"],
+        found["line"],
+        found["tokens"],
+        hint,
+    )

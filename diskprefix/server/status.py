@@ -15,8 +15,8 @@ from starlette.responses import JSONResponse, Response
 from diskprefix.server.daemon import Daemon, Status
 from diskprefix.server.errors import ErrorBody
 from diskprefix.server.keys import ADMIN, ANYBODY
-from diskprefix.server.local_user import is_of_another_user
 from diskprefix.server.log_context import log_context
+from diskprefix.server.process.local_user import is_of_another_user
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
 

@@ -1,4 +1,4 @@
-"""The threads of the server, apart by what is done in them, so that no kind of work fills those of another."""
+"""The threads of the server, one pool for each kind of work, and the place of a request before it is queued."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import threading
 from collections.abc import Awaitable, Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias, TypeVar
 from weakref import WeakValueDictionary
+
+from diskprefix.nouns import Tenant
 
 T = TypeVar("T")
 
@@ -100,3 +103,35 @@ class Threads:
         self._begun.add(running)
         running.add_done_callback(self._begun.discard)
         return running
+
+
+@dataclass
+class QueuePlace:
+    """A context, at whose end all is given back. `memory` may be closed before: when the prompt is rendered."""
+
+    caller: Tenant
+    """The user of the API key, whatever salt the request has."""
+    is_large: bool = False
+    """Whether the body is much larger than those of agents: then its threads let others go first."""
+    taken: ExitStack = field(default_factory=ExitStack)
+    memory: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def rendering(self) -> Kind:
+        """The threads in which the prompt is rendered."""
+        return "large" if self.is_large else "rendering"
+
+    def __enter__(self) -> QueuePlace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives back what was not given back yet."""
+        with self.taken:
+            self.memory.close()
+
+    def pop_all(self) -> QueuePlace:
+        """Returns a place to which everything belongs that belonged to this one."""
+        return replace(self, taken=self.taken.pop_all(), memory=self.memory.pop_all())

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import diskprefix.app
 import diskprefix.engine.device
-import diskprefix.server.process
+import diskprefix.server.process.process
 from diskprefix.cli import main
 from diskprefix.engine.request import GenerateRequest
 from tests.server.scripted import Emit, ScriptedEngine
@@ -28,7 +28,7 @@ def fail() -> None:
 if __name__ == "__main__":
     engine = ScriptedEngine(lose_device)
     if "NEVER_CLOSES" in os.environ:
-        diskprefix.server.process._DEVICE_LOST_S = 0.5
+        diskprefix.server.process.process._DEVICE_LOST_S = 0.5
         engine.close = threading.Event().wait  # type: ignore[method-assign]
     diskprefix.engine.device.probe_devices = fail
     diskprefix.app.load_engine = engine.load

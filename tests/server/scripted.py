@@ -26,8 +26,8 @@ from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateReq
 from diskprefix.nouns import CacheReport, Scope, Selection, Tenant
 from diskprefix.server.app import create_app
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.listener import listen
-from diskprefix.server.process import uvicorn_config
+from diskprefix.server.process.listener import listen
+from diskprefix.server.process.process import uvicorn_config
 from diskprefix.settings import Settings
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import TenantNotes

@@ -15,8 +15,7 @@ from diskprefix.errors import InvalidRequest, QueueFull
 from diskprefix.json_values import MOST_PARTS, MOST_VALUES
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server.body import Bodies
-from diskprefix.server.queue_place import QueuePlace
-from diskprefix.server.threads import Threads
+from diskprefix.server.threads import QueuePlace, Threads
 from tests.server.scripted import AppServer, scripted_app
 
 MIB = 1 << 20

@@ -11,7 +11,7 @@ import pytest
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from diskprefix.server.browser_guard import BrowserGuard, is_loopback
+from diskprefix.server.guards import BrowserGuard, is_loopback
 from tests.server.daemon_process import DaemonProcess, running_daemon
 from tests.server.scripted import AppServer, scripted_app
 

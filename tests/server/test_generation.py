@@ -175,7 +175,7 @@ def test_a_client_that_lets_too_much_wait_is_cancelled_and_told_so(chat_model: P
 
 
 def test_a_client_that_never_reads_is_given_up(chat_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diskprefix.server.listener.STALLED_S", 1)
+    monkeypatch.setattr("diskprefix.server.process.listener.STALLED_S", 1)
 
     def talk(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
         for token in range(NUM_EVENTS):

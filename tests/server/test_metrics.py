@@ -16,9 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from diskprefix.api.figures import TimingsReply, figures_reply
 from diskprefix.engine.gauges import Distribution, EngineFigures
 from diskprefix.engine.request import DoneEvent, Timings, Usage
-from diskprefix.server.collected import _COUNTERS
 from diskprefix.server.log_context import OUTCOMES, LogContext
-from diskprefix.server.metrics import ServerMetrics
+from diskprefix.server.metrics import _COUNTERS, ServerMetrics
 from diskprefix.server.serving import Serving
 from tests.server.scripted import KV_MEMORY, STATS, done
 

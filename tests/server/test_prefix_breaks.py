@@ -12,7 +12,7 @@ import pytest
 from diskprefix.app import load_engine
 from diskprefix.errors import SettingsError
 from diskprefix.nouns import Break, CacheReport, Rewriting, Scope, Selection
-from diskprefix.server.prefix_breaks import PrefixBreaks
+from diskprefix.server.recent import PrefixBreaks
 from tests.agent_bodies import billing_header, words
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import AppServer, started_app

@@ -13,7 +13,7 @@ import pytest
 
 from diskprefix.engine import served_model
 from diskprefix.errors import SettingsError
-from diskprefix.server import process
+from diskprefix.server.process import process
 from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of
 from diskprefix.units import parse_duration, parse_size
 from tests.closing import needs

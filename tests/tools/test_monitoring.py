@@ -7,7 +7,7 @@ import re
 import pytest
 
 from diskprefix.extras.remote.ledger import Ledger
-from diskprefix.server.collected import _GATE
+from diskprefix.server.metrics import _GATE
 from tests.closing import needs
 from tests.server.scripted import STATS
 from tests.server.test_metrics import Scraped, samples_of

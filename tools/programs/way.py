@@ -41,7 +41,7 @@ from rich.console import Console
 
 import diskprefix
 from diskprefix.app import create_application
-from diskprefix.server.process import uvicorn_config
+from diskprefix.server.process.process import uvicorn_config
 from diskprefix.settings import Settings
 from diskprefix.store.writer import Writer
 from tests.server.chat_model import write_chat_model

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from diskprefix.engine.gauges import Activity
 from diskprefix.extras.watch.dashboard.problems import problems
-from diskprefix.server.browser_guard import is_loopback
 from diskprefix.server.daemon import Daemon
+from diskprefix.server.guards import is_loopback
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
 

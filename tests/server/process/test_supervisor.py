@@ -18,15 +18,19 @@ import httpx
 import pytest
 
 from diskprefix.errors import DeviceLost
-from diskprefix.server import supervisor
-from diskprefix.server.supervisor import Child, Deaths, Line, Supervisor
+from diskprefix.server.process import supervisor
+from diskprefix.server.process.supervisor import Child, Deaths, Line, Supervisor
 from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
-from tests.server.test_process import BODY, CHAT, ENDLESS, Notifications, next_data
+from tests.server.process.test_process import BODY, CHAT, ENDLESS, Notifications, next_data
 
 
 def supervised(action: str, fifo: Path | str = "", **environment: str) -> DaemonProcess:
     return DaemonProcess(
-        str(fifo), action, module="tests.server.supervised", fresh=True, environment=clean_environment(**environment)
+        str(fifo),
+        action,
+        module="tests.server.process.supervised",
+        fresh=True,
+        environment=clean_environment(**environment),
     )
 
 

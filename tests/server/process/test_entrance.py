@@ -14,7 +14,7 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from diskprefix.server.entrance import Entrance
+from diskprefix.server.process.process import Entrance
 from diskprefix.server.status import Health
 
 
@@ -138,7 +138,7 @@ def test_an_application_that_cannot_be_made_ends_the_server_with_the_reason() ->
 def test_what_listens_first_imports_neither_fastapi_nor_torch() -> None:
     slow = {"fastapi", "starlette", "pydantic", "torch", "transformers", "prometheus_client", "jinja2"}
     code = (
-        "import diskprefix.cli.serve_command, diskprefix.server.process as process, sys\n"
+        "import diskprefix.cli.serve_command, diskprefix.server.process.process as process, sys\n"
         "from diskprefix.settings import Settings\n"
         "process.uvicorn_config(None, Settings()).load()\n"
         f"print(*sorted({slow!r} & set(sys.modules)))"

@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from diskprefix.errors import DeviceLost
-from diskprefix.server.process import process_age_s
+from diskprefix.server.process.process import process_age_s
 from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, serve_flags, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -212,7 +212,7 @@ def test_a_lost_accelerator_ends_the_daemon_with_an_exit_code_for_which_systemd_
         assert answer.json()["error"]["code"] == "device_lost"
         assert daemon.process.wait(60) == DeviceLost.exit_code != 0
         daemon.wait_for_line("for its supervisor to start it again")
-    unit = (Path(__file__).parents[2] / "systemd" / "diskprefix.service").read_text(encoding="utf-8").split("\n")
+    unit = (Path(__file__).parents[3] / "systemd" / "diskprefix.service").read_text(encoding="utf-8").split("\n")
     assert "Restart=on-failure" in unit
     never = next(line for line in unit if line.startswith("RestartPreventExitStatus="))
     assert str(DeviceLost.exit_code) not in never.partition("=")[2].split()

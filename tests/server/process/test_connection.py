@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
-from diskprefix.server import connection as limits
+from diskprefix.server.process import connection as limits
 from diskprefix.settings import Settings
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app

@@ -1,4 +1,4 @@
-"""Telling systemd, where there is nobody to tell."""
+"""Notifications to systemd without a listener."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix.server.notify import notify
+from diskprefix.server.process.systemd import notify
 
 
 def test_without_a_socket_nothing_is_sent(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -14,8 +14,8 @@ import time
 from functools import partial
 
 from diskprefix.cli.logs import configure_logging
-from diskprefix.server.notify import notify
-from diskprefix.server.supervisor import supervise
+from diskprefix.server.process.supervisor import supervise
+from diskprefix.server.process.systemd import notify
 
 log = logging.getLogger("diskprefix")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from diskprefix.server import local_user
-from diskprefix.server.local_user import is_of_another_user
+from diskprefix.server.process import local_user
+from diskprefix.server.process.local_user import is_of_another_user
 from tests.server.scripted import AppServer, scripted_app
 
 ANOTHER = 54321

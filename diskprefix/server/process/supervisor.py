@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from diskprefix.errors import DeviceLost
-from diskprefix.server.notify import notify, notify_through, watchdog_s
+from diskprefix.server.process.systemd import notify, notify_through, watchdog_s
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")

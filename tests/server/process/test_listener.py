@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import SettingsError
-from diskprefix.server import listener as listening
-from diskprefix.server.listener import listen, open_listeners
+from diskprefix.server.process import listener as listening
+from diskprefix.server.process.listener import listen, open_listeners
 from diskprefix.settings import Settings
 from tests.server.daemon_process import wait_until
 

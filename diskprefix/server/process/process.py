@@ -1,10 +1,14 @@
-"""The process of the daemon: its start, its signals, its notifications to systemd, and its end."""
+"""The process of the daemon: its start, its signals, and its end.
+
+`/health` is answered from the first moment, while the routes are still imported.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import faulthandler
 import gc
+import json
 import logging
 import os
 import signal
@@ -12,8 +16,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -22,17 +26,15 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from diskprefix.errors import DeviceLost, DiskPrefixError
-from diskprefix.server.entrance import Entrance
 from diskprefix.server.keys import ApiKeys
-from diskprefix.server.listener import open_listeners
-from diskprefix.server.notify import notify
-from diskprefix.server.signs_of_life import give_signs_of_life, status_of
+from diskprefix.server.process.listener import open_listeners
+from diskprefix.server.process.systemd import give_signs_of_life, notify
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from diskprefix.server.daemon import Daemon, EngineLoader
     from diskprefix.server.serving import Serving
@@ -51,6 +53,61 @@ _SLOW_CLIENT_S = 3
 _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
+
+
+_UNKNOWN = ("message", "model", "cache", "queue_depth", "running")
+_LOADING = json.dumps({"status": "loading"} | dict.fromkeys(_UNKNOWN)).encode()
+"""What the route itself tells a caller without a key."""
+_HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(_LOADING)).encode())]
+
+
+class Entrance:
+    """ASGI application that hands everything to the one that `make_app` returns.
+
+    `make_app` runs in a thread, because it imports FastAPI and all routes. Until it returns, `GET /health` is answered
+    with the status alone. Imports neither FastAPI nor what the routes need.
+    """
+
+    def __init__(self, make_app: Callable[[], FastAPI], on_failure: Callable[[], None]) -> None:
+        """`on_failure` is called on the event loop if `make_app` raises. `app` then raises the same."""
+        self._make_app = make_app
+        self._on_failure = on_failure
+        self._making: asyncio.Task[FastAPI]
+        self._lifespan = AsyncExitStack()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+        elif not self._making.done() and (scope.get("method"), scope["path"]) == ("GET", "/health"):
+            await send({"type": "http.response.start", "status": 503, "headers": _HEADERS})
+            await send({"type": "http.response.body", "body": _LOADING})
+        else:
+            app = await self.app()
+            await app(scope, receive, send)
+
+    async def app(self) -> FastAPI:
+        """Returns the application once it is made and has started."""
+        # Without the shield, a client that hangs up would cancel it.
+        return await asyncio.shield(self._making)
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        """Starts and ends with the server, as ASGI's lifespan protocol tells."""
+        await receive()
+        self._making = asyncio.create_task(self._make())
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        await asyncio.wait([self._making])
+        await self._lifespan.aclose()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _make(self) -> FastAPI:
+        try:
+            app = await asyncio.to_thread(self._make_app)
+            await self._lifespan.enter_async_context(app.router.lifespan_context(app))
+        except BaseException:
+            self._on_failure()
+            raise
+        return app
 
 
 def run(
@@ -101,7 +158,7 @@ def run(
 def _import_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | None, address: str) -> FastAPI:
     """Returns the application. Its libraries and routes are imported here, while the port answers already."""
     from diskprefix.server.app import create_app
-    from diskprefix.server.browser_guard import is_loopback
+    from diskprefix.server.guards import is_loopback
 
     if keys is None and not is_loopback(settings.host):
         log.warning("no API keys (--api-keys): everybody who reaches %s is served", address)
@@ -116,7 +173,7 @@ def _address_of(listener: socket.socket, host: str) -> str:
 
 def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     """How uvicorn serves the application: its limits and timeouts, and nothing logged that the daemon logs itself."""
-    from diskprefix.server.connection import OTHER_CONNECTIONS, LimitedConnection
+    from diskprefix.server.process.connection import OTHER_CONNECTIONS, LimitedConnection
 
     return uvicorn.Config(
         app,
@@ -180,7 +237,7 @@ class _Server(uvicorn.Server):
         if self._keys is not None:
             self._keys.read_again()
         if daemon is not None and is_ready:
-            notify(READY=1, STATUS=status_of(daemon))
+            notify(READY=1, STATUS=daemon.status_line)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
