@@ -79,7 +79,7 @@ class PrefixCache(CacheResources):
         self.root = self.namespaces.get(SHARED).root
         """What is stored under for callers with neither key nor salt."""
         if not layout.unsupported:
-            self.writer.know(ModelRecord(model=model_name, identity=identity(str(SHARED))))
+            self.writer.add_model(ModelRecord(model=model_name, identity=identity(str(SHARED))))
         key = f"{self.root.hex()} {device} {store.store_id.hex()}"
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
 

@@ -97,7 +97,7 @@ class Publisher:
 
     def note_loss(self, why: str) -> None:
         """The same of something that nothing continues: the rest is written."""
-        self._count(why, is_first=self.chain.note_loss())
+        self._count(why, is_first=self.chain.record_loss())
 
     def publish(
         self, arena: KVArena, nodes: PromptNodes, wanted: Sequence[Wanted], ending: Ending | None = None

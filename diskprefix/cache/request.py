@@ -166,7 +166,7 @@ class CachedRequest:
         one is wanted here: the next step overwrites the states."""
         if self._bypass is not None or self._saver.is_given_up:
             return
-        self.cache.writer.hold()
+        self.cache.writer.pause_writing()
         with self._guarded("not all of the prompt is saved"):
             self._saver.after_step(arena)
 
@@ -178,7 +178,7 @@ class CachedRequest:
         was not restored took, in seconds. Until `KVArena.settle`, the arena may grow but must not be changed before the
         prompt's end.
         """
-        self.cache.writer.go_on()
+        self.cache.writer.resume_writing()
         self.is_published = not self.prompt.media
         if self._bypass is not None:
             return

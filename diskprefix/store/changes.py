@@ -50,7 +50,7 @@ _RECORDS_BYTES = 256
 _TOKEN_BYTES = 16
 """A token id in the record of its node and in the index of children, with the same share."""
 _PIECE_BYTES = 64
-"""The same for one piece."""
+"""The keys and records of one piece, with the same share."""
 NODES_AT_ONCE = 64
 """Nodes deleted in one transaction. More of them copy more pages than a full file has free."""
 RECORDS_AT_ONCE = 512
@@ -72,8 +72,7 @@ class NewNode:
     `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown. For `generated` see `store.schema`.
     `ttl_s` is its time to live after the last use, in seconds; with None the daemon's `--kv-cache-ttl` holds.
     `is_expected`: it will probably be used soon, so it counts as used once.
-    `replaces`: its first tokens can be restored without the others, so it takes the place of nodes that hold no more
-    than these.
+    `replaces`: its first tokens can be restored without the others, so it replaces nodes that hold only these.
     """
 
     name: bytes
@@ -96,8 +95,8 @@ class NewNode:
 
 
 class Use(NamedTuple):
-    """`hits` uses of a node, the last one at time `when`. `ttl_s` is the time to live that they asked for, in the form
-    of `eviction.recorded_ttl`."""
+    """A number of uses (`hits`) of a node, the last one at time `when`. `ttl_s` is the time to live that they ask for,
+    in the form of `eviction.recorded_ttl`."""
 
     when: float
     hits: int = 1
@@ -123,30 +122,30 @@ class Changes(Snapshot):
     def put_meta(self, key: str, value: bytes) -> None:
         self._put("meta", key.encode(), value)
 
-    def note_purge(self) -> None:
-        """Tell daemons that what they keep in memory about the store may be gone."""
+    def record_purge(self) -> None:
+        """Tells daemons that records which they keep in memory may be gone."""
         self.put_meta("purged_at", struct.pack("<d", self._now))
 
-    def note_deletion(self) -> None:
-        """Note that what was deleted must not stay in the file; see `Store.wipe`."""
+    def record_deletion(self) -> None:
+        """Records that bytes were deleted and must be overwritten in the file; see `Store.wipe`."""
         self.put_meta("deleted", secrets.token_bytes(8))
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
-        """Store the record of a root unless there is one."""
+        """Stores the record of a root unless there is one."""
         if self.record("roots", root) is None:
             self._put("roots", root, encode_record(root, record))
 
     def put_model(self, record: ModelRecord) -> None:
-        """Store that the store is served with a model, unless that is known."""
+        """Stores the record of a model that the store is served with, unless it is there."""
         key = model_key(record.identity)
         if self.record("meta", key) is None:
             self._put("meta", key, encode_record(key, record))
 
     def put_node(self, root: bytes, node: NewNode, codec: Codec) -> bytes:
-        """Store a node with its payload. Returns the name of the node that holds its tokens then.
+        """Stores a node with its payload. Returns the name of the node that holds its tokens then.
 
-        This is another one if a longer node that it would be replaced by is stored already. Of a node that is stored
-        already, only the time to live may become longer.
+        This is another node if a longer one, which would replace it, is stored already. For a node that is stored
+        already, at most its time to live becomes longer.
 
         Raises `PrefixGone` if the node that it continues is not stored, or if the name belongs to another prefix.
         """
@@ -189,8 +188,8 @@ class Changes(Snapshot):
         return node.name
 
     def remove_shorter(self, node: NewNode, secret: int) -> None:
-        """Remove the nodes that a stored node replaces, with their entries; it takes over their uses. `secret` is the
-        store's. A node that was asked to be kept for longer stays."""
+        """Removes the nodes that a stored node replaces, with their entries, and adds their uses to it. `secret` is the
+        store's. A node with a longer time to live stays."""
         if node.position > 0 and self._num_children(node.parent) < 2:
             return
         usage = self.usage(node.name)
@@ -204,20 +203,20 @@ class Changes(Snapshot):
             self.put_usage(node.name, usage)
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:
-        """Store that a saved prompt ends at this node. Raises `PrefixGone` if the node is not stored."""
+        """Stores that a saved prompt ends at this node. Raises `PrefixGone` if the node is not stored."""
         if self.record("nodes", name) is None:
             raise PrefixGone("the prefix that it ends with was evicted meanwhile")
         if self.record("entries", name) is None:
             self._put("entries", name, encode_record(name, entry))
 
     def touch(self, name: bytes, use: Use) -> None:
-        """Record the use of a node and of all its ancestors."""
+        """Records the use of a node and of all its ancestors."""
         table = self.usages(self.ancestry(name))
         for node, record in zip(table.names, after_use(table.records, *use), strict=True):
             self._put("usage", node, record.tobytes())
 
     def delete_node(self, name: bytes, parent: bytes) -> bool:
-        """Remove a node with its payload and its entry. Returns whether it was stored."""
+        """Removes a node with its payload and its entry. Returns whether it was stored."""
         self._delete_children_keys(name)
         found = self.delete_record("nodes", name)
         if found:
@@ -228,7 +227,7 @@ class Changes(Snapshot):
         return found
 
     def remember(self, root: bytes, prompt: TokenIds, limit: int, group: bytes = b"", ttl_s: int = 0) -> None:
-        """Add a prompt to the history of a root. `group` has 8 bytes or none, `ttl_s` is in the form of
+        """Adds a prompt to the history of a root. `group` has 8 bytes or none, `ttl_s` is in the form of
         `eviction.recorded_ttl`.
 
         The history holds at most `limit` prompts and `HISTORY_TOKENS` tokens, of all groups together; the oldest go.
@@ -245,18 +244,18 @@ class Changes(Snapshot):
             self.delete_record("history", key)
 
     def forget(self, keys: Iterable[bytes], database: Literal["history", "notes"]) -> None:
-        """Remove remembered prompts or notes, given by their keys, and the records of roots that have nothing left."""
+        """Removes remembered prompts or notes, given by their keys, and the records of roots that have nothing left."""
         roots = {key[:HASH_BYTES] for key in keys if self.delete_record(database, key)}
         self.delete_bare_roots(roots)
 
     def delete_bare_roots(self, roots: set[bytes]) -> int:
-        """Remove the records of those of `roots` under which nothing is stored. Returns how many there were."""
+        """Removes the records of those of `roots` under which nothing is stored. Returns how many there were."""
         under: tuple[str, ...] = ("history", "notes", "children")
         bare = [root for root in roots if all(next(self.keys_under(one, root), None) is None for one in under)]
         return sum(self.delete_record("roots", root) for root in bare)
 
     def delete_roots(self, roots: Iterable[bytes]) -> None:
-        """Remove roots without nodes, with all that is stored under them."""
+        """Removes roots without nodes, with all that is stored under them."""
         for root in roots:
             for database in ("history", "notes"):
                 for key in list(self.keys_under(database, root)):
@@ -264,14 +263,14 @@ class Changes(Snapshot):
         self.delete_bare_roots(set(roots))
 
     def put_note(self, key: bytes, value: bytes | None) -> None:
-        """Store an encoded note in the place of the one before, or remove that one."""
+        """Stores an encoded note, replacing the one before. With None, removes that one."""
         if value is not None:
             self._put("notes", key, value)
         else:
             self.forget([key], "notes")
 
     def use_note(self, key: bytes, when: float) -> None:
-        """Record the use of a note. One that is damaged is left as it is."""
+        """Records the use of a note. One that is damaged is left as it is."""
         if (value := self.record("notes", key)) is not None:
             with suppress(StoreCorrupt):
                 self._put("notes", key, used_note(key, value, when))
@@ -280,11 +279,11 @@ class Changes(Snapshot):
         self._put("usage", name, encode_usage(usage))
 
     def put_child(self, key: bytes) -> None:
-        """Store a key of the database `children`."""
+        """Stores a key of the database `children`."""
         self._put("children", key, b"")
 
     def _delete_children_keys(self, name: bytes) -> None:
-        """Remove a node from the index of children. If its record cannot be read, all keys are searched."""
+        """Removes a node from the index of children. If its record cannot be read, all keys are searched."""
         keys: Iterable[bytes]
         try:
             node = self.node(name)
@@ -328,7 +327,7 @@ class Changes(Snapshot):
         return sizes
 
     def _delete_payload(self, name: bytes) -> None:
-        """Remove all stored pieces. The record that counts them may be damaged, so it is not used."""
+        """Removes all stored pieces. The record that counts them may be damaged, so it is not used."""
         cursor = self._txn.cursor(self._databases["payloads"])
         while cursor.set_range(name) and piece_index(cursor.key(), name) is not None:
             cursor.delete()
@@ -351,5 +350,5 @@ class Changes(Snapshot):
             raise StoreFull(f"{database}: LMDB took no record for {key.hex()}")
 
     def delete_record(self, database: str, key: bytes) -> bool:
-        """Remove one record and nothing else. Returns whether it was stored."""
+        """Removes one record and nothing else. Returns whether it was stored."""
         return bool(self._txn.delete(key, db=self._databases[database]))

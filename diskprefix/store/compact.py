@@ -53,7 +53,7 @@ class Compacted:
 
 
 def compacted_bytes(path: Path) -> int:
-    """How large a compacted copy of the store in folder `path` would be.
+    """Returns the size in bytes of a compacted copy of the store in folder `path`.
 
     Raises `StoreCorrupt`; `StoreUnavailable` if there is no store, or a file that is not ours.
     """
@@ -67,7 +67,7 @@ def compacted_bytes(path: Path) -> int:
 
 
 def compact_folder(path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
-    """Replace the store's file in folder `path` by a compacted copy. `advance` is called with the bytes just written.
+    """Replaces the store's file in folder `path` by a compacted copy. `advance` is called with the bytes just written.
 
     The caller has no environment open there. Raises `StoreUnavailable` if another process has the store open, or the
     disk has no room for both files or fails, and `StoreCorrupt` if the file is damaged. Then the old file stays.
@@ -83,7 +83,7 @@ def compact_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
 
 
 def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
-    """Write a compacted copy of the store in folder `path` into `target`, which is created and holds no store.
+    """Writes a compacted copy of the store in folder `path` into `target`, which is created and holds no store.
 
     A daemon may have the store open. The room that it frees meanwhile is usable again after the copy. Raises as
     `compact_folder` does.
@@ -97,7 +97,7 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
 
 
 def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
-    """Put a copy of the store in folder `source` in the place of that in folder `path`, which is created.
+    """Puts a copy of the store in folder `source` in the place of that in folder `path`, which is created.
 
     Raises as `compact_folder` does; then the old file stays. `before_bytes` is the size of the file in `source`.
     """
@@ -112,7 +112,7 @@ def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lam
 
 
 def _write_copy(source: Path, target: Path, advance: Callable[[int], None]) -> Compacted:
-    """Write the copy in a folder of its own inside `target`, then move it to its place."""
+    """Writes the copy in a folder of its own inside `target`, then moves it to its place."""
     num_bytes, before_bytes = compacted_bytes(source), (source / DATA).stat().st_size
     work = target / REPLACEMENT
     shutil.rmtree(work, ignore_errors=True)
@@ -140,7 +140,7 @@ def _require_room(path: Path, work: Path, num_bytes: int) -> None:
 
 
 def _copy(source: Path, folder: Path, num_bytes: int, advance: Callable[[int], None]) -> None:
-    """Copy all records of one snapshot into a new file. Nobody sees it: it need not be safe on disk before the end."""
+    """Copies all records of one snapshot into a new file, which is made durable later."""
     with closing(Environment(source, budget_bytes=0, read_only=True, max_databases=len(DATABASES))) as env:
         env.open_databases(DATABASES)
         with env.transaction() as txn, _new_file(folder, num_bytes) as (copy, databases):
@@ -160,7 +160,7 @@ def _copy(source: Path, folder: Path, num_bytes: int, advance: Callable[[int], N
 
 @contextmanager
 def _new_file(folder: Path, num_bytes: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """An environment in an empty folder for about that many bytes, and its databases. Raises `OSError`."""
+    """Yields an environment in an empty folder for about `num_bytes`, and its databases. Raises `OSError`."""
     # Address space only, more than it can need: whoever opens the file sets its own.
     map_bytes = (2 * num_bytes + 2**30) // mmap.PAGESIZE * mmap.PAGESIZE
     try:
@@ -174,7 +174,7 @@ def _new_file(folder: Path, num_bytes: int) -> Iterator[tuple[Any, dict[str, Any
 
 
 def _records(snapshot: Snapshot) -> Iterator[tuple[str, bytes, bytes | memoryview]]:
-    """Database, key and value of every record; the payloads in the order in which prompts read them."""
+    """Yields database, key and value of every record, the payloads in the order in which prompts read them."""
     for database in DATABASES:
         if database != "payloads":
             yield from ((database, key, value) for key, value in snapshot.records(database))

@@ -36,15 +36,16 @@ class Environment:
     """
 
     def __init__(self, path: Path, *, budget_bytes: int, read_only: bool, max_databases: int) -> None:
-        """Open, and create unless `read_only`. Raises `OSError`, `StoreUnavailable` or `StoreCorrupt`."""
+        """Opens the environment, and creates it unless `read_only`. Raises `OSError`, `StoreUnavailable` or
+        `StoreCorrupt`."""
         self.path = path
         self.read_only = read_only
         self.databases: dict[str, Any] = {}
         self.broken: str | None = None
         """Why the environment cannot be used before it is closed and opened again; None if it can."""
         self.has_lock = True
-        """Whether readers are in LMDB's lock file. Without a lock file that this process can write, a writer in another
-        process does not know of them, and may overwrite the pages that they read."""
+        """True if readers are in LMDB's lock file. If this process cannot write that file, a writer in another process
+        does not know of its readers, and may overwrite the pages that they read."""
         self.clean_before = 0
         """Pages that were freed by a transaction before this one hold nothing that was deleted; see `wiping`."""
         self._transactions = 0
@@ -72,7 +73,7 @@ class Environment:
         )
 
     def open_databases(self, names: Sequence[str]) -> None:
-        """Open named databases, creating those that are missing unless the environment is read-only."""
+        """Opens named databases, creating those that are missing unless the environment is read-only."""
         with self._translated():
             if not self.read_only:
                 self._env.reader_check()
@@ -80,7 +81,7 @@ class Environment:
                 self.databases[name] = self._env.open_db(name.encode(), create=not self.read_only)
 
     def close(self, timeout_s: float = _READER_PATIENCE_S) -> bool:
-        """Close as soon as no transaction of this process is open; later ones raise `StoreUnavailable`.
+        """Closes as soon as no transaction of this process is open; later ones raise `StoreUnavailable`.
 
         Returns False, and stays open, after `timeout_s`.
         """
@@ -91,14 +92,14 @@ class Environment:
         return self._closed
 
     def is_in_place(self) -> bool:
-        """Whether the open file is still the one in the folder. It may have been removed or replaced."""
+        """Returns whether the open file is still the one in the folder. It may have been removed or replaced."""
         try:
             return os.path.samestat(os.stat(self.path / DATA), self._file)
         except OSError:
             return False
 
     def let_grow_to(self, file_bytes: int) -> None:
-        """Let the file grow to this size. No transaction of this process may be open."""
+        """Lets the file grow to this size. No transaction of this process may be open."""
         with self._translated():
             if file_bytes > self._env.info()["map_size"]:
                 self._env.set_mapsize(file_bytes - file_bytes % _PAGE_BYTES)
@@ -126,7 +127,7 @@ class Environment:
                 self._count(-1)
 
     def renew(self) -> bool:
-        """Close the file and open it again. LMDB keeps the buffers of pages that it wrote, and uses them for others
+        """Closes the file and opens it again. LMDB keeps the buffers of pages that it wrote, and uses them for others
         without clearing them.
 
         Returns False, and changes nothing, if a transaction of this process does not end. Raises `StoreUnavailable` if
@@ -155,7 +156,7 @@ class Environment:
         return True
 
     def is_file(self, fd: int) -> bool:
-        """Whether a descriptor is one of the open file."""
+        """Returns whether a descriptor is one of the open file."""
         return os.path.samestat(os.fstat(fd), self._file)
 
     def last_transactions(self) -> tuple[int, int]:
@@ -165,7 +166,7 @@ class Environment:
         return last, min([last, *self._seen_by_readers()])
 
     def wait_for_readers(self) -> bool:
-        """Wait until no reader from before the last commit is open. Returns False if one stays open for seconds.
+        """Waits until no reader from before the last commit is open. Returns False if one stays open for seconds.
 
         Readers of processes that ended are removed. Snapshots of this process take milliseconds.
         """
@@ -179,7 +180,7 @@ class Environment:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Translate LMDB's errors."""
+        """Translates LMDB's errors."""
         try:
             yield
         except lmdb.MapFullError as error:
@@ -200,7 +201,7 @@ class Environment:
             raise StoreUnavailable(problem) from error
 
     def _begin(self, write: bool) -> Any:
-        """Begin a transaction. If another process let the file grow beyond the map, enlarge the map first."""
+        """Begins a transaction. If another process let the file grow beyond the map, enlarges the map first."""
         self._count(1)
         try:
             try:
@@ -213,7 +214,7 @@ class Environment:
             raise
 
     def _follow_growth(self) -> None:
-        """Enlarge the map. LMDB forbids that while a transaction of this process is open, so wait until none is.
+        """Enlarges the map. LMDB forbids that while a transaction of this process is open, so this waits until none is.
 
         A thread that waits here does not count as a transaction. Otherwise two of them would wait for each other.
         """
@@ -235,7 +236,8 @@ class Environment:
             self._idle.notify_all()
 
     def _has_old_readers(self) -> bool:
-        """Whether LMDB's table of readers has a read transaction, of any process, older than the last commit."""
+        """Returns whether LMDB's table of readers has a read transaction, of any process, older than the last
+        commit."""
         last, oldest = self.last_transactions()
         return oldest < last
 

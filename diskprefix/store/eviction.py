@@ -1,4 +1,4 @@
-"""Which nodes to evict: pure functions of the usage records, the tree and a time that the caller gives.
+"""The choice of nodes to evict: pure functions of the usage records, the tree and a time that the caller gives.
 
 A node that others continue is never evicted. When its last child is chosen, it becomes a leaf and is compared by its
 own score, so the score only has to order leaves. `README.md` gives the score and its reasons.
@@ -50,7 +50,7 @@ class UsageTable:
 
     @property
     def has_own_ttls(self) -> bool:
-        """Whether a node may expire by a time to live of its own."""
+        """Returns whether a node may expire by a time to live of its own."""
         return bool((self.records["ttl_s"] > 0).any())
 
     def ages_s(self, now: float) -> NDArray[np.float64]:
@@ -60,10 +60,10 @@ class UsageTable:
 
 
 def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0) -> NDArray[np.void]:
-    """Returns records after `hits` uses at time `when` that asked for `ttl_s`, in the form of `recorded_ttl`.
+    """Returns records after `hits` uses at time `when` with the time to live `ttl_s`, in the form of `recorded_ttl`.
 
-    The result is a changed copy of `records`, dtype `USAGE_DTYPE`, shape [n]. Of the uses before, each counts half for
-    every half-life that has passed since the last one.
+    The result is a changed copy of `records`, dtype `USAGE_DTYPE`, shape [n]. An earlier use counts half for every
+    half-life that has passed since the last one.
     """
     used = records.copy()
     ages = np.maximum(0.0, when - records["last_used"])
@@ -76,7 +76,7 @@ def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0)
 
 
 def with_uses(usage: UsageRecord, other: UsageRecord, now: float) -> UsageRecord:
-    """Returns the record of a node that takes the place of another one, with that one's uses."""
+    """Returns the record of a node with the uses of another node, which it replaces."""
     decayed = other.hits * 2.0 ** (-max(0.0, now - other.last_used) / HALF_LIFE_S)
     restores = min(usage.restores + other.restores, _MAX_RESTORES)
     return usage._replace(hits=usage.hits + decayed, restores=restores)
@@ -104,7 +104,7 @@ def longer_ttl(a: int, b: int) -> int:
 
 
 def _limits_s(table: UsageTable, ttl_s: float) -> NDArray[np.float64]:
-    """Returns after how many seconds without a use each node expires; infinite for one that never does."""
+    """Returns the seconds without a use after which each node expires; infinite for one that never does."""
     recorded = table.records["ttl_s"].astype(np.float64)
     default = ttl_s or math.inf
     own = np.abs(recorded)
@@ -139,7 +139,7 @@ def _cost_bits(table: UsageTable) -> NDArray[np.float64]:
 
 
 def usable_bytes(limit: int) -> int:
-    """What the pages that hold data may take of a limit: all less a tenth.
+    """Returns the bytes that pages with data may take of a limit: all less a tenth.
 
     The tenth is for B-tree copies, the free list, and above all for runs of free pages that are long enough for a
     piece. With 1/32, three of a hundred publications found none after ten times the budget had been written, and

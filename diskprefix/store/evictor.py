@@ -1,4 +1,4 @@
-"""Making room in a store: which limits hold, and the deletion of what `eviction` chooses."""
+"""The limits of a store, and the deletion of what `eviction` chooses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _F64 = struct.Struct("<d")
 _HISTORY_SHARE = 16
 """The recent prompts of all roots may take this part of the budget. Clients who choose salts make many roots."""
 _ROOTS_SHARE = 16
-"""The same of the records of roots, as far as nothing but recent prompts and notes is stored under them."""
+"""The records of roots without nodes may take this part of the budget."""
 
 
 class Evictor:
@@ -41,7 +41,7 @@ class Evictor:
         self._pins_lock = threading.Lock()
 
     def pin(self, name: bytes) -> None:
-        """Keep a node, and so all its ancestors, from eviction by this process until `unpin`.
+        """Keeps a node, and so all its ancestors, from eviction by this process until `unpin`.
 
         Does not wait for the disk: the transaction that is being written may still delete the node, though a snapshot
         has it. To publish what continues it then raises `PrefixGone`.
@@ -60,7 +60,7 @@ class Evictor:
             return frozenset(self._pins)
 
     def make_room(self, need_bytes: int, keep: frozenset[bytes]) -> int:
-        """Evict until `need_bytes` more fit. Nodes named in `keep` stay. Returns the number of evicted nodes.
+        """Evicts until `need_bytes` more fit. Nodes named in `keep` stay. Returns the number of evicted nodes.
 
         Raises `StoreFull`, and evicts nothing, if evicting all that may be evicted is not enough.
         """
@@ -92,7 +92,7 @@ class Evictor:
         return len(victims)
 
     def expire(self, ttl_s: float) -> int:
-        """Remove nodes and remembered prompts that were not used for `ttl_s` seconds; with 0 they stay.
+        """Removes nodes and remembered prompts that were not used for `ttl_s` seconds; with 0 they stay.
 
         What a request asked to keep for another time goes after that time, and so does each note. Returns the number of
         removed nodes.
@@ -119,25 +119,26 @@ class Evictor:
             raise StoreFull(f"{format_size(need_bytes)} do not fit {self._limit()}")
 
     def usable_bytes(self) -> int:
-        """What the pages that hold data may take of the budget, or of the space on the disk if that is less."""
+        """Returns the bytes that pages with data may take of the budget, or of the space on the disk if that is
+        less."""
         return usable_bytes(min(self._file.budget_bytes, self._disk_limit()))
 
     def may_grow(self, need_bytes: int) -> bool:
-        """Whether `min_free_bytes` of the disk stay free even if none of the file's free pages can be used."""
+        """Returns whether `min_free_bytes` of the disk stay free even if none of the file's free pages can be used."""
         return not self._min_free_bytes or self._file.environment.file_bytes() + need_bytes <= self._disk_limit()
 
     def let_freed_pages_age(self) -> None:
-        """Commit an empty transaction: LMDB reuses pages only from the second one after the one that freed them."""
+        """Commits an empty transaction: LMDB reuses pages only from the second one after the one that freed them."""
         with self._file.changes() as changes:
             changes.put_meta("evicted_at", _F64.pack(self._file.clock()))
 
     def _evict(self, victims: list[bytes], *, is_expired: bool = False) -> None:
-        """Delete nodes, children first. A node that was continued or pinned since it was chosen stays; see `pin`. What
-        has expired must not stay in the file either."""
+        """Deletes nodes, children first. A node that was continued or pinned since it was chosen stays; see `pin`.
+        Expired nodes are also overwritten in the file."""
         for some in batches(victims, NODES_AT_ONCE):
             with self._file.changes() as changes:
                 if is_expired:
-                    changes.note_deletion()
+                    changes.record_deletion()
                 roots = set()
                 for name in some:
                     usage = changes.usage(name)
@@ -149,11 +150,11 @@ class Evictor:
             self.let_freed_pages_age()
 
     def _forget(self, keys: list[bytes], database: Literal["history", "notes"], *, is_expired: bool = False) -> None:
-        """See `Changes.forget` and `_evict`."""
+        """Removes recent prompts or notes; see `Changes.forget` and `_evict`."""
         if keys:
             with self._file.changes() as changes:
                 if is_expired:
-                    changes.note_deletion()
+                    changes.record_deletion()
                 changes.forget(keys, database)
 
     def _drop_roots(self, roots: list[bytes]) -> None:
@@ -165,7 +166,7 @@ class Evictor:
                 changes.delete_roots(empty)
 
     def _disk_limit(self) -> int:
-        """How large the file may become so that `min_free_bytes` of the disk stay free."""
+        """Returns the size in bytes that the file may have if `min_free_bytes` of the disk are to stay free."""
         if not self._min_free_bytes:
             return self._file.budget_bytes
         with file_errors(self._file.path):

@@ -40,7 +40,7 @@ _MAGIC, _DATA_VERSION = 0xBEEFC0DE, 1
 _MAX_KEY_BYTES = 511
 _MAX_DEPTH = 32
 _MAX_MAP_BYTES = 1 << 46
-"""LMDB maps as many bytes as the meta page says. If the kernel refuses, LMDB goes on with a null pointer."""
+"""LMDB maps as many bytes as the meta page says. If the kernel refuses, LMDB continues with a null pointer."""
 _MAX_TXNID = 1 << 62
 _FREE_FLAGS = (0x0008, 0x4008)
 """Integer keys, without and with MDB_NOSUBDIR, which LMDB writes into the same field."""
@@ -57,8 +57,8 @@ RUN_HEADER_BYTES = _RUN_HEADER.size
 
 @dataclass(frozen=True, kw_only=True)
 class FileReport:
-    """What the check found. `used_bytes` is the size of all pages that are not free. `entries` is the number of entries
-    of each named database.
+    """The result of a check. `used_bytes` is the size of all pages that are not free. `entries` is the number of
+    entries of each named database.
 
     Without a file, or with one of 0 bytes, LMDB creates a new one. A file is busy if another process commits so often
     that no snapshot could be checked; that process has it open with LMDB.
@@ -70,7 +70,7 @@ class FileReport:
 
 
 def check_file(path: Path) -> FileReport:
-    """Check the structure of an LMDB data file.
+    """Checks the structure of an LMDB data file.
 
     Raises `StoreCorrupt` if LMDB could crash, hang or err on the file; the message is one line that names the page.
     Raises `OSError` if the file cannot be opened, or is a symbolic link.
@@ -159,7 +159,7 @@ class Page:
 
     @property
     def gap(self) -> tuple[int, int]:
-        """Where in the page nothing is kept."""
+        """The unused bytes of the page: start and end."""
         lower, upper = _GAP.unpack_from(self.content)
         return lower, upper
 
@@ -213,21 +213,21 @@ class FileCheck:
 
     @property
     def end(self) -> int:
-        """Where the last page ends."""
+        """The end of the last page, in bytes."""
         return (self._meta.last_page + 1) * self.page_bytes
 
     def see_page(self, page: Page) -> None:
-        """A branch or leaf page of a tree."""
+        """Called for a branch or leaf page of a tree."""
 
     def see_separator(self, page: Page, index: int, before: bytes | None) -> None:
-        """The key of a node of a branch page, before what is below that node. `before` is the last key below the node
-        before it, None if that is the first one."""
+        """Called for the key of a node of a branch page, before the pages below that node. `before` is the last key
+        below the previous node, None for the first node."""
 
     def see_run(self, number: int, num_pages: int, data_bytes: int) -> None:
-        """An overflow run."""
+        """Called for an overflow run."""
 
     def see_free(self, txnid: int, pages: npt.NDArray[np.uint64]) -> None:
-        """Pages within the file that a transaction freed."""
+        """Called for the pages within the file that a transaction freed."""
 
     def run(self) -> FileReport:
         free = _Walk("the free list", self._meta.free, is_free_list=True)
@@ -273,7 +273,7 @@ class FileCheck:
         return number, meta
 
     def _leaves(self, walk: _Walk) -> Iterator[Page]:
-        """Check a whole tree. Yields its leaf pages in key order."""
+        """Checks a whole tree. Yields its leaf pages in key order."""
         tree = walk.tree
         if tree.root == _NO_PAGE:
             if tree.depth:
@@ -285,7 +285,7 @@ class FileCheck:
         walk.require_counts()
 
     def _subtree(self, walk: _Walk, number: int, height: int, low: bytes, high: bytes | None) -> Iterator[Page]:
-        """Check a page and the pages below it. Their keys must be at least `low` and less than `high`."""
+        """Checks a page and the pages below it. Their keys must be at least `low` and less than `high`."""
         kind = _LEAF if height == 1 else _BRANCH
         what = f"page {number} ({'leaf' if kind == _LEAF else 'branch'} page of {walk.name})"
         self._claim(number, 1, what)
@@ -312,7 +312,7 @@ class FileCheck:
                 yield from self._subtree(walk, child, height - 1, first, end)
 
     def _check_runs(self, walk: _Walk, page: Page) -> None:
-        """Check and claim the overflow runs that a leaf page refers to."""
+        """Checks and claims the overflow runs that a leaf page refers to."""
         runs = list(page.runs())
         self._read_ahead([number for number, _ in runs], _RUN_HEADER.size)
         for number, data_bytes in runs:
@@ -329,7 +329,7 @@ class FileCheck:
             self.see_run(number, num_pages, data_bytes)
 
     def _check_free_lists(self, walk: _Walk) -> None:
-        """Check the tree of the free lists and claim the pages in them."""
+        """Checks the tree of the free lists and claims the pages in them."""
         beyond: list[npt.NDArray[np.uint64]] = [np.empty(0, np.uint64)]
         for page in self._leaves(walk):
             runs = page.runs()
@@ -373,14 +373,14 @@ class FileCheck:
             raise StoreCorrupt(f"{what} has {count} pages, but the last page is {len(self._owner) - 1}")
 
     def _claim(self, number: int, count: int, what: str) -> None:
-        """Record that a tree uses `count` pages from `number` on. Each page has one owner."""
+        """Records that a tree uses `count` pages from `number` on. Each page has one owner."""
         self._require_in_file(number, count, what)
         if self._owner.count(_UNUSED, number, number + count) != count:
             raise StoreCorrupt(f"{what} is also free, or is referred to twice")
         self._owner[number : number + count] = bytes([_IN_TREE]) * count
 
     def read(self, start: int, size: int) -> bytes:
-        """Read a range of the file. A read that fails or is short is damage: LMDB would get a signal there."""
+        """Reads a range of the file. A read that fails or is short is damage: LMDB would get a signal there."""
         page = start // self.page_bytes
         try:
             data = os.pread(self._fd, size, start)
@@ -391,7 +391,7 @@ class FileCheck:
         return data
 
     def _read_ahead(self, pages: Iterable[int], size: int) -> None:
-        """Let the kernel read the first `size` bytes of several pages at once."""
+        """Lets the kernel read the first `size` bytes of several pages at once."""
         if sys.platform == "linux":
             for number in pages:
                 if number < len(self._owner):

@@ -48,7 +48,7 @@ class FolderUnavailable(StoreUnavailable):
 
 @contextmanager
 def file_errors(path: Path) -> Iterator[None]:
-    """Turn errors of the file system into `FolderUnavailable`."""
+    """Turns errors of the file system into `FolderUnavailable`."""
     try:
         yield
     except OSError as error:
@@ -56,7 +56,7 @@ def file_errors(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder with mode 0700 unless it exists, and check it. Raises `StoreUnavailable`."""
+    """Creates the folder with mode 0700 unless it exists, and checks it. Raises `StoreUnavailable`."""
     check_folder(path)
     with file_errors(path):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def make_folder(path: Path) -> None:
 
 
 def reserve_lmdb_lock(folder: Path, *, create: bool) -> None:
-    """Allocate the disk space of LMDB's lock file, which is created if `create`.
+    """Allocates the disk space of LMDB's lock file, which is created if `create`.
 
     LMDB maps the file. A write to a hole in it ends the process if the disk is full. A file without holes is not
     opened, because closing it would drop LMDB's locks of this process on it. Raises `OSError`.
@@ -84,7 +84,7 @@ def reserve_lmdb_lock(folder: Path, *, create: bool) -> None:
 
 
 def check_folder(path: Path) -> None:
-    """Check who can write to the folder and to the files of its store: that user could plant state from which a model
+    """Checks who can write to the folder and to the files of its store: that user could plant state from which a model
     answers. For root, check also who could replace the folder.
 
     Raises `StoreUnavailable` if others may write to one of them, if one belongs to another user, or if a file is a link
@@ -98,7 +98,7 @@ def check_folder(path: Path) -> None:
 
 
 def _check_place(path: Path, name: str, found: os.stat_result) -> None:
-    """Check the folder itself, where `name` is empty, or the file `name` in it."""
+    """Checks the folder itself, where `name` is empty, or the file `name` in it."""
     place, problem = path / name, None
     if name and not stat.S_ISREG(found.st_mode):
         problem = f"{place} is a link or no regular file; remove it"
@@ -118,7 +118,7 @@ class FolderLock:
     """
 
     def __init__(self, path: Path, patience_s: float, *, create: bool = True) -> None:
-        """Take the lock shared. Wait up to `patience_s` seconds for a process that replaces the file.
+        """Takes the lock shared. Waits up to `patience_s` seconds for a process that replaces the file.
 
         With `create`, the lock file is created. Raises `FolderUnavailable` if it cannot be written then, and
         `StoreUnavailable` if the wait was too short.
@@ -130,7 +130,7 @@ class FolderLock:
         self._take_shared()
 
     def try_exclusive(self) -> bool:
-        """Make the lock exclusive. Returns False, and the lock is shared as before, if another process has the store
+        """Makes the lock exclusive. Returns False, and the lock is shared as before, if another process has the store
         open.
 
         Raises `StoreUnavailable` if another process takes the lock exclusively meanwhile and keeps it.
@@ -147,7 +147,7 @@ class FolderLock:
         return True
 
     def share(self) -> None:
-        """Make an exclusive lock shared again."""
+        """Makes an exclusive lock shared again."""
         if self._fd is not None:
             fcntl.flock(self._fd, fcntl.LOCK_SH)
 
@@ -185,7 +185,8 @@ class FolderLock:
         return None
 
     def _is_current(self, fd: int) -> bool:
-        """Whether the locked file is still the one in the folder. Another process may have removed it meanwhile."""
+        """Returns whether the locked file is still the one in the folder. Another process may have removed it
+        meanwhile."""
         return os.path.samestat(os.fstat(fd), os.lstat(self._path / LOCK))
 
 
@@ -199,7 +200,7 @@ def _open_regular(file: Path, flags: int) -> int:
 
 
 def put_in_place(folder: Path) -> None:
-    """Make the file that was written in `REPLACEMENT` durable and replace the store's file by it.
+    """Makes the file that was written in `REPLACEMENT` durable and replaces the store's file by it.
 
     The caller holds the folder's lock exclusively. Raises `OSError`.
     """
@@ -212,7 +213,7 @@ def put_in_place(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file, or the names in a folder, durable. Raises `OSError`."""
+    """Makes a file, or the names in a folder, durable. Raises `OSError`."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -221,7 +222,7 @@ def sync(path: Path) -> None:
 
 
 def become_owner(path: Path) -> Path:
-    """Turn a process of root's, for good, into one of the user who owns folder `path`.
+    """Turns a process of root's, for good, into one of the user who owns folder `path`.
 
     Returns the path by which the process reaches the folder from then on. That is `path`, or the working directory
     where the owner may not enter a folder above, as with the cache of a systemd service with `DynamicUser=`. Does

@@ -20,7 +20,7 @@ from diskprefix.store.schema import sealed, unsealed
 from diskprefix.tokens import HASH_BYTES
 
 MAX_NOTE_BYTES = 16 << 20
-"""Of the content of one note."""
+"""Limit for the content of one note."""
 _ROOT_SHARE, _TOTAL_SHARE = 64, 16
 """Parts of the budget that the notes of one root, and all notes, may take."""
 _NOTE_SHARE = 4
@@ -45,18 +45,18 @@ class NoteKind(IntEnum):
     RESPONSE = 0
     """A stored response of `/v1/responses`."""
     TURN = 1
-    """What the model sampled for a turn."""
+    """The tokens that the model sampled for a turn."""
     SAVINGS = 2
-    """What the cache did for the root (`savings`)."""
+    """The counts of `savings`."""
     LOGITS = 3
-    """The next-token logits at the end of a prompt whose tail a reply took the place of."""
+    """The next-token logits at the end of a prompt whose tail a reply replaced."""
     ENCODING = 4
     """The tokens of a part of a prompt's text."""
 
 
 _KINDS = frozenset(NoteKind)
 _CHEAP = frozenset({NoteKind.LOGITS, NoteKind.ENCODING})
-"""What saves no more than a moment."""
+"""The kinds that save no more than a moment. They are removed first."""
 
 
 def note_key(root: bytes, kind: NoteKind, id_: str) -> bytes:
@@ -72,11 +72,12 @@ class NotePrompt(NamedTuple):
 
 
 NO_PROMPT = NotePrompt(0, bytes(HASH_BYTES))
-"""Of a note that belongs to no prompt, or to several."""
+"""The prompt of a note that belongs to none, or to several."""
 
 
 class NoteTimes(NamedTuple):
-    """When a note was used and written, seconds since the epoch, and its time to live after the last use, seconds."""
+    """The times of a note's last use and of its creation (seconds since the epoch), and its time to live after the last
+    use (seconds)."""
 
     last_used: float
     created_at: float
@@ -87,7 +88,7 @@ class NoteTimes(NamedTuple):
         return not abs(now - self.last_used) < self.ttl_s
 
     def is_outdated(self, now: float) -> bool:
-        """Whether a use at time `now` is worth writing the note again."""
+        """Returns whether a use at time `now` is worth writing the note again."""
         return not abs(now - self.last_used) < self.ttl_s * _RECORD_HOLDS
 
     def used(self, when: float) -> NoteTimes:
@@ -115,12 +116,12 @@ def used_note(key: bytes, value: bytes | memoryview, when: float) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class StoredNote:
-    """What is known of a note without reading its content. The record was not verified."""
+    """A note without its content. The record was not verified."""
 
     key: bytes
     times: NoteTimes
     num_bytes: int
-    """What it takes in the file."""
+    """The size in the file."""
     prompt: NotePrompt = NO_PROMPT
 
     @classmethod

@@ -51,13 +51,13 @@ class Notes:
         self._waiting: dict[bytes, bytes | None] = {}
         """Encoded notes that are not in the store yet; None for one that is to be deleted."""
         self.waiting_bytes = 0
-        """Of the notes that are not in the store yet."""
+        """The size of the notes that are not in the store yet."""
         self._roots: dict[bytes, RootRecord] = {}
-        """Of the notes that wait."""
+        """The root records of the notes that wait."""
         self._used: dict[bytes, float] = {}
-        """When notes were used last, as far as this process knows."""
+        """Times of the last use of notes by this process, by key."""
         self._to_record: set[bytes] = set()
-        """Those of them whose records say otherwise by a good part of their time to live."""
+        """Keys of notes whose recorded last use is outdated; see `NoteTimes.is_outdated`."""
         self._is_new = self._is_being_written = False
         self._sizes: dict[bytes, int] = {}
         """About what the notes of each root take, since they were last counted."""
@@ -65,7 +65,7 @@ class Notes:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether there is something that nobody has tried to write yet, or that is being written."""
+        """Returns whether some note has not been tried to be written yet, or is being written."""
         return self._is_new or self._is_being_written
 
     def put(
@@ -78,7 +78,7 @@ class Notes:
         ttl_s: float,
         prompt: TokenIds | None = None,
     ) -> bool:
-        """Keep a note, in the place of one with the same kind and id; it goes with the `prompt` that it came from.
+        """Keeps a note, replacing one with the same kind and id. It is deleted with the `prompt` that it came from.
         Returns False if it is too large, or if the store fails and too much waits already."""
         key, now = note_key(root, kind, id_), self._store.clock()
         times = NoteTimes(now, now, max(1, min(round(ttl_s), 2**31 - 1)))
@@ -120,14 +120,14 @@ class Notes:
         return content
 
     def delete(self, root: bytes, kind: NoteKind, id_: str) -> bool:
-        """Remove a note. Returns whether there was one that could be read."""
+        """Removes a note. Returns whether there was one that could be read."""
         if self.get(root, kind, id_) is None:
             return False
         self._delete(note_key(root, kind, id_))
         return True
 
     def write(self) -> None:
-        """Write what waits in one transaction, then make the notes fit their shares. Raises `CacheError`."""
+        """Writes what waits in one transaction, then makes the notes fit their shares. Raises `CacheError`."""
         with self._lock:
             waiting, roots, self._is_new = dict(self._waiting), dict(self._roots), False
             used = {key: self._used[key] for key in self._to_record - waiting.keys()}
@@ -152,7 +152,7 @@ class Notes:
             for key, when in used.items():
                 changes.use_note(key, when)
             if None in waiting.values():
-                changes.note_deletion()
+                changes.record_deletion()
         self._forget(waiting)
         self._make_fit(sizes)
 
@@ -182,7 +182,7 @@ class Notes:
         self.waiting_bytes += _waiting_size(value)
 
     def _forget(self, written: dict[bytes, bytes | None]) -> None:
-        """What was replaced while it was written still waits."""
+        """Drops what was written from what waits, unless it was replaced meanwhile."""
         with self._lock:
             for key, value in written.items():
                 if self._waiting.get(key, b"") is value:
@@ -191,7 +191,7 @@ class Notes:
             self._roots = {root: record for root, record in self._roots.items() if root in roots}
 
     def _make_fit(self, written: dict[bytes, int]) -> None:
-        """Remove what exceeds a share. Notes are counted when a root's first one is written, and when a count of this
+        """Removes what exceeds a share. Notes are counted when a root's first one is written, and when a count of this
         process exceeds its share: then those of other processes and those that went meanwhile count too."""
         for key, size in written.items():
             self._sizes[key[:HASH_BYTES]] = (

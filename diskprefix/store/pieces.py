@@ -1,4 +1,5 @@
-"""How a raw payload is cut into pieces, read off the layout that the root records. See "Payloads" in `README.md`."""
+"""The cut of a raw payload into pieces, computed from the layout in the root's record. See "Payloads" in
+`README.md`."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from diskprefix.store.codec.codec import PIECE_BYTES, Element, Piece
 from diskprefix.store.schema import Kind
 
 LAYOUT_VERSION = 1
-"""Of the byte format that a `LayoutText` describes."""
+"""The version of the byte format that a `LayoutText` describes."""
 
 _ELEMENTS = {
     "bfloat16": (2, Element.BF16),
@@ -53,16 +54,17 @@ class LayoutGroup(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def rows_each(self) -> int:
-        """How many rows a payload has of each tensor. A row holds a part of every token, one token after the other."""
+        """The number of rows of each tensor in a payload. A row holds a part of every token, one token after the
+        other."""
         return self.heads if self.axes[0] == "head" else 1
 
     @property
     def row_elements(self) -> int:
-        """How many elements a row has of each token."""
+        """The number of elements of each token in a row."""
         return self.heads * self.head_dim // self.rows_each
 
     def shape(self, num_tokens: int) -> tuple[int, ...]:
-        """The shape of one tensor with so many tokens."""
+        """Returns the shape of one tensor with `num_tokens` tokens."""
         sizes = {"page": num_tokens // self.page, "head": self.heads, "token": self.page, "dim": self.head_dim}
         if self.axes[0] == "head":
             return 1, self.heads, num_tokens, self.head_dim
@@ -116,8 +118,8 @@ class Cut:
 
 @dataclass(frozen=True)
 class PayloadLayout:
-    """What payloads under one root hold: each group as one piece of all its rows, for one token where the group has a
-    part for each token."""
+    """The form of the payloads under one root. Each group is one piece of all its rows; a group of per-token tensors
+    has the size of one token."""
 
     groups: tuple[Piece, ...]
     logits: Piece
@@ -126,7 +128,7 @@ class PayloadLayout:
     @classmethod
     @lru_cache(maxsize=64)
     def parse(cls, text: str) -> PayloadLayout:
-        """From the layout text of a root. Raises `StoreCorrupt`."""
+        """Returns the layout in the layout text of a root. Raises `StoreCorrupt`."""
         try:
             found = msgspec.json.decode(text, type=LayoutText)
             groups = tuple(map(_token_rows, found.groups))
@@ -143,7 +145,7 @@ class PayloadLayout:
         return sum(cut.piece.num_bytes for cut in self.cuts(num_tokens, kind))
 
     def pieces(self, num_tokens: int, kind: Kind) -> tuple[Piece, ...]:
-        """The pieces of a node with `num_tokens` tokens, in the order of the payload."""
+        """Returns the pieces of a node with `num_tokens` tokens, in the order of the payload."""
         return tuple(cut.piece for cut in self.cuts(num_tokens, kind))
 
     def cuts(self, num_tokens: int, kind: Kind) -> tuple[Cut, ...]:

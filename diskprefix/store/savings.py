@@ -81,7 +81,7 @@ def read_savings(snapshot: Snapshot) -> dict[bytes, Savings]:
 
 
 def keep_counts(changes: Changes, roots: Iterable[bytes]) -> None:
-    """Add what the cache did for roots, which are about to be removed, to the counts of those that were removed
+    """Adds what the cache did for roots, which are about to be removed, to the counts of those that were removed
     before."""
     total = _read_removed(changes)
     for root in roots:
@@ -99,7 +99,7 @@ def _read_removed(snapshot: Snapshot) -> Savings:
 
 
 def put_savings(changes: Changes, root: bytes, savings: Savings, now: float) -> None:
-    """Store the counts of a root in the place of those before."""
+    """Stores the counts of a root in the place of those before."""
     key = _key(root)
     changes.put_note(key, encode_note(key, msgspec.msgpack.encode(savings), NoteTimes(now, now, _TTL_S)))
 
@@ -148,10 +148,10 @@ class SavingsLog:
         """Held while counts are on their way to the store: whoever reads would find them in neither place."""
         self._waiting: dict[bytes, tuple[RootRecord, Savings]] = {}
         self.saved_s = 0.0
-        """What was saved since the start of this process, in seconds."""
+        """Seconds of computing that restores saved since the start of this process."""
 
     def note(self, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
-        """Count a request. `block` is the last full block that it restored, None if it restored none."""
+        """Counts a request. `block` is the last full block that it restored, None if it restored none."""
         now = self._store.clock()
         hits = [RecentHit(now, block, counts.restored_tokens)] if block is not None else []
         new = Savings(since=now, days={day_of(now): counts}, hits=hits)
@@ -173,7 +173,7 @@ class SavingsLog:
         return total
 
     def write(self) -> None:
-        """Add what waits to the store. Raises `CacheError`."""
+        """Adds the waiting counts to the store. Raises `CacheError`."""
         if not self._waiting:
             return
         with self._writing:
@@ -200,7 +200,7 @@ class SavingsLog:
 
 
 def forget_hits(store: StoreFile) -> None:
-    """Remove the names of blocks that are not stored any more from the last hits. Raises `CacheError`."""
+    """Removes the names of blocks that are not stored any more from the last hits. Raises `CacheError`."""
     with store.snapshot() as snapshot:
         roots = [root for root, found in read_savings(snapshot).items() if _stored_hits(snapshot, found) != found.hits]
     for root in roots:

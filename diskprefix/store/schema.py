@@ -31,7 +31,7 @@ DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries
 
 _HEADER = struct.Struct("<16s16sIIBBHxxxxQQ")
 _PLACE = struct.Struct("<32xI4xBB")
-"""Of the header: the position, the kind and the flags."""
+"""The position, the kind and the flags in the header."""
 _KIND_AT = 40
 _GENERATED = 1
 _CHECKSUM = struct.Struct("<Q")
@@ -42,7 +42,7 @@ _PIECE_INDEX = struct.Struct(">H")
 _MAX_KEY_BYTES = 511
 """LMDB takes no longer key."""
 CHILD_PART_BYTES = (_MAX_KEY_BYTES - 2 * HASH_BYTES) // 4 * 4
-"""Of token ids in one key of the database `children`."""
+"""Bytes of token ids in one key of the database `children`."""
 _HISTORY_SEQUENCE = struct.Struct(">Q")
 _HISTORY_TTL = struct.Struct("<I")
 _PROMPT_AT = _CHECKSUM.size + _HISTORY_TTL.size
@@ -124,7 +124,7 @@ USAGE_DTYPE = np.dtype(list(zip(UsageRecord._fields, _USAGE_TYPES, strict=True))
 
 
 class RootRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What is stored about a root. `layout` is the canonical text of `kv.layout.Layout`, which payloads have.
+    """The record of a root. `layout` is the canonical text of `kv.layout.Layout`, which payloads have.
 
     `identity` is the text whose hash is the root (`tokens.root_hash`); empty if it is not known. `tenant` is the text
     of a `tenant.Tenant`, empty for the shared tenant. `tokenizer` is the folder of the tokenizer that made the token
@@ -149,7 +149,7 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NamesRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What the names of a store's nodes are made with, fixed when it is created: its id (16 bytes), and the secret (64
+    """The identity of a store, fixed when it is created: its id (16 bytes), and the secret (64
     bits) that seeds them. A wrong bit in the secret would turn every hit into a miss. `namespace` is the digest of the
     namespace key that the secret was derived from; empty if it was drawn for this store."""
 
@@ -194,7 +194,7 @@ def encode_node(name: bytes, node: NodeRecord) -> bytes:
 
 
 def decode_node(name: bytes, value: bytes | memoryview) -> NodeRecord:
-    """Parse a node record; the token ids are copied. Raises `StoreCorrupt` when its checksum does not match."""
+    """Parses a node record; the token ids are copied. Raises `StoreCorrupt` when its checksum does not match."""
     if len(value) < _TOKENS_AT:
         raise StoreCorrupt(f"a node record of {len(value)} bytes is shorter than its header")
     header, token_ids = bytes(value[: _HEADER.size]), bytes(value[_TOKENS_AT:])
@@ -210,7 +210,8 @@ def decode_node(name: bytes, value: bytes | memoryview) -> NodeRecord:
 def is_node(
     value: memoryview, parent: bytes, position: int, kind: Kind, token_ids: bytes, *, generated: bool = False
 ) -> bool:
-    """Whether a node record is the one of these token ids (int32, little-endian), at this place, after this parent.
+    """Returns whether a node record is the one of these token ids (int32, little-endian), at this place, after this
+    parent.
 
     A lookup calls this for every block, so it does not decode or verify the record. What it compares needs no checksum,
     and the rest of the record is compared with the layout before it is used.

@@ -50,7 +50,7 @@ class Snapshot:
     """One consistent view of the store. Not thread-safe, except that payload views may be read from any thread."""
 
     def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, *, copy_payloads: bool = False) -> None:
-        """With `copy_payloads`, pieces are copied before they are verified. That is needed where writers do not know of
+        """Creates the view. `copy_payloads`: pieces are copied before they are verified, because writers do not know of
         this transaction and may overwrite its pages."""
         self._databases = databases
         self._txn = txn
@@ -64,7 +64,8 @@ class Snapshot:
     def has(
         self, name: bytes, parent: bytes, position: int, kind: Kind, token_ids: bytes, *, generated: bool = False
     ) -> bool:
-        """Whether this node is stored: these token ids (int32, little-endian), at this place, after this parent.
+        """Returns whether this node is stored: these token ids (int32, little-endian), at this place, after this
+        parent.
 
         Raises `StoreCorrupt` if there is a node of this name that is another.
         """
@@ -81,7 +82,7 @@ class Snapshot:
         return memoryview(bytes(view)) if view is not None and self._copy_payloads else view
 
     def pieces(self, name: bytes) -> Iterator[tuple[int, memoryview]]:
-        """Every stored piece of a node's payload with its index, in order."""
+        """Yields every stored piece of a node's payload with its index, in order."""
         cursor = self._txn.cursor(self._databases["payloads"])
         found = cursor.set_range(name)
         while found and (index := piece_index(cursor.key(), name)) is not None:
@@ -306,7 +307,7 @@ def _common_at(cursor: Any, is_at_key: bool, beginning: bytes, part: bytes) -> i
 
 
 def _has_states(root: bytes, record: bytes | memoryview) -> bool:
-    """Whether the layout in a root's record has states; False for a record that cannot be read."""
+    """Returns whether the layout in a root's record has states; False for a record that cannot be read."""
     try:
         return bool(PayloadLayout.parse(decode_record(RootRecord, root, record).layout).states)
     except StoreCorrupt:

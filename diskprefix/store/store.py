@@ -40,12 +40,12 @@ class Chain:
     def __init__(self) -> None:
         self.is_lost = False
         self.has_nodes = False
-        """Whether nodes of it were written."""
+        """True once nodes of it were written."""
         self.is_whole = True
-        """Whether nothing at all was lost."""
+        """True as long as nothing was lost."""
         self.on_written: Callable[[float, float, int], None] | None = None
-        """Told, in the writer's thread, when writing one of them began and ended, on the clock of `time.perf_counter`,
-        and how many bytes it has."""
+        """Called in the writer's thread after each publication: the start and the end of writing it, on the clock of
+        `time.perf_counter`, and its bytes."""
         self._is_broken = False
         self._lock = threading.Lock()
 
@@ -53,17 +53,17 @@ class Chain:
         return self._is_broken or self.is_lost
 
     def lose(self) -> bool:
-        """Note that a publication could not be written. Returns what `note_loss` does."""
+        """Records that a publication could not be written. Returns what `record_loss` does."""
         self.is_lost = True
-        return self.note_loss()
+        return self.record_loss()
 
     def break_off(self) -> bool:
-        """Note that nothing more is to be submitted. Returns what `note_loss` does."""
+        """Records that nothing more will be submitted. Returns what `record_loss` does."""
         self._is_broken = True
-        return self.note_loss()
+        return self.record_loss()
 
-    def note_loss(self) -> bool:
-        """Note that something is lost that nothing continues. Returns whether it is the first loss: a prompt counts as
+    def record_loss(self) -> bool:
+        """Records the loss of something that nothing continues. Returns whether it is the first: a prompt counts as
         dropped once."""
         with self._lock:
             was_whole, self.is_whole = self.is_whole, False
@@ -72,7 +72,7 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class Publication:
-    """What is added to a store in one transaction: new nodes (parents first), an entry, a prompt for the history.
+    """The records that one transaction adds to a store: new nodes (parents first), an entry, a prompt for the history.
 
     `store_id` names the store whose secret named the nodes. `tip` is the last node of the request's path, whether it is
     new or already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; with None, the
@@ -131,8 +131,8 @@ class Store(StoreFile):
         clock: Callable[[], float] = time.time,
         namespace: NamespaceKey | None = None,
     ) -> None:
-        """Open the store in folder `path`, and create it unless `read_only`. Without `budget_bytes`, which tools leave
-        out, the budget is the one of the last daemon.
+        """Opens the store in folder `path`, and creates it unless `read_only`. Without `budget_bytes`, which tools
+        leave out, the budget is the one of the last daemon.
 
         Raises `StoreUnavailable` (the folder cannot be created, read or written, others may write to it, or its file
         belongs to another program). With `on_corruption` "refuse", raises `StoreFormatError` for a store of another
@@ -167,7 +167,7 @@ class Store(StoreFile):
         return self.names.secret
 
     def publish(self, publication: Publication) -> int:
-        """Write a publication in one transaction, after evicting what it needs. Returns the number of evicted nodes.
+        """Writes a publication in one transaction, after evicting what it needs. Returns the number of evicted nodes.
 
         Raises `StoreFull` if it cannot fit; then nothing was evicted, unless the evicted pages are too scattered.
         Raises `PrefixGone` if a node that it continues is no longer there, and `StoreUnavailable` if a reader that does
@@ -200,12 +200,13 @@ class Store(StoreFile):
 
     @property
     def has_deleted(self) -> bool:
-        """Whether something was deleted, by any process, that may still stand in the file. Raises `CacheError`."""
+        """Returns whether something was deleted, by any process, that may still stand in the file. Raises
+        `CacheError`."""
         with self.snapshot() as snapshot:
             return snapshot.meta("deleted") != self.wiped
 
     def wipe(self) -> bool:
-        """Overwrite in the file what was deleted. Returns False if some of it must wait for a reader that is open.
+        """Overwrites in the file what was deleted. Returns False if some of it must wait for a reader that is open.
 
         No other thread of this process may write. Raises `CacheError`.
         """
@@ -225,13 +226,13 @@ class Store(StoreFile):
         return is_clean
 
     def touch(self, uses: Mapping[bytes, Use]) -> None:
-        """Record the use of nodes, given by their names, and of their ancestors. Missing nodes are ignored."""
+        """Records the use of nodes, given by their names, and of their ancestors. Missing nodes are ignored."""
         with self.changes() as changes:
             for name, use in uses.items():
                 changes.touch(name, use)
 
     def quarantine(self, name: bytes, parent: bytes) -> int:
-        """Remove a damaged node and all that continues it. Returns the number of removed nodes.
+        """Removes a damaged node and all that continues it. Returns the number of removed nodes.
 
         `parent` is the node that it continues, because the damaged node's own record may be wrong. Reads the whole
         index, which takes long.
@@ -248,7 +249,7 @@ class Store(StoreFile):
         return self.environment.file_bytes()
 
     def fit_budget(self) -> int:
-        """Evict until the budget holds, and make the file smaller if no other process has it open. Needed after the
+        """Evicts until the budget holds, and makes the file smaller if no other process has it open. Needed after the
         budget was lowered. Returns the number of evicted nodes."""
         evicted = self.evictor.make_room(0, frozenset())
         file_bytes = self.file_bytes()
@@ -262,7 +263,7 @@ class Store(StoreFile):
         return evicted
 
     def maintain(self) -> bool:
-        """Open the folder again if needed; see `reopen`. The writing thread calls this now and then.
+        """Opens the folder again if needed; see `reopen`. The writing thread calls this now and then.
 
         Returns whether the store was opened again and can be written. Never raises.
         """
@@ -280,7 +281,7 @@ class Store(StoreFile):
             log.warning("[disk-cache] the budget does not hold yet: %s", error)
 
     def _try_write(self, publication: Publication) -> bool:
-        """Write a publication in one transaction. Returns False, and nothing is written, if LMDB finds no pages."""
+        """Writes a publication in one transaction. Returns False, and nothing is written, if LMDB finds no pages."""
         try:
             with self.changes() as changes:
                 changes.put_root(publication.root, publication.root_record)

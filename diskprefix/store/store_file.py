@@ -49,7 +49,7 @@ _LOCK_PATIENCE_S = 10.0
 
 
 def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple[Environment, FolderLock]:
-    """Open the environment in folder `path`, created unless read-only, and the lock that goes with it.
+    """Opens the environment in folder `path`, created unless read-only, and the lock that goes with it.
 
     For reading, no file is created. Raises `StoreUnavailable` (`FolderUnavailable` where the problem may end by
     itself), or `StoreCorrupt`.
@@ -78,7 +78,7 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
 
 
 def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
-    """Move a file that is damaged or has another format out of the way, so that a new one can be created.
+    """Moves a file that is damaged or has another format out of the way, so that a new one can be created.
 
     Does nothing if another process has the folder open: that process may have moved the file already.
     """
@@ -118,8 +118,8 @@ _U32 = struct.Struct("<I")
 
 
 def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey | None) -> NamesRecord:
-    """Read a store's identity, or write it into a new store at time `now`, then open all databases. `namespace` seeds
-    the names of a new store; without it they are seeded with a secret of its own.
+    """Reads a store's identity, or writes it into a new store at time `now`, then opens all databases. `namespace`
+    seeds the names of a new store; without it they are seeded with a secret of its own.
 
     Nothing else in the file is used before its format is known. Raises `StoreFormatError` if the store has another
     format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store.
@@ -238,7 +238,7 @@ class StoreFile:
 
     @property
     def problem(self) -> str | None:
-        """Why the store cannot be written, or not even read; None if it can."""
+        """The reason why the store cannot be written, or not even read; None if it can."""
         env = self._env
         return self._problem or (env.broken if env is not None else None)
 
@@ -267,7 +267,7 @@ class StoreFile:
             yield Changes(env.databases, txn, self.clock())
 
     def _attach(self) -> None:
-        """Open the folder. A file that is damaged or has another format is moved aside first, if that was asked for.
+        """Opens the folder. With "quarantine", a file that is damaged or has another format is moved aside first.
 
         Raises `CacheError`.
         """
@@ -281,7 +281,7 @@ class StoreFile:
         self._problem = None
 
     def close(self) -> None:
-        """Close the folder. Raises `StoreUnavailable` if a transaction of this process does not end."""
+        """Closes the folder. Raises `StoreUnavailable` if a transaction of this process does not end."""
         env, self._env = self._env, None
         if env is not None and not env.close():
             self._env = env
@@ -291,7 +291,7 @@ class StoreFile:
             self._lock = None
 
     def reopen(self) -> bool:
-        """Open the folder again if it needs that: its file was removed, replaced or damaged, or can be written again.
+        """Opens the folder again if it needs that: its file was removed, replaced or damaged, or can be written again.
 
         Returns whether it was opened for reading and writing. Never raises.
         """
@@ -310,7 +310,7 @@ class StoreFile:
         return False
 
     def compact(self) -> None:
-        """Replace the file by a compacted copy, unless another process has it open.
+        """Replaces the file by a compacted copy, unless another process has it open.
 
         Errors are logged, and the file stays as it is. If it cannot be opened afterwards, `reopen` tries again.
         """
@@ -323,7 +323,7 @@ class StoreFile:
         self.reopen()
 
     def _is_due(self) -> bool:
-        """Whether the folder should be opened again and the last attempt is not too recent."""
+        """Returns whether the folder should be opened again and the last attempt is not too recent."""
         env = self._env
         if env is not None and (env.broken or not env.is_in_place()):
             self._problem = env.broken or f"{self.path} was removed or replaced"
@@ -347,7 +347,7 @@ class StoreFile:
             self.wiped = Snapshot(env.databases, txn).meta("wiped")
 
     def _agree_on_budget(self, env: Environment) -> None:
-        """Store a daemon's budget in the file; for a tool, which has none, use the one in the file."""
+        """Stores a daemon's budget in the file; for a tool, which has none, uses the one in the file."""
         with env.transaction() as txn:
             stored = Snapshot(env.databases, txn).meta("budget") or b""
         if not self._has_budget:
@@ -360,7 +360,7 @@ class StoreFile:
                 Changes(env.databases, txn, self.clock()).put_meta("budget", _U64.pack(self.budget_bytes))
 
     def _only_read(self, error: FolderUnavailable) -> None:
-        """Open the store for reading, if there is one; `error` says why it cannot be written."""
+        """Opens the store for reading, if there is one; `error` says why it cannot be written."""
         try:
             self._open(read_only=True)
         except CacheError:

@@ -23,7 +23,7 @@ class MisnamedNode(StoreCorrupt):
 
 
 class PrefixTree:
-    """The nodes of one snapshot. A record is read and checked when it is first asked for, and then kept.
+    """The nodes of one snapshot. A record is read and checked at its first use, and then kept.
 
     `node`, `path` and `entry` raise `StoreCorrupt` for damaged records. `children`, `subtrees` and `depth_first` use
     the parents that the records name, and do not check them.
@@ -123,9 +123,9 @@ class EntryInfo:
 
     `checkpoints` are the tokens at which state is kept that exists at one position only; `checkpoint_bytes` is the size
     of that state. `generated_tokens` were decoded, not prefilled: they are not exact. Times are seconds since the
-    epoch. `hits` counts the requests that restored up to this entry's end or beyond. `ttl_s`: how long requests asked
-    to keep it after its last use, in seconds, None if none did. `default_ttl`: whether one asked for no time of its
-    own, so that the daemon's `--kv-cache-ttl` holds if that is longer.
+    epoch. `hits` counts the requests that restored up to this entry's end or beyond. `ttl_s`: the time to live after
+    its last use that requests asked for, in seconds, None if none did. `default_ttl`: a request asked for none, so the
+    daemon's `--kv-cache-ttl` holds if that is longer.
     """
 
     id: str
@@ -173,11 +173,11 @@ def list_entries(snapshot: Snapshot) -> list[EntryInfo]:
 
 
 def grown_from(snapshot: Snapshot, secret: int, beginning: str) -> list[str]:
-    """Returns the ids of the saved prompts that have grown out of one whose id begins with these hex digits and that is
-    not listed any more: a longer node took the place of its last one. `secret` is the store's.
+    """Returns the ids of the saved prompts that continue a former one, whose id begins with these hex digits. It is not
+    listed any more because a longer node replaced its last node. `secret` is the store's.
 
-    Nothing records such ids: the names of all nodes that a stored one may have replaced are computed, for the
-    `_MAX_GROWN` nodes that were used last. That takes a second, and milliseconds for what grew of late.
+    Nothing records such ids. So the names of all nodes that a stored one may have replaced are computed, for the
+    `_MAX_GROWN` nodes used last. That takes a second, and milliseconds for a recent one.
     """
     beginning = beginning.lower()
     try:
@@ -204,7 +204,7 @@ def grown_from(snapshot: Snapshot, secret: int, beginning: str) -> list[str]:
 
 
 def has_grown(former_id: str, ids: Sequence[str]) -> str:
-    """Returns what people are told about a former id. `ids` are those that `grown_from` found."""
+    """Returns the message for people about a former id. `ids` are those that `grown_from` found."""
     if len(ids) == 1:
         return f"entry {shown(former_id)} has grown; its id is now {ids[0]}"
     return f"entry {shown(former_id)} has grown into {len(ids)}: {', '.join(ids)}"

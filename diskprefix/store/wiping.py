@@ -31,7 +31,7 @@ _AT_ONCE_BYTES = 1 << 20
 
 
 def wipe(env: Environment) -> bool:
-    """Overwrite what was deleted before the last commit but one. Returns False if a reader that is still open may need
+    """Overwrites what was deleted before the last commit but one. Returns False if a reader that is still open may need
     some of it. Raises `CacheError`; a file in which anything is damaged is left as it is."""
     # Nobody else writes to the file while this transaction is open, and it changes nothing itself.
     with env.transaction(write=True), file_errors(env.path):

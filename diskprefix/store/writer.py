@@ -1,7 +1,7 @@
 """The background writer: a thread that writes publications to the store, in order.
 
-The buffer is bounded in bytes: who has something to be written reserves room for it first, and no request waits for
-that. A failure of the store is logged once and counted, and the daemon goes on serving.
+The buffer is bounded in bytes. A caller reserves room for its data first, and no request waits for that. A failure of
+the store is logged once and counted, and the daemon goes on serving.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from diskprefix.store.store import Publication, Store
 log = logging.getLogger("diskprefix")
 
 _TOUCH_INTERVAL_S = 1.0
-"""Uses of nodes and counts of requests wait so long to be written together. A kill loses at most that much of them. The
-folder is checked at the same interval."""
+"""The interval in which uses of nodes and counts of requests are written, and the folder is checked. A kill loses at
+most the uses of this time."""
 _WIPE_AGAIN_S = 10.0
-"""After a reader that stayed open, or a failure, kept deleted bytes from being overwritten."""
+"""The wait after an open reader, or a failure, kept deleted bytes from being overwritten."""
 _WIPE_REST = 50
-"""Nothing can be written meanwhile, so what expires is overwritten for at most one part in so many of the time."""
+"""Wiping blocks writes, so at most this fraction (1/50) of the time is spent on it for expired records."""
 _LAST_WRITE_S = 10.0
 _MAX_HELD_S = 10.0
 """A kill loses what was computed in that time."""
@@ -45,7 +45,7 @@ that the caller would write itself. Raises `CacheError`."""
 
 
 def _nothing() -> None:
-    """What is called when nobody waits for room."""
+    """Does nothing: the default of `on_room`."""
 
 
 class Writer:
@@ -66,9 +66,9 @@ class Writer:
         self._damaged: dict[bytes, bytes] = {}
         self._models: tuple[ModelRecord, ...] = ()
         self._is_told = False
-        """Whether a model came that the thread has not looked at."""
+        """True if a model was added that the thread has not recorded yet."""
         self._are_recorded = True
-        """Whether the store knows all `_models`."""
+        """True if the store has a record of all `_models`."""
         self._roots: dict[bytes, RootRecord] = {}
         """The root record of the publication that is being written. It can replace a damaged one."""
         self.pending: Mapping[bytes, NewNode] = MappingProxyType({})
@@ -81,18 +81,17 @@ class Writer:
         self.notes = Notes(store, self._wake)
         self.savings = SavingsLog(store, store.evictor.make_room)
         self.on_forget: list[Callable[[], None]] = []
-        """Called when something was deleted, here or by another process, or may have expired: it must not be remembered
-        either."""
+        """Called when records were deleted, by any process, or may have expired: memories of them must go too."""
         self._wipes_from = 0.0
-        """When it is looked for deletions again, on the clock of `time.monotonic`."""
+        """The time of the next search for deletions, on the clock of `time.monotonic`."""
         self._wipes_wanted = self._wipes_done = 0
-        """How often somebody asked for the file to be wiped, and of these how often it was."""
+        """The number of requests to wipe the file, and of those that are done."""
         self._num_wiping = 0
-        """Callers who wait for that."""
+        """Callers that wait for a wipe."""
         self._held_at: float | None = None
-        """Since when the writing is held back, on the clock of `time.monotonic`."""
+        """The time since which writing is paused, on the clock of `time.monotonic`; None if it is not."""
         self._num_waiting = 0
-        """Callers who wait for everything to be written."""
+        """Callers that wait until everything is written."""
         self._closing = False
         self.dropped = 0
         self.evicted = 0
@@ -107,21 +106,21 @@ class Writer:
         self._thread.start()
 
     def reserve(self, size: int, *, leaving: int = 0) -> bool:
-        """Reserve `size` bytes of the buffer. Returns whether there was room for them and `leaving` bytes more."""
+        """Reserves `size` bytes of the buffer. Returns whether there was room for them and `leaving` bytes more."""
         with self._changed:
             has_room = size + leaving <= self.room_bytes
             self.pending_bytes += size if has_room else 0
             return has_room
 
     def release(self, size: int) -> None:
-        """Give back reserved bytes that are not needed."""
+        """Gives back reserved bytes that are not needed."""
         with self._changed:
             self.pending_bytes -= size
             self._changed.notify_all()
         self.on_room()
 
     def submit(self, publication: Publication, *, reserved_bytes: int) -> None:
-        """Queue a publication whose payloads take the bytes that were reserved. Its nodes are visible at once."""
+        """Queues a publication whose payloads take the bytes that were reserved. Its nodes are visible at once."""
         assert publication.payload_bytes == reserved_bytes
         with self._changed:
             if publication.base is not None:
@@ -130,21 +129,21 @@ class Writer:
             self.pending = MappingProxyType(dict(self.pending) | {n.name: n for n in publication.nodes})
             self._changed.notify_all()
 
-    def hold(self) -> None:
-        """Hold the writing back until `go_on`, because the model needs the processors for a prompt. It goes on anyway
-        after ten seconds, once half of the buffer is used, and if somebody waits for it."""
+    def pause_writing(self) -> None:
+        """Pauses writing until `resume_writing`, because the model needs the processors for a prompt. The pause also
+        ends after ten seconds, when half of the buffer is used, and if a caller waits for the writing."""
         with self._changed:
             if self._held_at is None:
                 self._held_at = time.monotonic()
 
-    def go_on(self) -> None:
-        """Write again."""
+    def resume_writing(self) -> None:
+        """Ends the pause of `pause_writing`."""
         with self._changed:
             self._held_at = None
             self._changed.notify_all()
 
     def touch(self, name: bytes, when: float, ttl_s: float | None = None, *, hits: int = 1) -> None:
-        """Record the use of a stored node and of the nodes that it continues. Uses are written together, later.
+        """Records the use of a stored node and of the nodes that it continues. Uses are written together, later.
 
         `ttl_s`: how long the request asks to keep the nodes, in seconds; None leaves that to the daemon. `hits` is 0 if
         only the time to live is new.
@@ -154,15 +153,16 @@ class Writer:
             noted = self._touches.get(name)
             self._touches[name] = use if noted is None else noted.and_also(use)
 
-    def know(self, model: ModelRecord) -> None:
-        """Have the store remember that it is served with this model, also where a new file takes its place."""
+    def add_model(self, model: ModelRecord) -> None:
+        """Adds a model to those that the store is served with. They are recorded again if a new file replaces the
+        store's."""
         with self._changed:
             self._models += (model,)
             self._is_told, self._are_recorded = True, False
             self._changed.notify_all()
 
     def quarantine(self, name: bytes, parent: bytes) -> None:
-        """Remove a damaged node before the next publication is written."""
+        """Removes a damaged node before the next publication is written."""
         with self._changed:
             self._damaged[name] = parent
             self._changed.notify_all()
@@ -178,7 +178,7 @@ class Writer:
         return 0 if self._closing else max(0, self._buffer_bytes - self.pending_bytes)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until everything that was submitted is written, and notes as far as the store takes them. Returns False
+        """Waits until everything that was submitted is written, and notes as far as the store takes them. Returns False
         if the time runs out first."""
         with self._changed:
             self._num_waiting += 1
@@ -189,8 +189,7 @@ class Writer:
                 self._num_waiting -= 1
 
     def wipe(self, timeout_s: float) -> bool:
-        """Wait until what was deleted from the store stands nowhere in its file. Returns False if the time runs out
-        first."""
+        """Waits until deleted bytes are overwritten in the file. Returns False if the time runs out first."""
         with self._changed:
             self._wipes_wanted += 1
             self._num_wiping += 1
@@ -203,7 +202,7 @@ class Writer:
                 self._num_wiping -= 1
 
     def close(self, timeout_s: float) -> bool:
-        """Write what is queued, then stop. Returns False if the time ran out and publications were lost."""
+        """Writes what is queued, then stops. Returns False if the time ran out and publications were lost."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -224,7 +223,8 @@ class Writer:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the thread still runs, since another process may hold LMDB's lock. Then the store must stay open."""
+        """Returns whether the thread still runs, since another process may hold LMDB's lock. Then the store must stay
+        open."""
         return self._thread.is_alive()
 
     def _run(self) -> None:
@@ -273,7 +273,8 @@ class Writer:
         return self.pending_bytes <= self._buffer_bytes // 2 and time.monotonic() < self._held_at + _MAX_HELD_S
 
     def _attempt(self, step: Callable[[], None]) -> None:
-        """Run a step. The thread goes on whatever it raises: a bug shows as a degraded cache and a logged traceback."""
+        """Runs a step. The thread survives whatever it raises: a bug shows as a degraded cache and a logged
+        traceback."""
         try:
             step()
         except StoreCorrupt as error:
@@ -322,7 +323,7 @@ class Writer:
         self.dropped += publication.chain.lose()
 
     def _record(self) -> None:
-        """Have the store know all models. What fails is tried again when the folder is looked at."""
+        """Records all models in the store. A failure is tried again at the next check of the folder."""
         with self._changed:
             models = self._models
         with self._store.snapshot() as snapshot:
@@ -356,7 +357,7 @@ class Writer:
             self._record()
 
     def _expire(self) -> None:
-        """Remove expired nodes at intervals. The first time is soon after the start."""
+        """Removes expired nodes at intervals. The first time is soon after the start."""
         if self._store.problem is not None:
             return
         now = time.monotonic()
@@ -366,7 +367,8 @@ class Writer:
             self._have_forgotten()
 
     def _wipe(self) -> None:
-        """Have what was deleted forgotten and overwritten, at intervals, or at once if somebody waits for it."""
+        """Overwrites deleted bytes, and has memories of them dropped, at intervals, or at once if a caller waits for
+        it."""
         started = time.monotonic()
         if started < self._wipes_from:
             return
@@ -394,12 +396,12 @@ class Writer:
             forget()
 
     def _look(self) -> None:
-        """Report what is wrong with the folder, once."""
+        """Reports what is wrong with the folder, once."""
         if self._store.problem is not None:
             self._report(self._store.problem)
 
     def _repair(self, error: StoreCorrupt) -> None:
-        """Remove damaged records that make writing fail. `Store.maintain` deals with damage of the file itself."""
+        """Removes damaged records that make writing fail. `Store.maintain` deals with damage of the file itself."""
         try:
             self.quarantined += self._repair_store(self._store, self._roots)
         except CacheError as failure:

@@ -59,7 +59,7 @@ def delete(store: Store, pubs: list[Publication]) -> None:
         with store.changes() as changes:
             for node in reversed(pub.nodes):
                 changes.delete_node(node.name, node.parent)
-            changes.note_deletion()
+            changes.record_deletion()
 
 
 def left(store: Store, wanted: list[bytes]) -> int:
@@ -91,7 +91,7 @@ def test_keys_that_outlive_their_records_in_branch_pages_go(store: Store) -> Non
         with store.changes() as changes:
             for key in some[:-1]:
                 changes.delete_record("children", key)
-            changes.note_deletion()
+            changes.record_deletion()
         assert store.wipe()
         content = (store.path / "data.mdb").read_bytes()
         assert [key for key in some[:-1] if key[:40] in content] == []
@@ -169,7 +169,7 @@ def test_another_process_has_to_wipe_too(store: Store, tmp_path: Path) -> None:
     reopened = Store(tmp_path, budget_bytes=32 << 20, clock=Clock())
     assert not has_deleted(reopened)
     with reopened.changes() as changes:
-        changes.note_deletion()
+        changes.record_deletion()
         changes.put_meta("wiped", changes.meta("deleted") or b"")
     assert has_deleted(reopened)
     reopened.close()

@@ -332,11 +332,11 @@ def test_while_it_is_held_the_writer_does_all_but_writing_publications(store: St
     writer = Writer(store, buffer_bytes=1 << 30)
     order = order_of(store)
     pub = publication(store, prompt(1, BLOCK))
-    writer.hold()
+    writer.pause_writing()
     submit(writer, pub)
     writer.quarantine(b"n" * 16, b"p" * 16)
     wait_for(lambda: order)
-    writer.go_on()
+    writer.resume_writing()
     wait_for(lambda: not writer.pending)
     assert order == ["quarantine", "publication"]
     assert writer.close(30)
@@ -348,7 +348,7 @@ def test_a_held_writer_writes_all_the_same(store: Store, monkeypatch: pytest.Mon
     if reason == "ten seconds":
         monkeypatch.setattr(writer_module, "_MAX_HELD_S", 0.0)
     writer = Writer(store, buffer_bytes=pub.payload_bytes if reason == "half of the buffer" else 1 << 30)
-    writer.hold()
+    writer.pause_writing()
     submit(writer, pub)
     if reason == "flush":
         assert writer.flush(30)
@@ -370,7 +370,7 @@ def test_a_model_that_is_served_is_remembered_once_and_in_a_store_that_takes_its
     writer = Writer(store, buffer_bytes=1 << 30)
     served, draft = (ModelRecord(model=name, identity=f"numbers of {name}") for name in ("served", "draft"))
     for model in (served, draft, served):
-        writer.know(model)
+        writer.add_model(model)
     wait_for(lambda: len(models()) == 2)
     assert {model.model for model in models()} == {"served", "draft"}
     assert verify_index(store).problems == ()
@@ -386,7 +386,7 @@ def test_a_model_that_cannot_be_remembered_fails_no_prompt(store: Store, monkeyp
 
     monkeypatch.setattr(Changes, "put_model", full)
     writer = Writer(store, buffer_bytes=1 << 30)
-    writer.know(ModelRecord(model="served", identity="numbers"))
+    writer.add_model(ModelRecord(model="served", identity="numbers"))
     wait_for(lambda: writer.error == "no room")
     pub = publication(store, prompt(1, 2 * BLOCK))
     submit(writer, pub)

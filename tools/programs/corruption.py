@@ -269,7 +269,7 @@ def _daemon(folder: Path) -> Iterator[tuple[Store, Writer]]:
 def _wipe(store: Store, writer: Writer) -> None:
     """Have what was deleted overwritten, as after a `DELETE`."""
     with suppress(CacheError), store.changes() as changes:
-        changes.note_deletion()
+        changes.record_deletion()
     if not (writer.wipe(FLUSH_TIMEOUT_S) or writer.error or store.problem):
         raise Failure("not wiped", "and nothing was said")
 

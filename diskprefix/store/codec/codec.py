@@ -49,7 +49,7 @@ class Codec(IntEnum):
 
 
 class Element(IntEnum):
-    """What the bytes of a payload are."""
+    """The type of the values in a payload."""
 
     BYTES = 0
     BF16 = 1
@@ -101,7 +101,7 @@ def encode_piece(raw: memoryview, piece: Piece, codec: Codec, seed: int) -> byte
 
 
 def decode_piece(stored: memoryview, piece: Piece, seed: int, out: Bytes) -> None:
-    """Verify a stored piece and write it to `out`, shape [num_rows, row_bytes]; each row is contiguous.
+    """Verifies a stored piece and writes it to `out`, shape [num_rows, row_bytes]; each row is contiguous.
 
     Raises `StoreCorrupt`; `out` may hold anything then. Safe to call from several threads.
     """
@@ -154,14 +154,14 @@ def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, by
 
 
 def _shrinks(plane: Bytes) -> bool:
-    """Whether a sample of it does."""
+    """Returns whether a sample of the plane becomes shorter."""
     if len(plane) > 4 * _RUN_BYTES:
         plane = np.ascontiguousarray(plane[: len(plane) // 16 * 16].reshape(16, -1)[:, : _RUN_BYTES // 16])
     return _is_worthwhile(len(_zstd.entropy.compress(plane.data)), plane.size)
 
 
 def _entropy_code(data: memoryview, row_bytes: int) -> bytes:
-    """One zstd frame with a block boundary, and so a code of its own, after every run of rows."""
+    """Returns one zstd frame with a block boundary, and so a code of its own, after every run of rows."""
     run = -(-_RUN_BYTES // row_bytes) * row_bytes
     frame = _zstd.entropy.compressobj(size=len(data))
     parts = []
@@ -219,7 +219,7 @@ _zstd = _Zstd()
 
 
 def populate(view: memoryview) -> None:
-    """Fault in the pages under `view` with one system call; on a cold page cache this reads at the disk's speed.
+    """Faults in the pages under `view` with one system call; on a cold page cache this reads at the disk's speed.
 
     Raises `StoreCorrupt` if the file is too short or the disk cannot be read; an access would end the process then.
     """
@@ -233,7 +233,7 @@ def populate(view: memoryview) -> None:
 
 
 def is_in_memory(view: memoryview) -> bool:
-    """Whether the first page of `view` is in the page cache. Takes less time than `populate`."""
+    """Returns whether the first page of `view` is in the page cache. Takes less time than `populate`."""
     found = ctypes.c_ubyte()
     page = ctypes.c_void_p(_first_page(view))
     return not _libc.mincore(page, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(found)) and bool(found.value & 1)

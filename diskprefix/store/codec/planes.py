@@ -58,7 +58,7 @@ FP32 = FloatFormat(0, 4)
 
 
 class _Parts(NamedTuple):
-    """How many bytes the parts of the data take, but for the exceptions, which come last."""
+    """The sizes in bytes of the parts of the data before the exceptions, which come last."""
 
     rest: int
     codes: int
@@ -81,7 +81,7 @@ def split(form: FloatFormat, values: Bytes) -> tuple[int, Bytes] | None:
 
 
 def join(form: FloatFormat, bits: int, data: memoryview, out: Bytes) -> None:
-    """Write the values to `out`, shape [rows, row_bytes]; each row is contiguous.
+    """Writes the values to `out`, shape [rows, row_bytes]; each row is contiguous.
 
     Raises `StoreCorrupt` if the data is none that `split` writes; `out` may hold anything then. Safe to call from
     several threads.

@@ -159,7 +159,7 @@ class EntryWriter(_EntryFile):
     @classmethod
     @contextmanager
     def create(cls, path: Path, manifest: Manifest) -> Iterator[EntryWriter]:
-        """Create a file beside `path` that only its owner may read. It is removed unless `finish` is called.
+        """Creates a file beside `path` that only its owner may read. It is removed unless `finish` is called.
 
         Raises `StoreUnavailable` if it cannot be written.
         """
@@ -181,7 +181,7 @@ class EntryWriter(_EntryFile):
         self._prefill_s: list[float] = []
 
     def write_payload(self, payload: memoryview, prefill_s: float) -> None:
-        """Write the raw payload of the next node. Raises `StoreUnavailable` if the disk is full or fails."""
+        """Writes the raw payload of the next node. Raises `StoreUnavailable` if the disk is full or fails."""
         span = self.spans[len(self._checksums)]
         assert len(payload) == self.payload_bytes(span)
         with _naming(self.path):
@@ -193,7 +193,7 @@ class EntryWriter(_EntryFile):
         self._prefill_s.append(prefill_s)
 
     def finish(self, token_ids: TokenIds, *, force: bool) -> int:
-        """Give the file its name. Returns its size in bytes. Raises `SettingsError` if it exists, unless `force`."""
+        """Gives the file its name. Returns its size in bytes. Raises `SettingsError` if it exists, unless `force`."""
         assert len(self._checksums) == len(self.spans)
         index = {
             TOKEN_IDS: token_ids.astype("<i4").tobytes(),
@@ -223,7 +223,7 @@ def refuse_existing(path: Path) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Put the file's name into errors, and raise `StoreUnavailable` for those of the file system."""
+    """Puts the file's name into errors, and raises `StoreUnavailable` for those of the file system."""
     try:
         yield
     except StoreCorrupt as error:

@@ -40,7 +40,7 @@ from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import TokenIds
 
 Advance = Callable[[int], None]
-"""Called with the number of bytes of raw payload that were done since the last call."""
+"""A function that takes the bytes of raw payload done since the last call."""
 
 _BATCH_BYTES = 64 << 20
 """Raw payload in one publication, which is kept in memory until it is written."""
@@ -50,7 +50,7 @@ _SHOWN_FIELDS = 4
 
 
 def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance: Advance) -> int:
-    """Write the entry that ends at node `name` to the file `path`. Every payload is verified. Returns the file's size
+    """Writes the entry that ends at node `name` to the file `path`. Every payload is verified. Returns the file's size
     in bytes.
 
     Raises `StoreCorrupt` (the entry is damaged), `PrefixGone` (it was evicted in the meantime), `SettingsError` (the
@@ -73,8 +73,8 @@ def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance:
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """What an import did, or would do. `new_nodes` of the `num_nodes` were not stored before; `new_bytes` is their raw
-    size.
+    """The result of an import, or of a plan for one. `new_nodes` of the `num_nodes` were not stored before; `new_bytes`
+    is their raw size.
 
     `id` is None if there is no store yet, because its secret is part of the name. `is_new`: the entry was not listed
     before.
@@ -92,7 +92,7 @@ class Imported:
 
 
 def verify_payloads(reader: EntryReader, advance: Advance) -> None:
-    """Read and check the whole file. Raises `StoreCorrupt`, `StoreUnavailable`."""
+    """Reads and checks the whole file. Raises `StoreCorrupt`, `StoreUnavailable`."""
     for index in range(len(reader.spans)):
         advance(len(reader.read_payload(index)))
 
@@ -160,7 +160,7 @@ def require_room(store: Store, reader: EntryReader) -> None:
 
 
 def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Imported:
-    """Store the entry of a file. Nodes that are stored already stay as they are. The entry is visible at the end.
+    """Stores the entry of a file. Nodes that are stored already stay as they are. The entry is visible at the end.
 
     Raises `StoreFull`, `StoreCorrupt`, `StoreUnavailable`, and `PrefixGone` if another process evicts the first nodes
     before the last ones are written.

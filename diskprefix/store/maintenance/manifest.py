@@ -58,7 +58,7 @@ class Identity(msgspec.Struct, frozen=True):
 
     @property
     def fields(self) -> dict[str, str]:
-        """Everything but the tenant."""
+        """The fields without the tenant."""
         others = {name: str(getattr(self, name)) for name in ("block_size", "layout_version", "layout")}
         return self.fingerprint | others
 

@@ -34,7 +34,7 @@ _ROUNDS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class PurgeFilter:
-    """What to remove: what meets every condition that is given, or everything if there is none.
+    """The conditions of a purge. It removes what meets all that are given, or everything if there is none.
 
     `entries` are names of saved prompts. `salt` is what `tenant.matches` takes.
     """
@@ -46,7 +46,7 @@ class PurgeFilter:
 
     @property
     def is_everything(self) -> bool:
-        """Whether there is no condition."""
+        """Returns whether there is no condition."""
         return self == PurgeFilter()
 
     def is_of(self, model: str, tenant: str) -> bool:
@@ -76,12 +76,11 @@ class GoneText:
 
 @dataclass(frozen=True, kw_only=True)
 class PurgePlan:
-    """What a purge removes. `nodes` are in the order children first. `prompts` are keys of the history, `notes` those
-    of notes, `models` those of the models to forget. `roots` are those that become empty. `stored_bytes` is the size
-    of the nodes in the file.
+    """The records that a purge removes. `nodes` are in the order children first. `prompts`, `notes` and `models` are
+    keys of records. `roots` are those that become empty. `stored_bytes` is the size of the nodes in the file.
 
-    `texts` are those of the chosen entries and of the recent prompts that go with them; none where everything goes that
-    is under a root.
+    `texts` are those of the chosen entries and of the recent prompts removed with them; none if all under a root is
+    removed.
 
     The blocks of the chosen entries that stay: `shared_blocks`, because other saved prompts need them, and
     `continued_blocks`, because blocks of no saved prompt continue them; `kept_bytes` is the size of both in the file.
@@ -105,11 +104,10 @@ class PurgePlan:
 
 @dataclass(kw_only=True)
 class Purged:
-    """What a purge removed. `left_blocks` is the number of blocks that it could not remove: another process kept
-    continuing them, or they are damaged. For `texts` see `PurgePlan`.
-    `is_wiped`: the bytes of what was removed are overwritten in the file; see `Store.wipe`. `remote_objects` is the
-    number of objects that were removed from the bucket that machines share, None if there is none or `remote_error`
-    says why nothing could be removed."""
+    """The result of a purge. `left_blocks` is the number of blocks that it could not remove: another process kept
+    continuing them, or they are damaged. For `texts` see `PurgePlan`. `is_wiped`: the bytes of what was removed are
+    overwritten in the file; see `Store.wipe`. `remote_objects` is the number of objects that were removed from the
+    bucket that machines share, None if there is none or `remote_error` says why nothing could be removed."""
 
     entries: int = 0
     blocks: int = 0
@@ -143,7 +141,7 @@ def plan_purge(snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> Pur
 
 
 def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None]) -> Purged:
-    """Remove what the filter selects. `advance` is called with the stored bytes that were removed.
+    """Removes what the filter selects. `advance` is called with the stored bytes that were removed.
 
     Raises `StoreCorrupt` if a record cannot be read, and `StoreUnavailable`.
     """
@@ -162,7 +160,7 @@ def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable
 def erase(
     store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None] = lambda _bytes: None
 ) -> Purged:
-    """Do what `purge` does, and overwrite in the file what it removed. For a process without a `Writer`."""
+    """Does what `purge` does, and overwrites in the file what it removed. For a process without a `Writer`."""
     gone = purge(store, purge_filter, now, advance)
     # A reader of before may need some of it.
     store.environment.wait_for_readers()
@@ -171,7 +169,7 @@ def erase(
 
 
 def delete_entry(store: Store, entry_id: str, remove: Callable[[PurgeFilter], Purged]) -> Purged:
-    """Have the saved prompt with this id removed. Raises `EntryNotFound`, which names what has grown out of it; also
+    """Has the saved prompt with this id removed. Raises `EntryNotFound`, which names what has grown out of it; also
     what `remove` raises."""
     try:
         chosen = PurgeFilter(entries=frozenset({bytes.fromhex(entry_id)}))
@@ -260,7 +258,7 @@ class _Planner:
         return list(found)
 
     def _of_roots(self) -> tuple[list[GoneText], list[bytes], list[bytes]]:
-        """Returns the keys of the recent prompts and the notes under the wanted roots. Of their texts nobody asks."""
+        """Returns the keys of the recent prompts and the notes under the wanted roots. No caller needs their texts."""
         prompts = [
             key
             for key in self._snapshot.keys("history")
@@ -323,7 +321,7 @@ class _Planner:
     def _emptied_roots(
         self, nodes: Collection[bytes], prompts: Collection[bytes], notes: Collection[bytes]
     ) -> frozenset[bytes]:
-        """Returns the roots that become empty, and that lose something or were asked for."""
+        """Returns the roots that become empty by this purge, or that were selected."""
         left = {node.root for name, node in self._nodes.items() if name not in nodes}
         left |= {key[:HASH_BYTES] for key in self._snapshot.keys("history") if key not in prompts}
         left |= {key[:HASH_BYTES] for key in self._snapshot.keys("notes") if key not in notes}
@@ -334,9 +332,9 @@ class _Planner:
 
 
 def _is_of(prompt: TokenIds, text: TokenIds, num_kept: int) -> bool:
-    """Whether a recent prompt goes with a deleted text: one begins with the other, or it shares more with that text
-    than with any saved prompt that stays, with which it shares `num_kept` tokens. A template begins every prompt with
-    a few tokens."""
+    """Returns whether a recent prompt goes with a deleted text: one begins with the other, or it shares more with that
+    text than with any saved prompt that stays, with which it shares `num_kept` tokens. A template begins every prompt
+    with a few tokens."""
     common = common_prefix_length(prompt, text)
     return common == min(len(prompt), len(text)) or common >= max(LEAST_TOKENS, num_kept + 1)
 
@@ -361,15 +359,15 @@ def _ordered(token_ids: TokenIds) -> bytes:
 
 @contextmanager
 def _deletion(store: Store) -> Iterator[Changes]:
-    """One transaction of a purge. If the next one never comes, what this one removed is overwritten all the same."""
+    """Yields one transaction of a purge. What it removes is overwritten even if the next transaction never comes."""
     with store.changes() as changes:
         yield changes
-        changes.note_deletion()
+        changes.record_deletion()
 
 
 @_repair_hint()
 def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[int], None]) -> None:
-    """Carry out a plan as far as it still holds, and count what is removed."""
+    """Carries out a plan as far as it still holds, and counts what is removed."""
     nodes, entries = frozenset(plan.nodes), frozenset(plan.entries)
     # The entries go last: after a kill, the same purge finds them again, and what is left of the rest.
     for some in batches(plan.prompts, RECORDS_AT_ONCE):
@@ -390,12 +388,13 @@ def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[i
         gone.roots += changes.delete_bare_roots(set(plan.roots))
         for key in plan.models:
             changes.delete_record("meta", key)
-        changes.note_purge()
+        changes.record_purge()
     forget_hits(store)
 
 
 def _delete_nodes(changes: Changes, names: Sequence[bytes], entries: Collection[bytes], gone: Purged) -> None:
-    """Delete nodes, children first. A node stays if it was continued, or saved as an entry, since the plan was made."""
+    """Deletes nodes, children first. A node stays if it was continued, or saved as an entry, since the plan was
+    made."""
     for name in names:
         usage, saved = changes.usage(name), changes.entry(name) is not None
         if (usage is not None and usage.children) or (saved and name not in entries):

@@ -32,7 +32,7 @@ _PASSES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class RepairReport:
-    """What a repair removed, and the problems of the index that are left.
+    """The result of a repair: what it removed, and the problems of the index that are left.
 
     `entries` are the names of the saved prompts that were removed, `blocks` and `prompts` the numbers of blocks and of
     recent prompts.
@@ -45,7 +45,7 @@ class RepairReport:
 
 
 def repair_index(store: Store, roots: Mapping[bytes, RootRecord] = MappingProxyType({})) -> int:
-    """Repair every problem of the index, without reading payloads. Returns how many problems were repaired.
+    """Repairs every problem of the index, without reading payloads. Returns how many problems were repaired.
 
     A daemon calls this when a publication fails with `StoreCorrupt`. `roots` are the records that the caller would
     write itself: they replace missing or damaged ones, so that what is stored under them is kept.
@@ -57,7 +57,7 @@ def repair_index(store: Store, roots: Mapping[bytes, RootRecord] = MappingProxyT
 
 
 def repair_problems(store: Store, problems: Sequence[StoreProblem]) -> RepairReport:
-    """Repair these problems, and those of the index that they hide."""
+    """Repairs these problems, and those of the index that they hide."""
     removed: Counter[str] = Counter()
     entries: list[bytes] = []
     for _ in range(_PASSES):
@@ -117,7 +117,7 @@ def _is_damaged(changes: Changes, check: RecordCheck, name: bytes) -> bool:
 
 
 def _drop_unreadable_usage(changes: Changes, name: bytes) -> None:
-    """Remove a usage record that cannot be read, so that a child can be taken off it; `_recount` writes it again."""
+    """Removes a usage record that cannot be read, so that a child can be taken off it; `_recount` writes it again."""
     try:
         changes.usage(name)
     except StoreCorrupt:
@@ -125,8 +125,8 @@ def _drop_unreadable_usage(changes: Changes, name: bytes) -> None:
 
 
 def _mend_records(store: Store, problems: Sequence[StoreProblem]) -> list[tuple[str, bytes]]:
-    """Remove records that are wrong, and add the keys that the index of children lacks. Returns database and key of the
-    records that were removed."""
+    """Removes records that are wrong, and adds the keys that the index of children lacks. Returns database and key of
+    the records that were removed."""
     removed = []
     for some in batches(problems, RECORDS_AT_ONCE):
         with store.changes() as changes:
@@ -142,7 +142,7 @@ def _mend_records(store: Store, problems: Sequence[StoreProblem]) -> list[tuple[
 
 
 def _recount(store: Store, names: Sequence[bytes]) -> None:
-    """Write the usage records of these nodes again where they are missing or wrong."""
+    """Writes the usage records of these nodes again where they are missing or wrong."""
     for some in batches(sorted(names), RECORDS_AT_ONCE):
         with store.changes() as changes:
             check = RecordCheck(changes, store.secret)

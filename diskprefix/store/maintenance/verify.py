@@ -80,7 +80,7 @@ class StoreProblem:
 
     @property
     def location(self) -> tuple[ProblemKind, str, str]:
-        """Everything but the message, whose numbers may change while others write."""
+        """The problem without its message, whose numbers may change while others write."""
         return self.kind, self.database, self.key
 
     @property
@@ -92,7 +92,7 @@ class StoreProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class IndexReport:
-    """What one snapshot holds. `stored_bytes` is the size of the payload of each node that is sound."""
+    """The counts and problems of one snapshot. `stored_bytes` is the size of the payload of each node that is sound."""
 
     problems: tuple[StoreProblem, ...]
     stored_bytes: dict[bytes, int]
@@ -103,7 +103,7 @@ class IndexReport:
 
 
 def verify_index(store: Store) -> IndexReport:
-    """Check all records but the contents of the payloads. Returns the problems that a second look finds again.
+    """Checks all records but the contents of the payloads. Returns the problems that a second look finds again.
 
     A process without write permission has no lock on the folder, so a writer elsewhere may change pages under its
     snapshot. The second look leaves out the problems that are due to that.
@@ -392,7 +392,8 @@ class StoredPiece:
 
 
 def verify_payloads(store: Store, stored_bytes: dict[bytes, int], advance: Callable[[int], None]) -> PayloadReport:
-    """Read, verify and decode every piece of these nodes. `advance` is called with the stored bytes that are done."""
+    """Reads, verifies and decodes every piece of these nodes. `advance` is called with the stored bytes that are
+    done."""
     problems: list[StoreProblem] = []
     num_pieces = num_bytes = 0
     for names in _slices(stored_bytes):

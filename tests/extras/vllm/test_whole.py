@@ -229,7 +229,7 @@ def test_a_full_write_buffer_drops_the_rest_of_a_prompt(engine: Make) -> None:
     one = engine()
     block_bytes = one.workers[0].block_bytes
     one = engine(write_buffer=2 * block_bytes)
-    one.shared.writer.hold()
+    one.shared.writer.pause_writing()
     with one.shared.store.changes():
         # Nothing can be written meanwhile.
         request = Request("a", PROMPT)
