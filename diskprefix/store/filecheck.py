@@ -1,4 +1,4 @@
-"""Checks the structure of `data.mdb` without LMDB, before LMDB opens the file. `README.md` gives the format.
+"""Checks the structure of `data.mdb` without LMDB, before LMDB opens the file (LMDB 0.9, data version 1).
 
 LMDB trusts its file. A damaged page number, node, length or free list ends in a signal, in an endless loop, or in a
 write over pages that are in use. So this module follows everything that LMDB follows or counts. Each page must be
