@@ -28,8 +28,8 @@ from diskprefix.nouns import CacheReport
 log = logging.getLogger("diskprefix")
 
 _CALLERS_PER_SEQUENCE = 4
-"""For each of `max_sequences`, so many callers may have one reply above that limit. Without API keys a client can make
-any number of callers with salts."""
+"""The most callers, for each of `max_sequences`, that may have one reply above that limit. A client without an API key
+can make any number of callers with salts."""
 
 
 class ActiveRequests:

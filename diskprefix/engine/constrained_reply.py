@@ -1,7 +1,7 @@
-"""Which tokens a reply may go on with: llguidance parses what was written, and computes the masks of what may follow.
+"""Constrains replies: llguidance parses the tokens of a reply, and computes the mask of those that may follow.
 
-A mask depends on the tokens before it only. It is computed on a thread of the request, while the engine computes the
-logits that it is for. If that takes longer, the engine computes others meanwhile: see `ConstrainedReply.is_ready`.
+A mask depends only on the tokens before it. A thread of the request computes it while the engine computes the logits
+that it applies to. If the mask takes longer, the engine computes other replies: see `ConstrainedReply.is_ready`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ T = TypeVar("T")
 
 
 class ConstraintCompiler:
-    """Compiles constraints for the tokenizer of one model. Safe for use from several threads."""
+    """Compiles constraints for the tokenizer of one model. For any thread."""
 
     def __init__(self, tokenizer: Any, eos: Collection[int], vocab_size: int) -> None:
-        """`vocab_size` is the number of logits."""
+        """Makes a compiler. `vocab_size` is the number of logits."""
         self.vocab_size = vocab_size
         self._hf_tokenizer = tokenizer
         self._eos = eos
         self._lock = threading.Lock()
         self._tokenizer: LLTokenizer | None = None
         self.on_ready: Callable[[], None] = lambda: None
-        """Called on another thread when a mask is ready."""
+        """A function that is called on another thread when a mask is ready."""
         self._trials = Trials(self._tokenizer_text)
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """Made at first use: it takes a second for a large vocabulary. Raises `InvalidRequest` if it cannot be made."""
+        """The tokenizer of llguidance, made at first use, which takes a second for a large vocabulary. Raises
+        `InvalidRequest` if it cannot be made."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._read_tokenizer()
@@ -52,11 +53,11 @@ class ConstraintCompiler:
     def check(
         self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = MappingProxyType({})
     ) -> Constraint:
-        """Returns the constraint that the engine may be given: of a grammar, in Lark.
+        """Returns a checked constraint for the engine. A grammar is converted to Lark.
 
-        Raises as `Trials.run`. This takes seconds at most, so it is not for the event loop.
+        Raises the errors of `Trials.run`. Takes at most seconds, so it is not for the event loop.
         """
-        # That the tokenizer cannot be used is said here: the process of the trials would only end.
+        # Raises if the tokenizer cannot be used. The process of the trials would only end.
         _ = self.tokenizer
         lark = self._trials.run(constraint, param, parts)
         return constraint if lark is None else replace(constraint, kind="lark", source=lark)
@@ -64,7 +65,7 @@ class ConstraintCompiler:
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """Returns a matcher at its beginning. Raises `InvalidRequest` for a constraint that `check` refuses.
 
-        Of others than those that `check` returned, this may take any time and memory.
+        A constraint that `check` did not return may take any time and memory.
         """
         matcher = matcher_of(self.tokenizer, grammar_of(constraint, "constraint"))
         if matcher.is_error():
@@ -75,11 +76,11 @@ class ConstraintCompiler:
         self._trials.close()
 
     def begin(self, constraint: Constraint) -> ConstrainedReply:
-        """Returns the first reply to a request, at its beginning. It compiles the constraint on another thread."""
+        """Returns the first reply to a request, at its beginning. Another thread compiles the constraint."""
         return ConstrainedReply(self, constraint, _Beginning(self, constraint))
 
     def all_but_end(self) -> torch.Tensor:
-        """Returns the mask of free text, which cannot be the end of the reply: True for tokens that end it."""
+        """Returns the mask of free text, True for tokens that end the reply: it must not end there."""
         forbidden = torch.zeros(self.vocab_size, dtype=torch.bool)
         forbidden[[token for token in self._eos if token < self.vocab_size]] = True
         return forbidden
@@ -89,7 +90,7 @@ class ConstraintCompiler:
         return torch.ones(self.vocab_size, dtype=torch.bool)
 
     def tokens_of(self, tag: str) -> list[int]:
-        """Returns the tokens that a model writes for a tag. One that it has no logits for cannot be written."""
+        """Returns the tokens of a tag; [] if the model has no logits for one of them."""
         tokens = self.tokenizer.tokenize_str(tag, parse_special=True)
         return tokens if max(tokens, default=0) < self.vocab_size else []
 
@@ -112,9 +113,9 @@ class ConstraintCompiler:
 
 
 class _Beginning:
-    """What the replies to one request share: its thread, and the constraint, compiled once.
+    """The thread and the compiled constraint that the replies to one request share.
 
-    What a client's grammar costs delays no other request. The thread ends when nobody refers to this any more.
+    So a client's grammar delays no other request. The thread ends with the last reference to this object.
     """
 
     def __init__(self, compiler: ConstraintCompiler, constraint: Constraint) -> None:
@@ -123,7 +124,7 @@ class _Beginning:
         self.matcher: Future[LLMatcher] = self._thread.submit(compiler.matcher, constraint)
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Has `work` done when what was submitted before is done."""
+        """Runs `work` on the thread, after all work that was submitted before."""
         future = self._thread.submit(work)
         on_ready = self._compiler.on_ready
         future.add_done_callback(lambda _: on_ready())
@@ -131,9 +132,9 @@ class _Beginning:
 
 
 class ConstrainedReply:
-    """One reply under a constraint. Before each token `forbidden` is asked for, then `accept` is told the token.
+    """A reply under a constraint. For each token, call `forbidden`, then `accept` with the chosen token.
 
-    Both raise `InvalidRequest` for a constraint that is too complex at this point, or does not compile. They wait until
+    Both raise `InvalidRequest` for a constraint that is too complex at this point, or does not compile. Both wait until
     `is_ready`.
     """
 
@@ -142,19 +143,20 @@ class ConstrainedReply:
         self._constraint = constraint
         self._beginning = beginning
         self._matcher: LLMatcher
-        """Set by the first task; later it is used by one thread at a time, because each waits for the one before."""
+        """The matcher, set by the first task. Later only one thread uses it at a time, as each waits for the one
+        before."""
         self._before = constraint.before
         self._free: _FreeText | None = None
-        """The free text that is being written."""
+        """The free text, while the reply is in it."""
         self._opening: list[int] = []
-        """What is still to come of the tokens that open free text, while they may come."""
+        """The remaining tokens that open free text, while they may come."""
         self._is_kept = True
-        """Whether the tokens of the opening that have come may begin the constrained text too."""
+        """True if the tokens of the opening so far may begin the constrained text too."""
         if self._before is not None and self._before.begin is None:
             self._free = _FreeText(self._before.end)
         self._next: Future[torch.Tensor] = beginning.submit(self._start)
         self.is_complete = False
-        """Whether the reply can only end here."""
+        """True if the reply can only end here."""
 
     def another(self) -> ConstrainedReply:
         """Returns another reply to the same request, at its beginning."""
@@ -162,11 +164,12 @@ class ConstrainedReply:
 
     @property
     def is_ready(self) -> bool:
-        """Whether `forbidden` and `accept` return at once. `ConstraintCompiler.on_ready` tells when it becomes true."""
+        """True if `forbidden` and `accept` return at once. `ConstraintCompiler.on_ready` is called when it becomes
+        true."""
         return self._next.done()
 
     def forbidden(self) -> torch.Tensor:
-        """Returns a mask, True for each token that must not come next, bool of shape [vocab_size]. The caller may
+        """Returns a mask, bool of shape [vocab_size], True for each token that must not come next. The caller may
         change it."""
         if self._free is not None:
             return self._compiler.all_but_end()
@@ -175,10 +178,10 @@ class ConstrainedReply:
         return forbidden
 
     def accept(self, token: int) -> bool:
-        """Goes on behind a token that is not forbidden.
+        """Moves past a token that is not forbidden.
 
-        Returns False, and stays where it was, for a token that ends the free text and goes on with what the constraint
-        does not allow. Another one must be chosen then.
+        Returns False, and does not move, for a token that ends the free text and continues with text that the
+        constraint does not allow. Then another token must be chosen.
         """
         if self._free is not None:
             return self._accept_free(self._free, token)
@@ -190,7 +193,7 @@ class ConstrainedReply:
         return True
 
     def _open(self, before: FreeText, token: int) -> None:
-        """Goes on behind a token of the opening. Until all of them are there, the constrained text may go on too."""
+        """Moves past a token of the opening. Until the opening is complete, the constrained text may continue too."""
         del self._opening[0]
         if not self._opening:
             self._matcher.reset()
@@ -215,7 +218,7 @@ class ConstrainedReply:
         return True
 
     def _advance(self, tokens: list[int]) -> None:
-        # A text that could only end, or go on as an opening, ends.
+        # A text that could only end, or continue as an opening, ends.
         has_ended = self._matcher.is_stopped() and not self._matcher.is_error()
         if not has_ended and not self._matcher.consume_tokens(tokens):
             raise _too_complex(self._matcher)
@@ -224,7 +227,7 @@ class ConstrainedReply:
             self._next = self._beginning.submit(self._mask)
 
     def _start(self) -> torch.Tensor:
-        # It shares what is computed of the constraint.
+        # The copy shares what is computed of the constraint.
         self._matcher = self._beginning.matcher.result().deep_copy()
         if self._before is not None and self._before.begin is not None:
             self._opening = self._compiler.tokens_of(self._before.begin)
@@ -235,9 +238,9 @@ class ConstrainedReply:
 
 
 def forbidden_by(matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
-    """Returns which tokens may not come next, bool of shape [vocab_size].
+    """Returns the mask of tokens that may not come next, bool of shape [vocab_size].
 
-    Where that is too complex to compute, only the end may come, and then the matcher refuses it.
+    If it is too complex to compute, only the end may come, and the matcher refuses that.
     """
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return torch.from_numpy(np.unpackbits(bits, count=vocab_size, bitorder="little") == 0)
@@ -256,7 +259,8 @@ class _FreeText:
         self._tail = b""
 
     def rest_behind(self, piece: bytes) -> bytes | None:
-        """Adds a piece. Returns what follows `end` if it has come: then the piece is not added. None if it has not."""
+        """Adds a piece and returns None. If it completes `end`, returns the bytes after `end` and does not add the
+        piece."""
         text = self._tail + piece
         at = text.find(self._end)
         if at >= 0:

@@ -1,4 +1,4 @@
-"""From a constraint to the grammar that llguidance reads, and what is wrong with one that cannot be compiled."""
+"""Converts constraints to grammars of llguidance, and explains why one cannot be compiled."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.printable import escaped
 
 _MOST_CHARS = 1 << 19
-"""Of a schema or grammar."""
+"""The most characters of a schema or grammar."""
 _MOST_PARTS = 10_000
-"""Schemas in a schema."""
+"""The most schemas in a schema."""
 _MOST_PATTERNS = 64
-"""Names in one `patternProperties`: that no text has two of them is proven for each pair."""
+"""The most names in one `patternProperties`: each pair of them must be proven disjoint."""
 _MOST_JOINED = 32
-"""Members of one `allOf`, which are multiplied out."""
+"""The most members of one `allOf`, which are multiplied out."""
 _MOST_REPEATED = 100_000
-"""The product of repetitions inside each other in a regex. A text that they force is written out at once."""
+"""The largest product of nested repetitions in a regex. A text that they force is written out at once."""
 _MOST_TRIES = 256
-"""Parts of a schema that are compiled to find the one at fault."""
+"""The most parts of a schema that are compiled to find the one at fault."""
 _MOST_MESSAGE_CHARS = 300
 _IMPOSSIBLE = "Unsatisfiable schema"
 
 LIMITS = LLParserLimits(verbose_errors=False)
-"""llguidance's own bounds of time and memory; its messages without the whole grammar."""
+"""llguidance's own bounds of time and memory. Its messages do not quote the whole grammar."""
 
 _JSON_OPTIONS = {
-    # A model that writes white space for ever would never end. This is enough for any indented text.
+    # Small models write white space for ever if they may. This is enough for any indented text.
     "whitespace_pattern": r"[ \t]|\r?\n[ \t]{0,40}",
     "whitespace_flexible": True,
     "lenient": False,
@@ -49,8 +49,8 @@ JsonSchema: TypeAlias = dict[str, Any]
 def grammar_of(constraint: Constraint, param: str) -> str:
     """Returns the grammar of a constraint without `before`.
 
-    Raises `InvalidRequest`, which names `param` or a path below it, for what cannot be read and what exceeds the limits
-    of this module. The rest may still fail to compile: see `explained`.
+    Raises `InvalidRequest`, which names `param` or a path below it, for a constraint that cannot be read or exceeds the
+    limits of this module. Others may still fail to compile: see `explained`.
     """
     source = constraint.source
     _require_short(source, param)
@@ -76,9 +76,9 @@ def grammar_of(constraint: Constraint, param: str) -> str:
 
 
 def reason_against(tokenizer: LLTokenizer, constraint: Constraint, param: str) -> str:
-    """Returns why a constraint cannot be compiled, "" if it can. Raises as `grammar_of`.
+    """Returns the reason why a constraint cannot be compiled, "" if it can. Raises the errors of `grammar_of`.
 
-    This may take any time and memory.
+    May take any time and memory.
     """
     matcher = matcher_of(tokenizer, grammar_of(constraint, param))
     return matcher.get_error() if matcher.is_error() else ""
@@ -87,7 +87,7 @@ def reason_against(tokenizer: LLTokenizer, constraint: Constraint, param: str) -
 def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     """Returns a matcher of a grammar at its beginning, with the first mask computed. It may be in an error state."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=LIMITS)
-    # What no text satisfies compiles, but has no first token.
+    # A grammar that no text satisfies compiles, but has no first token.
     matcher.compute_bitmask()
     return matcher
 
@@ -98,9 +98,9 @@ def lark_of(constraint: Constraint) -> str | None:
 
 
 def explained(constraint: Constraint, param: str, reason: str) -> InvalidRequest:
-    """Returns the error of a constraint that cannot be compiled for `reason`, which llguidance gave.
+    """Returns the error of a constraint that llguidance cannot compile for `reason`.
 
-    Of a schema it names the innermost part that cannot be compiled for this reason even alone.
+    For a schema, it names the innermost part that alone fails for the same reason.
     """
     place: Path = ()
     reason = _reason(reason)
@@ -114,7 +114,7 @@ def _invalid(param: str, reason: str) -> InvalidRequest:
 
 
 def _reason(text: str) -> str:
-    """Returns the line of a message that says most: in one of several lines, that is the one with the error."""
+    """Returns the most useful line of a message: the one with the error, or the first one."""
     lines = [line.strip() for line in text.splitlines() if line.strip()] or ["cannot be compiled"]
     line = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), lines[0])
     if line == "NoExtensionBias":
@@ -140,7 +140,8 @@ def _require_short(source: str, param: str) -> None:
 
 
 def _require_bounded(schema: Any, param: str) -> None:
-    """Raises `InvalidRequest`, with the path of the part at fault, for what cannot be guaranteed or costs too much."""
+    """Raises `InvalidRequest`, with the path of the part at fault, for a schema that is too costly or not
+    guaranteed."""
     num_parts = 0
 
     def check(part: Any, place: str) -> None:
@@ -159,7 +160,7 @@ def _require_bounded(schema: Any, param: str) -> None:
 
 
 def _require_distinct_keys(schema: JsonSchema, place: str) -> None:
-    """Raises `InvalidRequest` for a schema that counts the keys of an object: llguidance lets a reply repeat one."""
+    """Raises `InvalidRequest` for a schema that counts the keys of an object: llguidance lets a reply repeat a key."""
     least, required = schema.get("minProperties", 0), schema.get("required", ())
     if isinstance(least, int) and isinstance(required, list | tuple) and least > max(1, len(required)):
         raise _invalid(place, "minProperties above 1 cannot be guaranteed; name the properties in required")
@@ -183,7 +184,8 @@ def _require_few_repetitions(pattern: str, place: str) -> None:
 
 
 def repeated(pattern: str) -> int:
-    """Returns how often a regex repeats what it repeats most: `((a{2}){3}|b{4}){5}` 30 times. `*` and `+` are once."""
+    """Returns the largest product of nested repetitions in a regex: 30 for `((a{2}){3}|b{4}){5}`. `*` and `+` count as
+    1."""
     groups, last, is_class = [1], 1, False
     for found in _REGEX_PIECE.finditer(pattern):
         piece, counts = found[0], found[1] or found[2]
@@ -197,7 +199,7 @@ def repeated(pattern: str) -> int:
             last = groups.pop()
             groups[-1] = max(groups[-1], last)
         elif counts:
-            # What has more digits than these is too much in any case.
+            # A number with more digits exceeds the limit in any case.
             last = min(last * max(1, int(counts[:_MOST_DIGITS])), _MOST_REPEATED + 1)
             groups[-1] = max(groups[-1], last)
         else:
@@ -210,7 +212,7 @@ def _joined(param: str, path: Path) -> str:
 
 
 def _innermost(schema: Any, reason: str) -> tuple[Path, str]:
-    """Returns the path and the reason of the innermost part of a schema that cannot be compiled for `reason` alone."""
+    """Returns the path and the reason of the innermost part of a schema that alone fails for `reason`."""
     definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     path: Path = ()
     parts = _parts(schema)
@@ -219,20 +221,20 @@ def _innermost(schema: Any, reason: str) -> tuple[Path, str]:
             break
         step, part = found
         own = _reason_of(definitions | part) if isinstance(part, dict) else ""
-        # What makes one part impossible makes those around it impossible, in other words.
+        # An impossible part makes those around it impossible, with another message.
         if own == reason or (own.startswith(_IMPOSSIBLE) and reason.startswith(_IMPOSSIBLE)):
             path, reason, parts = path + step, own, _parts(part)
     return path, reason
 
 
 def _reason_of(schema: dict[str, Any]) -> str:
-    """Returns why a schema cannot be compiled, "" if it can."""
+    """Returns the reason why a schema cannot be compiled, "" if it can."""
     message = LLMatcher.validate_grammar(_json_grammar(schema), limits=LIMITS)
     return _reason(message) if message else ""
 
 
 def _parts(schema: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Yields the schemas that a schema is made of, each with its path."""
+    """Yields the schemas inside a schema, each with its path."""
     for key, value in schema.items():
         if key in ("items", "additionalItems", "additionalProperties") and isinstance(value, dict):
             yield (key,), value

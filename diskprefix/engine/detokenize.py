@@ -1,4 +1,4 @@
-"""From tokens to text as it grows: incremental decoding, and stop strings that may span tokens."""
+"""Decodes tokens to text one by one, and finds stop strings that may span tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tokenizers.decoders import DecodeStream
 from diskprefix.engine.request import FinishReason, TextEvent, TokenLogprob
 
 _MOST_UNDECODED = 16
-"""A character has four bytes, each a token at most. More are decoded with what they are part of, whatever it is."""
+"""The most tokens to wait for a complete character. No character has as many; a longer run is decoded as it is."""
 
 
 def special_tokens(tokenizer: Any) -> dict[str, int]:
@@ -35,16 +35,16 @@ class TextStream:
         self._stream = DecodeStream(skip_special_tokens=False)
         self._undecoded: list[int] = []
         self._decoded: list[int] = []
-        """The tokens whose text came last."""
+        """The tokens of the last text."""
         self._stops = [_StopSearch(text) for text in stop]
         self._held = ""
         self.stopped_by: str | None = None
-        """The stop string that is complete."""
+        """The stop string that ended the text."""
 
     def event(
         self, choice: int, token: int, logprobs: tuple[TokenLogprob, ...], end: FinishReason | None
     ) -> tuple[TextEvent, FinishReason | None]:
-        """Returns the event of one token, and why the reply ends with it; None if it goes on.
+        """Returns the event of one token, and why the reply ends with it; None if it does not.
 
         `end` is why the reply ends here whatever the token is, None if it does not.
         """
@@ -57,13 +57,13 @@ class TextStream:
         return TextEvent(choice, text, (token,), tuple(map(self._with_text, logprobs))), reason
 
     def push(self, token: int) -> str:
-        """Returns the text that `token` makes final, perhaps "". Sets `stopped_by` when a stop string is complete."""
+        """Returns the text that `token` completes, perhaps "". Sets `stopped_by` when a stop string is complete."""
         if token in self._hidden:
             return ""
         return self._release(self._text_of(token))
 
     def finish(self) -> str:
-        """Returns the text that is still held when the reply ends without a stop string."""
+        """Returns the text that is still held back, at the end of a reply without a stop string."""
         rest = self._decode(self._undecoded) if self._undecoded else ""
         held, self._held = self._held, ""
         return held + rest
@@ -81,7 +81,7 @@ class TextStream:
         return self._broken() if len(self._undecoded) > _MOST_UNDECODED else ""
 
     def _broken(self) -> str:
-        """Returns the text of bytes that make no character. The last ones may begin one, and stay whole."""
+        """Returns the text of bytes that are no character. The last ones may begin a character, and stay whole."""
         ids, self._undecoded = self._undecoded, []
         pieces = {cut: [self._decode(ids[:cut]), self._decode(ids[cut:])] for cut in range(len(ids) - 3, len(ids))}
         cut = min(reversed(pieces), key=lambda cut: sum(map(len, pieces[cut])))
@@ -95,8 +95,8 @@ class TextStream:
     def _step(self, token: int) -> str | None:
         """Returns the text up to `token`, None while a character is incomplete.
 
-        An invalid byte makes a byte-fallback decoder replace its whole run of bytes. The stream fails if part of the
-        run is out already. What is not out yet is then decoded by itself, and a new stream continues from there.
+        An invalid byte makes a byte-fallback decoder replace its whole run of bytes. The stream fails if it has
+        returned a part of the run before. Then the rest is decoded by itself, and a new stream continues.
         """
         try:
             text: str | None = self._stream.step(self._backend, token)
@@ -119,17 +119,17 @@ class TextStream:
 
 
 class _StopSearch:
-    """Looks for a stop string in a text that grows, by Knuth, Morris and Pratt: a character is looked at about once."""
+    """Finds a stop string in a growing text with the algorithm of Knuth, Morris and Pratt, in linear time."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         self._ends: list[int] = []
-        """See `_ends_of`; made when it is needed first."""
+        """The result of `_ends_of`, computed at first use."""
         self.matched = 0
-        """The length of the longest end of what was added that `text` begins with."""
+        """The length of the longest end of the added text that `text` begins with."""
 
     def add(self, text: str) -> int | None:
-        """Returns how long the rest is from where the stop string stands first, None if it is not there."""
+        """Adds text. Returns the number of characters from the start of the stop string on; None if it has not come."""
         for at, character in enumerate(text):
             self.matched = self._extended(character)
             if self.matched == len(self.text):
@@ -138,7 +138,7 @@ class _StopSearch:
         return None
 
     def _extended(self, character: str) -> int:
-        """Returns how much of the stop string stands at the end of what was added and this character."""
+        """Returns the length of the part of the stop string that the added text and this character end with."""
         matched, text = self.matched, self.text
         while matched and text[matched] != character:
             self._ends = self._ends or _ends_of(text)
@@ -147,7 +147,7 @@ class _StopSearch:
 
 
 def _ends_of(text: str) -> list[int]:
-    """Returns for each beginning of `text`, from one character on, the longest of its ends that `text` begins with."""
+    """Returns, for each beginning of `text`, the length of its longest end that `text` begins with."""
     ends = [0]
     for character in text[1:]:
         matched = ends[-1]

@@ -1,4 +1,4 @@
-"""Tells an error after which the accelerator can compute nothing more from one that concerns a single request."""
+"""Tells an error that ends the accelerator from one that concerns a single request."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _DRIVER_ERROR = re.compile(
     r"\b(CUDA|HIP)( driver)? error|cudaError|hipError|\b(CUBLAS|CUDNN)_STATUS_|device-side assert"
 )
 _ACCELERATOR_ERROR: type[Exception] | None = getattr(torch, "AcceleratorError", None)
-"""torch has this class since 2.8. Before, the same errors are of the class RuntimeError."""
+"""The class of these errors since torch 2.8. Before, they are of the class RuntimeError."""
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Returns whether the accelerator can compute nothing more, where `error` comes from its driver.
+    """Returns True if `error` comes from the accelerator's driver and the accelerator can compute nothing more.
 
-    Such an error may also concern one call only, like one with an argument out of range. So the devices are tried: CUDA
-    repeats the errors after which only a new process helps at every later call. Running out of memory is no such error:
-    the next request may fit.
+    A driver's error may also concern one call only, for example an argument out of range. So the devices are tried:
+    after an error that only a new process can mend, CUDA fails at every later call. Missing memory is no such error,
+    because the next request may fit.
     """
     if not _follows_from_driver(error):
         return False
@@ -45,7 +45,7 @@ def raise_if_lost(error: Exception) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has computed everything, so that its time can be measured."""
+    """Waits until the device has computed everything, for measurements of time."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -53,7 +53,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def probe_devices() -> None:
-    """Waits for all CUDA devices on which this process has memory, and computes on them. Raises what torch raises."""
+    """Waits for all CUDA devices with memory of this process, and computes on them. Raises the errors of torch."""
     for index in range(torch.cuda.device_count()):
         if torch.cuda.memory_reserved(index):
             torch.cuda.synchronize(index)
@@ -62,8 +62,8 @@ def probe_devices() -> None:
 
 def _follows_from_driver(error: BaseException) -> bool:
     found: BaseException | None = error
-    # An error of ours explains its cause itself. An error of another kind that merely came up while one of the driver
-    # was handled has a cause of its own.
+    # An error of this project explains its cause itself. An unrelated error that was raised while a driver's error was
+    # handled has its own cause.
     while found is not None and not isinstance(found, DiskPrefixError):
         if _is_from_driver(found):
             return True

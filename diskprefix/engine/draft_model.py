@@ -1,8 +1,8 @@
-"""A draft model: a small model with the vocabulary of the served one, which guesses what that says next.
+"""A draft model: a small model with the vocabulary of the served one, which guesses its next tokens.
 
-It has KV memory of its own, and a prefix cache of its own in the same store: what it computed of a prompt is restored
-as that of the served model is. Where there is no memory for it, where it fails, or where the end of its positions is
-reached, a sequence is not guessed.
+It has its own KV memory, and its own prefix cache in the same store, so its state is restored like that of the served
+model. A reply is not guessed if there is no memory for it, after an error, or near the last position of the draft
+model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger("diskprefix")
 
 
 class LoadedDraft(NamedTuple):
-    """A draft model as it was loaded, and its cache, which shares the store of the served model's."""
+    """A loaded draft model, and its cache in the store of the served model."""
 
     loaded: LoadedModel
     cache: PrefixCache
@@ -109,7 +109,7 @@ class DraftModel:
         sequence.drafted = []
 
     def has_room(self, reply: Reply, num_tokens: int) -> bool:
-        """Makes room for so many tokens of a reply. Returns False if there is none."""
+        """Makes room for `num_tokens` tokens of a reply. Returns False if there is none."""
         sequence = self.sequences[reply]
         if num_tokens > self.max_positions or not self.pool.grow(sequence.allocation, num_tokens):
             return False

@@ -1,9 +1,9 @@
-"""Which sequences a draft model guesses, and how far: as long as it makes decoding faster.
+"""Decides which replies a draft model guesses, and how many tokens: as long as that makes decoding faster.
 
-It guesses one token after the other, for all sequences in one forward. What a guess takes is measured, and so is how
-often its guesses are right. Before it can guess it must have computed what the sequence has: a prompt that is not
-restored is computed in parts, between the steps of the served model. That begins once the reply is so long that guesses
-would have saved as much time as it takes.
+The draft model guesses one token after the other, for all replies in one forward. The time of a guess is measured, and
+so is how often guesses are right. Before it can guess, it must compute the tokens of the reply. A prompt that is not
+restored is computed in parts, between the steps of the served model. That begins when the reply is so long that guesses
+would have saved the time that it takes.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from diskprefix.engine.scheduler import MAX_ROWS
 from diskprefix.engine.speculation import MOST_ROWS, DraftRate, speedup
 
 FEW = 16
-"""Known tokens that may be computed with the first guess."""
+"""The most known tokens that are computed with the first guess."""
 _LEAST_SPEEDUP = 1.05
 
 
 class DraftTimes:
-    """What the forwards of a draft model take, in seconds: measured."""
+    """The measured times of a draft model's forwards, in seconds."""
 
     _WEIGHT, _FADING = 0.1, 1 / 512
     _FIRST_COST = 0.2
-    """Of a guess, as a share of a step, before it is measured."""
+    """The time of a guess before it is measured, as a share of a step."""
 
     def __init__(self) -> None:
         self.guess_s = 0.0
         self.row_s = 0.0
-        """Of a known token, with many."""
+        """The time of a known token in a forward of many."""
 
     def cost(self, step_s: float) -> float:
-        """Returns what a guess takes, as a share of `step_s`."""
+        """Returns the time of a guess as a share of `step_s`."""
         return self.guess_s / step_s if self.guess_s > 0 and step_s > 0 else self._FIRST_COST
 
     def fade(self) -> None:
-        """Forgets what is not measured again, so that guesses are tried again."""
+        """Lets the measured time fade, so that guesses are tried again."""
         self.guess_s -= self._FADING * self.guess_s
 
     def record_guess(self, seconds: float) -> None:
@@ -51,7 +51,7 @@ class DraftTimes:
 
 
 class ModelDrafter:
-    """Has a draft model guess. See `speculation.Drafter`."""
+    """Guesses with a draft model. See `speculation.Drafter`."""
 
     def __init__(self, model: DraftModel, clock: Callable[[], float]) -> None:
         self.model = model
@@ -91,13 +91,13 @@ class ModelDrafter:
         self._guess(asked, num_decoding, row_cost, cost)
 
     def _catch_up(self, behind: Sequence[Reply]) -> None:
-        """Computes known tokens of some sequences: as many as a step has rows."""
+        """Computes known tokens of some replies, at most as many as a step has rows."""
         step, room = list[tuple[Reply, torch.Tensor]](), MAX_ROWS
         for reply in behind:
             start = self.model.sequences[reply].arena.num_tokens
             end = min(start + room, reply.num_known)
             if start < reply.prompt_tokens:
-                # What is kept of a prompt ends there.
+                # The saved prompt ends there.
                 end = min(end, reply.prompt_tokens)
             if end > start and self._has_room(reply, end):
                 step.append((reply, reply.ids(start, end)))
@@ -115,29 +115,29 @@ class ModelDrafter:
             self.model.record_prefill(reply, seconds * ids.shape[1] / num_rows)
 
     def _guess(self, asked: Sequence[Reply], num_decoding: int, row_cost: float, cost: float) -> None:
-        """Guesses tokens of all these sequences, for as long as another one seems to pay."""
+        """Guesses tokens of all these replies, as long as another guess seems to pay."""
         most = max(1, MOST_ROWS // num_decoding)
         have_room = [reply for reply in asked if self._has_room(reply, reply.num_known + most - 1)]
         drafts = [Draft(reply, self.model.sequences[reply], most) for reply in have_room]
         tokens, time = float(num_decoding), 1 + row_cost * num_decoding
-        going_on = drafts
-        while going_on:
-            step = [(one.reply, one.next_ids()) for one in going_on]
+        continuing = drafts
+        while continuing:
+            step = [(one.reply, one.next_ids()) for one in continuing]
             found = self._computed(step)
             if found is None:
                 break
             logits, seconds = found
             num_rows = sum(ids.shape[1] for _, ids in step)
-            if num_rows <= 2 * len(going_on):
+            if num_rows <= 2 * len(continuing):
                 self.times.record_guess(seconds)
-            for one, of_next in zip(going_on, logits, strict=True):
+            for one, of_next in zip(continuing, logits, strict=True):
                 one.add(of_next)
                 tokens, time = tokens + one.chance, time + row_cost
             time += cost
-            going_on = [
+            continuing = [
                 one
-                for one in going_on
-                if one.may_go_on and one.chance_of_next * time > (row_cost + cost / len(going_on)) * tokens
+                for one in continuing
+                if one.may_continue and one.chance_of_next * time > (row_cost + cost / len(continuing)) * tokens
             ]
         for one in drafts:
             if one.reply in self.model.sequences:
@@ -151,7 +151,7 @@ class ModelDrafter:
         return has_room
 
     def _computed(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> tuple[torch.Tensor, float] | None:
-        """Returns the logits of a forward, and the seconds that it took. None if it fails."""
+        """Returns the logits of a forward and its seconds; None if it fails."""
         started = self._clock()
         try:
             logits = self.model.compute(step)
@@ -163,7 +163,7 @@ class ModelDrafter:
 
 
 class Draft:
-    """What a draft model guesses of one sequence in one step."""
+    """The guesses for one reply in one step."""
 
     def __init__(self, reply: Reply, sequence: DraftSequence, most: int) -> None:
         self.reply = reply
@@ -171,19 +171,20 @@ class Draft:
         self.tokens: list[tuple[int, float]] = []
         """The guesses, with their probabilities."""
         self.chance = 1.0
-        """That all of them are right."""
-        self.may_go_on = True
+        """The chance that all guesses are right."""
+        self.may_continue = True
         self._most = min(most, reply.room_for_draft)
 
     @property
     def chance_of_next(self) -> float:
-        """That one more guess is right, with all before it."""
+        """The chance that one more guess is right, with all before it."""
         assert self.reply.guesser is not None
         assert self.reply.guesser.draft_rate is not None
         return self.chance * self.reply.guesser.draft_rate.value
 
     def next_ids(self) -> torch.Tensor:
-        """Returns what is computed next, int64 of shape [1, n]: what the draft model lacks, or its last guess."""
+        """Returns the tokens to compute next, int64 of shape [1, n]: known tokens that are not computed, or the last
+        guess."""
         if not self.tokens:
             return self.reply.ids(self._sequence.arena.num_tokens, self.reply.num_known)
         return torch.tensor([[self.tokens[-1][0]]], device=self.reply.running.prompt_ids.device)
@@ -193,13 +194,13 @@ class Draft:
         best, token = logits.float().max(dim=0)
         probability = float(1 / (logits.float() - best).exp().sum())
         if not math.isfinite(probability):
-            self.may_go_on = False
+            self.may_continue = False
             return
         guesser = self.reply.guesser
         assert guesser is not None
         self.tokens.append((int(token), probability))
         self.chance *= guesser.rates.of(guesser.rates.of_draft(probability))
-        self.may_go_on = len(self.tokens) < self._most
+        self.may_continue = len(self.tokens) < self._most
 
     def end(self) -> None:
         """Gives the guesses to the reply's guesser."""

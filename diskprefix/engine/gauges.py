@@ -1,4 +1,4 @@
-"""What other threads read of the engine: what each request does, whether the thread gets on, and what it has counted.
+"""Values that other threads read: the activity of each request, the heartbeat of the engine's thread, and its counts.
 
 Nothing is locked. One number may be a step behind another.
 """
@@ -52,10 +52,10 @@ class Heartbeat:
         self._num_beats = 0
         self._num_seen = 0
         self._working: tuple[float, int] | None = None
-        """When the work began, and its rows."""
+        """The time when the work began, and its rows."""
 
     def beat(self, num_rows: int = 0) -> None:
-        """Records that work begins: a step of so many rows, or anything else between two steps."""
+        """Records that work begins: a step of `num_rows` rows, or anything else between two steps."""
         self._num_beats += 1
         self._working = self._clock(), num_rows
 

@@ -1,4 +1,4 @@
-"""The requests that wait for the engine or run in it: bounded, cancellable, and with the thread that serves them."""
+"""The queue of the engine: requests that wait or run, with a bound, and the thread that serves them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from diskprefix.printable import first_line
 log = logging.getLogger("diskprefix")
 
 _SMOOTHING = 0.3
-"""Weight of the newest request in the moving average that `Retry-After` is estimated from."""
+"""The weight of the newest request in the moving average that `Retry-After` is estimated from."""
 
 MAX_QUEUED_MEDIA_BYTES = 1 << 30
-"""Limit for the prepared media of all requests that run or wait."""
+"""The limit for the prepared media of all requests that run or wait."""
 
 
 @dataclass(eq=False)
 class Ticket:
-    """A waiting or running request. `cancel` may be called from any thread, any number of times."""
+    """A request that waits or runs. `cancel` is for any thread, and may be called several times."""
 
     request: GenerateRequest
     emit: Callable[[Event], None]
@@ -42,8 +42,8 @@ class Ticket:
     def cancelled(self) -> bool:
         return self._cancelled.is_set()
 
-    def waiting(self) -> Activity:
-        """Returns what is known of a request that waits."""
+    def waiting_activity(self) -> Activity:
+        """Returns the activity of a request that waits."""
         return Activity(
             id=self.request.id,
             state="waiting",
@@ -60,12 +60,11 @@ Serve: TypeAlias = "Callable[[Inbox], None]"
 
 
 class Inbox:
-    """Owns the engine thread, which runs `serve`. `emit` of a request is called from that thread.
+    """Owns the engine's thread, which runs `serve`. `emit` of a request is called from that thread.
 
-    `serve` takes requests with `begin`, hands them back with `end`, and returns when `wait` returns False. If it raises
-    `DeviceLost`, or an error of no request, all requests fail, and the thread calls `on_fatal` with a `DeviceLost` and
-    ends. `max_queue` requests may
-    wait beside `max_running` that run.
+    `serve` calls `begin` and `end` for each request, and returns when `wait` returns False. If it raises `DeviceLost`,
+    or any error that concerns no request, all requests fail, and the thread calls `on_fatal` with a `DeviceLost` and
+    ends. `max_queue` requests may wait beside `max_running` that run.
     """
 
     def __init__(
@@ -82,7 +81,7 @@ class Inbox:
         self._max_running = max_running
         self._waiting: list[Ticket] = []
         self._running: dict[Ticket, float] = {}
-        """When each of them began, on the clock of `time.perf_counter`."""
+        """The time when each request began, on the clock of `time.perf_counter`."""
         self._changed = threading.Condition()
         self._has_news = False
         self._stopping = False
@@ -90,7 +89,7 @@ class Inbox:
         self.heartbeat = Heartbeat()
         self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
         self.running_activities: Callable[[], list[Activity]] = list
-        """What those that run are doing, for any thread. The engine says it."""
+        """Returns the activities of the requests that run. Set by the engine, for any thread."""
 
     @property
     def queue_depth(self) -> int:
@@ -101,9 +100,9 @@ class Inbox:
         return len(self._running)
 
     def activities(self) -> list[Activity]:
-        """Returns what each request is doing, in order of arrival; for any thread."""
-        # Those that wait come first: one that begins meanwhile is found twice, not missed.
-        found = {ticket.request.id: ticket.waiting() for ticket in list(self._waiting) if not ticket.cancelled}
+        """Returns the activity of each request, in order of arrival. For any thread."""
+        # Waiting requests first. A request that begins meanwhile is found twice, never missed.
+        found = {ticket.request.id: ticket.waiting_activity() for ticket in list(self._waiting) if not ticket.cancelled}
         found |= {activity.id: activity for activity in self.running_activities()}
         return sorted(found.values(), key=lambda activity: -activity.elapsed_s)
 
@@ -117,14 +116,14 @@ class Inbox:
             self._check_room(len(self._still_waiting()), self.max_queue)
             self._check_media(request)
             self._waiting.append(ticket)
-            self._tell()
+            self._notify()
         return ticket
 
     def require_room(self, arriving: Sequence[Tenant], caller: Tenant) -> None:
-        """Raises what `submit` would, if other requests, of the callers `arriving`, are submitted before.
+        """Raises the errors of `submit` for a request that follows those of the callers `arriving`.
 
-        Raises `ShareFull` where the half of the queue that a caller with an API key may take is taken. Callers without
-        keys are not told apart: each of them is `SHARED`.
+        Raises `ShareFull` if a caller with an API key has filled the half of the queue that it may use. All callers
+        without keys are one: `SHARED`.
         """
         with self._changed:
             free = max(0, self._max_running - len(self._running))
@@ -139,16 +138,16 @@ class Inbox:
                 )
 
     def waiting(self) -> list[Ticket]:
-        """Returns the requests that wait, in order of arrival. Those that were cancelled are forgotten."""
+        """Returns the requests that wait, in order of arrival. Forgets cancelled ones."""
         self.heartbeat.beat()
         with self._changed:
             self._has_news = False
             return list(self._still_waiting())
 
     def begin(self, ticket: Ticket) -> None:
-        """The engine takes a waiting request."""
+        """Records that the engine accepts a waiting request."""
         with self._changed:
-            # It may have been refused in this moment.
+            # `stop` may have refused it meanwhile.
             if ticket in self._waiting:
                 self._waiting.remove(ticket)
             else:
@@ -157,7 +156,7 @@ class Inbox:
             self._changed.notify_all()
 
     def end(self, ticket: Ticket) -> None:
-        """The engine is done with a request."""
+        """Records that the engine is done with a request."""
         with self._changed:
             seconds = time.perf_counter() - self._running.pop(ticket)
             self._mean_s += _SMOOTHING * (seconds - self._mean_s)
@@ -165,27 +164,28 @@ class Inbox:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Ends a `wait`: there is something to do for the engine. May be called from any thread."""
+        """Ends a `wait`, because there is work for the engine. For any thread."""
         with self._changed:
-            self._tell()
+            self._notify()
 
     def wait(self) -> bool:
         """Waits until something has changed since the last call of `waiting`. Returns False when the inbox is stopped
-        and nothing runs any more."""
+        and no request runs any more."""
         with self._changed:
             self.heartbeat.rest()
             self._changed.wait_for(lambda: self._has_news or (self._stopping and not self._running))
             return self._has_news or bool(self._running)
 
     def stop(self, timeout_s: float) -> bool:
-        """Refuses what waits, lets what runs finish for `timeout_s`, then cancels it. Returns whether it finished."""
+        """Refuses waiting requests, and cancels running ones after `timeout_s` seconds. Returns True if they
+        finished."""
         with self._changed:
             self._refuse_all()
             finished = self._changed.wait_for(lambda: not self._running, timeout_s)
             for ticket in self._running:
                 ticket.cancel()
                 ticket.emit(ErrorEvent(self._refusal()))
-            self._tell()
+            self._notify()
         if self._thread.is_alive():
             self._thread.join()
         return finished
@@ -196,7 +196,7 @@ class Inbox:
         except DeviceLost as error:
             self._end_all(error)
         except Exception as error:
-            # A daemon without this thread would let all requests wait for ever.
+            # Without this thread, all requests would wait for ever.
             log.error("[engine] the engine failed", exc_info=error)
             self._end_all(DeviceLost(f"the engine failed unexpectedly: {first_line(error)}"))
 
@@ -209,8 +209,8 @@ class Inbox:
             self._refuse_all()
         self._on_fatal(error)
 
-    def _tell(self) -> None:
-        """The caller holds the lock."""
+    def _notify(self) -> None:
+        """Wakes waiting threads. The caller holds the lock."""
         self._has_news = True
         self._changed.notify_all()
 
@@ -238,11 +238,11 @@ class Inbox:
             )
 
     def _retry_after_s(self, num_ahead: int) -> int:
-        """Each request takes its share of the time that those take which run together."""
+        """Returns the estimated wait in seconds. Requests that run together share the mean time of one."""
         return max(1, math.ceil(self._mean_s * (num_ahead + 1) / max(1, len(self._running))))
 
     def _refuse_all(self) -> None:
-        """Fails the waiting requests, and those that come from now on. The caller holds the lock."""
+        """Fails waiting requests, and all that come from now on. The caller holds the lock."""
         self._stopping = True
         refused, self._waiting = self._waiting, []
         self._changed.notify_all()
@@ -256,7 +256,7 @@ class Inbox:
 
 
 def error_event(error: Exception, request: GenerateRequest) -> ErrorEvent:
-    """Returns what the client of a request that failed gets, and logs what its owner needs."""
+    """Returns the event for the client of a request that failed, and logs the details for the operator."""
     if isinstance(error, DiskPrefixError):
         if error.http_status >= 500:
             log.error("[engine] %s failed: %s", request.id, error.message)

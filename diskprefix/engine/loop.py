@@ -37,8 +37,8 @@ class Loop:
         self._fetched: deque[RunningRequest] = deque()
         """Requests whose fetch is over. Filled by the fetch thread."""
         self._early_logits: deque[tuple[RunningRequest, torch.Tensor]] = deque()
-        """Fully cached requests with their final logits: their first token is sampled before the restore ends. Filled
-        by the fetch thread."""
+        """The fully cached requests with their final logits: their first token is sampled before the restore ends.
+        Filled by the fetch thread."""
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
         self._prefetchers = ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-prefetch")
         """Each thread waits for the shared tier for one request."""

@@ -1,4 +1,4 @@
-"""From a loaded model to one that computes exactly where it can, with its cache; and the draft model beside it."""
+"""Measures where a loaded model computes exactly, and makes its cache. Loads the draft model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from diskprefix.tokens import TokenIds
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A loaded model, its layout and its identity. `reason`: why it is not exact at every token, "" if it is."""
+    """A loaded model, its layout and its identity. `reason` says why it is not exact at every token, "" if it is."""
 
     loaded: LoadedModel
     layout: Layout
@@ -31,7 +31,7 @@ class MeasuredModel:
     reason: str
 
     def identity(self, settings: Settings) -> Callable[[str], str]:
-        """Returns the function that gives the identity of the model's numbers for the text of a tenant."""
+        """Returns a function from the text of a tenant to the identity of the model's numbers."""
         return partial(self.fingerprint.identity, settings.block_size, LAYOUT_VERSION, self.layout.describe())
 
     def cache(
@@ -41,7 +41,7 @@ class MeasuredModel:
         on_history: Callable[[bytes, Iterable[TokenIds]], None] | None = None,
         beside: PrefixCache | None = None,
     ) -> PrefixCache:
-        """Returns its cache. The arguments are those of `PrefixCache`."""
+        """Returns the model's cache. The arguments are those of `PrefixCache`."""
         return PrefixCache(
             *(settings, store, self.layout, self.identity(settings), self.loaded.name, on_history),
             device=self.fingerprint.device,
@@ -51,17 +51,17 @@ class MeasuredModel:
 
 
 def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
-    """Has a model compute exactly where it can. Raises what torch raises when memory runs out."""
+    """Makes a model compute exactly where it can. Raises the errors of torch when memory runs out."""
     model, digest = loaded.model, loaded.weights_digest
     identity = str(Fingerprint.of(model, digest, settings.fingerprint))
     layout, reason = make_exact(model, rehearse(model, identity=identity), identity=identity)
-    # Now with the attention that the model has from here on.
+    # The fingerprint includes the attention that `make_exact` has installed.
     return MeasuredModel(loaded, layout, Fingerprint.of(model, digest, settings.fingerprint), reason)
 
 
 def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:
-    """Loads the draft model of `settings`, with a cache beside that of the served model. Raises `ModelError` if it
-    cannot be loaded, or cannot guess for that model."""
+    """Loads the draft model of `settings`, with a cache in the store of the served model's. Raises `ModelError` if it
+    is not fit to guess for the served model."""
     own = replace(settings, model=settings.draft_model, served_model_name=None, chat_template=None)
     loaded = load_model(own, progress, flag="--draft-model")
     require_same_vocabulary(served, loaded)
@@ -72,7 +72,7 @@ def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, prog
 
 
 def require_same_vocabulary(served: LoadedModel, draft: LoadedModel) -> None:
-    """Raises `ModelError` if a token does not have the same number in both models."""
+    """Raises `ModelError` if a token has different numbers in the two models."""
     of_served, of_draft = served.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
     others = of_served.items() ^ of_draft.items()
     if others:

@@ -1,7 +1,6 @@
-"""Where the last tokens of a sequence came before, and what followed them there.
+"""Looks up the prompt: guesses the tokens that followed the last tokens of a sequence where these came before.
 
-Text that is edited, quoted or continued repeats itself. What followed the same tokens before is a good guess of what
-comes next: prompt lookup.
+Text that is edited, quoted or continued repeats itself.
 """
 
 from __future__ import annotations
@@ -11,13 +10,13 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 LONGEST = 32
-"""So many tokens are compared at most."""
+"""The most tokens that are compared."""
 _MOST_PLACES = 32
-"""Places that are looked at, the latest ones."""
+"""The most places that are compared, the latest ones."""
 
 
 class Guess(NamedTuple):
-    """Tokens that may come next. `num_agreeing` tokens before them came before the same tokens elsewhere."""
+    """The guessed tokens. The `num_agreeing` tokens before them are the same in both places."""
 
     token_ids: list[int]
     num_agreeing: int
@@ -26,16 +25,15 @@ class Guess(NamedTuple):
 class NgramIndex:
     """The tokens of one sequence, and for each pair of them the place where it came last.
 
-    From a place, those before it with the same pair are found one after the other. So a token is added in constant
-    time, and takes constant memory.
+    Each place links to the one before it with the same pair. So adding a token takes constant time and memory.
     """
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
         self._last: dict[int, int] = {}
-        """The last token of the latest such pair."""
+        """The position of the second token of the latest such pair."""
         self._before = array("i")
-        """For each token, that of the same pair before; -1 if there is none."""
+        """The position, for each token, of the same pair before; -1 if there is none."""
 
     def __len__(self) -> int:
         return len(self._token_ids)
@@ -65,12 +63,12 @@ class NgramIndex:
             place = self._before[place]
         if found < 0:
             return None
-        # What reaches the end repeats itself.
+        # A match that reaches the end repeats itself.
         period = len(self) - 1 - found
         return Guess([self._token_ids[found + 1 + number % period] for number in range(most)], best)
 
     def _agreeing(self, place: int) -> int:
-        """Returns how many tokens up to `place` are those up to the end."""
+        """Returns how many tokens up to `place` equal the last tokens."""
         tokens, length, longest = self._token_ids, 2, min(LONGEST, place + 1)
         while length < longest and tokens[place - length] == tokens[-1 - length]:
             length += 1

@@ -1,4 +1,4 @@
-"""The values that pass between the server and the engine: a request in, events out."""
+"""Values that pass between the server and the engine: a request in, events out."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. Names, ranges and defaults follow OpenAI; top_k, min_p and repetition_penalty follow vLLM.
+    """Parameters of sampling. Names, ranges and defaults follow OpenAI; top_k, min_p and repetition_penalty follow
+    vLLM.
 
     `logprobs` k reports the chosen token and its k most likely alternatives. A `temperature` of 0 is greedy. With
-    `max_tokens` of 0 the prompt is computed and kept, and there is no reply.
+    `max_tokens` of 0 the prompt is computed and saved, and there is no reply.
     """
 
     max_tokens: int | None = None
@@ -37,9 +38,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class FreeText:
-    """Text that a constraint says nothing about: a thought. It ends with the first occurrence of `end`.
+    """A piece of free text before a constrained one: a thought. It ends with the first occurrence of `end`.
 
-    With `begin` there is none unless the reply begins with this text. Without `begin` there is one in any case.
+    With `begin`, it is optional: the reply has it if it begins with this text. Without `begin`, every reply has it.
     """
 
     end: str
@@ -48,11 +49,11 @@ class FreeText:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """What a reply must be.
+    """A constraint of a reply.
 
     `source` is the JSON text of the schema, the regex (syntax of Rust's `regex`, without anchors), the grammar (Lark as
     llguidance has it, or GBNF; of kind "lark" it is never GBNF), or a JSON list of the strings to choose from; "" for
-    any JSON object. `before` is the text in front of it.
+    any JSON object. `before` describes the free text in front of it.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "lark", "choice"]
@@ -61,15 +62,15 @@ class Constraint:
 
 
 class Stage(NamedTuple):
-    """A part of a request's way, for traces: queue, match, restore, prefill, decode or save.
+    """A stage of a request, for traces: queue, match, restore, prefill, decode or save.
 
-    `began` and `ended` are on the clock of `time.perf_counter`. `facts` are numbers and words about it.
+    `began` and `ended` are seconds on the clock of `time.perf_counter`. `facts` are attributes of the trace.
     """
 
     name: str
     began: float
     ended: float
-    facts: dict[str, int | str] = {}  # noqa: RUF012 (nobody changes it)
+    facts: dict[str, int | str] = {}  # noqa: RUF012 (it is never changed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,11 +81,12 @@ class GenerateRequest:
     cache: CacheOptions
     constraint: Constraint | None = None
     shown_special_tokens: frozenset[str] = frozenset()
-    """Special tokens that appear in the text of the events; all others do not."""
+    """The special tokens that appear in the text of events. All others have no text."""
     reports_progress: bool = False
-    """Whether `ProgressEvent`s are wanted."""
+    """True if the client wants `ProgressEvent`s."""
     on_stage: Callable[[Stage], None] | None = None
-    """Called with each stage when the request is over, in the engine's thread. For `save`, in the writer's thread."""
+    """A function that is called with each stage when the request is over, in the engine's thread. For `save`, it is
+    called later, in the writer's thread."""
 
     @property
     def caller(self) -> tuple[str, ...]:
@@ -94,7 +96,7 @@ class GenerateRequest:
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural-log probability of one token under the model's own distribution (before penalties and temperature)."""
+    """The natural-log probability of one token under the model's own distribution, before penalties and temperature."""
 
     token_id: int
     text: str
@@ -104,7 +106,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class TextEvent:
-    """New text of one choice. `text` may be empty while a multi-byte character or a stop string is incomplete."""
+    """The new text of one choice. It may be empty while a multi-byte character or a stop string is incomplete."""
 
     choice: int
     text: str
@@ -114,10 +116,9 @@ class TextEvent:
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """How much of the prompt is there, in tokens: `cached` were restored, `processed` are those and what is computed.
+    """The progress of a prompt of `total` tokens: `cached` were restored, `processed` were restored or computed.
 
-    `kept` is how many of them, from the first one on, the request keeps if nothing fails. `elapsed_ms` runs from the
-    beginning of the request in the engine.
+    The request saves the first `kept` tokens if nothing fails. `elapsed_ms` runs since the engine accepted the request.
     """
 
     total: int
@@ -129,7 +130,7 @@ class ProgressEvent:
 
 @dataclass(frozen=True)
 class FinishEvent:
-    """The end of a choice. `stop` is the stop string that ended it."""
+    """The end of one choice. `stop` is the stop string that ended it."""
 
     choice: int
     finish_reason: FinishReason
@@ -145,8 +146,8 @@ class Usage:
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """`ttft_ms` runs from arrival in the engine's queue to the first sampled token, or to the end of the prompt if
-    there is none. `drafted_tokens` were guessed and computed, `accepted_tokens` of them are in the reply
+    """The times of a request. `ttft_ms` runs from its arrival in the queue to the first sampled token, or to the end of
+    the prompt if there is none. `drafted_tokens` were guessed and computed; `accepted_tokens` of them are in the reply
     (`engine.speculation`)."""
 
     queue_ms: float

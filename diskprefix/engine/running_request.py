@@ -39,7 +39,7 @@ from diskprefix.nouns import CacheReport
 from diskprefix.tokens import TokenIds, as_token_ids
 
 PROGRESS_S = 1.0
-"""Least time between two reports of progress."""
+"""The least time between two reports of progress."""
 
 ReplyState: TypeAlias = Literal["computing", "waiting", "finished"]
 """The state of a reply after a step. `computing`: the next step computes it. `waiting`: no step computes it until the
@@ -51,7 +51,7 @@ class HeldLogits:
     """Logits that wait for the mask of a constraint."""
 
     logits: torch.Tensor
-    """Shape [1 + guesses, vocab]."""
+    """The logits, shape [1 + guesses, vocab]."""
     guesses: list[int]
     """The tokens that the rows behind the first one were computed with."""
     had_guesses: bool
@@ -60,7 +60,7 @@ class HeldLogits:
 
 @dataclass(eq=False, kw_only=True)
 class Reply(Sequence):
-    """One of the `n` replies to a request. It has a `state` while it is computed, and an `allocation` if that is a
+    """A reply of the `n` to a request. It has a `state` while it is computed, and an `allocation` if that is a
     `KVArena`."""
 
     running: RunningRequest
@@ -75,7 +75,7 @@ class Reply(Sequence):
     sampled_early: tuple[int, FinishReason | None] | None = None
     """The first token, if it was sent while the prompt was being restored, and why the reply ends with it."""
     held: HeldLogits | None = None
-    """Set while the reply is `waiting`."""
+    """The logits to sample from, while the reply is `waiting`."""
     is_finished: bool = False
 
     def use_memory(self, allocation: KVAllocation) -> None:
@@ -229,7 +229,7 @@ class Reply(Sequence):
             self.allocation.num_computed = self.num_computed
 
     def _next(self, logits: torch.Tensor) -> tuple[int | None, FinishReason | None]:
-        """Samples and sends a token. Returns it, and why the reply ends with it (None if it goes on). The token is None
+        """Samples and sends a token. Returns it, and why the reply ends with it, None if it does not. The token is None
         if the reply ends without one."""
         if not self.running.reply_limit:
             self.running.first_token_at = self.running.last_token_at = time.perf_counter()
@@ -281,9 +281,9 @@ class RunningRequest:
     reply_limit: int
     """The most tokens of a reply."""
     prompt_ids: torch.Tensor
-    """int64 of shape [1, prompt_tokens], on the model's device."""
+    """The prompt, int64 of shape [1, prompt_tokens], on the model's device."""
     num_adopted: int = 0
-    """Tokens of the prompt that its memory held from the beginning."""
+    """The tokens of the prompt that its memory held from the beginning."""
     started: float = field(default_factory=time.perf_counter)
     replies: list[Reply] = field(default_factory=list)
     """The replies that have begun."""
@@ -295,9 +295,9 @@ class RunningRequest:
     """The next-token logits at the prompt's end, shape [vocab]."""
     is_fetching: bool = False
     fetched_from: float | None = None
-    """When the fetch began."""
+    """The time when the fetch began."""
     computed_from: float | None = None
-    """When the engine began to compute what was not restored."""
+    """The time when the engine began to compute what was not restored."""
     is_published: bool = False
     is_over: bool = False
     error: Exception | None = None
@@ -307,9 +307,9 @@ class RunningRequest:
     last_token_at: float = 0.0
     num_generated: int = 0
     num_drafted: int = 0
-    """Guessed tokens that were computed, in all replies."""
+    """The number of guessed tokens that were computed, in all replies."""
     num_accepted: int = 0
-    """Guessed tokens that were sampled."""
+    """The number of guessed tokens that were sampled."""
     reported_at: float = float("-inf")
 
     @property

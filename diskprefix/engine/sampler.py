@@ -1,4 +1,4 @@
-"""From logits to a token: transformers' own logits processors, and OpenAI's two penalties, which it does not have."""
+"""Samples tokens from logits, with transformers' logits processors and OpenAI's two penalties."""
 
 from __future__ import annotations
 
@@ -60,19 +60,19 @@ class Sampler:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the constraint lets nothing follow what was sampled."""
+        """True if the constraint allows no further token."""
         return self._constraint is not None and self._constraint.is_complete
 
     @property
     def is_ready(self) -> bool:
-        """Whether `sample` returns at once: it waits for what the constraint allows."""
+        """True if `sample` returns at once, without waiting for the mask of the constraint."""
         return self._constraint is None or self._constraint.is_ready
 
     def sample(self, logits: torch.Tensor) -> int:
         """Returns the next token for next-token `logits`, shape [vocab].
 
-        Raises `NonFiniteLogits` for logits with NaN or +inf or with nothing but -inf, and `InvalidRequest` where only
-        the request's sampling parameters or its constraint make the scores so.
+        Raises `NonFiniteLogits` for logits with NaN or +inf or with only -inf, and `InvalidRequest` if only the
+        request's sampling parameters or its constraint make the scores so.
         """
         chosen = self._sample(logits) if self._constraint is None else self._sample_allowed(logits, self._constraint)
         if self._ids is not None:
@@ -99,7 +99,7 @@ class Sampler:
             decisive, chosen = scores.max(dim=-1, keepdim=True)
         else:
             probabilities = scores.softmax(dim=-1)
-            # Any probability will do: what is not finite in the scores makes the sum NaN, and so each of them.
+            # Any probability will do: a score that is not finite makes all of them NaN.
             decisive = probabilities[:, :1]
         # On a GPU, `multinomial` would end the device instead of raising.
         if not math.isfinite(decisive):
@@ -110,7 +110,7 @@ class Sampler:
 
     def logprobs(self, logits: torch.Tensor, token: int) -> tuple[TokenLogprob, ...]:
         """Returns the model's own log probabilities of the chosen token and of the likeliest alternatives, without
-        their texts; () if they are not asked for."""
+        texts; () if the request does not ask for them."""
         if self._num_logprobs is None:
             return ()
         values = logits.float().log_softmax(dim=-1)
@@ -134,7 +134,7 @@ def _explained(logits: torch.Tensor) -> DiskPrefixError:
 
 
 def _processors(params: SamplingParams, prompt_tokens: int) -> LogitsProcessorList:
-    """Returns them in vLLM's order: bias and penalties, temperature, cuts."""
+    """Returns the processors in vLLM's order: bias and penalties, temperature, cuts."""
     processors = LogitsProcessorList()
     if params.logit_bias:
         processors.append(SequenceBiasLogitsProcessor([[[token], float(b)] for token, b in params.logit_bias.items()]))

@@ -1,4 +1,4 @@
-"""What the requests of one model share: the model, the memory of sequences, and the prefix cache."""
+"""A model with what its requests share: the memory of sequences, the prefix cache, and the limits of a request."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 _UNLIMITED_POSITIONS = 1 << 20
-"""For models whose config names no maximum (recurrent ones)."""
+"""The limit of models whose config has none (recurrent ones)."""
 _KV_SHARE = 0.5
-"""Of the memory that is free when the model is loaded, for the state of sequences."""
+"""The share of the free memory after loading that the state of sequences may use."""
 _FLUSH_TIMEOUT_S = 30.0
 
 
 class ServedModel:
-    """A model with its KV memory and its cache, and what limits a request."""
+    """A model, its KV memory and its cache, and the limits of a request."""
 
     def __init__(
         self,
@@ -58,13 +58,13 @@ class ServedModel:
     ) -> None:
         """Allocates KV memory. `close` closes `cache`, `recorder` and `draft`.
 
-        `identity` holds the fingerprint's fields, for `/props`. `draft` is the draft model. Raises `ModelError` for a
-        model that transformers cannot run step by step, and whatever torch raises when memory runs out.
+        `identity` holds the fields of the fingerprint, for `/props`. Raises `ModelError` for a model that transformers
+        cannot run step by step, and the errors of torch when memory runs out.
         """
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: Any = loaded.tokenizer
         self.media = loaded.media
-        """The processor of images and sounds, None for a model of text alone."""
+        """The processor of images and sounds; None for a model of text only."""
         self.model_name = loaded.name
         self.cache = cache
         self.figures = EngineFigures()
@@ -73,18 +73,18 @@ class ServedModel:
         self.max_positions = _max_positions(self.model)
         self.max_sequences = cache.settings.max_sequences
         self.packs = can_pack(self.model, cache.layout)
-        """Whether a step computes several sequences."""
+        """True if one step can compute several sequences."""
         self.max_rows = MAX_ROWS
-        """See `Scheduler`."""
+        """The most rows of a step."""
         self.pace = Pace(cache.settings.inter_token_latency)
         self.clock = time.perf_counter
-        """Measures steps."""
+        """The clock that measures steps."""
         self.pool = self._make_pool(cache.layout, None if draft is None else draft.cache.layout)
         self.drafter = None if draft is None else self._make_drafter(draft)
         self.speculation = self._make_speculation()
-        """None if nothing is guessed."""
+        """None if no tokens are guessed."""
         self.startup_timings: dict[str, float] = {}
-        """Seconds by step of loading."""
+        """The seconds of each step of loading."""
         self.end_ids = _eos_ids(self.model, self.tokenizer)
         """The tokens that end a reply."""
         self._special_tokens = special_tokens(self.tokenizer)
@@ -96,7 +96,7 @@ class ServedModel:
         give_back_ahead()
 
     def warm_up(self) -> None:
-        """Runs the code of a restore once, so that the first request does not wait for it."""
+        """Runs the code of a restore once, which makes the first request faster."""
         if self.cache.layout.unsupported:
             return
         try:
@@ -109,13 +109,13 @@ class ServedModel:
         self.pool.release(allocation, keep=False)
 
     def warm_up_thread(self) -> None:
-        """Does what a reply does first, on the engine's thread. torch starts threads of its own for each that calls it,
-        for which the first token would wait milliseconds."""
+        """Computes what a reply computes first. torch starts threads for each thread that calls it, and the first token
+        would wait milliseconds for them. For the engine's thread."""
         logits = torch.zeros(_vocab_size(self.model), dtype=self.model.dtype, device=self.model.device)
         logits.clone().float().unsqueeze(0).max(dim=-1)
 
     def give_way(self) -> None:
-        """Ends what is done ahead of the first request, which has come. For any thread."""
+        """Ends the work done ahead of the first request, because it has come. For any thread."""
         self.pool.give_way()
         if self.drafter is not None:
             self.drafter.model.pool.give_way()
@@ -147,7 +147,7 @@ class ServedModel:
             )
 
     def reply_limit(self, request: GenerateRequest) -> int:
-        """Returns how many tokens a reply has at most."""
+        """Returns the most tokens of a reply."""
         room = self.max_positions - len(request.prompt.token_ids)
         return room if request.sampling.max_tokens is None else min(request.sampling.max_tokens, room)
 
@@ -159,7 +159,7 @@ class ServedModel:
         return TextStream(self.tokenizer, request.sampling.stop, hidden, self.end_ids)
 
     def guesser(self, request: GenerateRequest) -> Guesser | None:
-        """Returns what guesses the tokens of one reply to a request, None if nothing is to be guessed."""
+        """Returns the guesser of one reply to a request; None if no tokens are guessed."""
         if self.speculation is None or request.prompt.media:
             return None
         num_tokens = len(request.prompt.token_ids)
@@ -171,12 +171,12 @@ class ServedModel:
         )
 
     def release_draft(self, reply: Reply, *, keep: bool) -> None:
-        """Gives back what the draft model has of a sequence. `keep`: the next turn may go on from it."""
+        """Releases the draft model's memory of a reply. `keep`: the next turn may begin there."""
         if self.drafter is not None:
             self.drafter.model.release(reply, keep=keep)
 
     def memory_stats(self) -> dict[str, int]:
-        """Returns `KVPool.stats`, with the bytes of the draft model's."""
+        """Returns `KVPool.stats`, with the bytes of the draft model's pool added."""
         stats = self.pool.stats()
         if self.drafter is not None:
             stats["limit_bytes"] += self.drafter.model.pool.limit_bytes
@@ -228,7 +228,7 @@ class ServedModel:
         return ModelDrafter(DraftModel(model, draft.cache, pool, _max_positions(model)), lambda: self.clock())
 
     def _make_pool(self, layout: Layout, beside: Layout | None) -> KVPool:
-        """`beside` is the layout of another model, which gets memory for as many tokens."""
+        """Makes a pool. `beside` is the layout of another model that gets memory for as many tokens."""
         device, settings = self.model.device, self.cache.settings
         limit = settings.kv_memory
         share = 1.0 if beside is None else layout.bytes_per_token / (layout.bytes_per_token + beside.bytes_per_token)
@@ -245,11 +245,11 @@ class ServedModel:
         try:
             self.pool.touch(KV_AHEAD_BYTES, self.max_positions)
         except ContextTooLong as error:
-            # Only a head start: a request takes what it needs.
+            # It would only be a head start. A request allocates what it needs.
             log.info("[engine] no KV memory taken ahead: %s", error)
 
     def _require_uncached(self) -> None:
-        """Raises `ModelError` if transformers cannot run this model step by step at all."""
+        """Raises `ModelError` if transformers cannot run this model step by step."""
         reasons = ", ".join(self.cache.layout.unsupported)
         log.warning("[disk-cache] bypassed: this model is not supported yet (%s)", reasons)
         state = TransformersState(self.model)
@@ -276,7 +276,7 @@ def _vocab_size(model: PreTrainedModel) -> int:
 
 
 _CALL_ENDS = ("<|call|>", "<|calls|>", "<|eom_id|>")
-"""Tokens that end a reply with calls: of gpt-oss, Solar and Llama 3. Not every file lists them."""
+"""Tokens that end a reply with calls, of gpt-oss, Solar and Llama 3. Some models do not list them."""
 
 
 def _eos_ids(model: PreTrainedModel, tokenizer: Any) -> frozenset[int]:

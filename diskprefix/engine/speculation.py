@@ -1,12 +1,12 @@
-"""Speculation: tokens that may come next are computed with the last one that is known, in the same forward.
+"""Chooses the guessed tokens that are computed behind the last known one, in the same forward.
 
-The next token is sampled from the logits behind each row, as without speculation, until one is not the token that was
-guessed. What was computed behind that is taken back. A model that is exact at every token gives each row the bits that
-it has alone, so the reply is the same, and what is saved of it too.
+The next token is sampled from the logits behind each row, as without speculation, until one is not the guessed token.
+The state behind that is taken back. A model that is exact at every token gives each row the bits that it has alone, so
+the reply and its saved state are the same.
 
-A row that is guessed right saves a step, and any row takes time. How often guesses are right is counted for each
-sequence, also while none is computed, because each token that is sampled says whether it was guessed. What a row takes
-is measured. So each step computes the guesses that make it faster, which may be none.
+A right guess saves a step, and each row takes time. Each sequence counts how often its guesses are right, also while
+none is computed, because each sampled token shows if it was guessed. The time of a row is measured. So each step
+computes the guesses that make it faster, which may be none.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from diskprefix.engine.ngrams import NgramIndex
 from diskprefix.tokens import TokenIds
 
 MOST_ROWS = 32
-"""Guessed tokens that a step computes at most."""
+"""The most guessed tokens of a step."""
 _HYSTERESIS = 1.5
-"""A sequence that computes no guesses begins to where they seem so many times as good as they must be."""
+"""A sequence without computed guesses begins to compute them when they seem this many times as good as needed."""
 
 
 class AcceptanceRates:
-    """How often a guessed token is the one that is sampled, by what is known of the guess: its kind."""
+    """The rates at which guesses of each kind are right."""
 
     _FIRST = (0.15, 0.4, 0.6, 0.8, 0.9, 0.2, 0.4, 0.6, 0.75, 0.9, 0.97)
-    """Of each kind, before anything is known."""
+    """The rate of each kind before anything is known."""
     _BORDERS = (0.3, 0.5, 0.7, 0.85, 0.95)
     _NUM_MATCHES = len(_FIRST) - len(_BORDERS) - 1
     _WEIGHT = 1 / 16
@@ -41,12 +41,12 @@ class AcceptanceRates:
 
     @classmethod
     def of_match(cls, num_agreeing: int) -> int:
-        """Returns the kind of a token before which so many agree: 2, 4, 8, 16, and 32 or more."""
+        """Returns the kind of a guess by the number of matching tokens before it: 2, 4, 8, 16, and 32 or more."""
         return min(num_agreeing.bit_length() - 2, cls._NUM_MATCHES - 1)
 
     @classmethod
     def of_draft(cls, probability: float) -> int:
-        """Returns the kind of a token to which a draft model gives this probability."""
+        """Returns the kind of a guess to which a draft model gives this probability."""
         return cls._NUM_MATCHES + bisect_right(cls._BORDERS, probability)
 
     @classmethod
@@ -61,10 +61,10 @@ class AcceptanceRates:
 
 
 class DraftRate:
-    """How often a token of the draft model is the one that is sampled: lately, in one sequence, or in all.
+    """The recent rate at which the draft model's guesses are right, in one sequence or in all.
 
-    While the model is not asked, what is known of a sequence fades to what is known of all, and that to what is assumed
-    at first. So it is asked again some time.
+    While the model is not asked, the rate of a sequence fades to that of all, and that to the first assumption. So the
+    model is asked again some time.
     """
 
     _FIRST, _WEIGHT, _FADING = 0.7, 1 / 32, 1 / 512
@@ -87,27 +87,28 @@ class DraftRate:
 
 
 class Guesser:
-    """Guesses the next tokens of one sequence, and counts how many are right."""
+    """Guesses the next tokens of one reply, and counts how many are right."""
 
     def __init__(
         self, prompt: TokenIds, most_computed: int, *, looks_back: bool = True, draft_rate: DraftRate | None = None
     ) -> None:
-        """Of the sequence, at most `most_computed` tokens are computed: its last token is not. `looks_back`: guesses
-        come from the tokens before. `draft_rate` is that of the draft model, None if there is none."""
+        """Makes a guesser. `most_computed` is the number of tokens of the finished sequence without its last one,
+        which is not computed. `looks_back`: guesses come from the tokens before. `draft_rate` is None without a
+        draft model."""
         self.most_computed = most_computed
         self.draft_rate = draft_rate
         self.is_computing = False
-        """Whether the last step computed guesses."""
+        """True if the last step computed guesses."""
         self.rates = AcceptanceRates()
         self.token_ids: list[int] = []
-        """The tokens that may come next."""
+        """The guessed next tokens."""
         self._kinds: list[int] = []
         self._index = NgramIndex() if looks_back else None
-        # A long prompt takes some milliseconds: not before the first token is sent.
+        # Added later: a long prompt takes some milliseconds, and the first token is sent before.
         self._not_added: list[Iterable[int]] = [prompt.data]
 
     def look_back(self) -> None:
-        """Guesses from the tokens before."""
+        """Guesses tokens that followed the same tokens before."""
         self.token_ids, self._kinds = [], []
         if self._index is None:
             return
@@ -119,16 +120,16 @@ class Guesser:
             self.token_ids, self._kinds = found.token_ids, list(kinds)
 
     def use_drafted(self, drafted: Sequence[tuple[int, float]]) -> None:
-        """Guesses what a draft model has guessed: tokens, with the probabilities that it gives them."""
+        """Uses the guesses of a draft model: tokens with their probabilities."""
         self.token_ids = [token for token, _ in drafted]
         self._kinds = [self.rates.of_draft(probability) for _, probability in drafted]
 
     def chances(self) -> list[float]:
-        """Returns for each token of the guess how likely it is that all up to it are right."""
+        """Returns for each guessed token the chance that it and all before it are right."""
         return list(accumulate(map(self.rates.of, self._kinds), mul))
 
     def record_token(self, token: int) -> None:
-        """Adds a sampled token, and counts whether it was guessed."""
+        """Adds a sampled token, and counts if it was guessed."""
         if self._index is not None:
             self._not_added.append([token])
         if not self.token_ids:
@@ -141,14 +142,14 @@ class Guesser:
 
 
 class RowCost:
-    """What a row takes, as a share of a step without rows: measured by steps with guesses against steps without, of the
-    same sequences."""
+    """The time of a row as a share of a step without rows. It is measured by steps with guesses against steps without,
+    of the same sequences."""
 
     _FIRST, _FIRST_WEIGHT = 0.03, 256.0
-    """Before anything is measured, and the squared rows that this counts for."""
+    """The first assumption, and the squared rows that it counts for."""
     _KEPT, _KEPT_UNUSED = 0.98, 0.998
-    """Of what is known, with each step with guesses, and without: what is not measured again is forgotten, so that
-    guesses are tried again."""
+    """The share of the measurements kept after each step with guesses, and after each without. Old measurements fade,
+    so that guesses are tried again."""
     _LEAST, _MOST = 0.002, 10.0
     _MOST_AGE = 64
 
@@ -158,7 +159,7 @@ class RowCost:
         self._sequences: Hashable = None
         self._plain_s = 0.0
         self._age = 0
-        """Steps since the last one without guesses."""
+        """The number of steps since the last one without guesses."""
 
     @property
     def value(self) -> float:
@@ -166,15 +167,15 @@ class RowCost:
 
     @property
     def plain_s(self) -> float:
-        """What the last steps without guesses took, 0 if that is not known."""
+        """The seconds of recent steps without guesses, 0 if that is not known."""
         return self._plain_s
 
     def needs_plain_step(self, sequences: Hashable) -> bool:
-        """Returns whether a step of these sequences without guesses is needed, to compare with."""
+        """Returns True if a step of these sequences without guesses is needed for comparison."""
         return sequences != self._sequences or self._age >= self._MOST_AGE
 
     def record_step(self, sequences: Hashable, num_rows: int, num_guessed: int, seconds: float) -> None:
-        """Adds a step. `num_rows` are all of its rows, with those guessed. `sequences` names whose they are."""
+        """Records a step. `num_rows` counts all of its rows, with guesses. `sequences` identifies its sequences."""
         if not num_guessed:
             same = sequences == self._sequences
             self._plain_s += (seconds - self._plain_s) * (0.25 if same else 1.0)
@@ -184,19 +185,19 @@ class RowCost:
         elif sequences == self._sequences and self._plain_s > 0:
             self._age += 1
             longer, others = seconds / self._plain_s - 1, num_rows - num_guessed
-            # As the time is a line over the rows.
+            # The time is a linear function of the rows.
             slope = num_guessed - longer * others
             cost = min(max(longer / slope, -self._MOST), self._MOST) if slope > 0 else self._MOST
-            # By least squares: steps with more guesses say more.
+            # Least squares: steps with more guesses weigh more.
             self._over = self._KEPT * self._over + cost * num_guessed**2
             self._weight = self._KEPT * self._weight + num_guessed**2
 
 
 class Guessing(Protocol):
-    """A sequence that decodes. `guesser` is None if nothing is to be guessed."""
+    """A sequence that decodes. `guesser` is None if its tokens are not guessed."""
 
     arrived: int
-    """No other sequence has this number."""
+    """A number that no other sequence has."""
     draft: list[int]
     guesser: Guesser | None
 
@@ -209,22 +210,22 @@ S_contra = TypeVar("S_contra", bound=Guessing, contravariant=True)
 
 
 class Drafter(Protocol[S_contra]):
-    """Has a draft model guess."""
+    """Guesses with a draft model."""
 
     def draft(self, sequences: Sequence[S_contra], num_decoding: int, row_cost: float, plain_s: float) -> None:
-        """Gives the sequences' guessers what it guesses, as far as that pays. `num_decoding` sequences share the next
-        step; `row_cost`: see `RowCost`; `plain_s` is what it takes without guesses, 0 if that is not known."""
+        """Gives guesses to the sequences' guessers, as far as they pay. `num_decoding` sequences share the next step.
+        `row_cost`: see `RowCost`. `plain_s` is the step's time in seconds without guesses, 0 if that is not known."""
 
 
 class Speculation(Generic[S]):
-    """Which guesses the steps of an engine compute."""
+    """Decides which guesses each step of an engine computes."""
 
     def __init__(self, drafter: Drafter[S] | None = None) -> None:
         self.row_cost = RowCost()
         self._drafter = drafter
 
     def plan(self, decoding: Sequence[S]) -> None:
-        """Sets the `draft` of each sequence: which guesses the next step computes, in which all of them have a row."""
+        """Sets the `draft` of each sequence in the next step: the guesses to compute. All of them have a row in it."""
         for sequence in decoding:
             if sequence.guesser is not None:
                 sequence.guesser.look_back()
@@ -241,12 +242,12 @@ class Speculation(Generic[S]):
                 sequence.guesser.is_computing = count > 0
 
     def record_step(self, decoding: Sequence[S], num_rows: int, num_drafted: int, seconds: float) -> None:
-        """Adds the time of a step that computed nothing but the rows of these sequences, guesses included."""
+        """Records the time of a step that computed only the rows of these sequences, with guesses."""
         self.row_cost.record_step(_names(decoding), num_rows, num_drafted, seconds)
 
 
 def _wants_draft(sequence: Guessing) -> bool:
-    """Returns whether the draft model's guess seems to be better than what was found in the tokens before."""
+    """Returns True if the draft model's guess seems better than one from the tokens before."""
     guesser = sequence.guesser
     if guesser is None or guesser.draft_rate is None or sequence.room_for_draft < 1:
         return False
@@ -254,7 +255,7 @@ def _wants_draft(sequence: Guessing) -> bool:
 
 
 def _guessed(sequence: Guessing) -> list[float]:
-    """Returns how good each guess of a sequence seems: see `worth_computing`."""
+    """Sets the draft of a sequence to all of its guesses. Returns their chances for `worth_computing`."""
     guesser = sequence.guesser
     if guesser is None:
         sequence.draft = []
@@ -269,16 +270,16 @@ def _names(sequences: Sequence[Guessing]) -> Hashable:
 
 
 def worth_computing(chances: Sequence[Sequence[float]], row_cost: float, most: int = MOST_ROWS) -> list[int]:
-    """Returns how many guessed tokens of each sequence a step computes, so that it gives most tokens in its time.
+    """Returns how many guessed tokens of each sequence to compute, for the most tokens in the step's time.
 
-    `chances` are those that each guessed token is right with all before it. `row_cost`: see `RowCost`.
+    `chances` are the chances that each guessed token and all before it are right. `row_cost`: see `RowCost`.
     """
     counts, num_rows, num_tokens = [0] * len(chances), len(chances), float(len(chances))
     likeliest = [(-of_one[0], number) for number, of_one in enumerate(chances) if of_one]
     heapq.heapify(likeliest)
     while likeliest and sum(counts) < most:
         chance, number = -likeliest[0][0], likeliest[0][1]
-        # It must add a larger share of the tokens than of the time.
+        # It must add more to the tokens than to the time, as a share.
         if chance * (1 + row_cost * num_rows) <= row_cost * num_tokens:
             break
         counts[number] += 1
@@ -294,8 +295,8 @@ def worth_computing(chances: Sequence[Sequence[float]], row_cost: float, most: i
 def speedup(rate: float, num_sequences: int, row_cost: float, draft_cost: float) -> float:
     """Returns how many times as fast decoding is with a draft model, at the best number of guesses.
 
-    Each of its tokens is right with `rate`. `draft_cost` is what it takes to guess one for all sequences, as a share of
-    a step without rows, as `row_cost` is.
+    Each guess is right with the chance `rate`. `draft_cost` is the time to guess one token for all sequences, as a
+    share of a step without rows, as is `row_cost`.
     """
     plain = best = 1 / (1 + row_cost * num_sequences)
     tokens = chance = 1.0

@@ -1,9 +1,9 @@
-"""Whether a constraint can be compiled within limits of time and memory: tried in a process that the kernel ends.
+"""Tries constraints: compiles each in another process first, within limits of time and memory.
 
-llguidance has bounds of its own for each step, but none for what a schema costs to be compiled: patterns whose
-disjointness is proven, say, or an `allOf` of them. Such a call cannot be interrupted, and a thread cannot be killed.
-So it is made in another process first, and here only if it went well there. A small server holds the tokenizer and
-forks for each trial; a trial that exceeds its limits ends alone.
+llguidance bounds the time of each mask, but not of compiling: patterns whose disjointness is proven, for example, or an
+`allOf` of them. Such a call cannot be interrupted, and a thread cannot be killed. So the engine compiles a constraint
+only after a trial has succeeded. A small server holds the tokenizer and forks for each trial. The kernel ends a trial
+that exceeds its limits.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -18,23 +19,33 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
+from llguidance import LLTokenizer
+
+from diskprefix.engine.constraint_grammar import explained, lark_of, reason_against
 from diskprefix.engine.request import Constraint
-from diskprefix.engine.trial_process import MOST_BYTES, MOST_CPU_S, send_tokenizer
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 
 log = logging.getLogger("diskprefix")
 
-_SERVER = "import sys; from diskprefix.engine.trial_process import serve; serve(int(sys.argv[1]))"
+_MOST_CPU_S, _EXPLAINING_CPU_S = 3, 1
+"""The processor time for a compilation, and for finding the place of an error."""
+_MOST_WALL_S = 20
+"""The time for both, however busy the machine is."""
+_MOST_BYTES = 512 << 20
+"""The memory that a trial may allocate."""
+_LENGTH_BYTES = 8
+_SERVER = "import sys; from diskprefix.engine.trial import serve; serve(int(sys.argv[1]))"
 _ATTEMPTS = 2
 _DYING_S = 5.0
 _PATIENCE_S = 60.0
-"""For a server that starts. A trial ends itself much sooner."""
+"""The time for the server to start. A trial ends itself much sooner."""
 
 
 class TokenizerText(NamedTuple):
-    """What an `LLTokenizer` is made of: the text of a `tokenizer.json`, the number of tokens, and those that end."""
+    """The arguments of an `LLTokenizer`: the text of a `tokenizer.json`, the number of tokens, and the end tokens."""
 
     text: str
     num_tokens: int
@@ -42,7 +53,7 @@ class TokenizerText(NamedTuple):
 
 
 class Trials:
-    """Tries constraints. The server starts with the first one. For any thread; `close` ends what still runs."""
+    """Tries constraints. The server starts with the first one. For any thread. `close` ends running trials."""
 
     def __init__(self, tokenizer: Callable[[], TokenizerText]) -> None:
         self._tokenizer = tokenizer
@@ -54,8 +65,9 @@ class Trials:
     def run(self, constraint: Constraint, param: str, parts: Mapping[str, str]) -> str | None:
         """Returns the grammar in Lark if the constraint had another syntax, else None.
 
-        Raises `InvalidRequest`, with a path below `param`, for what cannot be compiled, or not within the limits. If it
-        is one of the schemas in `parts`, the path is below its key. Raises `DiskPrefixError` if nothing can be tried.
+        Raises `InvalidRequest`, with a path below `param`, for a constraint that cannot be compiled within the limits.
+        If one of the schemas in `parts` is at fault, the path is below its key. Raises `DiskPrefixError` if no trial is
+        possible.
         """
         question = {"kind": constraint.kind, "source": constraint.source, "param": param, "parts": dict(parts)}
         answers = self._ask(json.dumps(question).encode())
@@ -67,8 +79,9 @@ class Trials:
         if "failed" in last:
             raise DiskPrefixError(f"the constraint could not be tried: {last['failed']}")
         if "grammar" not in last:
+            limits = f"{_MOST_CPU_S} s or {_MOST_BYTES >> 20} MiB"
             raise InvalidRequest(
-                f"{param}: is too complex to be compiled: it takes more than {MOST_CPU_S} s or {MOST_BYTES >> 20} MiB",
+                f"{param}: is too complex to be compiled: it takes more than {limits}",
                 param=param,
                 code="constraint_too_complex",
             )
@@ -90,7 +103,7 @@ class Trials:
                 with theirs:
                     if not self._hand_over(theirs):
                         continue
-                # What does not arrive whole is not answered.
+                # The server does not answer an incomplete question.
                 with suppress(OSError):
                     ours.sendall(question)
                     ours.shutdown(socket.SHUT_WR)
@@ -100,13 +113,13 @@ class Trials:
         return []
 
     def _wait_for_death(self) -> None:
-        """Returns when a server that has closed its sockets has ended, so that another is started."""
+        """Waits until a server that has closed its sockets has ended, so that another is started."""
         with self._lock, suppress(subprocess.TimeoutExpired):
             if self._server is not None:
                 self._server.wait(_DYING_S)
 
     def _hand_over(self, theirs: socket.socket) -> bool:
-        """Gives a socket to the server, which is started if there is none. Returns whether it took it."""
+        """Gives a socket to the server, and starts one if there is none. Returns True if it took the socket."""
         with self._lock:
             if self._is_closed:
                 return False
@@ -136,7 +149,7 @@ class Trials:
                 process_group=0,
             )
         with suppress(OSError):
-            send_tokenizer(self._control, *tokenizer)
+            _send_tokenizer(self._control, *tokenizer)
 
     def _end_server(self) -> None:
         server, self._server = self._server, None
@@ -158,3 +171,100 @@ def _received(channel: socket.socket) -> bytes:
         while piece := channel.recv(1 << 16):
             data += piece
     return bytes(data)
+
+
+def _send_tokenizer(control: socket.socket, text: str, num_tokens: int, eos: list[int] | None) -> None:
+    """Sends the arguments of the server's tokenizer."""
+    data = json.dumps([text, num_tokens, eos]).encode()
+    control.sendall(len(data).to_bytes(_LENGTH_BYTES) + data)
+
+
+# The process of the server, and a trial in a fork of it.
+
+
+def serve(control_fd: int) -> None:
+    """Forks for each socket that arrives, until the other side is gone."""
+    # The engine goes first: see `server.threads`.
+    with suppress(OSError):
+        os.nice(10)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The exit codes of trials are not used.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    with socket.socket(fileno=control_fd) as control:
+        num_bytes = int.from_bytes(_receive_exactly(control, _LENGTH_BYTES))
+        text, num_tokens, eos = json.loads(_receive_exactly(control, num_bytes))
+        tokenizer = LLTokenizer(text, n_vocab=num_tokens, eos_token=eos)
+        while True:
+            _, fds, _, _ = socket.recv_fds(control, 1, 1)
+            if not fds:
+                return
+            if os.fork() == 0:
+                control.close()
+                _try_alone(tokenizer, fds[0])
+            os.close(fds[0])
+
+
+def _receive_exactly(control: socket.socket, num_bytes: int) -> bytes:
+    data = control.recv(num_bytes, socket.MSG_WAITALL)
+    if len(data) < num_bytes:
+        raise SystemExit
+    return data
+
+
+def _try_alone(tokenizer: LLTokenizer, fd: int) -> None:
+    """Runs one trial, and ends the process."""
+    try:
+        # Hides the message of a Rust panic.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        signal.setitimer(signal.ITIMER_REAL, _MOST_WALL_S)
+        _limit_memory()
+        with socket.socket(fileno=fd) as channel, channel.makefile("rwb") as stream:
+            # An answer without any line means that there is no server.
+            _send(stream, {})
+            try:
+                _try(tokenizer, json.loads(stream.read()), stream)
+            except MemoryError:
+                pass
+            except Exception as error:  # noqa: BLE001 (the other side tells it)
+                _send(stream, {"failed": repr(error)})
+    finally:
+        os._exit(0)
+
+
+def _send(stream: Any, answer: dict[str, Any]) -> None:
+    stream.write(json.dumps(answer).encode() + b"\n")
+    stream.flush()
+
+
+def _limit_memory() -> None:
+    """Makes allocations fail beyond `_MOST_BYTES` from now on. Without /proc there is no limit."""
+    with suppress(OSError):
+        own_bytes = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (own_bytes + _MOST_BYTES,) * 2)
+
+
+def _limit_cpu(seconds: int) -> None:
+    """Has the kernel end this process after `seconds` of processor time from now on."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + seconds, hard))
+
+
+def _try(tokenizer: LLTokenizer, question: dict[str, Any], stream: Any) -> None:
+    constraint, param = Constraint(kind=question["kind"], source=question["source"]), question["param"]
+    _limit_cpu(_MOST_CPU_S)
+    try:
+        if not (reason := reason_against(tokenizer, constraint, param)):
+            _send(stream, {"grammar": lark_of(constraint)})
+            return
+        # The last line counts: a better answer may follow in time.
+        _send(stream, {"error": f"{param}: {reason}", "param": param})
+        _limit_cpu(_EXPLAINING_CPU_S)
+        for path, schema in question["parts"].items():
+            part = Constraint(kind="json_schema", source=schema)
+            if of_part := reason_against(tokenizer, part, path):
+                raise explained(part, path, of_part)
+        raise explained(constraint, param, reason)
+    except InvalidRequest as error:
+        _send(stream, {"error": error.message, "param": error.param})

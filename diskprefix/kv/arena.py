@@ -130,7 +130,7 @@ class KVArena:
         return logits
 
     def begin(self, num_rows: int) -> Run:
-        """Prepares the memory for a step of so many tokens."""
+        """Prepares the memory for a step of `num_rows` tokens."""
         start, end = self.num_tokens, self.num_tokens + num_rows
         self.make_room(end)
         if self._is_exact_at_tokens:

@@ -1,4 +1,4 @@
-"""The thread that copies state out of KV memory while the model goes on computing.
+"""The thread that copies state out of KV memory while the model computes.
 
 A copy needs room in a buffer. Only this thread waits for room.
 """
@@ -20,7 +20,7 @@ def _never() -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Capture:
-    """One copy out of `memory`. Its `num_bytes` of the buffer are reserved before `copy` is called.
+    """A copy out of `memory`. Its `num_bytes` of the buffer are reserved before `copy` is called.
 
     `drop` is called in place of `copy` if the memory was wanted while there was no room, or if `is_void()`, which must
     not wait. Both are called on the capturing thread.
@@ -37,8 +37,8 @@ class Capturer:
     """Owns the thread. Makes the captures of one memory in the order of `submit`. Its methods are for any thread."""
 
     def __init__(self, reserve: Callable[[int], bool], on_error: Callable[[], None]) -> None:
-        """`reserve` takes bytes of the buffer if there is room, and does not wait. `on_error` is called after a capture
-        raised an error, which is logged."""
+        """Starts the thread. `reserve` takes bytes of the buffer if there is room, and does not wait. `on_error` is
+        called after a capture raised an error, which is logged."""
         self._reserve = reserve
         self._on_error = on_error
         self._queue: deque[Capture] = deque()
@@ -58,7 +58,7 @@ class Capturer:
             self._changed.notify_all()
 
     def wake(self) -> None:
-        """Call it when there may be more room in the buffer."""
+        """Tells the thread that there may be more room in the buffer."""
         with self._changed:
             self._changed.notify_all()
 

@@ -24,7 +24,7 @@ _PAD_TOKENS = 64
 _STEP_TOKENS = 256
 """The most rows of a step that do not enlarge the memory of a window."""
 _SPARE_TILES = 1
-"""More tiles make memory move less often."""
+"""The tiles above what is needed. With more, memory moves less often."""
 
 
 def whole_tiles(num_tokens: int) -> int:
@@ -158,7 +158,7 @@ class GroupMemory:
         self.tensor[:, :, :, max(start - self.first, 0) : max(end - self.first, 0)] = 0
 
     def fill(self, position: int, num_tokens: int, rows: slice, write: Callable[[Bytes], None]) -> None:
-        """See `KVArena.fill`."""
+        """Fills rows. See `KVArena.fill`."""
         start = position - self.first
         assert start >= 0, "tokens that slid out are not filled"
         if self._rows is not None:
@@ -174,7 +174,7 @@ class GroupMemory:
         copy_into(payload, self.tensor[:, :, :, start : start + num_tokens])
 
     def holds(self, num_tokens: int) -> bool:
-        """Returns True if a sequence can continue after so many of its tokens."""
+        """Returns True if a sequence can continue after `num_tokens` of its tokens."""
         return self._source(num_tokens) is not None
 
     def mark(self, num_tokens: int) -> None:
@@ -244,7 +244,7 @@ class GroupMemory:
 
 
 _made_ahead: dict[int, Bytes] = {}
-"""Main memory of zeros that is not used yet, by its size in bytes."""
+"""The main memory of zeros that is not used yet, by its size in bytes."""
 
 
 def make_ahead(num_bytes: int) -> torch.Tensor:

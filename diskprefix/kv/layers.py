@@ -1,4 +1,4 @@
-"""Cache layers for transformers over the memory of a `kv.arena.KVArena`, one class for each kind of state.
+"""The cache layers for transformers over the memory of a `kv.arena.KVArena`, one class for each kind of state.
 
 Each inherits from transformers' own class and returns the same values.
 """

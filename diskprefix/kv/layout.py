@@ -17,12 +17,13 @@ import torch
 LAYOUT_VERSION = 1
 
 LayerKind: TypeAlias = Literal["full", "sliding", "indexed", "linear", "linear+full", "linear+sliding", "none"]
-"""`sliding` includes chunked attention, `linear` also Mamba and short convolutions. `none` keeps nothing."""
+"""The kind of a layer. `sliding` includes chunked attention, `linear` also Mamba and short convolutions. `none` keeps
+nothing."""
 CacheKind: TypeAlias = Literal["dynamic", "minimax", "rwkv", "xlstm"]
-"""See `kv.caches`."""
+"""The kind of a model's cache; see `kv.caches`."""
 ExactAt: TypeAlias = Literal["token", "grid"]
-"""`token`: a token's state has the same bits however the prompt is cut into steps. `grid`: only in steps of one
-grid."""
+"""The exactness of a model. `token`: a token's state has the same bits however the prompt is cut into steps. `grid`:
+only in steps of one grid."""
 CacheArgument: TypeAlias = Literal["past_key_values", "cache_params", "state"]
 
 
@@ -37,7 +38,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Per-token state of one layer: shape [1, heads, tokens, head_dim] in the model's run.
+    """The per-token state of one layer: shape [1, heads, tokens, head_dim] in the model's run.
 
     `part` is keys, values or indexer. A layer looks at no more than `window` tokens, the current one among them.
     """
@@ -60,7 +61,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """State of one layer at one position: shape [1, *shape] in the model's run. `part` is conv or recurrent."""
+    """The state of one layer at one position: shape [1, *shape] in the model's run. `part` is conv or recurrent."""
 
     layer: int
     part: str
@@ -79,7 +80,8 @@ class StateSpec:
 
 @dataclass(frozen=True)
 class Group:
-    """Per-token tensors of one form, stacked: a payload holds them as [len(specs), heads, num_tokens, head_dim]."""
+    """A group of per-token tensors of one form, stacked: a payload holds them as [len(specs), heads, num_tokens,
+    head_dim]."""
 
     specs: tuple[TensorSpec, ...]
 
@@ -109,7 +111,7 @@ class Group:
 
 @dataclass(frozen=True)
 class StateGroup:
-    """States of one form, stacked: [len(specs), *shape]."""
+    """A group of states of one form, stacked: [len(specs), *shape]."""
 
     specs: tuple[StateSpec, ...]
 

@@ -35,20 +35,20 @@ class KVAllocation:
 
     arena: KVArena
     num_computed: int = 0
-    """Tokens that the arena holds. While a fetch fills it, those that it held before."""
+    """The tokens that the arena holds. While a fetch fills it, those that it held before."""
     owner: Hashable = None
     token_ids: TokenIds = field(default_factory=lambda: np.empty(0, np.int32))
     num_exact: int = 0
     is_busy: bool = False
     used_at: float = 0.0
     expires_at: float = float("inf")
-    """On the clock of `time.monotonic`."""
+    """The time on the clock of `time.monotonic`."""
     logits_at: int = 0
     logits: torch.Tensor | None = None
 
     @property
     def worth(self) -> float:
-        """Tokens for each second since the last use: what continuing in it saves, and how soon that is expected."""
+        """The tokens for each second since the last use: what continuing in it saves, and how soon that is expected."""
         return self.num_computed / (1.0 + time.monotonic() - self.used_at)
 
 
@@ -93,7 +93,7 @@ class KVPool:
         self._is_idle = True
         """True until the first request. Until then, pages are made ahead."""
         self._spare: list[KVArena] = []
-        """Memory of no sequence, kept because pages that were touched once are faster to fill."""
+        """The memory of no sequence, kept because pages that were touched once are faster to fill."""
 
     @property
     def used_bytes(self) -> int:

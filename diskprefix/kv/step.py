@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 TILE = 512
-"""Tokens in a tile. Attention reads keys in tiles, counted from position 0 of a sequence, and the memory of a sequence
-is a multiple of a tile."""
+"""The tokens in a tile. Attention reads keys in tiles, counted from position 0 of a sequence, and the memory of a
+sequence is a multiple of a tile."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`."""
+    """A run of consecutive tokens of one sequence in a step: positions `start` … `start + num_rows`."""
 
     start: int
     num_rows: int

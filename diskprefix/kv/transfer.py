@@ -18,7 +18,7 @@ from diskprefix.kv.layout import Layout
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _MADV_POPULATE_WRITE = 23
-"""For Linux 5.14. Older kernels return EINVAL, and make the pages when they are written."""
+"""The advice to make pages, for Linux 5.14. Older kernels return EINVAL, and make the pages when they are written."""
 _POPULATED_BYTES = 2 << 20
 """The bytes of a large page, made at a time. Meanwhile the process can map no other memory, which a request does."""
 _EXPONENTS: dict[torch.dtype, tuple[type[np.signedinteger], type[np.unsignedinteger], int]] = {
@@ -101,8 +101,8 @@ def in_main_memory(tensor: torch.Tensor) -> bool:
 
 
 class _Staging(threading.local):
-    """Main memory on the way to another device, kept for each thread because fresh pages are slow. For CUDA it is
-    page-locked, which saves one copy."""
+    """A piece of main memory on the way to another device, kept for each thread because fresh pages are slow. For CUDA
+    it is page-locked, which saves one copy."""
 
     memory: torch.Tensor | None = None
 

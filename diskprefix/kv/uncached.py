@@ -1,4 +1,4 @@
-"""State that is not cached: transformers' own, used as transformers' own `generate` uses it."""
+"""The state of sequences that are not cached: transformers' own, as `generate` uses it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED
 from tests.engine.driving import Client, forget_idle, run_together, running, wait_until_idle
 from tests.engine.guesses import POSITIONS, REPLY, asked_of, said, some_are_wrong
-from tests.engine.test_company import BLOCK, load, request, tokens
+from tests.engine.test_concurrency import BLOCK, load, request, tokens
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 

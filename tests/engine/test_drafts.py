@@ -21,7 +21,7 @@ from diskprefix.kv.pool import KVAllocation
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import Client, forget_idle, run_together
 from tests.engine.guesses import POSITIONS, REPLY, asked_of, said, some_are_wrong
-from tests.engine.test_company import BLOCK, alone, load, request, tokens
+from tests.engine.test_concurrency import BLOCK, alone, load, request, tokens
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 

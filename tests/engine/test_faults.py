@@ -23,7 +23,7 @@ from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.pool import KVPool
 from tests.engine.driving import Client, after_steps, forget_idle, run_together, running, wait_until_idle
-from tests.engine.test_company import POSITIONS, alone, load, request, tokens
+from tests.engine.test_concurrency import POSITIONS, alone, load, request, tokens
 from tests.model import tiny
 
 

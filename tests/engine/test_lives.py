@@ -37,7 +37,7 @@ from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from tests.engine.driving import Client, forget_idle, memory_in_steps_of
-from tests.engine.test_company import BIAS, load, tokens
+from tests.engine.test_concurrency import BIAS, load, tokens
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
 from tests.model import tiny

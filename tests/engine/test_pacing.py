@@ -12,7 +12,7 @@ from diskprefix.engine.forward import forward
 from diskprefix.engine.scheduler import LEAST_ROWS, Pace
 from diskprefix.settings import Settings
 from tests.engine.driving import run_together
-from tests.engine.test_company import request, tokens
+from tests.engine.test_concurrency import request, tokens
 from tests.model import tiny
 
 MOST_ROWS = 256

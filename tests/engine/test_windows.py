@@ -13,7 +13,7 @@ from diskprefix.engine.loop import Engine
 from diskprefix.kv.arena import bytes_for
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import Client, after_steps, forget_idle, run_together, running
-from tests.engine.test_company import BLOCK, alone, load, request, tokens
+from tests.engine.test_concurrency import BLOCK, alone, load, request, tokens
 from tests.engine.test_drafts import scripted
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
