@@ -6,122 +6,37 @@ and without such texts (`neutralise`). Only markers at the same place in both we
 
 from __future__ import annotations
 
-import re
-import string
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from itertools import takewhile
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from diskprefix.cache.policy.safe_cuts import raw_boundaries
+from diskprefix.chat.draft import PromptDraft, Rendering
+from diskprefix.chat.template import ChatTemplate, neutralise
+from diskprefix.chat.template_input import TemplateInput, common_chars, probe_of
 from diskprefix.tokens import TokenIds
 
 Offsets: TypeAlias = Sequence[tuple[int, int]] | npt.NDArray[np.int32]
 """Token index → (start, end) in characters of the rendered text; end is exclusive. (0, 0) is a token without text."""
 
 
-def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
-    """Returns a copy of `value` without marker texts, and whether anything was replaced.
-
-    Strings inside lists, tuples and dicts (keys too) are treated. A marker text is replaced by ASCII letters or digits
-    of the same length, so that the template writes as many characters as before. Of overlapping texts the leftmost is
-    replaced, then the longest, as tokenizers do. One that arises where the template joins two strings is not found.
-    """
-    texts = sorted({text for text in marker_texts if text}, key=len, reverse=True)
-    if not texts:
-        return value, False
-    marker = re.compile("|".join(map(re.escape, texts)))
-    # A character that occurs in no marker, so that the replacement cannot complete another marker.
-    candidates = "x" + string.ascii_letters + string.digits
-    filler = next((char for char in candidates if not any(char in text for text in texts)), "x")
-
-    def visit(node: Any) -> Any:
-        if isinstance(node, str):
-            return marker.sub(lambda match: filler * len(match[0]), node)
-        if isinstance(node, dict):
-            return dict(zip(map(visit, node.keys()), map(visit, node.values()), strict=True))
-        if isinstance(node, list | tuple):
-            return type(node)(map(visit, node))
-        return node
-
-    neutral = visit(value)
-    return neutral, bool(neutral != value)
-
-
-Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
-"""Renders messages with the chat template, with the beginning of a reply if the second argument is true.
-
-Returns an empty text if the template refuses them."""
-
-
-_TEXT = "diskprefix"
-_USER = {"role": "user", "content": _TEXT}
-_REPLY = {"role": "assistant", "content": _TEXT}
-_CALL_ID = "diskprefx"
-"""Nine letters, which Mistral's templates demand."""
-_CALLED = {"id": _CALL_ID, "type": "function", "function": {"name": _TEXT, "arguments": {}}}
-_CALL = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
-_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "content": _TEXT}
-_GROWING = (
-    ((_USER, _REPLY, _USER), (_USER, _REPLY, _USER, _REPLY, _USER)),
-    ((_USER, _CALL, _RESULT), (_USER, _CALL, _RESULT, _CALL, _RESULT)),
-)
-"""Pairs of a conversation and the same conversation after more turns."""
-
-
-def template_markers(special_texts: Collection[str], other_texts: Collection[str], write: Write) -> frozenset[str]:
-    """Returns the texts of the added tokens behind which a conversation of this template may be cut.
-
-    `special_texts` are the tokenizer's special tokens, `other_texts` its other added tokens. Other added tokens count
-    only if the special ones do not separate messages, if the template writes them around messages, and if they stay
-    when the conversation continues. A token does not count if its text in a message changes what the template writes
-    (templates move or drop reasoning): the result cannot be told from structure. Special tokens that separate messages
-    count even so. Of a template that refuses plain conversations, all special tokens count.
-    """
-    special = frozenset(filter(None, special_texts))
-    prompts = [[write(messages, True) for messages in pair] for pair in _GROWING]
-    common = [now[: common_chars(now, later)] for now, later in prompts]
-    if not (common[0] and write((_USER, _REPLY), False)):
-        return special
-    unseparated = [text for text in common if max(map(text.rfind, special), default=-1) < text.rfind(_TEXT)]
-    others = {
-        token for token in other_texts if _looks_like_a_marker(token) and any(token in text for text in unseparated)
-    }
-    separating = {token for token in special if any(token in text for text in common)}
-    return special.union(others) - (_interpreted(sorted(special.union(others)), write) - separating)
-
-
-def _looks_like_a_marker(text: str) -> bool:
-    """Whether `text` is neither a word nor blanks. Words and blanks may be added tokens, but are no separators."""
-    return any(map(str.isalpha, text)) and any(not (c.isalnum() or c.isspace() or c in "_▁") for c in text)
-
-
-def _interpreted(tokens: list[str], write: Write) -> set[str]:
-    """Returns those of `tokens` whose text in a message changes what the template writes."""
-
-    def differ(tokens: list[str], suffix: str) -> list[str]:
-        if not tokens or not _makes_a_difference(tokens, suffix, write):
-            return []
-        half = len(tokens) // 2
-        return differ(tokens[:half], suffix) + differ(tokens[half:], suffix) if half else tokens
-
-    found = set(differ(tokens, ""))
-    # A template may react to an opening tag only if the closing tag follows.
-    for closing in sorted(found):
-        found |= set(differ([token for token in tokens if token not in found], closing))
-    return found
-
-
-def _makes_a_difference(tokens: list[str], suffix: str, write: Write) -> bool:
-    content = f"a{'a'.join(tokens)}a"
-    neutral, _ = neutralise(content, tokens)
-    messages = [
-        [{**message, "content": f"{text}{suffix}a"} for message in (_USER, _REPLY) * 2] for text in (content, neutral)
-    ]
-    rendered, neutral_rendered = (write(listed, False) for listed in messages)
-    return bool(neutralise(rendered, tokens)[0] != neutralise(neutral_rendered, tokens)[0])
+def bound(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
+    """Finds the boundaries of the prompt, and the end of its system part."""
+    template_input, text = draft.rendering
+    markers = template.markers_of(template_input.tools)
+    neutral_parts, changed = neutralise(list(template_input), markers)
+    neutral_input = TemplateInput(*neutral_parts)
+    neutral = Rendering(neutral_input, template.try_render(neutral_input, draft.ending)) if changed else None
+    boundaries = template_boundaries(
+        draft.written_ids, draft.offsets, markers.values(), text, None if neutral is None else neutral.text
+    )
+    probe = template.try_render(probe_of(template_input), "reply")
+    end = system_end(boundaries, draft.offsets, text, probe) if probe else 0
+    return replace(draft, neutral=neutral).with_prompt(boundaries=boundaries, system_end=end)
 
 
 def template_boundaries(
@@ -177,15 +92,3 @@ def system_end(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe
     """
     agreed_chars = common_chars(rendered, probe_rendered)
     return max(takewhile(lambda end: offsets[end - 1][1] <= agreed_chars, boundaries), default=0)
-
-
-def common_chars(a: str, b: str) -> int:
-    """Returns how many leading characters `a` and `b` share. Compares slices of halved length: faster than a loop."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

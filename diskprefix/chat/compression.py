@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from diskprefix.chat.draft import DraftStep, PromptDraft, run_steps
 from diskprefix.chat.messages import Conversation, Message, TextPart
+from diskprefix.errors import ContextTooLong
 from diskprefix.nouns import LeftOut
 
 PLACEHOLDER = "(Earlier messages of this conversation were left out.)"
@@ -29,7 +32,7 @@ CountTokens = Callable[[Sequence[str]], Sequence[int]]
 
 
 @dataclass
-class _Turn:
+class _Round:
     """Indices of messages: those that open a turn, and its exchanges."""
 
     opening: list[int] = field(default_factory=list)
@@ -41,6 +44,20 @@ class _Turn:
         if not self.exchanges:
             return []
         return [*self.exchanges[:-1], [*self.opening, *self.exchanges[-1]]]
+
+
+def fit(write: Sequence[DraftStep], limit: int, count: CountTokens, draft: PromptDraft) -> PromptDraft:
+    """Runs the steps `write`. If they make more than `limit` tokens, runs them again without aged exchanges."""
+    written = None
+    with suppress(ContextTooLong):
+        written = run_steps(write, draft)
+        if len(written.prompt.token_ids) <= limit:
+            return written
+    conversation, left_out = shortened(draft.conversation, limit, count)
+    if written is not None and left_out is None:
+        return written
+    rewriting = replace(draft.prompt.rewriting, left_out=left_out)
+    return run_steps(write, replace(draft, conversation=conversation).with_prompt(rewriting=rewriting))
 
 
 def shortened(conversation: Conversation, threshold: int, count: CountTokens) -> tuple[Conversation, LeftOut | None]:
@@ -64,12 +81,12 @@ def shortened(conversation: Conversation, threshold: int, count: CountTokens) ->
     return replace(conversation, messages=kept), LeftOut(len(left_out), first, last)
 
 
-def _turns(messages: Sequence[Message]) -> list[_Turn]:
+def _turns(messages: Sequence[Message]) -> list[_Round]:
     """Returns the turns from the first reply on. What stands before it always stays: the first turn has no opening."""
-    turns: list[_Turn] = []
+    turns: list[_Round] = []
     for index, message in enumerate(messages):
         if message.role == "assistant":
-            turns = turns or [_Turn()]
+            turns = turns or [_Round()]
             if messages[index - 1].role == "assistant" and turns[-1].exchanges:
                 turns[-1].exchanges[-1].append(index)
             else:
@@ -77,7 +94,7 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
         elif not turns:
             continue
         elif message.role == "user" and turns[-1].exchanges:
-            turns.append(_Turn([index]))
+            turns.append(_Round([index]))
         elif turns[-1].exchanges:
             turns[-1].exchanges[-1].append(index)
         else:
@@ -86,7 +103,7 @@ def _turns(messages: Sequence[Message]) -> list[_Turn]:
 
 
 def _num_left_out(
-    messages: Sequence[Message], turns: Sequence[_Turn], sizes: Sequence[int], around: int, threshold: int
+    messages: Sequence[Message], turns: Sequence[_Round], sizes: Sequence[int], around: int, threshold: int
 ) -> int:
     """Returns how many units are left out, by going through the requests of this conversation."""
     units = [unit for turn in turns for unit in turn.units]

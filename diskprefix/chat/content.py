@@ -5,10 +5,14 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from diskprefix.chat.draft import PromptDraft, Rendering
+from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.messages import AudioPart, ContentPart, ImagePart, JsonObject, Message, OtherPart, TextPart
+from diskprefix.chat.template import ChatTemplate
+from diskprefix.chat.template_input import text_for_template, without_media
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
 
@@ -22,24 +26,16 @@ _WORDS = {"image": "images", "audio": "audio", "video_url": "videos", "file": "f
 _SHOWN_CHARS = 40
 
 
-@dataclass
-class Media:
-    """The decoded images and sounds of a conversation, each kind in the order of the conversation."""
-
-    images: list[Any] = field(default_factory=list)
-    audio: list[Any] = field(default_factory=list)
-
-
-def read_media(messages: Sequence[Message], processor: MediaProcessor | None) -> Media | None:
-    """Returns the images and sounds of a conversation; None if it is all text.
+def read_media(processor: MediaProcessor | None, draft: PromptDraft) -> PromptDraft:
+    """Reads the images and sounds of the conversation, each kind in its order.
 
     `processor` is None for a model that takes text only. Raises `InvalidRequest`, which names the content part, for a
     part that the model does not take or that cannot be read.
     """
-    if not holds_media(messages):
-        return None
-    media, num_parts = Media(), 0
-    for part in (part for message in messages for part in message.content):
+    images: list[Any] = []
+    audio: list[Any] = []
+    num_parts = 0
+    for part in (part for message in draft.conversation.messages for part in message.content):
         if isinstance(part, TextPart):
             _refuse_placeholders(part, processor)
             continue
@@ -48,8 +44,41 @@ def read_media(messages: Sequence[Message], processor: MediaProcessor | None) ->
             raise InvalidRequest(
                 f"{part.path}: a request may hold at most {_MOST_PARTS} images and sounds", param=part.path
             )
-        _read_part(part, _require_taken(part, processor), media)
-    return media
+        taking = _require_taken(part, processor)
+        if isinstance(part, ImagePart):
+            content = _data_uri(part.uri, part.uri_path)
+            images.append(taking.read_image(content, param=part.uri_path, beside=images))
+        elif isinstance(part, AudioPart):
+            content = _from_base64(part.data, part.data_path)
+            audio.append(taking.read_audio(content, param=part.data_path, beside=audio))
+    return replace(draft, images=images, audio=audio)
+
+
+def render_media(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
+    """Renders the conversation with a placeholder for each image and sound."""
+    path = draft.conversation.path
+    template_input = template.input_of(draft.conversation)
+    for message, sent in zip(template_input.messages, draft.conversation.messages, strict=True):
+        message["content"] = [_part_for_template(part) for part in sent.content] or text_for_template("")
+    text = template.render(template_input, draft.ending)
+    if text == template.try_render(without_media(template_input), draft.ending):
+        raise InvalidRequest(
+            f"{path}: the chat template leaves images and sounds out; use another one with --chat-template",
+            param=path,
+            code=UNSUPPORTED,
+        )
+    return replace(draft, rendering=Rendering(template_input, text))
+
+
+def prepare_media(processor: MediaProcessor | None, encoder: Encoder, draft: PromptDraft) -> PromptDraft:
+    """Encodes the prompt and prepares its images and sounds. It has no boundaries: the cache is not used for it."""
+    assert processor is not None, "a model without media has refused them"
+    text, path = draft.rendering.text, draft.conversation.path
+    # The text alone may be too long; that is cheaper to find than to prepare the images.
+    encoder.encode(text, param=path)
+    prepared = processor.prepare(text, list(draft.images), list(draft.audio))
+    encoder.check_positions(len(prepared.token_ids), path)
+    return draft.with_prompt(token_ids=prepared.token_ids, media=prepared.tensors)
 
 
 def holds_media(messages: Sequence[Message]) -> bool:
@@ -57,17 +86,7 @@ def holds_media(messages: Sequence[Message]) -> bool:
     return any(not isinstance(part, TextPart) for message in messages for part in message.content)
 
 
-def parts_for_template(content: Sequence[ContentPart]) -> list[JsonObject]:
-    """Returns content as templates of multimodal models expect it: a list of parts without data."""
-    return [_for_template(part) for part in content]
-
-
-def text_for_template(text: str) -> list[JsonObject]:
-    """Returns a text as templates expect it that take lists of parts only."""
-    return [{"type": "text", "text": text}]
-
-
-def _for_template(part: ContentPart) -> JsonObject:
+def _part_for_template(part: ContentPart) -> JsonObject:
     if isinstance(part, TextPart):
         return {"type": "text", "text": part.text}
     return {"type": "image" if isinstance(part, ImagePart) else "audio"}
@@ -99,15 +118,6 @@ def _refuse_placeholders(part: TextPart, processor: MediaProcessor | None) -> No
                 param=part.path,
                 code=UNSUPPORTED,
             )
-
-
-def _read_part(part: ContentPart, processor: MediaProcessor, media: Media) -> None:
-    if isinstance(part, ImagePart):
-        content = _data_uri(part.uri, part.uri_path)
-        media.images.append(processor.read_image(content, param=part.uri_path, beside=media.images))
-    elif isinstance(part, AudioPart):
-        content = _from_base64(part.data, part.data_path)
-        media.audio.append(processor.read_audio(content, param=part.data_path, beside=media.audio))
 
 
 def _data_uri(uri: str, param: str) -> bytes:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, NamedTuple
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from diskprefix.chat.draft import PromptDraft, ReplySpan
 from diskprefix.chat.replay import RecordStore
+from diskprefix.chat.template import ChatTemplate, render
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.tokens import TokenIds
 
@@ -51,24 +54,6 @@ class Encoding(NamedTuple):
         return cls(token_ids, np.stack([starts, starts + lengths], axis=1))
 
 
-class ReplySpan(NamedTuple):
-    """The text of a reply, in characters of the rendered conversation, and the tokens that were sampled for it."""
-
-    begin: int
-    end: int
-    token_ids: tuple[int, ...]
-
-
-class Encoded(NamedTuple):
-    """A text as token ids. A sampled token has the offsets of its whole span."""
-
-    token_ids: TokenIds
-    offsets: npt.NDArray[np.int32]
-    """As in `Encoding`."""
-    templates_ids: TokenIds
-    """`token_ids` with -1 for the sampled ones: the template did not write those."""
-
-
 def encoded(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Encoding]:
     """Encodes texts, beside each other unless the library is told otherwise, without what is added to a text."""
     batch = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
@@ -85,25 +70,40 @@ def joined(parts: Iterable[tuple[int, Encoding]]) -> Encoding:
     return Encoding(np.concatenate(ids), np.concatenate(offsets).astype(np.int32, copy=False))
 
 
-def texts_between(rendered: str, spans: Sequence[ReplySpan]) -> Iterator[tuple[int, str]]:
-    """Returns the parts of `rendered` outside of `spans`, each with its begin."""
-    bounds = [0, *(bound for span in spans for bound in span[:2]), len(rendered)]
-    return ((begin, rendered[begin:end]) for begin, end in list(pairwise(bounds))[::2])
+def encode(encoder: Encoder, template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
+    """Encodes the rendered text, with sampled tokens in the place of its spans.
+
+    Reasoning that the client left out may make the prompt too long. Then all replies stand as the client sent them.
+    """
+    try:
+        return _with_tokens(encoder, draft)
+    except ContextTooLong:
+        if not draft.remembered:
+            raise
+    return _with_tokens(encoder, render(template, replace(draft, remembered={})))
 
 
-def spliced(parts: Iterable[tuple[int, Encoding]], spans: Sequence[ReplySpan]) -> Encoded:
-    """Joins the encoded texts between `spans`, each with the character that it begins at, and the sampled tokens."""
-    all_parts, is_sampled = [], []
-    for k, (begin, part) in enumerate(parts):
-        all_parts.append((begin, part))
-        is_sampled.append(np.zeros(len(part.token_ids), bool))
-        for span in spans[k : k + 1]:
-            num_tokens = len(span.token_ids)
-            offsets = np.tile(np.array([0, span.end - span.begin], np.int32), (num_tokens, 1))
-            all_parts.append((span.begin, Encoding(np.array(span.token_ids, np.int32), offsets)))
-            is_sampled.append(np.ones(num_tokens, bool))
-    token_ids, offsets = joined(all_parts)
-    return Encoded(token_ids, offsets, np.where(np.concatenate(is_sampled), np.int32(-1), token_ids))
+def _with_tokens(encoder: Encoder, draft: PromptDraft) -> PromptDraft:
+    text, param = draft.rendering.text, draft.conversation.path
+    end_of_text = ReplySpan(len(text), len(text), ())
+    parts: list[tuple[int, Encoding]] = []
+    written_ids: list[TokenIds] = []
+    begin = 0
+    for span in (*draft.spans, end_of_text):
+        adds_special = not begin and encoder.adds_bos(text)
+        part = encoder.encode(text[begin : span.begin], adds_special=adds_special, param=param, store=draft.encodings)
+        parts += [(begin, part), (span.begin, _sampled(span))]
+        written_ids += [part.token_ids, np.full(len(span.token_ids), -1, np.int32)]
+        begin = span.end
+    token_ids, offsets = joined(parts)
+    encoder.check_positions(len(token_ids), param)
+    draft = replace(draft, offsets=offsets, written_ids=np.concatenate(written_ids))
+    return draft.with_prompt(token_ids=token_ids, replayed=len(draft.spans))
+
+
+def _sampled(span: ReplySpan) -> Encoding:
+    offsets = np.tile(np.array([0, span.end - span.begin], np.int32), (len(span.token_ids), 1))
+    return Encoding(np.array(span.token_ids, np.int32), offsets)
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
@@ -174,10 +174,17 @@ _RECORD_VERSION = 1
 
 
 class Encoder:
-    """Encodes the prompts of one model. Errors name the field `param`. Thread-safe."""
+    """Encodes the prompts of one model. Errors name the field `param`. Thread-safe.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, max_positions: int) -> None:
+    `needs_bos`: each prompt begins with a BOS, as the processors of multimodal models write it. Otherwise a text would
+    begin differently with and without an image.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, max_positions: int, needs_bos: bool = False
+    ) -> None:
         self._tokenizer = tokenizer
+        self._needs_bos = needs_bos
         self._vocab_size = vocab_size
         self._max_positions = max_positions
         # Sets aside what the tokenizer's files say of padding and of cutting off, which is not for prompts.
@@ -199,17 +206,6 @@ class Encoder:
 
         content = f"{_RECORD_VERSION} {tokenizers.__version__} {self._tokenizer.backend_tokenizer.to_str()}"
         return hashlib.sha256(content.encode()).hexdigest()
-
-    def encode_spliced(
-        self, text: str, spans: Sequence[ReplySpan], *, adds_bos: bool, param: str, store: RecordStore | None = None
-    ) -> Encoded:
-        """Encodes `text` with the sampled tokens of `spans` in their places. Raises as `encode` does."""
-        parts = []
-        for begin, part in texts_between(text, spans):
-            parts.append((begin, self.encode(part, adds_special=adds_bos and not begin, param=param, store=store)))
-        whole = spliced(parts, spans)
-        self.check_positions(len(whole.token_ids), param)
-        return whole
 
     def encode(
         self, text: str, *, adds_special: bool = False, param: str, store: RecordStore | None = None
@@ -245,6 +241,11 @@ class Encoder:
             for k in ids.keys() & fresh.keys():
                 store.put(ids[k], fresh[k].record())
         return encoding
+
+    def adds_bos(self, text: str) -> bool:
+        """Returns whether the tokenizer must add a BOS that the template did not write."""
+        bos = self._tokenizer.bos_token
+        return self._needs_bos and not (bos and text.startswith(bos))
 
     def _encoded(self, texts: Sequence[str]) -> list[Encoding]:
         return encoded(self._tokenizer, texts)
@@ -299,10 +300,6 @@ class Encoder:
         short = [text if self._least(text) < self._max_positions else "" for text in texts]
         found = self._tokenizer(short, add_special_tokens=False, verbose=False)["input_ids"]
         return [len(ids) if text else self._least(whole) for ids, text, whole in zip(found, short, texts, strict=True)]
-
-    def first_token(self, text: str) -> int | None:
-        """Returns the first token of a text, None if it has none."""
-        return next(iter(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]), None)
 
 
 def _found(store: RecordStore, ids: Mapping[int, str]) -> dict[int, Encoding]:

@@ -11,13 +11,17 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, TypeAlias
 
-from diskprefix.chat.boundaries import Offsets, common_chars
+from diskprefix.chat.boundaries import Offsets
+from diskprefix.chat.draft import PromptDraft
 from diskprefix.chat.messages import CacheMark, Conversation, Message, TextPart
+from diskprefix.chat.template import ChatTemplate
 from diskprefix.chat.template_input import (
     PART_SEPARATOR,
     TemplateInput,
+    common_chars,
     other_first_character,
     with_other_user_message,
 )
@@ -37,6 +41,19 @@ class MarkTarget:
     index: int
     ttl_s: float | None
     num_chars: int | None = None
+
+
+def mark(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
+    """Finds the positions that the client marked."""
+    targets = mark_targets(draft.said)
+    if not targets:
+        return draft
+    rendering = draft.rendering
+    if draft.neutral is not None and draft.neutral.text and len(draft.neutral.text) == len(rendering.text):
+        # The text of a message must not pass for what the template writes at the end of a message.
+        rendering = draft.neutral
+    render = partial(template.try_render, ending="none")
+    return draft.with_prompt(marks=find_marks(targets, *rendering, draft.offsets, render))
 
 
 def mark_targets(conversation: Conversation) -> list[MarkTarget]:
@@ -66,12 +83,11 @@ def find_marks(
     template_input: TemplateInput,
     rendered: str,
     offsets: Offsets,
-    num_tokens: int,
     render: Render,
 ) -> tuple[Mark, ...]:
     """Returns the positions behind `targets`, ascending and without repeats; of two times to live, the longer one.
 
-    `rendered` is what the template writes for `template_input`, and `offsets` belong to its `num_tokens` tokens. A
+    `rendered` is what the template writes for `template_input`, and `offsets` belong to its tokens. A
     target whose position cannot be found, or is 0, is left out.
     """
     found: dict[int, float | None] = {}
@@ -82,7 +98,7 @@ def find_marks(
         targets = of_messages
     for target in targets:
         num_chars = _num_chars_before(target, template_input, rendered, render)
-        position = _tokens_within(num_chars, offsets, num_tokens, len(rendered))
+        position = _tokens_within(num_chars, offsets, len(rendered))
         if not position:
             place = f"{target.kind}.{target.index}"
             log.debug("the mark on %s is ignored: its position in the prompt cannot be found", place)
@@ -129,7 +145,7 @@ def _cut(target: MarkTarget, template_input: TemplateInput) -> tuple[TemplateInp
     return template_input._replace(messages=head), template_input._replace(messages=continued)
 
 
-def _tokens_within(num_chars: int, offsets: Offsets, num_tokens: int, num_all_chars: int) -> int:
+def _tokens_within(num_chars: int, offsets: Offsets, num_all_chars: int) -> int:
     """Returns how many leading tokens end at or before character `num_chars`.
 
     A character that takes several tokens ends with the last of them.
@@ -139,4 +155,4 @@ def _tokens_within(num_chars: int, offsets: Offsets, num_tokens: int, num_all_ch
         # A token without text (0, 0) was added by the tokenizer, at the beginning or at the end.
         return offsets[index][1] or (num_all_chars + 1 if index else 0)
 
-    return bisect_right(range(num_tokens), num_chars, key=end_of) if num_chars else 0
+    return bisect_right(range(len(offsets)), num_chars, key=end_of) if num_chars else 0

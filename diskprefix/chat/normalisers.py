@@ -11,11 +11,15 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
-from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart
+from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart, joined
 from diskprefix.errors import SettingsError
 from diskprefix.nouns import Change, Rewriting
+
+if TYPE_CHECKING:
+    from diskprefix.chat.draft import PromptDraft
+    from diskprefix.chat.template import ChatTemplate
 
 Mode: TypeAlias = Literal["off", "report", "on"]
 
@@ -212,6 +216,47 @@ class Normalisers:
 def menders(line: str, rewriting: Rewriting) -> list[str]:
     """Returns the names of the normalisers that would change a line of this prompt, were they on."""
     return [name for name in rewriting.would_change if _BY_NAME[name].is_in(line)]
+
+
+def place(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
+    """Gives system messages behind others to the user, unless the template writes those."""
+    if not has_late_system(draft.conversation.messages) or template.writes_late_system:
+        return draft
+    return replace(draft, conversation=late_system_as_user(draft.conversation))
+
+
+def normalise(normalisers: Normalisers, draft: PromptDraft) -> PromptDraft:
+    """Undoes or reports what the client changes from request to request."""
+    conversation, rewriting = normalisers.apply(draft.conversation)
+    return replace(draft, conversation=conversation).with_prompt(rewriting=rewriting)
+
+
+def has_late_system(messages: Sequence[Message]) -> bool:
+    """Whether a system message stands behind a message of another role."""
+    are_system = [message.role in ("system", "developer") for message in messages]
+    return not all(are_system[: sum(are_system)])
+
+
+def late_system_as_user(conversation: Conversation) -> Conversation:
+    """Returns the conversation with each late system message as the user's, in its place.
+
+    It is joined with the messages of the user beside it, because many templates want user and assistant to take turns.
+    """
+    runs: list[list[Message]] = []
+    """Those of a run become one."""
+    can_join = False
+    is_leading = True
+    for message in conversation.messages:
+        is_system = message.role in ("system", "developer")
+        is_leading = is_leading and is_system
+        is_late = is_system and not is_leading
+        said = replace(message, role="user") if is_late else message
+        if runs and said.role == runs[-1][0].role == "user" and (is_late or can_join):
+            runs[-1].append(said)
+        else:
+            runs.append([said])
+        can_join = is_late
+    return replace(conversation, messages=[joined(run) for run in runs])
 
 
 _LABEL = re.compile(r"\W*[A-Za-z][\w .'/-]{0,40}[:=]")

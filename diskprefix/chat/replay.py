@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from diskprefix.chat.messages import Message, TextPart
+from diskprefix.chat.messages import Message, TextPart, ToolCall
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.chat.template_input import PART_SEPARATOR
 from diskprefix.nouns import Prompt
@@ -179,6 +179,25 @@ def _says(message: Message, turn: Turn) -> bool:
     """Whether the reasoning of `message`, if the client kept it, is that of `turn`. The id compares the rest."""
     kept = (message.reasoning or "").strip()
     return not kept or kept == turn.reasoning.strip()
+
+
+def with_turns(messages: Sequence[Message], found: Mapping[int, SampledTurn]) -> list[Message]:
+    """Returns `messages` with those that are remembered (by their index) in the words that were."""
+    return [
+        with_turn(message, found[index].turn) if index in found else message for index, message in enumerate(messages)
+    ]
+
+
+def with_turn(message: Message, turn: Turn) -> Message:
+    """Returns `message` in the words that were remembered, with the reasoning that the client may have left out.
+
+    The ids of calls stay those of the client, because the results refer to them.
+    """
+    sent = zip(message.tool_calls, turn.calls, strict=True)
+    calls = tuple(ToolCall(call.id, name, arguments) for call, (name, arguments) in sent)
+    marks = [part.mark for part in message.content if isinstance(part, TextPart) and part.mark is not None]
+    content = (TextPart(turn.content, message.path, marks[-1] if marks else None),) if turn.content else ()
+    return replace(message, content=content, tool_calls=calls, reasoning=turn.reasoning or None)
 
 
 class Origin(NamedTuple):

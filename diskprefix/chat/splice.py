@@ -8,52 +8,43 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 
-from diskprefix.chat.boundaries import Write
-from diskprefix.chat.encoder import ReplySpan
-from diskprefix.chat.messages import JsonObject, Message, TextPart, ToolCall
+from diskprefix.chat.draft import PromptDraft, ReplySpan
+from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.format import OutputFormat
-from diskprefix.chat.replay import SampledTurn, TextHash, Turn
+from diskprefix.chat.replay import SampledTurn, TextHash, Turn, find_turns
+from diskprefix.chat.template import ChatTemplate, render
 
+_MOST_TRIES = 4
+"""To find the remembered replies that fit."""
 _ENDS_TRIED = 4
 """A text may contain what ends it, and the template may write it inside of a reply (GPT-OSS does)."""
 _END_CHARS = 200
 """Of the text before a reply, for a parser to see whether the template opened a thought."""
-_REPLY = "A reply."
 
 
-def with_turns(messages: Sequence[Message], found: Mapping[int, SampledTurn]) -> list[Message]:
-    """Returns `messages` with those that are remembered (by their index) in the words that were."""
-    return [
-        with_turn(message, found[index].turn) if index in found else message for index, message in enumerate(messages)
-    ]
+def recall(draft: PromptDraft) -> PromptDraft:
+    """Finds the remembered replies of the conversation."""
+    if draft.replies is None:
+        return draft
+    remembered, conversation_hash = find_turns(draft.conversation.messages, draft.replies)
+    return replace(draft, remembered=remembered, conversation_hash=conversation_hash)
 
 
-def with_turn(message: Message, turn: Turn) -> Message:
-    """Returns `message` in the words that were remembered, with the reasoning that the client may have left out.
+def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDraft) -> PromptDraft:
+    """Finds the places of the remembered replies in the rendered text.
 
-    The ids of calls stay those of the client, because the results refer to them.
+    Those that do not fit are rendered as the client sent them. That changes the text before later ones.
     """
-    sent = zip(message.tool_calls, turn.calls, strict=True)
-    calls = tuple(ToolCall(call.id, name, arguments) for call, (name, arguments) in sent)
-    marks = [part.mark for part in message.content if isinstance(part, TextPart) and part.mark is not None]
-    content = (TextPart(turn.content, message.path, marks[-1] if marks else None),) if turn.content else ()
-    return replace(message, content=content, tool_calls=calls, reasoning=turn.reasoning or None)
-
-
-def end_texts(
-    added: Mapping[str, int], end_ids: Collection[int], write: Write, first_token: Callable[[str], int | None]
-) -> frozenset[str]:
-    """Returns the texts of the tokens that may stand at the end of a reply: those that the model ends a reply with
-    (`end_ids`), and what the template writes behind a made-up reply.
-
-    `added` are the tokenizer's added tokens. `first_token` returns the first token id of a text: only where that is the
-    token itself, what was sampled before it cannot merge with it.
-    """
-    texts = {text for text, token_id in added.items() if token_id in end_ids}
-    user = {"role": "user", "content": "A question?"}
-    behind = write([user, {"role": "assistant", "content": _REPLY}, user], False).partition(_REPLY)[2].lstrip()
-    texts.add(max((text for text in added if behind.startswith(text)), key=len, default=""))
-    return frozenset(text for text in texts if text and first_token(f"{text}\nx") == added[text])
+    for _ in range(_MOST_TRIES):
+        if not draft.remembered:
+            return draft
+        tools, text = draft.conversation.tools, draft.rendering.text
+        read = partial(readings, output_format, tools or (), template.special, text)
+        spans = find_spans(text, draft.remembered, template.reply_ends_of(tools), read)
+        if len(spans) == len(draft.remembered):
+            return replace(draft, spans=tuple(spans.values()))
+        draft = render(template, replace(draft, remembered={index: draft.remembered[index] for index in spans}))
+    return render(template, replace(draft, remembered={}))
 
 
 def find_spans(

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, NamedTuple
 
-from diskprefix.chat.content import text_for_template
 from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart, ToolCall
 from diskprefix.errors import InvalidRequest
 from diskprefix.json_values import count_values
@@ -94,6 +93,11 @@ def _is_deep(value: object) -> bool:
     return bool(level)
 
 
+def text_for_template(text: str) -> list[JsonObject]:
+    """Returns a text as a list of parts, for templates that take nothing else."""
+    return [{"type": "text", "text": text}]
+
+
 def without_media(template_input: TemplateInput) -> TemplateInput:
     """Returns the same with the text parts of each message alone."""
     return template_input._replace(
@@ -173,3 +177,15 @@ class MessageForm:
 
 def _short(call_id: str) -> str:
     return call_id if _SHORT_ID.fullmatch(call_id) else hashlib.blake2b(call_id.encode()).hexdigest()[:9]
+
+
+def common_chars(a: str, b: str) -> int:
+    """Returns how many leading characters `a` and `b` share. Compares slices of halved length: faster than a loop."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

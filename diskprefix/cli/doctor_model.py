@@ -84,7 +84,7 @@ def _memory_finding(settings: Settings, folder: Path) -> Finding:
 
 
 def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
-    from diskprefix.chat.template import PromptRenderer
+    from diskprefix.chat.renderer import PromptRenderer
     from diskprefix.cli.request_bodies import parse_body
     from diskprefix.model.load.loader import load_tokenizer
 

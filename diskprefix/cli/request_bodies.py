@@ -14,8 +14,8 @@ from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.api.responses_store import ResponseStore
 from diskprefix.chat.messages import Conversation
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import RecordStore
-from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import DEFAULT_WINDOW, SHARED, CacheOptions, Prompt, Scope, Tenant
 from diskprefix.server.body import parse_json

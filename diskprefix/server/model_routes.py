@@ -14,7 +14,7 @@ from starlette.responses import Response
 from diskprefix.api.dialect import json_text
 from diskprefix.api.fields import Body
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described

@@ -9,7 +9,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from diskprefix.cache.policy.safe_cuts import last_safe, raw_boundaries
-from diskprefix.chat.boundaries import neutralise, system_end, template_boundaries, template_markers
+from diskprefix.chat.boundaries import system_end, template_boundaries
+from diskprefix.chat.template import neutralise, template_markers
 from diskprefix.nouns import Prompt
 from diskprefix.tokens import as_token_ids
 

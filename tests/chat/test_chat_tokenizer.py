@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 from diskprefix.cache.policy.admission import Sighting
 from diskprefix.cache.policy.safe_cuts import raw_boundaries
 from diskprefix.cache.policy.select import select
-from diskprefix.chat.boundaries import neutralise, system_end, template_boundaries
+from diskprefix.chat.boundaries import system_end, template_boundaries
+from diskprefix.chat.template import neutralise
 from diskprefix.nouns import Prompt, Scope, Selection
 from diskprefix.tokens import as_token_ids, common_prefix_length
 

@@ -15,7 +15,7 @@ from diskprefix.cache.policy.select import select
 from diskprefix.chat.compression import PLACEHOLDER, shortened
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.messages import CacheMark, Conversation, Message, TextPart, ToolCall
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong
 from diskprefix.extras.simulate.geometry import TOKEN
 from diskprefix.extras.simulate.simulator import Policy, Simulator

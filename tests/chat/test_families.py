@@ -68,7 +68,7 @@ tool_families = pytest.mark.parametrize("family", TOOL_FAMILIES, ids=lambda fami
 def markers_of(family: Family) -> dict[int, str]:
     tokenizer = tokenizer_of(family)
     known = {index: token.content for index, token in tokenizer.added_tokens_decoder.items()}
-    markers = renderer_of(family)._markers_of([] if family.tool_template else None)
+    markers = renderer_of(family)._template.markers_of([] if family.tool_template else None)
     return {index: known[index] for index in markers.values()}
 
 

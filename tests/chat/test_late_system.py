@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from diskprefix.chat.late_system import has_late_system, late_system_as_user
 from diskprefix.chat.messages import CacheMark, Conversation, Message, Role, TextPart
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.normalisers import has_late_system, late_system_as_user
+from diskprefix.chat.renderer import PromptRenderer
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer
 
 _WRITE = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"

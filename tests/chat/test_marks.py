@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import MAX_MARKS, Mark, Prompt
 from diskprefix.server.body import parse_json
@@ -282,7 +282,7 @@ def test_tokens_that_the_tokenizer_adds_by_itself_count(tmp_path: Path) -> None:
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
     renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS)
-    renderer._adds_bos = lambda rendered: True  # type: ignore[method-assign]  # noqa: ARG005
+    renderer._encoder.adds_bos = lambda text: True  # type: ignore[method-assign]  # noqa: ARG005
     for more in ({}, {"add_generation_prompt": False}):
         body = parse_json(json.dumps({"messages": messages} | more).encode(), ChatRequest)
         prompt = renderer.chat(body.conversation)

@@ -15,7 +15,7 @@ from diskprefix.api.anthropic import CountTokensRequest
 from diskprefix.cache.policy.breaks import find_break
 from diskprefix.chat.messages import CacheMark, Conversation, TextPart
 from diskprefix.chat.normalisers import NORMALISERS, Normalisers, menders, shape_of
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.geometry import TOKEN
 from diskprefix.extras.simulate.simulator import Policy, Simulator

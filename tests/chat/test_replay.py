@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.chat.messages import Conversation, Message, TextPart, ToolCall
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import ConversationHash, Origin, ReplyMemory, SampledTurn, Turn
-from diskprefix.chat.template import PromptRenderer
 from diskprefix.errors import ContextTooLong
 from diskprefix.nouns import Prompt
 from tests.chat.families.conversations import (

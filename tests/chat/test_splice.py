@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from diskprefix.chat.output.format import PlainText
-from diskprefix.chat.splice import end_texts, readings
+from diskprefix.chat.splice import readings
+from diskprefix.chat.template import end_texts
 
 
 def test_a_special_token_in_what_a_template_writes_may_be_one_that_the_engine_does_not_show() -> None:

@@ -14,7 +14,7 @@ from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.policy.select import select
 from diskprefix.chat.messages import Conversation
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.json_values import MOST_PARTS
 from diskprefix.nouns import Prompt

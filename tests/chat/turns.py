@@ -16,8 +16,8 @@ from diskprefix.chat.output.format import (
     ToolCallBegin,
     ToolCallDelta,
 )
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import Replayed, ReplyMemory, Turn
-from diskprefix.chat.template import PromptRenderer
 from diskprefix.nouns import Prompt
 from diskprefix.tokens import TokenIds
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.simulate.bodies import read_body
 from diskprefix.nouns import SHARED, Scope

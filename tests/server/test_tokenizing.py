@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from tests.server.chat_model import VOCAB_SIZE
 from tests.server.scripted import ScriptedEngine, scripted_app
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from tests.chat.families.conversations import SYSTEM, WEATHER, result, user
 from tests.chat.families.families import POSITIONS, named, tokenizer_of
 from tests.chat.turns import TaggedFormat

@@ -25,7 +25,7 @@ from rich.console import Console
 
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.encoder import Encoder
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.model.load.loader import load_tokenizer
 from diskprefix.server.body import parse_json
 from diskprefix.server.remembering import Stored

@@ -21,8 +21,8 @@ import click
 from rich.console import Console
 
 from diskprefix.api.openai_chat import ChatRequest
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import ReplyMemory, Turn
-from diskprefix.chat.template import PromptRenderer
 from diskprefix.server.body import parse_json
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from tools.measuring.options import DATA, JSON

@@ -309,7 +309,7 @@ def _tokenizer() -> Any:
 
 def renderer() -> ReadBody:
     """Returns a function that reads a request body as the server does, of any length. It raises `InvalidRequest`."""
-    from diskprefix.chat.template import PromptRenderer
+    from diskprefix.chat.renderer import PromptRenderer
     from diskprefix.extras.simulate.bodies import read_body
 
     return partial(read_body, PromptRenderer(_tokenizer(), vocab_size=len(_tokenizer()), max_positions=1 << 30))

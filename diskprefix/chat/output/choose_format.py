@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import NamedTuple
 
-from diskprefix.chat.boundaries import common_chars
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.call_grammar import call_grammar
 from diskprefix.chat.output.call_values import OfferedTools
@@ -28,7 +27,7 @@ from diskprefix.chat.output.format import (
     ToolCallDelta,
 )
 from diskprefix.chat.output.parsers import ChannelParser, FamilyParser, FunctionaryParser, HarmonyParser, MuseParser
-from diskprefix.chat.template_input import MessageForm
+from diskprefix.chat.template_input import MessageForm, common_chars
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.cli.request_bodies import DEFAULT, Body, parse_body
 from diskprefix.extras.simulate.trace import TraceRequest
 

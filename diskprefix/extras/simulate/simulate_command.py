@@ -328,7 +328,7 @@ def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
 
     @cache
     def read() -> ReadBody:
-        from diskprefix.chat.template import PromptRenderer
+        from diskprefix.chat.renderer import PromptRenderer
         from diskprefix.extras.simulate.bodies import read_body
         from diskprefix.model.load.loader import load_tokenizer
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from tests.chat.families.sources import SourcesMissing, sources
 
 POSITIONS = 32_768

@@ -73,7 +73,7 @@ def _explained(
 ) -> Why:
     with status("reading the tokenizer"):
         from diskprefix.chat.normalisers import Normalisers
-        from diskprefix.chat.template import PromptRenderer
+        from diskprefix.chat.renderer import PromptRenderer
         from diskprefix.cli.request_bodies import parse_body
 
         caller = Tenant.of_key(options.api_key) if options.api_key else SHARED

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diskprefix.chat.template import PromptRenderer
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.cli.request_bodies import parse_body
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.savings import SavingsLog, Tally

@@ -1,0 +1,99 @@
+"""The value that the steps of a rendering pass on: each takes a draft and returns it with more of the prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from diskprefix.chat.messages import Conversation, Ending
+from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, with_turns
+from diskprefix.chat.template_input import TemplateInput
+from diskprefix.nouns import Prompt
+from diskprefix.tokens import TokenIds, as_token_ids
+
+
+class Rendering(NamedTuple):
+    """The text that the chat template writes for an input."""
+
+    template_input: TemplateInput
+    text: str
+
+
+class ReplySpan(NamedTuple):
+    """The characters of a replayed reply in the rendered text (`end` is exclusive), and its sampled tokens."""
+
+    begin: int
+    end: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptDraft:
+    """A prompt while it is made. The comments name the step that sets a field.
+
+    `replies` and `encodings` are the records of earlier requests; None if the request does without them.
+    """
+
+    conversation: Conversation
+    """Set by the caller; `place`, `normalise` and `fit` change it."""
+    replies: RecordStore | None = None
+    encodings: RecordStore | None = None
+
+    # recall
+    remembered: Mapping[int, SampledTurn] = field(default_factory=dict)
+    """Remembered replies by the index of their message, ascending."""
+    conversation_hash: ConversationHash | None = None
+
+    # read_media
+    images: Sequence[Any] = ()
+    audio: Sequence[Any] = ()
+
+    # render
+    rendering: Rendering = field(default_factory=lambda: Rendering(TemplateInput([], None, {}), ""))
+
+    # splice
+    spans: tuple[ReplySpan, ...] = ()
+    """Parts of the rendered text that sampled tokens replace, ascending."""
+
+    # encode
+    offsets: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    """First and last character (exclusive) of each token, shape (num_tokens, 2). A sampled token has those of its whole
+    span; (0, 0) is a token that the tokenizer added."""
+    written_ids: TokenIds = field(default_factory=lambda: as_token_ids([]))
+    """The prompt's token ids, -1 for sampled ones: the template did not write those."""
+
+    # bound
+    neutral: Rendering | None = None
+    """The conversation rendered without texts of markers in messages; None if no message has one."""
+
+    prompt: Prompt = field(default_factory=lambda: Prompt(token_ids=as_token_ids([])))
+    """The result. Each step sets the fields that it knows."""
+
+    @property
+    def said(self) -> Conversation:
+        """The conversation in the words of the remembered replies."""
+        if not self.remembered:
+            return self.conversation
+        return replace(self.conversation, messages=with_turns(self.conversation.messages, self.remembered))
+
+    @property
+    def ending(self) -> Ending:
+        return self.conversation.ending
+
+    def with_prompt(self, **fields: Any) -> PromptDraft:
+        """Returns the draft with these fields of its prompt set."""
+        return replace(self, prompt=replace(self.prompt, **fields))
+
+
+DraftStep: TypeAlias = Callable[[PromptDraft], PromptDraft]
+
+
+def run_steps(steps: Sequence[DraftStep], draft: PromptDraft) -> PromptDraft:
+    """Returns what the last of `steps` makes of the draft."""
+    for step in steps:
+        draft = step(draft)
+    return draft

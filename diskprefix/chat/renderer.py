@@ -1,0 +1,211 @@
+"""Renders a conversation or a text into a `Prompt`: chat template, token ids, safe boundaries and marks.
+
+`README.md` draws the steps. This is CPU work that may take long for a long prompt; the server calls it in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from diskprefix.chat.boundaries import bound, text_boundaries
+from diskprefix.chat.compression import fit
+from diskprefix.chat.content import holds_media, prepare_media, read_media, render_media
+from diskprefix.chat.draft import DraftStep, PromptDraft, run_steps
+from diskprefix.chat.encoder import Encoder, encode
+from diskprefix.chat.marks import mark
+from diskprefix.chat.messages import Conversation, JsonObject
+from diskprefix.chat.normalisers import Normalisers, normalise, place
+from diskprefix.chat.output.choose_format import Chosen, choose_format
+from diskprefix.chat.output.format import OutputFormat, PlainText
+from diskprefix.chat.replay import Origin, RecordStore, Replayed
+from diskprefix.chat.splice import recall, splice
+from diskprefix.chat.template import ChatTemplate, render
+from diskprefix.chat.template_input import MessageForm, TemplateInput, require_few_arguments
+from diskprefix.nouns import Prompt, SourceText
+from diskprefix.printable import printable_only
+from diskprefix.tokens import as_token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from diskprefix.model.load.media import MediaProcessor
+
+_END_TOKENS = 32
+"""Enough to see whether the template opened a thought, and whether it closed it."""
+_PREVIEW_CHARS = 100
+_SCANNED_CHARS = 10_000
+
+
+class PromptRenderer:
+    """Renders and tokenises the prompts of one model. May be called from several threads.
+
+    `media` is the processor of a multimodal model. `normalisers` change conversations before they are rendered.
+    Aged messages of a conversation with more than `compress_above` tokens are left out. `end_ids` are the tokens with
+    which the model ends a reply.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        vocab_size: int,
+        max_positions: int,
+        media: MediaProcessor | None = None,
+        normalisers: Normalisers = Normalisers(),  # noqa: B008 (immutable)
+        compress_above: int | None = None,
+        end_ids: Collection[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._normalisers = normalisers
+        self._compress_above = compress_above
+        self._media = media
+        self._encoder = Encoder(
+            tokenizer, vocab_size=vocab_size, max_positions=max_positions, needs_bos=media is not None
+        )
+        self.end_ids = frozenset({*end_ids, tokenizer.eos_token_id} - {None})
+        self.vocab_size = vocab_size
+        self._template = ChatTemplate(tokenizer, self.end_ids)
+        if media is not None and self._template.exists:
+            self._template.form = MessageForm(parts_only=self._template.loses_plain_text())
+        self.output_format: OutputFormat = PlainText()
+        """The format of reasoning and tool calls. `warm_up` finds it out."""
+
+    def warm_up(self) -> None:
+        """Compiles the template and fills the tokenizer's caches, so that the first request does not wait for that."""
+        template = self._template
+        if template.exists:
+            template.markers_of(None)
+            self.output_format, form = self._verified_format()
+            template.form = replace(form, parts_only=template.form.parts_only)
+        self._encoder.warm_up()
+
+    def _verified_format(self) -> Chosen:
+        template = self._template
+
+        def write(messages: list[JsonObject], tools: list[JsonObject], add_generation_prompt: bool) -> str:
+            return template.try_render(TemplateInput(messages, tools, {}), "reply" if add_generation_prompt else "none")
+
+        return choose_format(template.source_for([]), write, special=template.special, added=template.added)
+
+    def chat(self, conversation: Conversation) -> Prompt:
+        """Returns the prompt of a conversation, all of it as the template writes it.
+
+        Raises `InvalidRequest` if the template or the model refuses the conversation, and `ContextTooLong` if the
+        prompt exceeds the model's positions.
+        """
+        return self.replay(conversation, None).prompt
+
+    def replay(
+        self, conversation: Conversation, replies: RecordStore | None, encodings: RecordStore | None = None
+    ) -> Replayed:
+        """Returns the prompt of a conversation, with the sampled tokens of the replies that `replies` remembers.
+
+        Texts in `encodings` are not encoded again. Raises as `chat` does.
+        """
+        require_few_arguments(conversation)
+        steps = self._media_steps() if holds_media(conversation.messages) else self._text_steps()
+        draft = run_steps(steps, PromptDraft(conversation=conversation, replies=replies, encodings=encodings))
+        if draft.conversation_hash is None or draft.ending != "reply":
+            return Replayed(draft.prompt)
+        return Replayed(draft.prompt, Origin.of(draft.conversation_hash, draft.rendering.text))
+
+    def text_of(self, conversation: Conversation) -> str:
+        """Returns the text that the template writes, without images and sounds. Raises `InvalidRequest` as `chat`."""
+        require_few_arguments(conversation)
+        steps: list[DraftStep] = [*self._rewriting_steps(), partial(render, self._template)]
+        if self._compress_above is not None and not holds_media(conversation.messages):
+            steps = [*self._rewriting_steps(), *self._writing_steps()]
+        return run_steps(steps, PromptDraft(conversation=conversation)).rendering.text
+
+    def _text_steps(self) -> list[DraftStep]:
+        return [
+            *self._rewriting_steps(),
+            *self._writing_steps(),
+            partial(bound, self._template),
+            partial(mark, self._template),
+            partial(describe, not self._normalisers.is_off),
+        ]
+
+    def _media_steps(self) -> list[DraftStep]:
+        return [
+            *self._rewriting_steps(),
+            partial(read_media, self._media),
+            partial(render_media, self._template),
+            partial(prepare_media, self._media, self._encoder),
+        ]
+
+    def _rewriting_steps(self) -> list[DraftStep]:
+        return [partial(place, self._template), partial(normalise, self._normalisers)]
+
+    def _writing_steps(self) -> list[DraftStep]:
+        steps: list[DraftStep] = [
+            recall,
+            partial(render, self._template),
+            partial(splice, self._template, self.output_format),
+            partial(encode, self._encoder, self._template),
+        ]
+        if self._compress_above is None:
+            return steps
+        return [partial(fit, steps, self._compress_above, self._encoder.count)]
+
+    def completion(self, prompt: str | list[int], encodings: RecordStore | None = None) -> Prompt:
+        """Returns the prompt of a text or of token ids, without a chat template. Texts in `encodings` are not encoded
+        again.
+
+        Raises `InvalidRequest` for an unknown token id or an empty prompt, and `ContextTooLong` if the prompt exceeds
+        the model's positions.
+        """
+        num_added = 0, 0
+        if isinstance(prompt, str):
+            text = prompt
+            token_ids = self._encoder.encode(text, adds_special=True, param="prompt", store=encodings).token_ids
+            num_added = len(self._encoder.added[0]), len(self._encoder.added[1])
+        else:
+            self._encoder.check_positions(len(prompt), param="prompt")
+            self._encoder.check_vocabulary(prompt)
+            token_ids = as_token_ids(prompt)
+            ends = prompt if len(prompt) <= 120 else [*prompt[:60], *prompt[-60:]]
+            text = str(self._tokenizer.decode(ends))
+        template, bos_id = self._template, self._tokenizer.bos_token_id
+        markers = {*(template.markers_of(None).values() if template.exists else ()), *template.special.values()}
+        boundaries = text_boundaries(token_ids, num_added, markers, bos_id)
+        return Prompt(token_ids=token_ids, boundaries=boundaries, text=preview_of_text(text))
+
+    def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Returns the token ids of any text, however long."""
+        encoding = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)
+        return [int(token_id) for token_id in encoding["input_ids"]]
+
+    def detokenize(self, token_ids: list[int]) -> str:
+        """Returns the text of tokens, special ones included. Raises `InvalidRequest` for an unknown token id."""
+        self._encoder.check_vocabulary(token_ids, param="tokens")
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+    def end_of(self, prompt: Prompt) -> str:
+        """Returns the last characters of a prompt, with its special tokens."""
+        return str(self._tokenizer.decode(prompt.token_ids[-_END_TOKENS:].tolist(), skip_special_tokens=False))
+
+
+def describe(keeps_source: bool, draft: PromptDraft) -> PromptDraft:
+    """Sets what people read of the prompt: a preview and, if `keeps_source`, its text."""
+    source = SourceText.of(draft.rendering.text, draft.offsets) if keeps_source else None
+    return draft.with_prompt(text=preview_of_chat(draft.rendering.template_input.messages), source=source)
+
+
+def preview_of_chat(messages: Sequence[JsonObject]) -> str:
+    """Returns the beginnings of the first message and of the newest message of the user, to be shown to people."""
+    newest = next((m for m in reversed(messages) if m["role"] == "user"), messages[-1])
+    return _preview(messages[0]["content"], newest["content"] if newest is not messages[0] else "")
+
+
+def preview_of_text(text: str) -> str:
+    """Returns the beginning and the end of a text, to be shown to people."""
+    return _preview(text, text[_PREVIEW_CHARS:][-_PREVIEW_CHARS:])
+
+
+def _preview(first: str, last: str) -> str:
+    parts = [printable_only(text[:_SCANNED_CHARS])[:_PREVIEW_CHARS] for text in (first, last)]
+    return " … ".join(part for part in parts if part)
