@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from diskprefix.cli.options import Decorated, PathType
+from diskprefix.cli.options import Decorated, PathType, variable_of
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir
@@ -34,19 +34,24 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON f
 """`--json`, passed to the command as `as_json: bool`."""
 
 
-def store_options(command: Decorated) -> Decorated:
-    """`--kv-cache-dir` and `--json`, passed to the command as `kv_cache_dir: Path` and `as_json: bool`."""
+def folder_option(help: str) -> Callable[[Decorated], Decorated]:
+    """Returns the option `--kv-cache-dir`, passed to the command as `kv_cache_dir: Path`."""
     return click.option(
         "--kv-cache-dir",
         type=PathType(),
         default=default_kv_cache_dir,
-        envvar="DISKPREFIX_KV_CACHE_DIR",
+        envvar=variable_of("--kv-cache-dir"),
         show_default=DEFAULT_DIR,
         show_envvar=True,
         # No shell expands a variable from an environment file, so this does.
         callback=lambda _context, _parameter, path: path.expanduser(),
-        help="The folder of the store. Policy files are not read.",
-    )(json_option(command))
+        help=help,
+    )
+
+
+def store_options(command: Decorated) -> Decorated:
+    """Adds `--kv-cache-dir` and `--json`, passed to the command as `kv_cache_dir: Path` and `as_json: bool`."""
+    return folder_option("The folder of the store. Policy files are not read.")(json_option(command))
 
 
 def require_store(folder: Path) -> Path:

@@ -39,7 +39,7 @@ class NodeInfo:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sharing:
+class SharedPrompt:
     """Another saved prompt and how many of its first tokens are the same blocks."""
 
     id: str
@@ -58,7 +58,7 @@ class EntryDetails:
 
     info: EntryInfo
     nodes: tuple[NodeInfo, ...]
-    shared_with: tuple[Sharing, ...]
+    shared_with: tuple[SharedPrompt, ...]
     reason: str
     codecs: dict[str, int]
     hit_times: tuple[float, ...]
@@ -97,12 +97,12 @@ def entry_details(
 
 def _shared_with(
     entries: list[EntryInfo], path: Mapping[bytes, NodeRecord], paths: Mapping[str, Mapping[bytes, NodeRecord]]
-) -> tuple[Sharing, ...]:
+) -> tuple[SharedPrompt, ...]:
     found = []
     for other in entries:
         common = [node.end for name, node in paths.get(other.id, {}).items() if name in path]
         if common:
-            found.append(Sharing(id=other.id, num_tokens=max(common), preview=other.preview))
+            found.append(SharedPrompt(id=other.id, num_tokens=max(common), preview=other.preview))
     return tuple(sorted(found, key=lambda one: (-one.num_tokens, one.id)))
 
 

@@ -20,7 +20,7 @@ _REST = 100
 """Reading takes at most one part in so many of the time."""
 
 
-class Browser:
+class SavedPrompts:
     """Reads and deletes, one at a time. For the event loop."""
 
     def __init__(self) -> None:

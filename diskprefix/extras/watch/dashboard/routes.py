@@ -12,7 +12,7 @@ from fastapi.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from diskprefix.extras.watch.dashboard.entries import Browser
+from diskprefix.extras.watch.dashboard.entries import SavedPrompts
 from diskprefix.extras.watch.dashboard.page import page_response, wants_page
 from diskprefix.extras.watch.dashboard.shown import (
     ClientSettings,
@@ -51,7 +51,7 @@ class Dashboard:
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
         self.watch = Watch(daemon)
-        self.browser = Browser()
+        self.saved_prompts = SavedPrompts()
         self.simulation = Simulation()
 
 
@@ -121,7 +121,7 @@ async def entries(request: Request) -> JSONResponse:
     dashboard = _dashboard(request)
     serving = await dashboard.daemon.ready()
     store = serving.engine.cache.store
-    return JSONResponse(await dashboard.browser.entries(store, with_texts=dashboard.watch.is_private))
+    return JSONResponse(await dashboard.saved_prompts.entries(store, with_texts=dashboard.watch.is_private))
 
 
 @_admin.delete(
@@ -137,7 +137,7 @@ async def delete_entry(request: Request, entry_id: str) -> DeletedEntry:
             403, "a daemon without API keys that other machines reach deletes nothing: use `diskprefix purge` there"
         )
     serving = await dashboard.daemon.ready()
-    purged = await dashboard.browser.delete(serving.engine.cache.delete, entry_id)
+    purged = await dashboard.saved_prompts.delete(serving.engine.cache.delete, entry_id)
     return DeletedEntry(id=entry_id, **purged.counts())
 
 

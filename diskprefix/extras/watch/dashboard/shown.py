@@ -9,6 +9,7 @@ from pydantic import BaseModel, Field
 from diskprefix.api.fields import Body
 from diskprefix.engine.gauges import ActivityState
 from diskprefix.server.daemon import Status
+from diskprefix.server.recent import Ended
 
 Level: TypeAlias = Literal["error", "warning", "hint"]
 
@@ -29,23 +30,6 @@ class Running(BaseModel):
     tokens_per_s: float | None
 
 
-class EndedRequest(BaseModel):
-    """A request that ended. `prefix_cache` and `timings` are those of its response, null if it failed."""
-
-    number: int = Field(description="Counts the requests that ended, from 1.")
-    ended_at: float = Field(description="Seconds since 1970.")
-    elapsed_s: float
-    id: str
-    route: str
-    caller: str | None = Field(description="The name of the API key.")
-    status: int
-    error: str | None
-    prompt_tokens: int
-    reply_tokens: int
-    prefix_cache: dict[str, Any] | None
-    timings: dict[str, Any] | None
-
-
 class Problem(BaseModel):
     """Something that its owner should know."""
 
@@ -56,7 +40,7 @@ class Problem(BaseModel):
     last_at: float | None = Field(default=None, description="Of requests: when the last of them ended.")
 
 
-class Slot(BaseModel):
+class ShownSlot(BaseModel):
     """The memory of one sequence."""
 
     tokens: int
@@ -86,7 +70,7 @@ class Memory(BaseModel):
     entries: int
     max_entries: int
     entry_tokens: int
-    slots: list[Slot]
+    slots: list[ShownSlot]
 
 
 class State(BaseModel):
@@ -101,7 +85,7 @@ class State(BaseModel):
     scope: str
     arriving: int = Field(description="Requests that are being read.")
     requests: list[Running] = Field(description="Those in the engine and its queue, in order of arrival.")
-    ended: list[EndedRequest] = Field(description="Those that ended, oldest first, as many as are remembered.")
+    ended: list[Ended] = Field(description="Those that ended, oldest first, as many as are remembered.")
     memory: Memory | None
     cache: dict[str, Any] | None = Field(
         description="`full_cache.state` and `gate` of `/props`: the store, what waits to be written, `savings`."

@@ -7,25 +7,16 @@ from pathlib import Path
 
 import click
 
-from diskprefix.cli.options import PathType, api_key_option, url_option, variable_of
+from diskprefix.cli.options import api_key_option, url_option
+from diskprefix.cli.tooling import folder_option
 from diskprefix.errors import SettingsError
 from diskprefix.extras.watch.top.sources import Source, chosen_source
-from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir
 
 
 @click.command(short_help="Watch the daemon, and browse what is saved.")
 @url_option()
 @api_key_option("The key named admin, for a daemon with --api-keys.")
-@click.option(
-    "--kv-cache-dir",
-    type=PathType(),
-    default=default_kv_cache_dir,
-    envvar=variable_of("--kv-cache-dir"),
-    show_default=DEFAULT_DIR,
-    show_envvar=True,
-    callback=lambda _context, _parameter, path: path.expanduser(),
-    help="The folder of the store to browse if no daemon answers.",
-)
+@folder_option("The folder of the store to browse if no daemon answers.")
 def top(url: str, api_key: str | None, kv_cache_dir: Path) -> None:
     """Show the requests of the running daemon as they are computed, its memory, its store and what is wrong, and browse
     the saved prompts. Without a daemon, the store is browsed.
@@ -55,6 +46,6 @@ def top(url: str, api_key: str | None, kv_cache_dir: Path) -> None:
 def run(source: Source) -> None:
     """Shows `source` until the user quits."""
     # Imported late: the list of commands needs none of it.
-    from diskprefix.extras.watch.top.app import TopApp
+    from diskprefix.extras.watch.top.screen import TopApp
 
     TopApp(source).run()

@@ -30,7 +30,7 @@ ORDERS = {"last used": "last_used_at", "hits": "hits", "size": "stored_bytes", "
 Json = dict[str, Any]
 
 
-class Browser(Widget):
+class PromptBrowser(Widget):
     """Shows what a `Source` has saved. `read` reads it, in a thread."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -12,7 +12,7 @@ import pytest
 
 from diskprefix.errors import EntryNotFound
 from diskprefix.extras.watch.dashboard import entries
-from diskprefix.extras.watch.dashboard.entries import Browser
+from diskprefix.extras.watch.dashboard.entries import SavedPrompts
 from diskprefix.store.maintenance.purge import Purged, delete_entry, erase
 from diskprefix.store.store import Store
 from tests.store.building import BLOCK, open_store, prompt, publication
@@ -39,7 +39,7 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[Store]:
     return found
 
 
-async def looked(browser: Browser, store: Store, times: int = 1, *, with_texts: bool = True) -> list[Any]:
+async def looked(browser: SavedPrompts, store: Store, times: int = 1, *, with_texts: bool = True) -> list[Any]:
     found = [await browser.entries(store, with_texts=with_texts) for _ in range(times)]
     assert all(each["age_s"] >= 0 and each["again_s"] >= 0 for each in found)
     return [each["entries"] for each in found]
@@ -50,13 +50,13 @@ def test_the_tree_is_not_read_again_before_its_time(
     store: Store, readings: list[Store], monkeypatch: pytest.MonkeyPatch, rest: float, expected: int
 ) -> None:
     monkeypatch.setattr(entries, "_REST", rest)
-    assert len(asyncio.run(looked(Browser(), store, 3))[-1]) == 1
+    assert len(asyncio.run(looked(SavedPrompts(), store, 3))[-1]) == 1
     assert len(readings) == expected
 
 
 def test_an_answer_that_was_kept_says_so(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> list[dict[str, Any]]:
-        browser = Browser()
+        browser = SavedPrompts()
         return [await browser.entries(store, with_texts=True) for _ in range(2)]
 
     monkeypatch.setattr(entries, "_REST", 1e9)
@@ -73,7 +73,7 @@ def test_after_something_was_deleted_it_is_read_at_once(
     monkeypatch.setattr(entries, "_REST", 1e9)
 
     async def delete() -> list[Any]:
-        browser = Browser()
+        browser = SavedPrompts()
         [[entry]] = await looked(browser, store)
         purged = await browser.delete(deleting(store), entry["id"])
         assert purged.entries == 1
@@ -91,13 +91,13 @@ def deleting(store: Store) -> Callable[[str], Purged]:
 @pytest.mark.parametrize("entry_id", ["", "zz", "00", "é", "00" * 16])
 def test_what_is_no_saved_prompt_is_not_found(store: Store, entry_id: str) -> None:
     with pytest.raises(EntryNotFound):
-        asyncio.run(Browser().delete(deleting(store), entry_id))
-    assert len(asyncio.run(looked(Browser(), store))[0]) == 1
+        asyncio.run(SavedPrompts().delete(deleting(store), entry_id))
+    assert len(asyncio.run(looked(SavedPrompts(), store))[0]) == 1
 
 
 def test_texts_are_shown_to_those_who_may_see_them(store: Store) -> None:
     for with_texts in (True, False):
-        [[entry]] = asyncio.run(looked(Browser(), store, with_texts=with_texts))
+        [[entry]] = asyncio.run(looked(SavedPrompts(), store, with_texts=with_texts))
         assert (entry["preview"] is not None) is with_texts
 
 
@@ -109,5 +109,5 @@ def test_what_has_grown_is_not_deleted_by_its_former_id_and_the_error_has_the_pr
     store.publish(former)
     store.publish(present)
     with pytest.raises(EntryNotFound, match=f"{former.tip.hex()} has grown; its id is now {present.tip.hex()}"):
-        asyncio.run(Browser().delete(deleting(store), former.tip.hex()))
-    assert len(asyncio.run(looked(Browser(), store))[0]) == 2
+        asyncio.run(SavedPrompts().delete(deleting(store), former.tip.hex()))
+    assert len(asyncio.run(looked(SavedPrompts(), store))[0]) == 2

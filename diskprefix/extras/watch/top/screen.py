@@ -14,7 +14,7 @@ from textual.widgets import Footer, Static, TabbedContent, TabPane
 
 from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.watch.top import live
-from diskprefix.extras.watch.top.browser import Browser
+from diskprefix.extras.watch.top.browser import PromptBrowser
 from diskprefix.extras.watch.top.sources import Source
 
 _UPDATE_S = 0.5
@@ -48,7 +48,7 @@ class TopApp(App[None]):
         self._trouble: str | None = None
         self._written = -1
         self._drawn_at = float("-inf")
-        self._browser = Browser(source)
+        self._browser = PromptBrowser(source)
         self._tabs = TabbedContent(initial="now")
         names = ("header", "figures", "requests", "decisions", "hottest", "problem-list")
         self._parts = {name: Static(id=name) for name in names}
@@ -89,7 +89,7 @@ class TopApp(App[None]):
     def on_tabbed_content_tab_activated(self) -> None:
         self._draw()
 
-    def on_browser_read(self) -> None:
+    def on_prompt_browser_read(self) -> None:
         self._draw()
 
     def on_resize(self) -> None:

@@ -10,8 +10,8 @@ from textual.pilot import Pilot
 from textual.widgets import Input, Static, TabbedContent, Tree
 
 from diskprefix.errors import NotReady
-from diskprefix.extras.watch.top.app import TopApp
-from diskprefix.extras.watch.top.browser import Browser, Question
+from diskprefix.extras.watch.top.browser import PromptBrowser, Question
+from diskprefix.extras.watch.top.screen import TopApp
 from tests.extras.watch.top.states import ended, request, saved, state
 
 ALPHA, BETA, GAMMA = "aa" * 16, "bb" * 16, "cc" * 16
@@ -52,7 +52,7 @@ def drive(
     async def run() -> None:
         app = TopApp(source, update_s=update_s)
         async with app.run_test(size=size) as pilot:
-            await until(pilot, lambda: "Harbor" in "".join(app.query_one(Browser).previews.values()))
+            await until(pilot, lambda: "Harbor" in "".join(app.query_one(PromptBrowser).previews.values()))
             await act(app, pilot)
 
     asyncio.run(run())
