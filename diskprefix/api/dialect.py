@@ -171,27 +171,31 @@ class ReplyWriter(Protocol):
         """Returns what ends a stream in which something failed."""
 
 
-class Dialect(Protocol[B]):
-    """One API that asks for replies."""
-
-    id_prefix: str
-    """Of the ids of replies."""
-    call_id_prefix: str
-    """Of the ids of tool calls."""
+class BodyReader(Protocol[B]):
+    """Reads the bodies of one route."""
 
     @property
     def body(self) -> type[B]:
         """The model of the request's body."""
 
-    def read(self, body: B, vocab_size: int, notes: Callable[[], TenantNotes]) -> Asked:
-        """Returns what a body asks for. `notes` opens the tenant's notes in the store.
+    def read(self, body: B, vocab_size: int, notes: Callable[[], TenantNotes], /) -> Asked:
+        """Returns a body in neutral words. `notes` opens the tenant's notes in the store.
 
         It may take long, and wait for the disk. Raises `InvalidRequest`, with the path of the field, for what is not
         served.
         """
 
+
+class Dialect(BodyReader[B], Protocol[B]):
+    """One API that asks for replies."""
+
+    id_prefix: str
+    """The beginning of the ids of replies."""
+    call_id_prefix: str
+    """The beginning of the ids of tool calls."""
+
     def writer(self, body: B, head: Head) -> ReplyWriter:
-        """Returns what writes the reply. It must not keep `body`: with images in it, it is too large for that."""
+        """Returns the writer of the reply. It must not keep `body`: with images in it, it is too large for that."""
 
 
 _MOST_MESSAGE_CHARS = 1000

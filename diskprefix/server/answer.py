@@ -1,4 +1,7 @@
-"""The routes that generate. The steps are the same for every API; what differs is its `Dialect`."""
+"""The routes that generate, and the way of a request: `arrive`, `ask`, `render`, `submit`, `send`.
+
+Each step takes one value and returns the next. They are the same for every API, whose `Dialect` makes the difference.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +10,10 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, nullcontext
-from dataclasses import replace
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 from fastapi import APIRouter
 from pydantic import BaseModel
@@ -20,8 +23,8 @@ from starlette.responses import JSONResponse, Response
 from diskprefix.api.anthropic import CountTokensRequest, Messages
 from diskprefix.api.anthropic_writer import AnthropicErrorBody, AnthropicEvent, AnthropicMessage, TokenCount
 from diskprefix.api.asked import constraint_of
-from diskprefix.api.dialect import Asked, Dialect, Head
-from diskprefix.api.fields import CacheFields, RequestBody, cache_options
+from diskprefix.api.dialect import Asked, BodyReader, Dialect, Head, ReplyWriter
+from diskprefix.api.fields import RequestBody, cache_options
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.openai_replies import ChatCompletion, ChatCompletionChunk, Completion
@@ -34,11 +37,11 @@ from diskprefix.chat.output.format import OutputFormat, PlainText
 from diskprefix.chat.replay import Replayed
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams, Stage
 from diskprefix.errors import InvalidRequest
-from diskprefix.nouns import CacheOptions, Prompt
+from diskprefix.nouns import CacheOptions
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, events, openai_events
 from diskprefix.server.generation import Generation
-from diskprefix.server.log_context import log_context
+from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.remembering import RememberingReader, reply_memory, stored_encodings, stored_turns
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import EventStream, PatientResponse, first_signs
@@ -91,10 +94,69 @@ async def messages(request: Request) -> Response:
     return await answer(request, Messages())
 
 
-async def answer(request: Request, dialect: Dialect[B]) -> Response:
-    """Reads a request, submits it, and returns what sends the reply.
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """A request that was read, and what every step needs to serve it. It is made once."""
 
-    Raises whatever keeps it from being submitted; an error after that, or after a long wait, is told in the reply.
+    request: Request
+    daemon: Daemon
+    context: LogContext
+    place: QueuePlace
+    serving: Serving
+    dialect: BodyReader[Any]
+    """A `Dialect`, if a reply is asked for."""
+    body: RequestBody
+    cache: CacheOptions
+
+    def turn(self) -> AbstractAsyncContextManager[Any]:
+        """Returns a context for the caller's turn, if the request reads what is stored.
+
+        What is read may be a hundred times as large as the body, so a caller has one such request at a time.
+        """
+        return self.daemon.turns.of(self.place.caller) if self.body.reads_more else nullcontext()
+
+
+@dataclass(frozen=True)
+class Question:
+    """A request in neutral words."""
+
+    arrival: Arrival
+    asked: Asked
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A request with its prompt as token ids."""
+
+    arrival: Arrival
+    asked: Asked
+    replayed: Replayed
+
+    @property
+    def dialect(self) -> Dialect[Any]:
+        return cast("Dialect[Any]", self.arrival.dialect)
+
+    @property
+    def room(self) -> int:
+        """The number of tokens that the model's positions leave for the reply."""
+        return self.arrival.serving.engine.max_positions - len(self.replayed.prompt.token_ids)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """A request that the engine has, and the two that make its reply of the engine's events."""
+
+    generation: Generation
+    reader: RememberingReader
+    writer: ReplyWriter
+    is_stream: bool
+
+
+async def answer(request: Request, dialect: Dialect[B]) -> Response:
+    """Reads a request, submits it, and returns the response that sends the reply.
+
+    Raises every error that occurs before the request is submitted. An error after that, or after a long wait, is sent
+    in the reply.
     """
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
@@ -103,85 +165,55 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
         context.trace = daemon.tracing.begin(f"{request.method} {request.url.path}", request.headers)
     with daemon.arriving(context.caller.tenant) as place:
         body = await daemon.bodies.read_json(request, dialect.body, place)
-        preparing = asyncio.create_task(_submitted(request, dialect, body, place.pop_all()))
+        preparing = asyncio.create_task(_response(request, dialect, body, place.pop_all()))
     return await first_signs(preparing, is_stream=bool(body.stream))
 
 
-async def _submitted(request: Request, dialect: Dialect[B], body: B, place: QueuePlace) -> Response:
-    """Submits a request when the model is there. `place` is given back when the request has its place in the queue."""
+async def _response(request: Request, dialect: Dialect[B], body: B, place: QueuePlace) -> Response:
+    """Takes a request through all steps. `place` is given back when the engine has the request."""
+    with place:
+        arrival = await arrive(request, dialect, body, place)
+        arrival.serving.engine.give_way()
+        async with arrival.turn():
+            return send(await submit(await render(await ask(arrival))))
+
+
+async def arrive(request: Request, dialect: BodyReader[B], body: B, place: QueuePlace) -> Arrival:
+    """Waits for the model. Raises `NotReady`, `ModelNotFound`, and the errors of `cache_options`."""
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
-    async with AsyncExitStack() as held:
-        held.enter_context(place)
-        serving = await daemon.ready()
-        serving.require_model(body.model)
-        serving.engine.give_way()
-        cache = cache_options_of(body, request)
-        if body.reads_more:
-            # What is read may be a hundred times the body: one such request a caller at a time.
-            await held.enter_async_context(daemon.turns.of(place.caller))
-        notes = partial(serving.engine.cache.notes, cache.tenant)
-        asked = await daemon.threads.run(place.rendering, dialect.read, body, serving.renderer.vocab_size, notes)
-        began, trace = time.perf_counter(), context.trace
-        replayed = await prompt_of(asked.prompt, daemon, serving, cache, place)
-        # A constraint is compiled when its caller's turn comes; others' bodies do not wait for that.
-        place.memory.close()
-        if trace is not None:
-            trace.add(Stage("template", began, time.perf_counter(), {"tokens": len(replayed.prompt.token_ids)}))
-        on_stage = None if trace is None else trace.add
-        make_request = partial(_request, serving, asked, replayed, cache, dialect, on_stage)
-        if asked.is_constrained:
-            made = await daemon.threads.compile(context.caller.tenant, request.is_disconnected, make_request)
-        else:
-            made = await daemon.threads.run(place.rendering, make_request)
-        if made is None:
-            raise ClientDisconnect
-        reader, generate = made
-    prompt = replayed.prompt
-    if daemon.settings.log_prompts:
-        context.prompt_text = await daemon.threads.run("rendering", serving.engine.tokenizer.decode, prompt.token_ids)
-    head = Head(
-        id=generate.id,
-        created=int(time.time()),
-        model=serving.model_name,
-        fingerprint=serving.fingerprint,
-        prompt_tokens=len(prompt.token_ids),
-        request_id=context.request_id,
-        clamped_to=_clamped_to(asked, prompt, serving.engine.max_positions),
-        prompt=prompt.token_ids,
-    )
-    context.generation_id = generate.id
-    writer, stream = dialect.writer(body, head), bool(body.stream)
-    # With images in them, they are too large to be kept while the reply is generated.
-    del body, asked
-
-    def on_done(done: DoneEvent) -> None:
-        context.done = done
-        daemon.metrics.count_generation(done)
-        daemon.breaks.note(done.cache)
-
-    generation = Generation(serving.inbox, generate, request.receive, on_done)
-    if stream:
-        return EventStream(generation, reader, writer)
-    return PatientResponse(generation, reader, writer)
-
-
-def cache_options_of(body: CacheFields, request: Request) -> CacheOptions:
-    """Returns what a request asks of the cache. Raises as `cache_options`, and `NotReady`."""
-    daemon: Daemon = request.app.state.daemon
-    return cache_options(
-        body,
-        scope=daemon.require_serving().scope,
-        caller=log_context(request).caller.tenant,
-        reuse_generated=daemon.settings.reuse_generated,
+    serving = await daemon.ready()
+    serving.require_model(body.model)
+    return Arrival(
+        request=request,
+        daemon=daemon,
+        context=context,
+        place=place,
+        serving=serving,
+        dialect=dialect,
+        body=body,
+        cache=cache_options(
+            body,
+            scope=serving.scope,
+            caller=context.caller.tenant,
+            reuse_generated=daemon.settings.reuse_generated,
+        ),
     )
 
 
-async def prompt_of(
-    wanted: Conversation | str | list[int], daemon: Daemon, serving: Serving, cache: CacheOptions, place: QueuePlace
-) -> Replayed:
+async def ask(arrival: Arrival) -> Question:
+    """Has the dialect read the body, in a thread. Raises `InvalidRequest`."""
+    serving = arrival.serving
+    notes = partial(serving.engine.cache.notes, arrival.cache.tenant)
+    read, vocab_size = arrival.dialect.read, serving.renderer.vocab_size
+    asked = await arrival.daemon.threads.run(arrival.place.rendering, read, arrival.body, vocab_size, notes)
+    return Question(arrival, asked)
+
+
+async def render(question: Question) -> Rendered:
     """Renders the prompt in a thread, and waits until the tenant's stored prompts are known."""
-    has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
+    arrival, wanted = question.arrival, question.asked.prompt
+    serving, cache, began = arrival.serving, arrival.cache, time.perf_counter()
 
     def make_prompt() -> tuple[Replayed, Future[None] | None]:
         renderer, encodings = serving.renderer, stored_encodings(serving, cache)
@@ -191,22 +223,97 @@ async def prompt_of(
             replayed = Replayed(renderer.completion(wanted, encodings))
         return replayed, None if replayed.prompt.media else serving.engine.cache.load(cache.tenant)
 
-    replayed, loading = await daemon.threads.run("media" if has_media else place.rendering, make_prompt)
+    has_media = isinstance(wanted, Conversation) and holds_media(wanted.messages)
+    kind = "media" if has_media else arrival.place.rendering
+    replayed, loading = await arrival.daemon.threads.run(kind, make_prompt)
     if loading is not None:
         # It takes long for a tenant who was not here lately. Others may wait for it too when this client goes away.
         await asyncio.shield(asyncio.wrap_future(loading))
-    return replayed
+    if arrival.context.trace is not None:
+        num_tokens = len(replayed.prompt.token_ids)
+        arrival.context.trace.add(Stage("template", began, time.perf_counter(), {"tokens": num_tokens}))
+    return Rendered(arrival, question.asked, replayed)
 
 
-def _clamped_to(asked: Asked, prompt: Prompt, max_positions: int) -> int | None:
-    """Returns how many tokens fit, if the request asks for more."""
-    room, max_tokens = max_positions - len(prompt.token_ids), asked.sampling.max_tokens
-    return None if max_tokens is None or max_tokens <= room else room
+async def submit(rendered: Rendered) -> Submitted:
+    """Gives the request to the engine.
+
+    Raises `QueueFull`, `NotReady`, `InvalidRequest` for a constraint that cannot be compiled, and `ClientDisconnect`.
+    """
+    arrival, prompt = rendered.arrival, rendered.replayed.prompt
+    daemon, context, serving = arrival.daemon, arrival.context, arrival.serving
+    # A constraint is compiled when its caller's turn comes. The bodies of others do not wait for that.
+    arrival.place.memory.close()
+    make_request = partial(_engine_request, rendered)
+    if rendered.asked.is_constrained:
+        made = await daemon.threads.compile(context.caller.tenant, arrival.request.is_disconnected, make_request)
+    else:
+        made = await daemon.threads.run(arrival.place.rendering, make_request)
+    if made is None:
+        raise ClientDisconnect
+    reader, generate = made
+    if daemon.settings.log_prompts:
+        context.prompt_text = await daemon.threads.run("rendering", serving.engine.tokenizer.decode, prompt.token_ids)
+    max_tokens = rendered.asked.sampling.max_tokens
+    head = Head(
+        id=generate.id,
+        created=int(time.time()),
+        model=serving.model_name,
+        fingerprint=serving.fingerprint,
+        prompt_tokens=len(prompt.token_ids),
+        request_id=context.request_id,
+        clamped_to=None if max_tokens is None or max_tokens <= rendered.room else rendered.room,
+        prompt=prompt.token_ids,
+    )
+    context.generation_id = generate.id
+
+    def on_done(done: DoneEvent) -> None:
+        context.done = done
+        daemon.metrics.count_generation(done)
+        daemon.breaks.note(done.cache)
+
+    writer = rendered.dialect.writer(arrival.body, head)
+    generation = Generation(serving.inbox, generate, arrival.request.receive, on_done)
+    return Submitted(generation, reader, writer, bool(arrival.body.stream))
+
+
+def send(submitted: Submitted) -> Response:
+    """Returns the response that sends the reply."""
+    response = EventStream if submitted.is_stream else PatientResponse
+    return response(submitted.generation, submitted.reader, submitted.writer)
+
+
+def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequest]:
+    """Returns the engine's request, and the reader of its reply. Without a conversation, all of the reply is content.
+
+    Raises `InvalidRequest` for a constraint that cannot be compiled, which may take seconds.
+    """
+    arrival, asked, replayed = rendered.arrival, rendered.asked, rendered.replayed
+    serving, trace, choice = arrival.serving, arrival.context.trace, asked.tool_choice
+    is_chat = isinstance(asked.prompt, Conversation)
+    output_format: OutputFormat = serving.renderer.output_format if is_chat else PlainText()
+    tools = choice.allowed(asked.prompt.tools or ()) if isinstance(asked.prompt, Conversation) else []
+    prompt_end = serving.renderer.end_of(replayed.prompt)
+    generate = GenerateRequest(
+        id=f"{rendered.dialect.id_prefix}{uuid.uuid4().hex}",
+        prompt=replayed.prompt,
+        sampling=_sampling(asked, rendered.room),
+        cache=arrival.cache,
+        constraint=constraint_of(asked, output_format, prompt_end, serving.engine.constraints.check),
+        shown_special_tokens=output_format.special_tokens,
+        reports_progress=asked.return_progress,
+        on_stage=None if trace is None else trace.add,
+    )
+    memory = reply_memory(serving, arrival.cache, replayed)
+    # Made here, in a thread: many names of tools take long.
+    parsers = [output_format.parser(tools, prompt_end) for _ in range(asked.sampling.n)]
+    return RememberingReader(parsers.pop, rendered.dialect.call_id_prefix, memory, many_calls=choice.many), generate
 
 
 def _sampling(asked: Asked, num_room: int) -> SamplingParams:
-    """Returns how the reply is sampled. With log probabilities, which are held until its end, one without a limit ends
-    when they are as many as may be. Raises `InvalidRequest` if a limit is set that allows for more.
+    """Returns how the reply is sampled. Log probabilities are held until the end of a reply, so they limit its tokens.
+
+    Raises `InvalidRequest` if the client's own limit allows for too many log probabilities.
     """
     sampling = asked.sampling
     if sampling.logprobs is None:
@@ -224,43 +331,25 @@ def _sampling(asked: Asked, num_room: int) -> SamplingParams:
     return sampling
 
 
-def _request(
-    serving: Serving,
-    asked: Asked,
-    replayed: Replayed,
-    cache: CacheOptions,
-    dialect: Dialect[B],
-    on_stage: Callable[[Stage], None] | None,
-) -> tuple[RememberingReader, GenerateRequest]:
-    """Returns what the engine gets, and what reads the reply. Without a conversation, all of the reply is content.
-
-    Raises `InvalidRequest` for a constraint that cannot be compiled, which may take seconds.
-    """
-    prompt, memory = replayed.prompt, reply_memory(serving, cache, replayed)
-    is_chat, choice = isinstance(asked.prompt, Conversation), asked.tool_choice
-    output_format: OutputFormat = serving.renderer.output_format if is_chat else PlainText()
-    tools = choice.allowed(asked.prompt.tools or ()) if isinstance(asked.prompt, Conversation) else []
-    prompt_end = serving.renderer.end_of(prompt)
-    generate = GenerateRequest(
-        id=f"{dialect.id_prefix}{uuid.uuid4().hex}",
-        prompt=prompt,
-        sampling=_sampling(asked, serving.engine.max_positions - len(prompt.token_ids)),
-        cache=cache,
-        constraint=constraint_of(asked, output_format, prompt_end, serving.engine.constraints.check),
-        shown_special_tokens=output_format.special_tokens,
-        reports_progress=asked.return_progress,
-        on_stage=on_stage,
-    )
-    # Made here, in a thread: many names of tools take long.
-    parsers = [output_format.parser(tools, prompt_end) for _ in range(asked.sampling.n)]
-    return RememberingReader(parsers.pop, dialect.call_id_prefix, memory, many_calls=choice.many), generate
-
-
 class InputTokens(BaseModel):
     """The length of a prompt."""
 
     object: Literal["response.input_tokens"] = "response.input_tokens"
     input_tokens: int
+
+
+class _CountedMessages:
+    body = CountTokensRequest
+
+    def read(self, body: CountTokensRequest, _vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
+        return Asked(prompt=body.conversation, sampling=SamplingParams())
+
+
+class _CountedInput:
+    body = ResponseRequest
+
+    def read(self, body: ResponseRequest, _vocab_size: int, notes: Callable[[], TenantNotes]) -> Asked:
+        return Asked(prompt=Responses().conversation(body, ResponseStore(notes())), sampling=SamplingParams())
 
 
 @router.post(
@@ -270,11 +359,7 @@ class InputTokens(BaseModel):
 )
 async def count_tokens(request: Request) -> Response:
     """The length of the prompt that `POST /v1/messages` makes of the same body, in tokens."""
-
-    def conversation(body: CountTokensRequest, _notes: TenantNotes) -> Conversation:
-        return body.conversation
-
-    return JSONResponse({"input_tokens": await _length(request, CountTokensRequest, conversation)})
+    return JSONResponse({"input_tokens": await _length(request, _CountedMessages())})
 
 
 @router.post(
@@ -284,25 +369,15 @@ async def count_tokens(request: Request) -> Response:
 )
 async def count_input_tokens(request: Request) -> Response:
     """The length of the prompt that `POST /v1/responses` makes of the same body, in tokens."""
-
-    def conversation(body: ResponseRequest, notes: TenantNotes) -> Conversation:
-        return Responses().conversation(body, ResponseStore(notes))
-
-    length = await _length(request, ResponseRequest, conversation)
-    return JSONResponse(InputTokens(input_tokens=length).model_dump())
+    return JSONResponse(InputTokens(input_tokens=await _length(request, _CountedInput())).model_dump())
 
 
-async def _length(request: Request, model: type[B], conversation: Callable[[B, TenantNotes], Conversation]) -> int:
+async def _length(request: Request, dialect: BodyReader[B]) -> int:
+    """Returns the length of a prompt. Earlier replies are part of it, so the cache is asked as for a reply."""
     daemon: Daemon = request.app.state.daemon
     with daemon.arriving(log_context(request).caller.tenant) as place:
-        body = await daemon.bodies.read_json(request, model, place)
-        serving = await daemon.ready()
-        serving.require_model(body.model)
-        # What is remembered of earlier replies is part of the prompt, so this asks the cache as the request will.
-        cache = cache_options_of(body, request)
-        async with daemon.turns.of(place.caller) if body.reads_more else nullcontext():
-            wanted = await daemon.threads.run(
-                place.rendering, conversation, body, serving.engine.cache.notes(cache.tenant)
-            )
-            replayed = await prompt_of(wanted, daemon, serving, cache, place)
-    return len(replayed.prompt.token_ids)
+        body = await daemon.bodies.read_json(request, dialect.body, place)
+        arrival = await arrive(request, dialect, body, place)
+        async with arrival.turn():
+            rendered = await render(await ask(arrival))
+    return len(rendered.replayed.prompt.token_ids)
