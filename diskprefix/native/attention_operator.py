@@ -70,5 +70,5 @@ def run_of(start: int, num_rows: int, first: int, keys: torch.Tensor, values: to
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns it with the numbers of a row side by side."""
+    """Returns the tensor with the numbers of a row side by side."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

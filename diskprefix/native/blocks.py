@@ -31,7 +31,7 @@ class Norm:
     epsilon: float
 
     def __call__(self, operators: Operators, rows: torch.Tensor) -> torch.Tensor:
-        """Returns what it makes of rows [.., width], in their dtype, which is that of the weight."""
+        """Returns the norm of rows [.., width], in their dtype, which is that of the weight."""
         assert rows.dtype is self.weight.dtype
         assert rows.shape[-1] == len(self.weight)
         rows = rows.contiguous()
@@ -41,7 +41,7 @@ class Norm:
         return out
 
     def call(self, operators: Operators, num_rows: int, rows: int = 0, out: int = 0) -> bytes:
-        """Returns what the operator takes. `rows` and `out` are addresses."""
+        """Returns the argument of the operator. `rows` and `out` are addresses."""
         return _NORM.pack(
             *(DTYPES[self.weight.dtype], self.kind, num_rows, len(self.weight), rows, self.weight.data_ptr(), out),
             *(self.epsilon, torch.get_num_threads(), operators.parallel_for),
@@ -69,7 +69,7 @@ class Gated:
         return out
 
     def call(self, operators: Operators, num_rows: int, rows: int = 0, out: int = 0) -> bytes:
-        """Returns what the operator takes. `rows` and `out` are addresses."""
+        """Returns the argument of the operator. `rows` and `out` are addresses."""
         return _GATED.pack(
             *(num_rows, rows, self.gate.address, self.up.address, self.down.address, self.curve.data_ptr(), out),
             *(torch.get_num_threads(), operators.parallel_for),
@@ -78,8 +78,8 @@ class Gated:
 
 @dataclass(frozen=True, eq=False)
 class StepPlace:
-    """Where the rows of a step are: the positions' cosines and sines, bfloat16 [1, rows, rotary_dim], what a row sees,
-    and the sequences' memory, with room for the rows, as `attention.run_of` describes it."""
+    """The positions of the rows of a step: cosines and sines, bfloat16 [1, rows, rotary_dim], the pattern of visible
+    tokens, and the sequences' memory, with room for the rows, as `attention_operator.run_of` describes it."""
 
     runs: bytes
     num_runs: int
@@ -118,7 +118,7 @@ class AttentionBlock:
         return out
 
     def call(self, operators: Operators, place: StepPlace, num_rows: int, rows: int = 0, out: int = 0) -> bytes:
-        """Returns what the operator takes. `rows` and `out` are addresses."""
+        """Returns the argument of the operator. `rows` and `out` are addresses."""
         norm, of_keys, cosines, sines = self.query_norm, self.key_norm, place.cosines, place.sines
         assert cosines.dtype is sines.dtype is torch.bfloat16
         assert cosines.shape == sines.shape == (1, num_rows, self.key_dim)

@@ -1,5 +1,5 @@
-"""The compiled operators, for the CPU that this runs on. Where there are none, `operators` returns None, and torch's
-kernels take their place; `planes` are those that need no torch."""
+"""The compiled operators for this CPU. Where there are none, `operators` returns None, and torch's kernels replace
+them. `planes` are those that need no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diskprefix.native import build
 log = logging.getLogger("diskprefix")
 
 VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2", "baseline")
-"""For which CPUs there may be operators. `source/library.cpp` says what each needs."""
+"""Kinds of CPU for which there may be operators. `source/library.cpp` says what each needs."""
 
 REVISION = 3
 """The number changes with the bits of what an operator computes."""
@@ -46,12 +46,12 @@ class Operators:
 
     @property
     def identity(self) -> str:
-        """What decides about the bits."""
+        """The variant, compiler and revision, which decide about the bits."""
         return f"{self.variant}, {self.compiler}, {REVISION}"
 
 
 class PlanesCall(ctypes.Structure):
-    """What `split` and `join` are called with. See `source/interface.h`."""
+    """The argument of `split` and `join`; see `source/interface.h`."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("dtype", "bits", "num_rows", "width", "stride", "num_bytes")),
@@ -62,7 +62,7 @@ class PlanesCall(ctypes.Structure):
 
 @dataclass(frozen=True)
 class PlanesOperators:
-    """They take a reference to a `PlanesCall`, and return 0, or 1 if it cannot be done."""
+    """The operators on planes. Each takes a reference to a `PlanesCall` and returns 0, or 1 if it fails."""
 
     split: Any
     join: Any
@@ -76,7 +76,7 @@ class _Table(ctypes.Structure):
 
 
 def choose(kernels: str) -> None:
-    """Says which kernels this process uses: `auto` (the best, or torch's), `torch`, or one of `VARIANTS`.
+    """Sets the kernels that this process uses: `auto` (the best, or torch's), `torch`, or one of `VARIANTS`.
 
     Raises `Unavailable` if those are not there.
     """

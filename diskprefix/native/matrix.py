@@ -16,11 +16,11 @@ _PRODUCT = struct.Struct("@2q P 3P 3P q P")
 _SCALE_TYPES = {torch.float32: 0, torch.float16: 2}
 
 ROWS, COLUMNS = 16, 32
-"""Of a block: a matrix has a multiple of them."""
+"""The size of a block. A matrix has a multiple of both."""
 
 
 class Matrix:
-    """A matrix [rows, columns] that rows are multiplied with. `address` is where C++ finds it."""
+    """A matrix [rows, columns] to multiply rows with. `address` is that of its description for C++."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""Attention whose result for a token does not depend on what is computed beside it: bit for bit the same, however the
-prompt was cut into steps.
+"""Attention whose result for a token does not depend on the rest of the batch, nor on the steps of the prompt, bit for
+bit.
 
 `model.exact.invariant` gives it to a model. Keys and values are the memory of a layer up to the
 last tile of the step, as the cache layers of `kv.layers` return it. The `Step` says which rows of the query belong
@@ -96,6 +96,6 @@ def _first(end: int, memory: torch.Tensor) -> int:
 
 
 def kernel() -> str:
-    """Returns what computes it, for the identity: "" if torch does."""
+    """Returns the kernel that computes attention, for the identity: "" for torch's."""
     found = operators()
     return found.identity if found else ""

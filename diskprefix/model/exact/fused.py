@@ -32,12 +32,12 @@ Forward = Callable[..., Any]
 _PROJECTIONS, _NORMS = ("q_proj", "k_proj", "v_proj", "o_proj"), ("q_norm", "k_norm")
 """The children of attention, by the names that they have in transformers."""
 _PARTS = (AttentionBlock, Gated, Norm)
-"""Of a layer."""
+"""The parts of a layer."""
 _EPSILONS = ("variance_epsilon", "eps", "epsilon")
 
 
 def matrix_of(module: nn.Module, operators: Operators) -> Matrix | None:
-    """Returns the matrix of a linear module, if the compiled product takes it."""
+    """Returns the matrix of a linear module, None if the compiled product does not take it."""
     found: Matrix | None = getattr(module, "matrix", None)
     if found is not None or type(module) is not nn.Linear or not takes_bfloat16(operators):
         return found
@@ -50,7 +50,7 @@ def matrix_of(module: nn.Module, operators: Operators) -> Matrix | None:
 
 
 def norm_of(module: nn.Module, operators: Operators) -> Norm | None:
-    """Returns the norm that a module computes."""
+    """Returns the norm that a module computes, None if it computes something else."""
     parameters = [*module.parameters(recurse=False)]
     epsilon = next((vars(module)[name] for name in _EPSILONS if isinstance(vars(module).get(name), float)), None)
     if len(parameters) != 1 or any(True for _ in module.children()) or epsilon is None:
@@ -68,7 +68,7 @@ def norm_of(module: nn.Module, operators: Operators) -> Norm | None:
 
 
 def gated_of(module: nn.Module, operators: Operators, curves: list[torch.Tensor]) -> Gated | None:
-    """Returns the gated products that a module computes. Its children compute as they will. `curves` are known ones."""
+    """Returns the gated products that a module computes. `curves` are those of other modules."""
     linears = [child for child in module.children() if hasattr(child, "in_features")]
     others = [child for child in module.children() if not hasattr(child, "in_features")]
     found = [matrix_of(linear, operators) for linear in linears]
@@ -93,8 +93,8 @@ def gated_of(module: nn.Module, operators: Operators, curves: list[torch.Tensor]
 
 
 def attention_of(module: nn.Module, operators: Operators, parts: dict[nn.Module, Any]) -> AttentionBlock | None:
-    """Returns the attention that a module computes, with what is around it. Its children compute as they will; `parts`
-    are those that are known."""
+    """Returns the attention that a module computes, with the products and norms around it. `parts` are the known
+    modules."""
     children = dict(module.named_children())
     if not {*_PROJECTIONS} <= children.keys() <= {*_PROJECTIONS, *_NORMS} or list(module.buffers(recurse=False)):
         return None
@@ -113,7 +113,7 @@ def attention_of(module: nn.Module, operators: Operators, parts: dict[nn.Module,
 
 
 def layer_of(module: nn.Module, operators: Operators, parts: dict[nn.Module, Any]) -> Layer | None:
-    """Returns the whole layer that a module computes, of the `parts` that are known. They compute as they will."""
+    """Returns the layer that a module computes from the known modules, `parts`."""
     children = [child for child in module.children() if type(child) is not nn.Dropout]
     kinds = {kind: [parts[child] for child in children if type(parts.get(child)) is kind] for kind in _PARTS}
     (attention, gated, norms) = (kinds[kind] for kind in _PARTS)
@@ -141,7 +141,7 @@ class Parts:
         self._curves: list[torch.Tensor] = []
 
     def smallest(self, module: nn.Module) -> Forward | None:
-        """Returns what takes the place of the forward of a product or a norm, None for other modules."""
+        """Returns a replacement for the forward of a product or a norm, None for other modules."""
         matrix = matrix_of(module, self._operators) if type(module) is nn.Linear else None
         if matrix is not None:
             return partial(product, self._operators, matrix=matrix)
@@ -149,7 +149,7 @@ class Parts:
         return None if norm is None else self._forward(module, norm, _norm)
 
     def larger(self, module: nn.Module) -> Forward | None:
-        """The same for gated products and attention. What they are made of has its forwards."""
+        """Returns a replacement for the forward of gated products or attention, whose parts have theirs already."""
         gated = gated_of(module, self._operators, self._curves)
         if gated is not None:
             self._found[module] = gated
@@ -158,7 +158,7 @@ class Parts:
         return None if block is None else self._forward(module, block, _in_place, module.layer_idx)
 
     def largest(self, module: nn.Module) -> Forward | None:
-        """The same for whole layers."""
+        """Returns a replacement for the forward of a whole layer, whose parts have theirs already."""
         layer = layer_of(module, self._operators, self._found)
         if layer is None:
             return None
@@ -185,7 +185,7 @@ def _in_place(
     past_key_values: Any = None,
     **others: Any,
 ) -> Any:
-    """Takes the place of the forward of attention, or of a layer, over the rows of a step."""
+    """Replaces the forward of attention, or of a layer, over the rows of a step."""
     step = current_step()
     layer: Any = past_key_values.layers[layer_idx] if step is not None and past_key_values is not None else None
     is_known = type(layer) in (FullAttentionLayer, SlidingWindowLayer) and isinstance(attention_mask, Pattern)
@@ -214,7 +214,7 @@ def _in_place(
 
 
 def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
-    """Makes a layer longer by the rows of a run, and returns what the operator takes for it."""
+    """Extends a layer by the rows of a run, and returns the run in the operator's form."""
     keys, values = layer.keys, layer.values
     assert keys.dtype is values.dtype is torch.bfloat16
     if not layer.first <= run.start <= run.end <= layer.first + min(keys.shape[2], values.shape[2]):
@@ -228,7 +228,7 @@ def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
 
 def _table(curve: Callable[[torch.Tensor], torch.Tensor], known: list[torch.Tensor]) -> torch.Tensor:
     """Returns the curve of each bfloat16 number, by its bits, and one number more: bfloat16 [65 537]. Layers share
-    it."""
+    equal tables."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     table = nn.functional.pad(in_whole_vectors(curve, numbers), (0, 1))
     for one in known:

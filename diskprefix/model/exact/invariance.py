@@ -62,7 +62,7 @@ _HARMLESS = frozenset({
     "sum", "mean", "softmax", "layer_norm", "native_layer_norm", "rms_norm", "linalg_vector_norm",
 })
 # fmt: on
-"""Operators that give a row the same bits whatever is computed beside it. A model with any other is on the grid."""
+"""Operators whose result for a row does not depend on the other rows. A model with any other is on the grid."""
 _NUM_TOKENS = 560
 """More than a tile of keys."""
 _STEPS = (256, 256, 48)
@@ -95,7 +95,7 @@ def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tu
 
 
 def _remembered(key: str) -> tuple[str, frozenset[Form]] | None:
-    """Returns what was measured before: the reason and the forms of the model's products."""
+    """Returns an earlier measurement: the reason and the forms of the model's products."""
     match _verdicts.get(key):
         case {"reason": str(reason), "forms": list(described)}:
             with suppress(ValueError):
@@ -125,7 +125,7 @@ def _measured(model: PreTrainedModel, layout: Layout) -> tuple[str, frozenset[Fo
 
 
 def _why_not(model: PreTrainedModel, layout: Layout) -> str:
-    """Returns what can be seen without running the model."""
+    """Returns the reasons that are known without running the model."""
     if layout.unsupported:
         return "its state is not cached"
     if model.device.type != "cpu":
@@ -184,7 +184,7 @@ def _run(
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Collects the operators that a model computes in its own way, of which it is not known that they are harmless."""
+    """Collects the operators of a model that are not known to be harmless."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -50,7 +50,7 @@ _installed: WeakKeyDictionary[PreTrainedModel, _Installed] = WeakKeyDictionary()
 _ForwardOf: TypeAlias = Callable[[nn.Module], Callable[..., Any] | None]
 _Forwards: TypeAlias = list[tuple[nn.Module, Callable[..., Any]]]
 _forwards: WeakKeyDictionary[PreTrainedModel, dict[str, _Forwards]] = WeakKeyDictionary()
-"""What takes the place of the forwards of a model's modules, by the kernels that it is for."""
+"""The replacements for the forwards of a model's modules, by the kernels that compute them."""
 
 
 def install(model: PreTrainedModel, products: str = "") -> None:
@@ -71,7 +71,7 @@ def install(model: PreTrainedModel, products: str = "") -> None:
 
 
 def _forwards_of(model: PreTrainedModel, config: Any) -> _Forwards:
-    """Returns what takes the place of the forwards of modules. Those that have another one already keep it."""
+    """Returns replacements for the forwards of modules. A module that already has another forward keeps it."""
     compiled = operators()
     parts = None if compiled is None or model.device.type != "cpu" else Parts(compiled)
     found: dict[nn.Module, Callable[..., Any]] = {}
@@ -93,7 +93,7 @@ def _forwards_of(model: PreTrainedModel, config: Any) -> _Forwards:
 
 
 def uninstall(model: PreTrainedModel) -> bool:
-    """Makes the model what transformers made it. Returns whether it was anything else."""
+    """Undoes `install`. Returns whether the model was changed."""
     installed = _installed.pop(model, None)
     if installed is not None:
         installed.undo()
@@ -108,7 +108,7 @@ def products_of(model: PreTrainedModel) -> str:
 
 @contextmanager
 def as_it_was(model: PreTrainedModel) -> Iterator[None]:
-    """Within it, the model computes as transformers made it."""
+    """Gives a context in which the model computes as transformers made it."""
     products = products_of(model)
     was_installed = uninstall(model)
     try:
@@ -132,8 +132,7 @@ def _forward_of(parts: Parts | None, module: nn.Module) -> Callable[..., Any] | 
 
 
 def _has_matrices(module: torch.nn.Module) -> bool:
-    """Returns whether a module has matrices of its own: a router, or experts outside transformers' interface. What is
-    around a router may compute with its result."""
+    """Returns whether a module has matrices of its own: a router, or experts outside transformers' interface."""
     if type(module) is torch.nn.Linear or isinstance(module, torch.nn.Embedding):
         return False
     return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))

@@ -24,7 +24,7 @@ MAX_ROWS = 512
 """A product of more rows takes several calls."""
 _COUNTS = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 256, 32), *range(256, MAX_ROWS + 1, 64))
 _MANY_COLUMNS, _FEW_ROWS = 16384, 64
-"""A product with so many columns, of which few rows are computed (logits), is measured for few."""
+"""A product with this many columns (logits) is measured for few rows, because only few are computed."""
 _PROBED_COLUMNS = 64
 
 _measured = Memo("calls", version=1)
@@ -43,7 +43,8 @@ class Form:
 
     @classmethod
     def parse(cls, described: Any) -> Form:
-        """Returns what `described` tells of, with the present number of threads. Raises `ValueError` for all else."""
+        """Returns the form that `describe` described, with the present number of threads. Raises `ValueError` for other
+        values."""
         match described:
             case [int(inner), int(outer), str(name), bool(has_bias), bool(is_plain)]:
                 dtype = getattr(torch, name, None)
@@ -74,7 +75,7 @@ class KernelCall(NamedTuple):
 
     @property
     def cost(self) -> int:
-        """What it costs, in rows of a large product. This is a rule: what is chosen must be the same every time."""
+        """The cost in rows of a large product. It is a fixed rule, because the choice must be the same every time."""
         if not self.matrix_first:
             return _REARRANGED + self.num_rows
         return (_READ if _has_tiles() else _REARRANGED) + self.num_rows + self.num_rows // 2
@@ -89,7 +90,7 @@ def matrix_first(
 
 
 _READ, _REARRANGED = 70, 110
-"""What the matrix costs. A CPU with matrix instructions (AMX) rearranges it if it is the second factor."""
+"""The cost of the matrix: read as it lies, and rearranged. A CPU with AMX rearranges it if it is the second factor."""
 
 
 def calls_of(form: Form, num_rows: int) -> tuple[KernelCall, ...]:
@@ -103,7 +104,7 @@ def calls_of(form: Form, num_rows: int) -> tuple[KernelCall, ...]:
 def safe_calls(form: Form) -> tuple[KernelCall, ...]:
     """Returns calls that give a row of a product of this form the same bits, whatever its place among the rows.
 
-    Measured with numbers whose sums cancel, so that what is left is the rounding, which shows the order of the sum.
+    The inputs of the measurement nearly cancel. What remains is rounding error, which reveals the summation order.
     """
     key = f"{form} {_kernels()}"
     known = {str([*call]): call for call in _candidates(form)}
@@ -155,7 +156,7 @@ def _cheapest(calls: tuple[KernelCall, ...], num_rows: int) -> tuple[int, tuple[
 
 
 def _cost(calls: tuple[KernelCall, ...], most: int) -> float:
-    """One row, and many, relative to a call that takes them as they are."""
+    """Returns the cost of one row and of many, relative to a call that takes them as they are."""
     return sum(_cheapest(calls, rows)[0] / (_READ + rows) for rows in (1, most))
 
 

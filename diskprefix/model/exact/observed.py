@@ -1,4 +1,4 @@
-"""What a module computes for rows made up for that, so that it can be compared with a compiled operator."""
+"""The result of a module for test rows, to compare it with that of a compiled operator."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 _PROBE = "diskprefix_probe"
 _BEFORE = 7
-"""Tokens in memory before those that are made up."""
+"""Tokens in memory before the test rows."""
 _POSITIONS = (7, 8, 100_003)
-"""Of those: what a module computes with positions other than the rotary embedding, shows."""
+"""The positions of the test rows. They reveal a module that uses positions for more than the rotary embedding."""
 
 
 class ObservedMemory:
-    """The memory of a layer with a few tokens in it. A module that is observed takes it for its cache, and its
-    attention's keys and values."""
+    """The memory of a layer with a few tokens in it. An observed module takes it for its cache, and for its attention's
+    keys and values."""
 
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
@@ -88,7 +88,7 @@ class ObservedMemory:
         return native.attention(self._operators, query[0], [run], **options).unsqueeze(0)
 
     def block(self, matrices: list[Matrix], norms: Sequence[Norm | None]) -> AttentionBlock | None:
-        """Returns the operator that should compute what the module did, None if there is none for it."""
+        """Returns the operator that should compute the same as the module, None if there is none."""
         if self.settings is None:
             return None
         (query, key, value, last), (of_query, of_key) = matrices, norms
@@ -123,7 +123,7 @@ ALL_ATTENTION_FUNCTIONS.register(_PROBE, _probe)
 
 @contextmanager
 def observing(config: PreTrainedConfig) -> Iterator[None]:
-    """Within it, modules may be asked for the attention that they compute."""
+    """Gives a context in which `ObservedMemory` computes the attention of modules."""
     name = "_attn_implementation_internal"
     before = getattr(config, name, None)
     setattr(config, name, _PROBE)

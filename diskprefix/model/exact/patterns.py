@@ -1,4 +1,4 @@
-"""What a token sees: the patterns for which there is attention of our own."""
+"""The tokens that a token sees: the patterns that our own attention supports."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NAME = "diskprefix_2"
 
 
 class NotInvariant(Exception):
-    """The model does something for which there is no batch-invariant way here. The argument says what."""
+    """The model computes something that cannot be made batch-invariant here. The argument names it."""
 
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a token sees: all tokens up to itself, or the last `window`, or those of its chunk of `chunk` tokens.
+    """The tokens that a token sees: all up to itself, or the last `window`, or those of its chunk of `chunk` tokens.
 
     A model hands it from the mask interface to its layers in the place of a mask.
     """

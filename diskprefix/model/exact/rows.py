@@ -18,7 +18,7 @@ from torch.nn import functional
 from diskprefix.model.exact.kernel_calls import Form, calls_of, matrix_first
 
 _VECTOR, _UNSHARED = 64, 32768
-"""Numbers that fill the vectors of a loop, and so many that torch does not share them between threads."""
+"""The count of numbers that fill the vectors of a loop, and the count up to which torch uses one thread."""
 
 _MAX_PLANS = 8192
 _CURVES = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid", "elu", "pow", "exp2"})
@@ -26,11 +26,11 @@ _CURVES_OF_HALF = frozenset({"gelu", "mish", "pow", "rsqrt"})
 """The second set is that of bfloat16 and float16."""
 
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
-"""Whether a product is being computed here, for who watches what a model computes."""
+"""True while a product is computed here. `invariance` does not watch the operators of that time."""
 
 
 def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns what `torch.nn.functional.linear` does: [.., inner] × [outer, inner] → [.., outer]."""
+    """Returns the result of `torch.nn.functional.linear`: [.., inner] × [outer, inner] → [.., outer]."""
     return _product(rows, weight, bias, is_plain=False)
 
 
@@ -40,7 +40,7 @@ def times(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = 
 
 
 def forget_forms() -> None:
-    """After it, `forms` returns those of later products only."""
+    """Forgets products: `forms` then returns those of later products only."""
     _plans.known.clear()
     _plans.forms.clear()
 
@@ -51,14 +51,14 @@ def forms() -> frozenset[Form]:
 
 
 def is_curve(name: str, dtype: torch.dtype) -> bool:
-    """Returns whether torch has several codes for that function of one number: for numbers that fill vectors, for the
-    rest, and for numbers that are not side by side. They differ in the last bits."""
+    """Returns whether torch has several codes for this function of one number, which differ in the last bits: for
+    numbers that fill vectors, for the rest, and for numbers that are not side by side."""
     return name in (_CURVES_OF_HALF if dtype in (torch.bfloat16, torch.float16) else _CURVES)
 
 
 def in_whole_vectors(function: Callable[..., torch.Tensor], numbers: torch.Tensor, *args: Any) -> torch.Tensor:
-    """Returns what `function` does number by number. torch has another code for numbers that do not fill a vector, and
-    for those that are not side by side."""
+    """Returns the result of `function`, which works number by number. torch has other code for numbers that do not fill
+    a vector or are not side by side."""
     token = is_ours.set(True)
     try:
         if are_whole(numbers.numel(), torch.get_num_threads()):
@@ -92,9 +92,8 @@ def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
 
 
 class _Calls:
-    """How a product of one form is computed for rows of one shape, `[.., inner]`. `filled` returns memory for the rows
-    of a call, of which the first may be written to; other rows may be behind them, as a row of a product depends on no
-    other."""
+    """The calls that compute a product of one form for rows of one shape, `[.., inner]`. `filled` returns memory for
+    the rows of a call. Only its first rows are written: a row of a product depends on no other."""
 
     def __init__(self, form: Form, shape: torch.Size, filled: Callable[[int], torch.Tensor]) -> None:
         self._num_rows = math.prod(shape[:-1])
@@ -122,8 +121,8 @@ class _Calls:
 
 
 class _MatrixFirst:
-    """The same for one call with the matrix first, which is most of what a step of few rows computes, in a few
-    microseconds each: everything else is prepared."""
+    """One prepared call with the matrix first. Most products of a step of few rows are of this kind, a few microseconds
+    each."""
 
     def __init__(self, form: Form, shape: torch.Size, count: int, filled: Callable[[int], torch.Tensor]) -> None:
         self._num_rows, self._form = math.prod(shape[:-1]), form
@@ -145,7 +144,7 @@ class _MatrixFirst:
 
 
 class _Plans(threading.local):
-    """Those of a thread, with memory for rows that are filled up."""
+    """The prepared products of a thread, with memory for rows that are filled up."""
 
     def __init__(self) -> None:
         self.known: dict[tuple[Any, ...], _Calls | _MatrixFirst] = {}

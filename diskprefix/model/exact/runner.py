@@ -76,7 +76,7 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
 
 def can_pack(model: PreTrainedModel, layout: Layout) -> bool:
     """Returns whether the model computes several sequences in one forward, each with the bits that it has alone. Some
-    that are exact at every token do not: they compute with the memory of a layer before attention does."""
+    models that are exact at every token do not: they use the memory of a layer before attention does."""
     if layout.state_kind != "token":
         return False
     prompts = [torch.tensor([ids], device=model.device) for ids in ([1, 2, 3], [2, 1])]
@@ -94,8 +94,8 @@ def can_pack(model: PreTrainedModel, layout: Layout) -> bool:
 
 
 class _PackedCache(Cache):  # type: ignore[misc]
-    """What the model takes for its cache in a packed forward. Lengths are those of the first sequence: positions and
-    masks come from elsewhere."""
+    """The cache of a packed forward. Its lengths are those of the first sequence: positions and masks come from
+    elsewhere."""
 
     def __init__(self, arenas: Sequence[KVArena], step: Step) -> None:
         of_layers = zip(*(arena.layers for arena in arenas), strict=True)

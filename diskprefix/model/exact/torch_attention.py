@@ -1,10 +1,9 @@
-"""Attention by torch's kernels, called so that the bits of a token do not depend on what is computed beside it.
+"""Attention by torch's kernels, called so that the bits of a token do not depend on the rest of the batch.
 
 It is for a machine without the compiled operator (`native`). Keys are read in tiles of `TILE` tokens counted from
 position 0 of a sequence. The products of a row of queries with a tile always have the same shape, so the kernels sum
 them in the same order. A row goes through its tiles in ascending order with a running maximum (flash attention). A tile
-of which a row sees nothing leaves it exactly as it is, so it does not matter which other rows need that tile, or how
-far the memory reaches.
+that a row does not see leaves it exactly as it is. So neither other rows nor the length of the memory matter.
 
 torch's own flash attention for the CPU does that: its tiles have 512 keys, and it splits the queries of a call in
 blocks, of 32 rows for calls of less than 192. Here each block is full, and the calls end with a tile. Soft caps and
@@ -38,7 +37,7 @@ _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 @dataclass(slots=True)
 class TorchAttention:
-    """What is the same for all sequences of a layer."""
+    """The attention of a layer over all sequences of a step."""
 
     step: Step
     pattern: Pattern
@@ -207,7 +206,7 @@ def _gives_the_bits_of_blocks(num_rows: int, dtype: torch.dtype, dim: int, threa
 
 @dataclass(frozen=True)
 class _Probe:
-    """Numbers of which little is left but the rounding, so that the order of the sums shows."""
+    """Inputs that nearly cancel. What remains is rounding error, which reveals the summation order."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -215,7 +214,7 @@ class _Probe:
     scale: float
 
     def in_calls(self, num_rows: int, count: int) -> torch.Tensor:
-        """Returns the first `count` rows, a multiple of `num_rows`, in calls of so many."""
+        """Returns the first `count` rows, a multiple of `num_rows`, in calls of `num_rows`."""
         parts = torch.split(self.queries[:, :, :count], num_rows, dim=2)
         found = [_flash(part, self.keys, self.values, 0.0, False, scale=self.scale)[0] for part in parts]
         return torch.cat(found, dim=2)

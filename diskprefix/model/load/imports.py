@@ -2,7 +2,7 @@
 
 A model's class comes with `torch._dynamo`, `torch.distributed.tensor`, `torch.distributed.fsdp` and sympy: transformers
 imports them for compiled graphs, for several machines and for its own continuous batching. They take more time than all
-the rest. What stands in for them gives way: whoever needs more of a module than is known here gets the real one.
+the rest. Stand-ins replace them. An attribute that a stand-in does not have loads the real module.
 
 transformers also reads the source of all its models, to know which file has which class. What it finds is remembered.
 """
@@ -48,7 +48,7 @@ _NUMBERS: dict[str, Any] = {
     "sym_or": lambda *conditions: any(conditions),
     "sym_eq": operator.eq,
 }
-"""What torch asks of sizes that may be symbols, where all are numbers."""
+"""Functions that torch calls on sizes that may be symbols, for sizes that are all numbers."""
 _SYMBOLS = {"Basic": _Symbol}
 
 
@@ -70,7 +70,7 @@ def import_transformers() -> None:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """A context for imports. What they make stays, and to look through it for garbage takes a fifth of their time."""
+    """Gives a context for imports without garbage collection, which takes a fifth of their time and finds nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -83,7 +83,8 @@ def without_collections() -> Iterator[None]:
 
 @contextmanager
 def without_tracer() -> Iterator[None]:
-    """A context for code of torch and transformers that compiles nothing. It does not import the tracer and sympy then.
+    """Gives a context for code of torch and transformers that compiles nothing. It does not import the tracer and sympy
+    then.
 
     Besides imports, this is a model that is made without memory for its weights: torch computes shapes in Python.
     """
@@ -105,7 +106,8 @@ def without_tracer() -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """A package of which only `known` and submodules are used. At any other attribute the real one takes its place."""
+    """A stand-in for a package, with the attributes in `known` and its submodules. Any other attribute loads the real
+    package."""
 
     def __init__(self, name: str, known: dict[str, Any] | None = None, *, file: str | None = None) -> None:
         """`file` is the `__init__.py` of the package above, for a package whose submodules are imported."""
@@ -124,7 +126,7 @@ class _StandIn(ModuleType):
 
 @contextmanager
 def _without_distributed() -> Iterator[None]:
-    """A context in which torch says that it was built without `torch.distributed`. transformers asks once."""
+    """Gives a context in which torch says that it was built without `torch.distributed`. transformers asks once."""
     import torch.distributed
 
     is_available = torch.distributed.is_available
@@ -144,7 +146,7 @@ _classes = Memo("transformers", version=1, max_records=2)
 
 @contextmanager
 def _remembering_classes() -> Iterator[None]:
-    """A context in which transformers, when it is imported, gets the list of its classes from the memo."""
+    """Gives a context in which transformers, when it is imported, gets the list of its classes from the memo."""
     finder = _ReaderFinder()
     sys.meta_path.insert(0, finder)
     try:
@@ -193,7 +195,7 @@ def _remembered(read: Callable[..., Classes]) -> Callable[..., Classes]:
 
 
 def _parsed(record: Any) -> Classes | None:
-    """Returns what a record of the memo holds, None if it is missing or something else."""
+    """Returns the classes in a record of the memo, None if it is missing or something else."""
     try:
         return {frozenset(needs): {m: set(names) for m, names in of.items()} for needs, of in record}
     except (TypeError, ValueError, AttributeError):

@@ -1,4 +1,4 @@
-"""What besides a model's weights decides how its numbers are rounded: the hardware, kernel packages and switches."""
+"""The hardware, kernel packages and switches that decide how a model's numbers are rounded."""
 
 from __future__ import annotations
 
@@ -99,13 +99,13 @@ def switches(model: Any) -> dict[str, Any]:
 
 
 def _fp32(backend: Any) -> str:
-    """The precision of float32 products. torch says `none` before it is set, and means `ieee`."""
+    """Returns the precision of float32 products. torch says `none` before it is set, and means `ieee`."""
     precision = str(backend.fp32_precision)
     return "ieee" if precision == "none" else precision
 
 
 def _read(read: Callable[[], Any], default: Any) -> Any:
-    """The value; the default where this version of torch has no such switch."""
+    """Returns the value of a switch, or the default where this version of torch does not have it."""
     try:
         return read()
     except AttributeError:

@@ -1,4 +1,4 @@
-"""What kind of model a configuration describes: one that is served, or one that is not, by its name."""
+"""The kind of model that a configuration describes: one that is served, or one that is not."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EMBEDDING = "an embedding model"
 @dataclass(frozen=True)
 class ModelKind:
     """A kind of model that is served. `loader` is its auto class in transformers. `has_own_generate`: the model's class
-    replaces `generate`, so it is not known what it does with media."""
+    replaces `generate`, so its use of media is unknown."""
 
     loader: Any
     is_multimodal: bool

@@ -1,4 +1,4 @@
-"""From what --model says to a model in memory: the embedded default, a local folder, a .gguf file or a hub id."""
+"""Loads the model that --model names: the embedded default, a local folder, a .gguf file or a hub id."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class _ModelSource:
 
     @property
     def ahead(self) -> tuple[list[Path], Hashable]:
-        """What its weights depend on, for `ReadAhead`."""
+        """The folders and values that its weights depend on, for `ReadAhead`."""
         return [self.folder, *{file.parent for file in self.files} - {self.folder}], (self.dtype, *self.files)
 
     def __str__(self) -> str:

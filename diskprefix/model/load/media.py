@@ -28,14 +28,14 @@ MediaKind: TypeAlias = Literal["image", "audio"]
 MAX_PIXELS = 64 * 1024**2
 """Limit for all images of a request: 256 MiB decoded. A file of a few kilobytes can claim any size."""
 MIN_AUDIO_S = 0.1
-"""Limit for each sound. The encoders of some models make nothing of shorter ones."""
+"""Least length of a sound. The encoders of some models fail for shorter ones."""
 MAX_AUDIO_S = 600
 """Limit for all sounds of a request."""
 MAX_PREPARED_BYTES = 512 * 1024**2
 """Limit for the tensors that the processor makes of a request's media. One pixel can become 10 MB."""
 MAX_ASPECT_RATIO = 200
-"""Of the longer side of an image to the shorter one: the limit of most processors. One scales a strip of 1x6000 pixels
-until its shorter side is a patch, to gigabytes."""
+"""Limit for the longer side of an image divided by the shorter one, as most processors have it. One processor scales a
+strip of 1x6000 pixels to gigabytes."""
 _IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """Pillow reads dozens more, whose decoders are less tested."""
 _PLAIN_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

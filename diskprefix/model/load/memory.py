@@ -1,4 +1,4 @@
-"""How much memory a model's weights take, and how much is free."""
+"""The memory that a model's weights take, and the memory that is free."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def explain_out_of_memory(problem: str) -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within it, torch computes with one thread: for many small operations, of which the memory is the limit."""
+    """Gives a context in which torch uses one thread: for many small operations that memory bandwidth limits."""
     import torch
 
     threads = torch.get_num_threads()
@@ -65,8 +65,7 @@ def one_thread() -> Iterator[None]:
 
 def large_pages(num_bytes: int, *others: torch.Tensor) -> torch.Tensor:
     """Returns fresh memory, uint8 [num_bytes], in pages of 2 MiB where the kernel has them: they are read up to 1.4
-    times as fast. A thread has them made, and then those of `others`, beside whatever is done meanwhile. Raises
-    `MemoryError`."""
+    times as fast. A thread has the kernel make these pages, then those of `others`. Raises `MemoryError`."""
     import torch
 
     from diskprefix.kv.transfer import populate

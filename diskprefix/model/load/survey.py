@@ -1,4 +1,4 @@
-"""What a model's layers are according to its configuration alone, without the model; and layers in words."""
+"""The layers of a model from its configuration alone, and their description in words."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def survey(config: PreTrainedConfig) -> tuple[tuple[LayerSpec, ...], tuple[str, 
 
 
 def describe_layers(layers: Sequence[LayerSpec], config: PreTrainedConfig) -> str:
-    """`6× linear, 2× sliding(512)`: how many there are of each kind, in the order of the first."""
+    """Returns a text such as `6× linear, 2× sliding(512)`: the count of each kind, in the order of the first."""
     text_config = config.get_text_config(decoder=True)
     # A layer without state of its own uses another's, or is no attention at all.
     none = "shared" if getattr(text_config, "num_kv_shared_layers", 0) else "stateless"
@@ -43,7 +43,7 @@ def describe_layers(layers: Sequence[LayerSpec], config: PreTrainedConfig) -> st
 
 
 def moving_ropes_of(config: PreTrainedConfig) -> list[str]:
-    """The kinds of RoPE in a configuration that keep its models from being cached."""
+    """Returns the kinds of RoPE in a configuration that keep its models from being cached."""
     parameters = getattr(config.get_text_config(decoder=True), "rope_parameters", None) or {}
     each = [parameters, *(found for found in parameters.values() if isinstance(found, dict))]
     return moving_ropes(str(found.get("rope_type")) for found in each)

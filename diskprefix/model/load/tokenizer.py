@@ -31,7 +31,7 @@ def read_template(path: Path | None) -> str | None:
 def read_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a folder: the one that was read ahead, unless a file of the folder was written since.
 
-    `template` takes the place of its chat template. Raises `ModelError`, and `SettingsError` for a template that does
+    `template` replaces its chat template. Raises `ModelError`, and `SettingsError` for a template that does
     not compile.
     """
     tokenizer = _ahead.take([folder], template)
@@ -39,7 +39,7 @@ def read_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFas
 
 
 def read_tokenizer_ahead(folder: Path, template: str | None) -> None:
-    """Reads it for the next `read_tokenizer`. Raises what that does, and `OSError`."""
+    """Reads a tokenizer for the next `read_tokenizer`. Raises the same errors, and `OSError`."""
     _ahead.read([folder], template, lambda: _read(folder, template))
 
 

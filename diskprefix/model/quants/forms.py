@@ -19,7 +19,7 @@ from functools import cached_property
 import torch
 
 ROWS, COLUMNS = 16, 32
-"""Of a block."""
+"""The size of a block."""
 _SHRUNK = (1.0, 0.94, 0.88, 0.82)
 """The parts of a group's range that are tried for 4 bits. A smaller one cuts the outermost weights off and is finer."""
 _AT_ONCE = 1 << 18
@@ -68,7 +68,7 @@ FORMS = tuple(
 
 
 _LEFT_OVER = {5: ((0, 30, 0, 2), (1, 30, 2, 2), (2, 30, 4, 1), (3, 30, 0, 2), (4, 30, 2, 2), (2, 31, 4, 1))}
-"""Where the last two vectors are, by the bits of a code: word, bit of it, bit of the code, number of bits."""
+"""The places of the last two vectors, by the bits of a code: word, bit of the word, bit of the code, number of bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ def _in_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _of_words(words: torch.Tensor, form: QuantForm) -> torch.Tensor:
-    """Returns what `_in_words` made the words of."""
+    """Returns the inverse of `_in_words`."""
     bits, in_word = form.bits, 32 // form.bits
     found = torch.empty(*words.shape[:2], 32, 16, dtype=torch.int8)
     shifts = torch.arange(0, in_word * bits, bits, dtype=torch.int32).view(-1, 1)
@@ -145,7 +145,7 @@ def _of_words(words: torch.Tensor, form: QuantForm) -> torch.Tensor:
 
 
 def unpacked(packed: torch.Tensor, form: QuantForm) -> Quants:
-    """Returns what `Quants.packed` packed."""
+    """Returns the inverse of `Quants.packed`."""
     strips, blocks, _ = packed.shape
     rows, columns = strips * ROWS, blocks * COLUMNS
     codes = packed[..., : form.code_bytes].contiguous().view(torch.int8).view(strips, blocks, -1, 16)
@@ -181,7 +181,7 @@ def _in_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _in_4_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Tries several ranges; in each, scale and zero are those with the least squares of errors for the codes."""
+    """Returns the best of several ranges. In each, scale and zero have the least squared error for the codes."""
     low, high = groups.aminmax(dim=-1, keepdim=True)
     middle = groups.mean(-1, keepdim=True)
     best: tuple[torch.Tensor, ...] = ()
@@ -206,7 +206,7 @@ def _codes(groups: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> t
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:
-    """Of a group of equal weights the scale is 0, and every code is right."""
+    """Returns the scales to divide by. A group of equal weights has the scale 0, and every code is right for it."""
     return torch.where(scales == 0, 1.0, scales)
 
 

@@ -35,8 +35,8 @@ log = logging.getLogger("diskprefix")
 METHOD = "diskprefix"
 FILE = "model.safetensors"
 _FORMS, _UNTIED = "diskprefix_forms", "diskprefix_untied"
-"""In the metadata of the weights file: the forms by the names of the modules; set if the logits have a matrix of their
-own, where the model has that of the embeddings."""
+"""Keys of the metadata of the weights file: the forms by the names of the modules; set if the logits have a matrix of
+their own instead of that of the embeddings."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _OF_RECURRENCE = frozenset({"A_log", "dt_bias", "conv1d", "rg_lru", "time_decay"})
 """Names by which a layer that keeps a state of its own is known. Its projections feed sums over the whole prompt."""
@@ -46,7 +46,7 @@ Choose: TypeAlias = Callable[[str, torch.Tensor], Quants | None]
 
 
 class QuantisedLinear(nn.Module):
-    """Takes the place of an `nn.Linear`: rows [.., in_features] → [.., out_features], in bfloat16."""
+    """A replacement for `nn.Linear`: rows [.., in_features] → [.., out_features], in bfloat16."""
 
     packed: torch.Tensor
 
@@ -57,7 +57,7 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("packed", torch.empty(shape, dtype=torch.uint8, device=linear.weight.device))
         self.bias = linear.bias
         self.matrix: Matrix | None = None
-        """For the compiled operators."""
+        """The matrix for the compiled operators."""
         self._product: Product | None = None
 
     @property
@@ -66,7 +66,7 @@ class QuantisedLinear(nn.Module):
         return unpacked(self.packed, self.form).dequantised()
 
     def prepare(self) -> None:
-        """Makes what the kernel computes with, once the weights are there. They change no more."""
+        """Prepares the matrix for the kernel, once the weights are there. They must not change afterwards."""
         bias = None if self.bias is None else self.bias.detach()
         self.matrix = matrix_of(self.packed, self.form, bias)
         self._product = product_of(self.packed, self.form, bias, self.matrix)
@@ -206,7 +206,7 @@ def _metadata(file: Path) -> dict[str, str]:
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Makes a loaded model ready to compute, and logs what of it is quantised."""
+    """Makes a loaded model ready to compute, and logs which matrices are quantised."""
     found: dict[str, int] = {}
     with one_thread():
         for module in model.modules():
