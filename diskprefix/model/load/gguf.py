@@ -19,6 +19,7 @@ from diskprefix.model.load.memory import available_ram_bytes, require_memory
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
 from diskprefix.settings import cache_home
+from diskprefix.store.folder import sync
 from diskprefix.tokens import file_digest
 from diskprefix.trusted_path import distrusted_by_root
 from diskprefix.units import format_size
@@ -115,19 +116,11 @@ def _publish(made: Path, folder: Path) -> None:
         # safetensors writes 0600.
         path.chmod(manifest.stat().st_mode)
     for path in (*files, manifest, made):
-        _flush(path)
+        sync(path)
     if folder.exists():
         folder.replace(made.with_name("replaced"))
     made.replace(folder)
-    _flush(folder.parent)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync(folder.parent)
 
 
 def _open_lock(file: Path) -> IO[bytes]:

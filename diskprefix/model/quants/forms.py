@@ -18,8 +18,8 @@ from functools import cached_property
 
 import torch
 
-ROWS, COLUMNS = 16, 32
-"""The size of a block."""
+from diskprefix.native.matrix import COLUMNS, ROWS
+
 _SHRUNK = (1.0, 0.94, 0.88, 0.82)
 """The parts of a group's range that are tried for 4 bits. A smaller one cuts the outermost weights off and is finer."""
 _AT_ONCE = 1 << 18
@@ -156,11 +156,6 @@ def unpacked(packed: torch.Tensor, form: QuantForm) -> Quants:
     parts = numbers.view(strips, blocks, -1, COLUMNS // form.group, ROWS).permute(2, 0, 4, 1, 3)
     scales, *zeros = parts.reshape(-1, rows, columns // form.group).unbind()
     return Quants(form.bits, form.group, codes, scales, zeros[0] if zeros else None)
-
-
-def can_quantise(weight: torch.Tensor) -> bool:
-    """Returns whether the matrix fills whole blocks."""
-    return weight.ndim == 2 and weight.shape[0] % ROWS == 0 and weight.shape[1] % COLUMNS == 0
 
 
 def quantised(weight: torch.Tensor, bits: int) -> Quants:

@@ -15,9 +15,9 @@ from typing import TypeAlias
 import torch
 
 from diskprefix.model.exact.rows import is_ours
-from diskprefix.model.quants.forms import COLUMNS, ROWS, QuantForm, Quants, unpacked
+from diskprefix.model.quants.forms import QuantForm, Quants, unpacked
 from diskprefix.native.library import operators
-from diskprefix.native.matrix import Matrix, product
+from diskprefix.native.matrix import COLUMNS, ROWS, Matrix, product
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """From rows [.., columns of the matrix] to [.., rows of the matrix], in bfloat16."""

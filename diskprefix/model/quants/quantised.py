@@ -22,9 +22,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.memory import one_thread
-from diskprefix.model.quants.forms import QuantForm, Quants, can_quantise, quantised, unpacked
+from diskprefix.model.quants.forms import QuantForm, Quants, quantised, unpacked
 from diskprefix.model.quants.products import Product, kernel, matrix_of, product_of
-from diskprefix.native.matrix import Matrix
+from diskprefix.native.matrix import Matrix, fills_blocks
 from diskprefix.progress import Report, progress_bar
 
 if TYPE_CHECKING:
@@ -75,9 +75,6 @@ class QuantisedLinear(nn.Module):
         assert self._product is not None, "the model was not prepared"
         return self._product(rows)
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, {self.form}"
-
 
 def quantise(model: PreTrainedModel, choose: Choose) -> None:
     """Quantises the matrices of the decoder in place, as `choose` says.
@@ -86,7 +83,7 @@ def quantise(model: PreTrainedModel, choose: Choose) -> None:
     `prepare` makes the model ready to compute.
     """
     for name, linear in list(_linears(model)):
-        if can_quantise(linear.weight):
+        if fills_blocks(linear.weight):
             quants = choose(name, linear.weight.detach())
             if quants is not None:
                 _put(model, name, quants)

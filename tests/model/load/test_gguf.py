@@ -323,7 +323,7 @@ def test_a_disk_that_fills_up_meanwhile_is_said(cache: Path, monkeypatch: pytest
     def full(_: Path) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module, "_flush", full)
+    monkeypatch.setattr(module, "sync", full)
     with pytest.raises(ModelError, match=r"the disk of .* is full"):
         build_once("one", one_file, print)
     assert [path.name for path in cache.iterdir()] == [".lock-one"]

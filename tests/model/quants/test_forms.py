@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diskprefix.model.quants.forms import FORMS, QuantForm, Quants, can_quantise, quantised, unpacked
+from diskprefix.model.quants.forms import FORMS, QuantForm, Quants, quantised, unpacked
+from diskprefix.native.matrix import fills_blocks
 
 
 def quants_of(form: QuantForm, rows: int = 48, columns: int = 96, seed: int = 0) -> Quants:
@@ -80,5 +81,5 @@ def test_long_matrices_are_quantised_in_parts_as_they_are_whole(monkeypatch: pyt
 
 @pytest.mark.parametrize("shape", [(24, 64), (32, 48), (32,), (2, 16, 32)])
 def test_what_does_not_fill_whole_blocks_cannot_be_quantised(shape: tuple[int, ...]) -> None:
-    assert not can_quantise(torch.zeros(shape))
-    assert can_quantise(torch.zeros(32, 64))
+    assert not fills_blocks(torch.zeros(shape))
+    assert fills_blocks(torch.zeros(32, 64))
