@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from diskprefix.engine.draft_model import DraftModel, DraftSequence
+from diskprefix.engine.guesser import MOST_ROWS, DraftRate
 from diskprefix.engine.running_request import Reply
 from diskprefix.engine.scheduler import MAX_ROWS
-from diskprefix.engine.speculation import MOST_ROWS, DraftRate, speedup
 
 FEW = 16
 """The most known tokens that are computed with the first guess."""
@@ -51,7 +51,7 @@ class DraftTimes:
 
 
 class ModelDrafter:
-    """Guesses with a draft model. See `speculation.Drafter`."""
+    """Guesses with a draft model, as far as that pays."""
 
     def __init__(self, model: DraftModel, clock: Callable[[], float]) -> None:
         self.model = model
@@ -60,6 +60,8 @@ class ModelDrafter:
         self._clock = clock
 
     def draft(self, sequences: Sequence[Reply], num_decoding: int, row_cost: float, plain_s: float) -> None:
+        """Gives guesses to the replies' guessers. `num_decoding` replies share the next step. `row_cost`: see
+        `speculation.RowCost`. `plain_s` is the step's time in seconds without guesses, 0 if that is not known."""
         step_s = plain_s / (1 + row_cost * num_decoding)
         cost = self.times.cost(step_s)
         asked, behind = list[Reply](), list[Reply]()
@@ -210,3 +212,18 @@ class Draft:
         sequence.allocation.num_computed = min(sequence.arena.num_tokens, self.reply.num_known)
         if self.tokens:
             guesser.use_drafted(self.tokens)
+
+
+def speedup(rate: float, num_sequences: int, row_cost: float, draft_cost: float) -> float:
+    """Returns how many times as fast decoding is with a draft model, at the best number of guesses.
+
+    Each guess is right with the chance `rate`. `draft_cost` is the time to guess one token for all sequences, as a
+    share of a step without rows, as is `row_cost`.
+    """
+    plain = best = 1 / (1 + row_cost * num_sequences)
+    tokens = chance = 1.0
+    for count in range(1, MOST_ROWS // num_sequences + 1):
+        chance *= rate
+        tokens += chance
+        best = max(best, tokens / (1 + row_cost * num_sequences * (1 + count) + draft_cost * count))
+    return best / plain

@@ -17,6 +17,7 @@ import torch
 from diskprefix.cache.request import CachedRequest
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.gauges import Activity, ActivityState, EngineFigures
+from diskprefix.engine.guesser import Guesser
 from diskprefix.engine.inbox import Ticket
 from diskprefix.engine.request import (
     DoneEvent,
@@ -30,7 +31,6 @@ from diskprefix.engine.request import (
 )
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Sequence
-from diskprefix.engine.speculation import Guesser
 from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVAllocation
@@ -79,7 +79,6 @@ class Reply(Sequence):
     is_finished: bool = False
 
     def use_memory(self, allocation: KVAllocation) -> None:
-        """Has the reply computed in this memory."""
         self.allocation, self.state = allocation, allocation.arena
 
     def ids(self, start: int, end: int) -> torch.Tensor:
@@ -190,7 +189,8 @@ class Reply(Sequence):
 
     def _sample(self, held: HeldLogits) -> ReplyState:
         for row, guessed in enumerate([*held.guesses, None]):
-            if not self._can_sample:
+            is_known = self.sampled_early is not None or not self.running.reply_limit
+            if not is_known and not self.sampler.is_ready:
                 # A view would keep the logits of all sequences of the step.
                 self.held = HeldLogits(held.logits[row:].clone(), held.guesses[row:], held.had_guesses)
                 return "waiting"
@@ -207,11 +207,6 @@ class Reply(Sequence):
         if held.had_guesses:
             self._take_back_guesses()
         return "computing" if reason is None else self._finish(reason)
-
-    @property
-    def _can_sample(self) -> bool:
-        """True if the next token is known without waiting for a mask."""
-        return self.sampled_early is not None or not self.running.reply_limit or self.sampler.is_ready
 
     def _compute_again(self) -> ReplyState:
         """Has the last token computed without guesses. The state of a guess may be infinite. Then the rows before it

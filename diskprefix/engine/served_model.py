@@ -16,10 +16,11 @@ from diskprefix.engine.detokenize import TextStream, special_tokens
 from diskprefix.engine.draft_model import DraftModel, LoadedDraft
 from diskprefix.engine.drafting import ModelDrafter
 from diskprefix.engine.gauges import EngineFigures
+from diskprefix.engine.guesser import DraftRate, Guesser
 from diskprefix.engine.request import GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
-from diskprefix.engine.speculation import DraftRate, Guesser, Speculation
+from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
 from diskprefix.hooks import Recorder
 from diskprefix.kv.group import give_back_ahead
@@ -212,7 +213,7 @@ class ServedModel:
             remembered=running.cached.is_published or bool(is_uncached and running.num_generated),
         )
 
-    def _make_speculation(self) -> Speculation[Reply] | None:
+    def _make_speculation(self) -> Speculation | None:
         settings = self.cache.settings
         if settings.speculative == "off" and self.drafter is None:
             return None

@@ -17,8 +17,8 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 from diskprefix.engine.drafting import ModelDrafter
+from diskprefix.engine.guesser import DraftRate
 from diskprefix.engine.loop import Engine, Loop
-from diskprefix.engine.speculation import DraftRate
 from diskprefix.errors import ModelError
 from diskprefix.kv.step import TILE
 from diskprefix.model.exact import runner

@@ -13,10 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.engine.guesser import LONGEST, Guesser
 from diskprefix.engine.loop import Engine, Loop
-from diskprefix.engine.ngrams import LONGEST
 from diskprefix.engine.request import Constraint, GenerateRequest
-from diskprefix.engine.speculation import Guesser
 from diskprefix.kv.pool import KVAllocation
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import Client, forget_idle, run_together

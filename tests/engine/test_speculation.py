@@ -6,20 +6,14 @@ import itertools
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 
-from diskprefix.engine.speculation import (
-    MOST_ROWS,
-    AcceptanceRates,
-    DraftRate,
-    Guesser,
-    RowCost,
-    Speculation,
-    speedup,
-    worth_computing,
-)
+from diskprefix.engine.drafting import speedup
+from diskprefix.engine.guesser import MOST_ROWS, AcceptanceRates, DraftRate, Guesser
+from diskprefix.engine.speculation import RowCost, Speculation, worth_computing
 
 REPEATED = list(range(100, 160))
 
@@ -32,6 +26,11 @@ class One:
     room_for_draft: int = 1000
     draft: list[int] = field(default_factory=list)
     guesser: Guesser | None = field(default_factory=lambda: Guesser(np.array(REPEATED * 2, np.int32), 10_000))
+
+
+def of_counts(drafter: Any = None) -> Any:
+    """A `Speculation` that is given sequences of this file."""
+    return Speculation(drafter)
 
 
 def tokens_a_second(counts: list[int], chances: list[list[float]], row_cost: float) -> float:
@@ -131,7 +130,7 @@ def test_after_many_steps_with_guesses_one_without_is_compared_with() -> None:
     assert not cost.needs_plain_step("a")
 
 
-def drafted(speculation: Speculation[One], one: One, row_s: float, step_s: float = 1.0) -> int:
+def drafted(speculation: Any, one: One, row_s: float, step_s: float = 1.0) -> int:
     """The guesses of a step that takes `step_s`, and `row_s` for each row."""
     speculation.plan([one])
     speculation.record_step([one], 1 + len(one.draft), len(one.draft), step_s + row_s * (1 + len(one.draft)))
@@ -139,7 +138,7 @@ def drafted(speculation: Speculation[One], one: One, row_s: float, step_s: float
 
 
 def test_guesses_are_computed_while_they_pay_and_no_longer() -> None:
-    speculation, one = Speculation[One](), One()
+    speculation, one = of_counts(), One()
     assert drafted(speculation, one, 0.01) == 0, "a step to compare with comes first"
     assert drafted(speculation, one, 0.01) > 10
     many = [drafted(speculation, one, 1.0, step_s=0.0) for _ in range(400)]
@@ -152,7 +151,7 @@ def test_guesses_are_computed_while_they_pay_and_no_longer() -> None:
 
 
 def test_text_that_guesses_do_not_fit_switches_them_off_and_on_again() -> None:
-    speculation, one = Speculation[One](), One()
+    speculation, one = of_counts(), One()
     assert one.guesser is not None
     speculation.row_cost._over = 0.1 * speculation.row_cost._weight
     drafted(speculation, one, 0.1)
@@ -173,7 +172,7 @@ def test_text_that_guesses_do_not_fit_switches_them_off_and_on_again() -> None:
 
 
 def test_a_draft_fits_the_room_of_its_sequence() -> None:
-    speculation, one = Speculation[One](), One()
+    speculation, one = of_counts(), One()
     drafted(speculation, one, 0.01)
     for room in (5, 1, 0, -3):
         one.room_for_draft = room
@@ -182,7 +181,7 @@ def test_a_draft_fits_the_room_of_its_sequence() -> None:
 
 
 def test_a_sequence_without_a_guesser_has_no_draft() -> None:
-    speculation, one, other = Speculation[One](), One(), One(arrived=1, draft=[1, 2], guesser=None)
+    speculation, one, other = of_counts(), One(), One(arrived=1, draft=[1, 2], guesser=None)
     for _ in range(2):
         speculation.plan([one, other])
         speculation.record_step([one, other], 2 + len(one.draft), len(one.draft), 1.0)
@@ -237,7 +236,7 @@ def test_a_draft_model_is_asked_where_the_tokens_before_tell_less() -> None:
         one(3, REPEATED, 0),
         One(4, guesser=None),
     ]
-    speculation = Speculation[One](asked)
+    speculation = of_counts(asked)
     speculation.plan(sequences)
     assert asked.last == [], "a step to compare with comes first"
     speculation.record_step(sequences, len(sequences), 0, 1.0)

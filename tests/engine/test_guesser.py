@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from diskprefix.engine import ngrams
-from diskprefix.engine.ngrams import LONGEST, Guess, NgramIndex
+from diskprefix.engine import guesser
+from diskprefix.engine.guesser import LONGEST, Guess, NgramIndex
 
 
 def index_of(token_ids: Sequence[int]) -> NgramIndex:
@@ -36,7 +36,7 @@ def slowly(token_ids: Sequence[int], most: int) -> Guess | None:
 
 @pytest.mark.parametrize("num_kinds", [2, 3, 10, 100])
 def test_a_guess_is_what_followed_the_longest_match(num_kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngrams, "_MOST_PLACES", 1000)
+    monkeypatch.setattr(guesser, "_MOST_PLACES", 1000)
     chance = random.Random(num_kinds)
     for _ in range(200):
         token_ids = [chance.randrange(num_kinds) for _ in range(chance.randrange(60))]
@@ -78,4 +78,4 @@ def test_a_guess_looks_at_a_bounded_number_of_places(monkeypatch: pytest.MonkeyP
     guess = index_of(token_ids).guess(4)
     assert guess is not None
     assert guess.token_ids[0] == 5999
-    assert len(looked) <= ngrams._MOST_PLACES
+    assert len(looked) <= guesser._MOST_PLACES
