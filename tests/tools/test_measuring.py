@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,33 +59,10 @@ def test_the_store_benchmark_measures_restores_lookups_and_codecs(tmp_path: Path
     assert all(codec["again_gb_s"] > 0 and codec["cold_gb_s"] > 0 for codec in report["restore"]["codecs"].values())
 
 
-@pytest.fixture
-def long_model(chat_model: Path, tmp_path: Path) -> Path:
-    """The tiny chat model with as many positions as a conversation takes in its bytes."""
-    folder = tmp_path / "long-chat"
-    shutil.copytree(chat_model, folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 65536}), encoding="utf-8")
-    return folder
-
-
 @thorough
 @pytest.mark.slow
-def test_the_turns_of_a_conversation_are_restored_and_say_the_same(long_model: Path, tmp_path: Path) -> None:
-    report = run(tmp_path / "report.json", "conversation", "--model", str(long_model), "--rounds", "1", "--no-restart")
-    assert report["texts_equal"]
-    first, second, third = report["turns"]
-    assert first["restored"] == 0
-    assert second["restored"] >= first["prompt_tokens"], "the reply is in memory too"
-    assert third["restored"] >= second["prompt_tokens"]
-    assert third["computed"] < second["computed"] < first["computed"] == first["prompt_tokens"]
-    assert all(turn["ratios"].keys() == {"prefill", "ttft"} for turn in report["turns"])
-
-
-@thorough
-@pytest.mark.slow
-def test_a_prompt_is_restored_exactly_and_up_to_where_its_end_differs(long_model: Path, tmp_path: Path) -> None:
-    report = run(tmp_path / "report.json", "prefix", "--model", str(long_model), "--tokens", "700", "--runs", "1")
+def test_a_prompt_is_restored_exactly_and_up_to_where_its_end_differs(chat_model: Path, tmp_path: Path) -> None:
+    report = run(tmp_path / "report.json", "prefix", "--model", str(chat_model), "--tokens", "700", "--runs", "1")
     assert report["texts_equal"]
     (prompt,) = report["prompts"]
     restored = {case: figures["restored"] for case, figures in prompt["cases"].items()}

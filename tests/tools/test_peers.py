@@ -14,7 +14,7 @@ import pytest
 
 from tools.peers.peer import HttpPeer, Peer, PeerError, Process, Reply, WorkerPeer, rate_together
 from tools.peers.results import Figure, Results, UnreadableResults, better
-from tools.programs.peers import measured, plot_figures
+from tools.programs.peers import measured
 
 WORKER = """
 import json, sys
@@ -164,15 +164,3 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(UnreadableResults, match="not a file of results"):
         Results(path)
-
-
-def test_a_panel_of_the_plot_has_a_bar_for_each_case_and_peer() -> None:
-    results = Results(None)
-    for peer, figures in (
-        ("a", (Figure("cold_s", 64, 1.0), Figure("exact_s", 64, 0.1))),
-        ("b", (Figure("cold_s", 64, 2.0),)),
-    ):
-        results.add("m", peer, 0, figures)
-    panels = plot_figures(results.report())["m"]
-    assert panels["cold_s"] == {"64 tokens": {"a": 1.0, "b": 2.0}}
-    assert panels["restart_s"] == {"same prompt": {"a": 0.1}}

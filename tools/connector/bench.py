@@ -23,8 +23,8 @@ from rich.table import Table
 from diskprefix.progress import Report
 from tools.connector.server import Connector, Reply, Server, disk_bytes, stored_blocks
 from tools.measuring.options import FOLDER, JSON, codec_option
+from tools.measuring.prompts import NEW_TOKENS, WORDS, extended, prompt_text
 from tools.measuring.workspace import measuring, model_folder
-from tools.programs.restart import NEW_TOKENS, WORDS, extended, prompt_text
 
 _FIRST_TOKENS = 1000
 _TURN_TOKENS = 100

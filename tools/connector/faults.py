@@ -21,9 +21,9 @@ from diskprefix.progress import Report
 from tools.connector.bench import running
 from tools.connector.server import Reply, Server
 from tools.measuring.options import FOLDER
+from tools.measuring.prompts import prompt_text
 from tools.measuring.workspace import measuring, model_folder
 from tools.peers.peer import PeerError
-from tools.programs.restart import prompt_text
 
 _TOKENS = 700
 _DTYPE = "float32"

@@ -19,10 +19,10 @@ from tools.connector.bench import running
 from tools.connector.faults import Verdicts
 from tools.connector.server import Reply, Server
 from tools.measuring.options import FOLDER, JSON
+from tools.measuring.prompts import prompt_text
 from tools.measuring.workspace import measuring, model_folder
 from tools.peers.peer import PeerError
 from tools.programs.remote import NETWORKS, REPLY_TOKENS, planted, share, two_daemons
-from tools.programs.restart import prompt_text
 
 _FAULT_TOKENS = 700
 _DTYPE = "float32"

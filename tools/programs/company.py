@@ -24,9 +24,9 @@ from transformers import AutoTokenizer
 
 from tools.measuring.live_server import Answer, LiveServer, step
 from tools.measuring.options import FOLDER, JSON, MODEL
+from tools.measuring.prompts import Prompts
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.measuring.workspace import measuring, model_folder
-from tools.programs.prefix import Prompts
 
 NUM_REQUESTS = 5
 REPLY_TOKENS = 64

@@ -25,8 +25,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tools.measuring.live_server import Answer, LiveServer, LiveServerError, log_tail, step, time_import_torch_s
+from tools.measuring.prompts import AGENT_PROMPT
 
-SYSTEM_PROMPT = Path(__file__).parents[1] / "prompts" / "agent_system.md"
 QUESTION = "An invoice is wrong. What do I do first?"
 NEXT_QUESTION = "And what do I do after that?"
 OTHER_QUESTION = "What do I do when the disk of a server is nearly full?"
@@ -59,7 +59,7 @@ class Comparison:
 
 
 def opening(question: str) -> Messages:
-    system = SYSTEM_PROMPT.read_text(encoding="utf-8").strip()
+    system = AGENT_PROMPT.read_text(encoding="utf-8").strip()
     return [{"role": "system", "content": system}, {"role": "user", "content": question}]
 
 

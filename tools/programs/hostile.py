@@ -1,39 +1,35 @@
 """The hostile benchmark: do well-behaved clients notice bad ones, and does the daemon end when told, with all saved?
 
-Good clients, bad clients and the one who looks at `/health` are processes of their own (`tools.measuring.crowd`). This
+Good clients, bad clients and the one who looks at `/health` are processes of their own (`tools.hostile.crowd`). This
 one starts them, reads the daemon's memory, and counts.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import multiprocessing
-import os
 import queue
-import signal
-import statistics
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import click
 import httpx
-import numpy as np
 from rich.console import Console
 
-from tools.measuring.bad_clients import CLOSED, CUT_OFF, HUNG_UP
-from tools.measuring.crowd import Attacked, Health, Seen, Turn, bad_key, good_key, run_bad, run_good, run_health
-from tools.measuring.hostile_requests import CHAT, KINDS, SLOW_READER
-from tools.measuring.live_server import LiveServer, LiveServerError, step
+from tools.hostile.crowd import Attacked, Turn, bad_key, good_key, run_bad, run_good, run_health
+from tools.hostile.report import health_figures, memory_figures, show, tracebacks, verdicts
+from tools.hostile.requests import CHAT, KINDS
+from tools.hostile.watch import Phase, Watch, figures
+from tools.measuring.live_server import LiveServer, step
 from tools.measuring.options import FOLDER, JSON
-from tools.measuring.report import machine, new_table, print_report, say, show_machine
+from tools.measuring.report import machine, print_report, say
 from tools.measuring.workspace import measuring
 
 ALONE_SHARE = 1 / 3
@@ -44,188 +40,9 @@ BAD_PROCESSES = 2
 SCOPE = "auto:30"
 KV_MEMORY = 2 << 30
 """Set, because its default depends on the machine, and so would the goal for the daemon's memory."""
-RELOAD_EVERY_S, MEMORY_EVERY_S, TELL_EVERY_S = 5.0, 1.0, 10.0
 BLOCK = 256
-TTFT_GOAL, HEALTH_GOAL_S, STOP_GOAL_S = 1.5, 0.5, 10.0
-FLAT_GOAL, FLAT_SLACK_BYTES = 1.05, 64 << 20
-MEMORY_GOAL_BYTES = 4 << 30
 STOP_DEADLINE_S = 120.0
 DRAIN_S = 2.0
-ASKED_AGAIN = 3
-"""So many of the last prompts of each good client are sent again after the restart."""
-_SHOWN_FAILURES = 20
-_TRACEBACK_LINES = 8
-
-
-@dataclass
-class Kind:
-    """What became of the connections of one kind of bad client."""
-
-    ends: Counter[str] = field(default_factory=Counter)
-    slowest_s: float = 0.0
-
-
-@dataclass
-class Phase:
-    """What was seen from one moment to another. Times to the first token are in seconds, of the client."""
-
-    ttft_s: list[float] = field(default_factory=list)
-    failures: Counter[str] = field(default_factory=Counter)
-    memory: list[dict[str, float]] = field(default_factory=list)
-    busy_s: float = 0.0
-    """Of all processors, by the daemon."""
-    seconds: float = 0.0
-
-
-@dataclass
-class Watch:
-    """Reads what the clients saw, and the daemon's memory. Tells of it every ten seconds."""
-
-    server: LiveServer
-    seen: Any
-    tell: Callable[[str], None]
-    kinds: dict[str, Kind] = field(default_factory=dict)
-    failed_answers: list[dict[str, Any]] = field(default_factory=list)
-    num_failed_answers: int = 0
-    health: list[Health] = field(default_factory=list)
-    acknowledged: dict[int, list[Turn]] = field(default_factory=dict)
-    """The last turns of each good client of which the daemon said that something is kept."""
-    reloads: int = 0
-    _next_memory: float = 0.0
-    _next_reload: float = 0.0
-
-    def until(self, name: str, done: Callable[[], bool], *, reload: bool = False) -> Phase:
-        """Watches until `done`. Raises `LiveServerError` if the daemon ends."""
-        phase, started, busy = Phase(), time.monotonic(), _busy_s(self.server.process_id)
-        self._next_memory = self._next_reload = started
-        next_told = started + TELL_EVERY_S
-        while not done():
-            self._look(phase, started, reload=reload)
-            if time.monotonic() > next_told:
-                next_told += TELL_EVERY_S
-                self.tell(f"{name}, {time.monotonic() - started:.0f} s: {self._line(phase)}")
-        phase.seconds = time.monotonic() - started
-        phase.busy_s = _busy_s(self.server.process_id) - busy
-        return phase
-
-    def _look(self, phase: Phase, started: float, *, reload: bool) -> None:
-        now = time.monotonic()
-        if not self.server.is_running:
-            raise LiveServerError("the daemon ended")
-        if now >= self._next_memory:
-            self._next_memory = now + MEMORY_EVERY_S
-            phase.memory.append({"at": round(now - started, 1)} | _memory_of(self.server.process_id))
-        if reload and now >= self._next_reload:
-            self._next_reload = now + RELOAD_EVERY_S
-            os.kill(self.server.process_id, signal.SIGHUP)
-            self.reloads += 1
-        with suppress(queue.Empty):
-            self.take(self.seen.get(timeout=0.1), phase, started)
-
-    def take(self, seen: Seen, phase: Phase, started: float) -> None:
-        if isinstance(seen, Health):
-            self.health.append(seen)
-        elif isinstance(seen, Attacked):
-            self._take_attacked(seen)
-        else:
-            if seen.kept_tokens:
-                kept = self.acknowledged.setdefault(seen.client, [])
-                self.acknowledged[seen.client] = [*kept, seen][-ASKED_AGAIN:]
-            if seen.failure:
-                phase.failures[seen.failure] += 1
-            # What was begun before the phase is not of it.
-            elif seen.started >= started and seen.ttft_s is not None:
-                phase.ttft_s.append(seen.ttft_s)
-
-    def _take_attacked(self, seen: Attacked) -> None:
-        kind = self.kinds.setdefault(seen.kind, Kind())
-        kind.ends[seen.end.how] += 1
-        kind.slowest_s = max(kind.slowest_s, seen.seconds)
-        if seen.end.is_failure:
-            self.num_failed_answers += 1
-            if len(self.failed_answers) < _SHOWN_FAILURES:
-                answer = seen.end.answer.decode(errors="replace")
-                self.failed_answers.append({"kind": seen.kind, "answer": answer})
-                self.tell(f"{seen.kind} got a {seen.end.how}: {answer[-300:]}")
-
-    def _line(self, phase: Phase) -> str:
-        times = figures(phase)
-        last = phase.memory[-1]
-        return (
-            f"good {times['requests']}, first token {times['ttft_p50_ms']:.0f} ms, p99 {times['ttft_p99_ms']:.0f} ms, "
-            f"{sum(phase.failures.values())} failed; bad {sum(kind.ends.total() for kind in self.kinds.values())}, "
-            f"{self.num_failed_answers} of 500; /health at most {self.slowest_health_s:.2f} s; "
-            f"memory {last['own_mb']:.0f} MB, with files {last['resident_mb']:.0f} MB"
-        )
-
-    @property
-    def slowest_health_s(self) -> float:
-        return max((health.seconds for health in self.health), default=0.0)
-
-
-def _processes(process_id: int) -> Iterator[int]:
-    """Yields a process and those that it started."""
-    yield process_id
-    try:
-        for task in Path(f"/proc/{process_id}/task").iterdir():
-            for child in (task / "children").read_text(encoding="ascii").split():
-                yield from _processes(int(child))
-    except OSError:
-        return
-
-
-def _memory_of(process_id: int) -> dict[str, float]:
-    """Returns megabytes of all processes: `own` without what is a file's, such as the store's pages and the weights."""
-    own = files = 0
-    for process in _processes(process_id):
-        try:
-            lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
-        except OSError:
-            continue
-        kilobytes = {
-            name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name in _RSS
-        }
-        own += kilobytes.get("RssAnon", 0) + kilobytes.get("RssShmem", 0)
-        files += kilobytes.get("RssFile", 0)
-    return {"own_mb": round(own * 1024 / 1e6, 1), "resident_mb": round((own + files) * 1024 / 1e6, 1)}
-
-
-_RSS = ("RssAnon", "RssShmem", "RssFile")
-
-
-def _busy_s(process_id: int) -> float:
-    ticks = 0
-    for process in _processes(process_id):
-        try:
-            fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
-        except OSError:
-            continue
-        # User and system time, of the process and of its children that ended.
-        ticks += sum(int(number) for number in fields[11:15])
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def figures(phase: Phase) -> dict[str, Any]:
-    quantiles = np.percentile(phase.ttft_s, [50, 99, 100]) * 1e3 if phase.ttft_s else (0.0, 0.0, 0.0)
-    names = ("ttft_p50_ms", "ttft_p99_ms", "ttft_max_ms")
-    return {
-        "requests": len(phase.ttft_s),
-        **{name: round(float(value), 1) for name, value in zip(names, quantiles, strict=True)},
-        "failures": dict(phase.failures),
-        "busy_processors": round(phase.busy_s / phase.seconds, 2) if phase.seconds else 0.0,
-    }
-
-
-def memory_figures(samples: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Returns the most, and the medians of the first and the last third."""
-    own = [sample["own_mb"] for sample in samples]
-    third = max(1, len(own) // 3)
-    return {
-        "max_mb": max(own),
-        "resident_max_mb": max(sample["resident_mb"] for sample in samples),
-        "first_third_mb": statistics.median(own[:third]),
-        "last_third_mb": statistics.median(own[-third:]),
-    }
 
 
 @contextmanager
@@ -320,18 +137,6 @@ def measure(server: LiveServer, run: Run, console: Console) -> dict[str, Any]:
     }
 
 
-def tracebacks(log: Path) -> list[str]:
-    """Returns the ends of the tracebacks in a log: a failure in a stream comes after its 200."""
-    _, *rests = log.read_text(encoding="utf-8", errors="replace").split("Traceback (most recent call last):\n")
-    ends = []
-    for rest in rests:
-        # The error is the first line that is not indented.
-        lines = rest.splitlines()
-        last = next((i for i, line in enumerate(lines) if not line.startswith(" ")), len(lines) - 1)
-        ends.append("\n".join(lines[max(0, last - _TRACEBACK_LINES) : last + 1]))
-    return ends
-
-
 def _after(seconds: float) -> Callable[[], bool]:
     end = time.monotonic() + seconds
     return lambda: time.monotonic() > end
@@ -352,20 +157,6 @@ def _drain(watch: Watch, beside: Phase, told: float) -> None:
             seen = replace(seen, started=0.0, failure="")
         if not isinstance(seen, Attacked) or seen.ended < told:
             watch.take(seen, beside, told)
-
-
-def health_figures(health: Sequence[Health], told: float) -> dict[str, Any]:
-    """Of what was answered before the daemon was told to end."""
-    asked = [one for one in health if one.at + one.seconds < told]
-    slow = [one for one in asked if one.seconds > HEALTH_GOAL_S]
-    return {
-        "requests": len(asked),
-        "max_s": round(max((one.seconds for one in asked), default=0.0), 3),
-        "p99_ms": round(float(np.percentile([one.seconds for one in asked], 99)) * 1e3, 1) if asked else 0.0,
-        "slow": len(slow),
-        "not_200": sum(one.status != 200 for one in asked),
-        "late_max_s": round(max((one.late_s for one in asked), default=0.0), 3),
-    }
 
 
 def asked_again(server: LiveServer, watch: Watch, console: Console) -> dict[str, Any]:
@@ -389,107 +180,6 @@ def asked_again(server: LiveServer, watch: Watch, console: Console) -> dict[str,
                     | answer["prefix_cache"]
                 )
     return {"prompts": len(turns), "lost": lost}
-
-
-def verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns what must hold, a row each."""
-    alone, beside, health, memory = report["alone"], report["beside"], report["health"], report["memory"]["beside"]
-    ratio = beside["ttft_p99_ms"] / alone["ttft_p99_ms"] if alone["ttft_p99_ms"] else float("inf")
-    failed = sum(beside["failures"].values()) + sum(alone["failures"].values())
-    cut_off = report["kinds"].get(SLOW_READER, {"ends": {}})["ends"].get(CUT_OFF, 0)
-    flat_mb = memory["first_third_mb"] * FLAT_GOAL + FLAT_SLACK_BYTES / 1e6
-    stop, restored = report["stop"], report["restored"]
-    num_lost = len(restored["lost"])
-    rows = [
-        ("p99 of the first token, beside / alone", f"{ratio:.2f}", f"≤ {TTFT_GOAL}", 0 < ratio <= TTFT_GOAL),
-        ("good requests that failed", str(failed), "0", failed == 0),
-        ("answers with 500", str(report["failed_answers"]), "0", report["failed_answers"] == 0),
-        ("tracebacks in the log", str(len(report["tracebacks"])), "0", not report["tracebacks"]),
-        ("slowest /health, s", f"{health['max_s']:.2f}", f"≤ {HEALTH_GOAL_S}", health["max_s"] <= HEALTH_GOAL_S),
-        ("answers of /health without 200", str(health["not_200"]), "0", health["not_200"] == 0),
-        (
-            "most memory, MB",
-            f"{memory['max_mb']:.0f}",
-            f"≤ {MEMORY_GOAL_BYTES / 1e6:.0f}",
-            memory["max_mb"] <= MEMORY_GOAL_BYTES / 1e6,
-        ),
-        (
-            "memory in the last third, median MB",
-            f"{memory['last_third_mb']:.0f}",
-            f"≤ {flat_mb:.0f}",
-            memory["last_third_mb"] <= flat_mb,
-        ),
-        ("streams of slow readers that were cut off", str(cut_off), "0", cut_off == 0),
-        (
-            "from SIGTERM to the end, s",
-            f"{stop['seconds']:.1f}",
-            f"≤ {STOP_GOAL_S:.0f}",
-            stop["seconds"] <= STOP_GOAL_S,
-        ),
-        ("exit code", str(stop["exit_code"]), "0", stop["exit_code"] == 0),
-        (
-            "saved prompts that are not restored",
-            f"{num_lost} of {restored['prompts']}",
-            "0",
-            not num_lost and restored["prompts"] > 0,
-        ),
-    ]
-    return [{"what": what, "figure": figure, "goal": goal, "holds": holds} for what, figure, goal, holds in rows]
-
-
-def columns_of(ends: dict[str, int]) -> dict[str, int]:
-    """Returns the ends of a kind by the columns of the table."""
-    columns = dict.fromkeys(COLUMNS, 0)
-    for end, number in ends.items():
-        columns[end if end in columns else f"{end[0]}xx"] += number
-    return columns
-
-
-COLUMNS = ("2xx", "4xx", "429", "503", "5xx", HUNG_UP, CLOSED, CUT_OFF)
-
-
-def show(report: dict[str, Any], console: Console) -> None:
-    show_machine(report["machine"], console)
-    table = new_table(
-        "First token of the good clients",
-        left=("",),
-        right=("requests", "median ms", "p99 ms", "most ms", "failed", "busy processors"),
-    )
-    for name in ("alone", "beside"):
-        seen = report[name]
-        times = (seen["ttft_p50_ms"], seen["ttft_p99_ms"], seen["ttft_max_ms"])
-        failed = sum(seen["failures"].values())
-        row = (seen["requests"], *times, failed, seen["busy_processors"])
-        table.add_row(name, *map(str, row))
-    console.print(table)
-    say(console, f"What became of the bad ones in {report['minutes']:g} minutes")
-    table = new_table("", left=("",), right=("times", *(name.replace(" ", "\n") for name in COLUMNS), "most\ns"))
-    for name, kind in report["kinds"].items():
-        columns = columns_of(kind["ends"])
-        numbers = [str(number or "") for number in columns.values()]
-        table.add_row(name, str(sum(columns.values())), *numbers, f"{kind['slowest_s']:.1f}")
-    console.print(table)
-    for failed in report["first_failed_answers"]:
-        say(console, f"{failed['kind']}: {failed['answer'].splitlines()[0]} … {failed['answer'][-300:]}")
-    for failure, number in (report["alone"]["failures"] | report["beside"]["failures"]).items():
-        say(console, f"a good client, {number} times: {failure}")
-    for lost in report["restored"]["lost"]:
-        say(console, f"not restored: {json.dumps(lost)}")
-    for trace in report["tracebacks"][:_SHOWN_FAILURES]:
-        say(console, f"a traceback:\n{trace}")
-    for name, memory in report["memory"].items():
-        figures_of = ", ".join(f"{key} {value:.0f}" for key, value in memory.items())
-        say(console, f"memory {name}: {figures_of}")
-    health = report["health"]
-    say(
-        console,
-        f"/health: {health['requests']} requests, p99 {health['p99_ms']} ms, {health['slow']} above the goal; "
-        f"its process was late by at most {health['late_max_s']:.2f} s",
-    )
-    table = new_table(f"Verdicts ({report['reloads']} reloads)", left=("",), right=("measured", "goal", ""))
-    for row in report["verdicts"]:
-        table.add_row(row["what"], row["figure"], row["goal"], "✓" if row["holds"] else "✗")
-    console.print(table)
 
 
 @click.command()

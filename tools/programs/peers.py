@@ -11,9 +11,7 @@ are timed before each, which says how even the machine was.
 from __future__ import annotations
 
 import json
-import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +26,11 @@ from rich.console import Console
 from diskprefix.progress import Report
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, MODELS
+from tools.measuring.prompts import WORDS, extended, prompt_text
 from tools.measuring.report import machine, new_table, print_report, say, short, show_machine
 from tools.measuring.workspace import model_folder
 from tools.models import real
-from tools.peers.environments import NotInstalled, python_of
+from tools.peers.environments import NotInstalled
 from tools.peers.known import PEERS, Model
 from tools.peers.peer import Peer, PeerError, rate_together
 from tools.peers.results import MACHINE, Figure, Results
@@ -42,13 +41,10 @@ TOGETHER_SIZES = (64, 4000)
 """Five longer prompts take too long for those that compute them five times."""
 RESTART_SIZE = 4000
 NUM_TOGETHER = 5
-NEW_WORDS = 23
 _ROOM = 256
 _PROBE_SIZE = 2048
 _PROBE_REPEATS = 5
-_PLOT = Path(__file__).parents[1] / "peers" / "workers" / "plot.py"
 
-WORDS = (Path(__file__).parents[1] / "prompts" / "words.txt").read_text(encoding="utf-8").split()
 TITLES = {
     "ready_s": "ready, s",
     "memory_mib": "memory, MiB",
@@ -60,17 +56,6 @@ TITLES = {
     "bf16_gflops": "product in bf16, GFLOPS",
     "copy_gb_s": "copy, GB/s",
 }
-PANELS = {"cold_s": "cold_s", "exact_s": "restart_s", "next_s": "restart_s", "rate": "rate", "together": "together"}
-"""The panel of the plot that a case is in."""
-
-
-def prompt_text(size: int, name: str) -> str:
-    choose = random.Random(f"{size}-{name}")
-    return "".join(f" {word}" for word in choose.choices(WORDS, k=size))
-
-
-def extended(prompt: str) -> str:
-    return prompt + "".join(f" {word}" for word in WORDS[:NEW_WORDS])
 
 
 def measured(peer: Peer, sizes: Sequence[int], round_: int) -> Iterator[Figure]:
@@ -178,22 +163,6 @@ def told(figures: Iterator[Figure], note: Report) -> Iterator[Figure]:
         yield figure
 
 
-def plot_figures(report: dict[str, Any]) -> dict[str, dict[str, dict[str, dict[str, float]]]]:
-    """Returns the medians by model, panel, what a bar says, and peer."""
-    labels = {"exact_s": "same prompt", "next_s": "next turn"}
-    found: dict[str, dict[str, dict[str, dict[str, float]]]] = {}
-    for model, cells in report["models"].items():
-        panels = found.setdefault(model, {})
-        for cell, of_peers in cells.items():
-            case, *size = cell.split()
-            if case in PANELS:
-                label = labels.get(case) or f"{size[0]} tokens"
-                panels.setdefault(PANELS[case], {})[label] = {
-                    peer: spread["median"] for peer, spread in of_peers.items()
-                }
-    return found
-
-
 def show(report: dict[str, Any], console: Console) -> None:
     for model, cells in report["models"].items():
         title = f"{model}; ratio: how many times better diskprefix is"
@@ -231,17 +200,6 @@ def known_model(name: str, wanted: Sequence[int], progress: Console) -> tuple[Mo
     return Model(name, folder, gguf, max(rooms[size] for size in sizes)), sizes
 
 
-def draw(report: dict[str, Any], path: Path, progress: Console) -> None:
-    """Writes a plot as SVG. Raises `NotInstalled`, or `PeerError` with what the program that draws it said."""
-    with step(progress, f"plot {path}") as note, TemporaryDirectory() as folder:
-        source = Path(folder) / "figures.json"
-        source.write_text(json.dumps(plot_figures(report)), encoding="utf-8")
-        command = [str(python_of("plot", note)), str(_PLOT), str(source), str(path)]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            raise PeerError(f"no plot: {ended.stderr.strip().splitlines()[-1]}")
-
-
 @click.command()
 @MODELS
 @click.option(
@@ -265,7 +223,6 @@ def draw(report: dict[str, Any], path: Path, progress: Console) -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     help="Add to this file each round that it has not yet, and show all that it has.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot here, as SVG.")
 @FOLDER
 @JSON
 def main(
@@ -274,7 +231,6 @@ def main(
     sizes: tuple[str, ...],
     rounds: int,
     results: Path | None,
-    plot: Path | None,
     folder: Path | None,
     as_json: bool,
 ) -> None:
@@ -295,6 +251,4 @@ def main(
     ]
     report = found.report()
     print_report(report, as_json, show)
-    if plot is not None:
-        draw(report, plot, progress)
     sys.exit(1 if failed else 0)

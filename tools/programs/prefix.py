@@ -18,17 +18,13 @@ from rich.table import Table
 
 from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step
 from tools.measuring.options import FOLDER, JSON, codec_option, runs_option
+from tools.measuring.prompts import TAIL_TOKENS, Prompts
 from tools.measuring.report import machine, median, new_table, print_report, short, show_machine
 from tools.measuring.workspace import measuring, model_folder
 from tools.models import real
 
-ROOT = Path(__file__).parents[2]
 SIZES = {"gemma3-270m": (2_000, 20_000), "smollm2": (2_000, 7_900)}
-TAIL_TOKENS = 64
-"""How many tokens at the end of the nearest prompt differ."""
 MAX_TOKENS = 16
-MOST_CHARS_A_TOKEN = 8
-"""More than the average token of any tokenizer, so that only a part of the text must be tokenized."""
 CASES = {"cold": "cold", "exact": "exact repeat", "nearest": "other end", "cold_nearest": "that one, cold"}
 TIMES = ("lookup_ms", "restore_ms", "prefill_ms", "server_ttft_ms", "ttft_ms", "total_ms")
 PUBLISHED = {
@@ -55,36 +51,6 @@ class Sample:
     server_ttft_ms: float
     ttft_ms: float
     total_ms: float
-
-
-@dataclass(frozen=True, eq=False)
-class Prompts:
-    """Prompts of exact lengths, cut from this project's own texts."""
-
-    tokenizer: Any
-
-    def prompt(self, num_tokens: int, run: int) -> list[int]:
-        """Returns a prompt whose first words depend on the arguments, so that no two prompts share a block."""
-        return self._ids(num_tokens, run)[:num_tokens]
-
-    def other_end(self, num_tokens: int, run: int) -> list[int]:
-        """Returns the same prompt with other last tokens: those that follow it in the text."""
-        ids = self._ids(num_tokens, run)
-        return ids[: num_tokens - TAIL_TOKENS] + ids[num_tokens : num_tokens + TAIL_TOKENS]
-
-    def _ids(self, num_tokens: int, run: int) -> list[int]:
-        heading = f"Reading number {run + 1}, of {num_tokens} tokens.\n\n"
-        text = heading + _corpus()[: MOST_CHARS_A_TOKEN * num_tokens]
-        ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
-        if len(ids) < num_tokens + TAIL_TOKENS:
-            raise LiveServerError(f"the project's texts are {len(ids)} tokens long, too short for {num_tokens}")
-        return ids
-
-
-def _corpus() -> str:
-    prose = [ROOT / "README.md", ROOT / "tools" / "prompts" / "agent_system.md", ROOT / "CHANGELOG.md"]
-    files = [*prose, *sorted((ROOT / "diskprefix").rglob("*.py"))]
-    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 class PrefixBench:

@@ -21,9 +21,9 @@ from diskprefix.namespace_key import NamespaceKey
 from tests.object_server import FAULTS, ObjectServer, object_server
 from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step
 from tools.measuring.options import FOLDER, JSON, runs_option
+from tools.measuring.prompts import prompt_text
 from tools.measuring.report import machine, median, new_table, print_report, show_machine
 from tools.measuring.workspace import measuring
-from tools.programs.restart import prompt_text
 
 NETWORKS = {"loopback": (0.0, 0.0), "5 ms, 1 Gbit/s": (0.005, 125e6), "40 ms, 200 Mbit/s": (0.04, 25e6)}
 """Latency in seconds, and bytes a second of each connection; 0: as fast as it can."""

@@ -5,7 +5,6 @@ All ratios come from one run: the cases are interleaved, and a memory copy of as
 
 from __future__ import annotations
 
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,21 +19,17 @@ from rich.table import Table
 
 from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step, time_import_torch_s
 from tools.measuring.options import FOLDER, JSON, codec_option, runs_option
+from tools.measuring.prompts import NEW_TOKENS, extended, prompt_text
 from tools.measuring.report import machine, median, new_table, print_report, short, show_machine
 from tools.measuring.workspace import measuring
 
 PROMPT_TOKENS = (2048, 4096, 7900)
-NEW_TOKENS = 23
-"""How many tokens the nearest-prefix case adds. It computes these and what lies behind the last multiple of 256."""
 MAX_TOKENS = 1
 RECOVERY_TOKENS = 6000
 TIMES = ("lookup_ms", "restore_ms", "prefill_ms", "server_ttft_ms", "ttft_ms")
 COPY_REPEATS = 7
 COPY_THREADS = 2
 CASES = {"cold": "cold", "cold_off": "cold, off", "exact": "exact repeat", "nearest": f"+{NEW_TOKENS} tokens"}
-
-WORDS = (Path(__file__).parents[1] / "prompts" / "words.txt").read_text(encoding="utf-8").split()
-"""Each word, with the blank before it, is one token of the embedded model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,16 +47,6 @@ class Sample:
     restore_ms: float
     prefill_ms: float
     total_ms: float
-
-
-def prompt_text(num_tokens: int, run: int) -> str:
-    """Returns English words of one token each, in an order that depends on the arguments alone."""
-    choose = random.Random(f"{num_tokens}-{run}")
-    return "".join(f" {word}" for word in choose.choices(WORDS, k=num_tokens))
-
-
-def extended(prompt: str) -> str:
-    return prompt + "".join(f" {word}" for word in WORDS[:NEW_TOKENS])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,10 +28,10 @@ from diskprefix.native import library
 from diskprefix.store.codec.codec import Codec
 from tools.measuring import kv_sample
 from tools.measuring.live_server import step
+from tools.measuring.model_steps import STEP, Model, limits
 from tools.measuring.options import FOLDER, JSON, MODELS, runs_option
 from tools.measuring.report import machine, new_table, print_report, say, short, show_machine
 from tools.models import real
-from tools.programs.kernels import STEP, Model, limits
 from tools.programs.store import Plan, Restore
 
 DECODE = (64, 4_000, 16_000)

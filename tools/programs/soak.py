@@ -31,7 +31,7 @@ from tests.store.building import Clock
 from tools.measuring.churn import Soak, WatchedStore, Write, failures
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, codec_option
-from tools.measuring.report import machine, new_table, print_report
+from tools.measuring.report import at_least, at_most, machine, new_table, none_of, print_report, verdict, verdict_table
 
 PARTS = 10
 FILE_GOAL = 1.15
@@ -122,16 +122,15 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     memory = parts[-1]["memory_mb"]
     memory_goal = parts[2]["memory_mb"] * MEMORY_GOAL + MEMORY_SLACK_BYTES / 1e6
     counts, lost = report["counts"], report["dropped"] / report["publications"]
-    rows = [
-        ("largest file / budget", f"{file_share:.3f}", f"≤ {FILE_GOAL}", file_share <= FILE_GOAL),
-        ("live data / budget, once full", f"{live_share:.3f}", f"≥ {LIVE_GOAL}", live_share >= LIVE_GOAL),
-        ("ms per MB, end / beginning", f"{late / early:.2f}", f"≤ {LATENCY_GOAL}", late <= early * LATENCY_GOAL),
-        ("memory in the end, MB", f"{memory:.0f}", f"≤ {memory_goal:.0f}", memory <= memory_goal),
-        ("publications lost", f"{lost:.2%}", f"≤ {LOST_GOAL:.1%}", lost <= LOST_GOAL),
-        ("restores that differ", f"{counts['wrong']} of {counts['compared']}", "0", counts["wrong"] == 0),
-        ("verify", "clean" if report["verify"]["clean"] else "not clean", "clean", report["verify"]["clean"]),
+    return [
+        at_most("largest file / budget", file_share, FILE_GOAL),
+        at_least("live data / budget, once full", live_share, LIVE_GOAL),
+        at_most("ms per MB, end / beginning", late / early, LATENCY_GOAL),
+        at_most("memory in the end, MB", memory, memory_goal),
+        verdict("publications lost", f"{lost:.2%}", f"≤ {LOST_GOAL:.1%}", lost <= LOST_GOAL),
+        none_of(f"restores of {counts['compared']} that differ", counts["wrong"]),
+        verdict("verify", "clean" if report["verify"]["clean"] else "not clean", "clean", report["verify"]["clean"]),
     ]
-    return [{"what": what, "figure": figure, "goal": goal, "holds": holds} for what, figure, goal, holds in rows]
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -150,10 +149,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     console.print()
     console.print(_parts_table(report))
     console.print()
-    table = new_table("Verdicts", left=("",), right=("measured", "goal", ""))
-    for row in report["verdicts"]:
-        table.add_row(row["what"], row["figure"], row["goal"], "✓" if row["holds"] else "✗")
-    console.print(table)
+    console.print(verdict_table("Verdicts", report["verdicts"]))
 
 
 def _parts_table(report: dict[str, Any]) -> Table:

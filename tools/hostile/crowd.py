@@ -16,16 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.queues import Queue
 from multiprocessing.synchronize import Event
-from pathlib import Path
 from threading import Thread
 from typing import Any, TypeAlias
 
 import httpx
 
-from tools.measuring.bad_clients import CLOSED, Caller, End
-from tools.measuring.hostile_requests import CHAT, KINDS
+from tools.hostile.bad_clients import CLOSED, Caller, End
+from tools.hostile.requests import CHAT, KINDS
+from tools.measuring.prompts import AGENT_PROMPT
 
-AGENT_PROMPT = Path(__file__).parents[1] / "prompts" / "agent_system.md"
 TURNS = 8
 """In a conversation. The next one begins with the same system message."""
 TURN_SHARE = 5
