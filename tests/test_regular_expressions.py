@@ -31,17 +31,16 @@ from diskprefix.chat.output.format import ContentDelta, OutputFormat
 PACKAGE = Path(diskprefix.__file__).parent
 USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")
 MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
-    "chat/output/calls.py": [(r'<invoke name="(?P<name>[^"\n]+)">', ("match",))],
-    "chat/output/channels.py": [],
-    "chat/output/grammar.py": [("ARGUMENTS|VALUE", ("sub",))],
-    "chat/output/dialects.py": [(r"<(/?)([\w.\-]+)>", ("split",))],
-    "chat/output/parser.py": [],
-    "settings.py": [(r"""\s*(\[+\s*)?["']?key["']?\s*[=.\]]""", ("match",))],
+    "chat/output/call_reader.py": [(r'<invoke name="(?P<name>[^"\n]+)">', ("match",))],
+    "chat/output/call_grammar.py": [("ARGUMENTS|VALUE", ("sub",))],
+    "chat/output/call_values.py": [(r"<(/?)([\w.\-]+)>", ("split",))],
+    "chat/output/parsers.py": [],
+    "cli/policy_file.py": [(r"""\s*(\[+\s*)?["']?key["']?\s*[=.\]]""", ("match",))],
     "extras/remote/objects.py": [("prefix([^\0-\x1f]*?)(/(?=/)|[\0-\x1f])", ("search",))],
 }
 """Samples of the patterns that are made while the program runs, and how they are used, by module. Alternatives of
 escaped texts need none. Those of formats of replies are run by their parsers, below."""
-PASSED_ON = {"chat/output/reader.py:_STRING": ("match",), "chat/output/parser.py:_WRAPPER_END": ("search",)}
+PASSED_ON = {"chat/output/reader.py:_STRING": ("match",), "chat/output/parsers.py:_WRAPPER_END": ("search",)}
 """How patterns are used that a module hands to another one."""
 LARGEST_COUNT = 64
 """Of a repetition: what may repeat 300 times makes 300 attempts at every character."""

@@ -13,10 +13,10 @@ from diskprefix.chat.output.families import Body, Written
 from diskprefix.errors import InvalidRequest
 
 _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How llguidance lays JSON out: as jinja's tojson does, which is what the model has seen."""
+"""The layout of JSON for llguidance: that of jinja's tojson, which the model has seen in prompts."""
 
 _MOST_CHARS = 1 << 19
-"""Of a grammar. The definitions of a schema are repeated for each argument."""
+"""The most characters of a grammar. The definitions of a schema are repeated for each argument."""
 _NUMBER = " /[0-9]{1,2}/ "
 _DEFINITIONS = ("$defs", "definitions")
 _JOINED_BY = {"python": ", "}
@@ -25,10 +25,10 @@ _JOINED_BY = {"python": ", "}
 def call_grammar(
     body: Body, written: Written, tools: Sequence[JsonObject], token_ids: Mapping[str, int], *, many: bool
 ) -> str:
-    """Returns the grammar of one or (`many`) of one or more calls of `tools`.
+    """Returns the grammar of one call of `tools`, or (`many`) of one or more.
 
-    `token_ids` has the tags that are added tokens: a model must write the token, not its letters. llguidance takes all
-    added tokens for special ones, and so refuses what it forced itself if the letters are asked for.
+    `token_ids` are the tags that are added tokens: a model must write the token, not its letters. llguidance takes all
+    added tokens for special ones, so it would refuse the letters that it forced itself.
     """
     return _Grammar(body, written, tools, token_ids).text(many=many)
 
@@ -62,13 +62,13 @@ class _Grammar:
         return self._rule(f"call_{index}", f"{self._literal(before, NAME=name)} {arguments} {self._literal(after)}")
 
     def _arguments(self, index: int, schema: JsonObject) -> str:
-        """Arguments in the order of the schema; those that are not required may be left out."""
+        """Returns the rule of arguments in the order of the schema. Those that are not required are optional."""
         properties = self._tools.properties(self._functions[index]["name"])
         required = set(schema.get("required") or ())
         separator = self._literal(_JOINED_BY.get(self._body, ""))
         definitions = {name: schema[name] for name in _DEFINITIONS if name in schema}
         first, rest = '""', '""'
-        # From the last to the first, since what is written before an argument decides whether it needs a separator.
+        # From the last to the first: an argument needs a separator only if another one stands before it.
         for number, (key, value) in reversed(list(enumerate(properties.items()))):
             label = f"{index}_{number}"
             argument = self._argument(label, index, key, value | definitions if isinstance(value, dict) else {})
@@ -82,7 +82,7 @@ class _Grammar:
     def _argument(self, label: str, index: int, key: str, schema: JsonObject) -> str:
         is_text = self._body in ("parameters", "elements") and self._tools.is_text(self._functions[index]["name"], key)
         kind = "string" if is_text else _type_of(schema)
-        # Before anything of the client's is in it.
+        # Split before text of the client is in it.
         before, after = (
             _filled(part, KEY=key, IS_TEXT=str(is_text).lower(), TYPE=kind)
             for part in self._written.argument.split("VALUE")
@@ -96,7 +96,7 @@ class _Grammar:
         return self._rule(f"argument_{label}", f"{self._terminals(before)} {value}")
 
     def _free_text(self, label: str, after: str) -> str:
-        """Any text up to what ends it."""
+        """Returns the rule of any text with its end."""
         if self._special.match(after):
             return f"{self._rule(f'text_{label}', '/(?s:.*)/')} {self._terminals(after)}"
         return self._rule(f"text_{label}[suffix={json.dumps(after)}]", "/(?s:.*)/", name=f"text_{label}")
@@ -132,13 +132,13 @@ class _Grammar:
 
 
 def _filled(template: str, **values: str) -> str:
-    """Returns a part of a template with its values in place, whatever words stand in these."""
+    """Returns a part of a template with its values in place. Words in the values are not replaced."""
     if not values:
         return template
     return re.sub("|".join(sorted(values, key=len, reverse=True)), lambda found: values[found[0]], template)
 
 
 def _type_of(schema: Any) -> str:
-    """The JSON type of an argument that is no text; of one that may have several, any."""
+    """Returns the JSON type of an argument that is no text; "object" if it may have several."""
     declared = schema.get("type")
     return "number" if declared == "integer" else declared if isinstance(declared, str) else "object"

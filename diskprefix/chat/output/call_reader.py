@@ -1,4 +1,4 @@
-"""Reads tool calls in the syntaxes of `syntax.py`."""
+"""Reads tool calls in the syntaxes of `families.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import regex
 from diskprefix.chat.output.call_values import OfferedTools, ParsedCall, braces, elements, python_calls
 from diskprefix.chat.output.families import CallSyntax
 from diskprefix.chat.output.format import OutputDelta, ToolCallBegin, ToolCallDelta
-from diskprefix.chat.output.reader import Reader, Step
+from diskprefix.chat.output.reader import Parsing, Reader
 
 _NAME_KEYS = {"name", "tool_name", "function", "function_name", "tool"}
 _ARGUMENT_KEYS = {"arguments", "parameters", "args", "params", "input"}
@@ -18,34 +18,34 @@ _OTHER_KEYS = {"id", "type", "tool_call_id", "call_id", "index"}
 
 
 def any_of(texts: Iterable[str]) -> regex.Pattern[str]:
-    """Returns a pattern of literal texts, the longest first; one that never matches if there are none."""
+    """Returns a pattern of literal texts, the longest first. Without texts, it never matches."""
     return regex.compile(alternatives(texts))
 
 
 def alternatives(texts: Iterable[str]) -> str:
-    """Returns the source of `any_of`."""
+    """Returns the regular expression of `any_of`."""
     return "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)"
 
 
 class CallDeltas:
-    """Makes deltas of the calls of one reply, and counts them."""
+    """Emits the deltas of the calls of one reply, and counts the calls."""
 
     def __init__(self, emit: Callable[[OutputDelta], None]) -> None:
         self._emit = emit
         self.count = 0
 
     def begin(self, name: str) -> None:
-        """A call begins; what `arguments` gets is its."""
+        """Begins a call, to which the next arguments belong."""
         self._emit(ToolCallBegin(self.count, name))
         self.count += 1
 
     def arguments(self, text: str) -> None:
-        """More JSON text of the arguments of the newest call."""
+        """Adds JSON text to the arguments of the newest call."""
         if text:
             self._emit(ToolCallDelta(self.count - 1, text))
 
     def whole(self, call: ParsedCall) -> bool:
-        """A call that was read as a whole. Returns False if its arguments are nested too deeply."""
+        """Emits a whole call. Returns False if its arguments are nested too deeply."""
         try:
             arguments = _json(call.arguments)
         except RecursionError:
@@ -69,11 +69,8 @@ class CallReader:
         self._argument = regex.compile(syntax.argument or r"(?!)")
         self._argument_end = regex.compile(syntax.argument_end or r"(?!)")
 
-    def group(self) -> Step[bool]:
-        """Reads the calls behind a tag that opens them, with the tag that ends them, which may be missing.
-
-        Returns False if there is no call.
-        """
+    def group(self) -> Parsing[bool]:
+        """Reads the calls behind an opening tag, and the closing tag if there is one. Returns whether one was read."""
         start = self._calls.count
         if self._syntax.body == "python":
             yield from self._python()
@@ -87,7 +84,7 @@ class CallReader:
         yield from self._reader.match(self._ends)
         return True
 
-    def _one(self) -> Step[bool]:
+    def _one(self) -> Parsing[bool]:
         start = self._reader.at
         yield from self._reader.space()
         if self._head and (found := (yield from self._reader.match(self._head))):
@@ -98,7 +95,7 @@ class CallReader:
             self._reader.back_to(start)
         return done
 
-    def _behind_head(self, name: str) -> Step[bool]:
+    def _behind_head(self, name: str) -> Parsing[bool]:
         if self._syntax.body == "braces":
             return (yield from self._braces(name))
         if self._syntax.body == "elements":
@@ -121,10 +118,10 @@ class CallReader:
             yield from self._reader.space()
         return True
 
-    def objects(self, *, known_only: bool) -> Step[bool]:
-        """Reads calls as JSON objects, in a row or in an array. Returns whether there was one.
+    def objects(self, *, known_only: bool) -> Parsing[bool]:
+        """Reads calls that are JSON objects, in a row or in an array. Returns whether there was one.
 
-        `known_only`: an object counts only if it has arguments and the name of a tool of the request.
+        `known_only`: an object is a call only if it has arguments and the name of a tool of the request.
         """
         reader, found = self._reader, False
         if in_array := (yield from reader.peek()) == "[":
@@ -142,10 +139,10 @@ class CallReader:
             reader.at += 1
         return found
 
-    def _object(self, known_only: bool, *, is_inner: bool = False) -> Step[bool]:
-        """Reads one call that is an object. Returns whether a call has begun; from then on everything is part of it.
+    def _object(self, known_only: bool, *, is_inner: bool = False) -> Parsing[bool]:
+        """Reads one call that is an object. Returns whether a call has begun; the rest of the object belongs to it.
 
-        `is_inner`: it stands in another one, {"function": {…}}, and no third one in it.
+        `is_inner`: it stands in another object, {"function": {…}}, and has no object of this kind in it.
         """
         reader = self._reader
         name, early, begun = "", "", False
@@ -188,8 +185,8 @@ class CallReader:
                 return True
         return begun
 
-    def _begin(self, name: str, arguments: str = "") -> Step[bool]:
-        """Begins a call. Its arguments are here, or follow."""
+    def _begin(self, name: str, arguments: str = "") -> Parsing[bool]:
+        """Begins a call. Reads its arguments if they are not given."""
         self._calls.begin(name)
         if arguments:
             self._calls.arguments(_unquoted(arguments))
@@ -197,8 +194,8 @@ class CallReader:
             yield from self._arguments()
         return True
 
-    def _arguments(self) -> Step[None]:
-        """Reads the JSON of arguments. Objects are passed on as they come."""
+    def _arguments(self) -> Parsing[None]:
+        """Reads arguments in JSON. An object is emitted as it comes."""
         reader = self._reader
         reader.forget()
         if (yield from reader.peek()) == "{":
@@ -208,8 +205,8 @@ class CallReader:
             yield from reader.json(pieces.append)
             self._calls.arguments(_unquoted("".join(pieces)))
 
-    def _parameters(self, name: str) -> Step[None]:
-        """Reads arguments that have tags of their own. Texts are passed on as they come."""
+    def _parameters(self, name: str) -> Parsing[None]:
+        """Reads arguments that have tags of their own. Text is emitted as it comes."""
         reader, before = self._reader, "{"
         while True:
             reader.forget()
@@ -229,7 +226,7 @@ class CallReader:
                 return
         self._calls.arguments("{}" if before == "{" else "}")
 
-    def _text_value(self) -> Step[bool]:
+    def _text_value(self) -> Parsing[bool]:
         self._calls.arguments('"')
         found = yield from self._reader.until(self._argument_end, lambda text: self._calls.arguments(_json(text)[1:-1]))
         if found is None:
@@ -238,7 +235,7 @@ class CallReader:
         self._calls.arguments('"')
         return True
 
-    def _value(self, name: str, key: str) -> Step[bool]:
+    def _value(self, name: str, key: str) -> Parsing[bool]:
         pieces: list[str] = []
         found = yield from self._reader.until(self._argument_end, pieces.append)
         if found is not None:
@@ -251,14 +248,14 @@ class CallReader:
         self._calls.arguments(value)
         return found is not None
 
-    def _braces(self, name: str) -> Step[bool]:
+    def _braces(self, name: str) -> Parsing[bool]:
         text = yield from self._reader.before(self._ends)
         arguments = None if text is None else braces(text, self._syntax.quotes)
         if arguments is None:
             return False
         return self._calls.whole(ParsedCall(name, arguments))
 
-    def _elements(self, name: str) -> Step[bool]:
+    def _elements(self, name: str) -> Parsing[bool]:
         text = yield from self._reader.before(self._tail)
         schema = {"properties": self._tools.properties(name)}
         arguments = elements(text or "", self._syntax.quotes, schema)
@@ -266,14 +263,14 @@ class CallReader:
             return False
         return self._calls.whole(ParsedCall(name, arguments))
 
-    def _python_call(self, name: str) -> Step[bool]:
+    def _python_call(self, name: str) -> Parsing[bool]:
         source = yield from self._reader.brackets()
         calls = python_calls(f"{name}{source}", self._tools) if source else []
         for call in calls:
             self._calls.whole(call)
         return bool(calls)
 
-    def _python(self) -> Step[None]:
+    def _python(self) -> Parsing[None]:
         yield from self._reader.space()
         if self._syntax.ends:
             source = yield from self._reader.before(self._ends)
@@ -285,7 +282,7 @@ class CallReader:
 
 
 def _nowhere(text: str) -> None:
-    """Takes what is left out: an id, a type."""
+    """Drops the text of a value that is left out: an id, a type."""
 
 
 def _json(value: object) -> str:
@@ -304,7 +301,7 @@ def _text(quoted: str | None) -> str | None:
 
 
 def _unquoted(arguments: str) -> str:
-    """Returns arguments as JSON text of an object, where they were written as a text that holds one, or as nothing."""
+    """Returns arguments as the JSON text of an object, if they are a string that holds one, or null."""
     if arguments.startswith('"'):
         text = (_text(arguments) or "").strip()
         return text if text.startswith("{") else arguments if text else "{}"

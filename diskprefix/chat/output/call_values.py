@@ -14,7 +14,7 @@ _NUMBERS = {"integer", "number"}
 
 
 class OfferedTools:
-    """Names and schemas of the tools of a request."""
+    """The names and schemas of the tools of a request."""
 
     def __init__(self, tools: Sequence[JsonObject]) -> None:
         functions = [tool["function"] for tool in tools]
@@ -39,26 +39,26 @@ class OfferedTools:
         return properties if isinstance(properties, dict) else {}
 
     def is_text(self, name: str, key: str) -> bool:
-        """Whether this argument is text whatever is written, so that it needs no quotes."""
+        """Returns whether this argument is always text, so that it needs no quotes."""
         known = self.properties(name)
         return set(_types(known[key])) == {"string"} if key in known else False
 
     def value(self, name: str, key: str, text: str) -> object:
-        """Returns the value that `text` stands for where values are written without quotes.
+        """Returns the value of `text`, an argument without quotes.
 
-        A text that does not fit the schema stays text: whoever runs the tool can say what is wrong with it.
+        A text that does not fit the schema stays text: the client, which runs the tool, can say what is wrong.
         """
         return value_of(text, self.properties(name).get(key))
 
 
 def value_of(text: str, schema: object) -> object:
-    """Returns the value that `text` stands for, by its schema if that names types. See `OfferedTools.value`."""
+    """Returns the value of `text`, by its schema if that names types. See `OfferedTools.value`."""
     types = set(_types(schema))
     return _typed(text, types) if types else _untyped(text)
 
 
 def _types(schema: object) -> Iterator[str]:
-    """The JSON types that a schema allows, as far as it names them."""
+    """Yields the JSON types that a schema names."""
     if not isinstance(schema, dict):
         return
     declared = schema.get("type")
@@ -89,7 +89,7 @@ def _typed(text: str, types: set[str]) -> object:
         return value
     if (isinstance(value, dict) and "object" in types) or (isinstance(value, list) and "array" in types):
         return value
-    # Models quote strings where other types are allowed too.
+    # Models quote strings where the schema allows other types too.
     return value if isinstance(value, str) and "string" in types and len(types) > 1 else text
 
 
@@ -101,23 +101,23 @@ def _untyped(text: str) -> object:
 
 
 _UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
-"""Raised for texts that are no Python, and for those that are nested too deeply."""
+"""Raised for text that is no Python, or nested too deeply."""
 
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 _BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)(\s*:)")
 _WRAPPERS = {"print"}
-"""What Gemma writes around its calls."""
+"""Written around calls by Gemma."""
 
 
 class ParsedCall(NamedTuple):
-    """A call that was read as a whole."""
+    """A call that was parsed as a whole."""
 
     name: str
     arguments: JsonObject
 
 
 def python_calls(source: str, tools: OfferedTools) -> list[ParsedCall]:
-    """Returns the calls in Python source: expressions, or lists of them. Returns none if anything else is in it."""
+    """Returns the calls in Python source, which are expressions or lists of them; none if it has other statements."""
     try:
         statements, lines = ast.parse(source.strip()).body, source.strip().encode().splitlines()
         return [call for statement in statements for call in _calls_of(_value_of(statement), lines, tools)]
@@ -153,13 +153,13 @@ def _calls_of(node: ast.expr, lines: list[bytes], tools: OfferedTools) -> list[P
 
 
 def _literal(node: ast.expr, lines: list[bytes]) -> Any:
-    """Returns the value of a literal in `lines` of source. A text that is JSON too is read as JSON, whose escapes
+    """Returns the value of a literal in `lines` of source. A string that is JSON too is read as JSON, whose escapes
     differ."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         if node.end_lineno != node.lineno:
             return node.value
         try:
-            # As `ast.get_source_segment`, which would part the whole source into lines for each text.
+            # As `ast.get_source_segment`, which would split the whole source into lines for each string.
             return json.loads(lines[node.lineno - 1][node.col_offset : node.end_col_offset])
         except ValueError:
             return node.value
@@ -181,7 +181,7 @@ def _key(node: ast.expr | None) -> str:
 
 
 class _Element:
-    """`<key>text</key>`, or with elements in the place of the text."""
+    """An element: `<key>text</key>`, or with elements in place of the text."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -189,7 +189,7 @@ class _Element:
         self.children: list[_Element] = []
 
     def value(self, schema: Any) -> object:
-        """Returns what it stands for. Elements of one name are a list, and so are those that are named item."""
+        """Returns its value. Elements with the same name are a list, and so are those named item."""
         schema = schema if isinstance(schema, dict) else {}
         properties = schema.get("properties")
         known = properties if isinstance(properties, dict) else {}
@@ -203,9 +203,9 @@ class _Element:
         return {key: values[0] if len(values) == 1 else values for key, values in said.items()}
 
 
-def elements(text: str, mark: str, schema: JsonObject) -> object:
-    """Returns what elements stand for whose tags have `mark` before them. None: one of them does not end."""
-    before, *tags = re.split(rf"{re.escape(mark)}<(/?)([\w.\-]+)>", text)
+def elements(text: str, prefix: str, schema: JsonObject) -> object:
+    """Returns the value of elements whose tags begin with `prefix`; None if one of them does not end."""
+    before, *tags = re.split(rf"{re.escape(prefix)}<(/?)([\w.\-]+)>", text)
     open_ones = [_Element("")]
     for slash, key, behind in zip(tags[::3], tags[1::3], tags[2::3], strict=True):
         if not slash:
@@ -221,10 +221,10 @@ def elements(text: str, mark: str, schema: JsonObject) -> object:
 
 
 def braces(text: str, quote: str) -> JsonObject | None:
-    """Returns the object that `{key:value}` stands for, with texts between two `quote`s. None: it cannot be read."""
+    """Returns the object `{key:value}`, with strings between two `quote`s; None if it cannot be parsed."""
     parts = text.split(quote)
     for index, part in enumerate(parts):
-        # JSON's own texts stay as they are; bare keys stand only outside of them.
+        # JSON's own strings stay as they are; bare keys stand only outside of them.
         parts[index] = json.dumps(part) if index % 2 else _with_quoted_keys(part)
     try:
         value = json.loads("".join(parts))
@@ -234,7 +234,7 @@ def braces(text: str, quote: str) -> JsonObject | None:
 
 
 _TEXT = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\\?\Z))', re.DOTALL)
-"""A text in quotes. One that does not end goes to the end: were it none, each quote in it would be tried, too."""
+"""A string in quotes. One without an end takes the rest: otherwise each quote in it would be tried too."""
 
 
 def _with_quoted_keys(text: str) -> str:

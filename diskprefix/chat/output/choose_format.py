@@ -17,26 +17,22 @@ from diskprefix.chat.output.call_grammar import call_grammar
 from diskprefix.chat.output.call_values import OfferedTools
 from diskprefix.chat.output.families import ATEM, FAMILIES, NONE, THOUGHTS, Body, Family, Written
 from diskprefix.chat.output.format import (
-    ContentDelta,
-    OutputDelta,
     OutputFormat,
     OutputParser,
-    ReasoningDelta,
     ThoughtTags,
     ToolCallBegin,
-    ToolCallDelta,
 )
 from diskprefix.chat.output.parsers import ChannelParser, FamilyParser, FunctionaryParser, HarmonyParser, MuseParser
+from diskprefix.chat.replay import Turn
 from diskprefix.chat.template_input import MessageForm, common_chars
 
 
 @dataclass(frozen=True)
 class FamilyFormat:
-    """A format out of the table of `families.py`. `thoughts` are the tags around reasoning that are read, a begin and
-    an end each; `thought` are those of the template.
+    """A format of the table in `families.py`.
 
-    `token_ids` has the added tokens of the tokenizer that are tags of this format, special ones or not: a model
-    writes the token.
+    `thoughts` are the pairs of tags around reasoning that the parser reads; `thought` is the pair of the template.
+    `token_ids` are the added tokens of the tokenizer that are tags of this format, by their texts.
     """
 
     family: Family = NONE
@@ -62,10 +58,10 @@ class FamilyFormat:
 
 @dataclass(frozen=True)
 class ChannelFormat:
-    """A format of messages with headers. `marks` stand in the template or in what it writes. Else as `FamilyFormat`."""
+    """A format of messages with headers. `signs` stand in the template or in its output. Else as `FamilyFormat`."""
 
     name: str
-    marks: tuple[str, ...]
+    signs: tuple[str, ...]
     new_parser: type[ChannelParser]
     body: Body
     written: Written
@@ -92,7 +88,7 @@ CHANNELS = (
         HarmonyParser,
         "json",
         Written("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"),
-        # The tag that ends reasoning is followed by the header of the next message, which no schema knows.
+        # Reasoning ends with the header of the next message, which no schema of the client has.
         thought=ThoughtTags(None, "<|channel|>final<|message|>"),
         # A call ends the reply.
         can_call_twice=False,
@@ -128,15 +124,17 @@ _FORMS = [MessageForm(null_content=null, text_arguments=text) for null, text in 
 
 
 class Chosen(NamedTuple):
-    """The format that a model writes, and the form in which its template takes messages."""
+    """The format of a model's replies, and the form in which its template takes messages."""
 
     format: OutputFormat
     form: MessageForm
 
 
 def choose_format(template: str, render: Render, *, special: Collection[str], added: Mapping[str, int]) -> Chosen:
-    """Returns the format of a chat template. `added` are the added tokens of the tokenizer with their ids, of which
-    `special` are not shown as text."""
+    """Returns the format of a chat template.
+
+    `added` are the tokenizer's added tokens with their ids. Of these, `special` are not shown as text.
+    """
     written = []
     for form in _FORMS:
         if not (replies := list(_replies(render, form))):
@@ -158,7 +156,7 @@ def choose_format(template: str, render: Render, *, special: Collection[str], ad
 def _replies(
     render: Render, form: MessageForm, arguments: object = _ARGUMENTS, call_id: str = _SHORT_ID
 ) -> Iterator[tuple[str, str]]:
-    """Yields a call as the template writes it, behind its prompt: with and without reasoning and a result."""
+    """Yields prompts with the call that the template writes behind them: with and without reasoning and a result."""
     prompt = render([_USER], _TOOLS, True)
     call = {"id": call_id, "type": "function", "function": {"name": _NAME, "arguments": arguments}}
     result: JsonObject = {"role": "tool", "tool_call_id": call_id, "name": _NAME, "content": "a result"}
@@ -172,34 +170,34 @@ def _replies(
 
 
 def _completed(form: MessageForm, render: Render) -> MessageForm:
-    """Adds what the template needs in order to write any call: whatever its id, and whatever the model wrote."""
+    """Returns the form for calls with any id and any arguments."""
     any_text = any(_replies(render, form, arguments="no JSON"))
     any_id = any(_replies(render, form, call_id=_LONG_ID))
     return replace(form, objects_only=not any_text, short_ids=not any_id)
 
 
 def _parted(prompt: str, whole: str) -> tuple[str, str]:
-    """Parts a text behind what it has in common with `prompt`, but not inside a tag.
+    """Splits a text into its prompt and its reply: behind the text shared with `prompt`, but not inside a tag.
 
-    What ends the prompt and stands there again is no part of the reply: the name of a role, the end of a thought.
+    The end of the prompt, if it is repeated there, is no part of the reply: the name of a role, the end of a thought.
     """
     if whole.startswith(prompt):
         return prompt, whole[len(prompt) :]
     common = common_chars(prompt, whole)
-    cut = max(whole.rfind(mark, 0, common) for mark in "\n>]") + 1
+    cut = max(whole.rfind(char, 0, common) for char in "\n>]") + 1
     cut += next((len(prompt) - at for at in range(cut, len(prompt)) if whole.startswith(prompt[at:], cut)), 0)
     return whole[:cut], whole[cut:]
 
 
 def _named_family(template: str, special: Iterable[str]) -> Family:
-    """Returns the family whose tags a template names that does not write calls, or the tokenizer as special tokens.
+    """Returns the family whose tags stand in a template that does not write calls, or among the special tokens.
 
-    The families with the most tags come first, since others have a part of them.
+    Families with tags at both ends come first, since others have a part of these tags.
     """
     named = "\n".join([template, *special])
     for family in sorted(FAMILIES, key=lambda family: not family.calls.ends):
         calls = family.calls
-        wanted = [texts for texts in (calls.begins, calls.ends, family.marks) if texts]
+        wanted = [texts for texts in (calls.begins, calls.ends, family.signs) if texts]
         if calls.begins and all(any(text in named for text in texts) for texts in wanted):
             log.info("the chat template writes no tool calls; by its tags, the format is %s", family.name)
             return family
@@ -210,16 +208,16 @@ def _candidates(template: str, replies: list[tuple[str, str]], added: Mapping[st
     written = "".join(reply for _, reply in replies)
     shown = "\n".join([template, *map("".join, replies)])
     for channels in CHANNELS:
-        if all(mark in shown for mark in channels.marks):
+        if all(sign in shown for sign in channels.signs):
             ids = {tag: added[tag] for tag in channels.special_tokens if tag in added}
             yield replace(channels, token_ids=ids)
     for family in FAMILIES:
-        if any(mark in written for mark in family.marks or family.calls.begins):
+        if any(sign in written for sign in family.signs or family.calls.begins):
             yield _family_format(family, shown, added)
 
 
 def _family_format(family: Family, shown: str, added: Mapping[str, int]) -> FamilyFormat:
-    """Returns the format of a family with the tags of reasoning in `shown`: the template, and what it writes."""
+    """Returns the format of a family with the tags of reasoning in `shown`, the template and its output."""
     known = tuple(
         (begin, end) for begin, end in THOUGHTS if end in shown and (begin in shown or begin == THOUGHTS[0][0])
     )
@@ -234,28 +232,16 @@ def _family_format(family: Family, shown: str, added: Mapping[str, int]) -> Fami
 
 
 def _is_verified(format: OutputFormat, prompt: str, reply: str, special: Collection[str]) -> bool:
-    """Whether `format` reads the known call out of a reply, and nothing but it and the known reasoning before it."""
+    """Returns whether `format` finds the known call in a reply, and nothing before it but the known reasoning."""
     for token in set(special) - format.special_tokens:
         reply = reply.replace(token, "")
     parser = format.parser(_TOOLS, prompt[-200:])
     deltas = [*parser.feed(reply), *parser.finish()]
     begun = next((at for at, delta in enumerate(deltas) if isinstance(delta, ToolCallBegin)), 0)
-    return _calls(deltas) == [(_NAME, _ARGUMENTS)] and _is_reasoning(deltas[:begun])
-
-
-def _is_reasoning(deltas: list[OutputDelta]) -> bool:
-    reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
-    content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
-    return reasoning in ("", _THOUGHT) and not content.strip()
-
-
-def _calls(deltas: list[OutputDelta]) -> list[tuple[str, object]]:
-    begun = {delta.index: delta.name for delta in deltas if isinstance(delta, ToolCallBegin)}
-    texts = dict.fromkeys(begun, "")
-    for delta in deltas:
-        if isinstance(delta, ToolCallDelta):
-            texts[delta.index] += delta.arguments
+    before, whole = Turn.of_deltas(deltas[:begun]), Turn.of_deltas(deltas)
+    if before.content.strip() or before.reasoning not in ("", _THOUGHT):
+        return False
     try:
-        return [(name, json.loads(texts[index])) for index, name in begun.items()]
+        return [(name, json.loads(arguments)) for name, arguments in whole.calls] == [(_NAME, _ARGUMENTS)]
     except ValueError:
-        return []
+        return False

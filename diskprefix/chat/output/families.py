@@ -8,12 +8,12 @@ from typing import Literal, TypeAlias
 import regex
 
 Body: TypeAlias = Literal["objects", "json", "parameters", "elements", "python", "braces"]
-"""What stands inside the tags of a call.
+"""The text inside the tags of a call.
 
 objects     JSON objects with a name and arguments, alone or in an array
 json        the head has the name; the body is the JSON of the arguments
 parameters  the head has the name; each argument has tags of its own
-elements    as parameters, and what is in an object or array has tags of its own too
+elements    as parameters, and members of objects and arrays have tags of their own too
 python      Python calls, alone or in a list
 braces      the head has the name; the body is JSON with bare keys and other quotes
 """
@@ -21,15 +21,15 @@ braces      the head has the name; the body is JSON with bare keys and other quo
 
 @dataclass(frozen=True)
 class Written:
-    """How calls are written when they are forced: what `grammar.py` makes grammars of.
+    """The syntax of forced calls, from which `call_grammar.py` makes grammars.
 
-    In `call`, NAME and ARGUMENTS stand for the call's own, INDEX for any number; in `argument`, KEY, VALUE, and
-    IS_TEXT for true or false, or TYPE for the JSON type.
+    `call` has the placeholders NAME, ARGUMENTS and INDEX (any number); `argument` has KEY, VALUE, IS_TEXT (true or
+    false) and TYPE (the JSON type).
     """
 
     call: str
     argument: str = ""
-    """Of a body that is not JSON."""
+    """For a body that is not JSON."""
     before: str = ""
     between: str = ""
     after: str = ""
@@ -37,12 +37,12 @@ class Written:
 
 @dataclass(frozen=True)
 class CallSyntax:
-    """How a family writes tool calls.
+    """The syntax of a family's tool calls.
 
-    `begins` open one or several calls; one of them stands in what the chat template writes. All of `head`, `tail`,
-    `argument` and `argument_end` are regular expressions; `head` has the group `name`, `argument` the group `key`, and
-    the group `kind` where the tag says whether the value is text: "true" or "string", or anything else.
-    A head that is its own tag stands in `begins` too, and is listed in `bare_heads`.
+    `begins` open one or several calls; the chat template writes one of them. `head`, `tail`, `argument` and
+    `argument_end` are regular expressions. `head` has the group `name`, `argument` the group `key`. `argument` has the
+    group `kind` if the tag gives a type; "true" and "string" mean text. A head that is a tag of its own stands in
+    `begins` and in `bare_heads`.
     """
 
     body: Body
@@ -55,11 +55,11 @@ class CallSyntax:
     argument: str = ""
     argument_end: str = ""
     quotes: str = ""
-    """Of a body of braces: what stands before and after a text. Of elements: what stands before each tag."""
+    """In braces, the quotes around a text; in elements, the prefix of each tag."""
     name_is_key: bool = False
-    """Of a body of objects: {"get_weather": {…}}."""
+    """Objects are written as {"get_weather": {…}}."""
     more_tags: tuple[str, ...] = ()
-    """Tags that only the regular expressions have."""
+    """Tags that stand in the regular expressions alone."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +69,18 @@ class Family:
     name: str
     calls: CallSyntax
     dropped: tuple[str, ...] = ()
-    """Tags around the answer that say nothing."""
-    marks: tuple[str, ...] = ()
-    """One of them stands in a call that the template writes, where the syntax needs no tag."""
+    """Tags around the answer that are left out."""
+    signs: tuple[str, ...] = ()
+    """One of them stands in each call that the template writes, where the tags do not tell families apart."""
 
     @property
     def is_bare(self) -> bool:
-        """Whether calls are objects without tags."""
-        return bool(self.marks) and self.calls.body == "objects"
+        """Returns whether calls are objects without tags."""
+        return bool(self.signs) and self.calls.body == "objects"
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Texts that hold all the tags of this family."""
+        """Texts that together contain all tags of this family."""
         calls, written = self.calls, self.calls.written
         texts = (written.call, written.argument, written.before, written.between, written.after, calls.quotes)
         return (*calls.begins, *calls.ends, *texts, *calls.more_tags, *self.dropped)
@@ -105,7 +105,7 @@ _OBJECT = '{"name": NAME, "arguments": ARGUMENTS}'
 
 
 def _objects(begin: str, end: str, call: str = _OBJECT, *, array: bool = True, **more: bool) -> CallSyntax:
-    """Objects between tags: a JSON array of them, or one and its tags for each call."""
+    """Returns the syntax of objects between tags: a JSON array, or one object and its tags for each call."""
     if array:
         written = Written(call, before=f"{begin}[", between=", ", after=f"]{end}")
     else:
@@ -126,7 +126,7 @@ _TAGGED = Written(
 
 
 def _tagged(begin: str, end: str) -> CallSyntax:
-    """As Qwen3-Coder: <function=…> with <parameter=…> in it."""
+    """Returns a syntax like Qwen3-Coder's: <function=…> with <parameter=…> in it."""
     call = _TAGGED.call.replace("<tool_call>", begin).replace("</tool_call>", end)
     return CallSyntax(
         "parameters",
@@ -141,14 +141,14 @@ def _tagged(begin: str, end: str) -> CallSyntax:
     )
 
 
-def _invoked(begin: str, end: str, prefix: str, note: str = "") -> CallSyntax:
-    """As Anthropic's older models and those after them: <invoke name="…"> with <parameter name="…"> in it."""
+def _invoked(begin: str, end: str, prefix: str, attributes: str = "") -> CallSyntax:
+    """Returns a syntax like that of Anthropic's older models: <invoke name="…"> with <parameter name="…"> in it."""
     argument = rf'<{prefix}parameter name="(?P<key>[^"\n]+)"(?: string="(?P<kind>true|false)")?>'
     return CallSyntax(
         "parameters",
         Written(
             f'{begin}\n<{prefix}invoke name="NAME">\nARGUMENTS</{prefix}invoke>\n{end}',
-            f'<{prefix}parameter name="KEY"{note}>VALUE</{prefix}parameter>\n',
+            f'<{prefix}parameter name="KEY"{attributes}>VALUE</{prefix}parameter>\n',
             between="\n",
         ),
         begins=(begin,),
@@ -161,7 +161,7 @@ def _invoked(begin: str, end: str, prefix: str, note: str = "") -> CallSyntax:
 
 
 def _keyed(newline: str) -> CallSyntax:
-    """As GLM: the name behind the tag, then <arg_key> and <arg_value>."""
+    """Returns a syntax like GLM's: the name behind the tag, then <arg_key> and <arg_value>."""
     return CallSyntax(
         "parameters",
         Written(
@@ -178,7 +178,7 @@ def _keyed(newline: str) -> CallSyntax:
 
 
 def _braces(begin: str, end: str, quotes: str) -> CallSyntax:
-    """As Gemma 4: call:NAME{key:value}, with quotes of its own."""
+    """Returns a syntax like Gemma 4's: call:NAME{key:value}, with quotes of its own."""
     return CallSyntax(
         "braces",
         Written(f"{begin}call:NAMEARGUMENTS{end}"),
@@ -221,7 +221,7 @@ DEEPSEEK_V31 = _deepseek(rf"{_BEGIN}(?P<name>[^\s<]+?)\s*{_SEP}", _END, f"{_BEGI
 
 
 def _kimi_3(name: str, attributes: str = "") -> tuple[str, str]:
-    """The tags of an element of Kimi-K3."""
+    """Returns the tags of an element of Kimi-K3."""
     return f"<|open|>{name}{attributes}<|sep|>", f"<|close|>{name}<|sep|>"
 
 
@@ -262,7 +262,7 @@ MINIMAX_3 = CallSyntax(
 
 
 def _hunyuan_3(suffix: str) -> CallSyntax:
-    """As GLM, with a tag behind the name, tags around all calls, and a suffix in each tag."""
+    """Returns a syntax like GLM's, with a tag behind the name, tags around all calls, and a suffix in each tag."""
     return CallSyntax(
         "parameters",
         Written(
@@ -354,7 +354,7 @@ PLAIN = CallSyntax(
     head=r'<function(?:=| name=")(?P<name>[^>"\n]+)"?>',
     tail="</function>",
 )
-"""What small models write, whatever their template writes: JSON without tags, or a tag with the name and JSON."""
+"""The calls of small models, whatever their template writes: JSON without tags, or a tag with the name and JSON."""
 
 COMMAND_R = CallSyntax(
     "objects",
@@ -364,17 +364,17 @@ COMMAND_R = CallSyntax(
 )
 
 ATEM = _invoked("<atem:function_calls>", "</atem:function_calls>", "atem:")
-"""Of Muse Glimmer, whose messages have headers around it."""
+"""For Muse Glimmer, whose messages have headers around it."""
 
 NONE = Family("none", PLAIN)
 
 FAMILIES = (
-    Family("qwen3-coder", _tagged("<tool_call>", "</tool_call>"), marks=("<parameter=",)),
+    Family("qwen3-coder", _tagged("<tool_call>", "</tool_call>"), signs=("<parameter=",)),
     Family("seed-oss", _tagged("<seed:tool_call>", "</seed:tool_call>")),
-    Family("glm", _keyed("\n"), marks=("</arg_key>\n",)),
-    Family("glm-4.7", _keyed(""), marks=("</arg_key><arg_value>",)),
+    Family("glm", _keyed("\n"), signs=("</arg_key>\n",)),
+    Family("glm-4.7", _keyed(""), signs=("</arg_key><arg_value>",)),
     Family("hunyuan-3", _hunyuan_3(":opensource")),
-    Family("hunyuan-3-preview", _hunyuan_3(""), marks=("<tool_sep>",)),
+    Family("hunyuan-3-preview", _hunyuan_3(""), signs=("<tool_sep>",)),
     Family("hermes", HERMES),
     Family("minimax-3", MINIMAX_3, dropped=("</mm:think>",)),
     Family("minimax", _invoked("<minimax:tool_call>", "</minimax:tool_call>", "")),
@@ -383,9 +383,9 @@ FAMILIES = (
         _invoked("<｜DSML｜function_calls>", "</｜DSML｜function_calls>", "｜DSML｜", ' string="IS_TEXT"'),
     ),
     Family("deepseek-v4", _invoked("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>", "｜DSML｜", ' string="IS_TEXT"')),
-    Family("deepseek", DEEPSEEK_R1, marks=("```json",)),
+    Family("deepseek", DEEPSEEK_R1, signs=("```json",)),
     Family("deepseek-v3.1", DEEPSEEK_V31),
-    Family("mistral", MISTRAL_NAMED, marks=("[ARGS]",)),
+    Family("mistral", MISTRAL_NAMED, signs=("[ARGS]",)),
     Family("mistral-array", MISTRAL),
     Family("kimi", KIMI),
     Family("kimi-3", KIMI_3, dropped=(*_RESPONSE_3, "<|close|>message<|sep|>")),
@@ -415,8 +415,8 @@ FAMILIES = (
     Family("apertus", _objects("<|tools_prefix|>", "<|tools_suffix|>", "{NAME: ARGUMENTS}", name_is_key=True)),
     Family("lfm2", _python("<|tool_call_start|>", "<|tool_call_end|>")),
     Family("gemma-3", _python("```tool_code", "```")),
-    Family("pythonic", _python("", ""), marks=("(",)),
-    Family("llama-3", LLAMA, marks=('"parameters"',)),
-    Family("json", PLAIN, marks=('"arguments"',)),
+    Family("pythonic", _python("", ""), signs=("(",)),
+    Family("llama-3", LLAMA, signs=('"parameters"',)),
+    Family("json", PLAIN, signs=('"arguments"',)),
 )
-"""In the order in which they are tried."""
+"""All families, in the order in which they are tried."""

@@ -12,21 +12,21 @@ from diskprefix.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class ReasoningDelta:
-    """More text of the reasoning."""
+    """A piece of the reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ContentDelta:
-    """More text of the answer."""
+    """A piece of the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class ToolCallBegin:
-    """A tool call begins. `index` counts the calls of a reply from 0; the server makes the id."""
+    """The beginning of a tool call. `index` counts the calls of a reply from 0; the server makes the id."""
 
     index: int
     name: str
@@ -34,7 +34,7 @@ class ToolCallBegin:
 
 @dataclass(frozen=True)
 class ToolCallDelta:
-    """More of a call's arguments. The pieces of a whole call, joined, are the JSON text of one object."""
+    """A piece of a call's arguments. All pieces of a call, joined, are the JSON text of one object."""
 
     index: int
     arguments: str
@@ -46,45 +46,44 @@ OutputDelta: TypeAlias = ReasoningDelta | ContentDelta | ToolCallBegin | ToolCal
 class OutputParser(Protocol):
     """Parses one reply while it is written. Not thread-safe.
 
-    It never raises: what it cannot parse is content. How the text is cut into pieces makes no difference to what the
-    deltas hold when they are joined.
+    It never raises: text that it cannot parse is content. The joined deltas do not depend on how the text is cut into
+    pieces.
     """
 
     def feed(self, text: str) -> list[OutputDelta]:
-        """Returns what the next piece of the reply, `text`, adds."""
+        """Returns the deltas of the next piece of the reply."""
 
     def finish(self) -> list[OutputDelta]:
-        """Returns what was still held back. The reply has ended; it may have been cut off anywhere."""
+        """Returns the deltas of held text. The reply has ended; it may have been cut off anywhere."""
 
 
 class ThoughtTags(NamedTuple):
-    """The texts around reasoning. Without `begin`, every reply has a text that ends with `end`."""
+    """The texts around reasoning. If `begin` is None, every reply begins with text up to `end`."""
 
     begin: str | None
     end: str
 
 
 class OutputFormat(Protocol):
-    """The format of one chat template. It is chosen and verified when the model is loaded. Thread-safe."""
+    """The format of the replies of one chat template, found when the model is loaded. Thread-safe."""
 
     @property
     def name(self) -> str:
-        """A name to be shown: "hermes", "mistral", "none", …"""
+        """The name of the format: "hermes", "mistral", "none", …"""
 
     @property
     def special_tokens(self) -> frozenset[str]:
-        """Special tokens that the engine must write as text, because the parser reads them."""
+        """The special tokens that the engine must write as text, because the parser reads them."""
 
     @property
     def thought(self) -> ThoughtTags | None:
-        """How reasoning is written; None: the template knows no reasoning."""
+        """The texts around reasoning; None if the template knows no reasoning."""
 
     def parser(self, tools: Sequence[JsonObject], prompt_end: str) -> OutputParser:
         """Returns the parser of one reply.
 
-        `tools` are the request's tools, as OpenAI's API has them; without tools all calls are content. `prompt_end`
-        is the end of the rendered prompt, at least its last 64 characters: it shows whether the template opened a
-        thought.
+        `tools` are the request's tools in the form of OpenAI's API. Without tools, calls are content. `prompt_end` is
+        at least the last 64 characters of the rendered prompt: it shows whether the template opened a thought.
         """
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:

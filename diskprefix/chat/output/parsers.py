@@ -13,13 +13,13 @@ from diskprefix.chat.output.call_reader import CallDeltas, CallReader, alternati
 from diskprefix.chat.output.call_values import OfferedTools
 from diskprefix.chat.output.families import ATEM, PLAIN, Family
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin
-from diskprefix.chat.output.reader import Reader, Step, Take
+from diskprefix.chat.output.reader import Parsing, Reader, Take
 
 Thoughts = Sequence[tuple[str, str]]
 """Pairs of tags around reasoning."""
 
 _PIECE = 2048
-"""Characters of a long text that are read at a time."""
+"""Characters of a long text that are parsed at a time."""
 _INLINE = r'\{(?=\s*"(?:name|type|function|arguments|parameters)"\s*:)'
 _FENCE = r"```\w*"
 _WRAPPERS = (
@@ -31,7 +31,7 @@ _WRAPPER_END = any_of(["```", *(f"</{name}>" for name in _WRAPPERS)])
 
 
 class StreamParser(ABC):
-    """Runs a parser that is written as one generator, `reply`, whenever text comes."""
+    """A parser that is written as one generator, `reply`, and runs whenever text comes."""
 
     def __init__(self) -> None:
         self.reader = Reader()
@@ -41,12 +41,12 @@ class StreamParser(ABC):
         self._running = self.reply()
 
     @abstractmethod
-    def reply(self) -> Step[None]:
-        """Parses a whole reply; `emit`, `content` and `reasoning` take what is found."""
+    def reply(self) -> Parsing[None]:
+        """Parses a whole reply, and calls `emit`, `content` and `reasoning`."""
 
     def feed(self, text: str) -> list[OutputDelta]:
         """See `OutputParser`."""
-        # Each step may look at all that has come.
+        # Each step may look at all text that has come.
         pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
         return [delta for piece in pieces if self.reader.add(piece) for delta in self._run()]
 
@@ -61,17 +61,17 @@ class StreamParser(ABC):
         return out
 
     def emit(self, delta: OutputDelta) -> None:
-        """Gives `delta` out. White space before a call is dropped."""
+        """Adds `delta` to the result. White space before a call is dropped."""
         if isinstance(delta, ToolCallBegin):
             self.drop_space()
         self._out.append(delta)
 
     def content(self, text: str) -> None:
-        """More of the answer. White space at its end is held, since it is dropped before a tag."""
+        """Adds text to the answer. White space at its end is held, because it is dropped before a tag."""
         self._text(ContentDelta, text)
 
     def reasoning(self, text: str) -> None:
-        """More of the reasoning; else as `content`."""
+        """Adds text to the reasoning. Otherwise as `content`."""
         self._text(ReasoningDelta, text)
 
     def _text(self, delta: Callable[[str], OutputDelta], text: str) -> None:
@@ -83,17 +83,17 @@ class StreamParser(ABC):
         self._space_is = delta
 
     def drop_space(self) -> None:
-        """Drops the white space that is held."""
+        """Drops the held white space."""
         self._space.clear()
 
     def end(self) -> None:
-        """The reply has ended. White space that is held belongs to it."""
+        """Ends the reply. Held white space belongs to it."""
         if space := "".join(self._space):
             self.emit(self._space_is(space))
 
 
 class FamilyParser(StreamParser):
-    """Parses the replies of a family; it also takes calls without tags, if they name a tool of the request."""
+    """Parses the replies of a family, and calls without tags if they name a tool of the request."""
 
     def __init__(self, family: Family, thoughts: Thoughts, tools: OfferedTools, prompt_end: str) -> None:
         super().__init__()
@@ -109,9 +109,9 @@ class FamilyParser(StreamParser):
 
     @staticmethod
     def _openers(family: Family, *, is_offered: bool) -> regex.Pattern[str]:
-        """What may begin a call, or is a tag around content. Python's calls have no sign but their names.
+        """Returns a pattern of the beginnings of calls, and of tags around content.
 
-        The names of the tools are not a part of it: a thousand long ones take a second to compile.
+        The names of the tools are not in it: a thousand long ones take a second to compile.
         """
         kinds = [rf"(?P<drop>{alternatives(family.dropped)})"]
         if is_offered:
@@ -133,7 +133,7 @@ class FamilyParser(StreamParser):
         patterns = [regex.escape(tag) if "|" in tag or "｜" in tag else rf"^{regex.escape(tag)}" for tag in begins]
         return "|".join(patterns) or r"(?!)"
 
-    def reply(self) -> Step[None]:
+    def reply(self) -> Parsing[None]:
         """See `StreamParser`."""
         yield from self._reasoning()
         while (found := (yield from self.reader.until(self._opener, self.content))) is not None:
@@ -144,8 +144,8 @@ class FamilyParser(StreamParser):
                 yield from self._try_calls(found, self.content)
         self.end()
 
-    def _try_calls(self, found: regex.Match[str], otherwise: Callable[[str], None]) -> Step[bool]:
-        """Reads the calls that `found` opens. If there are none, `found` is text for `otherwise`."""
+    def _try_calls(self, found: regex.Match[str], otherwise: Callable[[str], None]) -> Parsing[bool]:
+        """Reads the calls that `found` opens. If there are none, hands the text of `found` to `otherwise`."""
         kind, done = found.lastgroup, False
         if kind in ("python", "function") and found[kind] not in self._tools:
             self.reader.at = found.end()
@@ -168,18 +168,18 @@ class FamilyParser(StreamParser):
             otherwise(self.reader.text[found.start() : self.reader.at])
         return done
 
-    def _wrapper_ends(self, done: bool) -> Step[None]:
+    def _wrapper_ends(self, done: bool) -> Parsing[None]:
         while done:
             yield from self.reader.space()
             done = (yield from self.reader.match(_WRAPPER_END)) is not None
 
-    def _behind_tag(self) -> Step[None]:
-        """White space beside a tag belongs to the tag."""
+    def _behind_tag(self) -> Parsing[None]:
+        """Drops the white space beside a tag, which belongs to the tag."""
         self.drop_space()
         yield from self.reader.space()
         self.reader.forget(at_line_start=True)
 
-    def _reasoning(self) -> Step[None]:
+    def _reasoning(self) -> Parsing[None]:
         begins = alternatives(begin for begin, _ in self._thoughts)
         found = yield from self.reader.match(regex.compile(rf"\s*(?P<begin>{begins})"))
         end = dict(self._thoughts)[found["begin"]] if found else self._opened
@@ -198,15 +198,15 @@ class FamilyParser(StreamParser):
 
 @lru_cache(maxsize=4)
 def _compiled(pattern: str) -> regex.Pattern[str]:
-    """Returns a pattern, which may hold the names of tools: a thousand long ones take 30 MiB. The module keeps 500."""
+    """Compiles a pattern that may hold the names of tools. Keeps few: regex itself would keep 500, of up to 30 MiB."""
     return regex.compile(pattern, cache_pattern=False)
 
 
 class ChannelParser(StreamParser):
-    """Parses a reply message by message. What has no header is content."""
+    """Parses a reply message by message. Text without a header is content."""
 
     tags: ClassVar[tuple[str, ...]] = ()
-    """The tags around messages; a stray one is dropped, unless it is in `kept`."""
+    """The tags around messages. A stray one is dropped, unless it is in `kept`."""
     kept: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, tools: OfferedTools, prompt_end: str) -> None:
@@ -216,7 +216,7 @@ class ChannelParser(StreamParser):
         self._header = _compiled(self.header())
         self._tag = _compiled(self.tag())
         self._end = _compiled(self.end_of_message())
-        # A reply that goes on with a message whose header stands in the prompt.
+        # The prompt may end with the header of the first message.
         self._begun = prompt_end[max(0, prompt_end.rfind("<|start|>")) :]
 
     @abstractmethod
@@ -225,17 +225,17 @@ class ChannelParser(StreamParser):
 
     @abstractmethod
     def end_of_message(self) -> str:
-        """Returns a pattern of what ends a message."""
+        """Returns a pattern of the end of a message."""
 
     def tag(self) -> str:
-        """Returns a pattern of what no content goes on with."""
+        """Returns a pattern that ends text without a header."""
         return alternatives(self.tags)
 
     @abstractmethod
-    def message(self, header: regex.Match[str]) -> Step[None]:
+    def message(self, header: regex.Match[str]) -> Parsing[None]:
         """Reads the text of a message."""
 
-    def reply(self) -> Step[None]:
+    def reply(self) -> Parsing[None]:
         """See `StreamParser`."""
         header = self._header.fullmatch(self._begun)
         while True:
@@ -248,13 +248,13 @@ class ChannelParser(StreamParser):
                 break
         self.end()
 
-    def _begin(self, header: regex.Match[str]) -> Step[None]:
+    def _begin(self, header: regex.Match[str]) -> Parsing[None]:
         self.drop_space()
         self.reader.forget(at_line_start=True)
         yield from self.message(header)
 
-    def _stray(self) -> Step[bool]:
-        """Passes text without a header on as content, up to the next one or a tag. Returns False at the end."""
+    def _stray(self) -> Parsing[bool]:
+        """Emits text without a header as content, up to the next header or tag. Returns False at the end."""
         found = yield from self.reader.until(self._tag, self.content)
         if found is None:
             return False
@@ -267,8 +267,8 @@ class ChannelParser(StreamParser):
                 self.content(found[0])
         return True
 
-    def call(self, name: str) -> Step[None]:
-        """Reads a message that is the JSON of a call's arguments. What stands behind it is content."""
+    def call(self, name: str) -> Parsing[None]:
+        """Reads a message that is the JSON of a call's arguments. Text behind the JSON is content."""
         self.made.begin(name)
         first = yield from self.reader.peek()
         is_whole = False
@@ -280,7 +280,7 @@ class ChannelParser(StreamParser):
             is_whole = True
         yield from self.body(self.content if is_whole else self.made.arguments)
 
-    def body(self, take: Take) -> Step[None]:
+    def body(self, take: Take) -> Parsing[None]:
         """Hands the text of a message to `take`, and reads its end."""
         found = yield from self.reader.until(self._end, take)
         if found is not None:
@@ -288,14 +288,14 @@ class ChannelParser(StreamParser):
 
 
 class HarmonyParser(ChannelParser):
-    """gpt-oss. The channel `analysis` is reasoning, `final` is content; what goes to `functions.…` is a call."""
+    """The parser of gpt-oss. The channel `analysis` is reasoning, `final` is content; `to=functions.…` is a call."""
 
     tags = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
     kept = tags[:3]
 
     def header(self) -> str:
-        """See `ChannelParser`. The recipient may stand before the channel or behind it. Nothing is given back (`++`):
-        else each of many blanks or letters would be tried as the end of what repeats."""
+        """See `ChannelParser`. The recipient may stand before the channel or behind it. Possessive quantifiers (`++`)
+        keep the time linear in the number of blanks or letters."""
         to = r"(?:to=(?P<to>[^\s<]++)\s*+)?"
         return (
             rf"(?:<\|start\|>\s*+assistant)?\s*+{to}<\|channel\|>\s*+(?P<channel>\w++)\s*+{to}"
@@ -306,7 +306,7 @@ class HarmonyParser(ChannelParser):
         """See `ChannelParser`."""
         return r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)"
 
-    def message(self, header: regex.Match[str]) -> Step[None]:
+    def message(self, header: regex.Match[str]) -> Parsing[None]:
         """See `ChannelParser`."""
         to = header["to"] or ""
         if to.startswith("functions.") and self.tools:
@@ -316,7 +316,7 @@ class HarmonyParser(ChannelParser):
 
 
 class MuseParser(ChannelParser):
-    """Muse Glimmer. What goes to `self` is reasoning, to `user` content; what goes to a tool is a call with tags."""
+    """The parser of Muse Glimmer. `to=self` is reasoning, `to=user` content; a message to a tool is a call in tags."""
 
     tags = ("<|start|>", "<|message|>", "<|eom|>", "<|eot|>")
     kept = tags[:1]
@@ -329,7 +329,7 @@ class MuseParser(ChannelParser):
         """See `ChannelParser`."""
         return r"<\|eo[mt]\|>|(?=<\|start\|>)"
 
-    def message(self, header: regex.Match[str]) -> Step[None]:
+    def message(self, header: regex.Match[str]) -> Parsing[None]:
         """See `ChannelParser`."""
         if header["to"] not in (None, "self", "user", "commentary") and self.tools:
             yield from self.reader.space()
@@ -341,7 +341,7 @@ class MuseParser(ChannelParser):
 
 
 class FunctionaryParser(ChannelParser):
-    """Functionary 3.2: `>>>`, the name of a tool or `all` for content, and a line end."""
+    """The parser of Functionary 3.2: `>>>`, the name of a tool or `all` for content, and a line end."""
 
     def header(self) -> str:
         """See `ChannelParser`. The template may have written `>>>`."""
@@ -358,7 +358,7 @@ class FunctionaryParser(ChannelParser):
         """See `ChannelParser`."""
         return self.end_of_message()
 
-    def message(self, header: regex.Match[str]) -> Step[None]:
+    def message(self, header: regex.Match[str]) -> Parsing[None]:
         """See `ChannelParser`."""
         if header["to"] == "all":
             yield from self.body(self.content)

@@ -1,4 +1,4 @@
-"""Reads a text that comes in pieces. The methods that may need more text are generators, which yield to wait for it."""
+"""Reads a text that comes in pieces. Methods that may need more text are generators, which yield to wait for it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeAlias, TypeVar
 import regex
 
 T = TypeVar("T")
-Step: TypeAlias = Generator[None, None, T]
+Parsing: TypeAlias = Generator[None, None, T]
 """A part of a parser. It yields when it needs more text, and returns a T."""
 
 Take: TypeAlias = Callable[[str], None]
@@ -17,23 +17,23 @@ Take: TypeAlias = Callable[[str], None]
 _SPACE = re.compile(r"\s*")
 _STRING = regex.compile(r'"(?:[^"\\]|\\.)*"', regex.DOTALL)
 _SCALAR = re.compile(r"[^\s,;:\[\]{}\"<]*")
-_MARKS = re.compile(r'["\\{}\[\]<`\x00-\x1f]')
+_DELIMITERS = re.compile(r'["\\{}\[\]<`\x00-\x1f]')
 _BRACKETS = re.compile(r"""["'\\()\[\]{}]""")
 _SHORT, _SHARE = 256, 8
-"""A longer text is held until an eighth more of it has come."""
+"""A text of more characters is parsed again only when an eighth more of it has come."""
 _LITTLE, _MOST_IN_VAIN = 4096, 2
-"""So many characters, and twice the reply, may be read as calls that are none."""
+"""At most 4096 characters and twice the reply are read as calls in vain."""
 
 
 class Reader:
-    """The text that is here and not yet used. `text[at:]` is unread; `ended`: no more comes.
+    """The text that has come and is not used yet. `text[at:]` is unread. `ended`: no more text comes.
 
-    A position may be kept to go back to it, until `forget` is called.
+    Positions are valid until `forget` is called.
     """
 
     def __init__(self) -> None:
         self.text = "\n"
-        """Begins with the character before the unread text. A reply begins like a line."""
+        """Begins with the character before the unread text. The beginning of a reply counts as that of a line."""
         self.at = 1
         self.ended = False
         self._coming: list[str] = []
@@ -43,10 +43,10 @@ class Reader:
         self._furthest = 1
 
     def add(self, text: str) -> bool:
-        """Takes more text. Returns whether to go on reading.
+        """Adds more text. Returns whether to read on.
 
-        What is held may be read from its beginning, so a long text is read again only when an eighth more of it has
-        come: all readings together then are as long as a few of the whole.
+        Held text may be read again from its beginning. So a long text is read again only when an eighth more of it has
+        come: then all readings together cost as much as a few of the whole.
         """
         self._coming.append(text)
         self._num_coming += len(text)
@@ -56,7 +56,7 @@ class Reader:
         return True
 
     def end(self) -> None:
-        """No more text comes."""
+        """Ends the text."""
         self.ended = True
         self._join()
 
@@ -67,31 +67,33 @@ class Reader:
         self._num_coming = 0
 
     def forget(self, *, at_line_start: bool = False) -> None:
-        """Drops what was read. `at_line_start`: what follows counts as the beginning of a line."""
+        """Drops the text that was read. `at_line_start`: the unread text counts as the beginning of a line."""
         self.text = ("\n" if at_line_start else self.text[self.at - 1]) + self.text[self.at :]
         self.at = self._furthest = 1
 
     def back_to(self, at: int) -> None:
-        """Goes back to a position: what was read behind it is no call."""
+        """Goes back to a position, because the text behind it is no call."""
         self._num_in_vain += max(0, self.at - at)
         self._furthest = max(self._furthest, self.at)
         self.at = at
 
     def give_up(self, at: int) -> None:
-        """Goes back to a position, from where other calls are looked for. If much of the reply was read in vain, it
-        does not: else values inside of values would be read again and again."""
+        """Goes back to a position, to look for other calls behind it.
+
+        After much text was read in vain, stays behind that text: otherwise nested values would be read over and over.
+        """
         self.back_to(at)
         if self._num_in_vain > _MOST_IN_VAIN * self._num_read + _LITTLE:
             self.at = max(at, self._furthest)
 
-    def more(self) -> Step[bool]:
+    def more(self) -> Parsing[bool]:
         """Waits for more text. Returns False if no more comes."""
         if self.ended:
             return False
         yield
         return True
 
-    def space(self) -> Step[None]:
+    def space(self) -> Parsing[None]:
         """Skips white space."""
         while True:
             found = _SPACE.match(self.text, self.at)
@@ -100,13 +102,13 @@ class Reader:
             if self.at < len(self.text) or not (yield from self.more()):
                 return
 
-    def peek(self) -> Step[str]:
+    def peek(self) -> Parsing[str]:
         """Skips white space. Returns the next character, "" at the end, and does not read it."""
         yield from self.space()
         return self.text[self.at : self.at + 1]
 
-    def match(self, pattern: regex.Pattern[str]) -> Step[regex.Match[str] | None]:
-        """Reads what `pattern` matches here. Returns None, and reads nothing, if it does not match.
+    def match(self, pattern: regex.Pattern[str]) -> Parsing[regex.Match[str] | None]:
+        """Reads a match of `pattern` at this position. Returns None, and reads nothing, if there is none.
 
         A match counts as soon as it is whole, so a pattern must not end with something that may grow.
         """
@@ -119,17 +121,17 @@ class Reader:
                 return found
             yield from self.more()
 
-    def looks_at(self, pattern: regex.Pattern[str]) -> Step[bool]:
-        """Returns whether `pattern` matches here, and reads nothing."""
+    def looks_at(self, pattern: regex.Pattern[str]) -> Parsing[bool]:
+        """Returns whether `pattern` matches at this position. Reads nothing."""
         at = self.at
         found = yield from self.match(pattern)
         self.at = at
         return found is not None
 
-    def until(self, pattern: regex.Pattern[str], take: Take) -> Step[regex.Match[str] | None]:
-        """Hands the text to `take` up to a match of `pattern`, and stops before it; None: the text has ended.
+    def until(self, pattern: regex.Pattern[str], take: Take) -> Parsing[regex.Match[str] | None]:
+        """Hands the text before a match of `pattern` to `take`. Returns the match, which is not read; None at the end.
 
-        Only what may be the beginning of a match is held back.
+        Only text that may be the beginning of a match is held back.
         """
         while True:
             found = pattern.search(self.text, self.at, partial=not self.ended)
@@ -143,8 +145,8 @@ class Reader:
             if not (yield from self.more()):
                 return None
 
-    def before(self, pattern: regex.Pattern[str]) -> Step[str | None]:
-        """Reads the text before a match of `pattern`, or the whole rest if there is none. None: no text is left."""
+    def before(self, pattern: regex.Pattern[str]) -> Parsing[str | None]:
+        """Reads the text before a match of `pattern`, or the whole rest if there is none. None if that is empty."""
         while True:
             found = pattern.search(self.text, self.at)
             if found is not None or not (yield from self.more()):
@@ -152,18 +154,18 @@ class Reader:
                 self.at += len(read)
                 return read or None
 
-    def string(self) -> Step[str | None]:
+    def string(self) -> Parsing[str | None]:
         """Reads a JSON string behind white space, with its quotes. Returns None if there is none."""
         yield from self.space()
         found = yield from self.match(_STRING)
         return None if found is None else found[0]
 
-    def json(self, take: Take, *, forgets: bool = False) -> Step[bool]:
+    def json(self, take: Take, *, forgets: bool = False) -> Parsing[bool]:
         """Reads a JSON value and hands its text to `take` as it comes. Returns whether it is complete.
 
-        `forgets`: nobody goes back to a position before it, so its text need not be held.
+        `forgets`: no caller goes back to a position before it, so its text is not held.
 
-        An object or an array is complete when its brackets are closed; one in which a tag stands is broken. Control
+        An object or an array is complete when its brackets are closed. One with a tag in it is broken. Control
         characters in strings, which JSON forbids and small models write, are escaped.
         """
         first = yield from self.peek()
@@ -179,7 +181,7 @@ class Reader:
         rest, self.at = self.text[self.at :], len(self.text)
         return rest
 
-    def _scalar(self, take: Take) -> Step[bool]:
+    def _scalar(self, take: Take) -> Parsing[bool]:
         while True:
             found = _SCALAR.match(self.text, self.at)
             assert found is not None
@@ -188,34 +190,34 @@ class Reader:
                 self.at = found.end()
                 return bool(found[0])
 
-    def _nested(self, take: Take, forgets: bool) -> Step[bool]:
+    def _nested(self, take: Take, forgets: bool) -> Parsing[bool]:
         depth, in_string, escaped = 0, False, 0
         while True:
             skip = self.at + escaped
-            for found in _MARKS.finditer(self.text, skip):
-                mark, at = found[0], found.start()
+            for found in _DELIMITERS.finditer(self.text, skip):
+                char, at = found[0], found.start()
                 if at < skip:
                     continue
                 if in_string:
-                    if mark == "\\":
+                    if char == "\\":
                         skip = at + 2
-                    elif mark == '"':
+                    elif char == '"':
                         in_string = False
-                    elif mark < " ":
-                        take(self.text[self.at : at] + f"\\u{ord(mark):04x}")
+                    elif char < " ":
+                        take(self.text[self.at : at] + f"\\u{ord(char):04x}")
                         self.at = at + 1
-                elif mark == '"':
+                elif char == '"':
                     in_string = True
-                elif mark in "{[":
+                elif char in "{[":
                     depth += 1
-                elif mark in "}]":
+                elif char in "}]":
                     depth -= 1
                     if not depth:
                         take(self.text[self.at : at + 1])
                         self.at = at + 1
                         return True
-                elif mark in "<`":
-                    # No JSON goes on like this: a tag follows, and the value is broken.
+                elif char in "<`":
+                    # No JSON continues like this: a tag follows, and the value is broken.
                     take(self.text[self.at : at])
                     self.at = at
                     return False
@@ -227,7 +229,7 @@ class Reader:
             if not (yield from self.more()):
                 return False
 
-    def brackets(self) -> Step[str | None]:
+    def brackets(self) -> Parsing[str | None]:
         """Reads a Python expression in brackets as a whole. Returns None if it does not end."""
         depth, quote, at = 0, "", self.at
         while True:
@@ -238,16 +240,16 @@ class Reader:
                     self._rest()
                     return None
                 continue
-            mark, at = found[0], found.end()
-            if mark == "\\":
+            char, at = found[0], found.end()
+            if char == "\\":
                 at += 1
             elif quote:
-                quote = "" if mark == quote else quote
-            elif mark in "\"'":
-                quote = mark
-            elif mark in "([{":
+                quote = "" if char == quote else quote
+            elif char in "\"'":
+                quote = char
+            elif char in "([{":
                 depth += 1
-            elif mark in ")]}":
+            elif char in ")]}":
                 depth -= 1
                 if depth <= 0:
                     read, self.at = self.text[self.at : at], at
