@@ -97,7 +97,7 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
 
 
 def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
-    """Puts a copy of the store in folder `source` in the place of that in folder `path`, which is created.
+    """Replaces the store in folder `path`, which is created, by a copy of the store in folder `source`.
 
     Raises as `compact_folder` does; then the old file stays. `before_bytes` is the size of the file in `source`.
     """
@@ -161,7 +161,7 @@ def _copy(source: Path, folder: Path, num_bytes: int, advance: Callable[[int], N
 @contextmanager
 def _new_file(folder: Path, num_bytes: int) -> Iterator[tuple[Any, dict[str, Any]]]:
     """Yields an environment in an empty folder for about `num_bytes`, and its databases. Raises `OSError`."""
-    # Address space only, more than it can need: whoever opens the file sets its own.
+    # Address space only, more than needed. The next process that opens the file sets its own size.
     map_bytes = (2 * num_bytes + 2**30) // mmap.PAGESIZE * mmap.PAGESIZE
     try:
         with lmdb.open(

@@ -86,7 +86,8 @@ def expiry_interval_s(ttl_s: float, *, has_own_ttls: bool) -> float:
     """Returns the seconds between two searches for expired nodes. A node stays at most that much too long.
 
     `ttl_s` is the daemon's time to live, 0 for none. Times that clients choose do not shorten the interval, because a
-    search reads every usage record. Without any, another process may still have stored some, so the search goes on.
+    search reads every usage record. Even without any, the search continues, because another process may have stored
+    some.
     """
     interval_s = _OWN_EXPIRY_INTERVAL_S if has_own_ttls else _LOOK_INTERVAL_S
     return min(interval_s, _EXPIRY_INTERVAL_S, ttl_s / 10) if ttl_s else interval_s

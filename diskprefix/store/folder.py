@@ -85,7 +85,7 @@ def reserve_lmdb_lock(folder: Path, *, create: bool) -> None:
 
 def check_folder(path: Path) -> None:
     """Checks who can write to the folder and to the files of its store: that user could plant state from which a model
-    answers. For root, check also who could replace the folder.
+    answers. For root, also checks who could replace the folder.
 
     Raises `StoreUnavailable` if others may write to one of them, if one belongs to another user, or if a file is a link
     or no regular file. What does not exist passes.
@@ -222,7 +222,7 @@ def sync(path: Path) -> None:
 
 
 def become_owner(path: Path) -> Path:
-    """Turns a process of root's, for good, into one of the user who owns folder `path`.
+    """Turns a process of root permanently into one of the user who owns folder `path`.
 
     Returns the path by which the process reaches the folder from then on. That is `path`, or the working directory
     where the owner may not enter a folder above, as with the cache of a systemd service with `DynamicUser=`. Does

@@ -1,7 +1,7 @@
 """Notes while a process uses them: they are visible at once, and the writing thread writes them soon after.
 
-A note that cannot be written stays in memory and is tried again, within a bound; nobody who puts or gets one sees an
-error. A kill loses the notes of the last moments. For the format see `note_record`.
+A note that cannot be written stays in memory and is tried again, within a bound. `put` and `get` never fail. A kill
+loses the notes of the last moments. For the format see `note_record`.
 """
 
 from __future__ import annotations

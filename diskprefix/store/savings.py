@@ -99,7 +99,7 @@ def _read_removed(snapshot: Snapshot) -> Savings:
 
 
 def put_savings(changes: Changes, root: bytes, savings: Savings, now: float) -> None:
-    """Stores the counts of a root in the place of those before."""
+    """Stores the counts of a root, replacing those before."""
     key = _key(root)
     changes.put_note(key, encode_note(key, msgspec.msgpack.encode(savings), NoteTimes(now, now, _TTL_S)))
 
@@ -145,7 +145,7 @@ class SavingsLog:
         self._make_room = make_room
         self._lock = threading.Lock()
         self._writing = threading.Lock()
-        """Held while counts are on their way to the store: whoever reads would find them in neither place."""
+        """Held while counts are on their way to the store. A reader would find them in neither place."""
         self._waiting: dict[bytes, tuple[RootRecord, Savings]] = {}
         self.saved_s = 0.0
         """Seconds of computing that restores saved since the start of this process."""

@@ -103,7 +103,7 @@ class UsageRecord(NamedTuple):
     """The mutable part of a node, in the order of the stored record.
 
     `hits` is decayed, as of `last_used`; `restores` counts them all, for people. `prefill_s` is how long computing the
-    node's tokens took, in seconds; 0 if nobody measured it. `children` counts the nodes that continue it: only a node
+    node's tokens took, in seconds; 0 if unknown. `children` counts the nodes that continue it: only a node
     with none may be evicted. `stored_bytes` is what the node takes in the file, whole pages. `ttl_s` is the longest
     time to live that a use asked for, in seconds: see `README.md` for 0 and negative numbers.
     """

@@ -196,7 +196,7 @@ def grown_from(snapshot: Snapshot, secret: int, beginning: str) -> list[str]:
             if node is None or parent not in (None, node.parent):
                 continue
             shorter = shorter_names(secret, node.parent, node.token_ids.tobytes(), node.kind)
-            # Joined they are searched at once, though what is found may lie across two names.
+            # One search in all names, joined. A match may lie across two names, so it is checked below.
             if digits in b"".join(shorter) and any(one.hex().startswith(beginning) for one in shorter):
                 parent = node.parent
                 grown.add(name)

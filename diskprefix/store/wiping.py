@@ -1,14 +1,14 @@
 """Overwriting what deleted records have left in `data.mdb`, while other processes read and write the store.
 
 LMDB overwrites nothing. Bytes of deleted records stay in four places, all of which are filled with zeros:
-* free pages. Those that LMDB itself could use again are read by nobody: neither by a reader that is still open, nor
-  after a crash. Younger ones have to wait. What a killed process wrote behind the last page is read by nobody either;
+* free pages. No open reader needs those that LMDB itself could use again, nor does LMDB after a crash. Younger ones
+  have to wait. No process reads the pages that a killed process wrote behind the last one;
 * the gap in the middle of a page, which LMDB never reads. It may hold anything, because LMDB uses its buffers for pages
   again without clearing them;
 * the end of an overflow run, behind its data;
-* the keys in branch pages. Such a key only separates two children, and outlives the record that it was the key of. All
-  is cleared behind the first byte that tells it from the last key before it: what is smaller than the old key and not
-  smaller than the new one does not exist. While bytes are written one by one, each mixture of both separates as well.
+* the keys in branch pages. Such a key only separates two children, and outlives its record. It is cleared behind the
+  first byte that differs from the last key before it: no key is smaller than the old key and not smaller than the new
+  one. While bytes are written one by one, each mixture of both separates as well.
 
 No other byte of a page in use is changed. So a reader sees the same records as before, whatever it has read already,
 and a kill leaves a file in order. The whole file is checked before the first byte is written.

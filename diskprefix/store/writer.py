@@ -1,7 +1,7 @@
 """The background writer: a thread that writes publications to the store, in order.
 
 The buffer is bounded in bytes. A caller reserves room for its data first, and no request waits for that. A failure of
-the store is logged once and counted, and the daemon goes on serving.
+the store is logged once and counted, and the daemon continues to serve.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _check_memory(
         is_same = (memory.dtype, memory.shape[1], memory.shape[-1]) == expected and memory.shape[0] == 1
         is_same &= of_values.dtype == query.dtype and of_values.shape[:3] == memory.shape[:3]
         if not is_same or query.shape[1] % memory.shape[1]:
-            # The compiled operator reads what it is told is there.
+            # The compiled operator does not check the memory.
             raise NotInvariant("attention with memory of another form than the queries")
         if _first(run.end, memory) > pattern.first_visible(run.start) // TILE * TILE:
             raise NotInvariant("attention to tokens that the cache does not keep")

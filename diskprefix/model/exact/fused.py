@@ -218,7 +218,7 @@ def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
     keys, values = layer.keys, layer.values
     assert keys.dtype is values.dtype is torch.bfloat16
     if not layer.first <= run.start <= run.end <= layer.first + min(keys.shape[2], values.shape[2]):
-        # The operator writes where it is told that there is room.
+        # The operator does not check that there is room.
         raise ValueError("there is no room for the rows of the step")
     if layer.first > pattern.first_visible(run.start) // TILE * TILE:
         raise NotInvariant("attention to tokens that the cache does not keep")

@@ -149,7 +149,7 @@ def _angles(dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def result_of(compute: Callable[[], Any]) -> Any:
-    """Returns what is computed, None if a module cannot be called so: it is of a class of any age and author."""
+    """Returns the result, None if the module cannot be called in this way: its class may be of any age and author."""
     try:
         return compute()
     except Exception as error:

@@ -20,7 +20,7 @@ class NotInvariant(Exception):
 class Pattern:
     """The tokens that a token sees: all up to itself, or the last `window`, or those of its chunk of `chunk` tokens.
 
-    A model hands it from the mask interface to its layers in the place of a mask.
+    A model passes it from the mask interface to its layers instead of a mask.
     """
 
     window: int | None = None

@@ -1,6 +1,6 @@
 """Attention by torch's kernels, called so that the bits of a token do not depend on the rest of the batch.
 
-It is for a machine without the compiled operator (`native`). Keys are read in tiles of `TILE` tokens counted from
+For a machine without the compiled operator (`native`). Keys are read in tiles of `TILE` tokens counted from
 position 0 of a sequence. The products of a row of queries with a tile always have the same shape, so the kernels sum
 them in the same order. A row goes through its tiles in ascending order with a running maximum (flash attention). A tile
 that a row does not see leaves it exactly as it is. So neither other rows nor the length of the memory matter.

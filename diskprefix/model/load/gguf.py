@@ -141,7 +141,7 @@ def _lock(file: Path, report: Report) -> Iterator[None]:
 
 
 def _remove_leftovers(models: Path) -> None:
-    """Removes the partial folders of processes that have ended: nobody holds their locks."""
+    """Removes the partial folders of processes that have ended, whose locks are free."""
     for leftover in models.glob(f"{_PARTIAL}*"):
         lock = leftover.with_name(_LOCK + leftover.name.removeprefix(_PARTIAL))
         with suppress(OSError), _open_lock(lock) as handle:

@@ -1,4 +1,4 @@
-"""Imports transformers without the libraries that it imports for what is never used here.
+"""Imports transformers without libraries that are never used here.
 
 A model's class comes with `torch._dynamo`, `torch.distributed.tensor`, `torch.distributed.fsdp` and sympy: transformers
 imports them for compiled graphs, for several machines and for its own continuous batching. They take more time than all

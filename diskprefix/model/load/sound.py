@@ -15,7 +15,7 @@ Samples: TypeAlias = "npt.NDArray[np.float32]"
 SAMPLE_RATES = range(4000, 192_001)
 _SUBTYPES = ("PCM_U8", "PCM_16", "PCM_24", "PCM_32")
 _UNKNOWN_BYTES = 0xFFFF_FFFF
-"""The length in the header of a program that cannot seek back: the samples go on to the end of the file."""
+"""The length that a program writes if it cannot seek back: the samples end with the file."""
 _BLOCK_S = 6
 
 

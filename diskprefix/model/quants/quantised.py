@@ -198,7 +198,7 @@ def _metadata(file: Path) -> dict[str, str]:
         with safe_open(file, framework="pt") as tensors:
             return dict(tensors.metadata() or {})
     except (SafetensorError, OSError):
-        # Whoever reads the weights says what is wrong with the file.
+        # Loading the weights reports the problem of the file.
         return {}
 
 

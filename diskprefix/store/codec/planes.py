@@ -67,7 +67,7 @@ class _Parts(NamedTuple):
 
     @classmethod
     def of(cls, form: FloatFormat, num_rows: int, width: int, bits: int) -> _Parts:
-        """Of rows of `width` values."""
+        """Returns the sizes for rows of `width` values."""
         words = num_rows * -(-width // _GROUP) * (bits + len(form.marks))
         runs = num_rows * -(-width // _RUN)
         return cls(num_rows * width * (form.item_bytes - 1), 8 * words, 2 * runs, runs)
@@ -94,7 +94,7 @@ def join(form: FloatFormat, bits: int, data: memoryview, out: Bytes) -> None:
 
 
 def _operators() -> PlanesOperators | None:
-    """They take the bytes as they lie in memory."""
+    """Returns the compiled operators, None if there are none or if the CPU has the other order of bytes."""
     return library.planes() if sys.byteorder == "little" else None
 
 
@@ -201,7 +201,7 @@ def _codes(exponents: Bytes) -> list[tuple[Bytes, npt.NDArray[np.int64]]]:
     np.cumsum(counted, axis=2, out=before[:, :, 1:])
     found = []
     for bits in range(1, MAX_BITS + 1):
-        # A lower base would find no more, and its codes would go on at 255.
+        # A lower base would find no more, and its codes would wrap around to 255.
         lowest = (1 << bits) - 2
         window = before[:, :, lowest + 1 :] - before[:, :, : 256 - lowest]
         bases = lowest + window.argmax(axis=2)
@@ -214,6 +214,6 @@ def _by_value(bases: Bytes, width: int) -> Bytes:
 
 
 def _in_groups(plane: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Shape [rows, groups, 64], with nothing set behind each row."""
+    """Returns the values in shape [rows, groups, 64], with zeros behind each row."""
     num_rows, width = plane.shape
     return np.pad(plane, ((0, 0), (0, -width % _GROUP))).reshape(num_rows, -1, _GROUP)

@@ -282,7 +282,7 @@ class RecordCheck:
         children = len(self.tree.children.get(name, ()))
         if usage.children != children:
             return f"it says that {usage.children} blocks continue it, {children} do"
-        # What a node takes besides its pieces is an estimate, which another version may make in another way.
+        # The size of a node besides its pieces is an estimate, which may differ in another version.
         if not node.stored_bytes <= usage.stored_bytes <= 2 * self.file_bytes(name, node):
             return f"it says that the block takes {usage.stored_bytes} bytes, its pieces take {node.stored_bytes}"
         return None
