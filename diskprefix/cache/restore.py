@@ -215,7 +215,7 @@ class Restoration:
 
     def _make_room(self, arena: KVArena, first_needed: Mapping[int, int], end: int) -> None:
         for number in range(len(self.layout.groups)):
-            arena.expect(number, floor_to_grid(first_needed[number], self.nodes.block_size), end)
+            arena.prepare_restore(number, floor_to_grid(first_needed[number], self.nodes.block_size), end)
 
 
 def _prefill_s(matcher: Matcher[View]) -> float:

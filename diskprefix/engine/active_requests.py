@@ -135,7 +135,7 @@ class ActiveRequests:
             self._refuse(ticket, error)
             return None
         self._num_arrived += len(running.all_replies)
-        self._inbox.begin(ticket)
+        self._inbox.begin_request(ticket)
         self.requests.append(running)
         first = running.replies[0]
         if isinstance(memory, KVAllocation):
@@ -164,7 +164,7 @@ class ActiveRequests:
                 on_stage(Stage("save", began, ended, {"bytes": num_bytes}))
 
             running.cached.on_written(on_written)
-        first = None if request.constraint is None else served.constraints.begin(request.constraint)
+        first = None if request.constraint is None else served.constraints.begin_reply(request.constraint)
         constraints = [first] + [first and first.another() for _ in range(1, request.sampling.n)]
         replies = [self._make_reply(running, index, constraint) for index, constraint in enumerate(constraints)]
         running.replies, running.unforked = replies[:1], replies[1:]
@@ -235,7 +235,7 @@ class ActiveRequests:
         keep = keep and is_usable and options.save and options.scope.kind != "off" and allocation.num_exact > 0
         self._pool.release(allocation, keep=keep)
 
-    def end(self, running: RunningRequest, last: Callable[[CacheReport], Event | None]) -> None:
+    def end_request(self, running: RunningRequest, last: Callable[[CacheReport], Event | None]) -> None:
         """Ends a request, whatever goes wrong in it. `last` returns its last event."""
         running.is_over = True
         self.requests.remove(running)
@@ -251,7 +251,7 @@ class ActiveRequests:
             event = error_event(error, running.request)
         if event is not None:
             _send_last(running.ticket, event)
-        self._inbox.end(running.ticket)
+        self._inbox.end_request(running.ticket)
 
     def cancel(self, running: RunningRequest) -> None:
         """Ends a request whose client has gone. What was computed for it is kept, as the client may ask again."""
@@ -260,7 +260,7 @@ class ActiveRequests:
         if isinstance(first.state, KVArena) and first.num_computed and not running.is_published:
             running.cached.leave(first.state)
         self._release_all(running, keep=True)
-        self.end(running, lambda _: None)
+        self.end_request(running, lambda _: None)
 
     @contextmanager
     def failing(self, running: RunningRequest) -> Iterator[None]:
@@ -275,7 +275,7 @@ class ActiveRequests:
     def _fail(self, running: RunningRequest, error: Exception) -> None:
         raise_if_lost(error)
         self._release_all(running, keep=False)
-        self.end(running, lambda _: error_event(error, running.request))
+        self.end_request(running, lambda _: error_event(error, running.request))
 
     def _release_all(self, running: RunningRequest, *, keep: bool) -> None:
         self.preempted = [reply for reply in self.preempted if reply.running is not running]
@@ -285,9 +285,9 @@ class ActiveRequests:
     def _refuse(self, ticket: Ticket, error: Exception) -> None:
         """Fails a request that was not accepted."""
         raise_if_lost(error)
-        self._inbox.begin(ticket)
+        self._inbox.begin_request(ticket)
         _send_last(ticket, error_event(error, ticket.request))
-        self._inbox.end(ticket)
+        self._inbox.end_request(ticket)
 
 
 def _send_last(ticket: Ticket, event: Event) -> None:

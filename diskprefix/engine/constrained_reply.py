@@ -75,7 +75,7 @@ class ConstraintCompiler:
     def close(self) -> None:
         self._trials.close()
 
-    def begin(self, constraint: Constraint) -> ConstrainedReply:
+    def begin_reply(self, constraint: Constraint) -> ConstrainedReply:
         """Returns the first reply to a request, at its beginning. Another thread compiles the constraint."""
         return ConstrainedReply(self, constraint, _Beginning(self, constraint))
 

@@ -62,9 +62,9 @@ Serve: TypeAlias = "Callable[[Inbox], None]"
 class Inbox:
     """Owns the engine's thread, which runs `serve`. `emit` of a request is called from that thread.
 
-    `serve` calls `begin` and `end` for each request, and returns when `wait` returns False. If it raises `DeviceLost`,
-    or any error that concerns no request, all requests fail, and the thread calls `on_fatal` with a `DeviceLost` and
-    ends. `max_queue` requests may wait beside `max_running` that run.
+    `serve` calls `begin_request` and `end_request` for each request, and returns when `wait` returns False. If it
+    raises `DeviceLost`, or any error that concerns no request, all requests fail, and the thread calls `on_fatal` with
+    a `DeviceLost` and ends. `max_queue` requests may wait beside `max_running` that run.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Inbox:
             self._has_news = False
             return list(self._still_waiting())
 
-    def begin(self, ticket: Ticket) -> None:
+    def begin_request(self, ticket: Ticket) -> None:
         """Records that the engine accepts a waiting request."""
         with self._changed:
             # `stop` may have refused it meanwhile.
@@ -155,7 +155,7 @@ class Inbox:
             self._running[ticket] = time.perf_counter()
             self._changed.notify_all()
 
-    def end(self, ticket: Ticket) -> None:
+    def end_request(self, ticket: Ticket) -> None:
         """Records that the engine is done with a request."""
         with self._changed:
             seconds = time.perf_counter() - self._running.pop(ticket)

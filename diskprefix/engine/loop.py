@@ -214,7 +214,7 @@ class Loop:
             if running.source is not reply or not running.unforked:
                 self._active.release(reply, keep=reply.index == 0)
                 if all(one.is_finished for one in running.all_replies) and not running.is_over:
-                    self._active.end(running, running.done_event)
+                    self._active.end_request(running, running.done_event)
                 return
             following = running.unforked.pop(0)
             self._served.release_draft(reply, keep=True)

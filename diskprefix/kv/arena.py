@@ -112,7 +112,7 @@ class KVArena:
         """Runs [1, n] more tokens. Returns the logits behind the last `num_logits` of them, shape [num_logits,
         vocab]."""
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
-        run = self.begin(end - start)
+        run = self.begin_step(end - start)
         call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
         step = Step((run,)) if self._is_exact_at_tokens else None
         if "position_ids" in self.layout.options:
@@ -129,7 +129,7 @@ class KVArena:
         logits: torch.Tensor = output.logits[0, -num_logits:]
         return logits
 
-    def begin(self, num_rows: int) -> Run:
+    def begin_step(self, num_rows: int) -> Run:
         """Prepares the memory for a step of `num_rows` tokens."""
         start, end = self.num_tokens, self.num_tokens + num_rows
         self.make_room(end)
@@ -199,14 +199,14 @@ class KVArena:
         points = (num_tokens, min(num_tokens, self.marked_tokens))
         return next((point for point in points if all(memory.holds(point) for memory in self.memory)), 0)
 
-    def expect(self, group: int, start: int, end: int) -> None:
+    def prepare_restore(self, group: int, start: int, end: int) -> None:
         """Prepares a group for a restore of the tokens from `start` to `end`, behind those of the sequence. Tokens in
         between are not loaded, because the window has passed them. Then `held` says from where the sequence can still
         continue."""
         memory = self.memory[group]
         if not memory.has_room(end):
             self.settle(drop=True)
-        memory.expect(self.num_tokens, start, end)
+        memory.prepare_restore(self.num_tokens, start, end)
         self._bind()
 
     def mark(self) -> None:
@@ -244,7 +244,7 @@ class KVArena:
             self._release()
         grown = self._allocate(num_tokens, capacity, valid)
         for memory, tensor in zip(self.memory, grown, strict=True):
-            memory.use(tensor)
+            memory.replace(tensor)
         self._capacity = capacity
         self._bind()
 

@@ -96,12 +96,12 @@ class GroupMemory:
         return group_bytes(self.group, capacity, self._block_size)
 
     def allocated(self, capacity: int, valid: int) -> torch.Tensor:
-        """Returns a tensor for `capacity` tokens of a sequence, with the state of the first `valid`, for `use`. Raises
-        the errors of torch and numpy when memory runs out."""
+        """Returns a tensor for `capacity` tokens of a sequence, with the state of the first `valid`, for `replace`.
+        Raises the errors of torch and numpy when memory runs out."""
         room = _room_for(self.group, capacity, self._block_size)
         return self.tensor if room <= self.room else self._enlarged(room, valid)
 
-    def use(self, tensor: torch.Tensor) -> None:
+    def replace(self, tensor: torch.Tensor) -> None:
         """Replaces the memory by a tensor that has the same tokens already: a capture may read beside this."""
         self.tensor = tensor
         self._rows = bytes_of(tensor.flatten(0, 2).flatten(1)) if in_main_memory(tensor) else None
@@ -136,9 +136,9 @@ class GroupMemory:
         self._save_marked(first)
         self._drop_before(first, valid)
         if not self.has_room(end):
-            self.use(self._enlarged(whole_tiles(end) - first, valid))
+            self.replace(self._enlarged(whole_tiles(end) - first, valid))
 
-    def expect(self, have: int, start: int, end: int) -> None:
+    def prepare_restore(self, have: int, start: int, end: int) -> None:
         """Prepares for a restore, which fills the tokens from `start` to `end`. The first `have` tokens are there.
         Those between them and `start` are not loaded, because the window has passed them. They are set to zero from the
         tile of `start` on: attention multiplies them by weights of 0."""

@@ -37,7 +37,7 @@ def serve_one_at_a_time(run: Run) -> Serve:
                     continue
                 return
             ticket = waiting[0]
-            inbox.begin(ticket)
+            inbox.begin_request(ticket)
             try:
                 run(ticket.request, ticket.emit, lambda ticket=ticket: ticket.cancelled)  # type: ignore[misc]
             except Cancelled:
@@ -45,7 +45,7 @@ def serve_one_at_a_time(run: Run) -> Serve:
             except Exception as error:  # noqa: BLE001 (as the engine's loop)
                 raise_if_lost(error)
                 ticket.emit(error_event(error, ticket.request))
-            inbox.end(ticket)
+            inbox.end_request(ticket)
 
     return serve
 

@@ -213,17 +213,6 @@ def test_models_that_cannot_be_packed_take_turns(
     engine.close()
 
 
-def test_a_short_request_overtakes_a_long_one(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    long, short = request(tokens(3000), max_tokens=1), request(tokens(50, 1), max_tokens=1)
-    with running(engine) as inbox:
-        order: list[str] = []
-        first = inbox.submit(long, lambda _: order.append("long"))
-        after_steps(monkeypatch, 2, lambda: inbox.submit(short, lambda _: order.append("short")))
-        wait_until_idle(inbox)
-    assert not first.cancelled
-    assert order.index("short") < order.index("long")
-
-
 def test_a_caller_with_many_requests_leaves_every_second_place_to_the_other(folder: Path, tmp_path: Path) -> None:
     engine = load(folder, tmp_path / "kv", max_sequences=2, record=tmp_path / "trace.jsonl")
     many, one = Tenant.of_key("many"), Tenant.of_key("one")

@@ -58,7 +58,7 @@ def write(
     wanted = [*tokenizer(likely, add_special_tokens=False)["input_ids"], EOS] if likely else []
     generator = torch.Generator().manual_seed(seed)
     sampling = SamplingParams(**({"seed": seed} | params))
-    sampler = Sampler(sampling, PROMPT, torch.device("cpu"), constraint=compiler.begin(constraint))
+    sampler = Sampler(sampling, PROMPT, torch.device("cpu"), constraint=compiler.begin_reply(constraint))
     tokens: list[int] = []
     while len(tokens) < max_tokens and not sampler.is_complete and EOS not in tokens:
         logits = torch.randn(VOCAB, generator=generator)
@@ -136,7 +136,7 @@ def test_masks_are_computed_on_threads_of_their_own_as_soon_as_a_token_is_known(
         return forbidden_by(*args)
 
     monkeypatch.setattr("diskprefix.engine.constrained_reply.forbidden_by", noted)
-    reply = compiler.begin(regex("[ab]{3}"))
+    reply = compiler.begin_reply(regex("[ab]{3}"))
     a = tiny.tokenizer().convert_tokens_to_ids("a")
     for _ in range(2):
         # Nobody has asked for this mask.
@@ -180,7 +180,7 @@ def test_a_token_may_end_free_text_only_if_the_constraint_accepts_the_rest_of_it
 ) -> None:
     """`he` and `ll` are tokens. The free text ends in the middle of `ll`, and `l` is the next best."""
     ids = tiny.tokenizer().convert_tokens_to_ids(["he", "ll", "l"])
-    allowed = compiler.begin(regex(pattern, before=FreeText(end="hel")))
+    allowed = compiler.begin_reply(regex(pattern, before=FreeText(end="hel")))
     sampler = Sampler(SamplingParams(temperature=0), PROMPT, torch.device("cpu"), constraint=allowed)
     logits = torch.zeros(2, VOCAB)
     logits[0, ids[0]] = 9
@@ -242,7 +242,7 @@ def test_penalties_and_cuts_keep_what_is_allowed(compiler: ConstraintCompiler) -
 
 def test_logprobs_are_the_models_own_under_a_constraint(compiler: ConstraintCompiler) -> None:
     sampling = SamplingParams(logprobs=1, temperature=0)
-    sampler = Sampler(sampling, PROMPT, torch.device("cpu"), constraint=compiler.begin(regex("a")))
+    sampler = Sampler(sampling, PROMPT, torch.device("cpu"), constraint=compiler.begin_reply(regex("a")))
     logits = torch.arange(VOCAB, dtype=torch.float32)
     (item,) = sampler.logprobs(logits, sampler.sample(logits))
     assert item.logprob == pytest.approx(float(logits.log_softmax(-1)[item.token_id]))

@@ -272,14 +272,6 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     load(folder, tmp_path / "kv").close()
 
 
-def test_cancelling_stops_within_a_step_and_leaves_what_was_computed(engine: Engine) -> None:
-    engine.max_rows = BLOCK
-    with pytest.raises(Cancelled):
-        run(engine, prompt(100), steps=2)
-    again = done(run(engine, prompt(100)))
-    assert (again.usage.cached_tokens, again.cache.source) == (2 * BLOCK, "memory")
-
-
 @pytest.mark.parametrize("scope", ["full", "auto:30", "off"])
 def test_what_a_cancelled_request_computed_is_there_after_a_restart(scope: str, folder: Path, tmp_path: Path) -> None:
     engine = load(folder, tmp_path / "kv")
@@ -316,18 +308,6 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
     assert engine.cache.writer.flush(30)
     assert (engine.cache.stats()["blocks"] > 0, engine.cache.stats()["entries"]) == (where == "logits", 0)
     assert tokens_of(run(engine, prompt(100), temperature=temperature, seed=1)) == cold
-
-
-def test_a_reply_that_outgrows_the_memory_at_hand_is_not_changed(tmp_path: Path) -> None:
-    """The arena grows in the middle of decoding; the reply equals one that never had to."""
-    model = tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, max_position_embeddings=4096)
-    small, large = load(model, tmp_path / "a"), load(model, tmp_path / "b")
-    small.pool._spare.clear()
-    replies = [tokens_of(run(e, prompt(1030), max_tokens=150, logit_bias={2: -100.0})) for e in (small, large)]
-    assert replies[0] == replies[1]
-    assert len(replies[0]) == 150
-    for engine in (small, large):
-        engine.close()
 
 
 def test_a_model_with_unknown_layers_bypasses_the_cache_and_says_so(

@@ -135,15 +135,6 @@ def test_choices_of_which_one_loses_the_prompts_memory_are_all_the_same(
     assert "others need its memory" in caplog.text
 
 
-def test_choices_that_are_never_copied_follow_one_another(engine: Engine) -> None:
-    """There is memory for the prompt, and not for one token more."""
-    one = request(tokens(1024), max_tokens=1, n=3)
-    expected = replies(alone(engine, one), 3)
-    limit_memory(engine, 1024)
-    (client,) = run_together(engine, [one])
-    assert replies(client, 3) == expected
-
-
 def test_a_hundred_choices_of_one_token(engine: Engine) -> None:
     one = request(tokens(1024), max_tokens=1, n=128, temperature=1, seed=3)
     (many,) = run_together(engine, [one])

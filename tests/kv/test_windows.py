@@ -296,7 +296,7 @@ def test_a_restore_makes_room_for_what_it_loads(gemma: Model, have: int, end: in
     gemma.run(arena, random_steps(random.Random(4), have))
     for number, (memory, computed) in enumerate(zip(arena.memory, cold.memory, strict=True)):
         start = memory.needed_from(end) // BLOCK * BLOCK
-        arena.expect(number, start, end)
+        arena.prepare_restore(number, start, end)
         for position in range(max(start, have), end):
             fill(memory, computed, position)
     arena.truncate(end)

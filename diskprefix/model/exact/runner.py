@@ -54,7 +54,7 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
         with as_it_was(model):
             return [rows.state.forward(model, rows.token_ids)[None]]
     arenas = [rows.state for rows in step if isinstance(rows.state, KVArena)]
-    runs = tuple(arena.begin(rows.token_ids.shape[1]) for arena, rows in zip(arenas, step, strict=True))
+    runs = tuple(arena.begin_step(rows.token_ids.shape[1]) for arena, rows in zip(arenas, step, strict=True))
     together = Step(runs)
     ends = accumulate(run.num_rows for run in runs)
     kept = torch.cat([torch.arange(end - rows.num_logits, end) for end, rows in zip(ends, step, strict=True)])

@@ -219,7 +219,7 @@ def restored_after_another(model: PreTrainedModel, cold: KVArena, num_tokens: in
     for number, (memory, computed) in enumerate(zip(arena.memory, cold.memory, strict=True)):
         memory.tensor.fill_(float("nan"))
         loaded = slice(memory.group.first_needed(num_tokens), num_tokens)
-        arena.expect(number, loaded.start, num_tokens)
+        arena.prepare_restore(number, loaded.start, num_tokens)
         memory.tensor[:, :, :, loaded] = computed.tensor[:, :, :, loaded]
     arena.truncate(num_tokens)
     with torch.inference_mode():
