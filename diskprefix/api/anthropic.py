@@ -11,7 +11,8 @@ from pydantic_core import PydanticCustomError
 
 from diskprefix.api.anthropic_content import AnthropicMessageBody, TextBlock, neutral_messages
 from diskprefix.api.anthropic_writer import MessageWriter
-from diskprefix.api.dialect import Asked, Head, ToolChoice, note_left_out
+from diskprefix.api.asked import Asked, TextFormat, ToolChoice, note_left_out
+from diskprefix.api.dialect import Head
 from diskprefix.api.fields import (
     MAX_COUNT,
     MAX_MESSAGES,
@@ -24,7 +25,6 @@ from diskprefix.api.fields import (
     Markable,
     RequestBody,
     StopString,
-    TextFormat,
     ToolName,
     by_json_type,
     sampling_params,
@@ -53,7 +53,7 @@ class CustomTool(Markable):
         return {"type": "function", "function": {"name": self.name, **described, "parameters": self.input_schema}}
 
 
-class OtherTool(Body):
+class AnthropicDefinedTool(Body):
     """A tool that Anthropic defines."""
 
     type: str
@@ -66,12 +66,12 @@ def _kind_of_tool(value: object) -> str | None:
 
 
 AnthropicTool: TypeAlias = Annotated[
-    Annotated[CustomTool, Tag("~custom")] | Annotated[OtherTool, Tag("~other")],
+    Annotated[CustomTool, Tag("~custom")] | Annotated[AnthropicDefinedTool, Tag("~other")],
     Discriminator(_kind_of_tool, custom_error_type="type", custom_error_message="Input should be a tool"),
 ]
 
 
-def served_tools(tools: Sequence[CustomTool | OtherTool]) -> list[tuple[int, CustomTool]]:
+def served_tools(tools: Sequence[CustomTool | AnthropicDefinedTool]) -> list[tuple[int, CustomTool]]:
     """Returns the tools that the client runs, each with its index.
 
     Tools that Anthropic's servers run are left out beside others, because agents send them with every request. Raises
@@ -80,7 +80,7 @@ def served_tools(tools: Sequence[CustomTool | OtherTool]) -> list[tuple[int, Cus
     served = [(index, tool) for index, tool in enumerate(tools) if isinstance(tool, CustomTool)]
     skipped = set()
     for index, tool in enumerate(tools):
-        if not isinstance(tool, OtherTool):
+        if not isinstance(tool, AnthropicDefinedTool):
             continue
         path, kind = f"tools.{index}.type", shown(tool.type)
         if not tool.type.startswith(_RUN_BY_ANTHROPIC):

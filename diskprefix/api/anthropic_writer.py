@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any, Literal, TypeAlias
-
-from pydantic import BaseModel, Field
+from typing import Literal, TypeAlias
 
 from diskprefix.api.dialect import Head, Json, ServerSentEvent, anthropic_error, fault_of
-from diskprefix.api.figures import CacheReply, TimingsReply, figures_reply, written_tokens
-from diskprefix.api.reply import (
-    Call,
-    CallBegin,
-    Choice,
-    EndEvent,
-    Reply,
-    ReplyDelta,
-    ReplyEvent,
-)
+from diskprefix.api.figures import figures_reply, written_tokens
+from diskprefix.api.reply import CallBegin, EndEvent, ReplyDelta, ReplyEvent, WholeCall, WholeChoice, WholeReply
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent
 from diskprefix.errors import DiskPrefixError
@@ -40,7 +30,7 @@ class MessageWriter:
         """Text before a block of text has begun. Blocks of blanks are not sent: clients may not send them back."""
         self._end: EndEvent | None = None
 
-    def whole(self, reply: Reply) -> Json:
+    def whole(self, reply: WholeReply) -> Json:
         [choice] = reply.choices
         return {
             **self._message(_usage_of(reply.done, reply.reasoning_tokens)),
@@ -83,7 +73,7 @@ class MessageWriter:
             "usage": usage,
         }
 
-    def _content(self, choice: Choice) -> list[Json]:
+    def _content(self, choice: WholeChoice) -> list[Json]:
         content: list[Json] = []
         if choice.reasoning:
             thought = choice.reasoning if self._shows_thoughts else ""
@@ -95,7 +85,7 @@ class MessageWriter:
         ]
         return content
 
-    def _stop_reason(self, end: Choice | EndEvent) -> StopReason:
+    def _stop_reason(self, end: WholeChoice | EndEvent) -> StopReason:
         if end.stop is not None:
             return "stop_sequence"
         if end.reason == "length":
@@ -180,104 +170,10 @@ def _usage(prompt_tokens: int, read: int, created: int, output_tokens: int) -> J
     }
 
 
-def _input(call: Call) -> Json:
+def _input(call: WholeCall) -> Json:
     """Returns the arguments. What is no JSON object is handed over as Anthropic's documentation says to return it."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
         arguments = None
     return arguments if isinstance(arguments, dict) else {"INVALID_JSON": call.arguments}
-
-
-class OutputTokensDetails(BaseModel):
-    """What the tokens of the reply are."""
-
-    thinking_tokens: int = Field(description="Those of the thought; a chunk that holds its end is not counted.")
-
-
-class AnthropicUsage(BaseModel):
-    """Token counts. The first three add up to the prompt."""
-
-    input_tokens: int = Field(description="Prompt tokens that were neither restored nor newly kept.")
-    cache_creation_input_tokens: int = Field(description="Prompt tokens that this request newly keeps.")
-    cache_read_input_tokens: int = Field(description="Prompt tokens restored from the cache, not computed.")
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails | None = Field(default=None, description="Absent in `message_start`.")
-
-
-class ReplyBlock(BaseModel):
-    """A part of the reply: `text`, `thinking` with `signature`, or `id`, `name` and `input` of a tool call."""
-
-    type: Literal["text", "thinking", "tool_use"]
-    text: str | None = None
-    thinking: str | None = None
-    signature: str | None = None
-    id: str | None = None
-    name: str | None = None
-    input: dict[str, Any] | None = None
-
-
-class AnthropicMessage(BaseModel):
-    """The answer of `POST /v1/messages` without `stream`."""
-
-    id: str
-    type: Literal["message"]
-    role: Literal["assistant"]
-    model: str
-    content: list[ReplyBlock]
-    stop_reason: StopReason
-    stop_sequence: str | None = Field(description="The stop sequence that ended the reply.")
-    usage: AnthropicUsage
-    prefix_cache: CacheReply
-    timings: TimingsReply
-
-
-class AnthropicEvent(BaseModel):
-    """One event of a streamed message. `message_delta` has `usage`, `prefix_cache` and `timings`."""
-
-    type: Literal[
-        "message_start",
-        "content_block_start",
-        "content_block_delta",
-        "content_block_stop",
-        "message_delta",
-        "message_stop",
-        "ping",
-        "error",
-    ]
-    index: int | None = Field(default=None, description="Of the content block.")
-    message: dict[str, Any] | None = None
-    content_block: ReplyBlock | None = None
-    delta: dict[str, Any] | None = None
-    usage: AnthropicUsage | None = None
-    prefix_cache: CacheReply | None = None
-    timings: TimingsReply | None = None
-
-
-class TokenCount(BaseModel):
-    """The answer of `POST /v1/messages/count_tokens`."""
-
-    input_tokens: int = Field(description="Tokens of the whole prompt, with system, tools and everything else.")
-
-
-class AnthropicErrorDetails(BaseModel):
-    """What a program may need of an error."""
-
-    error_code: str | None = Field(description="A stable machine-readable word, for example `invalid_scope`.")
-    param: str | None = Field(description="Dotted path of the field at fault, for example `messages.0.role`.")
-
-
-class AnthropicErrorDetail(BaseModel):
-    """What went wrong."""
-
-    type: str = Field(description="For example `invalid_request_error`.")
-    message: str = Field(description="One line that says what is wrong and what to do.")
-    details: AnthropicErrorDetails
-
-
-class AnthropicErrorBody(BaseModel):
-    """The body of every response with a status of 400 or more, as Anthropic writes it."""
-
-    type: Literal["error"]
-    error: AnthropicErrorDetail
-    request_id: str

@@ -1,29 +1,139 @@
-"""From what a request asks of its reply to a constraint of the engine, and the check that it can be met."""
+"""Values of what a request asks of its reply, whatever its API, and the engine's constraint that follows from them."""
 
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Mapping
-from typing import Protocol
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from diskprefix.api.dialect import Asked
-from diskprefix.api.fields import TextFormat
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.output.format import OutputFormat, ReasoningDelta
-from diskprefix.engine.request import Constraint, FreeText
+from diskprefix.engine.request import Constraint, FreeText, SamplingParams
+from diskprefix.errors import InvalidRequest
+from diskprefix.printable import shown
 
+log = logging.getLogger("diskprefix")
+
+_MOST_KINDS = 32
+_told: set[str] = set()
 _START = re.compile(r"^start\b(?=\s*:)", re.MULTILINE)
 
 
-class Check(Protocol):
+@dataclass(frozen=True)
+class TextFormat:
+    """What the text of a reply must be. `path` is where the client said so.
+
+    `source` is JSON text of a schema, a regular expression, a grammar in Lark, or a JSON list of texts.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    source: str
+    path: str
+
+    @classmethod
+    def of_json(
+        cls, kind: Literal["text", "json_object", "json_schema"], schema: JsonObject | None, path: str, of_schema: str
+    ) -> TextFormat | None:
+        """Returns what OpenAI's formats ask for, at `path`; None for any text. `of_schema` is where a schema stands
+        below it."""
+        if kind == "json_schema":
+            return cls(kind, json.dumps(schema), path + of_schema)
+        return cls(kind, "", path) if kind == "json_object" else None
+
+
+@dataclass(frozen=True)
+class ToolChoice:
+    """Which of the offered tools may be called, and whether one must be.
+
+    `names` of None are all tools. Without `many`, a reply has one call at most. `path` is where the client said so.
+    """
+
+    mode: Literal["auto", "none", "required"] = "auto"
+    names: frozenset[str] | None = None
+    many: bool = True
+    path: str = "tool_choice"
+
+    def allowed(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
+        """Returns the tools that may be called."""
+        if self.mode == "none":
+            return []
+        return [tool for tool in tools if self.names is None or tool["function"]["name"] in self.names]
+
+    def check(self, tools: Sequence[JsonObject]) -> None:
+        """Raises `InvalidRequest` if a tool is named that is not offered, or one must be called and there is none."""
+        offered = {tool["function"]["name"] for tool in tools}
+        if missing := sorted((self.names or frozenset()) - offered):
+            raise InvalidRequest(
+                f"{self.path}: names {shown(missing[0])!r}, which is not among the tools of the request",
+                param=self.path,
+            )
+        if self.mode == "required" and not self.allowed(tools):
+            raise InvalidRequest(f"{self.path}: asks for a tool call, but no tool is offered", param=self.path)
+
+
+def note_left_out(kinds: Collection[str], whose: str) -> None:
+    """Says in the log that tools of these types are left out. It says so once for each type, as agents send them in
+    every request, and of the first 32 types only, as a client may make up any number."""
+    new = sorted(set(kinds) - _told)[: _MOST_KINDS - len(_told)]
+    if new:
+        _told.update(new)
+        log.info("[server] tools of these types are left out, %s run them: %s", whose, ", ".join(new))
+
+
+class NamesTools(Protocol):
+    """A tool choice that is an object."""
+
+    def neutral(self, *, many: bool) -> ToolChoice:
+        """Returns what it says. Without `many`, a reply has one call at most."""
+
+
+def openai_choice(
+    asked: Literal["auto", "none", "required"] | NamesTools | None,
+    *,
+    parallel: bool | None,
+    tools: Sequence[JsonObject],
+) -> ToolChoice:
+    """Returns what OpenAI's `tool_choice` and `parallel_tool_calls` say. Raises `InvalidRequest` as `check` does."""
+    many = parallel is not False
+    choice = ToolChoice(asked or "auto", many=many) if isinstance(asked, str | None) else asked.neutral(many=many)
+    choice.check(tools)
+    return choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What a request asks for, whatever its API. A text or token ids as `prompt` are continued as they are.
+
+    The reply to a text is not parsed for reasoning and calls.
+    """
+
+    prompt: Conversation | str | list[int]
+    sampling: SamplingParams
+    tool_choice: ToolChoice = ToolChoice()
+    text_format: TextFormat | None = None
+    return_progress: bool = False
+    limit_path: str = "max_tokens"
+    """Where the client said how many tokens a choice has at most."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the client says what the reply must be."""
+        return self.text_format is not None or self.tool_choice.mode == "required"
+
+
+class ConstraintCheck(Protocol):
     """Returns what the engine is given for a constraint. Raises `InvalidRequest`, with a path below `param`, for one
     that cannot be compiled; below a key of `parts` if that schema is at fault."""
 
     def __call__(self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = ...) -> Constraint: ...
 
 
-def constraint_of(asked: Asked, output_format: OutputFormat, prompt_end: str, check: Check) -> Constraint | None:
+def constraint_of(
+    asked: Asked, output_format: OutputFormat, prompt_end: str, check: ConstraintCheck
+) -> Constraint | None:
     """Returns what the reply must be; None: anything.
 
     A reply that may call tools but need not is constrained only where the client asks for JSON: then it is either that,
@@ -67,11 +177,11 @@ def _is_thinking(output_format: OutputFormat, prompt_end: str) -> bool:
     return any(isinstance(delta, ReasoningDelta) for delta in [*parser.feed("x"), *parser.finish()])
 
 
-def _checked_text(wanted: TextFormat, before: FreeText | None, check: Check) -> Constraint:
+def _checked_text(wanted: TextFormat, before: FreeText | None, check: ConstraintCheck) -> Constraint:
     return check(Constraint(kind=wanted.kind, source=wanted.source, before=before), param=wanted.path)
 
 
-def _checked_calls(conversation: Conversation, constraint: Constraint, check: Check) -> Constraint:
+def _checked_calls(conversation: Conversation, constraint: Constraint, check: ConstraintCheck) -> Constraint:
     """Raises `InvalidRequest`, with the path of the schema at fault if it is that of one tool's arguments."""
     schemas = (tool["function"].get("parameters") or {} for tool in conversation.tools or ())
     parts = dict(zip(conversation.tool_paths, map(json.dumps, schemas), strict=False))

@@ -1,4 +1,4 @@
-"""What the modules of this package have in common: each maps one API to a neutral request, and a neutral reply back.
+"""The interface of an API: a `Dialect` reads a body into neutral words, a `ReplyWriter` writes the reply. Errors, too.
 
 `server/answer.py` does everything else, and knows no API.
 """
@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import msgspec
 
-from diskprefix.api.fields import RequestBody, TextFormat
-from diskprefix.api.reply import Reply, ReplyEvent
-from diskprefix.chat.messages import Conversation, JsonObject
-from diskprefix.engine.request import SamplingParams
-from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.api.asked import Asked
+from diskprefix.api.fields import RequestBody
+from diskprefix.api.reply import ReplyEvent, WholeReply
+from diskprefix.chat.messages import JsonObject
+from diskprefix.errors import DiskPrefixError
 from diskprefix.printable import shown
 from diskprefix.store.notes import TenantNotes
 from diskprefix.tokens import TokenIds
@@ -26,90 +26,6 @@ log = logging.getLogger("diskprefix")
 
 Json: TypeAlias = dict[str, Any]
 B = TypeVar("B", bound=RequestBody)
-
-
-@dataclass(frozen=True)
-class ToolChoice:
-    """Which of the offered tools may be called, and whether one must be.
-
-    `names` of None are all tools. Without `many`, a reply has one call at most. `path` is where the client said so.
-    """
-
-    mode: Literal["auto", "none", "required"] = "auto"
-    names: frozenset[str] | None = None
-    many: bool = True
-    path: str = "tool_choice"
-
-    def allowed(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
-        """Returns the tools that may be called."""
-        if self.mode == "none":
-            return []
-        return [tool for tool in tools if self.names is None or tool["function"]["name"] in self.names]
-
-    def check(self, tools: Sequence[JsonObject]) -> None:
-        """Raises `InvalidRequest` if a tool is named that is not offered, or one must be called and there is none."""
-        offered = {tool["function"]["name"] for tool in tools}
-        if missing := sorted((self.names or frozenset()) - offered):
-            raise InvalidRequest(
-                f"{self.path}: names {shown(missing[0])!r}, which is not among the tools of the request",
-                param=self.path,
-            )
-        if self.mode == "required" and not self.allowed(tools):
-            raise InvalidRequest(f"{self.path}: asks for a tool call, but no tool is offered", param=self.path)
-
-
-_MOST_KINDS = 32
-_told: set[str] = set()
-
-
-def note_left_out(kinds: Collection[str], whose: str) -> None:
-    """Says in the log that tools of these types are left out. It says so once for each type, as agents send them in
-    every request, and of the first 32 types only, as a client may make up any number."""
-    new = sorted(set(kinds) - _told)[: _MOST_KINDS - len(_told)]
-    if new:
-        _told.update(new)
-        log.info("[server] tools of these types are left out, %s run them: %s", whose, ", ".join(new))
-
-
-class NamesTools(Protocol):
-    """A tool choice that is an object."""
-
-    def neutral(self, *, many: bool) -> ToolChoice:
-        """Returns what it says. Without `many`, a reply has one call at most."""
-
-
-def openai_choice(
-    asked: Literal["auto", "none", "required"] | NamesTools | None,
-    *,
-    parallel: bool | None,
-    tools: Sequence[JsonObject],
-) -> ToolChoice:
-    """Returns what OpenAI's `tool_choice` and `parallel_tool_calls` say. Raises `InvalidRequest` as `check` does."""
-    many = parallel is not False
-    choice = ToolChoice(asked or "auto", many=many) if isinstance(asked, str | None) else asked.neutral(many=many)
-    choice.check(tools)
-    return choice
-
-
-@dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What a request asks for, whatever its API. A text or token ids as `prompt` are continued as they are.
-
-    The reply to a text is not parsed for reasoning and calls.
-    """
-
-    prompt: Conversation | str | list[int]
-    sampling: SamplingParams
-    tool_choice: ToolChoice = ToolChoice()
-    text_format: TextFormat | None = None
-    return_progress: bool = False
-    limit_path: str = "max_tokens"
-    """Where the client said how many tokens a choice has at most."""
-
-    @property
-    def is_constrained(self) -> bool:
-        """Whether the client says what the reply must be."""
-        return self.text_format is not None or self.tool_choice.mode == "required"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +71,7 @@ class ServerSentEvent:
 class ReplyWriter(Protocol):
     """Writes one reply: `whole`, or as a stream `begin`, `events` for each neutral event, and in the end `end`."""
 
-    def whole(self, reply: Reply) -> Json:
+    def whole(self, reply: WholeReply) -> Json:
         """Returns the body of a response that is not streamed."""
 
     def begin(self) -> Sequence[ServerSentEvent]:

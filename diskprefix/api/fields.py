@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -29,6 +28,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from diskprefix.api.asked import TextFormat
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.messages import CacheMark, JsonObject
 from diskprefix.engine.request import SamplingParams
@@ -112,28 +112,6 @@ TextOrObject: TypeAlias = Annotated[
 
 
 NonEmpty: TypeAlias = Annotated[str, Field(min_length=1)]
-
-
-@dataclass(frozen=True)
-class TextFormat:
-    """What the text of a reply must be. `path` is where the client said so.
-
-    `source` is JSON text of a schema, a regular expression, a grammar in Lark, or a JSON list of texts.
-    """
-
-    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
-    source: str
-    path: str
-
-    @classmethod
-    def of_json(
-        cls, kind: Literal["text", "json_object", "json_schema"], schema: JsonObject | None, path: str, of_schema: str
-    ) -> TextFormat | None:
-        """Returns what OpenAI's formats ask for, at `path`; None for any text. `of_schema` is where a schema stands
-        below it."""
-        if kind == "json_schema":
-            return cls(kind, json.dumps(schema), path + of_schema)
-        return cls(kind, "", path) if kind == "json_object" else None
 
 
 class StructuredOutputs(Body):

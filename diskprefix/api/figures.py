@@ -1,12 +1,17 @@
-"""What every reply tells besides its text, in any API: what the cache did, and where the time went."""
+"""What every reply has besides its text: `prefix_cache` and `timings`. Schemas of all replies, for /docs.
+
+Replies are dicts, which tests check against the types of the official clients. The schemas describe no more of them
+than is not said in the documentation of the APIs.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
+from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.normalisers import menders, shape_of
 from diskprefix.engine.request import DoneEvent
 from diskprefix.nouns import CacheReport, MissReason, Reason, Saved, StateSource
@@ -137,3 +142,101 @@ def broken_by(report: CacheReport) -> dict[str, Any]:
         "tokens": report.broken.num_tokens,
         "normalisers": menders(report.broken_line, report.rewriting),
     }
+
+
+class _Documented(BaseModel):
+    """A reply for /docs. Replies are dicts; their other fields are those of the API that is imitated."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class OpenAIReply(_Documented):
+    """A reply of OpenAI's two older APIs. Of a stream, only the last chunk has `prefix_cache` and `timings`."""
+
+    id: str
+    created: int = Field(description="Seconds since 1970.")
+    model: str
+    system_fingerprint: str = Field(
+        description="Identifies what determines the model's output: with equal fingerprints, greedy replies are equal."
+    )
+    choices: list[JsonObject] = Field(description="As in OpenAI's API, with the thought as `reasoning_content`.")
+    usage: JsonObject | None = Field(default=None, description="Counts of tokens, as in OpenAI's API.")
+    prefix_cache: CacheReply | None = None
+    timings: TimingsReply | None = None
+
+
+class ChatCompletion(OpenAIReply):
+    """The answer of `POST /v1/chat/completions` without `stream`."""
+
+    object: Literal["chat.completion"]
+
+
+class ChatCompletionChunk(OpenAIReply):
+    """One event of a streamed chat reply."""
+
+    object: Literal["chat.completion.chunk"]
+
+
+class Completion(OpenAIReply):
+    """The answer of `POST /v1/completions`, and the form of its streamed chunks."""
+
+    object: Literal["text_completion"]
+
+
+class ModelResponse(_Documented):
+    """The answer of `POST /v1/responses` without `stream`. It repeats the fields of the request, too."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int = Field(description="Seconds since 1970.")
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[JsonObject] = Field(description="Items: messages, reasonings and function calls, in order.")
+    store: bool = Field(description="Whether it is stored. A conversation that is too large is not.")
+    usage: JsonObject | None = Field(description="Counts of tokens, as in OpenAI's API.")
+    prefix_cache: CacheReply | None = None
+    timings: TimingsReply | None = None
+
+
+class ResponseEvent(_Documented):
+    """An event of a streamed response. The other fields depend on its type."""
+
+    type: str = Field(examples=["response.output_text.delta"])
+    sequence_number: int = Field(description="Counts the events of a stream from 0.")
+
+
+class AnthropicMessage(_Documented):
+    """The answer of `POST /v1/messages` without `stream`."""
+
+    id: str
+    type: Literal["message"]
+    model: str
+    content: list[JsonObject] = Field(description="Blocks: `text`, `thinking` and `tool_use`.")
+    stop_reason: str
+    usage: JsonObject = Field(description="Counts of tokens. The three counts of input add up to the prompt.")
+    prefix_cache: CacheReply
+    timings: TimingsReply
+
+
+class AnthropicEvent(_Documented):
+    """One event of a streamed message. `message_delta` has `usage`, `prefix_cache` and `timings`."""
+
+    type: str = Field(examples=["content_block_delta"])
+    prefix_cache: CacheReply | None = None
+    timings: TimingsReply | None = None
+
+
+class TokenCount(BaseModel):
+    """The answer of `POST /v1/messages/count_tokens`."""
+
+    input_tokens: int = Field(description="Tokens of the whole prompt, with system, tools and everything else.")
+
+
+class AnthropicErrorBody(_Documented):
+    """The body of every response with a status of 400 or more, as Anthropic writes it."""
+
+    type: Literal["error"]
+    error: JsonObject = Field(
+        description="`type` and `message`. `details` has `param` and `error_code`, a stable word as `invalid_scope`."
+    )
+    request_id: str

@@ -9,7 +9,8 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import BeforeValidator, ConfigDict, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from diskprefix.api.dialect import Asked, Head, Json, ServerSentEvent, fault_of, openai_error
+from diskprefix.api.asked import Asked
+from diskprefix.api.dialect import Head, Json, ServerSentEvent, fault_of, openai_error
 from diskprefix.api.fields import (
     MAX_STOPS,
     REFUSED,
@@ -22,7 +23,7 @@ from diskprefix.api.fields import (
     sampling_params,
 )
 from diskprefix.api.figures import figures_reply
-from diskprefix.api.reply import Choice, DeltaEvent, EndEvent, Reply, ReplyEvent
+from diskprefix.api.reply import DeltaEvent, EndEvent, ReplyEvent, WholeChoice, WholeReply
 from diskprefix.chat.output.format import ContentDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent, SamplingParams, TokenLogprob
 from diskprefix.errors import DiskPrefixError, InvalidRequest
@@ -92,7 +93,7 @@ class OpenAIWriter(ABC):
         self._reasoning_tokens = 0
 
     @abstractmethod
-    def whole_choice(self, choice: Choice) -> Json: ...
+    def whole_choice(self, choice: WholeChoice) -> Json: ...
 
     @abstractmethod
     def chunk_choices(self, event: DeltaEvent) -> list[Json]:
@@ -101,7 +102,7 @@ class OpenAIWriter(ABC):
     @abstractmethod
     def end_choice(self, event: EndEvent) -> Json: ...
 
-    def whole(self, reply: Reply) -> Json:
+    def whole(self, reply: WholeReply) -> Json:
         choices = [
             {"index": choice.index, **self.whole_choice(choice), "finish_reason": choice.reason}
             for choice in reply.choices
@@ -231,7 +232,7 @@ class CompletionWriter(OpenAIWriter):
         self._sent_chars: dict[int, int] = {}
         """By choice."""
 
-    def whole_choice(self, choice: Choice) -> Json:
+    def whole_choice(self, choice: WholeChoice) -> Json:
         return {"text": choice.content, "logprobs": _logprobs(choice.tokens, 0) if self.with_logprobs else None}
 
     def chunk_choices(self, event: DeltaEvent) -> list[Json]:

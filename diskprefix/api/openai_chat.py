@@ -7,8 +7,9 @@ from typing import Annotated, Literal, cast
 
 from pydantic import ConfigDict, Field, field_validator
 
-from diskprefix.api.dialect import Asked, Head, Json, ToolChoice, openai_choice
-from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Count, Effort, TextFormat
+from diskprefix.api.asked import Asked, TextFormat, ToolChoice, openai_choice
+from diskprefix.api.dialect import Head, Json
+from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Count, Effort
 from diskprefix.api.openai import OpenAIBody, OpenAIWriter
 from diskprefix.api.openai_messages import (
     MessageBody,
@@ -18,7 +19,7 @@ from diskprefix.api.openai_messages import (
     marks_of,
     without_marks,
 )
-from diskprefix.api.reply import CallBegin, Choice, DeltaEvent, EndEvent, ReplyDelta
+from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyDelta, WholeChoice
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta
 from diskprefix.engine.request import TokenLogprob
@@ -153,7 +154,7 @@ class ChatWriter(OpenAIWriter):
         super().__init__(head, include_usage=include_usage, with_logprobs=with_logprobs)
         self._begun: set[int] = set()
 
-    def whole_choice(self, choice: Choice) -> Json:
+    def whole_choice(self, choice: WholeChoice) -> Json:
         message: Json = {
             "role": "assistant",
             "content": choice.content or (None if choice.calls else ""),

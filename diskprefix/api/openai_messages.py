@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from diskprefix.api.dialect import ToolChoice
+from diskprefix.api.asked import TextFormat, ToolChoice
 from diskprefix.api.fields import (
     AS_SENT,
     MAX_PARTS,
@@ -16,7 +16,6 @@ from diskprefix.api.fields import (
     Body,
     CacheControl,
     Markable,
-    TextFormat,
     TextOrObject,
     ToolName,
     Unmarkable,

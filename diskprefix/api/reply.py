@@ -60,7 +60,7 @@ ReplyEvent: TypeAlias = ProgressEvent | DeltaEvent | EndEvent | DoneEvent
 
 
 @dataclass(frozen=True)
-class Call:
+class WholeCall:
     """A tool call. `arguments` are the JSON text of an object, if the model wrote one."""
 
     id: str
@@ -69,13 +69,13 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Choice:
+class WholeChoice:
     """One of the replies to a request, as a whole."""
 
     index: int
     content: str
     reasoning: str
-    calls: tuple[Call, ...]
+    calls: tuple[WholeCall, ...]
     tokens: tuple[TokenLogprob, ...]
     reason: EndReason
     stop: str | None = None
@@ -83,10 +83,10 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Reply:
+class WholeReply:
     """All choices, by index, and what the request took."""
 
-    choices: list[Choice]
+    choices: list[WholeChoice]
     done: DoneEvent
 
     @property
@@ -175,25 +175,25 @@ class ReplyCollector:
             self._events[event.choice].append(event)
 
     @property
-    def reply(self) -> Reply:
+    def reply(self) -> WholeReply:
         """The reply, once its `DoneEvent` was added."""
         assert self._done is not None, "the reply is not over"
         choices = [_choice(self._ends[index], self._events[index]) for index in sorted(self._ends)]
-        return Reply(choices, self._done)
+        return WholeReply(choices, self._done)
 
 
-def _choice(end: EndEvent, events: list[DeltaEvent]) -> Choice:
+def _choice(end: EndEvent, events: list[DeltaEvent]) -> WholeChoice:
     deltas = [delta for event in events for delta in event.deltas]
     arguments: defaultdict[int, list[str]] = defaultdict(list)
     for delta in deltas:
         if isinstance(delta, ToolCallDelta):
             arguments[delta.index].append(delta.arguments)
-    return Choice(
+    return WholeChoice(
         end.choice,
         content="".join(delta.text for delta in deltas if isinstance(delta, ContentDelta)),
         reasoning="".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta)),
         calls=tuple(
-            Call(delta.id, delta.name, "".join(arguments[delta.index]))
+            WholeCall(delta.id, delta.name, "".join(arguments[delta.index]))
             for delta in deltas
             if isinstance(delta, CallBegin)
         ),

@@ -12,7 +12,8 @@ import msgspec
 from pydantic import ConfigDict, Field, StringConstraints, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from diskprefix.api.dialect import Asked, Head, Json, ToolChoice, json_text, note_left_out, openai_choice
+from diskprefix.api.asked import Asked, TextFormat, ToolChoice, note_left_out, openai_choice
+from diskprefix.api.dialect import Head, Json, json_text
 from diskprefix.api.fields import (
     AS_SENT,
     MAX_TOOLS,
@@ -23,7 +24,6 @@ from diskprefix.api.fields import (
     Effort,
     Markable,
     RequestBody,
-    TextFormat,
     ToolName,
     Unmarkable,
     by_json_type,
@@ -31,14 +31,16 @@ from diskprefix.api.fields import (
     sampling_params,
 )
 from diskprefix.api.responses_items import (
+    MAX_STORED_BYTES,
     Input,
     MessageItem,
     ReferenceItem,
+    ResponseStore,
+    Said,
     SpokenItem,
     messages_of,
     stored_form,
 )
-from diskprefix.api.responses_store import MAX_STORED_BYTES, ResponseStore, Said
 from diskprefix.api.responses_writer import ResponseWriter
 from diskprefix.chat.messages import CacheMark, Conversation, JsonObject, Message, TextPart
 from diskprefix.errors import InvalidRequest
@@ -57,7 +59,7 @@ class FunctionTool(Markable):
     strict: bool | None = Field(default=None, description="Accepted; calls that must be made follow the schema.")
 
 
-class OtherTool(Body):
+class HostedTool(Body):
     """A tool that OpenAI would run, such as `web_search`. It is skipped."""
 
     type: str = Field(min_length=1)
@@ -65,14 +67,14 @@ class OtherTool(Body):
 
 ToolAsSent: TypeAlias = Annotated[
     Annotated[
-        Annotated[FunctionTool, Tag("~function")] | Annotated[OtherTool, Tag("~other")],
+        Annotated[FunctionTool, Tag("~function")] | Annotated[HostedTool, Tag("~other")],
         by_type("function", expected="an object", other="~other"),
     ],
     AS_SENT,
 ]
 
 
-class Tools:
+class OfferedFunctions:
     """The functions among the tools of a request, in the form of OpenAI's chat API."""
 
     def __init__(self, sent: Sequence[JsonObject]) -> None:
@@ -106,7 +108,7 @@ class ChosenFunction(Body):
     name: str = Field(min_length=1, description="Name of an offered function.")
 
 
-class ToolChoiceBody(Body):
+class ResponseToolChoice(Body):
     """The function that must be called, or those that may be."""
 
     type: Literal["function", "allowed_tools"] = Field(description="Tools of other types are not served.")
@@ -115,7 +117,7 @@ class ToolChoiceBody(Body):
     tools: list[ChosenFunction] | None = Field(default=None, min_length=1, description="Those that may be called.")
 
     @model_validator(mode="after")
-    def _has_what_its_type_says(self) -> ToolChoiceBody:
+    def _has_what_its_type_says(self) -> ResponseToolChoice:
         needed = ("name",) if self.type == "function" else ("mode", "tools")
         for name in needed:
             if getattr(self, name) is None:
@@ -130,7 +132,7 @@ class ToolChoiceBody(Body):
 
 
 ToolChoiceField: TypeAlias = Annotated[
-    Annotated[Literal["auto", "none", "required"], Tag("~text")] | Annotated[ToolChoiceBody, Tag("~object")],
+    Annotated[Literal["auto", "none", "required"], Tag("~text")] | Annotated[ResponseToolChoice, Tag("~object")],
     by_json_type("auto, none, required or an object"),
 ]
 
@@ -178,7 +180,7 @@ class ReasoningBody(Body):
     generate_summary: Literal["auto", "concise", "detailed"] | None = Field(default=None, description="As `summary`.")
 
 
-class StreamOptions(Body):
+class ResponseStreamOptions(Body):
     """Options of a stream."""
 
     include_obfuscation: bool | None = Field(default=None, description="Accepted and ignored.")
@@ -212,7 +214,7 @@ class ResponseRequest(RequestBody, Unmarkable):
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = Field(
         default=None, description="Comes back with the response."
     )
-    stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
+    stream_options: ResponseStreamOptions | None = Field(default=None, description="Only with `stream: true`.")
     truncation: Literal["disabled"] | None = Field(
         default=None, description="`disabled`: a conversation that does not fit is an error."
     )
@@ -226,9 +228,9 @@ class ResponseRequest(RequestBody, Unmarkable):
         return self.store is not False
 
     @cached_property
-    def offered(self) -> Tools:
+    def offered(self) -> OfferedFunctions:
         """The functions. `tool_choice: none` leaves them out."""
-        return Tools(cast("list[JsonObject]", self.tools or []) if self.tool_choice != "none" else [])
+        return OfferedFunctions(cast("list[JsonObject]", self.tools or []) if self.tool_choice != "none" else [])
 
     @property
     def choice(self) -> ToolChoice:
@@ -277,7 +279,7 @@ class ResponseRequest(RequestBody, Unmarkable):
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
             "tool_choice": choice.model_dump(exclude_none=True)
-            if isinstance(choice, ToolChoiceBody)
+            if isinstance(choice, ResponseToolChoice)
             else choice or "auto",
             "tools": self.tools or [],
             "top_logprobs": self.top_logprobs or 0,

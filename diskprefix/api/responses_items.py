@@ -1,4 +1,4 @@
-"""The input of OpenAI's responses API: a list of items, and the messages that they become.
+"""The input of OpenAI's responses API: a list of items, the messages that they become, and stored responses.
 
 What an assistant did in one turn comes as several items, and becomes one message: its reasoning, then its text, then
 its tool calls.
@@ -6,13 +6,15 @@ its tool calls.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, Tag
+import msgspec
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
-from diskprefix.api.dialect import Json
+from diskprefix.api.dialect import Json, json_text
 from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, Body, Markable, by_json_type
 from diskprefix.api.openai_messages import InputAudio
 from diskprefix.chat.messages import (
@@ -25,6 +27,12 @@ from diskprefix.chat.messages import (
     TextPart,
     ToolCall,
 )
+from diskprefix.errors import InvalidRequest, ResponseNotFound
+from diskprefix.printable import shown
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import ReadOnlyNotes, TenantNotes
+from diskprefix.tokens import TokenIds
+from diskprefix.units import format_size
 
 
 class TextContent(Markable):
@@ -216,7 +224,7 @@ def stored_form(item: SpokenItem) -> Json:
 
 
 @dataclass
-class _Turn:
+class _AssistantTurn:
     """What the assistant did since somebody else spoke, as far as it becomes one message."""
 
     path: str
@@ -244,7 +252,7 @@ class _Turn:
 def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
     """Returns the messages of a conversation. Each item comes with the path where the client said it."""
     messages: list[Message] = []
-    turn: _Turn | None = None
+    turn: _AssistantTurn | None = None
     names: dict[str, str] = {}
     for item, path in items:
         is_assistant = isinstance(item, CallItem | ReasoningItem) or (
@@ -254,7 +262,7 @@ def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
             messages.append(turn.message)
             turn = None
         if is_assistant:
-            turn = turn or _Turn(path)
+            turn = turn or _AssistantTurn(path)
             _add(turn, item, path)
         elif isinstance(item, OutputItem):
             messages.append(_result(item, names.get(item.call_id), path))
@@ -266,7 +274,7 @@ def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
     return messages if turn is None else [*messages, turn.message]
 
 
-def _add(turn: _Turn, item: SpokenItem, path: str) -> None:
+def _add(turn: _AssistantTurn, item: SpokenItem, path: str) -> None:
     if isinstance(item, CallItem):
         turn.calls.append(ToolCall(item.call_id, item.name, item.arguments))
     elif isinstance(item, ReasoningItem):
@@ -299,3 +307,144 @@ def _part(part: Any, path: str) -> ContentPart:
     if isinstance(part, AudioContent):
         return AudioPart(part.input_audio.data, path, f"{path}.input_audio.data")
     return OtherPart(part.type.removeprefix("input_"), path)
+
+
+log = logging.getLogger("diskprefix")
+
+MAX_STORED_BYTES = 4 << 20
+"""Of a stored response, before it is compressed. Compressing as much takes about 20 ms."""
+
+MAX_CONVERSATION_BYTES = 16 << 20
+"""Of the stored responses that a request continues and the items that it refers to, each time that it does.
+They take twenty times as much memory, and on disk they may be a thousandth of it."""
+
+_ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
+Said: TypeAlias = tuple[SpokenItem, str]
+"""An item and its path."""
+
+
+class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
+    """`input` are the items of the request itself, without those of the response before."""
+
+    response: Json
+    input: list[Json]
+    previous: str | None = None
+
+    @property
+    def input_items(self) -> list[Json]:
+        """The items of the input. Those that came without an id have one of this server's."""
+        id_ = self.response["id"]
+        return [
+            {"id": item_id(id_, item["type"], index, is_input=True), **item} for index, item in enumerate(self.input)
+        ]
+
+    @property
+    def items(self) -> list[Json]:
+        return [*self.input_items, *self.response["output"]]
+
+
+@dataclass
+class ResponseStore:
+    """The stored responses of one tenant, for one request. Reading waits for the disk, so not for the event loop; a
+    store that fails holds none."""
+
+    notes: TenantNotes | ReadOnlyNotes
+    _num_bytes: int = field(default=0, init=False)
+    """Of what was read of them, and of the items that were referred to."""
+    _items: dict[str, dict[str, Json]] = field(default_factory=dict, init=False)
+    """Those of responses whose items were referred to, by the ids of both."""
+
+    def get(self, id_: str) -> StoredResponse:
+        """Raises `ResponseNotFound`, also for a response of another tenant."""
+        found = self._find(id_)
+        if found is None:
+            raise ResponseNotFound(f"response {shown(id_)!r} is not stored here")
+        return found
+
+    def delete(self, id_: str) -> None:
+        """Raises `ResponseNotFound`."""
+        if not self.notes.delete(NoteKind.RESPONSE, id_):
+            raise ResponseNotFound(f"response {shown(id_)!r} is not stored here")
+
+    def put(self, response: Json, input_json: bytes, prompt: TokenIds | None = None) -> None:
+        """Store a response. `input_json` is the JSON text of the items of its input, `prompt` what was made of the
+        whole conversation: the response goes with it."""
+        head = json_text({"response": response, "previous": response["previous_response_id"]})
+        content = head[:-1] + b',"input":' + input_json + b"}"
+        is_kept = len(content) <= MAX_STORED_BYTES and self.notes.put(
+            NoteKind.RESPONSE, response["id"], content, prompt
+        )
+        if not is_kept:
+            log.warning("[server] %s is not stored: it is too large, or the store fails", response["id"])
+
+    def items_of(self, id_: str) -> list[Json]:
+        """Returns the items of the conversation that a stored response was made from, the oldest first.
+
+        Raises `ResponseNotFound`, with the code `previous_response_not_found` if one before it is gone.
+        """
+        response = self.get(id_)
+        return [*self._conversation(response.previous), *response.input_items]
+
+    def history(self, id_: str) -> list[Said]:
+        """Returns the items that a response with this `previous_response_id` continues."""
+        return [(item, "previous_response_id") for item in _parsed(self._conversation(id_))]
+
+    def referred(self, item: ReferenceItem, path: str) -> Said:
+        """Returns the item that a reference stands for. Raises `InvalidRequest` if it is not stored."""
+        response_id, param = response_of(item.id), f"{path}.id"
+        if response_id not in self._items:
+            stored = self._counted(response_id, param)
+            self._items[response_id] = {} if stored is None else {one["id"]: one for one in stored.items}
+        found = self._items[response_id].get(item.id)
+        if found is None:
+            raise InvalidRequest(f"{param}: item {shown(item.id)!r} is not stored here", param=param)
+        self._count(len(json_text(found)), param)
+        return _parsed([found])[0], path
+
+    def _conversation(self, id_: str | None) -> list[Json]:
+        """Returns the items up to and with a response's output. Raises `InvalidRequest` if a part of them is gone."""
+        turns: list[list[Json]] = []
+        first = id_
+        while id_ is not None:
+            stored = self._counted(id_, "previous_response_id")
+            if stored is None:
+                which = f"response {shown(id_)!r} is not stored here"
+                if id_ != first:
+                    which += f" any more, and {shown(first or '')!r} continues it"
+                raise InvalidRequest(
+                    f"previous_response_id: {which}", param="previous_response_id", code="previous_response_not_found"
+                )
+            turns.append(stored.items)
+            id_ = stored.previous
+        return [item for turn in reversed(turns) for item in turn]
+
+    def _find(self, id_: str) -> StoredResponse | None:
+        return _stored(self.notes.get(NoteKind.RESPONSE, id_))
+
+    def _counted(self, id_: str, param: str) -> StoredResponse | None:
+        """Returns a stored response. Raises `InvalidRequest` at `param` if all that were read are too large."""
+        content = self.notes.get(NoteKind.RESPONSE, id_)
+        self._count(len(content or b""), param)
+        return _stored(content)
+
+    def _count(self, num_bytes: int, param: str) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes > MAX_CONVERSATION_BYTES:
+            raise InvalidRequest(
+                f"{param}: the stored responses that this request continues or refers to have more than "
+                f"{format_size(MAX_CONVERSATION_BYTES)}; send what is still needed as input",
+                param=param,
+            )
+
+
+def _stored(content: bytes | None) -> StoredResponse | None:
+    try:
+        return None if content is None else msgspec.json.decode(content, type=StoredResponse)
+    except msgspec.DecodeError as error:
+        log.warning("[server] a stored response cannot be read: %s", error)
+        return None
+
+
+def _parsed(items: list[Json]) -> list[SpokenItem]:
+    """Stored items were checked when they came."""
+    return [item for item in _ITEMS.validate_python(items) if isinstance(item, SpokenItem)]

@@ -7,19 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from diskprefix.api.dialect import Head, Json, ServerSentEvent, fault_of
-from diskprefix.api.figures import CacheReply, TimingsReply, figures_reply, written_tokens
+from diskprefix.api.figures import figures_reply, written_tokens
 from diskprefix.api.reply import (
     CallBegin,
-    Choice,
     DeltaEvent,
     EndEvent,
     EndReason,
-    Reply,
     ReplyDelta,
     ReplyEvent,
+    WholeChoice,
+    WholeReply,
 )
 from diskprefix.api.responses_items import item_id
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
@@ -197,7 +195,7 @@ class ResponseWriter:
         self._num_events = 0
         self._end = EndEvent(0, "stop")
 
-    def whole(self, reply: Reply) -> Json:
+    def whole(self, reply: WholeReply) -> Json:
         choice = reply.choices[0]
         self._items.add(_deltas(choice), choice.tokens)
         self._end = EndEvent(0, choice.reason, choice.stop, choice.reasoning_tokens)
@@ -273,7 +271,7 @@ class ResponseWriter:
         }
 
 
-def _deltas(choice: Choice) -> list[ReplyDelta]:
+def _deltas(choice: WholeChoice) -> list[ReplyDelta]:
     """Returns a whole reply as deltas."""
     deltas: list[ReplyDelta] = [ReasoningDelta(choice.reasoning)] if choice.reasoning else []
     deltas += [ContentDelta(choice.content)] if choice.content else []
@@ -295,66 +293,3 @@ def _usage(done: DoneEvent, reasoning_tokens: int) -> Json:
         "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
-
-
-class InputDetails(BaseModel):
-    cached_tokens: int = Field(description="Prompt tokens restored from the cache, not computed; 0 for a miss.")
-    cache_write_tokens: int = Field(description="Prompt tokens that this request newly keeps.")
-
-
-class OutputDetails(BaseModel):
-    reasoning_tokens: int = Field(description="Tokens up to the end of the reasoning.")
-
-
-class ResponseUsage(BaseModel):
-    """Token counts of the request."""
-
-    input_tokens: int
-    input_tokens_details: InputDetails
-    output_tokens: int
-    output_tokens_details: OutputDetails
-    total_tokens: int
-
-
-class ResponseFailure(BaseModel):
-    """Why a stream ended early."""
-
-    code: Literal["server_error"]
-    message: str
-
-
-class IncompleteDetails(BaseModel):
-    reason: Literal["max_output_tokens"]
-
-
-class ModelResponse(BaseModel):
-    """The answer of `POST /v1/responses` without `stream`. It repeats the fields of the request, too."""
-
-    model_config = ConfigDict(extra="allow")
-
-    id: str
-    object: Literal["response"]
-    created_at: int = Field(description="Seconds since 1970.")
-    completed_at: int | None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    error: ResponseFailure | None
-    incomplete_details: IncompleteDetails | None = Field(description="Present if `max_output_tokens` cut the reply.")
-    model: str
-    output: list[Json] = Field(description="Items: messages, reasonings and function calls, in order.")
-    previous_response_id: str | None
-    store: bool = Field(description="Whether it is stored. A conversation that is too large is not.")
-    system_fingerprint: str = Field(
-        description="Identifies what determines the model's output: with equal fingerprints, greedy replies are equal."
-    )
-    usage: ResponseUsage | None
-    prefix_cache: CacheReply | None = None
-    timings: TimingsReply | None = None
-
-
-class ResponseStreamEvent(BaseModel):
-    """An event of a streamed response. The other fields depend on its type."""
-
-    model_config = ConfigDict(extra="allow")
-
-    type: str = Field(examples=["response.output_text.delta"])
-    sequence_number: int = Field(description="Counts the events of a stream from 0.")

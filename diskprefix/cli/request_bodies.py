@@ -12,7 +12,7 @@ from diskprefix.api.fields import cache_options
 from diskprefix.api.openai import CompletionRequest
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.api.responses import ResponseRequest, Responses
-from diskprefix.api.responses_store import ResponseStore
+from diskprefix.api.responses_items import ResponseStore
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.chat.replay import RecordStore

@@ -21,16 +21,24 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.anthropic import CountTokensRequest, Messages
-from diskprefix.api.anthropic_writer import AnthropicErrorBody, AnthropicEvent, AnthropicMessage, TokenCount
-from diskprefix.api.asked import constraint_of
-from diskprefix.api.dialect import Asked, BodyReader, Dialect, Head, ReplyWriter
+from diskprefix.api.asked import Asked, constraint_of
+from diskprefix.api.dialect import BodyReader, Dialect, Head, ReplyWriter
 from diskprefix.api.fields import RequestBody, cache_options
+from diskprefix.api.figures import (
+    AnthropicErrorBody,
+    AnthropicEvent,
+    AnthropicMessage,
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    ModelResponse,
+    ResponseEvent,
+    TokenCount,
+)
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
-from diskprefix.api.openai_replies import ChatCompletion, ChatCompletionChunk, Completion
 from diskprefix.api.responses import ResponseRequest, Responses
-from diskprefix.api.responses_store import ResponseStore
-from diskprefix.api.responses_writer import ModelResponse, ResponseStreamEvent
+from diskprefix.api.responses_items import ResponseStore
 from diskprefix.chat.content import holds_media
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat, PlainText
@@ -77,7 +85,7 @@ async def completions(request: Request) -> Response:
 @router.post(
     "/v1/responses",
     summary="Response",
-    **described(Responses.body, ModelResponse, events(ResponseStreamEvent)),
+    **described(Responses.body, ModelResponse, events(ResponseEvent)),
 )
 async def responses(request: Request) -> Response:
     """Reply to a conversation that is given as items, or that continues a stored response."""

@@ -7,8 +7,8 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -28,10 +28,8 @@ from diskprefix.units import format_size
 Model = TypeVar("Model", bound=BaseModel)
 
 _SHOWN_CHARS = 60
-_BODY_S, _BODY_BYTES_PER_S = 30.0, 16 * 1024
-"""Time for a body to arrive, and the rate at which what has arrived adds to it: 128 kbit/s suffice for any size. The
-time is limited because the request has a place in the queue meanwhile."""
-
+_PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024
+"""The time for a body to arrive or a large reply to be read, and the least rate: 128 kbit/s suffice for any size."""
 
 _SMALL_BYTES, _LARGE_BYTES = 64 * 1024, 1 << 20
 """Of a body. The memory of smaller ones is bounded by the length of the queue, and they never wait for others. Larger
@@ -46,6 +44,17 @@ are parsed and rendered: 256, 128 and 256 MiB, if a body may have 32."""
 _MEMORY_PER_BYTE, _MEMORY_PER_PART, _MEMORY_PER_VALUE = 6, 512, 40
 """Bytes that a byte of a body, an object, list or text in it, and a value take until its prompt is rendered. Measured
 with the bodies that take most."""
+
+
+@asynccontextmanager
+async def patience() -> AsyncIterator[Callable[[int], None]]:
+    """Bounds the time of a transfer. Call the yielded function with the number of bytes that have passed so far.
+
+    Raises `TimeoutError` if the peer is too slow.
+    """
+    started = asyncio.get_running_loop().time()
+    async with asyncio.timeout_at(started + _PATIENCE_S) as limit:
+        yield lambda num_bytes: limit.reschedule(started + _PATIENCE_S + num_bytes / _LEAST_BYTES_PER_S)
 
 
 class Bodies:
@@ -89,9 +98,8 @@ class Bodies:
             raise too_large
         body = bytearray()
         arriving.callback(lambda: self._forget(caller, len(body)))
-        started = asyncio.get_running_loop().time()
         try:
-            async with asyncio.timeout_at(started + _BODY_S) as limit:
+            async with patience() as extend:
                 async for chunk in request.stream():
                     body += chunk
                     self._arriving_bytes[caller] += len(chunk)
@@ -101,7 +109,7 @@ class Bodies:
                         self._require_room(caller)
                     if len(body) > _LARGE_BYTES:
                         await self._pause(len(chunk))
-                    limit.reschedule(started + _BODY_S + len(body) / _BODY_BYTES_PER_S)
+                    extend(len(body))
         except TimeoutError as error:
             message = f"the body did not arrive in time; {len(body)} bytes of it did"
             raise HTTPException(408, message, {"Connection": "close"}) from error

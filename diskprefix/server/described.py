@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from diskprefix.api.anthropic_writer import AnthropicErrorBody
+from diskprefix.api.figures import AnthropicErrorBody
 from diskprefix.server.errors import ANTHROPIC_PATH, ErrorBody
 
 OUTSIDE_FASTAPI: set[type[BaseModel]] = set()

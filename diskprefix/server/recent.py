@@ -20,7 +20,7 @@ MOST_FAILURES = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
+class EndedRequest:
     """A request that ended. `number` counts them, from 1. `ended_at` is in seconds since 1970, `elapsed_s` runs from
     the first byte of the request to the last one of the answer.
 
@@ -47,8 +47,8 @@ class RecentRequests:
 
     def __init__(self) -> None:
         self.count = 0
-        self._replies: deque[Ended] = deque(maxlen=MOST_REPLIES)
-        self._failures: deque[Ended] = deque(maxlen=MOST_FAILURES)
+        self._replies: deque[EndedRequest] = deque(maxlen=MOST_REPLIES)
+        self._failures: deque[EndedRequest] = deque(maxlen=MOST_FAILURES)
 
     def note(self, context: LogContext, method: str, route: str, elapsed_s: float) -> None:
         """Adds a request that ended, if it generated something or failed to."""
@@ -60,7 +60,7 @@ class RecentRequests:
         if (done := context.done) is not None:
             figures = figures_reply(done, None)
             figures |= {"prompt_tokens": done.usage.prompt_tokens, "reply_tokens": done.usage.completion_tokens}
-        ended = Ended(
+        ended = EndedRequest(
             number=self.count,
             ended_at=round(time.time(), 3),
             elapsed_s=round(elapsed_s, 3),
@@ -74,11 +74,11 @@ class RecentRequests:
         (self._replies if ended.prefix_cache is not None else self._failures).append(ended)
 
     @property
-    def failures(self) -> list[Ended]:
+    def failures(self) -> list[EndedRequest]:
         """Those that failed, oldest first."""
         return list(self._failures)
 
-    def since(self, number: int) -> list[Ended]:
+    def since(self, number: int) -> list[EndedRequest]:
         """Returns those that came after the one with this number, oldest first."""
         found = [ended for kept in (self._replies, self._failures) for ended in kept if ended.number > number]
         return sorted(found, key=lambda ended: ended.number)

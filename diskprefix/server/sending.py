@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diskprefix.errors import QueueFull
 from diskprefix.nouns import Tenant
+from diskprefix.server.body import patience
 from diskprefix.server.errors import error_response, logged
 from diskprefix.server.log_context import log_context
 
@@ -20,8 +20,6 @@ log = logging.getLogger("diskprefix")
 
 LARGE_BYTES, PIECE_BYTES = 256 * 1024, 64 * 1024
 """Smaller replies are sent as they are: what the connection holds of them is bounded by the number of connections."""
-_PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024
-"""Time for a large reply to be read, and the rate at which what was read adds to it; as for bodies that arrive."""
 
 
 class TooSlow(Exception):
@@ -87,14 +85,13 @@ class Sending:
 
 async def _send_in_time(body: bytes, send: Send) -> None:
     """Raises `TooSlow`."""
-    started = asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout_at(started + _PATIENCE_S) as limit:
+        async with patience() as extend:
             num_sent = 0
             for piece in _pieces(body):
                 num_sent += len(piece)
                 await send({"type": "http.response.body", "body": piece, "more_body": num_sent < len(body)})
-                limit.reschedule(started + _PATIENCE_S + num_sent / _LEAST_BYTES_PER_S)
+                extend(num_sent)
     except TimeoutError as error:
         raise TooSlow("it was not read in time") from error
 

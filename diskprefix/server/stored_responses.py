@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from diskprefix.api.dialect import Json, json_text
 from diskprefix.api.fields import MAX_SALT_CHARS
-from diskprefix.api.responses_store import ResponseStore
-from diskprefix.api.responses_writer import ModelResponse
+from diskprefix.api.figures import ModelResponse
+from diskprefix.api.responses_items import ResponseStore
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.errors import ErrorBody

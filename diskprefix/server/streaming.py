@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from diskprefix.api.dialect import ReplyWriter, ServerSentEvent, json_text
-from diskprefix.api.reply import EndEvent, Reply, ReplyCollector, ReplyEvent, ReplyReader
+from diskprefix.api.reply import EndEvent, ReplyCollector, ReplyEvent, ReplyReader, WholeReply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.errors import early_failure, early_sign, error_response, logged
@@ -163,7 +163,7 @@ class PatientResponse(Response):
         finally:
             self._generation.close()
 
-    async def _reply(self, connection: _Connection) -> Reply:
+    async def _reply(self, connection: _Connection) -> WholeReply:
         collector = ReplyCollector()
         event = None
         while not isinstance(event, DoneEvent):

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from diskprefix.api import dialect
+from diskprefix.api import asked
 from diskprefix.api.anthropic import CountTokensRequest, MessagesRequest
-from diskprefix.api.dialect import ToolChoice
-from diskprefix.api.fields import TextFormat
+from diskprefix.api.asked import TextFormat, ToolChoice
 from diskprefix.chat.messages import CacheMark, Conversation, ImagePart, Message, TextPart, ToolCall, joined
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import parse_json
@@ -196,7 +195,7 @@ def test_tools_have_the_form_that_templates_expect() -> None:
 
 
 def test_tools_that_anthropic_runs_are_left_out_beside_others(caplog: pytest.LogCaptureFixture) -> None:
-    dialect._told.clear()
+    asked._told.clear()
     with caplog.at_level(logging.INFO, "diskprefix"):
         for _ in range(2):
             found = conversation(USER, tools=[SEARCH, *TOOLS])

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.api.asked import constraint_of
-from diskprefix.api.dialect import Asked, ToolChoice
-from diskprefix.api.fields import TextFormat
+from diskprefix.api.asked import Asked, TextFormat, ToolChoice, constraint_of
 from diskprefix.chat.messages import Conversation, JsonObject, Message
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, OutputParser, ReasoningDelta, ThoughtTags
 from diskprefix.engine.constrained_reply import ConstraintCompiler

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.api.dialect import ToolChoice
-from diskprefix.api.fields import TextFormat
+from diskprefix.api.asked import TextFormat, ToolChoice
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.body import parse_json

@@ -7,15 +7,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.api.reply import (
-    CallBegin,
-    Choice,
-    DeltaEvent,
-    EndEvent,
-    ReplyCollector,
-    ReplyEvent,
-    ReplyReader,
-)
+from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyCollector, ReplyEvent, ReplyReader, WholeChoice
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
 from tests.server.scripted import done
@@ -54,7 +46,7 @@ def read(
     return [found for event in events for found in reader.read(event)]
 
 
-def collected(events: Iterable[ReplyEvent]) -> list[Choice]:
+def collected(events: Iterable[ReplyEvent]) -> list[WholeChoice]:
     collector = ReplyCollector()
     for event in events:
         collector.add(event)

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from diskprefix.api import dialect
-from diskprefix.api.dialect import ToolChoice
-from diskprefix.api.fields import TextFormat
+from diskprefix.api import asked
+from diskprefix.api.asked import TextFormat, ToolChoice
 from diskprefix.api.responses import ResponseRequest
 from diskprefix.api.responses_items import ReferenceItem, SpokenItem, messages_of, stored_form
 from diskprefix.chat.messages import (
@@ -168,7 +167,7 @@ def test_functions_become_tools_of_the_chat_api_in_the_order_of_their_keys() -> 
 
 
 def test_tools_that_openai_would_run_are_skipped_with_one_note(caplog: pytest.LogCaptureFixture) -> None:
-    dialect._told.clear()
+    asked._told.clear()
     sent = [{"type": "namespace", "name": "n", "tools": [READ]}, READ, {"type": "web_search"}, {"type": "web_search"}]
     with caplog.at_level(logging.INFO, logger="diskprefix"):
         for _ in range(3):

@@ -347,7 +347,7 @@ def read_to_the_end(connection: socket.socket) -> bytes:
 def test_a_body_that_does_not_come_is_a_408_and_its_place_is_free_again(
     chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_BODY_S", 0.2)
+    monkeypatch.setattr(reading, "_PATIENCE_S", 0.2)
     with scripted_app(chat_model, engine, max_queue=1) as server, server.client() as client:
         silent = [open_raw(server, HELLO, announced_bytes=1000) for _ in range(2)]
         for connection in silent:
@@ -360,7 +360,7 @@ def test_a_body_that_does_not_come_is_a_408_and_its_place_is_free_again(
 
 
 def test_a_body_that_trickles_is_a_408(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "_BODY_S", 0.2)
+    monkeypatch.setattr(reading, "_PATIENCE_S", 0.2)
     with open_raw(server, HELLO, announced_bytes=1_000_000) as connection:
         connection.settimeout(0.01)
         for _ in range(3000):
@@ -376,8 +376,8 @@ def test_a_body_that_trickles_is_a_408(server: AppServer, monkeypatch: pytest.Mo
 def test_a_large_body_has_the_longer_to_arrive_the_more_of_it_has(
     server: AppServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_BODY_S", 0.2)
-    monkeypatch.setattr(reading, "_BODY_BYTES_PER_S", 1)
+    monkeypatch.setattr(reading, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(reading, "_LEAST_BYTES_PER_S", 1)
     payload = json.dumps(HELLO).encode()
     with open_raw(server, HELLO, announced_bytes=len(payload) + 1) as connection:
         threading.Event().wait(0.4)

@@ -11,7 +11,7 @@ import httpx
 import jsonschema
 import pytest
 
-from diskprefix.api import dialect
+from diskprefix.api import asked
 from tests.server.agent_model import TEMPLATE
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import wait_until
@@ -228,7 +228,7 @@ def test_names_of_tools_have_a_largest_length(client: httpx.Client, route: str) 
 def test_the_log_names_few_of_the_tools_that_are_left_out(
     client: httpx.Client, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dialect, "_told", set())
+    monkeypatch.setattr(asked, "_told", set())
     for start in (0, 500):
         tools = [{"type": f"made_up_{index}"} for index in range(start, start + 500)]
         with caplog.at_level(logging.INFO, "diskprefix"):

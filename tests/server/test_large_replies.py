@@ -15,8 +15,7 @@ from diskprefix.api.anthropic import Messages
 from diskprefix.api.dialect import json_text
 from diskprefix.api.openai_chat import Chat, ChatWriter
 from diskprefix.api.responses import Responses
-from diskprefix.api.responses_items import ReferenceItem
-from diskprefix.api.responses_store import MAX_CONVERSATION_BYTES, ResponseStore
+from diskprefix.api.responses_items import MAX_CONVERSATION_BYTES, ReferenceItem, ResponseStore
 from diskprefix.api.responses_writer import ResponseWriter
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.answer import MAX_LOGPROBS

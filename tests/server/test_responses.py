@@ -13,7 +13,7 @@ import pytest
 from openai import OpenAI
 from pydantic import BaseModel
 
-from diskprefix.api import responses_store as stored_module
+from diskprefix.api import responses_items as stored_module
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError
 from tests.server.agent_model import TEMPLATE, call, thought

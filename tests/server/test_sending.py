@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from starlette.responses import Response
 
-from diskprefix.server import sending
+from diskprefix.server import body as reading
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.sending import LARGE_BYTES, PIECE_BYTES, Sending
 
@@ -83,14 +83,14 @@ def test_a_large_reply_beside_one_that_is_not_read_yet_is_refused() -> None:
 
 
 def test_a_client_that_does_not_read_is_left(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(sending, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(reading, "_PATIENCE_S", 0.0)
 
     async def scenario() -> None:
         app, slow = answering(LARGE), Connection(reads=False)
         await answered(app, slow)
         assert len(slow.body) == PIECE_BYTES
         assert slow.messages[-1]["more_body"], "the end is missing, so nobody takes it for a whole reply"
-        monkeypatch.setattr(sending, "_PATIENCE_S", 30.0)
+        monkeypatch.setattr(reading, "_PATIENCE_S", 30.0)
         later = Connection()
         await answered(app, later)
         assert later.body == LARGE

@@ -337,7 +337,7 @@ def private_bytes(pid: int) -> int:
     return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Private_"))
 
 
-class Line:
+class SupervisorLine:
     """A worker's or a spare's end of the socket to its supervisor. What it tells systemd goes there."""
 
     def __init__(self, channel: socket.socket) -> None:
@@ -373,7 +373,7 @@ def supervise(prepare: Callable[[], None], work: Callable[[float], None]) -> Non
     except InChild as child:
         # It is the supervisor's.
         os.environ.pop("WATCHDOG_PID", None)
-        line = Line(child.channel)
+        line = SupervisorLine(child.channel)
         if child.is_spare:
             prepare()
             line.wait_for_turn()

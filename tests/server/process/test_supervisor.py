@@ -19,7 +19,7 @@ import pytest
 
 from diskprefix.errors import DeviceLost
 from diskprefix.server.process import supervisor
-from diskprefix.server.process.supervisor import Child, Deaths, Line, Supervisor
+from diskprefix.server.process.supervisor import Child, Deaths, Supervisor, SupervisorLine
 from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
 from tests.server.process.test_process import BODY, CHAT, ENDLESS, Notifications, next_data
 
@@ -161,7 +161,7 @@ def test_a_worker_ends_whose_supervisor_died_with_unread_messages(monkeypatch: p
     with theirs:
         theirs.send(b"WATCHDOG=1")
         ours.close()
-        Line(theirs)
+        SupervisorLine(theirs)
         assert ended.wait(30)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from diskprefix.extras.watch.dashboard.shown import Level, Problem
-from diskprefix.server.recent import Ended
+from diskprefix.server.recent import EndedRequest
 
 _FULL = 0.9
 """Of the budget, from where evictions are expected."""
@@ -37,7 +37,9 @@ _ADVICE_OTHERWISE = "read the daemon's log of that time"
 _ADVICE_ON_STREAMS = "look at the client: it stopped reading, or the reply failed; the daemon's log says which"
 
 
-def problems(cache: dict[str, Any] | None, breaks: Sequence[dict[str, Any]], ended: Iterable[Ended]) -> list[Problem]:
+def problems(
+    cache: dict[str, Any] | None, breaks: Sequence[dict[str, Any]], ended: Iterable[EndedRequest]
+) -> list[Problem]:
     """Returns the problems, the worst first. `cache` are the counts of the cache, `breaks` those of `PrefixBreaks`."""
     found = [*_of_cache(cache or {}), *_of_prompts(breaks), *_of_requests(ended)]
     return sorted(found, key=lambda problem: (_ORDER.index(problem.level), -(problem.last_at or 0.0)))
@@ -114,9 +116,9 @@ def _of_prompts(breaks: Sequence[dict[str, Any]]) -> Iterator[Problem]:
         )
 
 
-def _of_requests(ended: Iterable[Ended]) -> Iterator[Problem]:
+def _of_requests(ended: Iterable[EndedRequest]) -> Iterator[Problem]:
     """Requests that failed alike are one problem."""
-    alike: dict[tuple[int, str], list[Ended]] = {}
+    alike: dict[tuple[int, str], list[EndedRequest]] = {}
     for one in ended:
         if one.prefix_cache is None:
             said = one.error or ("internal error" if one.status >= 500 else "the client left")

@@ -9,7 +9,7 @@ import pytest
 from diskprefix.extras.remote.ledger import Ledger
 from diskprefix.extras.watch.dashboard.problems import problems
 from diskprefix.extras.watch.dashboard.shown import Problem
-from diskprefix.server.recent import Ended
+from diskprefix.server.recent import EndedRequest
 from tests.server.scripted import STATS
 
 WELL = dict(STATS) | {"quarantined": 0, "errors": 0, "dropped": 0, "evicted_blocks": 0}
@@ -17,14 +17,14 @@ WELL = dict(STATS) | {"quarantined": 0, "errors": 0, "dropped": 0, "evicted_bloc
 REMOTE = Ledger().as_dict() | {"url": "s3://b", "state": "ok"}
 
 
-def failed(number: int, status: int = 400, error: str | None = "top_p: too large", **changes: Any) -> Ended:
+def failed(number: int, status: int = 400, error: str | None = "top_p: too large", **changes: Any) -> EndedRequest:
     figures: dict[str, Any] = {
         "ended_at": float(number),
         "elapsed_s": 0.1,
         "id": "r",
         "route": "/v1/messages",
     } | changes
-    return Ended(number=number, caller=None, status=status, error=error, **figures)
+    return EndedRequest(number=number, caller=None, status=status, error=error, **figures)
 
 
 def test_a_daemon_that_is_well_has_no_problems() -> None:
