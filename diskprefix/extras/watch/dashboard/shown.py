@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from diskprefix.api.fields import Body
 from diskprefix.engine.gauges import ActivityState
 from diskprefix.server.daemon import Status
-from diskprefix.server.recent import Ended
+from diskprefix.server.recent import EndedRequest
 
 Level: TypeAlias = Literal["error", "warning", "hint"]
 
@@ -85,7 +85,7 @@ class State(BaseModel):
     scope: str
     arriving: int = Field(description="Requests that are being read.")
     requests: list[Running] = Field(description="Those in the engine and its queue, in order of arrival.")
-    ended: list[Ended] = Field(description="Those that ended, oldest first, as many as are remembered.")
+    ended: list[EndedRequest] = Field(description="Those that ended, oldest first, as many as are remembered.")
     memory: Memory | None
     cache: dict[str, Any] | None = Field(
         description="`full_cache.state` and `gate` of `/props`: the store, what waits to be written, `savings`."
