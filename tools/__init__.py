@@ -1,1 +1,1 @@
-"""What a developer runs: see `tools/README.md`."""
+"""The programs for developers: see `tools/README.md`."""

@@ -1,6 +1,6 @@
-"""`tools/bench`: one entry point for the benchmarks, the matrices and the research.
+"""The entry point of `tools/bench`: benchmarks, matrices, measures of the code, research.
 
-A subcommand's module is imported when the subcommand is run, so that the list of them appears at once.
+The module of a subcommand is imported when it runs, so that the list appears at once.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from diskprefix.errors import DiskPrefixError
 
 @dataclass(frozen=True)
 class Tool:
-    """One subcommand: the module below `tools` that has it as `main`, and what `tools/bench --help` says of it."""
+    """A subcommand: the module below `tools` with its `main`, and its line in `tools/bench --help`."""
 
     module: str
     help: str
@@ -28,7 +28,7 @@ class Tool:
 
 
 NO_THREADS = {"OMP_NUM_THREADS": "1"}
-"""For a tool that forks: a forked process has none of the threads of a numeric library, but waits for their locks."""
+"""For a tool that forks. A fork has no threads of a numeric library, but it waits for their locks."""
 
 SECTIONS: dict[str, dict[str, Tool]] = {
     "Benchmarks": {
@@ -92,12 +92,12 @@ def main() -> None:
 
     `tools/bench NAME --help` says what each does, how long it takes and what its exit code means.
     """
-    # Without this, the server of a benchmark would outlive a benchmark that is told to stop.
+    # Without this, the server of a benchmark would outlive a benchmark that gets a SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
 def run() -> None:
-    """Runs what the command line asks for; an error that is not a defect of the tool is one line and exit code 1."""
+    """Runs what the command line asks for; a user's error is one line and exit code 1."""
     try:
         main(prog_name="tools/bench")
     except (OSError, DiskPrefixError) as error:

@@ -1,4 +1,4 @@
-"""What `tools/bench fuzz` takes for a failure, and how it tells it."""
+"""The failures of `tools/bench fuzz`, and its report of them."""
 
 from __future__ import annotations
 

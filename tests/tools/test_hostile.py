@@ -1,4 +1,4 @@
-"""What `tools/bench hostile` takes for a failure, and what its bad clients send."""
+"""The verdicts of `tools/bench hostile`, and the requests of its bad clients."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tools.__main__ import main
 
 
 def run(out: Path, *arguments: str) -> dict[str, Any]:
-    """What a tool prints with `--json`; it runs in a process of its own."""
+    """Returns what a tool prints with `--json`; it runs in a process of its own."""
     forked.run(_print_to, out, [*arguments, "--json"])
     report: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     return report

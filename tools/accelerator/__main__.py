@@ -35,12 +35,12 @@ PARTS = (
     ("first token", "1B", 7),
     ("first token", "8B", 18),
 )
-"""With the share that each has of the time. What one leaves is for those after it, so the longest comes last."""
+"""The parts, each with its share of the time. Time that one leaves is for those after it, so the longest comes last."""
 INTERPRETER_PARTS = (("exactness", "tiny", 3), ("connector", "tiny", 2), ("first token", "tiny", 4))
-"""For a machine without an accelerator."""
+"""The parts for a machine without an accelerator."""
 PROBE_S = 60.0
 GRACE_S = 5.0
-"""Between a part's SIGTERM and its SIGKILL."""
+"""Seconds between a part's SIGTERM and its SIGKILL."""
 HEADER = "| part | case | | result |\n| --- | --- | --- | --- |"
 
 
@@ -68,7 +68,7 @@ def _numbers(text: str) -> list[int]:
 
 
 class Results:
-    """All rows so far: lines of a Markdown table on standard output, and a JSON file that is written anew with each."""
+    """The rows so far: lines of a Markdown table on standard output, and a JSON file that is written anew with each."""
 
     def __init__(self, json_file: Path | None, minutes: float) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -97,8 +97,10 @@ class Results:
 
 
 def rows_of(task: Task, limit_s: float) -> Iterator[Row]:
-    """The rows of a part that runs in a process of its own, and one more if it hangs or crashes. Then, or if something
-    fails, the ends of its logs go to standard error."""
+    """Yields the rows of a part, which runs in a process of its own, and one more if it hangs or crashes.
+
+    Then, or if something fails, the ends of its logs go to standard error.
+    """
     Path(task.folder).mkdir(exist_ok=True)
     log_path, is_late = Path(task.folder) / "part.log", threading.Event()
     command = [sys.executable, "-m", "tools.accelerator.parts", json.dumps(asdict(task))]

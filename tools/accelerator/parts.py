@@ -30,7 +30,7 @@ State: TypeAlias = Literal["pass", "fail", "measured", "skipped", "cut off", "cr
 REPLY = 33
 """Tokens of a reply: the first, and 32 for the speed of decoding."""
 _ONCE_FROM, _ONLY_SAVED_FROM = 16_384, 65_536
-"""From so many tokens on, a prompt is asked once and not three times; and only with saving. Both save time."""
+"""A prompt of this length is asked once, with saving, instead of three times with and without. This saves time."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Task:
-    """What a part is told. `free_bytes` is the free memory of the device, `count` how many there are."""
+    """The input of a part. `free_bytes` is the free memory of the device, `count` the number of devices."""
 
     part: str
     shape: str
@@ -64,7 +64,7 @@ class _Skipped(Exception):
 
 
 def probe(_task: Task) -> Iterator[Row]:
-    """What torch sees."""
+    """Returns the accelerators that torch sees."""
     import torch
 
     kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
@@ -308,7 +308,7 @@ PARTS: dict[str, Callable[[Task], Iterator[Row]]] = {
 
 
 def rows_of(task: Task) -> Iterator[Row]:
-    """The rows of a part, or one that says why there are none."""
+    """Yields the rows of a part, or one that says why there are none."""
     try:
         # The weights in two bytes each, and something to compute with.
         needed = 2.6 * task.model.num_weights

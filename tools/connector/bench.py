@@ -65,7 +65,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is measured. `python` is one that has vLLM, None for the environment of `tools/vllm`; `arguments` are more
+    """The options of a run. `python` has vLLM, None is the environment of `tools/vllm`; `arguments` are more
     of vLLM's own."""
 
     model: Path
@@ -80,7 +80,7 @@ class Plan:
 
 @dataclass
 class Results:
-    """What one run found, or several. `load_errors`: the number of our loads that failed."""
+    """The findings of one or several runs. `load_errors`: the number of our loads that failed."""
 
     cases: list[Case] = field(default_factory=list)
     conversations: list[Conversation] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """What a run wrote with --json. Raises `click.UsageError`."""
+        """Returns what a run wrote with --json. Raises `click.UsageError`."""
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             cases = [Case(**case | {"reply": _reply(case["reply"])}) for case in found["cases"]]
@@ -252,7 +252,7 @@ def _asked(server: Server, case: str, size: int, run: int = 1) -> Case:
 
 
 def _wait_until_saved(server: Server, least: int) -> None:
-    """Waits until all blocks are written, at least so many. Raises `PeerError` if they are not."""
+    """Waits until all blocks are written, at least the given number. Raises `PeerError` if they are not."""
     server.settle()
     if server.connector == "diskprefix":
         wanted = max(least, int(server.metrics().get("saved_blocks", 0)))
@@ -294,7 +294,7 @@ def _is_equal(one: Reply, other: Reply) -> bool:
 
 
 def _as(case: Case) -> str:
-    """How the reply compares, in words."""
+    """Returns in words whether the reply is the expected one."""
     if case.equal is None:
         return ""
     other = "the first server's" if case.case == "cold" else "the warm one"

@@ -1,4 +1,4 @@
-"""What may happen to a store under vLLM: every answer must be the right one."""
+"""Faults of a store under vLLM. Every answer must be the right one."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ float32 that changes no token here."""
 _PROMPTS = tuple(prompt_text(_TOKENS, run) for run in range(4))
 _LONG_REPLY = 200
 _CLOSE = 0.02
-"""How much a log-probability may differ by rounding."""
+"""The difference of log-probabilities that rounding explains."""
 
 
 @dataclass
 class Verdicts:
-    """What was asked and answered."""
+    """The counts of questions and answers."""
 
     right: int = 0
     wrong: int = 0
@@ -87,7 +87,7 @@ class Check:
             self.verdicts.fail(f"{what}: {restored} restored instead of {wanted}")
 
     def save_all(self) -> None:
-        """A vLLM leaves all prompts in a new store."""
+        """Fills a new store with all prompts."""
         with self.server() as server:
             self.expect(self.ask_all(server, "new"), 0, "a new store")
             server.settle()
@@ -181,13 +181,13 @@ def _tells_why(server: Server, what: str, verdicts: Verdicts) -> None:
 
 
 def _hang_up(server: Server, number: int) -> None:
-    """Asks, and leaves before the reply is there."""
+    """Asks, and hangs up before the reply."""
     with suppress(PeerError):
         server.ask(prompt_text(_TOKENS, 50 + number), patience_s=0.2 + 0.5 * number)
 
 
 def _wanted(model: Path, workspace: Path, report: Report) -> list[Reply]:
-    """The replies of vLLM without a connector."""
+    """Returns the replies of vLLM without a connector."""
     plain = workspace / "plain"
     plain.mkdir()
     with running(Server(model, plain, report, "none", dtype=_DTYPE)) as server:
@@ -195,13 +195,13 @@ def _wanted(model: Path, workspace: Path, report: Report) -> list[Reply]:
 
 
 def damage(store: Path) -> str:
-    """What `diskprefix verify` says against a store; empty if it is clean."""
+    """Returns the faults that `diskprefix verify` finds in a store; empty if it is clean."""
     ended = _diskprefix("verify", "--kv-cache-dir", str(store))
     return "" if ended.returncode == 0 else (ended.stdout + ended.stderr).strip()
 
 
 def _commands(store: Path, record: Path, verdicts: Verdicts) -> None:
-    """The commands work while vLLM has the store open. The last one removes all."""
+    """Runs the commands while vLLM has the store open. The last one removes all."""
     folder = ("--kv-cache-dir", str(store))
     for command in (
         ("inspect", *folder),

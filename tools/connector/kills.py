@@ -26,14 +26,14 @@ from tools.peers.environments import python_of
 from tools.peers.peer import PeerError
 
 _CLOSE = 0.02
-"""How much a log-probability may differ by rounding: a prompt that is restored is computed in other steps."""
+"""The difference of log-probabilities that rounding explains: a restored prompt is computed in other steps."""
 _LONGEST_LIFE_S, _LONGEST_START_S = 6.0, 5.0
 _IN_START = 0.15
 """The share of kills that meet vLLM while it starts."""
 
 
 Live: TypeAlias = Callable[[Life], dict[str, Any]]
-"""Has a life lived, and returns what became of it."""
+"""Runs one life of vLLM and returns its answers."""
 
 
 @click.command()
@@ -92,7 +92,7 @@ def kill(kills: int, seed: int, folder: Path | None) -> None:
 
 @contextmanager
 def _nursery(workspace: Path, progress: Console) -> Iterator[Live]:
-    """vLLM's environment, as long as it is needed."""
+    """Runs the nursery in vLLM's environment, and gives the function that starts a life."""
     command = [str(python_of("vllm", progress.print)), "-P", "-m", "tools.connector.nursery"]
     environment = os.environ | environment_of() | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {"VLLM_RPC_BASE_PATH": str(workspace)}

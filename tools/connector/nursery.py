@@ -158,7 +158,7 @@ class _Lines:
         self.first_at: float | None = None
 
     def read_until(self, deadline: float, num_lines: int | None = None) -> None:
-        """Reads until the time is over, nobody writes any more, or there are so many lines."""
+        """Reads until the time is over, nobody writes any more, or the lines are complete."""
         while self._is_open and (num_lines is None or len(self.whole) < num_lines):
             if not select.select([self._readable], [], [], max(0.0, deadline - time.monotonic()))[0]:
                 return

@@ -34,7 +34,7 @@ class Ours(DiskPrefixConnector):
 
 
 def pytest_configure() -> None:
-    """Before their modules are imported."""
+    """Prepares the plugin before their modules are imported."""
     utils: Any = importlib.import_module("tests.v1.kv_connector.unit.utils")
     config_of, scheduler_of = utils.create_vllm_config, utils.create_scheduler
 

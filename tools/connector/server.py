@@ -34,7 +34,7 @@ class Reply:
     restored: int
 
     def head(self, num_tokens: int) -> Reply:
-        """The first tokens of it."""
+        """The first tokens of the reply."""
         return replace(self, tokens=self.tokens[:num_tokens], logprobs=self.logprobs[:num_tokens])
 
 
@@ -60,7 +60,7 @@ class Server:
         self.connector: Connector = connector
         self.store = folder / "kv"
         self.start_s = 0.0
-        """How long the last start took, in seconds."""
+        """The seconds of the last start."""
         self._port = free_port()
         command = [str(python or python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "model", "--host", "127.0.0.1"]
@@ -145,7 +145,7 @@ class Server:
         return int(self.metrics().get("restored_tokens", 0)) if self.connector == "diskprefix" else 0
 
     def settle(self, is_done: Callable[[], bool] | None = None) -> None:
-        """Wait until `is_done`; without it, until what was saved no longer grows on the disk. Raises `PeerError` if
+        """Waits until `is_done`; without it, until what was saved no longer grows on the disk. Raises `PeerError` if
         that takes too long."""
         deadline, last = time.monotonic() + _SETTLE_S, -1
         while time.monotonic() < deadline:

@@ -29,8 +29,8 @@ _DTYPE = "float32"
 _SHARE_DEADLINE_S = 60.0
 _PROBES = 100
 _TRIED = ("planted", *(fault for fault in FAULTS if fault != "hang"), "hang")
-"""What makes the bucket seem slow comes last: then computing is expected to be faster, and nothing is asked for. A
-planted object must be asked for, so that comes first of all."""
+"""The faults in their order. Those that make the bucket seem slow come last: after them the daemon expects computing to
+be faster, and fetches nothing. Planted objects must be fetched, so they come first."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def _by_tier(
 
 
 def _under(fault: str, one: Server, other: Server, bucket: ObjectServer, verdicts: Verdicts, progress: Console) -> None:
-    """Asks for prompts that are in the bucket, while that fails."""
+    """Asks for prompts in the bucket while the bucket fails."""
     number = 100 + 10 * _TRIED.index(fault)
     prompts = [prompt_text(_FAULT_TOKENS, number + run) for run in range(2)]
     _wait_until_answered(other, number)
@@ -184,7 +184,7 @@ def _under(fault: str, one: Server, other: Server, bucket: ObjectServer, verdict
 
 
 def _wait_until_answered(other: Server, number: int) -> None:
-    """Until the circuit breakers let requests through again: each prompt here is a probe. Raises `PeerError`."""
+    """Waits until the circuit breakers let requests through: each prompt here is a probe. Raises `PeerError`."""
     for probe in range(_PROBES):
         before = other.metrics()
         other.ask(prompt_text(300, 10_000 + 100 * number + probe), 1)

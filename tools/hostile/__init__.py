@@ -1,1 +1,1 @@
-"""What `tools/bench hostile` sends to a daemon, and what it looks at meanwhile."""
+"""The clients of `tools/bench hostile`, and what is measured beside them."""

@@ -1,6 +1,6 @@
 """Clients that a server must bear: they send slowly, read slowly, say nothing, or hang up.
 
-What they send is in `hostile_requests.py`.
+What they send is in `requests.py`.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import TypeAlias
 
 READ_BYTES, READ_EVERY_S = 512, 0.5
 SECOND_S = 1.0
-"""Between two bytes of those that read or write one at a time."""
+"""Seconds between two bytes of clients that read or write one at a time."""
 SILENT_S = 600.0
-"""A silent client waits so long to be disconnected."""
+"""Seconds that a silent client waits to be disconnected."""
 HUNG_UP, CLOSED, CUT_OFF = "hung up", "closed", "cut off"
 """Ends without a status: the client left, the server closed the connection, or did so before the answer was whole."""
 _ESTABLISHED = 1
 """The state of a connection, in Linux's `tcp_info`."""
 _RECEIVE_BUFFER = 4096
-"""So that the server, not this machine's kernel, holds what is not read."""
+"""Small, so that the server, not this machine's kernel, holds the unread bytes."""
 _READ_AT_ONCE = 1 << 18
 _KEPT_BYTES = 4096
-"""Of an answer, from its beginning."""
+"""Bytes of an answer that are kept, from its beginning."""
 
 
 @dataclass(frozen=True)
 class End:
-    """How a connection ended: the status of the answer, or `HUNG_UP`, `CLOSED` or `CUT_OFF`.
+    """The end of a connection: the status of the answer, or `HUNG_UP`, `CLOSED` or `CUT_OFF`.
 
     `answer` is the beginning of the answer.
     """
@@ -40,17 +40,17 @@ class End:
 
     @property
     def is_failure(self) -> bool:
-        """Whether the server says that it failed. A full queue (503) is no failure."""
+        """Returns whether the server says that it failed. A full queue (503) is no failure."""
         return self.how in ("500", "502", "504")
 
 
 Behaviour: TypeAlias = Callable[[], Awaitable[End]]
-"""What a bad client does again and again: opens a connection, and returns how it ended."""
+"""A bad client's act, which it repeats: opens a connection and returns its end."""
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Where the server is, and the key with which it is called."""
+    """A client of the server at `port`, with an API key."""
 
     port: int
     key: str
@@ -131,7 +131,7 @@ def _status_of(start: bytes, *, is_whole: bool) -> str:
 
 @dataclass(frozen=True)
 class BadManners:
-    """The kinds that are about how something is sent and read.
+    """The kinds that misuse the connection.
 
     `stream` is a request with a streamed reply, `large` one with a large body.
     """
@@ -200,14 +200,14 @@ class BadManners:
         return await self.caller.ask(self.large[: len(self.large) // 2], patience_s=2)
 
     async def open_and_close(self) -> End:
-        """Ten connections, one after the other."""
+        """Opens and closes ten connections, one after the other."""
         for _ in range(10):
             with _connection() as connection:
                 await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self.caller.port))
         return End(HUNG_UP)
 
     async def hang_up(self) -> End:
-        """In the middle of a stream."""
+        """Hangs up in the middle of a stream."""
         return await self.caller.ask(self.stream, patience_s=1)
 
     async def _wait(self, sent: bytes) -> End:
@@ -220,5 +220,5 @@ class BadManners:
 
 
 def _is_established(connection: socket.socket) -> bool:
-    """Asks the kernel: who does not read does not see the end."""
+    """Asks the kernel, because a client that does not read does not see the end of a connection."""
     return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED

@@ -1,6 +1,6 @@
-"""Clients in processes of their own: good ones, bad ones, and one who looks at `/health`.
+"""Clients in processes of their own: good ones, bad ones, and one that asks `/health`.
 
-Each puts what it saw into a queue. Times are of the monotonic clock, which all processes of a machine share.
+Each puts its observations into a queue. Times are of the monotonic clock, which all processes of a machine share.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from tools.hostile.requests import CHAT, KINDS
 from tools.measuring.prompts import AGENT_PROMPT
 
 TURNS = 8
-"""In a conversation. The next one begins with the same system message."""
+"""Turns of a conversation. The next conversation begins with the same system message."""
 TURN_SHARE = 5
-"""What is asked in a turn is a fifth of the system message: as much as a small file or a command gives an agent."""
+"""A turn adds this part of the system message's length: as much as a small file gives an agent."""
 REPLY_TOKENS = 8
 PATIENCE_S = 60.0
-"""A good client gives up after so long without a byte."""
+"""Seconds without a byte after which a good client gives up."""
 HEALTH_EVERY_S = 0.1
 PAUSE_S = 1.0
-"""A bad client begins again after so long: what it costs to send is not to be measured."""
+"""Seconds until a bad client begins again, so that the cost of sending stays small."""
 NICE = 19
-"""Of the bad clients' processes."""
+"""Niceness of the bad clients' processes."""
 
 Messages: TypeAlias = list[dict[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What a good client saw. `ttft_s` is None if there was no token, and `failure` then says why."""
+    """A turn of a good client. `ttft_s` is None if there was no token, and `failure` then says why."""
 
     client: int
     started: float
@@ -52,14 +52,14 @@ class Turn:
     failure: str = ""
     cached_tokens: int = 0
     kept_tokens: int = 0
-    """As the daemon says: the prompt is saved up to there."""
+    """Length of the saved part of the prompt, according to the daemon."""
     prompt_tokens: int = 0
     messages: Messages | None = None
 
 
 @dataclass(frozen=True)
 class Attacked:
-    """What became of one connection of a bad client."""
+    """The end of one connection of a bad client."""
 
     kind: str
     ended: float
@@ -69,7 +69,7 @@ class Attacked:
 
 @dataclass(frozen=True)
 class Health:
-    """How `/health` answered. `late_s` is by how much the process that asks was late, because the machine is busy."""
+    """An answer of `/health`. `late_s` is the delay of the process that asks, because the machine is busy."""
 
     at: float
     seconds: float
@@ -173,7 +173,7 @@ class _Reply:
 
 
 def end_with_parent() -> None:
-    """Has this process end when the one that started it is gone, killed or not."""
+    """Ends this process when the one that started it is gone, killed or not."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "started by another process"
 
@@ -185,7 +185,7 @@ def end_with_parent() -> None:
 
 
 def run_good(port: int, number: int, think_s: float, prompt_chars: int, seen: Queue[Seen]) -> None:
-    """The process of the good clients. It runs until it is ended."""
+    """Runs the process of the good clients until it is ended."""
     end_with_parent()
 
     async def run() -> None:
@@ -199,7 +199,7 @@ def run_good(port: int, number: int, think_s: float, prompt_chars: int, seen: Qu
 
 
 def run_bad(port: int, kinds: Sequence[str], ready: Event, begin: Event, settle_s: float, seen: Queue[Seen]) -> None:
-    """A process of bad clients, one for each of `kinds`, which begin one after the other within `settle_s`."""
+    """Runs a process of bad clients, one for each of `kinds`, which begin one after the other within `settle_s`."""
     end_with_parent()
     os.nice(NICE)
     behaviours = {kind: KINDS[kind](Caller(port, bad_key(kind))) for kind in set(kinds)}
@@ -227,7 +227,7 @@ def run_bad(port: int, kinds: Sequence[str], ready: Event, begin: Event, settle_
 
 
 def run_health(port: int, seen: Queue[Seen]) -> None:
-    """The process that asks `/health` again and again, each time through a new connection."""
+    """Runs the process that asks `/health` repeatedly, each time through a new connection."""
     end_with_parent()
     due = time.monotonic()
     while True:

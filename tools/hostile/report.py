@@ -49,7 +49,7 @@ def tracebacks(log: Path) -> list[str]:
 
 
 def health_figures(health: Sequence[Health], told: float) -> dict[str, Any]:
-    """Of what was answered before the daemon was told to end."""
+    """Returns the figures of the answers before SIGTERM."""
     asked = [one for one in health if one.at + one.seconds < told]
     slow = [one for one in asked if one.seconds > HEALTH_GOAL_S]
     return {
@@ -63,7 +63,7 @@ def health_figures(health: Sequence[Health], told: float) -> dict[str, Any]:
 
 
 def verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns what must hold, a row each."""
+    """Returns the verdicts, a row each."""
     alone, beside, health, memory = report["alone"], report["beside"], report["health"], report["memory"]["beside"]
     stop, restored = report["stop"], report["restored"]
     # Without a first token there is nothing to compare.

@@ -24,7 +24,7 @@ _PARALLEL = 8
 
 Kind = Callable[[Caller], Behaviour]
 KINDS: dict[str, Kind] = {}
-"""By name. The order is that in which clients are given a kind."""
+"""The kinds by name. Clients get them in this order."""
 
 
 def kind(name: str) -> Callable[[Kind], Kind]:
@@ -165,7 +165,7 @@ def _log_probabilities(caller: Caller) -> Behaviour:
 
 @kind("stored responses")
 def _stored(caller: Caller) -> Behaviour:
-    """Stores some that are small on disk and large in an answer, and reads them, eight at one time."""
+    """Stores responses that are small on disk and large in an answer, and reads eight of them at a time."""
     keep = caller.request(RESPONSES, _respond(tools=[_function("f", "d" * (3 * _MIB))], tool_choice="none"))
     ids: list[str] = []
 
@@ -189,7 +189,7 @@ def _wrong_host(caller: Caller) -> Behaviour:
 
 @kind("new salts")
 def _salts(caller: Caller) -> Behaviour:
-    """Every eighth prompt is so long that it is saved."""
+    """Every eighth prompt is long enough to be saved."""
     numbers = count()
 
     async def run() -> End:
@@ -251,7 +251,7 @@ def _manners(name: str, behave: Callable[[BadManners], Behaviour]) -> None:
 
 
 SLOW_READER = "slow reader"
-"""It reads as slowly as may be: its streams must not be cut off."""
+"""The slowest client that is allowed: its streams must not be cut off."""
 _manners(SLOW_READER, lambda client: client.slow_reader)
 _manners("reader of single bytes", lambda client: client.reader_of_bytes)
 _manners("reader that stops", lambda client: client.stopped_reader)

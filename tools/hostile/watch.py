@@ -1,4 +1,4 @@
-"""What is seen while good and bad clients talk to a daemon: by them, and of the daemon's processes."""
+"""The observations while good and bad clients use a daemon: theirs, and the memory and time of its processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RSS = ("RssAnon", "RssShmem", "RssFile")
 
 @dataclass
 class Kind:
-    """What became of the connections of one kind of bad client."""
+    """The ends of the connections of one kind of bad client."""
 
     ends: Counter[str] = field(default_factory=Counter)
     slowest_s: float = 0.0
@@ -35,19 +35,19 @@ class Kind:
 
 @dataclass
 class Phase:
-    """What was seen from one moment to another. Times to the first token are in seconds, of the client."""
+    """The observations of a span of time. Times to the first token are in seconds, of the client."""
 
     ttft_s: list[float] = field(default_factory=list)
     failures: Counter[str] = field(default_factory=Counter)
     memory: list[dict[str, float]] = field(default_factory=list)
     busy_s: float = 0.0
-    """Of all processors, by the daemon."""
+    """Seconds of all processors that the daemon used."""
     seconds: float = 0.0
 
 
 @dataclass
 class Watch:
-    """Reads what the clients saw, and the daemon's memory. Tells of it every ten seconds."""
+    """Reads the observations of the clients and the daemon's memory, and prints a line every ten seconds."""
 
     server: LiveServer
     seen: Any
@@ -57,7 +57,7 @@ class Watch:
     num_failed_answers: int = 0
     health: list[Health] = field(default_factory=list)
     acknowledged: dict[int, list[Turn]] = field(default_factory=dict)
-    """The last turns of each good client of which the daemon said that something is kept."""
+    """The last turns of each good client that the daemon has saved, as it says."""
     reloads: int = 0
     _next_memory: float = 0.0
     _next_reload: float = 0.0
@@ -154,7 +154,7 @@ def _processes(process_id: int) -> Iterator[int]:
 
 
 def _memory_of(process_id: int) -> dict[str, float]:
-    """Returns megabytes of all processes: `own` without what is a file's, such as the store's pages and the weights."""
+    """Returns megabytes of all processes: `own` leaves out pages of files, such as the store and the weights."""
     own = files = 0
     for process in _processes(process_id):
         try:

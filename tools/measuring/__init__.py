@@ -1,1 +1,1 @@
-"""What several tools measure with: a real server, made-up KV, the page cache, tables."""
+"""The common parts of the programs: a real server, prompts, made-up KV, the page cache, tables."""

@@ -1,4 +1,4 @@
-"""Load for a store: conversations on a simulated clock, until so many budgets are written.
+"""Load for a store: conversations on a simulated clock, until a number of budgets is written.
 
 Conversations grow turn by turn, share beginnings, end and come back. Between them come prompts that come once. Each
 prompt is restored as far as it is stored, and the rest is published by the store's own writer thread, with evictions.
@@ -37,15 +37,15 @@ TTL_S = 1.25 * BUDGET_S
 """About as long as an unused prompt lives before it is evicted."""
 EXPIRY_EVERY_S = 60.0
 BUFFERS_IN_BUDGET = 8
-"""The write buffer is one part in so many of the budget. What waits in it pins its parents."""
+"""The budget divided by the write buffer. Nodes that wait in the buffer pin their parents."""
 MAX_TOKENS = 4096
 PROMPTS_IN_BUDGET = 16
-"""How many of the longest prompts fit into the budget, uncompressed."""
+"""The number of longest prompts that fit into the budget, uncompressed."""
 CONVERSATIONS = 24
 ANCHORS = 6
 PINS = 4
 STUCK = 100
-"""The soak ends with an error after so many failures in a row."""
+"""Failures in a row that end the soak with an error."""
 POOL_BLOCKS = 12
 OTHER = dense_layout(layers=16, heads=2, head_dim=40, dtype=torch.float32, vocab_size=32000)
 """A second model in the same store, so that pieces of many sizes compete for the same pages."""
@@ -101,7 +101,7 @@ class WatchedStore(Store):
 
 
 def failures(writes: Sequence[Write]) -> dict[str, int]:
-    """Returns how often each kind of failure came."""
+    """Returns the number of failures of each kind."""
     return dict(sorted(Counter(write.failed for write in writes if write.failed is not None).items()))
 
 
@@ -214,7 +214,7 @@ class Soak:
         self.writer.flush(600.0)
 
     def progress(self) -> float:
-        """Returns how much of what is to be written has been written, 0 to 1."""
+        """Returns the written share of all that is to be written, 0 to 1."""
         return sum(write.stored_bytes for write in list(self.store.writes)) / (self.churn * self.store.budget_bytes)
 
     def _is_stuck(self) -> bool:
@@ -237,7 +237,7 @@ class Soak:
         )
 
     def _request(self, model: Model) -> None:
-        """What a daemon does with a prompt: restore, compute the rest, publish."""
+        """Does the same as a daemon with a prompt: restores, computes the rest, publishes."""
         prompt = model.conversations.next_prompt()
         pins = ExitStack()
         restored = model.restorer.restore_pinned(prompt, pins)

@@ -57,7 +57,7 @@ def synthetic_sample(num_blocks: int, layout: Layout = SMOLLM2, *, seed: int = 0
 
 
 def sample_from_model(report: Callable[[str], None]) -> KVSample:
-    """What the embedded model computes for the text of the demo's system prompt. Raises `ModelError`."""
+    """Returns the KV that the embedded model computes for the text of the demo's system prompt. Raises `ModelError`."""
     loaded = load_model(Settings(device="cpu", block_size=BLOCK_SIZE), report)
     layout = rehearse(loaded.model)
     text = REAL_TEXT.read_text(encoding="utf-8")

@@ -29,7 +29,7 @@ POLL_S = 0.01
 
 
 class LiveServerError(Exception):
-    """The server did not do what was asked; the message is one line for the person at the terminal."""
+    """The server failed. The message is one line for the person at the terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class _NewLines:
 
 @dataclass
 class _Reading:
-    """What has been read of a stream so far."""
+    """The part of a stream that has been read."""
 
     text: list[str] = field(default_factory=list)
     text_s: list[float] = field(default_factory=list)
@@ -109,7 +109,7 @@ class _Reading:
 class LiveServer:
     """Starts, kills and restarts one server on one port and one cache folder. Its log goes to `log_path`.
 
-    `module` is another program to start in place of `diskprefix`, `environment` what it is told besides.
+    `module` is another program to start in place of `diskprefix`, `environment` has more variables for it.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class LiveServer:
 
     @property
     def process_id(self) -> int:
-        """Of the running server."""
+        """The process id of the running server."""
         assert self._process is not None
         return self._process.pid
 
@@ -250,7 +250,7 @@ class LiveServer:
         return self._complete("/v1/completions", {"prompt": prompt}, max_tokens, scope)
 
     def complete_within(self, prompt: Sequence[int], seconds: float, *, max_tokens: int, scope: str) -> Answer | None:
-        """Hangs up and returns None if nothing comes for so many seconds."""
+        """Hangs up and returns None if nothing comes for `seconds`."""
         timeout = httpx.Timeout(seconds, connect=5.0)
         try:
             return self._complete("/v1/completions", {"prompt": prompt}, max_tokens, scope, timeout)
@@ -303,7 +303,7 @@ class LiveServer:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
 
     def _has_spare(self) -> bool:
-        """Whether as many spares were ready as workers have served."""
+        """Returns whether as many spares were ready as workers have served."""
         log = self.log_path.read_text(encoding="utf-8", errors="replace")
         return log.count("a spare is ready") == log.count("diskprefix ready on") and len(self._children()) == 2
 

@@ -15,7 +15,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def drop(path: Path) -> None:
-    """Drop a file's pages; those that a process has mapped stay."""
+    """Drops a file's pages; those that a process has mapped stay."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -25,7 +25,7 @@ def drop(path: Path) -> None:
 
 
 def resident_share(path: Path) -> float:
-    """How much of a file lies in the page cache, 0 to 1."""
+    """Returns the share of a file that lies in the page cache, 0 to 1."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
         num_pages = -(-len(view) // mmap.PAGESIZE)
         residency = np.zeros(num_pages, np.uint8)
@@ -39,14 +39,14 @@ def resident_share(path: Path) -> float:
 
 
 def warm(path: Path) -> None:
-    """Read a file once, so that the page cache holds it."""
+    """Reads a file once, so that the page cache holds it."""
     with path.open("rb", buffering=0) as file:
         while file.read(_READ_BYTES):
             pass
 
 
 def direct_read_s(path: Path, num_bytes: int) -> float:
-    """Seconds that reading the file's first `num_bytes` takes past the page cache, one 4 MiB request after the other.
+    """Returns the seconds of reading the first `num_bytes` past the page cache, 4 MiB after 4 MiB.
 
     Raises `OSError` where the file system has no direct reads.
     """

@@ -15,9 +15,9 @@ AGENT_PROMPT = ROOT / "tools" / "prompts" / "agent_system.md"
 WORDS = (ROOT / "tools" / "prompts" / "words.txt").read_text(encoding="utf-8").split()
 """Each word, with the blank before it, is one token of the embedded model."""
 NEW_TOKENS = 23
-"""How many words `extended` adds."""
+"""The number of words that `extended` adds."""
 TAIL_TOKENS = 64
-"""How many tokens at the end of the nearest prompt differ."""
+"""The number of last tokens in which `Prompts.other_end` differs."""
 MOST_CHARS_A_TOKEN = 8
 """More than the average token of any tokenizer, so that only a part of the text must be tokenized."""
 

@@ -1,4 +1,4 @@
-"""What the reports of all tools share: the machine, medians, and how a table looks."""
+"""The common parts of reports: facts of the machine, medians, tables, verdicts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A temporary folder to measure in, and what a benchmark says when it cannot go on."""
+"""A temporary folder to measure in, and the message of a benchmark that cannot go on."""
 
 from __future__ import annotations
 

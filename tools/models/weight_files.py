@@ -33,7 +33,7 @@ class WeightFile:
 
 
 def converted(weights: WeightFile, source: Path, folder: Path) -> Path | None:
-    """The model as a folder that transformers loads, made inside `folder`; None if the file is not in `source`.
+    """Returns the model as a folder that transformers loads, made inside `folder`; None if the file is not in `source`.
 
     Raises `ModelError` if the file is not what it should be.
     """

@@ -21,7 +21,7 @@ _TORCH = version("torch").partition("+")[0]
 """Without the name of the build: an index may not have that."""
 
 _OF_THE_CONNECTOR = tuple(f"{name}=={version(name)}" for name in ("lmdb", "zstandard", "xxhash", "obstore", "pytest"))
-"""What the connector and vLLM's own tests of connectors need and vLLM does not bring."""
+"""Packages that the connector and vLLM's own tests need, and vLLM does not bring."""
 
 REQUIREMENTS = {
     "llama.cpp": ("llama-cpp-python==0.3.36",),

@@ -66,7 +66,7 @@ class Peer(Protocol):
         """Returns the seconds from the process's start until it can answer. Raises `PeerError`."""
 
     def kill(self) -> None:
-        """Sends SIGKILL when all that it writes is written."""
+        """Sends SIGKILL after all is written."""
 
     def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Reply]:
         """Sends all prompts at once; returns their replies. Raises `PeerError`."""
@@ -140,7 +140,7 @@ def _proportional_bytes(pid: int) -> int:
 
 
 def _clean_environment() -> dict[str, str]:
-    """Settings of the person who runs this must not change what is measured; nothing may depend on a hub."""
+    """Returns the variables without settings of the user that would change the figures, and without a model hub."""
     own = ("DISKPREFIX_", "PYTHON", "OMP_", "VLLM_")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(own)}
     return kept | {"HF_HUB_OFFLINE": "1"}

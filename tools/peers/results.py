@@ -1,4 +1,4 @@
-"""What the peers showed: samples of models, peers and rounds, in one file that several runs fill."""
+"""The results of the peers: samples of models, peers and rounds, in one file that several runs fill."""
 
 from __future__ import annotations
 

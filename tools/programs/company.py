@@ -50,7 +50,7 @@ class CompanyBench:
         self._num_prompts = 0
 
     def together(self, context: int, *, is_cold: bool) -> dict[str, Any]:
-        """Five requests one after another, then the same at once. Contexts are in memory, unless `is_cold`."""
+        """Measures five requests one after another, then the same at once. Contexts are in memory, unless `is_cold`."""
         prompts = [self._fresh(context) for _ in range(NUM_REQUESTS)]
         scope = "off" if is_cold else "full"
         if not is_cold:
@@ -74,7 +74,7 @@ class CompanyBench:
         }
 
     def overtake(self) -> dict[str, Any]:
-        """A short request in the middle of a long prefill."""
+        """Measures a short request in the middle of a long prefill."""
         long, short = self._fresh(LONG), self._fresh(SHORT)
 
         def ask(prompt: Prompt) -> Answer:
@@ -101,7 +101,7 @@ class CompanyBench:
         }
 
     def resend(self) -> dict[str, Any]:
-        """A client that hangs up every second and sends the same again, until it gets the first token in time."""
+        """Measures a client that hangs up every second and sends the same again, until a token comes in time."""
         prompt = self._fresh(LONG)
         with step(self._console, f"{LONG} tokens, hanging up every {HANG_UP_S:.0f} s"):
             cold = self._server.complete(prompt, max_tokens=8, scope="off")
@@ -119,7 +119,7 @@ class CompanyBench:
         }
 
     def beside(self) -> dict[str, Any]:
-        """A prompt that comes while another request decodes."""
+        """Measures a prompt that comes while another request decodes."""
         decoded, prompt = self._fresh(DECODING_CONTEXT), self._fresh(BESIDE)
 
         def decode() -> Answer:

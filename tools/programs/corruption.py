@@ -1,4 +1,4 @@
-"""What becomes of a daemon whose `data.mdb` was damaged, thousands of times.
+"""The corruption matrix: a daemon starts with a damaged `data.mdb`, thousands of times.
 
 Each case copies a store, damages the copy, and lets a daemon's store and writer live on it twice, each time in a
 process of its own with a time limit: open, restore every node, read the history and the list of entries, save what is
@@ -55,7 +55,7 @@ from tools.measuring.report import new_table
 
 UNDAMAGED = "no damage"
 NEVER_HARMLESS = frozenset({"swapped payloads"})
-"""Kinds of damage that at least one node is lost to. Others may hit bytes that nothing reads."""
+"""Kinds of damage that cost at least one node. Others may hit bytes that nothing reads."""
 KINDS = (UNDAMAGED, *FILE_DAMAGE, *RECORD_DAMAGE)
 CASE_TIMEOUT_S = 60.0
 FLUSH_TIMEOUT_S = 30.0
@@ -64,7 +64,7 @@ BUILT_BYTES = BUDGET_BYTES - (1 << 20)
 """The budget while the store is made: less, so that a daemon has nothing to evict when it starts."""
 NO_LIMIT = 1 << 30
 MOST_BLOCKS = 6
-"""In a prompt."""
+"""Tokens in a prompt."""
 HOUR_S = 3600.0
 YEAR_S = 365 * 24 * HOUR_S
 OTHER_ROOT, EARLIER_ROOT = b"o" * 16, b"c" * 16
@@ -174,7 +174,7 @@ def _join(first: TokenIds, second: TokenIds) -> TokenIds:
 
 
 def build(folder: Path) -> Original:
-    """Make a store that has evicted nodes. It has the same records in the same places each time."""
+    """Makes a store that has evicted nodes. It has the same records in the same places each time."""
     clock = Clock()
     with names_of_every_run():
         store = Store(folder, budget_bytes=BUILT_BYTES, clock=clock)
@@ -209,7 +209,7 @@ def _left_of(store: Store, saved: Saved) -> Saved | None:
 
 
 def live(folder: Path, original: Original, seed: int) -> str:
-    """Use a folder as a daemon does. Returns JSON: a `Life`, or a verdict with details."""
+    """Uses a folder as a daemon does. Returns JSON: a `Life`, or a verdict with details."""
     logging.getLogger("diskprefix").setLevel(logging.CRITICAL + 1)
     try:
         return json.dumps(asdict(_live(folder, original, seed)))
@@ -267,7 +267,7 @@ def _daemon(folder: Path) -> Iterator[tuple[Store, Writer]]:
 
 
 def _wipe(store: Store, writer: Writer) -> None:
-    """Have what was deleted overwritten, as after a `DELETE`."""
+    """Overwrites deleted records, as after a `DELETE`."""
     with suppress(CacheError), store.changes() as changes:
         changes.record_deletion()
     if not (writer.wipe(FLUSH_TIMEOUT_S) or writer.error or store.problem):
@@ -275,7 +275,7 @@ def _wipe(store: Store, writer: Writer) -> None:
 
 
 def _restore(store: Store, writer: Writer, pub: Publication) -> int:
-    """Restore the longest sound prefix as a request does, and compare it. Returns its number of nodes."""
+    """Restores the longest sound prefix as a request does, and compares it. Returns its number of nodes."""
     count = 0
     try:
         with store.snapshot() as snapshot:
@@ -290,7 +290,7 @@ def _restore(store: Store, writer: Writer, pub: Publication) -> int:
 
 
 def _is_stored(snapshot: Snapshot, writer: Writer, node: NewNode) -> bool:
-    """Returns whether a node can be restored. The writer is told to remove a damaged one."""
+    """Returns whether a node can be restored. The writer removes a damaged one."""
     try:
         token_ids = node.token_ids.tobytes()
         if not snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated):
@@ -309,7 +309,7 @@ def _is_stored(snapshot: Snapshot, writer: Writer, node: NewNode) -> bool:
 
 
 def _look_around(store: Store, prompts: list[Saved]) -> None:
-    """Read what a daemon and `inspect` read: the history, the counts and the entries."""
+    """Reads the same as a daemon and `inspect`: the history, the counts and the entries."""
     known = {(saved.root, saved.token_ids.tobytes()) for saved in prompts}
     try:
         with store.snapshot() as snapshot:
@@ -342,7 +342,7 @@ def _unsaved(store: Store, writer: Writer, prompts: list[Saved]) -> int:
 
 
 def run_case(folder: Path, original: Original, kind: str, seed: int) -> Case:
-    """Start a daemon's store twice on a damaged copy. `folder` is created again."""
+    """Starts a daemon's store twice on a damaged copy. `folder` is created again."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
     file = folder / DATA

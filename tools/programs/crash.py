@@ -41,7 +41,7 @@ PHASES: dict[str, tuple[type[Phase], int]] = {
     "delete": (DeletePhase, 40),
     "servers": (ServerPhase, 15),
 }
-"""What is killed, and its share of the kills."""
+"""The processes that are killed, each with its share of the kills."""
 KILLS = sum(kills for _, kills in PHASES.values())
 
 

@@ -41,7 +41,7 @@ REAL: dict[str, tuple[tuple[str, ...], Lengths]] = {
     STORIES.name: (DTYPES, Lengths.scaled(400, block=16)),
     RWKV.name: (DTYPES, Lengths.scaled(400, block=16)),
 }
-"""In which dtypes, and how long the prompts are: the first has 8 192 positions, STORIES 512."""
+"""The dtypes and the lengths of the prompts: the first has 8 192 positions, STORIES 512."""
 WEIGHT_FILES = {weights.name: weights for weights in (STORIES, RWKV)}
 
 
@@ -90,7 +90,7 @@ def verified_table(rows: list[Row]) -> dict[str, Any]:
 
 
 def table_text(table: dict[str, Any]) -> str:
-    """The table as JSON, with one architecture on each line."""
+    """Returns the table as JSON, with one architecture on each line."""
     parts = []
     for key, value in table.items():
         text = json.dumps(value, ensure_ascii=False)
@@ -222,4 +222,4 @@ def main(
 
 
 def _quiet(_line: str) -> None:
-    """A log has no use for a line per job."""
+    """Drops a line of progress: a log has no use for one per job."""

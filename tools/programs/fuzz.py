@@ -39,14 +39,14 @@ PHASES = ("coverage", "fuzzing")
 LANES = 2
 """Runs of schemathesis side by side, each of one thread: with several threads CPython 3.11 may fail."""
 POSITIONS = 512
-"""So few that a reply without a limit ends soon."""
+"""Few positions, so that a reply without a limit ends soon."""
 REQUEST_TIMEOUT_S = 60
 START_S = 30.0
-"""What schemathesis may take besides the time that it is given."""
+"""Seconds for schemathesis to end after its time."""
 QUEUE_FULL = frozenset({"queue_full", "too_many_connections"})
 """Codes of a 503 that a busy daemon rightly gives."""
 CONFORMANCE = ("status_code", "content_type", "response_headers", "response_schema")
-"""What an answer must have as the document says it."""
+"""The checks of schemathesis that every answer must pass."""
 
 
 class FuzzError(Exception):
@@ -55,7 +55,7 @@ class FuzzError(Exception):
 
 @dataclass
 class Failure:
-    """Requests that the daemon must not answer so. `request` is a command that sends the first of them again."""
+    """Requests with a wrong answer. `request` is a command that sends the first of them again."""
 
     route: str
     reason: str
@@ -65,11 +65,11 @@ class Failure:
 
 @dataclass
 class Found:
-    """What came of the requests to one route."""
+    """The outcomes of the requests to one route."""
 
     statuses: Counter[str] = field(default_factory=Counter)
     failures: dict[str, Failure] = field(default_factory=dict)
-    """By reason."""
+    """Counts by reason."""
 
     def add(self, route: str, exchange: dict[str, Any]) -> None:
         response = exchange.get("response")

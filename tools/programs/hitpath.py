@@ -1,5 +1,4 @@
-"""The hit path benchmark: what each stage of an exact repeat takes before its first token, and how it grows with the
-prompt.
+"""The hit path benchmark: the time of each stage of an exact repeat, and its growth with the prompt.
 
 The prompt is a conversation about this project's files, in the tokenizer and the template of Qwen2.5-Coder-0.5B. Its
 state is made up, in the form and size of that model's. So no model runs: all stages but the sampling of one token from
@@ -48,14 +47,14 @@ POSITIONS = 1 << 20
 _TTL_S = 3600.0
 MESSAGE_CHARS = 4_000
 STAGES = ("body", "template", "tokens", "boundaries", "names", "match", "restore")
-"""In their order. `tokens` are found in the store; `boundaries` is all that rendering does beside the template and the
-tokens; `match` is the lookup without the names of the blocks."""
+"""The stages in their order. `tokens` are found in the store; `boundaries` is all of rendering beside the
+template and the tokens; `match` is the lookup without the names of the blocks."""
 _ROLES = ("user", "assistant")
 _SOURCES = Path(__file__).parents[2] / "diskprefix"
 
 
 def conversation(num_chars: int) -> bytes:
-    """Returns the body of a chat request with so many characters of this project's files, in messages by turns."""
+    """Returns the body of a chat request: `num_chars` characters of this project's files, as alternating messages."""
     text = "\n".join(path.read_text(encoding="utf-8") for path in sorted(_SOURCES.rglob("*.py")))
     text = (text * -(-num_chars // len(text)))[:num_chars]
     parts = [text[start : start + MESSAGE_CHARS] for start in range(0, num_chars, MESSAGE_CHARS)]
@@ -76,7 +75,7 @@ class HitPath:
 
     @classmethod
     def of(cls, renderer: PromptRenderer, encoder: Encoder, num_tokens: int, folder: Path) -> HitPath:
-        """The prompt has about `num_tokens` tokens."""
+        """Returns a stored prompt of about `num_tokens` tokens."""
         chars = 4 * num_tokens
         for _ in range(3):
             prompt = renderer.chat(parse_json(conversation(chars), ChatRequest).conversation)

@@ -1,6 +1,6 @@
 """The hostile benchmark: do well-behaved clients notice bad ones, and does the daemon end when told, with all saved?
 
-Good clients, bad clients and the one who looks at `/health` are processes of their own (`tools.hostile.crowd`). This
+Good clients, bad clients and the one that asks `/health` are processes of their own (`tools.hostile.crowd`). This
 one starts them, reads the daemon's memory, and counts.
 """
 
@@ -33,13 +33,13 @@ from tools.measuring.report import machine, print_report, say
 from tools.measuring.workspace import measuring
 
 ALONE_SHARE = 1 / 3
-"""The good clients are alone for this share of the time that they have company."""
+"""Time of the good clients alone, as a share of the time with all."""
 SETTLE_S, SETTLE_SHARE = 20.0, 1 / 4
-"""For the bad ones to begin, one after the other, at most this share of the time that they have. It is not counted."""
+"""Time in which the bad clients begin, at most this share of the time with all. It is not counted."""
 BAD_PROCESSES = 2
 SCOPE = "auto:30"
 KV_MEMORY = 2 << 30
-"""Set, because its default depends on the machine, and so would the goal for the daemon's memory."""
+"""Bytes. The default depends on the machine, and so would the goal for the daemon's memory."""
 BLOCK = 256
 STOP_DEADLINE_S = 120.0
 DRAIN_S = 2.0
@@ -75,7 +75,7 @@ def write_keys(path: Path, good: int, kinds: Sequence[str]) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is asked for on the command line."""
+    """The options of the command line."""
 
     minutes: float
     good: int
@@ -143,7 +143,7 @@ def _after(seconds: float) -> Callable[[], bool]:
 
 
 def _drain(watch: Watch, beside: Phase, told: float) -> None:
-    """Takes what was seen until the daemon was told to end at `told`, and turns that it went on to answer."""
+    """Reads the observations until SIGTERM at `told`, and the turns that were answered after it."""
     end = time.monotonic() + DRAIN_S
     while time.monotonic() < end:
         try:
@@ -152,7 +152,7 @@ def _drain(watch: Watch, beside: Phase, told: float) -> None:
             continue
         if isinstance(seen, Turn) and seen.ended > told:
             if seen.started < told:
-                # It waited at least so long.
+                # It waited at least until then.
                 beside.ttft_s.append(min(told - seen.started, seen.ttft_s or math.inf))
             seen = replace(seen, started=0.0, failure="")
         if not isinstance(seen, Attacked) or seen.ended < told:
@@ -160,7 +160,7 @@ def _drain(watch: Watch, beside: Phase, told: float) -> None:
 
 
 def asked_again(server: LiveServer, watch: Watch, console: Console) -> dict[str, Any]:
-    """Starts the daemon again, sends the last prompts that it had said it keeps, and looks how much is restored."""
+    """Starts the daemon again, sends the last prompts that it had saved, and counts the restored tokens."""
     with step(console, "starting the daemon again"):
         server.start()
     lost, turns = [], [turn for kept in watch.acknowledged.values() for turn in kept]
@@ -213,7 +213,7 @@ def main(
 
     First the good ones are alone, for a third of the time. The bad ones send what once stopped the daemon, read or
     write slowly, say nothing, or hang up; each kind has an API key of its own, and so has each good client. The daemon
-    is told to reload every five seconds. In the middle of it all, it is told to end, and started again: what it had
+    gets a SIGHUP every five seconds. In the middle of the load it gets a SIGTERM and is started again: what it had
     said it keeps of the good ones' prompts must be restored. Exits with 1 if a verdict does not hold.
     """
     console = Console(stderr=True)

@@ -34,7 +34,7 @@ _SCRAPE_S = 1
 _RATE_INTERVAL = "15s"
 _TRAFFIC_S = 20.0
 _SEED_S = 5.0
-"""Of traffic on another machine, which leaves what it computes in the shared tier."""
+"""Seconds of traffic on another machine, which fills the shared tier."""
 _DEADLINE_S = 60.0
 # Nothing stays in memory: what is restored comes from the disk.
 _FLAGS = (
@@ -52,12 +52,12 @@ _FLAGS = (
 
 
 class MonitoringError(Exception):
-    """Prometheus did not do what was asked; one line."""
+    """Prometheus failed. The message is one line."""
 
 
 @dataclass(frozen=True)
 class Query:
-    """What one line of a panel asks."""
+    """The query of one line of a panel."""
 
     panel: str
     legend: str
@@ -70,7 +70,7 @@ class Query:
 
 
 def board_queries() -> list[Query]:
-    """Returns what the panels of the board ask."""
+    """Returns the queries of the panels of the board."""
     board = json.loads((FILES / "board.json").read_text(encoding="utf-8"))
     return [
         Query(panel["title"], target["legendFormat"], target["expr"])
@@ -86,7 +86,7 @@ def rules() -> list[dict[str, Any]]:
 
 
 def promtool(*arguments: str | Path, text: str | None = None) -> str | None:
-    """Returns what promtool finds fault with, None if nothing. `text` is its standard input."""
+    """Returns the faults that promtool finds, None if there are none. `text` is its standard input."""
     answer = subprocess.run(
         ["promtool", *map(str, arguments)], input=text, capture_output=True, text=True, check=False, cwd=FILES
     )
@@ -141,7 +141,7 @@ def samples(client: httpx.Client, query: Query) -> list[float]:
 
 
 def send_traffic(server: LiveServer, seconds: float) -> None:
-    """Sends what hits, what misses, and what is wrong."""
+    """Sends requests that hit, that miss and that are wrong."""
     url, until, number = f"http://127.0.0.1:{server.port}/v1/chat/completions", time.monotonic() + seconds, 0
     with httpx.Client(timeout=60) as client:
         while time.monotonic() < until:
@@ -197,7 +197,7 @@ def measure(folder: Path, console: Console) -> dict[str, Any]:
 
 
 def faults(report: dict[str, Any]) -> list[str]:
-    """Returns what does not hold, a line each."""
+    """Returns the faults, a line each."""
     found = [f"{query['panel']}, {query['line']}: no data" for query in report["queries"] if not query["samples"]]
     found += [f"{rule['name']}: {rule['error']}" for rule in report["rules"] if rule["health"] != "ok"]
     if len(report["rules"]) != len(rules()):

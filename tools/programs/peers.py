@@ -59,7 +59,7 @@ TITLES = {
 
 
 def measured(peer: Peer, sizes: Sequence[int], round_: int) -> Iterator[Figure]:
-    """Yields what one peer shows in one round. It is killed at the end. Raises `PeerError`."""
+    """Yields the figures of one peer in one round. It is killed at the end. Raises `PeerError`."""
     try:
         peer.start()
         peer.ask([prompt_text(32, f"first-{round_}")], 2)
@@ -83,7 +83,7 @@ def _alone(peer: Peer, size: int, name: str) -> Iterator[Figure]:
 
 
 def _together(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
-    """The prompts begin with one that was answered before: decoding is measured, and who can need not prefill."""
+    """Asks for prompts that begin with an answered one: decoding is measured, and restored prompts need no prefill."""
     prompts = [prompt_text(size, f"alone-{round_}") + f" {word}" for word in WORDS[:NUM_TOGETHER]]
     yield Figure("together", size, rate_together(peer.ask(prompts, REPLY_TOKENS[size])))
 
@@ -104,7 +104,7 @@ def _restarted(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
 
 
 def probe() -> list[Figure]:
-    """Returns what the machine does at this moment: products of bf16 matrices, and copies between warm buffers."""
+    """Returns the speed of the machine at this moment: products of bf16 matrices, and copies between warm buffers."""
     weights = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=torch.bfloat16)
     target = torch.empty_like(weights)
     product_s, copy_s = _seconds(lambda: weights @ weights), _seconds(lambda: target.copy_(weights))
@@ -133,7 +133,7 @@ def measure(
     folder: Path | None,
     console: Console,
 ) -> list[str]:
-    """Adds what is not there yet. Returns the peers that failed, which are left out with their reasons."""
+    """Adds the missing results. Returns the peers that failed, which are left out with their reasons."""
     failed: list[str] = []
     for round_ in range(rounds):
         for name in names:

@@ -1,4 +1,4 @@
-"""How well `auto:30` and the presets choose, by simulation: `tools/bench policy COMMAND --data DIR`.
+"""A simulation of the choices of `auto:30` and of the presets: `tools/bench policy COMMAND --data DIR`.
 
 Workloads are those of `workloads.py`, whose data lie in folders below DIR, and those of the project's own generators,
 which need none. Tables are Markdown; shares are of all prompt tokens, in percent.
@@ -122,7 +122,7 @@ def preset_policy(name: str) -> Policy:
 
 
 def presets(name: str, trace: Trace) -> Iterator[Row]:
-    """The preset, the defaults, and the preset with each of other scopes, in both regimes."""
+    """Yields rows of the preset, the defaults, and the preset with other scopes, in both regimes."""
     preset = preset_policy(name)
     default = Policy(scope=AUTO, budget_bytes=4 << 30)
     scopes = [Scope("auto", n) for n in (8, 30, 100)] + [FULL]
@@ -228,7 +228,7 @@ def main() -> None:
 @main.command(name="goals")
 @_options((*REAL, *OWN), _ALL)
 def goals_command(data: Path, names: Sequence[str], requests: int, as_json: bool) -> None:
-    """What auto:30 restores and writes, beside full, the upper bound and whole snapshots."""
+    """Show what auto:30 restores and writes, beside full, the upper bound and whole snapshots."""
     report = Report("restored and written, % of all prompt tokens, no budget (cp: checkpoints)", as_json)
     for trace in _opened(names, data, requests):
         report.add([goals(trace)])
@@ -238,7 +238,7 @@ def goals_command(data: Path, names: Sequence[str], requests: int, as_json: bool
 @main.command(name="presets")
 @_options(tuple(PRESETS), 1500)
 def presets_command(data: Path, names: Sequence[str], requests: int, as_json: bool) -> None:
-    """Each preset on the workloads that it is for, beside the defaults and other settings.
+    """Run each preset on the workloads that it is for, beside the defaults and other settings.
 
     --workload takes the names of presets here.
     """

@@ -1,4 +1,4 @@
-"""What quantised weights cost and what they give: perplexity, agreement with bfloat16, speed and memory.
+"""The cost and the gain of quantised weights: perplexity, agreement with bfloat16, speed and memory.
 
     tools/bench quality                        # the three real models
     tools/bench quality smollm2 --text DIR     # texts of your own
@@ -51,7 +51,7 @@ def perplexity(logits: Any, token_ids: Any) -> tuple[float, int]:
 
 
 def _measure(model: str | None, weights: str, texts: list[str], tokens: int, out: Any) -> None:
-    """Loads the model in one form, and sends what is found: text losses, most likely tokens, times, memory."""
+    """Loads the model in one form, and sends its results: text losses, most likely tokens, times, memory."""
     import torch
 
     from diskprefix.engine.forward import prefill
@@ -144,7 +144,7 @@ def measured(model: str | None, weights: str, texts: list[str], tokens: int) -> 
 
 
 def model_of(name: str) -> str | None:
-    """Returns what `--model` is for a real model: its .gguf file, None for the embedded default."""
+    """Returns the `--model` of a real model: its .gguf file, None for the embedded default."""
     folder = fetched(name, print_report)
     return None if name == DEFAULT else str(next(folder.glob("*.gguf")))
 

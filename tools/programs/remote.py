@@ -165,13 +165,13 @@ def faults(
 
 
 def planted(data: bytes) -> bytes:
-    """Returns an object as somebody could plant it who has not the namespace key: all is right but the MAC."""
+    """Returns an object that an attacker without the namespace key could plant: all is right but the MAC."""
     other = NamespaceKey.of(b"the key of somebody else")
     return data[: SEAL_BYTES - 32] + other.mac_key + data[SEAL_BYTES:]
 
 
 def _wait_until_closed(server: LiveServer) -> None:
-    """Until the circuit breaker lets requests through again; each request here is a probe."""
+    """Waits until the circuit breaker lets requests through again; each request here is a probe."""
     deadline = time.monotonic() + 150
     for number in range(10_000):
         if server.cache_stats()["remote"]["state"] == "ok":
@@ -245,7 +245,7 @@ def _by_tier(samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
 @FOLDER
 @JSON
 def main(runs: int, tokens: tuple[int, ...], requests: int, gone: float, folder: Path | None, as_json: bool) -> None:
-    """Latency and bandwidth by tier, and what faults of the object server do to answers: nothing."""
+    """Measure latency and bandwidth by tier, and check the answers under faults of the object server."""
     progress: Console = Console(stderr=True)
     with (
         measuring(folder, progress) as workspace,

@@ -1,4 +1,4 @@
-"""The roofline: what decoding, prefill and a restore move or multiply, and what this machine could do at most.
+"""The roofline: what decoding, prefill and a restore move or multiply, and the limits of this machine.
 
 Decoding and a restore are held against reading and copying as many bytes, prefill against a large product of bfloat16
 matrices: each measured here, on the same threads, just before. A step is also taken apart: its products of weights
@@ -146,7 +146,7 @@ def restoring(model: Model, runs: int, folder: Path) -> Iterator[Case]:
 
 
 def read_rate(num_bytes: float) -> float:
-    """Returns the bytes a second at which so many bytes are read, the best of ten times, one after the other."""
+    """Returns the bytes a second of reading `num_bytes` from memory, the best of ten times."""
     numbers = torch.ones(int(num_bytes) // 4)
     return numbers.numel() * 4 / min(_seconds(numbers.sum) for _ in range(10))
 

@@ -171,9 +171,7 @@ def _parts_table(report: dict[str, Any]) -> Table:
 
 
 @click.command()
-@click.option(
-    "--minutes", type=click.FloatRange(min=0), default=0.0, help="Go on for at least so long, however much is written."
-)
+@click.option("--minutes", type=click.FloatRange(min=0), default=0.0, help="Go on for at least this time.")
 @click.option("--budget", default="1GiB", show_default=True, metavar="SIZE", help="Budget of the store.")
 @click.option("--churn", type=float, default=10.0, show_default=True, help="How many times the budget to write.")
 @codec_option("planes")

@@ -48,7 +48,7 @@ CODECS = tuple(Codec)
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What to measure with. `tokens` are restored; prompts are looked up in a store of `blocks`."""
+    """The sizes of a run. `tokens` are restored; prompts are looked up in a store of `blocks`."""
 
     sample: KVSample
     tokens: int

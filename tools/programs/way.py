@@ -61,7 +61,7 @@ _POLL_S = 0.02
 
 @dataclass
 class Module:
-    """What the way does in one module. A stay is known by its place: a function and a line in it."""
+    """The stays of the way in one module. A stay is known by its place: a function and a line in it."""
 
     lines: int
     threads: set[str] = field(default_factory=set)

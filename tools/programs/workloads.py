@@ -54,7 +54,7 @@ TEMPLATE = """\
 PAUSE_S = 5.0
 """Seconds between two requests of a workload without times."""
 LANES = 4
-"""How many conversations go on at the same time."""
+"""The number of conversations at the same time."""
 SESSION_PAUSE_S = 60.0
 SEED = 0
 WEKA_BLOCK_TOKENS = 64

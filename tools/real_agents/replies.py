@@ -1,4 +1,4 @@
-"""What a streamed reply of each API tells: its first token, its calls, and how much of the prompt was restored."""
+"""Reads the streamed replies of each API: the first token, its calls, and how much of the prompt was restored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class Reply:
-    """What has been read of a stream or of a JSON body."""
+    """The part of a stream or of a JSON body that has been read."""
 
     prompt_tokens: int = 0
     restored: int = 0

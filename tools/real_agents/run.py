@@ -29,7 +29,7 @@ from tools.real_agents.tap import Exchange, Tap
 from tools.real_agents.tiny_model import POSITIONS, write_tiny
 
 GOAL = 0.9
-"""Of the prompts of all turns after the first one, at least so much is restored."""
+"""The least share of the prompts after the first one that is restored."""
 REAL_POSITIONS = 32_768
 TABLE_COLUMNS = 110
 SHOWN_CHARS = 1500
@@ -37,7 +37,7 @@ SHOWN_CHARS = 1500
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What became of one agent. Times are medians over its turns, in milliseconds, as a client sees them."""
+    """The outcome of one agent. Times are medians over its turns, in milliseconds, as a client sees them."""
 
     agent: str
     version: str
@@ -59,7 +59,7 @@ class Outcome:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything is as it should be, whatever the model said: it may have taken one turn only."""
+        """Returns whether nothing failed, whatever the model said. It may have taken one turn only."""
         share = 1.0 if self.restored_share is None else self.restored_share
         return not (self.refused or self.retries or self.cut_off) and share >= GOAL
 

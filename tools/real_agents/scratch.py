@@ -1,4 +1,4 @@
-"""What an agent finds: a home folder with its recipe, a repository with a task, and an environment of its own."""
+"""The surroundings of an agent: a home folder with its recipe, a repository with a task, an environment."""
 
 from __future__ import annotations
 

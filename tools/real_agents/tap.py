@@ -80,7 +80,7 @@ class Tap:
         self._thread.join()
 
     def begin(self, method: str, path: str, body: bytes) -> Exchange:
-        """Notes a request. Before a turn after the first one it calls `between_turns`, once nothing else runs."""
+        """Records a request. Before a turn after the first one it calls `between_turns`, once nothing else runs."""
         try:
             parsed = json.loads(body)
         except ValueError:
