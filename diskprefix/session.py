@@ -34,10 +34,8 @@ from diskprefix.kv.caches import ArenaCache, expire, lend
 from diskprefix.kv.layout import LAYOUT_VERSION, Layout
 from diskprefix.model.exact.rehearsal import rehearse, unsupported
 from diskprefix.model.load.fingerprint import Fingerprint
-from diskprefix.model.load.input_ids import Ids, in_main_memory, unpacked
+from diskprefix.model.load.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
 from diskprefix.model.load.memory import kv_bytes
-from diskprefix.model.load.prefilled import with_prefill
-from diskprefix.model.load.weights import memory_digest, stamp
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings

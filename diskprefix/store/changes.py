@@ -89,9 +89,9 @@ class NewNode:
     replaces: bool = False
 
     @property
-    def most_bytes(self) -> int:
-        """The most bytes that the node can take in the file, with any codec."""
-        return node_bytes(len(self.token_ids), [piece.most_bytes for piece in self.pieces])
+    def max_bytes(self) -> int:
+        """The maximum number of bytes that the node can take in the file, with any codec."""
+        return node_bytes(len(self.token_ids), [piece.max_bytes for piece in self.pieces])
 
 
 class Use(NamedTuple):

@@ -178,7 +178,7 @@ class Store(StoreFile):
         with self.snapshot() as snapshot:
             if publication.base is not None and snapshot.usage(publication.base) is None:
                 raise PrefixGone("the prefix that it continues was evicted meanwhile")
-            need = sum(node.most_bytes for node in publication.nodes if snapshot.usage(node.name) is None)
+            need = sum(node.max_bytes for node in publication.nodes if snapshot.usage(node.name) is None)
         self.evictor.check_fits(need)
         evicted = self.evictor.make_room(need, publication.used_names)
         if self.evictor.may_grow(need) and self._try_write(publication):

@@ -423,7 +423,7 @@ class StoreMachine(RuleBasedStateMachine):
         whole = publication_of(self.store, prompt, 0, end)
         new = publication_of(self.store, prompt, self.model.stored_prefix(whole.nodes) if matched else 0, end)
         sizes, used = self.sizes(), self.store.counts()["used_bytes"]
-        need = sum(node.most_bytes for node in new.nodes)
+        need = sum(node.max_bytes for node in new.nodes)
         continued = {node.parent for node in whole.nodes} | {node.name for node in (*new.nodes, whole.nodes[-1])}
         protected = self.pinned(process) | self.model.just_written(self.clock.now) | continued
         protected = self.model.with_ancestors(protected)

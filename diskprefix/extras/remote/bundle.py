@@ -104,7 +104,7 @@ def most_bytes(nodes: PromptNodes, slot: Slot) -> int:
     """Returns the most bytes that an object in this place can have. Who can write to the bucket can leave larger ones
     there: they are not read."""
     block, checkpoint, tail = (
-        sum(cut.piece.most_bytes for cut in nodes.layout.cuts(num_tokens, kind))
+        sum(cut.piece.max_bytes for cut in nodes.layout.cuts(num_tokens, kind))
         for num_tokens, kind in ((nodes.block_size, Kind.BLOCK), (0, Kind.CHECKPOINT), (nodes.block_size, Kind.TAIL))
     )
     num_blocks = 1 if slot.is_rest else slot.last - slot.first
@@ -206,7 +206,7 @@ def _require_rest(nodes: PromptNodes, slot: Slot, header: Header) -> Node:
 def _require_pieces(nodes: PromptNodes, node: Node, one: BundledNode) -> None:
     cuts = nodes.cuts(node)
     is_alike = len(one.sizes) == len(one.digests) == len(cuts)
-    if not is_alike or not all(0 <= size <= cut.piece.most_bytes for size, cut in zip(one.sizes, cuts, strict=True)):
+    if not is_alike or not all(0 <= size <= cut.piece.max_bytes for size, cut in zip(one.sizes, cuts, strict=True)):
         raise ObjectRefused("mismatch", f"node {one.name.hex()} has another layout")
 
 

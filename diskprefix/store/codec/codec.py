@@ -76,8 +76,8 @@ class Piece:
         return self.num_rows * self.row_bytes
 
     @property
-    def most_bytes(self) -> int:
-        """The most bytes that the stored piece can take, with any codec."""
+    def max_bytes(self) -> int:
+        """The maximum number of bytes that the stored piece can take, with any codec."""
         return _HEADER.size + self.num_bytes
 
 

@@ -156,7 +156,7 @@ def require_room(store: Store, reader: EntryReader) -> None:
     """Raises `StoreFull` if the entry does not fit the budget of the store."""
     layout = PayloadLayout.parse(reader.manifest.layout)
     pieces = [(span, layout.pieces(span.num_tokens, span.kind)) for span in reader.spans]
-    store.evictor.check_fits(sum(node_bytes(span.num_tokens, [p.most_bytes for p in found]) for span, found in pieces))
+    store.evictor.check_fits(sum(node_bytes(span.num_tokens, [p.max_bytes for p in found]) for span, found in pieces))
 
 
 def import_entry(store: Store, reader: EntryReader, *, advance: Advance) -> Imported:

@@ -98,7 +98,7 @@ def encoded(raw: bytes | npt.NDArray[Any], piece: Piece, codec: Codec) -> memory
 def assert_survives(raw: bytes | npt.NDArray[Any], piece: Piece, codec: Codec) -> memoryview:
     stored = encoded(raw, piece, codec)
     raw_bytes = bytes(view_of(raw))
-    assert len(stored) <= piece.most_bytes == HEADER_BYTES + len(raw_bytes)
+    assert len(stored) <= piece.max_bytes == HEADER_BYTES + len(raw_bytes)
     assert decoded(stored, piece) == raw_bytes
     assert stored[17] == piece.element
     return stored
