@@ -1,7 +1,7 @@
 """Finds the positions at which a prompt may be cut safely: directly behind a marker that the chat template wrote.
 
-`README.md` describes markers. A message may contain the text of one, so the conversation is rendered twice: as it is,
-and without such texts (`neutralise`). Only markers at the same place in both were written by the template.
+`README.md` describes markers. A message may contain the text of one, so the conversation is rendered a second time
+without such texts. Markers at the same place in both renderings were written by the template.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ def template_boundaries(
     """Returns the positions behind the markers that the chat template wrote, ascending, each at most len(token_ids).
 
     `token_ids` and `offsets` belong to `rendered`. `neutral_rendered` is None if `neutralise` changed nothing: then
-    every marker is the template's, and `offsets` may be None. A template that trims or escapes text may write two
-    texts of different lengths; then only markers before the first difference are trusted. Tokens without text (offsets
-    (0, 0)), which the tokenizer adds, count as the template's.
+    every marker is the template's, and `offsets` may be None. If a template trims or escapes text, the two texts may
+    differ in length; then only markers before the first difference are trusted. Tokens without text (offsets (0, 0)),
+    which the tokenizer adds, count as the template's.
     """
     positions = raw_boundaries(token_ids, marker_ids)
     if neutral_rendered is None:
@@ -70,11 +70,10 @@ def template_boundaries(
 def text_boundaries(
     token_ids: TokenIds, num_added: tuple[int, int], marker_ids: Collection[int], bos_id: int | None
 ) -> tuple[int, ...]:
-    """Returns the positions behind special tokens and markers in a text that the client wrote without a template.
+    """Returns the positions behind special tokens and markers in a text without a template.
 
-    A token that the tokenizer adds (BOS) is not one of them. It would be the only boundary of a plain text, and then
-    nothing but that token could be saved. `num_added` are those before and behind the text; none if the client sent
-    tokens.
+    A token that the tokenizer adds (BOS) is no boundary. It would be the only one of a plain text, and then only that
+    token could be saved. `num_added` are the numbers of added tokens before and behind the text.
     """
     begin, end = num_added[0], len(token_ids) - num_added[1]
     boundaries = tuple(position for position in raw_boundaries(token_ids, marker_ids) if begin < position <= end)

@@ -1,13 +1,12 @@
 """Leaves aged messages out of a conversation that has become too long, so that its session can go on.
 
-What is left out depends on the conversation alone: its growth is gone through again, request by request. When it
-exceeds the threshold at one of them, the oldest exchanges are left out until half of the threshold remains. These
-requests are the same in every later conversation. So what was left out once stays left out, also after a restart, and
-the turns in between only add to the prompt: they are found in the cache.
+The choice depends on the conversation alone: its growth is replayed, request by request. When it exceeds the threshold
+at one of them, the oldest exchanges are left out until half of the threshold remains. Every later conversation has the
+same requests. So an exchange that was left out once stays left out, also after a restart, and the requests in between
+only add to the prompt, whose beginning is in the cache.
 
-An exchange is a message of the assistant with the results of its calls. System prompt, tools and what the user said
-before the first reply stay, and so does the newest exchange. What a user said later goes with the last exchange that
-answers it. README.md has an example.
+An exchange is a message of the assistant with the results of its calls. The system prompt, tools, the user's messages
+before the first reply, and the newest exchange stay. README.md has an example.
 """
 
 from __future__ import annotations
@@ -23,24 +22,24 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.nouns import LeftOut
 
 PLACEHOLDER = "(Earlier messages of this conversation were left out.)"
-"""Said by the assistant where two messages of the user would meet: many templates refuse that."""
+"""A message of the assistant where two messages of the user would meet, which many templates refuse."""
 _AROUND_TOKENS = 16
-"""At least what templates write around a message, or around a call."""
+"""An upper estimate of the tokens that templates write around a message or a call."""
 
 CountTokens = Callable[[Sequence[str]], Sequence[int]]
-"""Returns the numbers of tokens of texts."""
+"""Returns the number of tokens of each text."""
 
 
 @dataclass
 class _Round:
-    """Indices of messages: those that open a turn, and its exchanges."""
+    """Indices of messages: the user's messages that open a round, and its exchanges."""
 
     opening: list[int] = field(default_factory=list)
     exchanges: list[list[int]] = field(default_factory=list)
 
     @property
     def units(self) -> list[list[int]]:
-        """What is left out together, the oldest first. The opening of a turn without a reply stays."""
+        """Returns the messages that are left out together, the oldest first. An opening without a reply stays."""
         if not self.exchanges:
             return []
         return [*self.exchanges[:-1], [*self.opening, *self.exchanges[-1]]]
@@ -61,19 +60,21 @@ def fit(write: Sequence[DraftStep], limit: int, count: CountTokens, draft: Promp
 
 
 def shortened(conversation: Conversation, threshold: int, count: CountTokens) -> tuple[Conversation, LeftOut | None]:
-    """Returns the conversation without its aged exchanges, if it has more than `threshold` tokens. Sizes are
-    estimated from the texts of the messages, rather too large than too small."""
+    """Returns the conversation without its aged exchanges, if it has more than `threshold` tokens.
+
+    Sizes are estimated from the texts of the messages, rather too large than too small.
+    """
     messages = conversation.messages
-    turns = _turns(messages)
-    if not turns:
+    rounds = _rounds(messages)
+    if not rounds:
         return conversation, None
     sizes = [
         size + _AROUND_TOKENS * (1 + len(message.tool_calls))
         for size, message in zip(count([_text(message) for message in messages]), messages, strict=True)
     ]
     around = count([json.dumps(conversation.tools)])[0] if conversation.tools else 0
-    units = [unit for turn in turns for unit in turn.units]
-    left_out = {index for unit in units[: _num_left_out(messages, turns, sizes, around, threshold)] for index in unit}
+    units = [unit for round_ in rounds for unit in round_.units]
+    left_out = {index for unit in units[: _num_left_out(messages, rounds, sizes, around, threshold)] for index in unit}
     if not left_out:
         return conversation, None
     first, last = messages[min(left_out)].path, messages[max(left_out)].path
@@ -81,33 +82,33 @@ def shortened(conversation: Conversation, threshold: int, count: CountTokens) ->
     return replace(conversation, messages=kept), LeftOut(len(left_out), first, last)
 
 
-def _turns(messages: Sequence[Message]) -> list[_Round]:
-    """Returns the turns from the first reply on. What stands before it always stays: the first turn has no opening."""
-    turns: list[_Round] = []
+def _rounds(messages: Sequence[Message]) -> list[_Round]:
+    """Returns the rounds from the first reply on. Messages before it always stay: the first round has no opening."""
+    rounds: list[_Round] = []
     for index, message in enumerate(messages):
         if message.role == "assistant":
-            turns = turns or [_Round()]
-            if messages[index - 1].role == "assistant" and turns[-1].exchanges:
-                turns[-1].exchanges[-1].append(index)
+            rounds = rounds or [_Round()]
+            if messages[index - 1].role == "assistant" and rounds[-1].exchanges:
+                rounds[-1].exchanges[-1].append(index)
             else:
-                turns[-1].exchanges.append([index])
-        elif not turns:
+                rounds[-1].exchanges.append([index])
+        elif not rounds:
             continue
-        elif message.role == "user" and turns[-1].exchanges:
-            turns.append(_Round([index]))
-        elif turns[-1].exchanges:
-            turns[-1].exchanges[-1].append(index)
+        elif message.role == "user" and rounds[-1].exchanges:
+            rounds.append(_Round([index]))
+        elif rounds[-1].exchanges:
+            rounds[-1].exchanges[-1].append(index)
         else:
-            turns[-1].opening.append(index)
-    return turns
+            rounds[-1].opening.append(index)
+    return rounds
 
 
 def _num_left_out(
-    messages: Sequence[Message], turns: Sequence[_Round], sizes: Sequence[int], around: int, threshold: int
+    messages: Sequence[Message], rounds: Sequence[_Round], sizes: Sequence[int], around: int, threshold: int
 ) -> int:
-    """Returns how many units are left out, by going through the requests of this conversation."""
-    units = [unit for turn in turns for unit in turn.units]
-    starts = {part[0] for turn in turns for part in (turn.opening, *turn.exchanges) if part}
+    """Returns how many units are left out. Replays the requests of this conversation."""
+    units = [unit for round_ in rounds for unit in round_.units]
+    starts = {part[0] for round_ in rounds for part in (round_.opening, *round_.exchanges) if part}
     total, newest, num_left_out = around, 0, 0
     for index, message in enumerate(messages):
         total += sizes[index]

@@ -1,4 +1,4 @@
-"""Reads the images and sounds of a conversation, or refuses them with an error that names the content part."""
+"""The steps for conversations with images and sounds. Errors name the content part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 UNSUPPORTED = "unsupported_content"
 _MOST_PARTS = 64
-"""Most images and sounds in one request."""
+"""The most images and sounds in one request."""
 _WORDS = {"image": "images", "audio": "audio", "video_url": "videos", "file": "files"}
 _SHOWN_CHARS = 40
 
@@ -82,7 +82,7 @@ def prepare_media(processor: MediaProcessor | None, encoder: Encoder, draft: Pro
 
 
 def holds_media(messages: Sequence[Message]) -> bool:
-    """Whether a message has a content part other than text."""
+    """Returns whether a message has a content part other than text."""
     return any(not isinstance(part, TextPart) for message in messages for part in message.content)
 
 
@@ -109,7 +109,7 @@ def _require_taken(part: ImagePart | AudioPart | OtherPart, processor: MediaProc
 
 
 def _refuse_placeholders(part: TextPart, processor: MediaProcessor | None) -> None:
-    """Raises `InvalidRequest` for a placeholder in the text: the processor would take it for one of the media."""
+    """Raises `InvalidRequest` for a placeholder in a text: the processor would take it for an image or a sound."""
     for placeholder in sorted(processor.placeholders) if processor is not None else ():
         if placeholder in part.text:
             raise InvalidRequest(

@@ -1,4 +1,4 @@
-"""The value that the steps of a rendering pass on: each takes a draft and returns it with more of the prompt."""
+"""A prompt while it is made: each step of a rendering takes a draft and returns it with more fields set."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class ReplySpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptDraft:
-    """A prompt while it is made. The comments name the step that sets a field.
+    """A prompt while it is made. Comments name the step that sets the fields.
 
-    `replies` and `encodings` are the records of earlier requests; None if the request does without them.
+    `replies` and `encodings` are records of earlier requests; None if the request does without them.
     """
 
     conversation: Conversation
@@ -71,7 +71,7 @@ class PromptDraft:
     """The conversation rendered without texts of markers in messages; None if no message has one."""
 
     prompt: Prompt = field(default_factory=lambda: Prompt(token_ids=as_token_ids([])))
-    """The result. Each step sets the fields that it knows."""
+    """The result. Each step sets its own fields."""
 
     @property
     def said(self) -> Conversation:

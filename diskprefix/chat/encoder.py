@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PART_CHARS = 4096
-"""The least length of a part that another one follows. A shorter one is encoded as fast as it is found in the store."""
+"""The least length of a part, except the last. A shorter one is encoded as fast as it is found in the store."""
 _PROBE = "user\n  Hello wörld, it's  1234 {}  \n\n\tx = [1];{}\n \n 日本語 e\u0301 "
 
 
@@ -37,31 +37,31 @@ class Encoding(NamedTuple):
     """First and last character (exclusive) of each token, shape (num_tokens, 2). (0, 0): the tokenizer added it."""
 
     def between(self, before: Sequence[int], behind: Sequence[int]) -> Encoding:
-        """Returns these tokens with others before and behind them that have no text."""
+        """Returns these tokens with others without text before and behind them."""
         token_ids = np.concatenate([np.array(before, np.int32), self.token_ids, np.array(behind, np.int32)])
         return Encoding(token_ids, np.pad(self.offsets, ((len(before), len(behind)), (0, 0))))
 
     def record(self) -> bytes:
-        """Returns what `of_record` reads: ids, the distances of the beginnings, and the lengths, int32."""
+        """Returns the bytes that `of_record` reads: ids, distances of the beginnings, and lengths, int32."""
         starts, ends = self.offsets.T
         return np.stack([self.token_ids, np.diff(starts, prepend=np.int32(0)), ends - starts]).astype("<i4").tobytes()
 
     @classmethod
     def of_record(cls, record: bytes) -> Encoding:
-        """Raises `ValueError` for a record that `record` did not write."""
+        """Returns the encoding of a record. Raises `ValueError` for bytes that `record` did not write."""
         token_ids, distances, lengths = np.frombuffer(record, "<i4").reshape(3, -1).astype(np.int32)
         starts = np.cumsum(distances, dtype=np.int32)
         return cls(token_ids, np.stack([starts, starts + lengths], axis=1))
 
 
 def encoded(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[Encoding]:
-    """Encodes texts, beside each other unless the library is told otherwise, without what is added to a text."""
+    """Encodes texts in parallel, without the tokens that the tokenizer adds."""
     batch = tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
     return [Encoding(np.array(one.ids, np.int32), np.array(one.offsets, np.int32).reshape(-1, 2)) for one in batch]
 
 
 def joined(parts: Iterable[tuple[int, Encoding]]) -> Encoding:
-    """Joins parts of a text, at least one, each with the character that it begins at."""
+    """Joins at least one part of a text. Each comes with its first character's position in the text."""
     ids, offsets = [], []
     for begin, part in parts:
         ids.append(part.token_ids)
@@ -107,8 +107,7 @@ def _sampled(span: ReplySpan) -> Encoding:
 
 
 def added_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[int]]:
-    """Returns what a tokenizer puts before and behind every text, such as BOS: what is there is added last, whatever
-    the text is."""
+    """Returns the tokens that a tokenizer puts before and behind every text, such as BOS."""
     (alone,) = tokenizer.backend_tokenizer.encode_batch([_PROBE], add_special_tokens=False)
     (encoding,) = tokenizer.backend_tokenizer.encode_batch([_PROBE])
     begin = next((k for k, is_added in enumerate(encoding.special_tokens_mask) if not is_added), len(encoding.ids))
@@ -118,9 +117,9 @@ def added_tokens(tokenizer: PreTrainedTokenizerFast) -> tuple[list[int], list[in
 class TextParts:
     """Cuts texts where their parts, encoded alone, give the tokens of the whole text: before a special token.
 
-    Tokenizers find their added tokens first, the leftmost and of these the longest, and treat what is between them
-    piece by piece (`AddedVocabulary` of the library tokenizers). So nothing on one side of such a token has to do with
-    the other, unless a token takes blanks beside it, must be a word, or reaches over the beginning of another.
+    Tokenizers find their added tokens first, the leftmost and of these the longest, and encode the text between them
+    piece by piece (`AddedVocabulary` of the library tokenizers). So the two sides of such a token are independent,
+    unless a token takes blanks beside it, must be a word, or overlaps the beginning of another.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -133,7 +132,7 @@ class TextParts:
             self._separator = re.compile("(?!)")
 
     def of(self, text: str) -> list[str]:
-        """Returns the parts of a text. A text that goes on where this one ends has all of them but the last."""
+        """Returns the parts of a text. A longer text that begins with this one has the same parts, except the last."""
         begins = [0]
         while match := self._separator.search(text, begins[-1] + PART_CHARS):
             begins.append(match.start())
@@ -141,7 +140,7 @@ class TextParts:
 
     @staticmethod
     def _holds(tokenizer: PreTrainedTokenizerFast, separators: list[str]) -> bool:
-        """Tries it: a tokenizer may have other steps than are known here."""
+        """Returns whether a trial gives the same tokens: a tokenizer may have unknown steps."""
         parts = [separator + _PROBE.format(separator, separators[0]) for separator in separators[:8]]
         whole, *alone = encoded(tokenizer, ["".join(parts), *parts])
         found = joined(zip(accumulate(map(len, parts), initial=0), alone, strict=False))
@@ -167,10 +166,10 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
 
 
 _PROBED_CHARS_PER_POSITION = 32
-"""Of a longer text, only so many characters are encoded first. Real text has about four characters per token."""
+"""The characters that are encoded first in a longer text. Real text has about four characters per token."""
 
 _RECORD_VERSION = 1
-"""Of `Encoding.record`."""
+"""The version of `Encoding.record`."""
 
 
 class Encoder:
@@ -187,21 +186,21 @@ class Encoder:
         self._needs_bos = needs_bos
         self._vocab_size = vocab_size
         self._max_positions = max_positions
-        # Sets aside what the tokenizer's files say of padding and of cutting off, which is not for prompts.
+        # Switches off padding and truncation, which the tokenizer's files may ask for.
         tokenizer("", add_special_tokens=False, verbose=False)
         self._parts = TextParts(tokenizer)
         self.added = added_tokens(tokenizer)
-        """What the tokenizer puts before and behind a text, token ids."""
+        """Token ids that the tokenizer puts before and behind a text."""
 
     def warm_up(self) -> None:
-        """Finds out what the first prompt needs."""
+        """Computes the values that the first prompt needs."""
         self.encode("warm up", param="")
         _ = self._longest_token
         _ = self._identity
 
     @cached_property
     def _identity(self) -> str:
-        """A digest of all that says how a text is encoded and kept. It takes a tenth of a second."""
+        """A digest of everything that decides the record of a text. Computing it takes a tenth of a second."""
         import tokenizers
 
         content = f"{_RECORD_VERSION} {tokenizers.__version__} {self._tokenizer.backend_tokenizer.to_str()}"
@@ -210,8 +209,9 @@ class Encoder:
     def encode(
         self, text: str, *, adds_special: bool = False, param: str, store: RecordStore | None = None
     ) -> Encoding:
-        """Returns the tokens of `text`; with `adds_special` also those that the tokenizer adds to a text, such as BOS.
-        Long parts of the text are looked for in `store`, and kept there.
+        """Returns the tokens of `text`, and with `adds_special` those that the tokenizer adds, such as BOS.
+
+        Long parts of the text are looked up in `store`, and recorded there.
 
         Raises `InvalidRequest` for a text without tokens or with half a character, and `ContextTooLong`.
         """
@@ -256,17 +256,21 @@ class Encoder:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def _least(self, text: str) -> int:
-        """Returns the number of tokens that a text has at least. It is found without encoding: to encode megabytes of
-        blanks, which are few tokens, takes a minute and gigabytes of memory."""
+        """Returns a lower bound of the number of tokens, without encoding.
+
+        To encode megabytes of blanks, which are few tokens, takes a minute and gigabytes of memory.
+        """
         return len(text) // self._longest_token
 
     def _probe(self, text: str, param: str) -> None:
-        """To encode megabytes of text takes many seconds and gigabytes of memory. So the beginning of a long text is
-        encoded first, and the whole text only if the beginning does not show that it is too long."""
+        """Raises `ContextTooLong` if the beginning of a long text has too many tokens.
+
+        To encode megabytes of text takes many seconds and gigabytes of memory.
+        """
         limit = self._max_positions * _PROBED_CHARS_PER_POSITION
         if len(text) > limit:
             begins = self._tokenizer(text[:limit], add_special_tokens=False, verbose=False)["input_ids"]
-            # Twice as many, because the last tokens of a text that is cut differ from those of the whole text.
+            # Twice as many, because the last tokens of a cut text differ from those of the whole text.
             if len(begins) >= 2 * self._max_positions:
                 raise self._too_long(f"more than {len(begins) // 2}", param)
 
@@ -296,14 +300,14 @@ class Encoder:
                 )
 
     def count(self, texts: Sequence[str]) -> list[int]:
-        """Returns the numbers of tokens of texts; the least number for a text that cannot fit."""
+        """Returns the number of tokens of each text; a lower bound for a text that cannot fit."""
         short = [text if self._least(text) < self._max_positions else "" for text in texts]
         found = self._tokenizer(short, add_special_tokens=False, verbose=False)["input_ids"]
         return [len(ids) if text else self._least(whole) for ids, text, whole in zip(found, short, texts, strict=True)]
 
 
 def _found(store: RecordStore, ids: Mapping[int, str]) -> dict[int, Encoding]:
-    """Returns those of the encodings with these ids that are there and can be read."""
+    """Returns the readable encodings among those with these ids."""
     found = {}
     for k, id_ in ids.items():
         with suppress(ValueError):

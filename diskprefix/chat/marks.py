@@ -1,8 +1,8 @@
-"""Finds the positions that a client marks: `cache_control` on tools, messages and content parts → positions in tokens.
+"""Finds the positions that a client marks with `cache_control`: on tools, messages and content parts.
 
-The conversation is rendered once more, cut off at the mark; `README.md` says why. Some templates refuse a conversation
-that ends there, or write its end in another way. Then it is rendered with another user message behind the mark: the
-position found that way may include what opens the next message, but never any of its text.
+The conversation is rendered once more, cut off at the mark; `README.md` gives the reason. Some templates refuse such a
+conversation, or write its end differently. Then it is rendered with another user message behind the mark: the position
+may then include the header of the next message, but never its text.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Render: TypeAlias = Callable[[TemplateInput], str]
 
 @dataclass(frozen=True)
 class MarkTarget:
-    """What a mark stands behind: tool or message `index`, or the first `num_chars` characters of a message's text."""
+    """The object that is marked: tool or message `index`, or the first `num_chars` characters of a message's text."""
 
     kind: Literal["tools", "messages"]
     index: int
@@ -57,7 +57,7 @@ def mark(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
 
 
 def mark_targets(conversation: Conversation) -> list[MarkTarget]:
-    """Returns what the last `MAX_MARKS` marks of a conversation stand behind, tools before messages."""
+    """Returns the targets of the last `MAX_MARKS` marks of a conversation, tools before messages."""
     targets = [MarkTarget("tools", k, mark.ttl_s) for k, mark in conversation.tool_marks]
     for i, message in enumerate(conversation.messages):
         targets += _targets_in(message, i)
@@ -72,7 +72,7 @@ def _targets_in(message: Message, index: int) -> list[MarkTarget]:
     for j, part in enumerate(message.content):
         if isinstance(part, TextPart):
             end += len(PART_SEPARATOR) + len(part.text)
-            # The turn ends with its last part, unless tool calls follow.
+            # The last part ends with its message, unless tool calls follow.
             marks.append((end if j < last or message.tool_calls else None, part.mark))
     marks.append((None, message.mark))
     return [MarkTarget("messages", index, mark.ttl_s, num_chars) for num_chars, mark in marks if mark is not None]
@@ -85,10 +85,10 @@ def find_marks(
     offsets: Offsets,
     render: Render,
 ) -> tuple[Mark, ...]:
-    """Returns the positions behind `targets`, ascending and without repeats; of two times to live, the longer one.
+    """Returns the positions behind `targets`, ascending and without repeats. The longest time to live counts.
 
-    `rendered` is what the template writes for `template_input`, and `offsets` belong to its tokens. A
-    target whose position cannot be found, or is 0, is left out.
+    `rendered` is the rendering of `template_input`, `offsets` belong to its tokens. A target is left out if its
+    position is 0 or cannot be found.
     """
     found: dict[int, float | None] = {}
     of_messages = [target for target in targets if target.kind == "messages"]
@@ -109,7 +109,7 @@ def find_marks(
 
 
 def _num_chars_before(target: MarkTarget, template_input: TemplateInput, rendered: str, render: Render) -> int:
-    """Returns how many characters of `rendered` stand before the mark; 0 if that cannot be found."""
+    """Returns the number of characters of `rendered` before the mark; 0 if it cannot be found."""
     ending, continued = _cut(target, template_input)
     text = render(ending)
     if _contains_target(text, target, ending) and rendered.startswith(text):
@@ -118,7 +118,7 @@ def _num_chars_before(target: MarkTarget, template_input: TemplateInput, rendere
 
 
 def _contains_target(text: str, target: MarkTarget, ending: TemplateInput) -> bool:
-    """Whether `text`, the rendering of `ending`, contains what is marked.
+    """Returns whether `text`, the rendering of `ending`, contains the marked object.
 
     Some templates write system messages and tools only together with the first user message.
     """
@@ -148,11 +148,11 @@ def _cut(target: MarkTarget, template_input: TemplateInput) -> tuple[TemplateInp
 def _tokens_within(num_chars: int, offsets: Offsets, num_all_chars: int) -> int:
     """Returns how many leading tokens end at or before character `num_chars`.
 
-    A character that takes several tokens ends with the last of them.
+    A character of several tokens ends with the last of them.
     """
 
     def end_of(index: int) -> int:
-        # A token without text (0, 0) was added by the tokenizer, at the beginning or at the end.
+        # The tokenizer added a token without text (0, 0) at the beginning or at the end.
         return offsets[index][1] or (num_all_chars + 1 if index else 0)
 
     return bisect_right(range(len(offsets)), num_chars, key=end_of) if num_chars else 0

@@ -1,6 +1,6 @@
-"""A conversation, whatever API it came by: messages, content parts, tool calls, tools and marks.
+"""A conversation in one form for all APIs: messages, content parts, tool calls, tools and marks.
 
-Objects have the `path` that they had in the client's body, so that an error which is found late names it.
+`path` is the place of an object in the client's body, for errors that are found later.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any, Literal, TypeAlias
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 JsonObject: TypeAlias = dict[str, Any]
 Ending: TypeAlias = Literal["reply", "continue", "none"]
-"""How a prompt ends: with the beginning of a reply, inside the last message, which the reply goes on with, or behind
+"""The end of a prompt: the beginning of a reply, the text of the last message, which the reply continues, or the end of
 the last message."""
 
 
 @dataclass(frozen=True)
 class CacheMark:
-    """Asks the cache to keep the prompt up to the end of the object that carries it.
+    """A client's request to keep the prompt up to the end of the marked object.
 
     `ttl_s` is the time to live after the last use, in seconds; None leaves it to the daemon.
     """
@@ -35,7 +35,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class ImagePart:
-    """`uri` should be a data: URI; `uri_path` is where it stood."""
+    """An image. `uri` should be a data: URI; `uri_path` is its path."""
 
     uri: str
     path: str
@@ -44,7 +44,7 @@ class ImagePart:
 
 @dataclass(frozen=True)
 class AudioPart:
-    """`data` should be a WAV file in base64; `data_path` is where it stood."""
+    """A sound. `data` should be a WAV file in base64; `data_path` is its path."""
 
     data: str
     path: str
@@ -73,7 +73,7 @@ class ToolCall:
 
 @dataclass(frozen=True, kw_only=True)
 class Message:
-    """One message. `reasoning` is what the assistant thought before it said `content`."""
+    """One message. `reasoning` are the assistant's thoughts before `content`."""
 
     role: Role
     content: Sequence[ContentPart] = ()
@@ -86,7 +86,7 @@ class Message:
 
 
 def joined(messages: Sequence[Message]) -> Message:
-    """Returns messages of one role as one, which has the path of the first."""
+    """Returns messages of one role as one message with the path of the first."""
     if len(messages) == 1:
         return messages[0]
     marks = [message.mark for message in messages if message.mark]
@@ -101,12 +101,11 @@ def joined(messages: Sequence[Message]) -> Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """What a prompt is rendered from.
+    """The source of a prompt.
 
-    `tools` have the form of OpenAI's chat API, in which chat templates expect them, and no marks; `tool_marks` holds
-    those, each with the index of its tool, and `tool_paths` where the schema of each tool's arguments stood.
-    `reasoning_effort` and `thinking` are told to templates that know them; `template_variables` are handed to the chat
-    template by name, and win.
+    `tools` have the form of OpenAI's chat API, which chat templates expect, without marks. `tool_marks` are those marks
+    with the index of the tool, `tool_paths` the paths of the schemas of the tools' arguments. `reasoning_effort` and
+    `thinking` are variables of templates that know them. `template_variables` are set by the client, and win.
     """
 
     messages: Sequence[Message]

@@ -1,8 +1,7 @@
-"""Undoes what a client changes from request to request, so that the cache finds the beginning of the prompt again.
+"""Changes a conversation before it is rendered: `place` for the template, `normalise` so that the cache finds it again.
 
-Each normaliser is made for a request that a client was seen to send. Its mode is `off`; `report`: it changes nothing,
-and when the beginning of a prompt was not found, the reply says whether it would have been; or `on`. A result depends
-on the conversation alone. The changes of a request are reported with its reply; nothing else is ever changed.
+Each normaliser was made for a client's real requests. Its mode is `off`, `report` (it changes nothing, and the reply
+says what it would have changed) or `on`. The result depends on the conversation alone. The reply lists all changes.
 """
 
 from __future__ import annotations
@@ -26,8 +25,11 @@ Mode: TypeAlias = Literal["off", "report", "on"]
 
 @dataclass(frozen=True)
 class Normaliser:
-    """`apply` returns the conversation without what changes, and the paths at which something was changed, in the
-    client's body. `is_in` tells whether a line of a rendered prompt is what it changes."""
+    """A change of conversations.
+
+    `apply` returns the changed conversation and the paths of the changes in the client's body. `is_in` returns whether
+    a line of a rendered prompt holds text that it changes.
+    """
 
     name: str
     apply: Callable[[Conversation], tuple[Conversation, Sequence[str]]]
@@ -38,9 +40,10 @@ _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
 
 
 def _without_billing_header(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
-    """For Claude Code: the system prompt begins with `x-anthropic-billing-header: cc_version=2.1.39.f2a;
-    cc_entrypoint=cli; cch=00c6e;`, whose last letters and digits are other ones in every request, or with every first
-    question. Removes the line."""
+    """Removes the first line of Claude Code's system prompt, `x-anthropic-billing-header: … cch=00c6e;`.
+
+    Its last letters and digits differ in every request, or with every first question.
+    """
     first = conversation.messages[0]
     part = first.content[0] if _is_system(first) and first.content else None
     match = _BILLING.match(part.text) if isinstance(part, TextPart) else None
@@ -58,9 +61,11 @@ _CLOCK = re.compile(r"(?<![\d:.])([01]?\d|2[0-3])((?::[0-5]\d){1,2}(?:\.\d+)?)(?
 
 
 def _with_full_hours(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
-    """For clients that write the time into the system prompt, as AnythingLLM does (`The current date and time is
-    Saturday, November 21, 2026 5:04 AM.`). Minutes and seconds become zeros in lines that speak of a time or a date, so
-    the prompt is another one once an hour only."""
+    """Sets minutes and seconds to zero in lines of the system prompt about a time or a date.
+
+    For clients such as AnythingLLM (`The current date and time is Saturday, November 21, 2026 5:04 AM.`). The prompt
+    then changes once an hour only.
+    """
     messages, paths = list(conversation.messages), []
     for index, message in enumerate(takewhile(_is_system, conversation.messages)):
         content = [_with_full_hours_in(part) if isinstance(part, TextPart) else part for part in message.content]
@@ -84,9 +89,11 @@ _LAST_KEYS = ("properties", "required", "items", "additionalProperties", "$defs"
 
 
 def _with_ordered_keys(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
-    """For clients that write the schemas of tools from hash tables: the keys come in another order in each process, or
-    in each request. The keywords of JSON schema get their usual order, and properties that of `required`, then of the
-    alphabet. The order of keys has no meaning in JSON; that of tools and of lists stays."""
+    """Sorts the keys in the schemas of tools: keywords in their usual order, properties by `required`, then by name.
+
+    For clients that write schemas from hash tables, with another order in each process or request. The order of keys
+    has no meaning in JSON. The order of tools and of lists stays.
+    """
     tools = [_ordered(tool) for tool in conversation.tools or []]
     changed = [index for index, tool in enumerate(tools) if _keys(tool) != _keys((conversation.tools or [])[index])]
     if not changed:
@@ -117,15 +124,17 @@ def _keyword_order(key: str) -> tuple[int, str]:
 
 
 def _keys(value: Any) -> Any:
-    """Returns what tells the orders of keys apart: dicts compare equal whatever their order."""
+    """Returns the keys in their order, for comparison: dicts with different orders are equal."""
     if isinstance(value, dict):
         return [(key, _keys(item)) for key, item in value.items()]
     return [_keys(item) for item in value] if isinstance(value, list) else None
 
 
 def _with_ordered_tools(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
-    """For clients that list tools as their tool servers answer, in another order each time. Tools are sorted by name.
-    Marks stay at their places in the list: that on the last tool still means all of them."""
+    """Sorts tools by name, for clients that list tools in the order in which their tool servers answer.
+
+    Marks keep their index: a mark on the last tool still covers all of them.
+    """
     tools = sorted(conversation.tools or [], key=_tool_name)
     moved = [i for i, (new, old) in enumerate(zip(tools, conversation.tools or [], strict=True)) if new is not old]
     if not moved:
@@ -198,7 +207,7 @@ class Normalisers:
         return all(mode == "off" for mode in self.modes.values())
 
     def apply(self, conversation: Conversation) -> tuple[Conversation, Rewriting]:
-        """Returns the conversation that is rendered, and what was, or would have been, changed in it."""
+        """Returns the conversation to render, and the changes that were made or would have been made."""
         changes: list[Change] = []
         would_change: list[str] = []
         for normaliser in NORMALISERS:
@@ -214,7 +223,7 @@ class Normalisers:
 
 
 def menders(line: str, rewriting: Rewriting) -> list[str]:
-    """Returns the names of the normalisers that would change a line of this prompt, were they on."""
+    """Returns the names of the normalisers that would change a line of this prompt if they were on."""
     return [name for name in rewriting.would_change if _BY_NAME[name].is_in(line)]
 
 
@@ -232,18 +241,18 @@ def normalise(normalisers: Normalisers, draft: PromptDraft) -> PromptDraft:
 
 
 def has_late_system(messages: Sequence[Message]) -> bool:
-    """Whether a system message stands behind a message of another role."""
+    """Returns whether a system message stands behind a message of another role."""
     are_system = [message.role in ("system", "developer") for message in messages]
     return not all(are_system[: sum(are_system)])
 
 
 def late_system_as_user(conversation: Conversation) -> Conversation:
-    """Returns the conversation with each late system message as the user's, in its place.
+    """Returns the conversation with each late system message given to the user, in its place.
 
-    It is joined with the messages of the user beside it, because many templates want user and assistant to take turns.
+    It is joined with adjacent messages of the user, because many templates want user and assistant to alternate.
     """
     runs: list[list[Message]] = []
-    """Those of a run become one."""
+    """Each run becomes one message."""
     can_join = False
     is_leading = True
     for message in conversation.messages:
@@ -265,9 +274,9 @@ _SHAPE_CHARS = 100
 
 
 def shape_of(line: str) -> str:
-    """Returns a line in which only its label and its keys (`key=`, `"key":`) are left: digits are 0, letters are a.
+    """Returns a line with only its label and its keys (`key=`, `"key":`); all other digits are 0, letters are a.
 
-    A prompt may hold what nobody else should read, and this is written to the log.
+    The result is written to the log, and a prompt may hold secrets.
     """
     line = " ".join(line[: 4 * _SHAPE_CHARS].split())
     label = _LABEL.match(line)

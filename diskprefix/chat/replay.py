@@ -1,8 +1,7 @@
-"""Replies that come back in a conversation, as the tokens that the model sampled.
+"""Records of replies, so that the sampled tokens of a reply can stand in later prompts.
 
-What a client sends back is not what the model wrote: arguments are formatted anew, blanks change, reasoning is left
-out. So each reply is remembered under what comes back of it and the conversation before it. README.md describes how its
-tokens get into a later prompt.
+A client sends back a text that differs from the reply: formatted arguments, other blanks, no reasoning. So a reply is
+recorded under a hash of the words that come back, and of the conversation before it. README.md describes the rest.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ _ID_BYTES = 32
 
 
 class RecordStore(Protocol):
-    """What is remembered for one tenant and one model: replies, or encoded texts. Its methods do not raise; `get` may
-    wait for the disk."""
+    """Records of one tenant and one model: replies or encoded texts. No method raises; `get` may wait for the disk."""
 
     def get(self, id_: str) -> bytes | None: ...
 
@@ -32,7 +30,7 @@ class RecordStore(Protocol):
 
 @dataclass(frozen=True)
 class Turn:
-    """What a reply says. `calls` have the name and the arguments of each call, as JSON text if the model wrote that."""
+    """The words of a reply. `calls` are pairs of name and arguments, which are JSON text if the model wrote that."""
 
     content: str
     reasoning: str = ""
@@ -55,13 +53,13 @@ class Turn:
         return cls("".join(content), "".join(reasoning), named)
 
     def canonical(self) -> list[Any]:
-        """Returns what is left when blanks at the ends of texts and the formatting of arguments do not count."""
+        """Returns the words without blanks at the ends of texts and without the formatting of arguments."""
         calls = [[name, _canonical_arguments(arguments)] for name, arguments in self.calls]
         return [self.content.strip(), self.reasoning.strip(), calls]
 
 
 def _canonical_arguments(arguments: str | Mapping[str, Any]) -> str:
-    """Returns JSON text with sorted keys, without blanks. 1.0 is 1. What is not JSON stays as it is."""
+    """Returns JSON text with sorted keys, without blanks. 1.0 is 1. Text that is not JSON stays as it is."""
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
         return json.dumps(_canonical_numbers(value), sort_keys=True, separators=(",", ":"))
@@ -78,7 +76,7 @@ def _canonical_numbers(value: Any) -> Any:
 
 
 class ConversationHash:
-    """A hash of a conversation that grows. Reasoning, the ids of calls and formatting make no difference to it."""
+    """A hash of a growing conversation. Reasoning, the ids of calls and formatting do not change it."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=_ID_BYTES)
@@ -88,7 +86,7 @@ class ConversationHash:
         other._hash = self._hash.copy()
         return other
 
-    def add(self, message: Message) -> None:
+    def add_message(self, message: Message) -> None:
         text = PART_SEPARATOR.join(part.text for part in message.content if isinstance(part, TextPart))
         calls = [[call.name, _canonical_arguments(call.arguments)] for call in message.tool_calls]
         self._add(message.role, text.strip(), calls)
@@ -98,8 +96,11 @@ class ConversationHash:
         self._add("assistant", content, calls)
 
     def ids(self, call_ids: Sequence[str | None]) -> list[str]:
-        """Returns the ids of the last message, with all that came before it: with the ids of its calls, which tell two
-        equal conversations apart, and without, for clients that change them."""
+        """Returns the ids of the last message with all messages before it.
+
+        The first includes the ids of its calls, which tell two equal conversations apart. The second does not, for
+        clients that change them.
+        """
         with_calls = self._hash.copy()
         with_calls.update(json.dumps(call_ids).encode())
         without = self._hash.hexdigest()
@@ -110,14 +111,14 @@ class ConversationHash:
 
 
 class TextPlace(NamedTuple):
-    """A place in a text: behind so many characters, with this hash."""
+    """A place in a text: the number of characters before it, and their hash."""
 
     num_chars: int
     digest: str
 
 
 class TextHash:
-    """The places in a text. They must be asked for in ascending order."""
+    """Hashes the beginnings of a text. Places must be asked for in ascending order."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -132,8 +133,7 @@ class TextHash:
 
 @dataclass(frozen=True)
 class SampledTurn:
-    """A remembered reply: what it says, the tokens that were sampled, without the token that ended it, and where it
-    began."""
+    """A recorded reply: its words, its sampled tokens without the one that ended it, and the place where it began."""
 
     turn: Turn
     token_ids: tuple[int, ...]
@@ -145,19 +145,18 @@ class SampledTurn:
 
     @classmethod
     def decode(cls, record: bytes) -> SampledTurn:
-        """Raises `ValueError` for a record that `encode` did not write."""
+        """Returns the reply of a record. Raises `ValueError` for a record that `encode` did not write."""
         content, reasoning, calls, token_ids, place = json.loads(record)
         turn = Turn(content, reasoning, tuple((name, arguments) for name, arguments in calls))
         return cls(turn, tuple(token_ids), TextPlace(*place))
 
 
 def find_turns(messages: Sequence[Message], turns: RecordStore) -> tuple[dict[int, SampledTurn], ConversationHash]:
-    """Returns what is remembered of the assistant's messages, by their index, in ascending order, and the hash of the
-    conversation."""
+    """Returns the recorded replies by the index of their message, ascending, and the hash of the conversation."""
     found = {}
     conversation = ConversationHash()
     for index, message in enumerate(messages):
-        conversation.add(message)
+        conversation.add_message(message)
         if message.role == "assistant":
             ids = conversation.ids([call.id for call in message.tool_calls])
             sampled = next(filter(None, map(_decoded, map(turns.get, ids))), None)
@@ -176,20 +175,20 @@ def _decoded(record: bytes | None) -> SampledTurn | None:
 
 
 def _says(message: Message, turn: Turn) -> bool:
-    """Whether the reasoning of `message`, if the client kept it, is that of `turn`. The id compares the rest."""
+    """Returns whether the reasoning of `message`, if the client kept it, is that of `turn`. The id covers the rest."""
     kept = (message.reasoning or "").strip()
     return not kept or kept == turn.reasoning.strip()
 
 
 def with_turns(messages: Sequence[Message], found: Mapping[int, SampledTurn]) -> list[Message]:
-    """Returns `messages` with those that are remembered (by their index) in the words that were."""
+    """Returns `messages`, those of recorded replies (by their index) in the recorded words."""
     return [
         with_turn(message, found[index].turn) if index in found else message for index, message in enumerate(messages)
     ]
 
 
 def with_turn(message: Message, turn: Turn) -> Message:
-    """Returns `message` in the words that were remembered, with the reasoning that the client may have left out.
+    """Returns `message` in the recorded words, with the reasoning that the client may have left out.
 
     The ids of calls stay those of the client, because the results refer to them.
     """
@@ -201,7 +200,7 @@ def with_turn(message: Message, turn: Turn) -> Message:
 
 
 class Origin(NamedTuple):
-    """What a reply was sampled for: a conversation, and the place behind its rendered text."""
+    """The conversation that a reply was sampled for, and the end of its rendered text."""
 
     conversation: ConversationHash
     place: TextPlace
@@ -212,14 +211,14 @@ class Origin(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """A prompt with the tokens of earlier replies. `origin` is None if its reply cannot be remembered."""
+    """A prompt with the tokens of earlier replies. `origin` is None if its own reply cannot be recorded."""
 
     prompt: Prompt
     origin: Origin | None = None
 
 
 class ReplyMemory:
-    """Remembers the replies to one request. `end_ids` are the tokens that end a reply."""
+    """Records the replies to one request. `end_ids` are the tokens that end a reply."""
 
     def __init__(self, turns: RecordStore, origin: Origin, end_ids: frozenset[int]) -> None:
         self._turns = turns
@@ -227,8 +226,10 @@ class ReplyMemory:
         self._end_ids = end_ids
 
     def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Remember one reply and the tokens that were sampled for it, with or without one that ends a reply. One that
-        says nothing is not remembered: any empty message would be taken for it."""
+        """Records a reply with its sampled tokens, of which the last may be one that ends a reply.
+
+        An empty reply is not recorded: any empty message would be taken for it.
+        """
         has_end = bool(token_ids) and token_ids[-1] in self._end_ids
         conversation = self._origin.conversation.copy()
         conversation.add_reply(turn)

@@ -1,4 +1,4 @@
-"""Puts sampled tokens into a prompt, in the place of the text that the chat template writes for the same reply."""
+"""Finds recorded replies of a conversation, and the places in the rendered text where their tokens go."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from diskprefix.chat.replay import SampledTurn, TextHash, Turn, find_turns
 from diskprefix.chat.template import ChatTemplate, render
 
 _MOST_TRIES = 4
-"""To find the remembered replies that fit."""
+"""The most renderings to find the remembered replies that fit."""
 _ENDS_TRIED = 4
-"""A text may contain what ends it, and the template may write it inside of a reply (GPT-OSS does)."""
+"""A reply may contain the text of an end, and the template may write one inside a reply (GPT-OSS does)."""
 _END_CHARS = 200
-"""Of the text before a reply, for a parser to see whether the template opened a thought."""
+"""Characters before a reply that a parser gets, to see whether the template opened a thought."""
 
 
 def recall(draft: PromptDraft) -> PromptDraft:
@@ -53,11 +53,10 @@ def find_spans(
     endings: Collection[str],
     readings: Callable[[int, int], Iterable[Turn]],
 ) -> dict[int, ReplySpan]:
-    """Returns the spans of the replies `found` (by the index of their message), as far as they fit.
+    """Returns the spans of those replies in `found` that fit, by the index of their message.
 
-    A reply fits if the text before it is what it was when the reply was sampled, and if the template writes it so that
-    one of its `readings` (of a part of `rendered`, in characters) is what it says. `endings` are what the template may
-    write at its end.
+    A reply fits if the text before it is the same as when it was sampled, and if one of the `readings` of its text
+    (from begin to end, in characters) has its words. `endings` are the texts that may stand behind it.
     """
     text_hash, end_of_last, spans = TextHash(rendered), 0, {}
     pattern = re.compile("|".join(map(re.escape, sorted(endings, key=len, reverse=True))) or "(?!)")
@@ -87,7 +86,7 @@ def readings(
     begin: int,
     end: int,
 ) -> Iterator[Turn]:
-    """Parses a part of a rendered text as if it had been sampled: its special tokens as text, and as tokens."""
+    """Parses a part of a rendered text as if it were sampled: with its special tokens as text, and without them."""
     hidden = [text for text in special if text and text not in output_format.special_tokens]
     as_text = rendered[begin:end]
     as_tokens = re.sub("|".join(map(re.escape, hidden)) or "(?!)", "", as_text)

@@ -76,6 +76,7 @@ class ChatTemplate:
         return bool(self._tokenizer.chat_template)
 
     def source_for(self, tools: list[JsonObject] | None, path: str = "messages") -> str:
+        """Returns the template for conversations with `tools`. Raises `InvalidRequest` if the model has none."""
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions, or start the daemon with --chat-template FILE",
@@ -85,6 +86,7 @@ class ChatTemplate:
         return str(self._tokenizer.get_chat_template(tools=tools))
 
     def input_of(self, conversation: Conversation) -> TemplateInput:
+        """Returns the template's input. Raises `InvalidRequest` for a variable that the daemon sets."""
         tools = conversation.tools
         template = self.source_for(tools, conversation.path)
         if tools and "tools" not in template and not self._warned_of_tools:
@@ -98,11 +100,10 @@ class ChatTemplate:
         return TemplateInput(messages, tools, variables_for_template(conversation), conversation.path)
 
     def render(self, template_input: TemplateInput, ending: Ending) -> str:
-        """Renders, with messages in the form that the template takes. Raises `InvalidRequest` as `_apply` does."""
+        """Returns the text of the messages. Raises `InvalidRequest` if the template refuses them."""
         return self._apply(template_input._replace(messages=self.form.applied(template_input.messages)), ending)
 
     def _apply(self, template_input: TemplateInput, ending: Ending) -> str:
-        """Raises `InvalidRequest` if the template refuses its input."""
         try:
             return str(
                 self._tokenizer.apply_chat_template(
@@ -131,7 +132,7 @@ class ChatTemplate:
 
     @cached_property
     def writes_late_system(self) -> bool:
-        """Whether the template writes a system message behind others."""
+        """True if the template writes a system message behind others."""
         return _TEXT in self.try_render(_LATE_SYSTEM, "reply")
 
     def loses_plain_text(self) -> bool:
@@ -142,7 +143,7 @@ class ChatTemplate:
         return in_parts and not plain
 
     def markers_of(self, tools: list[JsonObject] | None) -> dict[str, int]:
-        """Returns the token ids of the template's markers, by their texts. Templates for tools may be other ones."""
+        """Returns the token ids of the template's markers by their texts. There may be another template for tools."""
         template = self.source_for(tools)
         if template not in self._markers:
             texts = template_markers(self.special.keys(), self.added.keys() - self.special.keys(), self._writer(tools))
@@ -150,14 +151,14 @@ class ChatTemplate:
         return self._markers[template]
 
     def reply_ends_of(self, tools: list[JsonObject] | None) -> frozenset[str]:
-        """Returns what may stand behind a reply."""
+        """Returns the texts of tokens that may stand behind a reply."""
         template = self.source_for(tools)
         if template not in self._reply_ends:
             self._reply_ends[template] = end_texts(self.added, self._end_ids, self._writer(tools), self._first_token)
         return self._reply_ends[template]
 
     def _writer(self, tools: list[JsonObject] | None) -> Write:
-        """Returns what renders made-up conversations, to see what the template of `tools` writes."""
+        """Returns a function that renders made-up conversations with the template for `tools`."""
         # An empty list selects the same template as the real tools.
         some_tools: list[JsonObject] | None = None if tools is None else []
 
@@ -175,7 +176,7 @@ class ChatTemplate:
 
 
 def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Renders the conversation in the words of its remembered replies. An empty text: the template refuses those."""
+    """Renders the conversation in the words of its remembered replies, which gives "" if the template refuses them."""
     template_input = template.input_of(draft.said)
     write = template.try_render if draft.remembered else template.render
     return replace(draft, rendering=Rendering(template_input, write(template_input, draft.ending)), spans=())
@@ -184,9 +185,9 @@ def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
 def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
     """Returns a copy of `value` without marker texts, and whether anything was replaced.
 
-    Strings inside lists, tuples and dicts (keys too) are treated. A marker text is replaced by ASCII letters or digits
-    of the same length, so that the template writes as many characters as before. Of overlapping texts the leftmost is
-    replaced, then the longest, as tokenizers do. One that arises where the template joins two strings is not found.
+    Looks into strings in lists, tuples and dicts (keys too). A marker text is replaced by ASCII letters or digits of
+    the same length, so that the template writes as many characters as before. Of overlapping texts the leftmost is
+    replaced, then the longest, as tokenizers do. A text that arises where the template joins two strings is not found.
     """
     texts = sorted({text for text in marker_texts if text}, key=len, reverse=True)
     if not texts:
@@ -234,9 +235,9 @@ def template_markers(special_texts: Collection[str], other_texts: Collection[str
 
     `special_texts` are the tokenizer's special tokens, `other_texts` its other added tokens. Other added tokens count
     only if the special ones do not separate messages, if the template writes them around messages, and if they stay
-    when the conversation continues. A token does not count if its text in a message changes what the template writes
-    (templates move or drop reasoning): the result cannot be told from structure. Special tokens that separate messages
-    count even so. Of a template that refuses plain conversations, all special tokens count.
+    when the conversation continues. A token does not count if its text in a message changes the rendering (templates
+    move or drop reasoning), except special tokens that separate messages. For a template that refuses plain
+    conversations, all special tokens count.
     """
     special = frozenset(filter(None, special_texts))
     prompts = [[write(messages, True) for messages in pair] for pair in _GROWING]
@@ -252,12 +253,12 @@ def template_markers(special_texts: Collection[str], other_texts: Collection[str
 
 
 def _looks_like_a_marker(text: str) -> bool:
-    """Whether `text` is neither a word nor blanks. Words and blanks may be added tokens, but are no separators."""
+    """Returns whether `text` is neither a word nor blanks, which may be added tokens but are no separators."""
     return any(map(str.isalpha, text)) and any(not (c.isalnum() or c.isspace() or c in "_▁") for c in text)
 
 
 def _interpreted(tokens: list[str], write: Write) -> set[str]:
-    """Returns those of `tokens` whose text in a message changes what the template writes."""
+    """Returns those of `tokens` whose text in a message changes the rendering around it."""
 
     def differ(tokens: list[str], suffix: str) -> list[str]:
         if not tokens or not _makes_a_difference(tokens, suffix, write):
@@ -285,11 +286,10 @@ def _makes_a_difference(tokens: list[str], suffix: str, write: Write) -> bool:
 def end_texts(
     added: Mapping[str, int], end_ids: Collection[int], write: Write, first_token: Callable[[str], int | None]
 ) -> frozenset[str]:
-    """Returns the texts of the tokens that may stand at the end of a reply: those that the model ends a reply with
-    (`end_ids`), and what the template writes behind a made-up reply.
+    """Returns the texts of the tokens that may end a reply: `end_ids`, and the token that the template writes there.
 
-    `added` are the tokenizer's added tokens. `first_token` returns the first token id of a text: only where that is the
-    token itself, what was sampled before it cannot merge with it.
+    `added` are the tokenizer's added tokens. `first_token` returns the first token id of a text. A token counts only if
+    it is that of its own text: then the tokens before it cannot merge with it.
     """
     texts = {text for text, token_id in added.items() if token_id in end_ids}
     user = {"role": "user", "content": "A question?"}

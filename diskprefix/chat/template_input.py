@@ -18,19 +18,19 @@ from diskprefix.json_values import count_values
 log = logging.getLogger("diskprefix")
 
 _MOST_LEVELS = 200
-"""Of the arguments of a call, as of a body. Templates write them recursively."""
+"""The most levels in the arguments of a call. Templates write them recursively."""
 PART_SEPARATOR = "\n"
 """Between the text parts of a message."""
 
 
 class TemplateInput(NamedTuple):
-    """Everything that a chat template gets."""
+    """The input of a chat template."""
 
     messages: list[JsonObject]
     tools: list[JsonObject] | None
     variables: JsonObject
     path: str = "messages"
-    """Where the messages stood in the client's body."""
+    """The path of the messages in the client's body."""
 
     @property
     def leading_system(self) -> list[JsonObject]:
@@ -50,7 +50,7 @@ def message_for_template(message: Message, developer_is_known: bool) -> JsonObje
 
 
 def variables_for_template(conversation: Conversation) -> JsonObject:
-    """Returns the variables that a template gets. It ignores those that it does not know."""
+    """Returns the variables for a template, which ignores unknown ones."""
     effort, thinking = conversation.reasoning_effort, conversation.thinking
     if effort == "none":
         thinking = False
@@ -59,8 +59,10 @@ def variables_for_template(conversation: Conversation) -> JsonObject:
 
 
 def require_few_arguments(conversation: Conversation) -> None:
-    """Raises `InvalidRequest` if the arguments of calls that are JSON text have too many values: they are parsed, all
-    that one request has. Where a body has them as objects, they were counted with it."""
+    """Raises `InvalidRequest` if the arguments of calls, as JSON text, have too many values: all of them are parsed.
+
+    Arguments that are objects were counted with the body.
+    """
     calls = (call for message in conversation.messages for call in message.tool_calls)
     texts = [call.arguments.encode("utf-8", "replace") for call in calls if isinstance(call.arguments, str)]
     if too_many := count_values(texts).too_many:
@@ -69,9 +71,9 @@ def require_few_arguments(conversation: Conversation) -> None:
 
 
 def _tool_call(call: ToolCall) -> JsonObject:
-    """Parses the arguments if they are JSON text: templates iterate over them or write them as JSON.
+    """Returns a call with its arguments as an object: templates iterate over them or write them as JSON.
 
-    Some clients send an empty text where there are no arguments.
+    Some clients send an empty text for no arguments. Arguments that are no JSON stay text.
     """
     arguments = call.arguments or {}
     if isinstance(arguments, str):
@@ -85,7 +87,7 @@ def _tool_call(call: ToolCall) -> JsonObject:
 
 
 def _is_deep(value: object) -> bool:
-    """Whether JSON has more than `_MOST_LEVELS` levels."""
+    """Returns whether a JSON value has more than `_MOST_LEVELS` levels."""
     level = [value]
     for _ in range(_MOST_LEVELS):
         parts = [part.values() if isinstance(part, dict) else part for part in level if isinstance(part, dict | list)]
@@ -99,7 +101,7 @@ def text_for_template(text: str) -> list[JsonObject]:
 
 
 def without_media(template_input: TemplateInput) -> TemplateInput:
-    """Returns the same with the text parts of each message alone."""
+    """Returns the input with only the text parts of each message."""
     return template_input._replace(
         messages=[
             {**message, "content": [part for part in message["content"] if part["type"] == "text"]}
@@ -125,24 +127,21 @@ def other_first_character(text: str) -> str:
 
 
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
-"""What Mistral's templates take for the id of a call."""
+"""The ids of calls that Mistral's templates accept."""
 
 
 @dataclass(frozen=True)
 class MessageForm:
-    """What a template needs. Where it needs nothing, contents are texts, arguments objects, ids the client's.
-
-    Arguments that are no JSON object become the argument `arguments`, where the template goes through the arguments.
-    """
+    """The form in which a template takes messages. The default: contents are texts, arguments objects, ids any."""
 
     parts_only: bool = False
-    """A content is a list of parts."""
+    """Contents are lists of parts."""
     null_content: bool = False
-    """A message that only calls has no content, not an empty one."""
+    """A message with calls and no text has the content None."""
     text_arguments: bool = False
     """Arguments are JSON text."""
     objects_only: bool = False
-    """Arguments are an object, whatever the model wrote."""
+    """Arguments are always objects: others become the argument `arguments`."""
     short_ids: bool = False
     """Ids of calls are nine letters and digits."""
 
@@ -180,7 +179,7 @@ def _short(call_id: str) -> str:
 
 
 def common_chars(a: str, b: str) -> int:
-    """Returns how many leading characters `a` and `b` share. Compares slices of halved length: faster than a loop."""
+    """Returns the number of leading characters that `a` and `b` share. Compares slices, which is faster than a loop."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -338,7 +338,7 @@ def message(role: Any, text: str, *calls: ToolCall) -> Message:
 def hash_of(*messages: Message) -> ConversationHash:
     conversation = ConversationHash()
     for one in messages:
-        conversation.add(one)
+        conversation.add_message(one)
     return conversation
 
 

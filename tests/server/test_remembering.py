@@ -36,7 +36,7 @@ class Prepared:
 
 def asked() -> ConversationHash:
     conversation = ConversationHash()
-    conversation.add(Message(role="user", content=(TextPart("Go.", ""),), path=""))
+    conversation.add_message(Message(role="user", content=(TextPart("Go.", ""),), path=""))
     return conversation
 
 
