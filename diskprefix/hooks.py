@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from diskprefix.errors import SettingsError
 
 if TYPE_CHECKING:
-    from diskprefix.cache.tiers.shared import Bucket, SharedTier
+    from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.nouns import CacheOptions, CacheReport, Prompt
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds

@@ -6,6 +6,7 @@ the answer: what the policy keeps of the prompt (`Selection`), and what the cach
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
@@ -201,6 +202,13 @@ class Prompt:
     rewriting: Rewriting = field(default_factory=Rewriting)
     source: SourceText | None = None
     replayed: int = 0
+
+    def last_safe(self, limit: int) -> int:
+        """Returns the last safe cut at or below `limit` (0 <= limit <= number of tokens); 0 if there is none."""
+        if not self.boundaries:
+            return limit
+        index = bisect_right(self.boundaries, limit)
+        return self.boundaries[index - 1] if index else 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.policy.safe_cuts import raw_boundaries
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
@@ -39,7 +38,7 @@ from diskprefix.model.load.memory import kv_bytes
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
-from diskprefix.tokens import TokenIds, floor_to_grid
+from diskprefix.tokens import TokenIds, floor_to_grid, raw_boundaries
 from diskprefix.units import parse_size
 
 log = logging.getLogger("diskprefix")

@@ -9,7 +9,7 @@ store, so others cannot compute names. Correctness does not depend on names, bec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -115,3 +115,12 @@ def file_digest(path: Path) -> str:
         while piece := file.read(8 << 20):
             digest.update(piece)
     return digest.hexdigest()
+
+
+def raw_boundaries(token_ids: TokenIds | Sequence[int], marker_ids: Collection[int]) -> tuple[int, ...]:
+    """Returns the positions one past every marker, ascending, each at most len(token_ids).
+
+    All of them are safe cuts of a raw prompt, because its author wrote it whole.
+    """
+    markers = np.isin(np.asarray(token_ids), list(marker_ids))
+    return tuple((np.flatnonzero(markers) + 1).tolist())

@@ -11,8 +11,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from diskprefix.cache.cache import PrefixCache
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.request import CachedRequest
 from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena

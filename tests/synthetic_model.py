@@ -12,10 +12,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from diskprefix.cache.restore import Restoration, Restored
-from diskprefix.cache.tiers.buffer import BufferTier
-from diskprefix.cache.tiers.disk import DiskTier
+from diskprefix.cache.matching import Restored
+from diskprefix.cache.restoration import Restoration
 from diskprefix.cache.tiers.loading import READER_THREADS
+from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group, LayerSpec, Layout, TensorSpec

@@ -119,9 +119,9 @@ EXPECTED_PAGES = {
         "diskprefix/native/README.md",
         "diskprefix/extras/vllm/README.md",
     ),
-    *("diskprefix/store/README.md", "diskprefix/cache/README.md", "diskprefix/cache/policy/README.md"),
+    *("diskprefix/store/README.md", "diskprefix/cache/README.md"),
     *(
-        "diskprefix/cache/tiers/README.md",
+        "diskprefix/extras/remote/README.md",
         "diskprefix/extras/watch/dashboard/README.md",
         "diskprefix/extras/watch/top/README.md",
     ),

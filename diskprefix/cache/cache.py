@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import asdict
 
+from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.cache.context import RequestContext
 from diskprefix.cache.cost_model import CostModel
 from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.request import CachedRequest
 from diskprefix.cache.resources import CacheResources
 from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.errors import CacheError
@@ -33,13 +34,12 @@ from diskprefix.tokens import TokenIds, root_hash
 
 log = logging.getLogger("diskprefix")
 
-_REMOTE_CLOSE_S = 5.0
 _PURGE_S = 10.0
-"""What is saved meanwhile is written before, and what was removed is overwritten after."""
+"""Seconds that a purge waits for the writer: before it for what is saved meanwhile, after it for overwriting."""
 
 
 class Owner(NamedTuple):
-    """Whose state it is that stays in memory when a request ends: the root, and when the store was purged last."""
+    """The owner of state that stays in memory when a request ends: the root, and the time of the store's last purge."""
 
     root: bytes
     purged_at: bytes | None
@@ -48,9 +48,9 @@ class Owner(NamedTuple):
 class PrefixCache(CacheResources):
     """The prefix cache of one model. `begin` is for the engine thread; `load` and `stats` are for any thread.
 
-    `identity` gives the canonical text that identifies the model's numbers for a tenant (`model.load.fingerprint`): its
-    hash is the root of all that the tenant stores. `device` names what computes them, as precisely as its speed is to
-    be told from others'. `tokenizer` is its folder, for the record. `on_history`: see `TenantNamespaces`. `beside`: see
+    `identity` returns the canonical text that identifies the model's numbers for a tenant (`model.fingerprint`). Its
+    hash is the root of all that the tenant stores. `device` names what computes, precisely enough to tell its speed
+    from others'. `tokenizer` is its folder, for the record. `on_history`: see `TenantNamespaces`. `beside`: see
     `CacheResources`.
     """
 
@@ -77,7 +77,7 @@ class PrefixCache(CacheResources):
         self.writer.on_forget.append(self.namespaces.forget_deleted)
         self.load(SHARED).result()
         self.root = self.namespaces.get(SHARED).root
-        """What is stored under for callers with neither key nor salt."""
+        """The root of callers with neither key nor salt."""
         if not layout.unsupported:
             self.writer.add_model(ModelRecord(model=model_name, identity=identity(str(SHARED))))
         key = f"{self.root.hex()} {device} {store.store_id.hex()}"
@@ -93,25 +93,26 @@ class PrefixCache(CacheResources):
         return self.notes_of(root_hash(record.identity), record)
 
     def owner(self, tenant: Tenant) -> Hashable:
-        """Returns what tells a tenant's state in memory from that of others, and from its own before a purge."""
+        """Returns a value that tells a tenant's state in memory from that of others, and from its own before a
+        purge."""
         return Owner(self.namespaces.get(tenant).root, self.namespaces.purged_at)
 
     def lasts_s(self, options: CacheOptions) -> float:
-        """Returns for how many seconds the state of a request may stay in memory."""
+        """Returns the seconds for which the state of a request may stay in memory."""
         return options.ttl_s or self.settings.kv_cache_ttl or math.inf
 
     def is_gone(self, owner: Hashable) -> bool:
-        """Whether the state in memory of an `owner` is not found any more."""
+        """Returns whether the state in memory of an `owner` can no longer be found."""
         return isinstance(owner, Owner) and owner.purged_at != self.namespaces.purged_at
 
     def delete(self, entry_id: str) -> Purged:
-        """Remove a saved prompt; see `purge`. Raises `EntryNotFound`."""
+        """Removes a saved prompt; see `purge`. Raises `EntryNotFound`."""
         return delete_entry(self.store, entry_id, self.purge)
 
     def purge(self, purge_filter: PurgeFilter) -> Purged:
-        """Remove what a filter selects from the store, from what this process remembers and, if it selects saved
-        prompts, from the shared tier; and overwrite it in the file. Waits for all of that. Raises `CacheError` if the
-        store cannot be written."""
+        """Removes what a filter selects: from the store, from this process's memory and, if it selects saved prompts,
+        from the shared tier. Overwrites it in the file. Waits for all of that. Raises `CacheError` if the store cannot
+        be written."""
         self.writer.flush(_PURGE_S)
         purged = purge(self.store, purge_filter, self.store.clock(), lambda _bytes: None)
         purged.is_wiped = self.writer.wipe(_PURGE_S)
@@ -123,7 +124,7 @@ class PrefixCache(CacheResources):
         return purged
 
     def warm_up(self, arena: KVArena) -> None:
-        """Start the reading threads and take their way once, so that the first restore is as fast as any other.
+        """Starts the reading threads and runs their code once, so that the first restore is as fast as any other.
 
         Overwrites the beginning of the arena; does nothing if that has no memory yet.
         """
@@ -143,13 +144,15 @@ class PrefixCache(CacheResources):
         list(self.readers.map(read, range(READER_THREADS)))
 
     def begin(self, prompt: Prompt, options: CacheOptions, *, goes_on: bool = False) -> CachedRequest:
-        """Start a request. Does not wait.
+        """Starts a request. Does not wait.
 
         `goes_on`: the prompt ends at a grid point and is only a beginning, so its next-token logits are neither needed
         nor kept.
         """
         namespace = self.namespaces.get(options.tenant)
-        return CachedRequest(cache=self, namespace=namespace, prompt=prompt, options=options, goes_on=goes_on)
+        return CachedRequest(
+            RequestContext(cache=self, namespace=namespace, prompt=prompt, options=options, goes_on=goes_on)
+        )
 
     @property
     def health(self) -> tuple[str, str | None]:
@@ -158,7 +161,7 @@ class PrefixCache(CacheResources):
         return "degraded" if error else "unsupported" if self.layout.unsupported else "ok", error
 
     def stats(self) -> dict[str, Any]:
-        """What `/props` and `/metrics` show. Counts of this process, sizes of the store. Never raises.
+        """Returns the figures for `/props` and `/metrics`: counts of this process, sizes of the store. Never raises.
 
         Reads the store, which may wait for the disk.
         """
@@ -201,27 +204,22 @@ class PrefixCache(CacheResources):
         }
 
     def savings(self) -> Savings:
-        """Returns what the cache did for all models and tenants of the store since it was created, other processes
-        included. Reads the store. Raises `CacheError`."""
+        """Returns the savings of all models and tenants of the store since it was created, in all processes. Reads the
+        store. Raises `CacheError`."""
         return self.writer.savings.total()
 
     def close(self, timeout_s: float) -> bool:
-        """Flush the writer and close the store; False when time ran out before everything was saved. A cache that is
-        `beside` another leaves that to it."""
+        """Flushes the writer and closes the store. Returns False if time ran out before everything was saved. A cache
+        that is `beside` another leaves the store to that one."""
         if not self.has_own_threads:
             self.cost_model.remember()
             self.namespaces.close()
             return True
         self.capturer.close(timeout_s)
-        if self.remote is not None:
-            self.remote.close(min(timeout_s, _REMOTE_CLOSE_S))
         self.cost_model.remember()
-        flushed = self.writer.close(timeout_s)
         self.readers.shutdown()
         self.namespaces.close()
-        if not self.writer.is_alive:
-            self.store.close()
-        return flushed
+        return self.tiered.close(timeout_s)
 
     def _root_record(self, tenant: Tenant) -> RootRecord:
         return RootRecord(
@@ -236,7 +234,7 @@ class PrefixCache(CacheResources):
 
 
 def _savings_dict(savings: Savings | None, now: float) -> dict[str, Any] | None:
-    """None if the store cannot be read, or nobody has asked it yet."""
+    """Returns None if the store cannot be read, or no request asked it yet."""
     if savings is None or not savings.total.requests:
         return None
     return {"since": savings.since, "total": asdict(savings.total), "today": asdict(savings.today(now))}

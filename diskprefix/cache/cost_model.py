@@ -23,7 +23,7 @@ from statistics import median
 from threading import Lock
 from typing import Any, Literal, TypeAlias
 
-from diskprefix.cache.tiers.shared import Prefetched
+from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.memo import Memo
 from diskprefix.units import format_size
 
@@ -32,53 +32,51 @@ log = logging.getLogger("diskprefix")
 Use: TypeAlias = Literal["restore", "save", "fetch"]
 Gate: TypeAlias = Literal["measuring", "open", "closed"]
 Sample: TypeAlias = tuple[int, float]
-"""How much (tokens or bytes), and the seconds that it took."""
+"""A size in tokens or bytes, and the seconds that it took."""
 
 _RECENT = 32
-"""Samples of each kind that are looked at: those before them may be of another load of the machine."""
+"""Samples of each kind that are used. Older ones may be from another load of the machine."""
 _ENOUGH = 4
-"""Samples of each kind before anything is decided: the first ones include what happens only once."""
+"""Samples of each kind before anything is decided. The first ones include costs that occur only once."""
 _FEWEST_TOKENS = 16
-"""Computing fewer tokens takes what a step takes, whatever its size."""
+"""Computing fewer tokens takes as long as one step, whatever its size."""
 _TELLING_TOKENS = 128
-"""One prefill of so many tokens tells about how long others take."""
+"""One prefill of this length tells how long others take."""
 _FAR_APART = 2
 """Samples whose sizes differ by less than this factor say more about noise than about the slope."""
 _LET_THROUGH = 16
-"""One case in so many goes through a closed gate, by count: the same cases every time."""
+"""One case of this many passes a closed gate. It is counted, so the same cases pass every time."""
 _REMEMBER_EVERY = 64
-"""Samples after which they are written down, in case that the daemon is killed."""
+"""Samples between two writes to the cache folder, in case the daemon is killed."""
 _MOST_TOKENS = 2**31
-"""No prompt is longer: what pays from there on never pays."""
+"""No prompt is longer."""
 _MOST_UNITS, _LONGEST_S = 2**50, 1e6
-"""No sample is larger, or took longer: a petabyte, eleven days."""
+"""Limits of a sample: a petabyte, eleven days."""
 
 _remembered = Memo("worth", version=1, max_records=64)
 
 
 @dataclass(frozen=True)
-class Line:
-    """Seconds by size: `fixed_s` + `s_per_unit` × size.
-
-    If that is known from the size `holds_from` on only, smaller ones need less in proportion, as far as is known.
-    """
+class CostLine:
+    """Seconds by size: `fixed_s` + `s_per_unit` × size. If this is known from the size `holds_from` on only, smaller
+    sizes are assumed to take proportionally less."""
 
     fixed_s: float
     s_per_unit: float
     holds_from: int = 0
 
     def at(self, size: int) -> float:
-        """The least that `size` units are known to take."""
+        """Returns the least time that `size` units are known to take, in seconds."""
         if size < self.holds_from:
             return self.at(self.holds_from) * size / self.holds_from
         return self.fixed_s + self.s_per_unit * size
 
     @classmethod
-    def through(cls, samples: Sequence[Sample], *, if_alike: Literal["fixed", "per_unit"]) -> Line:
-        """The line through at least one sample, by medians (Theil and Sen): up to a quarter may be far off.
+    def through(cls, samples: Sequence[Sample], *, if_alike: Literal["fixed", "per_unit"]) -> CostLine:
+        """Returns the line through at least one sample, by medians (Theil and Sen): a quarter of them may be far off.
 
-        Samples of about the same size, or larger ones that took less time, do not tell the two parts apart: then all
-        is taken for the part that `if_alike` names, `fixed` from the smallest sample on.
+        Samples of about the same size, or larger ones that took less time, do not tell the two parts apart. Then the
+        whole time is taken for the part that `if_alike` names, `fixed` from the smallest sample on.
         """
         slopes = [
             (larger[1] - smaller[1]) / (larger[0] - smaller[0])
@@ -95,20 +93,20 @@ class Line:
 
 
 class CostModel:
-    """Decides by measured times whether to save and to restore. For the engine thread; `as_dict` and `note_remote` for
-    any, and `allows` and `pays` for the one thread that asks about restores.
+    """Decides by measured times whether to save and to restore. For the engine thread, except that `as_dict` and
+    `record_prefetch` are for any thread, and `allows` and `pays` for the one that restores.
 
-    `mode` is `--kv-cache-gate`: `off` measures too, but allows everything. `loaded_bytes` answers how many bytes
-    restoring a number of tokens loads: no fewer for more tokens, and for each further one no more than for the one
-    before it (so layers with a window). What was measured is remembered under `key` in the cache folder; the empty key
-    and `off` remember nothing.
+    `mode` is `--kv-cache-gate`: `off` measures too, but allows everything. `loaded_bytes` returns the bytes that
+    restoring a number of tokens loads. It grows with the number of tokens, and for each further token by no more than
+    for the one before (layers with a window). Measurements are remembered under `key` in the cache folder; with an
+    empty key or `off` they are not.
     """
 
     def __init__(self, mode: str, loaded_bytes: Callable[[int], int], *, key: str = "") -> None:
         self.mode = mode
         self._loaded_bytes = loaded_bytes
         self._below: Counter[Use] = Counter()
-        """Cases below the break-even, those that were let through too."""
+        """Cases below the break-even, including those that were let through."""
         self._key = key if mode == "auto" else ""
         record = _remembered.get(self._key) if self._key else None
         record = record if isinstance(record, dict) else {}
@@ -117,48 +115,49 @@ class CostModel:
         self._remotes = deque(_sound(record.get("remotes")), _RECENT)
         self._num_noted = 0
         self._noting = Lock()
-        """Threads that fetch from the shared tier note what it took."""
-        self._remote: Line | None = None
-        self._prefill: Line | None = None
-        self._restore: Line | None = None
+        """Threads that fetch from the shared tier record their times."""
+        self._remote: CostLine | None = None
+        self._prefill: CostLine | None = None
+        self._restore: CostLine | None = None
         self.break_even_tokens: int | None = 0
-        """The fewest tokens that are restored faster than computed: 0 if nothing is known, None if none are."""
+        """The fewest tokens that are restored faster than computed: 0 if unknown, None if there are none."""
         self._measure()
 
     @property
     def is_known(self) -> bool:
-        """Whether enough was measured to decide."""
+        """Enough was measured to decide."""
         return self._prefill is not None and self._restore is not None
 
     @property
     def prefill_s_per_token(self) -> float | None:
-        """Seconds that computing a token takes; None while too little was measured."""
+        """The seconds that computing a token takes; None while too little was measured."""
         return self._prefill.s_per_unit if self._prefill is not None else None
 
     @property
     def measured_s_per_token(self) -> float | None:
-        """The same where too little was measured to decide: of the longest prefill of some length; None without one."""
+        """The same, or while too little was measured, the value of the longest prefill of some length; None without
+        one."""
         if self._prefill is not None:
             return self._prefill.s_per_unit
         size, seconds = max(self._prefills, default=(0, 0.0))
         return seconds / size if size >= _TELLING_TOKENS else None
 
-    def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """`num_tokens` were computed in one go. To be told of every prefill that came to its end."""
+    def record_prefill(self, num_tokens: int, seconds: float) -> None:
+        """Records a prefill of `num_tokens`. Call it after every completed prefill."""
         if num_tokens >= _FEWEST_TOKENS:
             self._note(self._prefills, num_tokens, seconds)
 
-    def note_restore(self, num_bytes: int, seconds: float) -> None:
-        """`num_bytes` of state were read from the file, decoded and copied to where the model uses them."""
+    def record_restore(self, num_bytes: int, seconds: float) -> None:
+        """Records a restore: `num_bytes` of state were read from the file, decoded and copied."""
         self._note(self._restores, num_bytes, seconds)
 
-    def note_remote(self, prefetched: Prefetched) -> None:
-        """This was fetched from the shared tier for one prompt."""
+    def record_prefetch(self, prefetched: Prefetched) -> None:
+        """Records what was fetched from the shared tier for one prompt."""
         self._note(self._remotes, prefetched.telling_bytes, prefetched.seconds)
 
     def allows(self, num_tokens: int, use: Use = "restore") -> bool:
-        """Whether to restore, or to save, the state of the first `num_tokens` tokens. A no is counted, and every
-        sixteenth no of each use is a yes, so that restoring is measured again."""
+        """Returns whether to restore, or to save, the state of the first `num_tokens` tokens. Every sixteenth no of
+        each use becomes a yes, so that restoring is measured again."""
         if self.mode == "off":
             return True
         fewest = self.break_even_tokens
@@ -168,15 +167,16 @@ class CostModel:
         return self._below[use] % _LET_THROUGH == 0
 
     def pays(self, num_tokens: int, num_bytes: int) -> bool:
-        """Whether loading `num_bytes` more takes less time than computing `num_tokens` more tokens, as far as known."""
+        """Returns whether loading `num_bytes` more takes less time than computing `num_tokens` more tokens. True while
+        that is unknown."""
         prefill, restore = self._prefill, self._restore
         if self.mode == "off" or prefill is None or restore is None:
             return True
         return restore.s_per_unit * num_bytes < prefill.s_per_unit * num_tokens
 
     def pays_remote(self, num_tokens: int, num_bytes: int) -> bool:
-        """Whether to fetch `num_bytes` from the shared tier in place of computing `num_tokens`. As with `allows`, the
-        answer is yes while that is not known, and every sixteenth no is a yes."""
+        """Returns whether to fetch `num_bytes` from the shared tier rather than compute `num_tokens`. True while that
+        is unknown; every sixteenth no becomes a yes."""
         prefill, remote = self._prefill, self._remote
         if self.mode == "off" or prefill is None or remote is None:
             return True
@@ -187,7 +187,7 @@ class CostModel:
         return self._below["fetch"] % _LET_THROUGH == 0
 
     def remember(self) -> None:
-        """Keep what was measured for the next start. Without a folder to write to, it is forgotten."""
+        """Writes the measurements down for the next start, if there is a folder for them."""
         if self._key and self._num_noted:
             _remembered.put(
                 self._key,
@@ -196,7 +196,7 @@ class CostModel:
 
     @property
     def state(self) -> Gate:
-        """`closed` where restoring pays for no prompt; where it pays for longer ones, the gate is open."""
+        """The state: `closed` if restoring pays for no prompt, `open` if it pays for some."""
         if self.mode == "off":
             return "open"
         if not self.is_known:
@@ -204,7 +204,7 @@ class CostModel:
         return "closed" if self.break_even_tokens is None else "open"
 
     def as_dict(self) -> dict[str, Any]:
-        """What `/props` shows. Times in seconds; None is what is not known."""
+        """Returns the figures for `/props`. Times in seconds; None is unknown."""
         prefill, restore = self._prefill, self._restore
         return {
             "mode": self.mode,
@@ -239,14 +239,14 @@ class CostModel:
                 self.remember()
 
     def _measure(self) -> None:
-        """Draw the lines, and decide: here, so that other threads never look at samples that change."""
+        """Draws the lines and decides. Done here, so that other threads never see samples change."""
         was_closed = self.state == "closed"
         if len(self._prefills) >= _ENOUGH:
-            self._prefill = Line.through(self._prefills, if_alike="per_unit")
+            self._prefill = CostLine.through(self._prefills, if_alike="per_unit")
         if len(self._restores) >= _ENOUGH:
-            self._restore = Line.through(self._restores, if_alike="fixed")
+            self._restore = CostLine.through(self._restores, if_alike="fixed")
         if len(self._remotes) >= _ENOUGH:
-            self._remote = Line.through(self._remotes, if_alike="fixed")
+            self._remote = CostLine.through(self._remotes, if_alike="fixed")
         prefill, restore = self._prefill, self._restore
         if prefill is not None and restore is not None:
             # Each token takes as long to compute as the one before, and no longer to restore: once restoring pays, it
@@ -259,7 +259,7 @@ class CostModel:
             log.info("[disk-cache] gate=%s: %s", self.state, self._reason())
 
     def _reason(self) -> str:
-        """One sentence, with the numbers."""
+        """Returns one sentence with the numbers."""
         prefill, restore = self._prefill, self._restore
         if prefill is None or restore is None:
             prefills, restores = (min(len(samples), _ENOUGH) for samples in (self._prefills, self._restores))
@@ -283,7 +283,7 @@ class CostModel:
 
 
 def _sound(samples: object) -> list[Sample]:
-    """What of remembered samples can be believed: the file may hold anything."""
+    """Returns the remembered samples that are plausible: the file may hold anything."""
     if not isinstance(samples, list):
         return []
     pairs = [sample for sample in samples if isinstance(sample, list) and len(sample) == 2]
@@ -296,7 +296,7 @@ def _is_sample(size: object, seconds: object) -> bool:
 
 
 def _time(seconds: float) -> str:
-    """1.3 ms, 23 µs: three digits at most."""
+    """Formats a time with at most three digits: 1.3 ms, 23 µs."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
         if seconds * factor >= 1:
             return f"{seconds * factor:.3g} {unit}"

@@ -5,15 +5,49 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from diskprefix.cache.policy.select import StateKind
-from diskprefix.cache.tiers.nodes import Node, PromptNodes, Rest
+from diskprefix.cache.tiers.nodes import Node, PartialMatch, PromptNodes
 from diskprefix.cache.tiers.tier import NodeIndex
+from diskprefix.nouns import Refused, StateSource
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import LEAST_TOKENS, common_prefix_length
 
+if TYPE_CHECKING:
+    import torch
+
 _Index = TypeVar("_Index", bound=NodeIndex)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """The part of a prompt that was stored when its request came, and the part that was restored.
+
+    The memory now has the state after `num_tokens` tokens, for which `num_bytes` were loaded from `source`. The store
+    alone can restore `stored_tokens`; `last_node` is the last node of these. `blocks` are the full blocks that are
+    stored, from position 0 on, and may reach further: `refused` says why they were not restored. `matched` is the
+    number of tokens that are stored. For `partial_match` see `Matcher`. `exact`: the restored state is, bit for bit,
+    the state that a prefill from position 0 computes. `prefill_s` is the time that computing `num_tokens` tokens took,
+    in seconds; 0 if unknown. `logits` (shape [vocab], the model's dtype) come with an exact repeat; `has_tail`: the
+    prompt's tail is stored, which holds them too.
+    """
+
+    blocks: Sequence[Node] = ()
+    partial_match: PartialMatch | None = None
+    last_node: bytes | None = None
+    num_tokens: int = 0
+    stored_tokens: int = 0
+    num_bytes: int = 0
+    exact: bool = True
+    logits: torch.Tensor | None = None
+    has_tail: bool = False
+    matched: int = 0
+    refused: Refused | None = None
+    source: StateSource = "none"
+    prefill_s: float = 0.0
+    lookup_ms: float = 0.0
+    restore_ms: float = 0.0
 
 
 @dataclass
@@ -33,7 +67,7 @@ class Matcher(Generic[_Index]):
     has_logits: Callable[[], bool] = lambda: False
     blocks: list[Node] = field(default_factory=list)
     tail: Node | None = None
-    rest: Rest | None = None
+    partial_match: PartialMatch | None = None
     """Where prompts restore to the token: the node behind `blocks` that shares most of the prompt's tokens."""
     checkpoints: dict[int, Node | None] = field(default_factory=dict)
     """By position. None where none is stored."""
@@ -58,7 +92,7 @@ class Matcher(Generic[_Index]):
         if len(self.blocks) == self.nodes.num_blocks:
             tail = self.nodes.tail(parent, len(self.blocks), generated=generated)
             self.tail = tail if self._is_stored(tail) else None
-        self.rest = self._rest()
+        self.partial_match = self._find_partial_match()
         if self.needs_logits and self.tail is None and self._reaches_end() and self.has_logits():
             self.needs_logits = False
 
@@ -69,7 +103,7 @@ class Matcher(Generic[_Index]):
             return
         self.tail = None
         self.blocks = [block for block in self.blocks if block.end <= node.position]
-        self.rest = self._rest()
+        self.partial_match = self._find_partial_match()
 
     def restorable(self) -> tuple[list[Node], int]:
         """Returns the nodes of the longest prefix that can be restored, and its end.
@@ -92,7 +126,7 @@ class Matcher(Generic[_Index]):
         return blocks, blocks[-1].end if blocks else 0
 
     def _reaches_end(self) -> bool:
-        end = self.rest.end if self.rest else self.blocks[-1].end if self.blocks else 0
+        end = self.partial_match.end if self.partial_match else self.blocks[-1].end if self.blocks else 0
         return self.state == "token" and end == len(self.nodes.token_ids)
 
     def _part(self, num_blocks: int, end: int) -> tuple[Node, int] | None:
@@ -101,15 +135,15 @@ class Matcher(Generic[_Index]):
         start = num_blocks * self.nodes.block_size
         if num_blocks < len(self.blocks):
             return (self.blocks[num_blocks], end) if start < end else None
-        if self.rest is None or start == end:
+        if self.partial_match is None or start == end:
             return None
-        return self.rest.node, min(self.rest.end, end)
+        return self.partial_match.node, min(self.partial_match.end, end)
 
-    def _rest(self) -> Rest | None:
+    def _find_partial_match(self) -> PartialMatch | None:
         if self.state != "token":
             return None
         if self.tail is not None:
-            return Rest(self.tail, self.tail.end)
+            return PartialMatch(self.tail, self.tail.end)
         start, end = len(self.blocks) * self.nodes.block_size, len(self.nodes.token_ids)
         if start == end:
             return None
@@ -123,16 +157,16 @@ class Matcher(Generic[_Index]):
                 return True
         return False
 
-    def _most_similar(self, parent: bytes, start: int, end: int) -> Rest | None:
+    def _most_similar(self, parent: bytes, start: int, end: int) -> PartialMatch | None:
         """Returns the node that continues `parent` and shares most of the prompt's tokens from `start` to `end`. None
         if no node shares the first one."""
         wanted = self.nodes.token_ids[start:end]
-        found: list[Rest] = []
+        found: list[PartialMatch] = []
         for index in self.indexes:
             for node, token_ids in index.similar(parent, wanted):
                 num_common = common_prefix_length(token_ids, wanted)
                 if node.position == start and num_common and (self.reuse_generated or not node.generated):
-                    found.append(Rest(node, start + num_common))
+                    found.append(PartialMatch(node, start + num_common))
                     self.found_in.setdefault(node.name, index)
                     # The nodes after it share no more.
                     break

@@ -1,7 +1,7 @@
-"""What each tenant sees of the cache: its root, its recent prompts, and which of its blocks were seen before.
+"""One namespace for each tenant: its root, its recent prompts, and the blocks that it has seen.
 
-The memory of all tenants together is bounded; README.md says how. Reading a tenant from the store means to hash
-millions of tokens, so `load` does that on threads of its own, never on the engine's.
+The memory of all tenants together is bounded; README.md says how. Reading a tenant from the store hashes millions of
+tokens, so `load` does that on threads of its own, never on the engine's.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from diskprefix.cache.policy.admission import AdmissionFilter
-from diskprefix.cache.policy.history import History
+from diskprefix.cache.choosing import SeenPrompts
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.errors import CacheError
 from diskprefix.nouns import MAX_VALUE, SHARED, Tenant
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import HISTORY_TOKENS, RootRecord
+from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds, root_hash
 
@@ -28,44 +27,36 @@ log = logging.getLogger("diskprefix")
 
 _MAX_BYTES = 128 << 20
 _MAX_TENANTS = 256
-"""Bounds of what is kept in memory, over all tenants. The tenant that was used last is kept whatever its size, which
-`History` and `AdmissionFilter` bound."""
+"""Bounds over all tenants. The tenant that was used last is kept whatever its size, which `SeenPrompts` bounds."""
 _READING_THREADS = 4
 
 
 def _nothing() -> None:
-    """What is called when nobody else remembers prompts."""
+    """Does nothing."""
 
 
 @dataclass(eq=False)
 class TenantNamespace:
-    """What one tenant sees of the cache. `root` names all that is stored for it."""
+    """One tenant's part of the cache. `root` names everything that is stored for it."""
 
     root: bytes
     record: RootRecord
-    history: History
-    admission: AdmissionFilter
+    seen: SeenPrompts
     expires_at: float = math.inf
-    """When the first of its prompts expires, in seconds since the epoch."""
+    """The time when the first of its prompts expires, in seconds since the epoch."""
 
     def remember(self, token_ids: TokenIds, group: bytes, block_names: Sequence[bytes], expires_at: float) -> None:
-        """Adds a prompt, which has blocks of these names, as the newest."""
-        self.history.add(token_ids, group)
-        self.admission.add(token_ids, block_names, self.record.block_size)
+        """Adds a prompt as the newest. `block_names` are the names of its full blocks."""
+        self.seen.remember(token_ids, group, block_names)
         self.expires_at = min(self.expires_at, expires_at)
-
-    @property
-    def num_bytes(self) -> int:
-        """About what it takes in memory."""
-        return self.history.num_bytes + self.admission.num_bytes
 
 
 class TenantNamespaces:
-    """The namespaces of the tenants that were used last. `load` is for any thread; `get` and what it returns are for
-    the engine's thread.
+    """The namespaces of the tenants that were used last. `load` is for any thread; `get` and its result are for the
+    engine's thread.
 
-    `record_of` returns the record of a tenant's root. `on_history` gets a root and the prompts, oldest first, that were
-    read from the store for it. `ttl_s` is the daemon's time to live, 0 for none.
+    `record_of` returns the record of a tenant's root. `on_history` is called with a root and the prompts, oldest first,
+    that were read from the store for it. `ttl_s` is the daemon's time to live, 0 for none.
     """
 
     def __init__(
@@ -82,21 +73,21 @@ class TenantNamespaces:
         self._on_history = on_history
         self._ttl_s = ttl_s
         self._loaded: OrderedDict[Tenant, Future[TenantNamespace]] = OrderedDict()
-        """Those that are being read too. The one that was used longest ago comes first."""
+        """The loaded tenants and those that are being read. The one that was used longest ago comes first."""
         self._lock = threading.Lock()
-        """Of `_loaded` and `_purged_at`; never held while the store's prompts are read."""
+        """Guards `_loaded` and `_purged_at`. Never held while the store's prompts are read."""
         self._threads = ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="tenant")
         self.on_forget: Callable[[], None] = _nothing
-        """Called when what `on_history` was told may be gone."""
+        """Called when prompts that `on_history` got may be gone."""
         self.purged_at: bytes | None = None
-        """When `diskprefix purge` removed something last, as the store has it."""
+        """The time of the last `diskprefix purge`, as the store has it."""
 
     def load(self, tenant: Tenant) -> Future[TenantNamespace]:
-        """Have the tenant's recent prompts read from the store unless they are in memory. May take a second.
+        """Reads the tenant's recent prompts from the store unless they are in memory. May take a second.
 
-        Returns a future that is done when they are in memory, or could not be read: the next `load` tries again. All
-        who wait for a tenant share its future, and must not cancel it. Prompts that still wait to be written are not
-        read: they are missing from a tenant that was dropped and is read again so soon.
+        Returns a future that is done when they are in memory, or could not be read: then the next `load` tries again.
+        All callers for one tenant share its future, and must not cancel it. Prompts that still wait to be written are
+        not read, so they are missing from a tenant that was dropped and is read again soon.
         """
         self._forget_what_was_purged()
         with self._lock:
@@ -105,12 +96,12 @@ class TenantNamespaces:
             return self._use(tenant)
 
     def expires_at(self, came_at: float, ttl_s: float | None) -> float:
-        """Returns when a prompt expires that came at this time, both in seconds since the epoch, with a time to live of
-        its own or None."""
+        """Returns the time when a prompt expires that came at `came_at`, both in seconds since the epoch. `ttl_s` is
+        its own time to live, or None."""
         return came_at + (ttl_s or self._ttl_s or math.inf)
 
     def forget_deleted(self) -> None:
-        """Forget the tenants of whose prompts some were purged or have expired: the others are read anew."""
+        """Drops the tenants with purged or expired prompts. They are read again when needed."""
         self._forget_what_was_purged()
         now = self._store.clock()
         with self._lock:
@@ -120,12 +111,12 @@ class TenantNamespaces:
                     self.on_forget()
 
     def close(self) -> None:
-        """Wait for the tenants that are being read, and end the threads."""
+        """Waits for the tenants that are being read, and ends the threads."""
         self._threads.shutdown()
 
     def get(self, tenant: Tenant) -> TenantNamespace:
-        """The tenant's namespace. If it is not loaded, or not any more, one without recent prompts: then the request
-        is served as a tenant's first one is, and what it adds to the history counts from the next `load` on."""
+        """Returns the tenant's namespace. If it is not loaded, or no longer, returns one without recent prompts: the
+        request is served as a tenant's first one, and what it adds to the history counts from the next `load` on."""
         self._forget_what_was_purged()
         with self._lock:
             if tenant in self._loaded and self._use(tenant).done():
@@ -146,9 +137,9 @@ class TenantNamespaces:
         return namespace
 
     def _use(self, tenant: Tenant) -> Future[TenantNamespace]:
-        """Drops other tenants if there are too many. The caller holds the lock."""
+        """Marks a tenant as used, and drops others if there are too many. The caller holds the lock."""
         self._loaded.move_to_end(tenant)
-        num_bytes = {other: one.result().num_bytes for other, one in self._loaded.items() if one.done()}
+        num_bytes = {other: one.result().seen.num_bytes for other, one in self._loaded.items() if one.done()}
         total = sum(num_bytes.values())
         for oldest in list(num_bytes)[:-1]:
             if total <= _MAX_BYTES and len(self._loaded) <= _MAX_TENANTS:
@@ -158,7 +149,7 @@ class TenantNamespaces:
         return self._loaded[tenant]
 
     def _forget_what_was_purged(self) -> None:
-        """`diskprefix purge` may have removed recent prompts, here or in another process: they must be read anew."""
+        """Drops all tenants if `diskprefix purge` has removed prompts, here or in another process."""
         try:
             with self._store.snapshot() as snapshot:
                 purged_at = snapshot.meta("purged_at")
@@ -172,10 +163,8 @@ class TenantNamespaces:
 
     def _new(self, tenant: Tenant) -> TenantNamespace:
         record = self._record_of(tenant)
-        history = History(max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
-        return TenantNamespace(
-            root_hash(record.identity), record, history, AdmissionFilter(is_trusting=tenant == SHARED)
-        )
+        seen = SeenPrompts(record.block_size, is_trusting=tenant == SHARED)
+        return TenantNamespace(root_hash(record.identity), record, seen)
 
     def _read_into(self, namespace: TenantNamespace) -> None:
         with self._store.snapshot() as snapshot:

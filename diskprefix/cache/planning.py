@@ -1,14 +1,16 @@
-"""What of a prompt is still to be stored. Free of torch: the simulator plans the same."""
+"""The nodes of a prompt that are still to be stored. Free of torch, because the simulator plans the same."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from diskprefix.cache.matching import Restored
 from diskprefix.cache.policy.select import StateKind
-from diskprefix.cache.tiers.nodes import Node, PromptNodes, Rest
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.nouns import Mark, Selection
 from diskprefix.store.schema import Kind
+from diskprefix.tokens import TokenIds
 
 _SLICEABLE: tuple[StateKind, ...] = ("token", "sliceable")
 """Kinds of state that need no checkpoints."""
@@ -16,59 +18,45 @@ _SLICEABLE: tuple[StateKind, ...] = ("token", "sliceable")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is still to be stored, parents first; the node that holds the boundary, None without one; and the boundary
-    in tokens. `has_entry`: the prompt is to be listed as saved up to there."""
+    """The nodes that are still to be stored, parents first, and what the last batch of them brings with it.
 
-    nodes: tuple[Node, ...] = ()
-    tip: bytes | None = None
-    num_tokens: int = 0
-    has_entry: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """How far a prompt was stored when its request came.
-
-    `blocks` are its full blocks that are stored, from position 0 on; for `rest` see `Matcher`. `num_tokens` tokens were
-    restored, `tip` is the last node of those, and `exact` whether they are, bit for bit, what a prefill from position 0
-    computes.
+    `last_node` holds the boundary, which is at `num_tokens`; None if there is no boundary. `has_entry`: the prompt is
+    listed as saved up to there. `prompt` is added to the history, if it is given.
     """
 
-    blocks: Sequence[Node] = ()
-    rest: Rest | None = None
-    tip: bytes | None = None
+    nodes: tuple[Node, ...] = ()
+    last_node: bytes | None = None
     num_tokens: int = 0
-    exact: bool = True
+    has_entry: bool = True
+    prompt: TokenIds | None = None
 
 
 @dataclass
 class Planner:
-    """Plans what one request stores of its prompt, whose `nodes` may grow by its reply.
-
-    `prompt_tokens`: where the prompt ends. What stands behind it was decoded. `submitted` are the names of the nodes
-    that the request has stored itself.
-    """
+    """Plans the nodes that one request stores. `nodes` are those of the prompt, and may grow by its reply. Tokens
+    behind `prompt_tokens` were decoded. `submitted` are the names of the nodes that the request has stored itself."""
 
     nodes: PromptNodes
-    progress: Progress
+    restored: Restored
     state: StateKind
     prompt_tokens: int
     submitted: set[bytes] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._restorable = self.progress.num_tokens
-        """The last position that a later request could go on from."""
+        self._restorable = self.restored.stored_tokens
+        """The last position at which a later request could continue."""
 
     def plan(self, selection: Selection, states_at: Container[int]) -> Plan:
-        """What of the prompt the policy wants and is not stored yet. `states_at`: where states were taken."""
+        """Returns the nodes that the policy wants and that are not stored yet. `states_at`: the positions of copied
+        states."""
         missing, block = self.missing(selection.aligned // self.nodes.block_size, states_at)
         parent = block.name if block else self.nodes.root
         if selection.keep_tail:
-            end = self.nodes.tail(parent, self.nodes.num_blocks, generated=not self.progress.exact)
+            end = self.nodes.tail(parent, self.nodes.num_blocks, generated=not self.restored.exact)
         elif self.state == "token" and selection.aligned % self.nodes.block_size:
             end = self.nodes.partial_block(parent, selection.aligned)
         elif block is not None:
-            return Plan(missing, self._boundary_tip(block, states_at), block.end)
+            return Plan(missing, self._boundary_node(block, states_at), block.end)
         else:
             return Plan()
         holder = self._holder(end)
@@ -78,8 +66,8 @@ class Planner:
         return Plan(missing, holder, end.end, has_entry=self.state != "token")
 
     def plan_reply(self, nodes: PromptNodes, selection: Selection) -> Plan:
-        """What of the prompt and its reply, whose `nodes` these are, the policy wants and is not stored yet. Where
-        prompts restore to the token, decoding computes what a prefill computes."""
+        """Returns the same for the prompt and its reply, which have these `nodes`, if prompts restore to the token.
+        Decoding then computes the same bits as a prefill."""
         num_tokens = len(nodes.token_ids)
         end = min(selection.scope.value, num_tokens) if selection.reason == "tokens" else num_tokens
         if self.state != "token" or not selection.keeps_reply or end <= self.prompt_tokens:
@@ -88,22 +76,22 @@ class Planner:
         return self.plan(replace(selection, aligned=end, keep_tail=False), ())
 
     def _holder(self, end: Node) -> bytes | None:
-        """The stored node that has the tokens of a tail or a partial block, and the logits of a tail unless it has more
-        tokens. None if there is none."""
-        stored, rest = self.progress.blocks, self.progress.rest
+        """Returns the stored node that holds a tail or a partial block: all of its tokens, and the logits of a tail
+        unless the node has more tokens. None if there is none."""
+        stored, part = self.restored.blocks, self.restored.partial_match
         index = end.position // self.nodes.block_size
-        if end.name == self.progress.tip:
+        if end.name == self.restored.last_node:
             return end.name
         if self.state == "token" and index < len(stored):
             return stored[index].name
-        if rest is None or index > len(stored) or rest.end < end.end:
+        if part is None or index > len(stored) or part.end < end.end:
             return None
-        has_more = rest.node.end > end.end or rest.node.kind == Kind.TAIL or rest.node.kind == end.kind
-        return rest.node.name if has_more else None
+        has_more = part.node.end > end.end or part.node.kind in (Kind.TAIL, end.kind)
+        return part.node.name if has_more else None
 
     def missing(self, num_blocks: int, states_at: Container[int]) -> tuple[tuple[Node, ...], Node | None]:
-        """Of the first `num_blocks` blocks, those that are still to be stored, each with the checkpoint at its end if
-        there is one; and the last block of all, None without any."""
+        """Returns the missing ones of the first `num_blocks` blocks, each with the checkpoint at its end if there is
+        one, and the last block of all (None without any)."""
         missing: list[Node] = []
         block: Node | None = None
         for index in range(num_blocks):
@@ -115,10 +103,10 @@ class Planner:
         return tuple(missing), block
 
     def saved_tokens(self, nodes: Sequence[Node]) -> Iterator[int]:
-        """For each of the nodes to be stored, the tokens whose prefill it saves.
+        """Yields the number of tokens whose prefill each node saves.
 
-        Where states cannot be cut, a checkpoint or a tail saves all that lies between it and the one before, and blocks
-        alone save nothing; they count their own tokens, so that they have a cost too.
+        If states cannot be cut, a checkpoint or a tail saves all tokens since the one before, and blocks alone save
+        nothing; they count their own tokens, so that they have a cost too.
         """
         for node in nodes:
             if node.kind == Kind.BLOCK or self.state in _SLICEABLE:
@@ -128,10 +116,10 @@ class Planner:
                 self._restorable = node.end
 
     def _block(self, index: int, before: Node | None) -> tuple[Node, bool]:
-        """Block number `index` after the block `before`, and whether it is stored already, or will be."""
-        stored = self.progress.blocks
+        """Returns block number `index` after the block `before`, and whether it is stored or queued."""
+        stored = self.restored.blocks
         is_of_reply = (index + 1) * self.nodes.block_size > self.prompt_tokens
-        generated = self.state != "token" and (is_of_reply or not self.progress.exact)
+        generated = self.state != "token" and (is_of_reply or not self.restored.exact)
         # What was decoded and reaches further than was restored is not what this run computed.
         if index < len(stored) and stored[index].generated <= generated:
             return stored[index], True
@@ -139,19 +127,20 @@ class Planner:
         block = self.nodes.block(parent, index, generated=generated)
         return block, block.name in self.submitted
 
-    def _boundary_tip(self, block: Node, states_at: Container[int]) -> bytes | None:
-        """The node that a saved boundary ends with; None where the states at it were not computed by this run."""
+    def _boundary_node(self, block: Node, states_at: Container[int]) -> bytes | None:
+        """Returns the node that a boundary ends with. None if this run did not compute the states there."""
         if self.state in _SLICEABLE:
             return block.name
         checkpoint = self.nodes.checkpoint(block).name
-        return checkpoint if block.end in states_at or checkpoint == self.progress.tip else None
+        return checkpoint if block.end in states_at or checkpoint == self.restored.last_node else None
 
 
 def ttl_at(position: int, marks: Sequence[Mark], ttl_s: float | None) -> float | None:
-    """For how long what ends at a position is to be kept after its last use, in seconds; None is the daemon's own.
+    """Returns the time to live, after its last use, of a node that ends at `position`, in seconds; None leaves it to
+    the daemon.
 
-    A mark holds for all that stands before it, and the longest of them wins; what reaches no mark has `ttl_s`, what the
-    request asks for. Marks that leave it to the daemon count by `marked_nodes`.
+    A mark holds for all positions before it, and the longest time wins. Without a mark, `ttl_s` of the request holds.
+    Marks that leave the time to the daemon count by `marked_nodes`.
     """
     asked = [ttl for at, ttl in _asked(marks, ttl_s) if at >= position and ttl is not None]
     return max(asked, default=ttl_s)
@@ -160,8 +149,8 @@ def ttl_at(position: int, marks: Sequence[Mark], ttl_s: float | None) -> float |
 def marked_nodes(
     nodes: PromptNodes, marks: Sequence[Mark], ttl_s: float | None
 ) -> Iterator[tuple[bytes, float | None]]:
-    """For each mark the name of the last block before it, and the time that it asks for. To be touched if it is stored:
-    so a mark counts where an earlier request stored what stands before it, and none shortens what another asks for."""
+    """Yields the name of the last block before each mark, and the time that it asks for. They are to be touched: then a
+    mark also holds for blocks that an earlier request stored. No mark shortens the time of another one."""
     names = nodes.block_names
     for position, ttl in _asked(marks, ttl_s):
         if num_blocks := min(position // nodes.block_size, len(names)):

@@ -1,4 +1,4 @@
-"""What all requests of one prefix cache share: its store, its threads, its measured times and its counts."""
+"""The shared parts of one prefix cache: its store, its threads, its measured times and its counts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import logging
 import math
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 from diskprefix import hooks
 from diskprefix.cache.cost_model import CostModel
-from diskprefix.cache.tiers.buffer import BufferTier
-from diskprefix.cache.tiers.disk import DiskTier
 from diskprefix.cache.tiers.loading import READER_THREADS
-from diskprefix.cache.tiers.shared import SharedTier
-from diskprefix.cache.tiers.tier import Tier
+from diskprefix.cache.tiers.local import BufferTier, DiskTier
+from diskprefix.cache.tiers.tier import SharedTier, Tier, View
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layout import Layout
@@ -30,8 +30,9 @@ from diskprefix.store.writer import Writer
 
 log = logging.getLogger("diskprefix")
 
+_REMOTE_CLOSE_S = 5.0
 _NOTE_TTL_S = 30 * 86400.0
-"""Of notes, where `--kv-cache-ttl` is not given. OpenAI keeps responses for as long."""
+"""The time to live of notes without `--kv-cache-ttl`. OpenAI keeps responses as long."""
 
 
 def open_store(settings: Settings) -> Store:
@@ -59,51 +60,78 @@ def open_store(settings: Settings) -> Store:
     return store
 
 
+class TieredStore:
+    """An open store with its writer, the tiers that can be read at once, and the tier that machines share."""
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        """Raises `SettingsError` if the shared tier cannot be opened."""
+        self.settings, self.store = settings, store
+        self.remote: SharedTier | None = hooks.open_tier(settings)
+        self.writer = Writer(
+            store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
+        )
+        self.tiers: tuple[Tier, ...] = (BufferTier(self.writer), DiskTier(store, self.writer.quarantine))
+        """The nearest first."""
+
+    @contextmanager
+    def views(self) -> Iterator[list[View]]:
+        """Yields views of the tiers, the nearest first. Raises `CacheError`."""
+        with ExitStack() as stack:
+            yield [stack.enter_context(tier.view()) for tier in self.tiers]
+
+    def close(self, timeout_s: float) -> bool:
+        """Uploads and writes what waits, and closes the store. Returns False if time ran out before everything was
+        written."""
+        if self.remote is not None:
+            # It reads what it uploads from the store.
+            self.remote.close(min(timeout_s, _REMOTE_CLOSE_S))
+        is_written = self.writer.close(timeout_s)
+        if not self.writer.is_alive:
+            self.store.close()
+        return is_written
+
+
 class CacheResources:
-    """The store, the writer and the threads of one prefix cache, and what it counts."""
+    """The store and the threads of one prefix cache, and its counts."""
 
     cost_model: CostModel
 
     def __init__(self, settings: Settings, store: Store, layout: Layout, beside: CacheResources | None = None) -> None:
         """`beside` is the cache of another model in the same store, whose threads serve this one too."""
         self.settings = settings
-        self.store = store
         self.layout = layout
         self.payload_layout = PayloadLayout.parse(layout.describe())
         self.has_own_threads = beside is None
-        self.remote: SharedTier | None = hooks.open_tier(settings) if beside is None else beside.remote
+        self.tiered: TieredStore = TieredStore(settings, store) if beside is None else beside.tiered
+        self.store, self.writer = store, self.tiered.writer
+        self.tiers, self.remote = self.tiered.tiers, self.tiered.remote
         if beside is None:
-            self.writer = Writer(
-                store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
-            )
             self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
             self.capturer = Capturer(self.writer.reserve, lambda: self.count("errors"))
             self.writer.on_room = self.capturer.wake
         else:
-            self.writer, self.readers, self.capturer = beside.writer, beside.readers, beside.capturer
-        self.tiers: tuple[Tier, ...] = (BufferTier(self.writer), DiskTier(store, self.writer.quarantine))
-        """What can be read at once, the nearest first."""
+            self.readers, self.capturer = beside.readers, beside.capturer
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()
         self.hits_by_tier: Counter[str] = Counter(memory=0, disk=0, remote=0)
         self.misses: Counter[str] = Counter()
 
     def count(self, what: str) -> None:
-        """Add one to a counter. For any thread."""
+        """Adds one to a counter. For any thread."""
         with self._counting:
             self.counters[what] += 1
 
     def notes_of(self, root: bytes, record: RootRecord, ttl_s: float | None = None) -> TenantNotes:
-        """Returns the notes of a root, for any thread. `ttl_s` is the time to live of those that are put, in seconds;
-        with None the daemon's `--kv-cache-ttl` holds."""
+        """Returns the notes of a root, for any thread. `ttl_s` is the time to live of new notes, in seconds; with None
+        the daemon's `--kv-cache-ttl` holds."""
         return TenantNotes(self.writer.notes, root, record, ttl_s or self.settings.kv_cache_ttl or _NOTE_TTL_S)
 
     def prompt_expires_at(self, ttl_s: float | None) -> float:
-        """Returns when a prompt that comes now expires, in seconds since the epoch, with a time to live of its own or
-        None."""
+        """Returns the time when a prompt that comes now expires, in seconds since the epoch. `ttl_s` is its own time to
+        live, or None."""
         return self.store.clock() + (ttl_s or self.settings.kv_cache_ttl or math.inf)
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Wait until everything that is to be captured is in the writer's buffer, once that has room. Returns False if
-        the time runs out first."""
+        """Waits until everything that is to be captured is in the writer's buffer. Returns False if the time runs out
+        first."""
         return self.capturer.settle(timeout_s=timeout_s)

@@ -14,11 +14,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from diskprefix.cache.policy.safe_cuts import raw_boundaries
 from diskprefix.chat.draft import PromptDraft, Rendering
 from diskprefix.chat.template import ChatTemplate, neutralise
 from diskprefix.chat.template_input import TemplateInput, common_chars, probe_of
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, raw_boundaries
 
 Offsets: TypeAlias = Sequence[tuple[int, int]] | npt.NDArray[np.int32]
 """Token index → (start, end) in characters of the rendered text; end is exclusive. (0, 0) is a token without text."""

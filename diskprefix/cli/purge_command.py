@@ -31,7 +31,7 @@ from diskprefix.tenant_ids import matches, short_tenant
 from diskprefix.units import counted, format_size, parse_duration
 
 if TYPE_CHECKING:
-    from diskprefix.cache.tiers.shared import Bucket
+    from diskprefix.cache.tiers.tier import Bucket
 
 
 @click.command(short_help="Remove saved prompts, a model, a tenant, or what is old.")

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.request import CachedRequest
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.device import raise_if_lost, synchronize
 from diskprefix.engine.running_request import Reply
 from diskprefix.kv.arena import KVArena

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
-from diskprefix.cache.request import CachedRequest
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.gauges import Activity, ActivityState, EngineFigures
 from diskprefix.engine.guesser import Guesser

@@ -275,9 +275,10 @@ class KVArena:
             start = end
         return payload.data
 
-    def read_states(self) -> memoryview:
-        """Returns a copy of the states as in a checkpoint's payload. For the engine thread: each step changes them."""
-        payload = np.empty(self.layout.state_bytes, dtype=np.uint8)
+    def read_states(self, room_bytes: int = 0) -> memoryview:
+        """Returns a copy of the states as in a checkpoint's payload, with `room_bytes` more bytes behind them, which
+        hold anything. For the engine thread: each step changes the states."""
+        payload = np.empty(self.layout.state_bytes + room_bytes, dtype=np.uint8)
         start = 0
         for group, tensor in zip(self.layout.states, self._states, strict=True):
             copy_into(payload[start : start + group.num_bytes], tensor)

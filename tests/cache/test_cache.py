@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.request import CachedRequest
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
@@ -460,7 +460,7 @@ def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> Non
     runner.flush()
     purge(runner.cache.store, PurgeFilter(), time.time(), lambda _: None)
     again = runner.run(prompt, "auto")
-    assert (again.report.restored, len(runner.cache.namespaces.get(SHARED).history)) == (0, 1)
+    assert (again.report.restored, len(runner.cache.namespaces.get(SHARED).seen.history)) == (0, 1)
 
 
 STEPS_OF_A_REQUEST = ["restore", "after_step", "publish", "submit"]
@@ -479,7 +479,7 @@ def test_a_cache_without_memory_fails_no_request_and_leaks_nothing(
     runner.reopen()
     cold = runner.run(longer, "off", reply=4)
 
-    def fail(*_: Any) -> Any:
+    def fail(*_: Any, **_named: Any) -> Any:
         raise error
 
     target = {"restore": "fill", "after_step": "read_states", "publish": "read_states", "submit": "logits_bytes"}[step]
@@ -536,7 +536,7 @@ def test_what_a_restore_goes_on_from_stays_while_it_is_extended(tmp_path: Path) 
     runner.arena.reserve(len(branch))
     restored = cached.restore(runner.arena)
     assert (restored.num_tokens, restored.matched) == (4 * BLOCK, 6 * BLOCK)
-    assert set(runner.cache.store.evictor.pinned()) == {restored.tip, restored.blocks[-1].name}
+    assert set(runner.cache.store.evictor.pinned()) == {restored.last_node, restored.blocks[-1].name}
     cached.close()
     assert not runner.cache.store.evictor.pinned()
     runner.close()

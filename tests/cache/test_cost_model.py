@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.cache.cost_model import CostModel, Line
+from diskprefix.cache.cost_model import CostLine, CostModel
 from diskprefix.settings import cache_home
 from tests.runner import Runner, tiny_llama, tiny_settings
 
@@ -58,9 +58,9 @@ def feed(
     rng = np.random.default_rng(1)
     for _ in range(times):
         for num_tokens in (256, 700, 1500, 4000):
-            worth.note_prefill(num_tokens, (step_s + token_s * num_tokens) * (1 + noise * rng.uniform(-1, 1)))
+            worth.record_prefill(num_tokens, (step_s + token_s * num_tokens) * (1 + noise * rng.uniform(-1, 1)))
             num_bytes = num_tokens * BYTES_PER_TOKEN
-            worth.note_restore(num_bytes, (fixed_s + byte_s * num_bytes) * (1 + noise * rng.uniform(-1, 1)))
+            worth.record_restore(num_bytes, (fixed_s + byte_s * num_bytes) * (1 + noise * rng.uniform(-1, 1)))
     return worth
 
 
@@ -77,8 +77,8 @@ def test_everything_is_allowed_until_enough_is_measured() -> None:
         assert worth.as_dict()["state"] == "measuring"
         assert worth.as_dict()["break_even_tokens"] is None
         assert all(worth.allows(1, use="save") for _ in range(100))
-        worth.note_prefill(1000 * (count + 1), 1e-6 * (count + 1))
-        worth.note_restore(10**6 * (count + 1), 1.0)
+        worth.record_prefill(1000 * (count + 1), 1e-6 * (count + 1))
+        worth.record_restore(10**6 * (count + 1), 1.0)
     assert worth.is_known
     assert not worth.allows(1)
 
@@ -86,7 +86,7 @@ def test_everything_is_allowed_until_enough_is_measured() -> None:
 def test_prefills_alone_decide_nothing() -> None:
     worth = gate()
     for _ in range(50):
-        worth.note_prefill(1000, 1e-6)
+        worth.record_prefill(1000, 1e-6)
     assert not worth.is_known
     assert worth.allows(1)
     assert worth.as_dict()["prefill_s_per_token"] == pytest.approx(1e-9)
@@ -95,11 +95,11 @@ def test_prefills_alone_decide_nothing() -> None:
 def test_a_slow_first_restore_decides_nothing() -> None:
     worth = gate()
     for num_tokens in (500, 1000, 2000, 4000):
-        worth.note_prefill(num_tokens, 1e-5 * num_tokens)
+        worth.record_prefill(num_tokens, 1e-5 * num_tokens)
     for _ in range(ENOUGH - 1):
-        worth.note_restore(1000 * BYTES_PER_TOKEN, 5.0)
+        worth.record_restore(1000 * BYTES_PER_TOKEN, 5.0)
         assert worth.allows(1000)
-    worth.note_restore(1000 * BYTES_PER_TOKEN, 5.0)
+    worth.record_restore(1000 * BYTES_PER_TOKEN, 5.0)
     assert not worth.allows(1000)
 
 
@@ -173,8 +173,8 @@ def test_a_yes_means_that_restoring_is_estimated_faster(
 def test_the_speeds_are_found_again_among_noise_and_outliers() -> None:
     worth = feed(gate(), token_s=1e-3, byte_s=2e-9, fixed_s=5e-3, step_s=0.02, noise=0.05, times=6)
     for size in (3 * 10**6, 9 * 10**6, 2 * 10**7):
-        worth.note_restore(size, 4.0)
-        worth.note_prefill(size // BYTES_PER_TOKEN, 60.0)
+        worth.record_restore(size, 4.0)
+        worth.record_prefill(size // BYTES_PER_TOKEN, 60.0)
     report = worth.as_dict()
     assert report["prefill_s_per_token"] == pytest.approx(1e-3, rel=0.1)
     assert report["restore_s_per_byte"] == pytest.approx(2e-9, rel=0.1)
@@ -190,8 +190,8 @@ def test_the_fixed_part_of_a_step_is_not_taken_for_the_price_of_tokens() -> None
 def test_restores_of_one_size_do_not_close_the_gate_for_longer_ones() -> None:
     worth = gate()
     for _ in range(8):
-        worth.note_prefill(1000, 0.01)
-        worth.note_restore(1000 * BYTES_PER_TOKEN, 0.02)
+        worth.record_prefill(1000, 0.01)
+        worth.record_restore(1000 * BYTES_PER_TOKEN, 0.02)
     assert not worth.allows(1000)
     assert worth.break_even_tokens == pytest.approx(2000, abs=1)
     assert worth.allows(2001)
@@ -201,8 +201,8 @@ def test_restores_of_one_size_do_not_close_the_gate_for_shorter_ones() -> None:
     # By bytes 2000 tokens are restored in 23 ms. That their restore takes 700 ms too was not seen.
     worth = gate()
     for _ in range(8):
-        worth.note_prefill(60_000, 18.0)
-        worth.note_restore(60_000 * BYTES_PER_TOKEN, 0.7)
+        worth.record_prefill(60_000, 18.0)
+        worth.record_restore(60_000 * BYTES_PER_TOKEN, 0.7)
     assert worth.break_even_tokens == 1
     assert all(worth.allows(2000, use) for use in ("restore", "save") for _ in range(20))
     assert worth.as_dict()["reason"] == (
@@ -210,7 +210,7 @@ def test_restores_of_one_size_do_not_close_the_gate_for_shorter_ones() -> None:
     )
     # Once shorter ones are seen to take as long, the gate closes for them.
     for _ in range(8):
-        worth.note_restore(2000 * BYTES_PER_TOKEN, 0.7)
+        worth.record_restore(2000 * BYTES_PER_TOKEN, 0.7)
     assert not worth.allows(2000)
     assert worth.break_even_tokens == pytest.approx(0.7 / 3e-4, abs=1)
 
@@ -224,7 +224,7 @@ def test_restores_of_one_size_do_not_close_the_gate_for_shorter_ones() -> None:
 def test_samples_of_one_size_allow_what_any_line_through_them_would(
     size: int, seconds: float, share: float, asked: int
 ) -> None:
-    line = Line.through([(size, seconds)] * 5, if_alike="fixed")
+    line = CostLine.through([(size, seconds)] * 5, if_alike="fixed")
     assert line.at(size) == seconds
     assert line.at(asked) <= (share + (1 - share) * asked / size) * seconds * (1 + 1e-9)
 
@@ -246,19 +246,19 @@ def test_the_report_says_what_the_gate_does_where_layers_have_windows() -> None:
 
 
 def test_a_larger_restore_that_took_less_time_does_not_make_bytes_cheaper_than_free() -> None:
-    line = Line.through([(100, 4.0), (1000, 2.0), (10_000, 1.0)], if_alike="fixed")
-    assert line == Line(2.0, 0.0, holds_from=100)
-    assert Line.through([(100, 4.0), (1000, 2.0)], if_alike="per_unit").s_per_unit > 0
+    line = CostLine.through([(100, 4.0), (1000, 2.0), (10_000, 1.0)], if_alike="fixed")
+    assert line == CostLine(2.0, 0.0, holds_from=100)
+    assert CostLine.through([(100, 4.0), (1000, 2.0)], if_alike="per_unit").s_per_unit > 0
 
 
 def test_samples_of_nearly_the_same_size_do_not_tell_the_parts_apart() -> None:
     # Through the noise of the first three, a byte would seem to take a thousand times as long.
-    line = Line.through([(1000, 1.0), (1001, 2.0), (1002, 3.0), (4000, 5.0)], if_alike="fixed")
+    line = CostLine.through([(1000, 1.0), (1001, 2.0), (1002, 3.0), (4000, 5.0)], if_alike="fixed")
     assert line.s_per_unit == pytest.approx(1e-3, rel=0.02)
 
 
 def test_a_line_never_starts_below_zero() -> None:
-    line = Line.through([(1000, 1.0), (4000, 16.0), (2000, 4.0)], if_alike="fixed")
+    line = CostLine.through([(1000, 1.0), (4000, 16.0), (2000, 4.0)], if_alike="fixed")
     assert line.fixed_s == 0
     assert line.s_per_unit == pytest.approx(0.002)
 
@@ -279,8 +279,8 @@ def test_a_line_never_starts_below_zero() -> None:
 def test_what_cannot_be_a_measurement_is_not_one(size: int, seconds: float) -> None:
     worth = gate()
     for _ in range(8):
-        worth.note_prefill(size, seconds)
-        worth.note_restore(size, seconds)
+        worth.record_prefill(size, seconds)
+        worth.record_restore(size, seconds)
     report = worth.as_dict()
     assert (report["prefill_samples"], report["restore_samples"]) == (0, 0)
 
@@ -288,7 +288,7 @@ def test_what_cannot_be_a_measurement_is_not_one(size: int, seconds: float) -> N
 def test_computing_a_few_tokens_says_nothing_about_long_prompts() -> None:
     worth = gate()
     for _ in range(8):
-        worth.note_prefill(1, 0.04)
+        worth.record_prefill(1, 0.04)
     assert worth.as_dict()["prefill_samples"] == 0
 
 
@@ -309,7 +309,7 @@ def test_the_gate_opens_again_when_the_disk_is_fast_again() -> None:
         if worth.allows(1000 + 3000 * (number % 2)):
             num_restores += 1
             num_bytes = (1000 + 3000 * (num_restores % 2)) * BYTES_PER_TOKEN
-            worth.note_restore(num_bytes, 1e-3 + 1e-10 * num_bytes)
+            worth.record_restore(num_bytes, 1e-3 + 1e-10 * num_bytes)
     report = worth.as_dict()
     assert report["state"] == "open"
     assert report["restore_s_per_byte"] == pytest.approx(1e-10)
@@ -381,13 +381,13 @@ def test_the_reason_names_the_numbers(token_s: float, state: str, break_even: in
 
 def test_while_measuring_the_reason_says_how_much_is_missing() -> None:
     worth = gate()
-    worth.note_prefill(1000, 1.0)
+    worth.record_prefill(1000, 1.0)
     report = worth.as_dict()
     assert report["reason"] == (
         "1 of 4 prefills and 0 of 4 restores are measured: until then everything is saved and restored"
     )
     for _ in range(9):
-        worth.note_prefill(1000, 1.0)
+        worth.record_prefill(1000, 1.0)
     assert worth.as_dict()["reason"].startswith("4 of 4 prefills and 0 of 4 restores")
 
 
@@ -434,8 +434,8 @@ def test_what_was_just_enough_is_known_after_a_kill() -> None:
     before = gate(key=KEY)
     for number in range(1, ENOUGH + 1):
         assert not gate(key=KEY).is_known
-        before.note_prefill(1000 * number, 1e-5 * number)
-        before.note_restore(10**6 * number, 1.0 * number)
+        before.record_prefill(1000 * number, 1e-5 * number)
+        before.record_restore(10**6 * number, 1.0 * number)
     after = gate(key=KEY)
     assert after.is_known
     assert not after.allows(1000)
@@ -446,7 +446,7 @@ def test_from_then_on_it_is_written_down_now_and_then(monkeypatch: pytest.Monkey
     written: list[int] = []
     monkeypatch.setattr(worth, "remember", lambda: written.append(1))
     for _ in range(640):
-        worth.note_prefill(1000, 0.1)
+        worth.record_prefill(1000, 0.1)
     assert len(written) == 10
 
 
@@ -500,7 +500,7 @@ def test_a_daemon_that_measured_nothing_writes_nothing() -> None:
 def test_measurements_are_written_down_in_between_too() -> None:
     worth = gate(key=KEY)
     for _ in range(64):
-        worth.note_restore(1000, 1e-3)
+        worth.record_restore(1000, 1e-3)
     assert gate(key=KEY).as_dict()["restore_samples"] == 32
 
 
@@ -557,9 +557,9 @@ def test_what_a_token_takes_is_told_from_one_long_prefill_until_more_are_measure
     told = [model.measured_s_per_token]
     # The first one is short: it tells what a step takes.
     for size, seconds in ((20, 1.0), (1000, 2.0)):
-        model.note_prefill(size, seconds)
+        model.record_prefill(size, seconds)
         told.append(model.measured_s_per_token)
     assert told == [None, None, 0.002]
     for size in (500, 1500, 2000):
-        model.note_prefill(size, size / 1000)
+        model.record_prefill(size, size / 1000)
     assert model.measured_s_per_token == model.prefill_s_per_token

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.request import CachedRequest
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
@@ -160,7 +160,7 @@ def test_what_memory_has_counts_as_stored_for_no_policy(tmp_path: Path) -> None:
     runner = open_runner("qwen3_next", tmp_path)
     auto = CacheOptions(scope=parse_scope("auto", param="scope"))
     prompt = Prompt(PROMPT, boundaries=(len(PROMPT),))
-    runner.cache.namespaces.get(SHARED).history.add(PROMPT, b"")
+    runner.cache.namespaces.get(SHARED).seen.history.add(PROMPT, b"")
     logits = compute(runner, PROMPT)
     cached = runner.cache.begin(prompt, auto)
     cached.fetch(runner.arena, len(PROMPT), logits)

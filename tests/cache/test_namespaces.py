@@ -39,7 +39,7 @@ def ask(runner: Runner, tenant: Tenant, token_ids: TokenIds) -> str:
 def held(namespaces: TenantNamespaces) -> list[tuple[Tenant, int]]:
     """The tenants in memory, and the bytes of each."""
     loaded = namespaces._loaded.items()
-    return [(tenant, one.result().history.num_bytes + one.result().admission.num_bytes) for tenant, one in loaded]
+    return [(tenant, one.result().seen.num_bytes) for tenant, one in loaded]
 
 
 @pytest.mark.parametrize("num_tokens", [BLOCK + 1, 3 * BLOCK])
@@ -57,9 +57,9 @@ def test_all_that_is_remembered_of_tenants_is_bounded_in_bytes(
         for prompt in range(8):
             token_ids = random_prompt(100 * number + prompt, num_tokens)
             names = [bytes([number, prompt, block] + [0] * 13) for block in range(num_tokens // BLOCK)]
-            one.history.add(token_ids[:1])
-            one.admission.add(token_ids, names, BLOCK)
-        total += one.history.num_bytes + one.admission.num_bytes
+            one.seen.history.add(token_ids[:1])
+            one.seen.admission.add(token_ids, names, BLOCK)
+        total += one.seen.num_bytes
         *others, (latest, _) = held(namespaces)
         assert latest == tenant
         assert sum(size for _, size in others) <= limit
@@ -128,7 +128,7 @@ def test_what_was_purged_while_it_was_read_is_not_remembered(runner: Runner, mon
 
     monkeypatch.setattr(Snapshot, "recent_prompts", purged_meanwhile)
     namespaces.load(ALICE).result()
-    assert len(namespaces.get(ALICE).history) == 0
+    assert len(namespaces.get(ALICE).seen.history) == 0
 
 
 def test_a_tenant_that_could_not_be_read_is_read_by_its_next_request(
@@ -144,15 +144,15 @@ def test_a_tenant_that_could_not_be_read_is_read_by_its_next_request(
     with monkeypatch.context() as patched:
         patched.setattr(Snapshot, "recent_prompts", unreadable)
         runner.cache.load(ALICE).result()
-        assert len(runner.cache.namespaces.get(ALICE).history) == 0
+        assert len(runner.cache.namespaces.get(ALICE).seen.history) == 0
     runner.cache.load(ALICE).result()
-    assert len(runner.cache.namespaces.get(ALICE).history) == 1
+    assert len(runner.cache.namespaces.get(ALICE).seen.history) == 1
 
 
 def test_a_restart_reads_what_was_seen_before(runner: Runner) -> None:
     prompt = random_prompt(1, 4 * BLOCK + 3)
     ask(runner, ALICE, prompt)
-    before = runner.cache.namespaces.get(ALICE).num_bytes
+    before = runner.cache.namespaces.get(ALICE).seen.num_bytes
     runner.reopen()
     runner.cache.load(ALICE).result()
-    assert runner.cache.namespaces.get(ALICE).num_bytes == before > 0
+    assert runner.cache.namespaces.get(ALICE).seen.num_bytes == before > 0

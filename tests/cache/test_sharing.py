@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from diskprefix.cache.cost_model import CostModel
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.tiers.shared import Prefetched
+from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.errors import SettingsError
-from diskprefix.extras.remote.tier import RemoteTier
+from diskprefix.extras.remote.remote_tier import RemoteTier
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.settings import Settings
 from tests.object_server import Fault, ObjectServer, object_server
@@ -161,7 +161,7 @@ def test_waiting_for_the_bucket_is_not_taken_for_a_slow_disk(make: MakeRunner, m
     def wait_in_vain(*_: object) -> Prefetched:
         return Prefetched(seconds=1000.0, is_whole=False)
 
-    monkeypatch.setattr("diskprefix.cache.request.prefetch", wait_in_vain)
+    monkeypatch.setattr("diskprefix.cache.context.RequestContext.prefetch", wait_in_vain)
     report = runner.run(LONGER, "full").report
     assert report.source == "disk"
     assert report.restore_ms > 1e6
@@ -228,9 +228,9 @@ def test_fetching_pays_where_the_measured_network_is_faster_than_the_model() -> 
     worth = CostModel("auto", lambda num_tokens: 1000 * num_tokens)
     assert worth.pays_remote(100, 100_000), "while nothing is known"
     for num_tokens in (200, 400, 800, 1600):
-        worth.note_prefill(num_tokens, 0.001 * num_tokens)
+        worth.record_prefill(num_tokens, 0.001 * num_tokens)
         # 50 ms, and 1 MB a second.
-        worth.note_remote(Prefetched(num_bytes=1000 * num_tokens, seconds=0.05 + 0.0005 * num_tokens))
+        worth.record_prefetch(Prefetched(num_bytes=1000 * num_tokens, seconds=0.05 + 0.0005 * num_tokens))
     assert worth.pays_remote(1000, 1_000_000)
     assert not worth.pays_remote(50, 50_000)
     figures = worth.as_dict()

@@ -19,8 +19,8 @@ import torch
 
 from diskprefix.cache import publish as publish_module
 from diskprefix.cache import saving as saving_module
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.request import CachedRequest
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import CacheOptions, Prompt
@@ -318,7 +318,7 @@ def test_a_block_that_is_written_in_the_middle_has_its_cost(tmp_path: Path, monk
     # Each look at the clock takes half a second: after one step of 16 tokens, and after two.
     assert sorted(seconds()) == [pytest.approx(0.5), pytest.approx(0.5)]
     for num_tokens in (100, 200, 300, 400):
-        runner.cache.cost_model.note_prefill(num_tokens, num_tokens / 100)
+        runner.cache.cost_model.record_prefill(num_tokens, num_tokens / 100)
     runner.run(random_prompt(2, 2 * BLOCK + 3), 2 * BLOCK)
     assert sorted(seconds())[:2] == [pytest.approx(BLOCK / 100)] * 2
     runner.close()
@@ -444,8 +444,8 @@ def test_a_cancelled_request_that_must_not_save_leaves_nothing(name: str, option
 def test_where_computing_is_faster_a_cancelled_request_leaves_nothing(tmp_path: Path) -> None:
     runner = open_runner("token", tmp_path, kv_cache_gate="auto")
     for num_tokens in (100, 200, 300, 400):
-        runner.cache.cost_model.note_prefill(num_tokens, num_tokens / 1e6)
-        runner.cache.cost_model.note_restore(num_tokens, num_tokens * 1.0)
+        runner.cache.cost_model.record_prefill(num_tokens, num_tokens / 1e6)
+        runner.cache.cost_model.record_restore(num_tokens, num_tokens * 1.0)
     assert runner.cancelled(Prompt(random_prompt(1, 6 * BLOCK)), FULL, 4).saved == "none"
     runner.flush()
     assert runner.cache.store.counts()["blocks"] == 0

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from diskprefix.cache.policy.safe_cuts import last_safe, raw_boundaries
 from diskprefix.chat.boundaries import system_end, template_boundaries
 from diskprefix.chat.template import neutralise, template_markers
 from diskprefix.nouns import Prompt
-from diskprefix.tokens import as_token_ids
+from diskprefix.tokens import as_token_ids, raw_boundaries
 
 MARKERS = ("<|im_start|>", "<|im_end|>", "<s>", "<|im_end|>x")
 SPECIAL_IDS = {marker: index for index, marker in enumerate(MARKERS)}
@@ -329,7 +328,7 @@ def test_the_system_end_is_a_boundary_that_any_other_first_message_shares(
     [((), 7, 7), ((), 0, 0), ((1, 4, 9), 9, 9), ((1, 4, 9), 8, 4), ((1, 4, 9), 4, 4), ((1, 4, 9), 1, 1), ((4,), 3, 0)],
 )
 def test_the_last_safe_cut_is_at_or_below_the_limit(boundaries: tuple[int, ...], limit: int, cut: int) -> None:
-    assert last_safe(Prompt(as_token_ids(range(10)), boundaries), limit) == cut
+    assert Prompt(as_token_ids(range(10)), boundaries).last_safe(limit) == cut
 
 
 def template_of(*, user: str = "<u>", reply: str = "<a>", end: str = "<e>", thinks: bool = False) -> Any:

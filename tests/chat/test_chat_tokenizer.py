@@ -8,13 +8,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from diskprefix.cache.policy.admission import Sighting
-from diskprefix.cache.policy.safe_cuts import raw_boundaries
-from diskprefix.cache.policy.select import select
+from diskprefix.cache.policy.select import Rules, select
+from diskprefix.cache.policy.sightings import Sighting
 from diskprefix.chat.boundaries import system_end, template_boundaries
 from diskprefix.chat.template import neutralise
 from diskprefix.nouns import Prompt, Scope, Selection
-from diskprefix.tokens import as_token_ids, common_prefix_length
+from diskprefix.tokens import as_token_ids, common_prefix_length, raw_boundaries
 
 START, END = "<|im_start|>", "<|im_end|>"
 LINES = [
@@ -138,10 +137,7 @@ def cut(prompt: Prompt, *recent: Prompt) -> Selection:
         Scope("auto", 30),
         prompt,
         [other.token_ids for other in recent],
-        block_size=4,
-        min_tokens=4,
-        cold_max=100,
-        interval=100,
+        Rules(block_size=4, min_tokens=4, cold_max=100, interval=100),
         sighting=Sighting(trials=10),
     )
 

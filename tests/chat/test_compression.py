@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.cache.policy.select import select
+from diskprefix.cache.policy.select import Rules, select
 from diskprefix.chat.compression import PLACEHOLDER, shortened
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.messages import CacheMark, Conversation, Message, TextPart, ToolCall
@@ -248,7 +248,8 @@ def test_the_text_that_the_template_writes_is_that_of_the_prompt(
 
 
 def kept_of(prompt: Prompt, scope: Scope) -> tuple[int, str]:
-    chosen = select(scope, prompt, [], block_size=16, min_tokens=16, cold_max=100, interval=100, state="token")
+    rules = Rules(block_size=16, min_tokens=16, cold_max=100, interval=100, state="token")
+    chosen = select(scope, prompt, [], rules)
     return chosen.kept, chosen.reason
 
 

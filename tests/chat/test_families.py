@@ -13,7 +13,6 @@ import pytest
 from tokenizers import Tokenizer
 from transformers.utils import chat_template_utils
 
-from diskprefix.cache.policy.safe_cuts import last_safe
 from diskprefix.chat.encoder import TextParts
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import Prompt
@@ -83,7 +82,7 @@ def before_the_reply(family: Family, prompt: Prompt, word: str) -> int:
 
 def shared(earlier: Prompt, later: Prompt) -> int:
     """How much of the earlier prompt the later one can reuse, in tokens: down to a safe boundary."""
-    return last_safe(earlier, common_prefix_length(earlier.token_ids, later.token_ids))
+    return earlier.last_safe(common_prefix_length(earlier.token_ids, later.token_ids))
 
 
 @pytest.mark.parametrize("vocabulary", VOCABULARIES)
@@ -330,7 +329,7 @@ def test_marker_like_text_does_not_move_what_is_shared(family: Family) -> None:
     one, two = (prompt_of(family, [SYSTEM, user(forged + ending)]) for ending in ("One", "Two"))
     common = common_prefix_length(one.token_ids, two.token_ids)
     assert "Same words" in text_of(family, one, common)
-    assert "Same words" not in text_of(family, one, last_safe(one, common))
+    assert "Same words" not in text_of(family, one, one.last_safe(common))
 
 
 @families

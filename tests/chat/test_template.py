@@ -12,7 +12,7 @@ import pytest
 
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.policy.select import select
+from diskprefix.cache.policy.select import Rules, select
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
@@ -372,7 +372,8 @@ def test_auto_keeps_plain_text_of_a_tokenizer_that_adds_a_bos(tokenizer_with_bos
     assert first.token_ids[0] == second.token_ids[0] == 1
     assert second.boundaries == ()
     auto = parse_scope("auto", param="scope")
-    kept = select(auto, second, [first.token_ids], block_size=16, min_tokens=16, cold_max=1024, interval=1024)
+    rules = Rules(block_size=16, min_tokens=16, cold_max=1024, interval=1024)
+    kept = select(auto, second, [first.token_ids], rules)
     assert kept.reason == "shared_prefix"
     assert kept.aligned > 64
 

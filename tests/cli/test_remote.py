@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix.cache.tiers.shared import Upload
+from diskprefix.cache.tiers.tier import Upload
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.nouns import SHARED
 from diskprefix.store.schema import RootRecord

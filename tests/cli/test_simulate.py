@@ -16,12 +16,12 @@ from matplotlib.axes import Axes
 import diskprefix.extras.simulate.plot
 from diskprefix.cli.policy_file import find_policy
 from diskprefix.extras.simulate.baselines import whole_snapshots
-from diskprefix.extras.simulate.formats import read_trace
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.extras.simulate.machines import Setup, replay
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.synthetic import CATALOG, interleaved
+from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.nouns import CacheOptions, CacheReport, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids

@@ -16,7 +16,7 @@ from llguidance import LLMatcher
 
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.tiers.shared import Prefetched, PrefetchRequest
+from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
 from diskprefix.engine.constrained_reply import forbidden_by
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import Constraint, DoneEvent, GenerateRequest, SamplingParams

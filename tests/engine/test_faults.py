@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from diskprefix.cache.cache import PrefixCache
-from diskprefix.cache.request import CachedRequest
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine, Loop

@@ -12,10 +12,10 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 from diskprefix.app import load_engine
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
-from diskprefix.extras.simulate.formats import read_trace
 from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
+from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.model.exact import rehearsal as probe
 from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.settings import Settings
@@ -76,8 +76,8 @@ def test_a_request_that_is_computed_because_restoring_would_be_slower_is_recorde
     assert engine.cache.writer.flush(30)
     again = run_request(engine, request)
     for _ in range(32):
-        engine.cache.cost_model.note_prefill(1000, 1e-3)
-        engine.cache.cost_model.note_restore(1 << 20, 10.0)
+        engine.cache.cost_model.record_prefill(1000, 1e-3)
+        engine.cache.cost_model.record_restore(1 << 20, 10.0)
     assert (engine.cache.cost_model.break_even_tokens or 0) > 100
     closed = run_request(engine, request)
     engine.close()

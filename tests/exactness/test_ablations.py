@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.matching import Matcher
-from diskprefix.cache.request import CachedRequest
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layers import SlidingWindowLayer

@@ -22,8 +22,8 @@ def closed_gate() -> CostModel:
     """Computing takes 1 ms a token; restoring 10 ms, and 2 ms a token. 20 restores and 3 savings were asked for."""
     worth = CostModel("auto", loaded_bytes)
     for num_tokens in (100, 300, 900, 2700):
-        worth.note_prefill(num_tokens, 1e-3 * num_tokens)
-        worth.note_restore(loaded_bytes(num_tokens), 1e-2 + 2e-3 * num_tokens)
+        worth.record_prefill(num_tokens, 1e-3 * num_tokens)
+        worth.record_restore(loaded_bytes(num_tokens), 1e-2 + 2e-3 * num_tokens)
     for _ in range(20):
         worth.allows(5000)
     for _ in range(3):

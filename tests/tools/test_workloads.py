@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from diskprefix.extras.simulate.formats import read_trace
 from diskprefix.extras.simulate.trace import Trace
+from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.tokens import common_prefix_length
 from tests.server.chat_model import write_tokenizer
 from tools.programs import workloads

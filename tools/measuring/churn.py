@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from diskprefix.cache.restore import Restored
+from diskprefix.cache.matching import Restored
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.errors import CacheError, StoreFull
 from diskprefix.kv.layout import Layout
@@ -242,8 +242,8 @@ class Soak:
         pins = ExitStack()
         restored = model.restorer.restore_pinned(prompt, pins)
         self._keep_pinned(pins)
-        if restored.tip is not None:
-            self.writer.touch(restored.tip, self.clock.now)
+        if restored.last_node is not None:
+            self.writer.touch(restored.last_node, self.clock.now)
         self._note(model, prompt, restored)
         stored = len(restored.blocks) + (restored.logits is not None)
         publication = model.synthetic.publication(prompt, partial(self._payloads.of, model.synthetic), stored=stored)

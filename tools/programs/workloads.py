@@ -26,8 +26,8 @@ import click
 import numpy as np
 
 from diskprefix.errors import DiskPrefixError
-from diskprefix.extras.simulate.formats import ReadBody, read_trace
 from diskprefix.extras.simulate.trace import BlockRequest, Trace, TraceRequest, block_trace
+from diskprefix.extras.simulate.trace_formats import ReadBody, read_trace
 from diskprefix.nouns import Prompt
 from tools.measuring.options import DATA
 

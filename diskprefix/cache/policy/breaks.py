@@ -1,4 +1,4 @@
-"""Where a prompt leaves an earlier one although most of what follows is the same: what broke the prefix."""
+"""Finding what broke a prefix: where a prompt leaves an earlier one although most of what follows is the same."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from diskprefix.nouns import Break
 from diskprefix.tokens import TokenIds, common_prefix_length
 
 _WINDOW = 32
-"""Runs of so many tokens are looked for behind the break. A power of two."""
+"""The length of the token runs that are searched for behind the break. A power of two."""
 _LEAST_TOKENS = 256
-"""Fewer tokens that could have been restored are not worth a word."""
+"""Fewer lost tokens are not reported."""
 _MOST_PROMPTS = 8
 _FACTOR = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -22,8 +22,8 @@ _MASK = (1 << 64) - 1
 def find_break(token_ids: TokenIds, recent: Sequence[TokenIds], known: int) -> Break | None:
     """Returns the break that costs most; None if none of the `recent` prompts, newest first, shows one.
 
-    `known`: so many tokens from the first one on are found anyway. A break is one if at least 256 more would be found
-    without it, and if at least half of what followed in the earlier prompt follows here too.
+    `known` tokens from the first one on are found anyway. A break counts if at least 256 more would be found without
+    it, and if at least half of what followed in the earlier prompt follows here too.
     """
     commons = [common_prefix_length(token_ids, earlier) for earlier in recent]
     candidates = [
@@ -40,7 +40,7 @@ def find_break(token_ids: TokenIds, recent: Sequence[TokenIds], known: int) -> B
 
 
 def _num_shared(hashes: npt.NDArray[np.uint64], earlier: TokenIds) -> int:
-    """Returns how many tokens of `earlier` stand in runs that are among the ascending `hashes`; 0 if fewer than half of
+    """Returns the number of tokens of `earlier` in runs that are among the ascending `hashes`; 0 if fewer than half of
     them."""
     wanted = _hashes(earlier)[::_WINDOW]
     found = hashes[np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)]

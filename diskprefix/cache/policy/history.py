@@ -10,33 +10,33 @@ import numpy as np
 from diskprefix.tokens import TokenIds, common_prefix_length
 
 _PROMPT_BYTES = 256
-"""What a prompt takes in memory beside its tokens: an array, and its places in two queues."""
+"""The memory of a prompt beside its tokens: an array, and its places in two queues."""
 
 _MOST_OLDER = 1000
-"""Prompts before the window that are looked at."""
+"""Prompts before the window that are compared."""
 
 
 class History:
-    """Recent prompts, newest last, at most `max_prompts` of them and `max_tokens` tokens together.
+    """Recent prompts, newest last: at most `max_prompts`, with at most `max_tokens` tokens together.
 
-    A prompt may belong to a group, which then is a window of its own; the bounds are over all groups.
-    A prompt longer than `max_tokens` is remembered by its first `max_tokens` tokens: a common prefix that long is still
-    found, and one long prompt does not leave the window empty. Not thread-safe: one thread adds and reads.
+    A prompt may belong to a group, which is a window of its own; the bounds are over all groups. A prompt longer than
+    `max_tokens` is remembered by its first `max_tokens` tokens: a common prefix that long is still found. Not
+    thread-safe.
     """
 
     def __init__(self, max_prompts: int, max_tokens: int) -> None:
         self._max_prompts = max_prompts
         self._max_tokens = max_tokens
         self._windows: dict[bytes, deque[TokenIds]] = {}
-        """The prompts of each group that has any; those without a group are under the empty name."""
+        """The prompts of each group. Those without a group are under the empty name."""
         self._groups: deque[bytes] = deque()
         """The group of each prompt, in the order in which they were added."""
         self._num_tokens = 0
 
     def add(self, token_ids: TokenIds, group: bytes = b"") -> None:
-        """Remember a copy of `token_ids`, shape (num_tokens,), int32, as the newest; forget the oldest over the bounds.
+        """Adds a copy of `token_ids`, shape (num_tokens,), int32, as the newest, and drops the oldest over the bounds.
 
-        A prompt without tokens says nothing about any other and is not remembered.
+        A prompt without tokens is not remembered.
         """
         # A copy, because the caller's array may be a view of a database page or of a buffer that is used again.
         prompt: TokenIds = np.array(token_ids[: self._max_tokens], dtype=np.int32)
@@ -54,13 +54,13 @@ class History:
                 del self._windows[oldest_group]
 
     def recent(self, n: int, group: bytes = b"") -> tuple[TokenIds, ...]:
-        """The `n` newest prompts of a group, newest first; fewer if fewer are remembered. The arrays are read-only."""
+        """Returns the `n` newest prompts of a group, newest first; fewer if fewer are remembered. The arrays are
+        read-only."""
         return tuple(islice(reversed(self._windows.get(group, ())), max(n, 0)))
 
     def similar(self, token_ids: TokenIds, n: int, group: bytes = b"") -> TokenIds | None:
         """Returns the prompt of a group that shares most with `token_ids`, if it is older than the `n` newest ones.
-
-        Returns None if one of those shares as much. At most 1 000 older ones are looked at.
+        Returns None if one of those shares as much. At most 1 000 older ones are compared.
 
         Requests beside a conversation, such as the turns of a sub-agent, may fill the window between two of its turns.
         """
@@ -77,9 +77,9 @@ class History:
 
     @property
     def num_bytes(self) -> int:
-        """About what all prompts take in memory."""
+        """The approximate size of all prompts in memory."""
         return 4 * self._num_tokens + _PROMPT_BYTES * len(self._groups)
 
     def __len__(self) -> int:
-        """Prompts, whatever their groups."""
+        """Returns the number of prompts of all groups."""
         return len(self._groups)

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from diskprefix.cache.policy.admission import Sighting
-from diskprefix.cache.policy.safe_cuts import last_safe
+from diskprefix.cache.policy.sightings import Sighting
 from diskprefix.nouns import Prompt, Reason, Scope, Selection
+from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
 
 StateKind: TypeAlias = Literal["token", "sliceable", "checkpoints", "one_pass"]
@@ -36,21 +37,47 @@ StateKind: TypeAlias = Literal["token", "sliceable", "checkpoints", "one_pass"]
 which was computed in one pass."""
 
 _SHORT_END = 8
-"""A prompt of which at most one part in so many was rewritten is taken for the same conversation."""
+"""If at most one part of this many was rewritten, a prompt belongs to the same conversation."""
 _SEEN_ENOUGH = 8
-"""If so many recent prompts share nothing with each other, a new system message is not kept at once."""
+"""If this many recent prompts share nothing with each other, a new system message is not kept at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """The settings of the policy, and where a restored prefix can end (`state`). All numbers are in tokens.
+
+    A prefix shorter than `min_tokens` is not kept. `cold_max` and `interval` place the checkpoints of the scopes `full`
+    and `N`.
+    """
+
+    block_size: int
+    min_tokens: int
+    cold_max: int
+    interval: int
+    state: StateKind = "sliceable"
+
+    @classmethod
+    def of(cls, settings: Settings, state: StateKind) -> Rules:
+        """Returns the rules of a daemon's settings, for a model with this kind of state."""
+        return cls(
+            block_size=settings.block_size,
+            min_tokens=settings.kv_cache_min_tokens,
+            cold_max=settings.kv_cache_cold_max,
+            interval=settings.kv_cache_interval,
+            state=state,
+        )
 
 
 class _Choice(NamedTuple):
-    """A boundary, why, and for state at checkpoints only the positions below it with the votes for them."""
+    """A boundary, its reason, and for state at checkpoints only, the positions below it with their votes."""
 
     selected: int
     reason: Reason
     support: dict[int, int] | None = None
     is_whole: bool = True
-    """Whether the prompt's end is kept too, where the boundary is that."""
+    """The prompt's end is kept too, if the boundary is there."""
     goes_on: bool = False
-    """Whether a later prompt is expected to go on from the reply."""
+    """A later prompt is expected to continue from the reply."""
 
 
 class _Window(NamedTuple):
@@ -82,8 +109,8 @@ class _Window(NamedTuple):
 
     @property
     def lost(self) -> int:
-        """Tokens at the end of the prompt that this one shares most with, which this one does not have. If there are
-        several such prompts, the fewest."""
+        """The number of tokens at the end of the prompt that shares most with this one, which this one lacks. If there
+        are several such prompts, the fewest."""
         common = self.common
         if self.older is not None and self.common_older > common:
             return len(self.older) - self.common_older
@@ -95,27 +122,23 @@ def select(
     scope: Scope,
     prompt: Prompt,
     recent: Sequence[TokenIds],
+    rules: Rules,
     *,
-    block_size: int,
-    min_tokens: int,
-    cold_max: int,
-    interval: int,
-    state: StateKind = "sliceable",
     restored: int = 0,
     sighting: Sighting = Sighting(),  # noqa: B008 (immutable)
     older: TokenIds | None = None,
 ) -> Selection:
-    """What of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same answer.
+    """Returns the part of `prompt` to keep under `scope`, given the `recent` prompts, newest first. Same inputs, same
+    answer.
 
-    Of a prompt with messages left out, the scopes `auto` and `N` keep what is marked only: its tokens are not those of
-    the conversation.
+    If messages were left out of a prompt, the scopes `auto` and `N` keep marked positions only: its tokens are not
+    those of the conversation.
 
-    `state` says where a restored prefix can end. `cold_max` and `interval` place the checkpoints of `full` and
-    `N`; for those of `auto`, `restored` is how many tokens need not be computed. `sighting` is what is known of the
-    prompt's blocks beyond the window. `older` is a prompt from before the window that shares more than those in it: it
-    counts only for whether this prompt goes on from it.
+    `restored` is the number of tokens that need not be computed; the checkpoints of `auto` depend on it. `sighting`
+    says how much of the prompt was seen before, in the window or earlier. `older` is a prompt from before the window
+    that shares more than those in it: it counts only for whether this prompt goes on from it.
     """
-    num_tokens = len(prompt.token_ids)
+    num_tokens, block_size, state = len(prompt.token_ids), rules.block_size, rules.state
     if scope.kind == "off":
         return Selection(scope=scope, prompt_tokens=num_tokens, reason="off")
     auto = scope.kind == "auto"
@@ -124,7 +147,7 @@ def select(
     commons = [common_prefix_length(prompt.token_ids, earlier) for earlier in recent]
     common_older = 0 if older is None else common_prefix_length(prompt.token_ids, older)
     window = _Window(recent, commons, seen, sighting, older, common_older)
-    least = max(min_tokens, 1)
+    least = max(rules.min_tokens, 1)
 
     # Nothing would be kept for a mark with fewer than `least` tokens before it.
     grid = 1 if state == "token" else block_size
@@ -153,9 +176,9 @@ def select(
         positions = {aligned} | {floor_to_grid(position, block_size) for position in marks}
         if choice.support is None:
             if scope.kind == "full" or reason == "tokens":
-                positions |= _continued(aligned, block_size, interval)
+                positions |= _continued(aligned, block_size, rules.interval)
             if scope.kind == "full":
-                positions |= _structural(prompt, block_size, cold_max)
+                positions |= _structural(prompt, block_size, rules.cold_max)
         support = dict.fromkeys(positions, 0) | (choice.support or {})
     checkpoints = tuple(sorted(position for position in support if least <= position <= aligned))
     return Selection(
@@ -172,7 +195,7 @@ def select(
         recent=len(window.prompts),
         common=window.common,
         seen=seen,
-        safe=last_safe(prompt, window.known) if auto else 0,
+        safe=prompt.last_safe(window.known) if auto else 0,
         price=price,
         lost=window.lost,
         continues=sighting.continues,
@@ -188,26 +211,26 @@ def _as_told(scope: Scope, num_tokens: int) -> _Choice:
 
 
 def _by_sighting(prompt: Prompt, window: _Window, least: int) -> _Choice:
-    """The boundary where state can be cut anywhere."""
+    """Returns the boundary if state can be cut anywhere."""
     expected = _expected(prompt, window)
     if expected is not None and expected.selected > window.known:
         return expected
     if (guess := _system_guess(prompt, window, least)) is not None:
         return guess
-    safe = last_safe(prompt, window.known)
+    safe = prompt.last_safe(window.known)
     goes_on = expected is not None and expected.goes_on and safe == expected.selected
     return _Choice(safe, "shared_prefix", goes_on=goes_on) if safe else _Choice(0, _why_nothing(window))
 
 
 def _by_support(prompt: Prompt, window: _Window, block_size: int, least: int, restored: int, price: int) -> _Choice:
-    """The checkpoints after `restored` that are expected to save most. Each must save `price` tokens."""
+    """Returns the checkpoints after `restored` that are expected to save most. Each must save `price` tokens."""
     votes: Counter[int] = Counter()
     for earlier, common in zip(window.prompts, window.commons, strict=True):
         # A prompt that this one continues does not vote: its conversation goes on from here.
         if common < len(earlier):
-            votes[floor_to_grid(last_safe(prompt, common), block_size)] += 1
+            votes[floor_to_grid(prompt.last_safe(common), block_size)] += 1
     if window.seen > window.common:
-        votes[floor_to_grid(last_safe(prompt, window.seen), block_size)] += 1
+        votes[floor_to_grid(prompt.last_safe(window.seen), block_size)] += 1
     reasons: dict[int, Reason] = {}
     for expected in (_system_guess(prompt, window, least), _expected(prompt, window)):
         if expected is not None:
@@ -227,18 +250,19 @@ def _by_support(prompt: Prompt, window: _Window, block_size: int, least: int, re
 
 
 def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
-    """How much of the prompt is expected to come again, alone or with more behind it; None if that is not expected.
+    """Returns the part of the prompt that is expected to come again, alone or with more behind it; None if that is not
+    expected.
 
     A client may rewrite the end of a conversation in each turn (the beginning of a reply, a reminder, a list of open
-    files). As many tokens as were rewritten of the prompt before are expected to be rewritten of this one.
+    files). The number of tokens that were rewritten of the earlier prompt is expected to be rewritten of this one.
     """
     num_tokens, common = len(prompt.token_ids), window.most_common
-    last = last_safe(prompt, num_tokens)
+    last = prompt.last_safe(num_tokens)
     if window.sighting.continues:
         return _Choice(last, "continues", is_whole=False, goes_on=True)
     # To share only the system message, or less than was lost, says nothing about the rest.
-    is_same = last_safe(prompt, common) > prompt.system_end and window.lost <= common
-    end = last_safe(prompt, max(num_tokens - window.lost, 0)) if is_same else last
+    is_same = prompt.last_safe(common) > prompt.system_end and window.lost <= common
+    end = prompt.last_safe(max(num_tokens - window.lost, 0)) if is_same else last
     # What is rewritten before a reply takes the reply with it.
     goes_on = not (is_same and window.lost)
     if is_same and 0 < window.lost * _SHORT_END <= common + window.lost:
@@ -249,8 +273,8 @@ def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
 
 
 def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None:
-    """The end of a system message that was not seen before. None if there is none, or if the recent prompts show that
-    system messages do not come again."""
+    """Returns the end of a system message that was not seen before. None if there is none, or if the recent prompts
+    show that system messages do not come again."""
     if not prompt.system_end or window.known >= prompt.system_end:
         return None
     beginnings = [bytes(earlier[:least]) for earlier in window.prompts]
@@ -265,8 +289,8 @@ def _why_nothing(window: _Window) -> Reason:
 
 
 def _best_positions(votes: dict[int, int], start: int, price: int) -> dict[int, int]:
-    """Of the positions voted for, the set that saves most, with the votes that each gets in it; of equal sets a longer
-    one. By dynamic programming from the last position to the first, in O(n²) for n positions."""
+    """Returns the set of positions that saves most, with the votes that each gets in it; of equal sets a longer one. By
+    dynamic programming from the last position to the first, in O(n²) for n positions."""
     positions = [start, *sorted(votes)]
     num_votes = [0] * (len(positions) + 1)
     """Votes for each position and those after it."""
@@ -289,14 +313,15 @@ def _best_positions(votes: dict[int, int], start: int, price: int) -> dict[int, 
 
 
 def _continued(end: int, block_size: int, interval: int) -> set[int]:
-    """Every `interval` tokens up to `end`: they bound what a prompt that leaves this one in between recomputes."""
+    """Returns every `interval` tokens up to `end`: they bound the recomputation for a prompt that leaves this one in
+    between."""
     positions = np.arange(interval, end + 1, interval)
     return set((positions - positions % block_size).tolist())
 
 
 def _structural(prompt: Prompt, block_size: int, cold_max: int) -> set[int]:
-    """The end of the system message and a cold boundary, which other conversations share, and the last boundary, which
-    is what the next turn keeps of this one."""
+    """Returns the end of the system message and a cold boundary, which other conversations share, and the last
+    boundary, which the next turn keeps."""
     num_tokens = len(prompt.token_ids)
-    boundaries = prompt.system_end, last_safe(prompt, min(cold_max, num_tokens)), last_safe(prompt, num_tokens)
+    boundaries = prompt.system_end, prompt.last_safe(min(cold_max, num_tokens)), prompt.last_safe(num_tokens)
     return {floor_to_grid(position, block_size) for position in boundaries}

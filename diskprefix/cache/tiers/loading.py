@@ -25,11 +25,11 @@ READER_THREADS = 2
 class Loader:
     """Verifies, decodes and copies pieces on the reading threads, which take them one after the other.
 
-    `path` are the nodes of the prefix that ends at `end`, each with the view that has it, without those that end among
-    the first `have` tokens, which the sink has already. The last one may reach further; it is verified as a whole.
+    `path` has the nodes of the prefix that ends at `end`, each with the view that has it, except those that end among
+    the first `have` tokens, which the sink has already. The last node may reach further; it is verified as a whole.
     `first_needed` gives, for each group of per-token tensors and for the logits, the first token that is needed: layers
-    with a window look at no more. `num_bytes` is what was loaded, before encoding. `on_logits` is told the next-token
-    logits, if they are loaded, as soon as they are; on a reading thread.
+    with a window need no earlier ones. `num_bytes` is the size of what was loaded, before encoding. `on_logits` is
+    called with the next-token logits as soon as they are loaded, on a reading thread.
     """
 
     nodes: PromptNodes
@@ -49,8 +49,8 @@ class Loader:
         self._bad: dict[int, StoreCorrupt] = {}
 
     def run(self, readers: Executor) -> tuple[Node, View, StoreCorrupt] | None:
-        """Load everything. Returns the first node that cannot be used, its view, and what is wrong with it; None if all
-        can."""
+        """Loads everything. Returns the first node that cannot be used, its view, and its fault; None if all can be
+        used."""
         threads = [readers.submit(self._take) for _ in range(READER_THREADS)]
         # What is read belongs to the views: no thread may still read it when they are closed.
         wait(threads)

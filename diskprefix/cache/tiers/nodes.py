@@ -1,4 +1,4 @@
-"""The nodes that a prompt is made of: blocks, checkpoints and a tail, with the names that they have in the tree."""
+"""The nodes of a prompt: blocks, checkpoints and a tail, with their names in the tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diskprefix.tokens import ID_BYTES, TokenIds, block_hashes, floor_to_grid
 
 
 class Node(NamedTuple):
-    """A place in the prompt and the name that it has in the tree. `generated`: see `store.schema`."""
+    """A stretch of the prompt and its name in the tree. `generated`: see `store.schema`."""
 
     name: bytes
     parent: bytes
@@ -25,8 +25,8 @@ class Node(NamedTuple):
         return self.position + self.num_tokens
 
 
-class Rest(NamedTuple):
-    """A node that has a part of the prompt, and where the tokens end that they have in common."""
+class PartialMatch(NamedTuple):
+    """A node that shares its first tokens with the prompt, up to the position `end`."""
 
     node: Node
     end: int
@@ -45,22 +45,22 @@ class PromptNodes:
 
     @property
     def num_blocks(self) -> int:
-        """Full blocks in the prompt."""
+        """The number of full blocks."""
         return len(self.token_ids) // self.block_size
 
     def block(self, parent: bytes, index: int, *, generated: bool = False) -> Node:
-        """The full block number `index`, which continues `parent`."""
+        """Returns the full block number `index`, which continues `parent`."""
         known = self._blocks[index]
         if not generated and known.parent == parent:
             return known
         return self._node(parent, known.position, known.end, Kind.BLOCK, generated)
 
     def partial_block(self, parent: bytes, end: int) -> Node:
-        """The block that continues `parent` and ends at `end`, before it is full."""
+        """Returns the block that continues `parent` and ends at `end`, before it is full."""
         return self._node(parent, floor_to_grid(end, self.block_size), end, Kind.BLOCK, generated=False)
 
     def partial_block_of(self, parent: bytes, index: int, token_ids: bytes) -> Node:
-        """The block number `index` that continues `parent` with other token ids than the prompt's (int32,
+        """Returns block number `index` that continues `parent` with other token ids than the prompt's (int32,
         little-endian)."""
         name = node_name(self._secret, parent, token_ids, Kind.BLOCK)
         return Node(name, parent, index * self.block_size, len(token_ids) // ID_BYTES, Kind.BLOCK)
@@ -72,34 +72,34 @@ class PromptNodes:
 
     @cached_property
     def _blocks(self) -> list[Node]:
-        """Those blocks."""
+        """The full blocks with these names."""
         parents = [self.root, *self.block_names]
         size = self.block_size
         return [Node(name, parents[i], i * size, size, Kind.BLOCK) for i, name in enumerate(self.block_names)]
 
     @property
     def end_id(self) -> str:
-        """What tells the end of the prompt from that of every other one, where no block is generated."""
+        """A text that identifies the end of the prompt, if no block is generated."""
         parent = self.block_names[-1] if self.num_blocks else self.root
         return parent.hex() + self._bytes[ID_BYTES * self.num_blocks * self.block_size :].hex()
 
     def checkpoint(self, block: Node) -> Node:
-        """The states at the end of a block."""
+        """Returns the checkpoint at the end of a block."""
         return self._node(block.name, block.end, block.end, Kind.CHECKPOINT, block.generated)
 
     def tail(self, parent: bytes, index: int, *, generated: bool = False) -> Node:
-        """The end of the prompt after `index` full blocks: 0 to `block_size - 1` tokens, and the next-token logits."""
+        """Returns the tail behind `index` full blocks: 0 to `block_size - 1` tokens, and the next-token logits."""
         return self._node(parent, index * self.block_size, len(self.token_ids), Kind.TAIL, generated)
 
     def tokens(self, node: Node) -> TokenIds:
         return self.token_ids[node.position : node.end]
 
     def token_bytes(self, node: Node) -> bytes:
-        """The node's token ids as the store holds them."""
+        """Returns the node's token ids as the store holds them."""
         return self._bytes[ID_BYTES * node.position : ID_BYTES * node.end]
 
     def cuts(self, node: Node) -> tuple[Cut, ...]:
-        """Where the node's payload is cut into pieces, and what they hold."""
+        """Returns the pieces that the node's payload is cut into."""
         return self.layout.cuts(node.num_tokens, node.kind)
 
     def payload_bytes(self, node: Node) -> int:

@@ -1,30 +1,35 @@
-"""What a place for blocks offers to those who read it, and what memory they are read into."""
+"""The interfaces of tiers: those of one machine, and the tier that machines share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Literal, Protocol, TypeAlias
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.errors import StoreCorrupt
+from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.planes import Bytes
+from diskprefix.store.maintenance.purge import GoneText
 from diskprefix.store.pieces import Cut
+from diskprefix.store.schema import RootRecord
 from diskprefix.tokens import TokenIds
 
 TierName: TypeAlias = Literal["memory", "disk", "remote"]
 Write: TypeAlias = Callable[[Bytes], None]
-"""Writes one piece to where it is given: uint8 of shape [rows, row_bytes], each row contiguous. Raises `StoreCorrupt`
-if the piece is missing or damaged; what it was given may hold anything then. For any thread."""
+"""Writes one piece into an array: uint8 of shape [rows, row_bytes], each row contiguous. Raises `StoreCorrupt` if the
+piece is missing or damaged; the array may hold anything then. For any thread."""
 
 
 class BlockSink(Protocol):
     """Memory that the state of a sequence is read into: a `kv.arena.KVArena`, or a view of an engine's pages."""
 
     def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Write) -> None:
-        """Has `write` fill rows of a group; of per-token tensors for tokens `position` … `position + num_tokens`.
+        """Has `write` fill rows of a group. For per-token tensors, these are the rows of the tokens `position` …
+        `position + num_tokens`.
 
-        Groups are counted as in `store.pieces.Cut`. A row is one head of one tensor, or a part of a state. Different
+        Groups are numbered as in `store.pieces.Cut`. A row is one head of one tensor, or a part of a state. Different
         rows may be filled from different threads at once.
         """
 
@@ -49,28 +54,27 @@ class View(NodeIndex, Protocol):
 
     @property
     def damaged(self) -> Collection[bytes]:
-        """The names of the nodes that were found damaged. They are not found any more."""
+        """The names of the nodes that were found damaged. The view has them no longer."""
 
     def prefill_s(self, node: Node) -> float:
-        """Returns how long computing the node's tokens took, in seconds; 0 if that is not known."""
+        """Returns the time that computing the node's tokens took, in seconds; 0 if unknown."""
 
     def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
-        """Yields what writes the pieces with the numbers `needed`. `cuts` are all pieces of the node."""
+        """Yields functions that write the pieces with the numbers `needed`. `cuts` are all pieces of the node."""
 
     def drop(self, node: Node, error: StoreCorrupt) -> None:
-        """Have a damaged node removed from the tier, and from this view."""
+        """Has a damaged node removed from the tier, and from this view."""
 
 
 class Tier(Protocol):
-    """A place for blocks that can be read at once.
+    """A place for nodes that can be read at once.
 
-    There is no `put`: all that is computed goes one way, as publications, to the writer's buffer, which is the nearest
-    tier, and from there to the others.
+    It has no `put`: all new nodes go to the writer's buffer, which is the nearest tier, and from there to the disk.
     """
 
     def view(self) -> AbstractContextManager[View]:
-        """What the tier has now. Raises `CacheError`. Of several tiers, the nearest is viewed first: what moves on
-        meanwhile is then seen twice, never not at all."""
+        """Opens the tier's content of this moment. Raises `CacheError`. View the nearest tier first: a node that moves
+        meanwhile is then seen twice, never missed."""
 
 
 def nearest(nodes: PromptNodes, views: Sequence[View], node: Node) -> View | None:
@@ -79,8 +83,8 @@ def nearest(nodes: PromptNodes, views: Sequence[View], node: Node) -> View | Non
 
 
 def first_blocks(nodes: PromptNodes, views: Sequence[View], most: int) -> tuple[int, bytes]:
-    """Returns how many of a prompt's first `most` blocks the views have without a gap, and the name of the last one
-    (that of the root if there is none)."""
+    """Returns the number of a prompt's first blocks that the views have without a gap, at most `most`, and the name of
+    the last one (that of the root if there is none)."""
     name = nodes.root
     for number in range(most):
         block = nodes.block(name, number)
@@ -88,3 +92,109 @@ def first_blocks(nodes: PromptNodes, views: Sequence[View], most: int) -> tuple[
             return number, name
         name = block.name
     return most, name
+
+
+class Prefetched(NamedTuple):
+    """The result of `SharedTier.prefetch`: the names of the fetched nodes, their bytes before encoding, and seconds.
+
+    `wanted_bytes` is the size of all blocks that nearer tiers lacked. `is_whole`: nothing stopped it, neither time
+    (`is_late`), nor a failure, nor want of room.
+    """
+
+    names: frozenset[bytes] = frozenset()
+    num_bytes: int = 0
+    wanted_bytes: int = 0
+    seconds: float = 0.0
+    is_whole: bool = True
+    is_late: bool = False
+
+    @classmethod
+    def together(cls, found: Sequence[Prefetched], seconds: float) -> Prefetched:
+        """Returns the sum of several parts of one prompt, which took `seconds` in all."""
+        return cls(
+            frozenset().union(*(one.names for one in found)),
+            sum(one.num_bytes for one in found),
+            sum(one.wanted_bytes for one in found),
+            seconds,
+            all(one.is_whole for one in found),
+            any(one.is_late for one in found),
+        )
+
+    @property
+    def telling_bytes(self) -> int:
+        """The bytes to measure the tier's speed by, over `seconds`; 0 if this is no measurement."""
+        if self.is_late:
+            # It would have taken longer still.
+            return self.num_bytes or self.wanted_bytes
+        return self.num_bytes if self.is_whole else 0
+
+
+@dataclass(frozen=True)
+class PrefetchRequest:
+    """A request to fetch the nodes of a prompt that the shared tier has and the nearer `tiers` lack.
+
+    `publish` puts nodes, parents first, into the nearest tier, and returns False if there is no room. Fetching may take
+    `most_s` seconds. The state of the first `have` tokens is in memory, so nothing is fetched for their sake alone.
+    `is_cancelled` is polled meanwhile. `prefill_s_per_token`, `ttl_s` and `replaces` become those of the nodes; see
+    `NewNode`. `pays` tells for numbers of tokens and bytes whether fetching is expected to be faster than computing.
+    """
+
+    nodes: PromptNodes
+    tiers: Sequence[Tier]
+    publish: Callable[[tuple[NewNode, ...]], bool]
+    most_s: float
+    have: int = 0
+    pays: Callable[[int, int], bool] = lambda _num_tokens, _num_bytes: True
+    is_cancelled: Callable[[], bool] = lambda: False
+    prefill_s_per_token: float = 0.0
+    ttl_s: float | None = None
+    replaces: bool = False
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A prompt whose first `num_tokens` tokens are to be shared, as far as `tiers` have them. `in_parts`: prompts
+    restore to the token, so partial blocks are of use to others."""
+
+    nodes: PromptNodes
+    num_tokens: int
+    record: RootRecord
+    tiers: Sequence[Tier]
+    in_parts: bool = False
+
+
+class SharedTier(Protocol):
+    """The tier that machines share. An extra provides one: `hooks.open_tier`.
+
+    It may take seconds, so it is not read like the nearer tiers: its nodes are fetched to the nearest tier first, as if
+    they had been computed, and read from there. Methods are for any thread. Only `forget` raises network errors.
+    """
+
+    def prefetch(self, wish: PrefetchRequest) -> Prefetched:
+        """Fetches the nodes that nearer tiers lack, publishes them in the nearest one, and waits for that. Raises
+        `CacheError` if a nearer tier cannot be read."""
+
+    def upload(self, upload: Upload) -> None:
+        """Queues a prompt to be written where the shared tier lacks it. Does not wait."""
+
+    def forget(self, texts: Sequence[GoneText], timeout_s: float) -> int:
+        """Removes the objects of deleted texts. Returns the number of objects. Raises `CacheError`."""
+
+    def flush(self, timeout_s: float) -> bool:
+        """Waits until all is uploaded. Returns False if the time runs out first."""
+
+    def stats(self) -> dict[str, Any]:
+        """Returns the figures for `/props` and `/metrics`."""
+
+    def close(self, timeout_s: float) -> None:
+        """Uploads what waits, and ends."""
+
+
+class Bucket(Protocol):
+    """The objects of a shared tier, opened to remove some of them. Methods raise `CacheError`."""
+
+    def forget(self, texts: Sequence[GoneText]) -> int:
+        """Removes the objects of these texts. Returns their number."""
+
+    def purge(self, is_wanted: Callable[[str, str], bool]) -> int:
+        """Removes the roots for which `is_wanted(model, tenant)` holds. Returns the number of objects."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from diskprefix.namespace_key import NamespaceKey
 
 if TYPE_CHECKING:
-    from diskprefix.cache.tiers.shared import Bucket, SharedTier
+    from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.extras.remote.objects import ObjectStore
     from diskprefix.settings import Settings
     from diskprefix.store.maintenance.purge import GoneText
@@ -22,7 +22,7 @@ def open_tier(settings: Settings) -> SharedTier | None:
     if settings.remote_tier is None or settings.namespace_key_file is None:
         return None
     from diskprefix.extras.remote.objects import ObjectStore
-    from diskprefix.extras.remote.tier import RemoteTier
+    from diskprefix.extras.remote.remote_tier import RemoteTier
 
     key = NamespaceKey.read(settings.namespace_key_file)
     objects = ObjectStore(settings.remote_tier, timeout_s=settings.remote_deadline)
@@ -43,13 +43,13 @@ class _Bucket:
         self._objects, self._key = objects, key
 
     def forget(self, texts: Sequence[GoneText]) -> int:
-        """See `tiers.shared.Bucket`."""
+        """See `cache.tiers.tier.Bucket`."""
         from diskprefix.extras.remote import upkeep
 
         return len(upkeep.forget(self._objects, self._key, texts))
 
     def purge(self, is_wanted: Callable[[str, str], bool]) -> int:
-        """See `tiers.shared.Bucket`."""
+        """See `cache.tiers.tier.Bucket`."""
         from diskprefix.extras.remote import upkeep
 
         _, removed = upkeep.purge(self._objects, self._key, lambda root: is_wanted(root.model, root.tenant))

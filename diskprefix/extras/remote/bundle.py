@@ -25,13 +25,13 @@ from diskprefix.store.codec.codec import Codec, decode_piece, encode_piece, piec
 from diskprefix.store.schema import Kind
 
 ABOUT = "about"
-"""The name of the object that says what a root is."""
+"""The name of the object with the record of a root."""
 ABOUT_MOST_BYTES = 64 << 10
 REST = "-rest"
-"""What the name of an object with a partial block ends with."""
+"""The ending of the name of an object with a partial block."""
 _TARGET_BYTES = 4 << 20
 _MOST_BLOCKS = 16
-"""What a shorter prompt of another machine ends with may be any block of a bundle: all of them are asked for."""
+"""The last block of another machine's shorter prompt may be any block of a bundle: all of them are asked for."""
 
 
 class BundledNode(msgspec.Struct, frozen=True, array_like=True):
@@ -48,18 +48,18 @@ class BundledNode(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Header(msgspec.Struct, frozen=True, array_like=True):
-    """What a bundle begins with, signed. `root` and `created_at` (seconds since the epoch) are for people."""
+    """The signed beginning of a bundle. `root` and `created_at` (seconds since the epoch) are for people."""
 
     root: bytes
     created_at: float
     nodes: tuple[BundledNode, ...]
 
 
-class Slot(NamedTuple):
-    """A place for a bundle in a prompt: blocks `first` to `last`, and the prompt's tail if it `has_tail`.
+class BundleSlot(NamedTuple):
+    """The place of a bundle in a prompt: blocks `first` to `last`, and the prompt's tail if it `has_tail`.
 
-    `is_rest`: only the partial block behind `last` blocks, of whatever prompt that was written first. Where prompts
-    restore to the token, its first tokens serve others too.
+    `is_rest`: only the partial block behind `last` blocks, of the first prompt that wrote it. Where prompts restore to
+    the token, its first tokens serve others too.
     """
 
     first: int
@@ -69,27 +69,27 @@ class Slot(NamedTuple):
 
 
 def blocks_per_bundle(nodes: PromptNodes) -> int:
-    """Returns how many blocks make a bundle of a few MiB. All machines with one layout agree on it."""
+    """Returns the number of blocks in a bundle of a few MiB. All machines with one layout agree on it."""
     block_bytes = nodes.layout.payload_bytes(nodes.block_size, Kind.BLOCK)
     return max(1, min(_MOST_BLOCKS, -(-_TARGET_BYTES // max(1, block_bytes))))
 
 
-def whole_bundles(nodes: PromptNodes, size: int) -> list[Slot]:
+def whole_bundles(nodes: PromptNodes, size: int) -> list[BundleSlot]:
     """Returns the bundles of `size` blocks at the fixed positions of the prompt."""
-    return [Slot(first, first + size) for first in range(0, nodes.num_blocks - size + 1, size)]
+    return [BundleSlot(first, first + size) for first in range(0, nodes.num_blocks - size + 1, size)]
 
 
-def ends(size: int, first: int, num_blocks: int, *, with_tail: bool) -> list[Slot]:
+def ends(size: int, first: int, num_blocks: int, *, with_tail: bool) -> list[BundleSlot]:
     """Returns the shorter bundles that may follow `first` blocks, a multiple of `size`, the longest first.
 
     A prompt that ends there leaves one behind. `num_blocks` are looked at; `with_tail`: the prompt's tail too.
     """
     last = min(num_blocks, first + size - 1)
-    slots = [Slot(first, end) for end in range(last, first, -1)]
-    return [Slot(first, num_blocks, has_tail=True), *slots] if with_tail and num_blocks < first + size else slots
+    slots = [BundleSlot(first, end) for end in range(last, first, -1)]
+    return [BundleSlot(first, num_blocks, has_tail=True), *slots] if with_tail and num_blocks < first + size else slots
 
 
-def slot_nodes(nodes: PromptNodes, slot: Slot) -> Iterator[Node]:
+def slot_nodes(nodes: PromptNodes, slot: BundleSlot) -> Iterator[Node]:
     """Yields the nodes that a bundle in this place has, without the checkpoints, which it may have."""
     parent = _parent(nodes, slot.first)
     for index in range(slot.first, slot.last):
@@ -100,9 +100,9 @@ def slot_nodes(nodes: PromptNodes, slot: Slot) -> Iterator[Node]:
         yield nodes.tail(parent, slot.last)
 
 
-def most_bytes(nodes: PromptNodes, slot: Slot) -> int:
-    """Returns the most bytes that an object in this place can have. Who can write to the bucket can leave larger ones
-    there: they are not read."""
+def most_bytes(nodes: PromptNodes, slot: BundleSlot) -> int:
+    """Returns the most bytes that an object in this place can have. Larger objects, which others may have planted, are
+    not read."""
     block, checkpoint, tail = (
         sum(cut.piece.max_bytes for cut in nodes.layout.cuts(num_tokens, kind))
         for num_tokens, kind in ((nodes.block_size, Kind.BLOCK), (0, Kind.CHECKPOINT), (nodes.block_size, Kind.TAIL))
@@ -112,12 +112,12 @@ def most_bytes(nodes: PromptNodes, slot: Slot) -> int:
 
 
 def object_path(key: NamespaceKey, root: bytes, name: str) -> str:
-    """Returns where an object of a root lies. `name` is that of a bundle, or `ABOUT`."""
+    """Returns the path of an object of a root. `name` is that of a bundle, or `ABOUT`."""
     return f"{key.digest.hex()}/{root.hex()}/{name}"
 
 
-def slot_path(key: NamespaceKey, nodes: PromptNodes, slot: Slot) -> str:
-    """Returns the path of the bundle in this place: it is named by its last node, and ends with how many blocks stand
+def slot_path(key: NamespaceKey, nodes: PromptNodes, slot: BundleSlot) -> str:
+    """Returns the path of the bundle in this place: it is named by its last node, and ends with the number of blocks
     before its end."""
     if slot.is_rest:
         name = f"{rest_parent(nodes, slot).hex()}{REST}"
@@ -127,13 +127,13 @@ def slot_path(key: NamespaceKey, nodes: PromptNodes, slot: Slot) -> str:
     return object_path(key, nodes.root, f"{name}.{slot.last}")
 
 
-def rest_parent(nodes: PromptNodes, slot: Slot) -> bytes:
-    """Returns the name of what a partial block continues."""
+def rest_parent(nodes: PromptNodes, slot: BundleSlot) -> bytes:
+    """Returns the name of the node that a partial block continues."""
     return _parent(nodes, slot.last)
 
 
 def _parent(nodes: PromptNodes, num_blocks: int) -> bytes:
-    """Returns the name of what comes after so many blocks of the prompt continues."""
+    """Returns the name of the last of the first `num_blocks` blocks; that of the root for 0."""
     return nodes.block_names[num_blocks - 1] if num_blocks else nodes.root
 
 
@@ -167,7 +167,7 @@ def read_header(key: NamespaceKey, path: str, data: bytes | memoryview) -> Heade
         raise ObjectRefused("mismatch", f"its header cannot be read: {error}") from error
 
 
-def require_prompt(nodes: PromptNodes, slot: Slot, header: Header) -> list[Node]:
+def require_prompt(nodes: PromptNodes, slot: BundleSlot, header: Header) -> list[Node]:
     """Returns the bundle's nodes as the prompt names them. A name is no proof, so their token ids are compared.
 
     Raises `ObjectRefused` if the bundle is not exactly the one of this place, with checkpoints between its blocks.
@@ -192,7 +192,7 @@ def require_prompt(nodes: PromptNodes, slot: Slot, header: Header) -> list[Node]
     return found
 
 
-def _require_rest(nodes: PromptNodes, slot: Slot, header: Header) -> Node:
+def _require_rest(nodes: PromptNodes, slot: BundleSlot, header: Header) -> Node:
     (one,) = header.nodes if len(header.nodes) == 1 else (None,)
     if one is None or len(one.token_ids) % 4 or not 0 < len(one.token_ids) // 4 < nodes.block_size:
         raise ObjectRefused("mismatch", "it is no partial block")
@@ -211,7 +211,7 @@ def _require_pieces(nodes: PromptNodes, node: Node, one: BundledNode) -> None:
 
 
 def body_range(header: Header, first: int) -> tuple[int, int]:
-    """Returns where the pieces of the nodes from number `first` on begin and end, counted from the header's end."""
+    """Returns the range of the pieces of the nodes from number `first` on, counted from the header's end."""
     ends_at = list(accumulate((sum(one.sizes) for one in header.nodes), initial=0))
     return ends_at[first], ends_at[-1]
 

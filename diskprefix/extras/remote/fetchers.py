@@ -1,4 +1,4 @@
-"""Threads that fetch, and fetches that requests share."""
+"""Threads that fetch objects, and fetches that requests share."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _Result = TypeVar("_Result")
 
 
 @dataclass(eq=False)
-class Fetch(Generic[_Result]):
-    """One call, and how many wait for its result."""
+class ObjectFetch(Generic[_Result]):
+    """One call, and the number of requests that wait for its result."""
 
     key: Hashable
     call: Callable[[], _Result]
@@ -24,25 +24,25 @@ class Fetch(Generic[_Result]):
 
 class Fetchers(Generic[_Result]):
     """Runs calls on daemon threads, because a process that ends must not wait for the network (it does for a
-    `ThreadPoolExecutor`). Those who want the same share one call. For any thread."""
+    `ThreadPoolExecutor`). Requests for the same key share one call. For any thread."""
 
     def __init__(self, most_threads: int) -> None:
         self._most_threads = most_threads
         self._num_threads = 0
         self._idle = threading.Semaphore(0)
-        self._queue: SimpleQueue[Fetch[_Result] | None] = SimpleQueue()
-        self._running: dict[Hashable, Fetch[_Result]] = {}
-        """Those that wait in the queue, too."""
+        self._queue: SimpleQueue[ObjectFetch[_Result] | None] = SimpleQueue()
+        self._running: dict[Hashable, ObjectFetch[_Result]] = {}
+        """The running fetches and those in the queue."""
         self._lock = threading.Lock()
-        """Of all but the queue."""
+        """Guards everything but the queue."""
 
-    def share(self, key: Hashable, call: Callable[[], _Result]) -> Fetch[_Result]:
-        """Returns the fetch with this key; `call` is run if there is none. Who does not wait for it any more says so
-        with `leave`."""
+    def share(self, key: Hashable, call: Callable[[], _Result]) -> ObjectFetch[_Result]:
+        """Returns the fetch with this key, and starts it with `call` if there is none. A caller that stops waiting
+        calls `leave`."""
         with self._lock:
             fetch = self._running.get(key)
             if fetch is None:
-                fetch = self._running[key] = Fetch(key, call)
+                fetch = self._running[key] = ObjectFetch(key, call)
                 self._queue.put(fetch)
                 if not self._idle.acquire(blocking=False) and self._num_threads < self._most_threads:
                     self._num_threads += 1
@@ -50,15 +50,15 @@ class Fetchers(Generic[_Result]):
             fetch.num_waiting += 1
             return fetch
 
-    def leave(self, fetch: Fetch[_Result]) -> None:
-        """Somebody does not wait for a fetch any more. If nobody does, and it has not begun, it never will."""
+    def leave(self, fetch: ObjectFetch[_Result]) -> None:
+        """Stops waiting for a fetch. If nobody else waits and it has not begun, it is cancelled."""
         with self._lock:
             fetch.num_waiting -= 1
             if not fetch.num_waiting and fetch.future.cancel():
                 del self._running[fetch.key]
 
     def close(self) -> None:
-        """Let the threads end when they have done what is queued. Does not wait."""
+        """Lets the threads end when the queue is empty. Does not wait."""
         self._queue.put(None)
 
     def _run(self) -> None:
@@ -70,7 +70,7 @@ class Fetchers(Generic[_Result]):
             self._idle.release()
         self._queue.put(None)
 
-    def _call(self, fetch: Fetch[_Result]) -> None:
+    def _call(self, fetch: ObjectFetch[_Result]) -> None:
         try:
             result = fetch.call()
         except BaseException as error:  # noqa: BLE001 (who waits is told)
@@ -80,6 +80,6 @@ class Fetchers(Generic[_Result]):
             self._end(fetch)
             fetch.future.set_result(result)
 
-    def _end(self, fetch: Fetch[_Result]) -> None:
+    def _end(self, fetch: ObjectFetch[_Result]) -> None:
         with self._lock:
             del self._running[fetch.key]

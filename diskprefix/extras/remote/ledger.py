@@ -1,4 +1,4 @@
-"""What one process knows of the objects without asking, and what it counts."""
+"""The objects that one process knows of, and its counts."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from diskprefix.extras.remote.sealing import ObjectRefused, RefusalReason
 log = logging.getLogger("diskprefix")
 
 _MOST = 100_000
-"""Paths that are remembered of each kind. The ones that were noted first are forgotten first."""
+"""Paths that are remembered of each kind. The oldest are dropped first."""
 _KNOWN_S = 86400.0
-"""What was there so long ago may have been swept."""
+"""Seconds for which an object counts as present. After that it may have been swept."""
 _FETCHING = ("fetched", "fetched_bytes", "missing", "late", "skipped", "slower", "failed")
 _COUNTS = (*_FETCHING, "written", "written_bytes", "dropped")
 
 
 class Ledger:
-    """Which objects are there, which were refused, and counts of what happened. For any thread."""
+    """The objects that are present, those that were refused, and counts. For any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
         self._known: OrderedDict[str, float] = OrderedDict()
         self._bad: OrderedDict[str, float] = OrderedDict()
-        """Both with the time at which they were noted."""
+        """Both with the time at which they were recorded."""
         self._counters: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
 
     def is_known(self, path: str) -> bool:
-        """Whether an object was there within the last day, and sound if this process has read it."""
+        """Returns whether an object was present within the last day, and sound if this process has read it."""
         with self._lock:
             noted = self._known.get(path)
             return noted is not None and self._clock() - noted < _KNOWN_S
 
     def is_bad(self, path: str) -> bool:
-        """Whether an object was refused. It is not fetched again, and may be overwritten."""
+        """Returns whether an object was refused. It is not fetched again, and may be overwritten."""
         with self._lock:
             return path in self._bad
 
     def note(self, path: str, *, written_bytes: int = 0) -> None:
-        """An object is there: it was found, read or, if `written_bytes` are given, written."""
+        """Records that an object is present: it was found, read or, if `written_bytes` are given, written."""
         with self._lock:
             self._remember(self._known, path)
             if written_bytes:
@@ -54,13 +54,13 @@ class Ledger:
                 self._counters["written_bytes"] += written_bytes
 
     def miss(self, path: str) -> None:
-        """An object was asked for and is not there: it may have been purged."""
+        """Records that an object is missing: it may have been purged."""
         self.count("missing")
         with self._lock:
             self._known.pop(path, None)
 
     def forget(self, paths: Iterable[str]) -> None:
-        """Objects were removed."""
+        """Drops removed objects."""
         with self._lock:
             for path in paths:
                 self._known.pop(path, None)

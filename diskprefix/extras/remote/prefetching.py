@@ -1,4 +1,4 @@
-"""PrefetchRequest what the shared tier has of one prompt to the nearest tier."""
+"""Fetching the nodes of one prompt from the shared tier to the nearest one."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeAlias
 
-from diskprefix.cache.tiers.shared import PrefetchRequest
-from diskprefix.extras.remote.bundle import Slot, blocks_per_bundle, ends, whole_bundles
-from diskprefix.extras.remote.fetchers import Fetch, Fetchers
+from diskprefix.cache.tiers.tier import PrefetchRequest
+from diskprefix.extras.remote.bundle import BundleSlot, blocks_per_bundle, ends, whole_bundles
+from diskprefix.extras.remote.fetchers import Fetchers, ObjectFetch
 from diskprefix.store.changes import NewNode
 from diskprefix.tokens import LEAST_TOKENS, common_prefix_length
 
@@ -33,11 +33,11 @@ class PrefetchJob:
         num_near: int,
         deadline: float,
         fetchers: Fetchers[Found],
-        fetch: Callable[[PrefetchRequest, Slot, int], Fetch[Found]],
+        fetch: Callable[[PrefetchRequest, BundleSlot, int], ObjectFetch[Found]],
     ) -> None:
         self._wish, self._num_near, self._deadline = wish, num_near, deadline
         self._fetchers, self._ask = fetchers, fetch
-        self._asked: set[Fetch[Found]] = set()
+        self._asked: set[ObjectFetch[Found]] = set()
         self.names: set[bytes] = set()
         self.num_bytes = 0
         self.is_whole, self.is_late = True, False
@@ -56,7 +56,7 @@ class PrefetchJob:
         nodes = self._wish.nodes
         size = blocks_per_bundle(nodes)
         slots = deque(slot for slot in whole_bundles(nodes, size) if slot.last > self._num_near)
-        ahead: deque[tuple[Slot, Fetch[Found]]] = deque()
+        ahead: deque[tuple[BundleSlot, ObjectFetch[Found]]] = deque()
         at_once, reached = 1, self._num_near // size * size
         while slots or ahead:
             while slots and len(ahead) < at_once:
@@ -96,16 +96,16 @@ class PrefetchJob:
         left = nodes.token_ids[number * nodes.block_size :]
         if number * nodes.block_size < LEAST_TOKENS or len(left) < LEAST_TOKENS:
             return
-        found = self._result(self._fetch(Slot(number, number, is_rest=True)))
+        found = self._result(self._fetch(BundleSlot(number, number, is_rest=True)))
         if found and common_prefix_length(found[0].token_ids, left):
             self._publish(found)
 
-    def _fetch(self, slot: Slot) -> Fetch[Found]:
+    def _fetch(self, slot: BundleSlot) -> ObjectFetch[Found]:
         fetch = self._ask(self._wish, slot, self._num_near)
         self._asked.add(fetch)
         return fetch
 
-    def _result(self, fetch: Fetch[Found]) -> Found:
+    def _result(self, fetch: ObjectFetch[Found]) -> Found:
         """Waits until the time is over, or the request is cancelled. Raises what the fetch raises."""
         while not self._wish.is_cancelled():
             left = self._deadline - time.monotonic()

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.extras.remote.bundle import Slot, body_range, decode_payload, most_bytes, read_header, require_prompt
+from diskprefix.extras.remote.bundle import (
+    BundleSlot,
+    body_range,
+    decode_payload,
+    most_bytes,
+    read_header,
+    require_prompt,
+)
 from diskprefix.extras.remote.objects import Got, ObjectStore
 from diskprefix.extras.remote.sealing import SEAL_BYTES, ObjectRefused, sealed_bytes
 from diskprefix.namespace_key import NamespaceKey
@@ -16,8 +23,8 @@ _BEGINNING_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class BundleRead:
-    """Nodes of a bundle with their token ids (int32, little-endian) and raw payloads, how many bytes were read for
-    them, and when the object was written, in seconds since the epoch."""
+    """Nodes of a bundle with their token ids (int32, little-endian) and raw payloads, the bytes that were read for
+    them, and the time at which the object was written, in seconds since the epoch."""
 
     nodes: list[tuple[Node, bytes, memoryview]]
     num_bytes: int
@@ -25,7 +32,7 @@ class BundleRead:
 
 
 def read_bundle(
-    objects: ObjectStore, key: NamespaceKey, nodes: PromptNodes, slot: Slot, num_near: int, path: str
+    objects: ObjectStore, key: NamespaceKey, nodes: PromptNodes, slot: BundleSlot, num_near: int, path: str
 ) -> BundleRead | None:
     """Returns the nodes of the bundle at `path` that lie behind the prompt's first `num_near` blocks; None if there is
     no such object. Raises `ObjectRefused` and `RemoteUnavailable`."""
@@ -54,7 +61,7 @@ def read_bundle(
 
 
 def _beginning(objects: ObjectStore, path: str, most: int) -> Got | None:
-    """Returns at least the signed part of an object; None if there is none."""
+    """Returns at least the signed part of an object; None if there is no object."""
     got = objects.get_range(path, 0, _BEGINNING_BYTES, most)
     if got is not None and len(got.data) >= SEAL_BYTES and sealed_bytes(got.data) > len(got.data):
         got = objects.get_range(path, 0, sealed_bytes(got.data), most)

@@ -10,12 +10,11 @@ import msgspec
 import numpy as np
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.cache.tiers.shared import Upload
-from diskprefix.cache.tiers.tier import View, first_blocks, nearest
+from diskprefix.cache.tiers.tier import Upload, View, first_blocks, nearest
 from diskprefix.extras.remote.bundle import (
     ABOUT,
     ABOUT_MOST_BYTES,
-    Slot,
+    BundleSlot,
     blocks_per_bundle,
     encode_bundle,
     object_path,
@@ -43,11 +42,11 @@ def write_prompt(
     size = blocks_per_bundle(upload.nodes)
     num_blocks, has_tail = _stored(upload)
     slots = [slot for slot in whole_bundles(upload.nodes, size) if slot.last <= num_blocks]
-    end = Slot(num_blocks // size * size, num_blocks, has_tail)
+    end = BundleSlot(num_blocks // size * size, num_blocks, has_tail)
     if end.last > end.first or has_tail:
         slots.append(end)
     if upload.in_parts and num_blocks * upload.nodes.block_size < upload.num_tokens:
-        slots.append(Slot(num_blocks, num_blocks, is_rest=True))
+        slots.append(BundleSlot(num_blocks, num_blocks, is_rest=True))
     is_described = False
     for slot in slots:
         path = slot_path(key, upload.nodes, slot)
@@ -95,7 +94,7 @@ def _stored(upload: Upload) -> tuple[int, bool]:
         return number, is_whole and nearest(nodes, views, nodes.tail(parent, number)) is not None
 
 
-def _payloads(upload: Upload, slot: Slot) -> list[tuple[Node, bytes, memoryview]]:
+def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
     """Returns the nodes of a bundle with their token ids and raw payloads, verified, and the checkpoints between them.
     Returns nothing if a node is no longer there."""
     nodes = upload.nodes
@@ -113,7 +112,7 @@ def _payloads(upload: Upload, slot: Slot) -> list[tuple[Node, bytes, memoryview]
     return found
 
 
-def _rest(upload: Upload, slot: Slot) -> list[tuple[Node, bytes, memoryview]]:
+def _rest(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
     """Returns the partial block behind so many blocks that has most of the prompt's tokens, if there is one."""
     nodes = upload.nodes
     behind = nodes.token_ids[slot.last * nodes.block_size :]

@@ -8,9 +8,8 @@ from collections import OrderedDict, defaultdict
 import numpy as np
 
 from diskprefix.cache.policy.history import History
-from diskprefix.cache.policy.safe_cuts import last_safe
-from diskprefix.cache.radix_tree import RadixTree
 from diskprefix.extras.simulate.geometry import Geometry
+from diskprefix.extras.simulate.radix_tree import RadixTree
 from diskprefix.extras.simulate.simulator import Policy, Totals
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import DEFAULT_WINDOW, Scope
@@ -38,7 +37,7 @@ def whole_snapshots(trace: Trace, policy: Policy, geometry: Geometry, *, window:
         if request.scope == _OFF:
             continue
         shared = max((common_prefix_length(token_ids, ids) for ids in history.recent(window)), default=0)
-        boundary = last_safe(request.prompt, shared)
+        boundary = request.prompt.last_safe(shared)
         may_save = request.save and request.remembered
         if boundary >= max(policy.min_tokens, 1):
             totals.selected_tokens += boundary

@@ -14,10 +14,10 @@ import numpy as np
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.extras.simulate.object_store import GIB_MONTH_DOLLARS, ObjectStore, sweep_s
+from diskprefix.extras.simulate.object_store import GIB_MONTH_DOLLARS, SimulatedBucket, sweep_s
+from diskprefix.extras.simulate.simulated_store import NewEntry
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals
 from diskprefix.extras.simulate.spread import Spread, spreader
-from diskprefix.extras.simulate.store import NewEntry
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import Scope
 from diskprefix.store.schema import Kind
@@ -50,7 +50,7 @@ class MachinesRow:
     policy: Policy
     geometry: Geometry
     totals: Totals
-    store: ObjectStore
+    store: SimulatedBucket
     fetched_tokens: int
     busiest: int
     seconds: float
@@ -97,7 +97,7 @@ def replay(
     on_requests: Callable[[int], None] = lambda _number: None,
 ) -> MachinesRow:
     """Replays a whole trace. Requests come one after the other. `geometry` is one without checkpoints."""
-    store = ObjectStore()
+    store = SimulatedBucket()
     tier = None if setup.write == "off" else store
     machines = [_Machine(policy, geometry, tier, setup.write) for _ in range(setup.machines)]
     send = spreader(setup.spread, setup.machines, policy.block_size)
@@ -129,7 +129,7 @@ class _Machine:
 
     policy: Policy
     geometry: Geometry
-    tier: ObjectStore | None
+    tier: SimulatedBucket | None
     write: WriteRule
     fetched_tokens: int = 0
     simulator: Simulator = field(init=False)
@@ -158,7 +158,7 @@ class _Machine:
                 nodes = self.simulator.nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
             self._put(tier, request.when, nodes, missing_from)
 
-    def _fetch(self, tier: ObjectStore, request: TraceRequest, nodes: PromptNodes) -> int:
+    def _fetch(self, tier: SimulatedBucket, request: TraceRequest, nodes: PromptNodes) -> int:
         """Fetch the blocks that the tier has behind those of the machine's own store.
 
         Returns the number of the first object that the tier is known to lack.
@@ -191,7 +191,7 @@ class _Machine:
         ]
         self.simulator.store.publish(entries, blocks[-1].name, None, request.when)
 
-    def _put(self, tier: ObjectStore, now: float, nodes: PromptNodes, missing_from: int) -> None:
+    def _put(self, tier: SimulatedBucket, now: float, nodes: PromptNodes, missing_from: int) -> None:
         """Put the objects of a prompt that the rule asks for, if all their blocks are in this machine's store."""
         names, own = nodes.block_names, self._num_own(nodes)
         chosen: list[tuple[int, bytes]] = []

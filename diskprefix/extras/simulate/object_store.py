@@ -55,7 +55,7 @@ class Traffic:
         return min((limit / rate for limit, rate in rates if rate), default=float("inf"))
 
 
-class ObjectStore:
+class SimulatedBucket:
     """Immutable objects by name. Nothing is deleted."""
 
     def __init__(self) -> None:

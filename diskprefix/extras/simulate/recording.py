@@ -29,8 +29,8 @@ import msgspec
 import numpy as np
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cache.radix_tree import RadixTree
 from diskprefix.errors import SettingsError
+from diskprefix.extras.simulate.radix_tree import RadixTree
 from diskprefix.nouns import SHARED, CacheOptions, CacheReport, MissReason, Prompt, StateSource
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings

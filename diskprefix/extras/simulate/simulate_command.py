@@ -17,7 +17,6 @@ from diskprefix.cli.tooling import print_json, progress, status
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate import machines_command as simulate_machines
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare
-from diskprefix.extras.simulate.formats import ReadBody, read_trace
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.extras.simulate.machines import WRITE_RULES, WriteRule, setups
 from diskprefix.extras.simulate.plot import check_plot, draw
@@ -26,6 +25,7 @@ from diskprefix.extras.simulate.spread import SPREADS, Spread
 from diskprefix.extras.simulate.synthetic import CATALOG
 from diskprefix.extras.simulate.table import show
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
+from diskprefix.extras.simulate.trace_formats import ReadBody, read_trace
 from diskprefix.nouns import Scope
 from diskprefix.printable import printable_only
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings

@@ -11,18 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from diskprefix.cache.matching import Matcher
-from diskprefix.cache.planning import Plan, Planner, Progress, marked_nodes, ttl_at
-from diskprefix.cache.policy.admission import AdmissionFilter, Sighting
-from diskprefix.cache.policy.history import History
-from diskprefix.cache.policy.select import select
+from diskprefix.cache.choosing import SeenPrompts, choose_kept
+from diskprefix.cache.matching import Matcher, Restored
+from diskprefix.cache.planning import Plan, Planner, marked_nodes, ttl_at
+from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.extras.simulate.store import NewEntry, Rank, SimulatedStore
+from diskprefix.extras.simulate.simulated_store import NewEntry, Rank, SimulatedStore
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
-from diskprefix.nouns import DEFAULT_WINDOW, MAX_VALUE, Scope, Selection
+from diskprefix.nouns import CacheOptions, Scope, Selection
 from diskprefix.store.eviction import scores
-from diskprefix.store.schema import HISTORY_TOKENS, Kind
+from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds, root_hash
 
 _SECRET = 0
@@ -109,7 +108,14 @@ class Simulator:
         self.store = SimulatedStore(
             policy.budget_bytes, has_states=bool(geometry.state_bytes), ttl_s=policy.ttl_s, rank=policy.rank
         )
-        self.memories: dict[str, tuple[History, AdmissionFilter]] = {}
+        self._rules = Rules(
+            block_size=policy.block_size,
+            min_tokens=policy.min_tokens,
+            cold_max=policy.cold_max,
+            interval=policy.interval,
+            state=geometry.state_kind,
+        )
+        self._seen_by: dict[str, SeenPrompts] = {}
         """By tenant."""
         self._written: set[bytes] = set()
         self._ends: set[str] = set()
@@ -122,57 +128,46 @@ class Simulator:
         scope = request.scope or policy.scope
         self.store.pass_time(request.when)
         nodes = self.nodes(request, prompt.token_ids)
-        progress = self._restore(request, nodes) if scope.kind != "off" else Progress()
-        history, admission = self._memory(request)
-        names = nodes.block_names
-        is_auto = scope.kind == "auto"
-        selection = select(
-            scope,
-            prompt,
-            history.recent(scope.value if is_auto else DEFAULT_WINDOW, request.group),
-            block_size=policy.block_size,
-            min_tokens=policy.min_tokens,
-            cold_max=policy.cold_max,
-            interval=policy.interval,
-            state=self._geometry.state_kind,
-            restored=progress.num_tokens,
-            sighting=admission.look(prompt.token_ids, names, policy.block_size) if is_auto else Sighting(),
-            older=history.similar(prompt.token_ids, scope.value, request.group) if is_auto else None,
-        )
-        if not request.save and scope.kind != "off":
-            selection = selection.keeping_nothing("read_only")
+        restored = self._restore(request, nodes) if scope.kind != "off" else Restored()
+        seen, names = self._seen(request), nodes.block_names
+        options = CacheOptions(scope=scope, group=request.group, save=request.save)
+        selection = choose_kept(seen, self._rules, prompt, options, names, restored.num_tokens)
         written = 0
         if request.remembered and scope.kind != "off":
-            written = self._publish(request, nodes, progress, selection)
+            written = self._publish(request, nodes, restored, selection)
             if request.save and len(prompt.token_ids) >= policy.min_tokens:
-                history.add(prompt.token_ids, request.group)
-                admission.add(prompt.token_ids, names, policy.block_size)
-        self._count(len(prompt.token_ids), progress.num_tokens, selection, written)
-        return Outcome(progress.num_tokens, selection, written)
+                seen.remember(prompt.token_ids, request.group, names)
+        self._count(len(prompt.token_ids), restored.num_tokens, selection, written)
+        return Outcome(restored.num_tokens, selection, written)
 
-    def _memory(self, request: TraceRequest) -> tuple[History, AdmissionFilter]:
-        if request.tenant not in self.memories:
-            history = History(max_prompts=MAX_VALUE, max_tokens=HISTORY_TOKENS)
-            admission = AdmissionFilter(is_trusting=request.is_shared or not request.tenant)
-            self.memories[request.tenant] = history, admission
-        return self.memories[request.tenant]
+    def _seen(self, request: TraceRequest) -> SeenPrompts:
+        if request.tenant not in self._seen_by:
+            is_trusting = request.is_shared or not request.tenant
+            self._seen_by[request.tenant] = SeenPrompts(self._policy.block_size, is_trusting=is_trusting)
+        return self._seen_by[request.tenant]
 
-    def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Progress:
+    def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Restored:
         state = self._geometry.state_kind
         matcher = Matcher(nodes, [self.store], state, has_logits=lambda: nodes.end_id in self._ends)
         matcher.match()
         restorable, end = matcher.restorable()
         if not restorable:
-            return Progress(blocks=matcher.blocks, rest=matcher.rest)
-        tip = restorable[-1].name
-        self.store.touch(tip, request.when, 1, ttl_at(end, request.prompt.marks, request.ttl_s))
-        return Progress(blocks=matcher.blocks, rest=matcher.rest, tip=tip, num_tokens=end)
+            return Restored(blocks=matcher.blocks, partial_match=matcher.partial_match)
+        last = restorable[-1].name
+        self.store.touch(last, request.when, 1, ttl_at(end, request.prompt.marks, request.ttl_s))
+        return Restored(
+            blocks=matcher.blocks,
+            partial_match=matcher.partial_match,
+            last_node=last,
+            num_tokens=end,
+            stored_tokens=end,
+        )
 
-    def _publish(self, request: TraceRequest, nodes: PromptNodes, progress: Progress, selection: Selection) -> int:
+    def _publish(self, request: TraceRequest, nodes: PromptNodes, restored: Restored, selection: Selection) -> int:
         """The prompt, then its reply. Returns how many tokens were written."""
-        planner = Planner(nodes, progress, self._geometry.state_kind, len(nodes.token_ids))
+        planner = Planner(nodes, restored, self._geometry.state_kind, len(nodes.token_ids))
         # What was restored is not computed, so no checkpoint can be taken there.
-        plan = planner.plan(selection, {at for at in selection.checkpoints if at > progress.num_tokens})
+        plan = planner.plan(selection, {at for at in selection.checkpoints if at > restored.num_tokens})
         written = self._store(request, planner, plan, is_expected=selection.continues)
         keeps_logits = selection.keep_tail and self._geometry.state_kind == "token"
         if keeps_logits and not (plan.nodes and plan.nodes[-1].kind == Kind.TAIL):
@@ -183,7 +178,7 @@ class Simulator:
         if len(request.reply):
             whole = self.nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
             plan = planner.plan_reply(whole, selection)
-            if keeps_logits and plan.tip is not None:
+            if keeps_logits and plan.last_node is not None:
                 self._ends.add(nodes.end_id)
             written += self._store(request, planner, plan, is_expected=selection.continues)
         return written
@@ -204,9 +199,9 @@ class Simulator:
             )
             for node, saved in zip(plan.nodes, planner.saved_tokens(plan.nodes), strict=True)
         ]
-        if not entries and plan.tip is None:
+        if not entries and plan.last_node is None:
             return 0
-        if not self.store.publish(entries, plan.tip, ttl_at(plan.num_tokens, marks, ttl_s), request.when):
+        if not self.store.publish(entries, plan.last_node, ttl_at(plan.num_tokens, marks, ttl_s), request.when):
             return 0
         totals = self.totals
         for entry in entries:

@@ -13,10 +13,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from diskprefix.cache.policy.safe_cuts import raw_boundaries
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import Prompt
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries
 
 BEGIN, END = 1, 2
 _NEWLINE, _SYSTEM, _USER, _ASSISTANT = 198, 9690, 4093, 520

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from diskprefix.extras.vllm import _vllm_compat as compat
+from diskprefix.extras.vllm.connector_settings import connector_settings, own_names
 from diskprefix.extras.vllm.pages import Pages
 from diskprefix.extras.vllm.plans import RankIdentity, StepPlan
-from diskprefix.extras.vllm.scheduler import SchedulerSide
-from diskprefix.extras.vllm.settings import connector_settings, own_names
+from diskprefix.extras.vllm.scheduler_side import SchedulerSide
 from diskprefix.extras.vllm.shared_store import open_shared
 from diskprefix.extras.vllm.stats import DiskPrefixMetrics, DiskPrefixStats
 from diskprefix.extras.vllm.worker import WorkerSide
@@ -198,7 +198,7 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
         if self._scheduler is not None:
             self._scheduler.close()
         self._worker = self._scheduler = None
-        if not self._shared.close():
+        if not self._shared.release():
             log.warning("[disk-cache] not everything was saved: writing took too long")
 
     def _metadata(self) -> StepMetadata:

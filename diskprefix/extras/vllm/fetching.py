@@ -1,4 +1,4 @@
-"""What requests take from the tier that machines share: threads prefetch it to the store while the engine goes on."""
+"""Fetching from the shared tier: threads prefetch prompts to the store while the engine continues."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from diskprefix.cache.cost_model import CostModel
-from diskprefix.cache.tiers.buffer import publisher
+from diskprefix.cache.tiers.local import publisher
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.cache.tiers.shared import Prefetched, PrefetchRequest, SharedTier
+from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, SharedTier
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.plans import RankIdentity
 from diskprefix.extras.vllm.processors import unbind
@@ -28,8 +28,8 @@ _MOST_AT_ONCE = 16
 
 
 @dataclass
-class Fetch:
-    """What one request asked for. `names` are those of the nodes that came, once it is done."""
+class PromptFetch:
+    """The fetch of one request. `names` are those of the fetched nodes, once it is done."""
 
     names: frozenset[bytes] = frozenset()
     is_cancelled: threading.Event = field(default_factory=threading.Event)
@@ -52,19 +52,19 @@ class Fetcher:
         self._threads = ThreadPoolExecutor(_MOST_AT_ONCE, thread_name_prefix="remote-prefetch", initializer=unbind)
         self._closing = threading.Event()
 
-    def begin(self, tenant: str, prompt: TokenIds, have: int, ttl_s: float | None) -> Fetch:
-        """Have what the store lacks of a prompt fetched, for all ranks. The engine has the first `have` tokens."""
-        fetch = Fetch()
+    def begin(self, tenant: str, prompt: TokenIds, have: int, ttl_s: float | None) -> PromptFetch:
+        """Starts to fetch what the store lacks of a prompt, for all ranks. The engine has the first `have` tokens."""
+        fetch = PromptFetch()
         fetch.future = self._threads.submit(self._fetch, fetch, tenant, prompt, have, ttl_s)
         return fetch
 
     def close(self) -> None:
-        """End the threads. Waits for them, which takes as long as they look whether they are still wanted."""
+        """Ends the threads. Waits until they see that they are no longer wanted."""
         self._closing.set()
         self._threads.shutdown(cancel_futures=True)
 
-    def _fetch(self, fetch: Fetch, tenant: str, prompt: TokenIds, have: int, ttl_s: float | None) -> None:
-        """The request goes on with what has come, whatever happens."""
+    def _fetch(self, fetch: PromptFetch, tenant: str, prompt: TokenIds, have: int, ttl_s: float | None) -> None:
+        """Fetches a prompt. Whatever happens, the request continues with what has come."""
         started, found = time.monotonic(), list[Prefetched]()
         try:
             for number in range(len(self._ranks)):
@@ -79,10 +79,17 @@ class Fetcher:
             log.exception("[remote] a prompt is not fetched")
         prefetched = Prefetched.together(found, time.monotonic() - started)
         fetch.names = prefetched.names
-        self.cost_model.note_remote(prefetched)
+        self.cost_model.record_prefetch(prefetched)
 
     def _wish(
-        self, fetch: Fetch, number: int, tenant: str, prompt: TokenIds, have: int, ttl_s: float | None, left_s: float
+        self,
+        fetch: PromptFetch,
+        number: int,
+        tenant: str,
+        prompt: TokenIds,
+        have: int,
+        ttl_s: float | None,
+        left_s: float,
     ) -> PrefetchRequest:
         rank, layout, shared = self._ranks[number], self._layouts[number], self._shared
         root, names = rank.root(tenant), shared.store.names

@@ -1,4 +1,4 @@
-"""What the scheduler's side tells the workers' side in each step, and what a worker tells of itself at the start."""
+"""The plans that the scheduler's side sends to the workers' side in each step, and the identity of a worker."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ NO_PAGE = 0
 @dataclass(frozen=True)
 class PlannedBlock:
     """A block of the store and the pages that hold it. `names` and `parents` are by rank. `token_ids` are int32,
-    little-endian. `pages` has the numbers of the engine's blocks by group, in order; `NO_PAGE` for what is not there,
-    or not wanted."""
+    little-endian. `pages` has the numbers of the engine's blocks by group, in order; `NO_PAGE` for pages that do not
+    exist or are not wanted."""
 
     names: tuple[bytes, ...]
     parents: tuple[bytes, ...]
@@ -34,7 +34,7 @@ class PlannedBlock:
 
 @dataclass(frozen=True)
 class Load:
-    """Blocks to be copied from the store into pages, before the request is computed."""
+    """Blocks to copy from the store into pages before the request is computed."""
 
     request_id: str
     tenant: str
@@ -54,9 +54,9 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """Nothing more is saved of a request. Its last saved block is `names`, by rank, after `num_tokens` tokens; 0: none
-    of it is new."""
+class EndedRequest:
+    """The end of a request. Its last saved block is `names`, by rank, after `num_tokens` tokens; 0: none of it is
+    new."""
 
     request_id: str
     tenant: str
@@ -69,7 +69,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Share:
-    """The first tokens of a prompt and its reply, whole blocks, which other machines may need. `token_ids` are int32,
+    """The first tokens of a prompt and its reply, whole blocks, to be uploaded. `token_ids` are int32,
     little-endian."""
 
     tenant: str
@@ -82,15 +82,15 @@ class StepPlan:
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
-    ended: tuple[Ended, ...] = ()
+    ended: tuple[EndedRequest, ...] = ()
     shares: tuple[Share, ...] = ()
     is_fetching: bool = False
 
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """What one rank computes: all that changes its numbers but the tenant, and the form of its pages (`layout`, see
-    `store.pieces.LayoutText`). Two ranks never have the same, so each has a root of its own."""
+    """The identity of one rank: everything that changes its numbers except the tenant, and the form of its pages
+    (`layout`, see `store.pieces.LayoutText`). No two ranks have the same, so each has its own root."""
 
     model: str
     block_size: int

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.cache.policy.admission import Sighting
-from diskprefix.cache.policy.safe_cuts import raw_boundaries
-from diskprefix.cache.policy.select import StateKind, _Window, select
+from diskprefix.cache.policy.select import StateKind, _Window
+from diskprefix.cache.policy.sightings import Sighting
 from diskprefix.nouns import Mark, Prompt, Reason, Scope, Selection
-from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length, raw_boundaries
+from tests.cache.policy.asking import select
 
 OFF, FULL, AUTO = Scope("off"), Scope("full"), Scope("auto", 30)
 DEFAULTS: dict[str, Any] = {"block_size": 256, "min_tokens": 512, "cold_max": 10240, "interval": 10240}

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.cache.policy.admission import Sighting
-from diskprefix.cache.policy.select import select
+from diskprefix.cache.policy.sightings import Sighting
 from diskprefix.nouns import Prompt, Scope, Selection
 from diskprefix.tokens import TokenIds, as_token_ids
+from tests.cache.policy.asking import select
 
 AUTO = Scope("auto", 30)
 DEFAULTS: dict[str, Any] = {"block_size": 100, "min_tokens": 200, "cold_max": 10240, "interval": 500}

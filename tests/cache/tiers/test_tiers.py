@@ -11,9 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diskprefix.cache.tiers.buffer import BufferTier
-from diskprefix.cache.tiers.disk import DiskTier
 from diskprefix.cache.tiers.loading import Loader
+from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Tier, Write
 from diskprefix.errors import StoreCorrupt

@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diskprefix.cache.tiers.buffer import BufferTier
-from diskprefix.cache.tiers.disk import DiskTier
+from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.cache.tiers.shared import Prefetched, PrefetchRequest, Upload
-from diskprefix.cache.tiers.tier import Tier
+from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Tier, Upload
 from diskprefix.extras.remote.objects import ObjectStore
-from diskprefix.extras.remote.tier import RemoteTier
+from diskprefix.extras.remote.remote_tier import RemoteTier
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode
 from diskprefix.store.pieces import PayloadLayout

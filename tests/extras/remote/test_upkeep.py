@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diskprefix.cache.tiers.shared import Upload
+from diskprefix.cache.tiers.tier import Upload
 from diskprefix.extras.remote.objects import ObjectInfo
 from diskprefix.extras.remote.upkeep import LEASE_S, LeaseHeld, _to_sweep, purge, roots, sweep
 from diskprefix.store.maintenance.purge import GoneText

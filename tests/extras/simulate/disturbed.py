@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import numpy as np
 
-from diskprefix.cache.policy.admission import AdmissionFilter
+from diskprefix.cache.choosing import SeenPrompts
 from diskprefix.cache.policy.history import History
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals
@@ -71,11 +71,13 @@ class _DisturbedSimulator(Simulator):
         self._histories: dict[str, _DisturbedHistory] = {}
         self._disturb, self._seed = disturb, seed
 
-    def _memory(self, request: TraceRequest) -> tuple[History, AdmissionFilter]:
-        _, admission = super()._memory(request)
-        history = self._histories.setdefault(request.tenant, _DisturbedHistory(self._disturb, self._seed))
+    def _seen(self, request: TraceRequest) -> SeenPrompts:
+        seen = super()._seen(request)
+        seen.history = history = self._histories.setdefault(
+            request.tenant, _DisturbedHistory(self._disturb, self._seed)
+        )
         history.prompt = request.prompt.token_ids
-        return history, admission
+        return seen
 
 
 def simulate_disturbed(trace: Trace, policy: Policy, geometry: Geometry, disturb: Disturb, seed: int = 0) -> Totals:

@@ -20,21 +20,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
+from diskprefix.cache import cached_request as request_module
 from diskprefix.cache import publish as publish_module
-from diskprefix.cache import request as request_module
 from diskprefix.cache import saving as saving_module
-from diskprefix.cache.policy.safe_cuts import raw_boundaries
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.extras.simulate.formats import read_trace
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.simulator import Outcome, Policy, Simulator
 from diskprefix.extras.simulate.synthetic import interleaved, one_off
 from diskprefix.extras.simulate.trace import TraceRequest
+from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tenant_ids import group_of
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries
 from tests.exactness.architectures import tiny_model
 from tests.examples import thorough
 from tests.runner import BLOCK, VOCAB, Answer, Runner, tiny_llama, tiny_settings
@@ -246,7 +245,15 @@ class Daemon:
 
     def _open_recorder(self) -> RequestRecorder:
         settings = Settings(block_size=BLOCK, kv_cache_min_tokens=MIN_TOKENS, disk_prefix_cache=str(AUTO))
-        return RequestRecorder(self.recording, settings, lambda: self.runner.cache.store.secret)
+        recorder = RequestRecorder(self.recording, settings, lambda: self.runner.cache.store.secret)
+        layout = self.runner.layout
+        recorder.describe(
+            bytes_per_token=layout.bytes_per_token,
+            state_bytes=layout.state_bytes,
+            logits_bytes=layout.logits_bytes,
+            exact_at=layout.exact_at,
+        )
+        return recorder
 
     @property
     def written_tokens(self) -> int:
@@ -360,6 +367,12 @@ def test_a_message_that_was_replaced_is_told_from_what_the_template_wrote(state:
     turns = [Turn("new", size=50, scope="off"), Turn("grow", size=8), Turn("within", size=9, group="a")]
     *_, last = agreed(Daemon(tmp_path, state), 1, turns)
     assert last.reason != "continues"
+
+
+def test_a_turn_that_goes_on_from_a_recorded_reply_is_foretold(tmp_path: Path) -> None:
+    turns = [Turn("grow", size=4, reply=9), Turn("answer", size=54)]
+    _, last = agreed(Daemon(tmp_path, "token"), 21108, turns)
+    assert last.restored > last.common, "more than the first prompt"
 
 
 BUDGET_BYTES = 16 << 20

@@ -12,7 +12,7 @@ from diskprefix.extras.simulate import machines as module
 from diskprefix.extras.simulate.baselines import upper_bound
 from diskprefix.extras.simulate.geometry import SLICEABLE, TOKEN, Geometry
 from diskprefix.extras.simulate.machines import WRITE_RULES, MachinesRow, Setup, WriteRule, replay, setups
-from diskprefix.extras.simulate.object_store import ObjectStore
+from diskprefix.extras.simulate.object_store import SimulatedBucket
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.spread import SPREADS, Spread
 from diskprefix.extras.simulate.synthetic import CATALOG, interleaved
@@ -188,7 +188,7 @@ def test_objects_of_a_prompt_are_put_in_their_order(monkeypatch: pytest.MonkeyPa
     """So that a search may skip some: before an object that is stored, none is missing."""
     parents: dict[bytes, bytes] = {}
 
-    class Noting(ObjectStore):
+    class Noting(SimulatedBucket):
         def find(self, names: Any, now: float) -> int:
             parents.update(zip(names[1:], names, strict=False))
             return super().find(names, now)
@@ -197,7 +197,7 @@ def test_objects_of_a_prompt_are_put_in_their_order(monkeypatch: pytest.MonkeyPa
             assert name not in parents or parents[name] in self.sizes
             super().put(name, num_bytes, now)
 
-    monkeypatch.setattr(module, "ObjectStore", Noting)
+    monkeypatch.setattr(module, "SimulatedBucket", Noting)
     for setup in setups([3], ["random"], WRITE_RULES[1:]):
         small = Policy(scope=Scope("full"), budget_bytes=400 * MIB)
         assert replay(interleaved(num_requests=120), setup, small, SLICEABLE).store.sizes

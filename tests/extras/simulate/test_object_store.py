@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from diskprefix.extras.simulate.object_store import ObjectStore, most_swept, sweep_s
+from diskprefix.extras.simulate.object_store import SimulatedBucket, most_swept, sweep_s
 
 NAMES = [bytes([number]) for number in range(20)]
 
 
-def filled(num_objects: int) -> ObjectStore:
-    store = ObjectStore()
+def filled(num_objects: int) -> SimulatedBucket:
+    store = SimulatedBucket()
     for name in NAMES[:num_objects]:
         store.put(name, 10, 0.0)
     return store
@@ -38,7 +38,7 @@ def test_few_requests_find_them(num_stored: int, heads: int) -> None:
 
 
 def test_the_busiest_second_of_reads_and_of_writes_counts() -> None:
-    store = ObjectStore()
+    store = SimulatedBucket()
     for name, now in zip(NAMES, (0.1, 0.9, 1.0, 1.1, 1.2), strict=False):
         store.put(name, 10, now)
     store.get(11, 500, 7.5)
@@ -53,12 +53,12 @@ def test_the_busiest_second_of_reads_and_of_writes_counts() -> None:
 
 
 def test_a_store_that_nobody_asks_has_room_without_end() -> None:
-    assert ObjectStore().traffic.headroom == float("inf")
-    assert ObjectStore().traffic.dollars == 0
+    assert SimulatedBucket().traffic.headroom == float("inf")
+    assert SimulatedBucket().traffic.dollars == 0
 
 
 def test_requests_cost_what_the_price_list_says() -> None:
-    traffic = ObjectStore().traffic
+    traffic = SimulatedBucket().traffic
     traffic.gets, traffic.heads, traffic.puts = 600_000, 400_000, 1_000_000
     assert traffic.dollars == pytest.approx(0.4 + 5.0)
 

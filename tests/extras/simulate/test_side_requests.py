@@ -8,13 +8,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from diskprefix.cache.policy.safe_cuts import raw_boundaries
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulator import Policy, Simulator
 from diskprefix.extras.simulate.synthetic import BEGIN, END
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.nouns import Prompt, Scope
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries
 
 BLOCK = 16
 TOKEN = Geometry(bytes_per_token=64, exact_at="token")

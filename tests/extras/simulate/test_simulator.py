@@ -15,8 +15,8 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.extras.simulate.baselines import upper_bound
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
+from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
-from diskprefix.extras.simulate.store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.synthetic import CATALOG, interleaved
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import Mark, Prompt, Scope

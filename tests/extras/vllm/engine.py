@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from diskprefix.extras.vllm.connector_settings import connector_settings, own_names
 from diskprefix.extras.vllm.pages import EngineGroup, Pages
 from diskprefix.extras.vllm.plans import RankIdentity
-from diskprefix.extras.vllm.scheduler import SchedulerSide
-from diskprefix.extras.vllm.settings import connector_settings, own_names
+from diskprefix.extras.vllm.scheduler_side import SchedulerSide
 from diskprefix.extras.vllm.shared_store import open_shared
 from diskprefix.extras.vllm.worker import WorkerSide
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutText
@@ -198,7 +198,7 @@ class Engine:
         for worker in self.workers:
             worker.close()
         self.scheduler.close()
-        self.shared.close()
+        self.shared.release()
 
     def _found(self, rank: int, layer: str, request: Request, group: int, end: int) -> torch.Tensor:
         pages = self.caches[rank][layer][self.tables[request.request_id][group]]

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from diskprefix.extras.vllm.connector_settings import connector_settings
 from diskprefix.extras.vllm.processors import unbind
-from diskprefix.extras.vllm.settings import connector_settings
 from diskprefix.extras.vllm.shared_store import open_shared
 from diskprefix.extras.vllm.staging import Staging
 
@@ -21,12 +21,12 @@ def test_a_path_is_opened_once_and_closed_by_its_last_user(tmp_path: Path) -> No
     settings = connector_settings({"path": str(tmp_path / "kv"), "budget": "64MiB", "min_free": 0, "codec": "raw"}, 16)
     scheduler, worker = open_shared(settings), open_shared(settings)
     assert scheduler is worker
-    assert scheduler.close()
+    assert scheduler.release()
     assert worker.store.counts()["blocks"] == 0
-    assert worker.close()
+    assert worker.release()
     again = open_shared(settings)
     assert again is not worker
-    assert again.close()
+    assert again.release()
 
 
 def test_a_buffer_is_used_again_once_its_last_view_is_gone() -> None:
@@ -74,7 +74,7 @@ def test_threads_of_the_store_run_where_the_process_may_and_not_where_vllm_binds
         with ThreadPoolExecutor(1, initializer=unbind) as pool:
             found = pool.submit(os.sched_getaffinity, 0).result()
         places = os.sched_getaffinity(writer.native_id), found, os.sched_getaffinity(0)
-        shared.close()
+        shared.release()
         return places
 
     with ThreadPoolExecutor(1) as bound:

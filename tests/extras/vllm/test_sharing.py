@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.cache.tiers.shared import Prefetched
+from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.errors import SettingsError
 from diskprefix.extras.vllm.plans import StepPlan
 from tests.extras.vllm.engine import BLOCK, Engine, Request, prompt
@@ -161,8 +161,8 @@ def test_what_is_slower_than_computing_is_not_fetched(machine: Make) -> None:
     assert other.scheduler._sharing is not None
     model = other.scheduler._sharing._fetcher.cost_model
     for _ in range(4):
-        model.note_prefill(BLOCK, 1e-6)
-        model.note_remote(Prefetched(num_bytes=1000, seconds=1.0))
+        model.record_prefill(BLOCK, 1e-6)
+        model.record_prefetch(Prefetched(num_bytes=1000, seconds=1.0))
     assert asks(other, "b") == (0, "none")
     assert other.scheduler.take_counts()["remote_slower"] == 1
 

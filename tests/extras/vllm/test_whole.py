@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import StoreUnavailable
-from diskprefix.extras.simulate.formats import read_trace
+from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.extras.vllm.plans import NO_PAGE
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import piece_key

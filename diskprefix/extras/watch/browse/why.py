@@ -12,7 +12,7 @@ import numpy as np
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.policy.breaks import find_break
 from diskprefix.cache.policy.select import StateKind
-from diskprefix.cache.tiers.disk import DiskView
+from diskprefix.cache.tiers.local import DiskView
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.watch.browse.causes import Cause, cause_between, first_difference, line_at
 from diskprefix.nouns import Prompt
@@ -147,8 +147,8 @@ class _Look:
         )
         matcher.match()
         _, end = matcher.restorable()
-        rest = matcher.rest.end if matcher.rest else 0
-        return cls(max(matcher.deepest.end if matcher.deepest else 0, rest, end), end)
+        partial = matcher.partial_match.end if matcher.partial_match else 0
+        return cls(max(matcher.deepest.end if matcher.deepest else 0, partial, end), end)
 
 
 def _state_kind(record: RootRecord) -> StateKind:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.cache.policy import admission as rules
-from diskprefix.cache.policy.admission import AdmissionFilter, Sighting
+from diskprefix.cache.policy import sightings as rules
+from diskprefix.cache.policy.sightings import AdmissionFilter, Sighting
 from diskprefix.tokens import TokenIds, as_token_ids, block_hash, common_prefix_length, root_hash
 
 BLOCK = 4

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diskprefix.cache.radix_tree import Place, RadixTree
+from diskprefix.extras.simulate.radix_tree import RadixNode, RadixTree
 from diskprefix.tokens import as_token_ids, common_prefix_length
 
 ROOT = b"root"
 
 
-def add(radix_tree: RadixTree, *tokens: int, root: bytes = ROOT) -> tuple[list[int], Place | None]:
+def add(radix_tree: RadixTree, *tokens: int, root: bytes = ROOT) -> tuple[list[int], RadixNode | None]:
     way, left = radix_tree.add(root, as_token_ids(tokens))
     return [place.position for place in way], left
 
@@ -77,8 +77,8 @@ def test_places_are_where_prompts_end_and_part(prompts: list[list[int]], max_tok
         assert kept == bounded._num_tokens <= max(max_tokens, *map(len, prompts))
 
 
-def _places(radix_tree: RadixTree) -> list[Place]:
-    found: list[Place] = []
+def _places(radix_tree: RadixTree) -> list[RadixNode]:
+    found: list[RadixNode] = []
     waiting = list(radix_tree._roots.values())
     while waiting:
         place = waiting.pop()

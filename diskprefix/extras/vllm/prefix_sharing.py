@@ -1,11 +1,11 @@
-"""The scheduler's side of the tier that machines share: which requests wait for it, and what is left there."""
+"""The scheduler's side of the shared tier: the requests that wait for it, and the uploads to it."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 
-from diskprefix.cache.tiers.shared import SharedTier
+from diskprefix.cache.tiers.tier import SharedTier
 from diskprefix.extras.vllm.fetching import Fetcher
 from diskprefix.extras.vllm.plans import RankIdentity, Share
 from diskprefix.extras.vllm.shared_store import SharedStore
@@ -13,8 +13,8 @@ from diskprefix.extras.vllm.tracked import Tracked
 from diskprefix.nouns import Selection, StateSource
 
 
-class Sharing:
-    """For the scheduler's thread, which it never keeps waiting."""
+class PrefixSharing:
+    """Fetches and uploads for the scheduler's thread, which it never keeps waiting."""
 
     def __init__(self, shared: SharedStore, remote: SharedTier, ranks: Sequence[RankIdentity]) -> None:
         self._block_size, self._write = shared.settings.block_size, shared.settings.remote_write
@@ -23,14 +23,15 @@ class Sharing:
         self._shares: list[Share] = []
 
     def is_fetching(self, tracked: Tracked) -> bool:
-        """Whether what a request asked for has not come yet."""
+        """Returns whether a request still waits for its fetch."""
         if tracked.fetch is not None and not tracked.fetch.is_done:
             return True
         self._fetching.discard(tracked.request.request_id)
         return False
 
     def begins_to_fetch(self, tracked: Tracked) -> bool:
-        """Has what the store lacks of a prompt fetched: once for each request, and if it is a block at least."""
+        """Starts to fetch what the store lacks of a prompt: once for each request, and only if it is a block at
+        least."""
         have = max(tracked.num_cached, tracked.num_matched * self._block_size)
         if tracked.fetch is not None or len(tracked.prompt) - have < self._block_size:
             return False
@@ -40,30 +41,30 @@ class Sharing:
         return True
 
     def forget(self, tracked: Tracked) -> None:
-        """A request has ended, and waits for nothing any more."""
+        """Cancels the fetch of a request that has ended."""
         self._fetching.discard(tracked.request.request_id)
         if tracked.fetch is not None:
             tracked.fetch.is_cancelled.set()
 
     def time(self, tracked: Tracked) -> None:
-        """Notes how long the engine computes a prompt, up to its first token: that decides whether fetching pays."""
+        """Measures how long the engine computes a prompt, up to its first token. That decides whether fetching pays."""
         request, now = tracked.request, time.monotonic()
         if tracked.computing is None:
             tracked.computing = (now, request.num_computed_tokens)
         elif request.num_tokens > len(tracked.prompt) and not tracked.is_timed:
             since, start = tracked.computing
-            self._fetcher.cost_model.note_prefill(len(tracked.prompt) - start, now - since)
+            self._fetcher.cost_model.record_prefill(len(tracked.prompt) - start, now - since)
             tracked.is_timed = True
 
     def share(self, tracked: Tracked, selection: Selection) -> None:
-        """Has what is stored of a request written, as far as the settings say."""
+        """Queues the stored part of a request for upload, as the settings say."""
         had, num_tokens = max(tracked.num_restored, tracked.num_cached), tracked.num_stored * self._block_size
         num_blocks = selection.shared(self._write, num_tokens, had) // self._block_size
         if num_blocks and tracked.options.cache.save:
             self._shares.append(Share(str(tracked.tenant), tracked.token_ids[: 4 * num_blocks * self._block_size]))
 
     def take_plan(self) -> tuple[tuple[Share, ...], bool]:
-        """Returns what is to be written since the last call, and whether requests wait for what is fetched."""
+        """Returns the uploads since the last call, and whether requests wait for fetches."""
         shares, self._shares = self._shares, []
         return tuple(shares), bool(self._fetching)
 

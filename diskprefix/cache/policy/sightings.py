@@ -25,21 +25,21 @@ _ENDS_OF_A_BLOCK = 16
 """Prompts with the same last block whose last tokens are remembered: turns of a conversation, and requests beside it
 that ask for a title or a summary."""
 _ENOUGH_TRIALS = 10
-"""Fewer trials of prompts like one say nothing about it."""
+"""Fewer trials of similar prompts say nothing."""
 _LIKELY = 2 / 5
-"""Prompts of which a larger share came again are kept at once: computing takes far longer than writing. With 1/2, an
-agent restored 1.7 points less (`openhands-mock` of `tools/bench`)."""
+"""Prompts of a kind are kept at once if a larger share of them came again, because computing takes far longer than
+writing. With 1/2, an agent restored 1.7 points less (`openhands-mock` of `tools/bench`)."""
 
 _NAME_BYTES, _TRIAL_BYTES, _END_BYTES = 128, 384, 640
-"""About what one of these takes in memory, with its place in a table; of an end without its tokens."""
+"""The approximate size of one of these in memory, with its place in a table; of an end without its tokens."""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """What is known of a prompt.
+    """Knowledge about a prompt from earlier ones.
 
-    `num_blocks` of its first blocks were seen before. Of `trials` prompts like it, `again` came again. `continues`: it
-    is an earlier prompt with more behind it. `is_trusting`: a prompt is kept while too few prompts like it were seen to
+    `num_blocks` of its first blocks were seen before. Of `trials` similar prompts, `again` came again. `continues`: it
+    is an earlier prompt with more behind it. `is_trusting`: a prompt is kept while too few similar prompts were seen to
     know.
     """
 
@@ -51,12 +51,12 @@ class Sighting:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the prompt is to be kept to find out whether prompts like it come again."""
+        """The prompt is kept to find out whether similar prompts come again."""
         return self.is_trusting and self.trials < _ENOUGH_TRIALS
 
     @property
     def is_likely_repeat(self) -> bool:
-        """Whether prompts like it come again often enough to keep it at once."""
+        """Similar prompts come again often enough to keep this one at once."""
         return self.trials >= _ENOUGH_TRIALS and self.again > _LIKELY * self.trials
 
 
@@ -87,18 +87,19 @@ class AdmissionFilter:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in memory."""
+        """The approximate size in memory."""
         return _NAME_BYTES * len(self) + _TRIAL_BYTES * len(self._trials) + self._end_bytes
 
     def look(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> Sighting:
-        """Returns what is known of a prompt. `names` are those of its full blocks of `block_size` tokens, in order."""
+        """Returns the knowledge about a prompt. `names` are those of its full blocks of `block_size` tokens, in
+        order."""
         num_seen = self._num_seen(names)
         trials, again = self._counts.get(_kind(len(names) - num_seen), (0, 0))
         continues = self._continues(token_ids, names[:num_seen], block_size)
         return Sighting(num_seen, trials, again, continues, self._is_trusting)
 
     def add(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> None:
-        """Remember a prompt. The arguments are those of `look`."""
+        """Adds a prompt. The arguments are those of `look`."""
         if names:
             self._add_end(token_ids, names, block_size)
         num_seen = self._num_seen(names)
@@ -127,7 +128,7 @@ class AdmissionFilter:
             self._num_ends -= len(oldest)
 
     def _continues(self, token_ids: TokenIds, names: Sequence[bytes], block_size: int) -> bool:
-        """Whether the prompt, whose first blocks have these names, begins with a whole earlier prompt."""
+        """Returns whether the prompt begins with a whole earlier prompt. `names` are those of its first blocks."""
         for num_blocks, name in enumerate(names, start=1):
             start = num_blocks * block_size
             for end in self._ends.get(name, ()):
@@ -155,5 +156,5 @@ def _bytes_of(ends: Sequence[TokenIds]) -> int:
 
 
 def _kind(num_new: int) -> int:
-    """Prompts whose numbers of new blocks differ by less than a factor of two are of one kind."""
+    """Returns the kind of a prompt: numbers of new blocks that differ by less than a factor of two are of one kind."""
     return num_new.bit_length()

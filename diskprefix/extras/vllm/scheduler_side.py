@@ -1,4 +1,4 @@
-"""The scheduler's side: what of a prompt every rank has stored, and what of it is to be kept."""
+"""The scheduler's side: finds the stored blocks of a prompt, and plans what is loaded and saved."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from typing import Any
 import numpy as np
 
 from diskprefix import hooks
+from diskprefix.cache.choosing import choose_kept
 from diskprefix.cache.namespaces import TenantNamespace, TenantNamespaces
 from diskprefix.cache.planning import ttl_at
-from diskprefix.cache.policy.admission import Sighting
-from diskprefix.cache.policy.select import select
+from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import View, first_blocks
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.other_numbers import what_differs
-from diskprefix.extras.vllm.plans import NO_PAGE, Ended, Load, PlannedBlock, RankIdentity, Save, StepPlan
+from diskprefix.extras.vllm.plans import NO_PAGE, EndedRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
+from diskprefix.extras.vllm.prefix_sharing import PrefixSharing, source_of
 from diskprefix.extras.vllm.request_options import BadParameters, options_of
 from diskprefix.extras.vllm.shared_store import SharedStore
-from diskprefix.extras.vllm.sharing import Sharing, source_of
 from diskprefix.extras.vllm.tracked import EngineRequest, Tracked
 from diskprefix.nouns import MAX_VALUE, SHARED, CacheReport, Prompt, Selection
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.savings import Tally
 from diskprefix.store.schema import Kind, node_name
 from diskprefix.store.store import Publication
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.tokens import as_token_ids
 
 log = logging.getLogger("diskprefix")
 
 
 class SchedulerSide:
-    """Matches prompts, and plans what workers load, save and share. For the scheduler's thread; it waits for the disk
-    only when it looks names up, and never for the tier that machines share."""
+    """Matches prompts, and plans what workers load, save and share. For the scheduler's thread. It waits for the disk
+    only to look up names, and never for the shared tier."""
 
     def __init__(self, shared: SharedStore, ranks: Sequence[RankIdentity], engine_block_sizes: Sequence[int]) -> None:
-        """`ranks` are what the workers said of themselves; `engine_block_sizes` are the tokens in each block of the
-        engine, by group."""
+        """`ranks` are the identities of the workers; `engine_block_sizes` are the tokens in each block of the engine,
+        by group."""
         self._shared, self._ranks, self._engine_block_sizes = shared, tuple(ranks), tuple(engine_block_sizes)
         self._settings = shared.settings
         self._block_size = shared.settings.block_size
+        self._rules = Rules.of(shared.settings, "sliceable")
         self._layouts = [PayloadLayout.parse(rank.layout) for rank in ranks]
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._ended: list[Ended] = []
-        self._sharing = None if shared.remote is None else Sharing(shared, shared.remote, ranks)
+        self._ended: list[EndedRequest] = []
+        self._sharing = None if shared.remote is None else PrefixSharing(shared, shared.remote, ranks)
         self._recorder = recorder_of(shared, ranks)
         self._namespaces = TenantNamespaces(
             shared.store,
@@ -64,7 +65,7 @@ class SchedulerSide:
             )
 
     def add(self, request: EngineRequest, *, not_cached: str | None) -> None:
-        """A request has come. `not_cached` says why the cache can do nothing for it; None if it can."""
+        """Takes up a new request. `not_cached` says why the cache cannot serve it; None if it can."""
         self._counts["requests"] += 1
         if not_cached is None and not request.prompt_token_ids:
             not_cached = "no_tokens"
@@ -85,8 +86,8 @@ class SchedulerSide:
         )
 
     def match(self, request_id: str, num_computed: int) -> int | None:
-        """Returns how many tokens behind the first `num_computed` can be loaded. At least one is left to compute. None:
-        this is to be asked again later, because more is being fetched."""
+        """Returns the number of tokens behind the first `num_computed` that can be loaded. At least one is left to
+        compute. None: ask again later, because more is being fetched."""
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.options.cache.scope.kind == "off":
             return 0
@@ -110,7 +111,7 @@ class SchedulerSide:
         return max(0, tracked.num_loadable(self._block_size) * self._block_size - num_computed)
 
     def allocated(self, request_id: str, blocks: Sequence[Sequence[int]], num_external: int) -> None:
-        """The engine has blocks for the `num_external` tokens that are to be loaded."""
+        """Plans a load: the engine has blocks for the `num_external` tokens."""
         tracked = self._requests.get(request_id)
         if tracked is None:
             return
@@ -124,8 +125,8 @@ class SchedulerSide:
         self._loads.append(Load(request_id, str(tracked.tenant), tuple(planned)))
 
     def plan(self, scheduled: Sequence[tuple[str, int, Sequence[Sequence[int]]]]) -> StepPlan:
-        """Returns what the workers do in a step that computes requests up to these ends, given as their ids, the number
-        of tokens that are computed then, and the engine's blocks by group."""
+        """Returns the workers' plan for a step. `scheduled` gives, for each request, its id, the number of tokens that
+        are computed after the step, and the engine's blocks by group."""
         saves = []
         for request_id, end, blocks in scheduled:
             tracked = self._requests.get(request_id)
@@ -144,7 +145,7 @@ class SchedulerSide:
         return StepPlan(tuple(loads), tuple(saves), tuple(ended), shares, is_fetching)
 
     def finish(self, request_id: str) -> dict[str, Any] | None:
-        """A request has ended. Returns what its client is told."""
+        """Ends a request. Returns the fields for its client."""
         tracked = self._forget(request_id)
         if tracked is None or tracked.selection is None:
             return None
@@ -167,7 +168,7 @@ class SchedulerSide:
         }
 
     def take_counts(self) -> Counter[str]:
-        """Returns what was done since the last call, by the names in `stats`."""
+        """Returns the counts since the last call, by the names in `stats`."""
         counts, self._counts = self._counts, Counter()
         return counts + self._shared.take_remote_counts()
 
@@ -208,7 +209,7 @@ class SchedulerSide:
         return tracked
 
     def _end(self, tracked: Tracked) -> None:
-        """Has the workers forget what they know of a request, and list what they saved of it."""
+        """Has the workers drop a request, and list what they saved of it."""
         selection, cache = tracked.selection, tracked.options.cache
         if not tracked.has_saves or selection is None:
             return
@@ -217,7 +218,7 @@ class SchedulerSide:
         ttl_s = ttl_at(position, tracked.options.marks, cache.ttl_s)
         names = tuple(names[num_blocks] for names in tracked.names)
         request_id, tenant, scope = tracked.request.request_id, str(tracked.tenant), str(cache.scope)
-        self._ended.append(Ended(request_id, tenant, names, position, scope, selection.reason, ttl_s))
+        self._ended.append(EndedRequest(request_id, tenant, names, position, scope, selection.reason, ttl_s))
 
     def _look_up(self, tracked: Tracked, num_cached: int) -> None:
         self._extend(tracked, len(tracked.prompt))
@@ -235,8 +236,8 @@ class SchedulerSide:
             self._count_hit(tracked)
 
     def _end_load(self, tracked: Tracked, start: int, *, restored: int) -> None:
-        """The engine goes on at the token `start`, after it loaded `restored` tokens. What it computes now although it
-        was to be loaded is not asked for again, and is saved."""
+        """Ends a load: the engine continues at the token `start` after it loaded `restored` tokens. Tokens that it
+        computes now although they were to be loaded are not asked for again, and are saved."""
         if start < tracked.loading.stop:
             num_blocks = start // self._block_size
             tracked.num_matched = min(tracked.num_matched, num_blocks)
@@ -258,28 +259,9 @@ class SchedulerSide:
         options, prompt = tracked.options.cache, Prompt(tracked.prompt, marks=tracked.options.marks)
         namespace = self._namespaces.get(tracked.tenant)
         names = tracked.names[0][1:]
-        sighting, older = Sighting(), None
-        recent: tuple[TokenIds, ...] = ()
-        if options.scope.kind == "auto":
-            recent = namespace.history.recent(options.scope.value)
-            older = namespace.history.similar(prompt.token_ids, options.scope.value)
-            sighting = namespace.admission.look(prompt.token_ids, names, self._block_size)
-        selection = select(
-            options.scope,
-            prompt,
-            recent,
-            block_size=self._block_size,
-            min_tokens=self._settings.kv_cache_min_tokens,
-            cold_max=self._settings.kv_cache_cold_max,
-            interval=self._settings.kv_cache_interval,
-            state="sliceable",
-            restored=tracked.num_matched * self._block_size,
-            sighting=sighting,
-            older=older,
-        )
-        if not options.save:
-            return selection.keeping_nothing("read_only")
-        if len(prompt.token_ids) >= self._settings.kv_cache_min_tokens:
+        restored = tracked.num_matched * self._block_size
+        selection = choose_kept(namespace.seen, self._rules, prompt, options, names, restored)
+        if options.save and len(prompt.token_ids) >= self._settings.kv_cache_min_tokens:
             self._remember(tracked, namespace, names)
         return selection
 
@@ -310,8 +292,8 @@ class SchedulerSide:
         self._shared.writer.savings.note(namespace.root, namespace.record, tally, last)
 
     def _save(self, tracked: Tracked, end: int, blocks: Sequence[Sequence[int]]) -> Save | None:
-        """What is complete once `end` tokens are computed, is wanted and is not stored. A token counts once it is
-        known: the engine may compute with one that it only guesses."""
+        """Returns the blocks to save: complete once `end` tokens are computed, wanted and not stored. A token counts
+        once it is known, because the engine may compute with a token that it only guesses."""
         known = min(end, tracked.request.num_tokens)
         num_blocks = min(known, self._wanted(tracked)) // self._block_size
         if tracked.is_broken or num_blocks <= tracked.num_stored:
@@ -338,7 +320,7 @@ class SchedulerSide:
         return Save(tracked.request.request_id, str(tracked.tenant), tuple(planned), ttls, is_expected)
 
     def _wanted(self, tracked: Tracked) -> int:
-        """Up to which token the policy keeps the request."""
+        """Returns the token up to which the policy keeps the request."""
         selection = tracked.selection
         if selection is None:
             return 0
@@ -347,7 +329,7 @@ class SchedulerSide:
         return selection.scope.value if selection.reason == "tokens" else MAX_VALUE * self._block_size
 
     def _planned(self, tracked: Tracked, index: int, blocks: Sequence[Sequence[int]], first: int = 0) -> PlannedBlock:
-        """A block and its pages. The pages of the tokens before `first` are not wanted."""
+        """Returns a block and its pages. The pages of the tokens before `first` are not wanted."""
         start = index * self._block_size
         pages = []
         for table, page_tokens in zip(blocks, self._engine_block_sizes, strict=True):
@@ -367,7 +349,7 @@ class SchedulerSide:
         )
 
     def _extend(self, tracked: Tracked, num_tokens: int) -> None:
-        """Name the blocks among the first `num_tokens` tokens."""
+        """Names the blocks among the first `num_tokens` tokens."""
         num_blocks = num_tokens // self._block_size
         have = len(tracked.names[0]) - 1
         if num_blocks <= have:
@@ -384,8 +366,8 @@ class SchedulerSide:
 
 
 def recorder_of(shared: SharedStore, ranks: Sequence[RankIdentity]) -> hooks.Recorder | None:
-    """Returns what records the requests for `diskprefix simulate`; None unless the settings name a file. Raises
-    `SettingsError` if it cannot be written."""
+    """Returns the recorder for `diskprefix simulate`; None unless the settings name a file. Raises `SettingsError` if
+    it cannot be written."""
     settings = shared.settings
     recorder = hooks.open_recorder(settings, lambda: shared.store.secret)
     if recorder is None:

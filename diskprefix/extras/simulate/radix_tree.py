@@ -13,14 +13,14 @@ _MAX_TOKENS = 1 << 23
 
 
 @dataclass(eq=False)
-class Place:
+class RadixNode:
     """`position` tokens into a prompt, where it ended or others left it. `digest` is for whoever names places."""
 
     position: int
     tokens: TokenIds
     """Those since the place before."""
-    before: Place | None
-    after: dict[int, Place] = field(default_factory=dict)
+    before: RadixNode | None
+    after: dict[int, RadixNode] = field(default_factory=dict)
     """By their first token."""
     digest: bytes = b""
 
@@ -34,16 +34,16 @@ class RadixTree:
     def __init__(self, max_tokens: int = _MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._roots: dict[bytes, Place] = {}
-        self._ends: OrderedDict[Place, bytes] = OrderedDict()
+        self._roots: dict[bytes, RadixNode] = {}
+        self._ends: OrderedDict[RadixNode, bytes] = OrderedDict()
         """The places that nothing goes on from, with their roots, in the order in which they were last passed."""
 
-    def add(self, root: bytes, token_ids: TokenIds) -> tuple[list[Place], Place | None]:
+    def add(self, root: bytes, token_ids: TokenIds) -> tuple[list[RadixNode], RadixNode | None]:
         """The places that a prompt passes, the last one its own end; and if it left an earlier prompt at a place where
         none had left it before, that one's next place behind it. Empty prompts pass none."""
-        here = self._roots.setdefault(root, Place(0, token_ids[:0].copy(), None))
-        way: list[Place] = []
-        left: Place | None = None
+        here = self._roots.setdefault(root, RadixNode(0, token_ids[:0].copy(), None))
+        way: list[RadixNode] = []
+        left: RadixNode | None = None
         while here.position < len(token_ids):
             rest = token_ids[here.position :]
             ahead = here.after.get(int(rest[0]))
@@ -73,8 +73,8 @@ class RadixTree:
             here = ahead if common == len(ahead.tokens) else None
         return position
 
-    def _continue(self, here: Place, rest: TokenIds) -> Place:
-        end = Place(here.position + len(rest), np.array(rest), here)
+    def _continue(self, here: RadixNode, rest: TokenIds) -> RadixNode:
+        end = RadixNode(here.position + len(rest), np.array(rest), here)
         here.after[int(rest[0])] = end
         self._ends.pop(here, None)
         self._num_tokens += len(rest)
@@ -95,11 +95,11 @@ class RadixTree:
             self._ends.move_to_end(before, last=False)
 
 
-def _split(place: Place, common: int) -> Place:
+def _split(place: RadixNode, common: int) -> RadixNode:
     """A new place `common` tokens after the one before `place`."""
     before = place.before
     assert before is not None
-    middle = Place(before.position + common, place.tokens[:common].copy(), before)
+    middle = RadixNode(before.position + common, place.tokens[:common].copy(), before)
     before.after[int(middle.tokens[0])] = middle
     place.tokens, place.before = place.tokens[common:].copy(), middle
     middle.after[int(place.tokens[0])] = place

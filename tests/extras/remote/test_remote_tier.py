@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from diskprefix.cache.tiers.shared import Prefetched, Upload
-from diskprefix.extras.remote.bundle import Header, Slot, read_header, slot_nodes
+from diskprefix.cache.tiers.tier import Prefetched, Upload
+from diskprefix.extras.remote.bundle import BundleSlot, Header, read_header, slot_nodes
 from diskprefix.extras.remote.objects import RemoteUnavailable
 from diskprefix.extras.remote.sealing import sealed, sealed_bytes
 from diskprefix.store.changes import NewNode
@@ -186,7 +186,7 @@ def test_no_error_of_the_library_or_of_our_own_fails_a_request(
     assert payloads(nodes) == payloads(saved.nodes[:3])
     assert (len(prefetched.names), prefetched.is_whole) == (3, False)
     monkeypatch.undo()
-    monkeypatch.setattr("diskprefix.extras.remote.tier.slot_path", fail)
+    monkeypatch.setattr("diskprefix.extras.remote.remote_tier.slot_path", fail)
     if error is RuntimeError:
         assert other.prefetch(PROMPT)[0].is_whole is False
 
@@ -231,7 +231,7 @@ def test_closing_does_not_wait_for_what_hangs(make: MakeMachine, monkeypatch: py
 def test_the_nodes_of_a_place_are_found_without_a_look_at_the_whole_prompt(make: MakeMachine) -> None:
     nodes = make().nodes(PROMPT)
     names = [nodes.root, *nodes.block_names]
-    for slot in (Slot(0, 3), Slot(3, 6), Slot(6, 7, has_tail=True)):
+    for slot in (BundleSlot(0, 3), BundleSlot(3, 6), BundleSlot(6, 7, has_tail=True)):
         found = list(slot_nodes(nodes, slot))
         assert [node.parent for node in found] == names[slot.first : slot.last + slot.has_tail]
 

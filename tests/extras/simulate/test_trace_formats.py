@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diskprefix.errors import InvalidRequest, SettingsError
-from diskprefix.extras.simulate.formats import JsonObject, read_trace
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.trace import RecordedDaemon, TraceRequest
+from diskprefix.extras.simulate.trace_formats import JsonObject, read_trace
 from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import as_token_ids, common_prefix_length

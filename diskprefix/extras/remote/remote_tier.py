@@ -1,4 +1,4 @@
-"""The shared tier of one process: what it fetches for a request, and what it writes behind. See `tiers.shared`."""
+"""The shared tier of one process: fetches for requests, and uploads in the background. See `SharedTier`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.cache.tiers.shared import Prefetched, PrefetchRequest, Upload
-from diskprefix.cache.tiers.tier import Tier, first_blocks
+from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Tier, Upload, first_blocks
 from diskprefix.errors import CacheError
 from diskprefix.extras.remote.breaker import Breaker
-from diskprefix.extras.remote.bundle import Slot, most_bytes, read_header, slot_path
-from diskprefix.extras.remote.fetchers import Fetch, Fetchers
+from diskprefix.extras.remote.bundle import BundleSlot, most_bytes, read_header, slot_path
+from diskprefix.extras.remote.fetchers import Fetchers, ObjectFetch
 from diskprefix.extras.remote.ledger import Ledger
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.extras.remote.prefetching import MOST_AT_ONCE, Found, PrefetchJob
@@ -37,17 +36,15 @@ log = logging.getLogger("diskprefix")
 
 _MOST_UPLOADS = 64
 _REFRESH_S = 86400.0
-"""An object that is fetched and older than this is written anew, so that a sweep keeps what is used."""
+"""An object that is fetched and older than this is written again, so that a sweep keeps what is used."""
 _FLUSHED = 0.8
-"""Of the time that closing may take: the rest is for what is being written to end."""
+"""The share of the closing time for queued uploads. The rest is for the one that is being written."""
 
 
 @dataclass
 class RemoteTier:
-    """The objects of one namespace. Methods are for any thread. None of them raises what the network does.
-
-    `writes`: whether anything is written at all, be it only anew.
-    """
+    """The objects of one namespace. Methods are for any thread. Only `forget` raises network errors. With `writes`
+    False, nothing is ever written."""
 
     objects: ObjectStore
     key: NamespaceKey
@@ -56,20 +53,20 @@ class RemoteTier:
 
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
-        """Of all that follows."""
+        """Guards the attributes below."""
         self._uploads: deque[Callable[[], None]] = deque()
         self._has_upload = threading.Condition(self._lock)
         self._is_closing = False
         self._is_uploading = False
         self._fetchers: Fetchers[Found] = Fetchers(MOST_AT_ONCE)
         self._punctuality = Breaker()
-        """Of whole prompts: a bucket that answers, but too late, would cost each of them the whole deadline."""
+        """The breaker for whole prompts: a bucket that always answers too late would cost each prompt the whole
+        deadline."""
         self._writer = threading.Thread(target=self._write_uploads, name="remote-write", daemon=True)
         self._writer.start()
 
     def prefetch(self, wish: PrefetchRequest) -> Prefetched:
-        """Fetch what nearer tiers lack of a prompt's beginning, and publish it in the nearest one. Waits for it. Raises
-        what looking into the nearer tiers raises."""
+        """See `SharedTier.prefetch`."""
         if not self.objects.breaker.would_allow():
             self.ledger.count("skipped")
             return Prefetched(is_whole=False)
@@ -92,7 +89,7 @@ class RemoteTier:
         return Prefetched(frozenset(job.names), job.num_bytes, num_bytes, seconds, job.is_whole, job.is_late)
 
     def _run(self, job: PrefetchJob) -> None:
-        """Whatever happens to it, the request goes on with what has come."""
+        """Runs a job. Whatever happens, the request continues with what has come."""
         try:
             job.run()
         except RemoteUnavailable as error:
@@ -112,8 +109,7 @@ class RemoteTier:
             self._punctuality.succeeded()
 
     def upload(self, upload: Upload) -> None:
-        """Have what of a prompt is in the nearer tiers written behind, as far as it is not there. Does not wait; the
-        oldest upload is dropped if there are too many."""
+        """Queues the upload of a prompt. Does not wait; if too many are queued, the oldest is dropped."""
         self._enqueue(partial(write_prompt, self.objects, self.key, self.ledger, upload, lambda: self._is_closing))
 
     def _enqueue(self, work: Callable[[], None]) -> None:
@@ -127,20 +123,20 @@ class RemoteTier:
             self._has_upload.notify_all()
 
     def forget(self, texts: Sequence[GoneText], timeout_s: float) -> int:
-        """Remove what the bucket has of deleted texts; see `upkeep.forget`. What is being written is waited for, up to
-        `timeout_s` seconds. Returns the number of objects. Raises `RemoteUnavailable`."""
+        """Removes the objects of deleted texts; see `upkeep.forget`. Waits up to `timeout_s` seconds for running
+        uploads. Returns the number of objects. Raises `RemoteUnavailable`."""
         self.flush(timeout_s)
         gone = forget(self.objects, self.key, texts)
         self.ledger.forget(gone)
         return len(gone)
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all uploads are written or given up. Returns False if the time runs out first."""
+        """Waits until all uploads are written or given up. Returns False if the time runs out first."""
         with self._has_upload:
             return self._has_upload.wait_for(lambda: not (self._uploads or self._is_uploading), timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        """Write what is offered, and end. Takes `timeout_s` seconds at most; what is not written by then is not."""
+        """Uploads what is queued, and ends. Takes at most `timeout_s` seconds; what is not written by then is lost."""
         deadline = time.monotonic() + timeout_s
         self.flush(_FLUSHED * timeout_s)
         with self._has_upload:
@@ -151,22 +147,22 @@ class RemoteTier:
         self._fetchers.close()
 
     def stats(self) -> dict[str, Any]:
-        """What `/props` and `/metrics` show: counts of this process."""
+        """Returns the figures for `/props` and `/metrics`: counts of this process."""
         is_failing = self.objects.breaker.is_open or self._punctuality.is_open
         with self._lock:
             offered = len(self._uploads) + self._is_uploading
         state = "failing" if is_failing else "ok"
         return {"url": self.objects.url, "state": state, "offered": offered, **self.ledger.as_dict()}
 
-    def _fetch(self, wish: PrefetchRequest, slot: Slot, num_near: int) -> Fetch[Found]:
+    def _fetch(self, wish: PrefetchRequest, slot: BundleSlot, num_near: int) -> ObjectFetch[Found]:
         """Returns the fetch of a bundle's nodes from block `num_near` on. Requests with a common prefix share it."""
         path = slot_path(self.key, wish.nodes, slot)
         return self._fetchers.share(
             (path, max(num_near, slot.first)), partial(self._fetched, wish, slot, num_near, path)
         )
 
-    def _fetched(self, wish: PrefetchRequest, slot: Slot, num_near: int, path: str) -> Found:
-        """Raises `RemoteUnavailable`."""
+    def _fetched(self, wish: PrefetchRequest, slot: BundleSlot, num_near: int, path: str) -> Found:
+        """Fetches the nodes of a bundle. Raises `RemoteUnavailable`."""
         if self.ledger.is_bad(path):
             return None
         try:
@@ -202,8 +198,9 @@ class RemoteTier:
         )
 
     def _refresh(self, path: str, most: int) -> None:
-        """Write an object again as it is: a sweep looks at when it was written. It is read anew, because a part may be
-        all that was fetched, it may have been purged since, or somebody else was faster. Raises `CacheError`."""
+        """Writes an object again as it is, because a sweep goes by the time of writing. Reads it again first: only a
+        part may have been fetched, it may have been purged since, or another machine was faster. Raises
+        `CacheError`."""
         got = self.objects.get(path, most)
         if got is None or time.time() - got.modified_at <= _REFRESH_S:
             return
@@ -231,7 +228,7 @@ class RemoteTier:
 
 
 def _num_near(nodes: PromptNodes, tiers: Sequence[Tier]) -> int:
-    """Returns how many blocks of a prompt the nearer tiers have. Raises `CacheError`."""
+    """Returns the number of a prompt's first blocks that the nearer tiers have. Raises `CacheError`."""
     with ExitStack() as opened:
         views = [opened.enter_context(tier.view()) for tier in tiers]
         return first_blocks(nodes, views, nodes.num_blocks)[0]

@@ -1,4 +1,4 @@
-"""One request's way through the cache: fetched, selected, published as it is computed."""
+"""The steps of one request: prefetch, fetch, choose, publish, close."""
 
 from __future__ import annotations
 
@@ -6,101 +6,84 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
 import torch
 
-from diskprefix.cache.choosing import found_break, note_savings, selected, why_missed
-from diskprefix.cache.namespaces import TenantNamespace
-from diskprefix.cache.resources import CacheResources
-from diskprefix.cache.restore import Restoration, Restored
+from diskprefix.cache.context import RequestContext
+from diskprefix.cache.matching import Restored
+from diskprefix.cache.restoration import Restoration
 from diskprefix.cache.saving import Saver
-from diskprefix.cache.sharing import prefetch, upload
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.cache.tiers.shared import Prefetched
+from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
-from diskprefix.nouns import Break, CacheOptions, CacheReport, MissReason, Prompt, Saved, Selection
+from diskprefix.nouns import Break, CacheReport, MissReason, Saved, Selection
 from diskprefix.store.note_record import NoteKind
 from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
 
-@dataclass(kw_only=True, eq=False)
 class CachedRequest:
-    """One request's way through the cache. Call `close` when the request ends, however it ends.
+    """One request's way through the cache. Call `close` when the request ends, however it ends."""
 
-    `goes_on`: the prompt ends at a grid point and is only a beginning.
-    """
-
-    cache: CacheResources
-    namespace: TenantNamespace
-    prompt: Prompt
-    options: CacheOptions
-    goes_on: bool = False
-
-    def __post_init__(self) -> None:
+    def __init__(self, context: RequestContext) -> None:
+        self._context = context
+        self.cache, self.namespace = context.cache, context.namespace
+        self.prompt, self.options = context.prompt, context.options
         self._bypass: Literal["media", "unsupported", "off"] | None = None
         if self.prompt.media:
             self._bypass = "media"
         elif self.cache.layout.unsupported or self.options.scope.kind == "off":
             self._bypass = "unsupported" if self.cache.layout.unsupported else "off"
         num_tokens, reason = len(self.prompt.token_ids), self._bypass or "off"
-        self._saver = Saver(
-            cache=self.cache,
-            namespace=self.namespace,
-            prompt=self.prompt,
-            options=self.options,
-            selection=Selection(scope=self.options.scope, prompt_tokens=num_tokens, reason=reason),
-        )
+        self._saver = Saver(context, Selection(scope=self.options.scope, prompt_tokens=num_tokens, reason=reason))
         self._publisher = self._saver.publisher
         self.is_published = False
-        """Whether the prompt was computed to its end and could be kept, were there a scope and a store for it."""
+        """The prompt was computed to its end and holds no media."""
         self.reply = self.prompt.token_ids[:0]
-        """What of the reply was run through the model; known once `publish_reply` was called."""
+        """The tokens of the reply that were run through the model. Set by `publish_reply`."""
         self.restored = Restored()
-        """What `fetch` found, and how long it took."""
+        """The result of `fetch`."""
         self._prefetched = Prefetched()
         self._load_s = 0.0
-        """How long `fetch` took to load what it restored, without what `prefetch` waited for."""
+        """Seconds that `fetch` took to load state, without the wait for `prefetch`."""
         self._saved: Saved = "none"
         self._miss_reason: MissReason | None = self._bypass
         self._broken: Break | None = None
 
     @property
     def nodes(self) -> PromptNodes:
-        """Those of the prompt, and of the reply once `publish_reply` was called."""
+        """The nodes of the prompt; once `publish_reply` was called, of the prompt and its reply."""
         return self._saver.planner.nodes
 
     @property
     def selection(self) -> Selection:
-        """What is kept; known once `choose` was called."""
+        """The part of the prompt that is kept. Set by `choose`."""
         return self._saver.selection
 
     def on_written(self, call: Callable[[float, float, int], None]) -> None:
-        """Has `call` called, in the writer's thread, for each part of it that is written: began and ended on the clock
-        of `time.perf_counter`, bytes."""
+        """Sets a function to call in the writer's thread after each write for this request, with the times at which the
+        write began and ended (`time.perf_counter`) and its bytes."""
         self._publisher.chain.on_written = call
 
     def restore(self, arena: KVArena) -> Restored:
-        """`prefetch` and `fetch`, then `choose`."""
+        """Runs `prefetch`, `fetch` and `choose`."""
         self.prefetch()
         self.fetch(arena)
         self.choose(arena)
         return self.restored
 
     def prefetch(self, is_cancelled: Callable[[], bool] = lambda: False, have: int = 0) -> None:
-        """Fetch what the shared tier has of the prompt and this machine has not. Waits for the network: for a thread
-        that nobody waits for but this request. Without such a tier it does nothing. `have` as in `fetch`."""
+        """Fetches the nodes that only the shared tier has. Waits for the network, so it is for a thread of this
+        request. Does nothing without a shared tier. `have` as in `fetch`."""
         if self._bypass is None and self.cache.remote is not None:
-            nodes, ttl_s = self.nodes, self._publisher.ttl_at(0)
             with self._guarded("nothing is fetched from the shared tier"):
-                store_id = self._publisher.store_id
-                self._prefetched = prefetch(self.cache, self.namespace, nodes, ttl_s, store_id, is_cancelled, have)
+                self._prefetched = self._context.prefetch(self.nodes, is_cancelled, have)
 
     def fetch(
         self,
@@ -109,19 +92,21 @@ class CachedRequest:
         logits: torch.Tensor | None = None,
         on_logits: Callable[[torch.Tensor], None] = lambda _: None,
     ) -> None:
-        """Copy the longest restorable prefix into the arena, which has room for the prompt; of a miss, nothing.
+        """Copies the longest restorable prefix into the arena, which has room for the prompt. Copies nothing on a miss.
 
-        The arena's first `have` tokens are the prompt's already, with their exact state, and only what lies behind them
-        is loaded. `logits` are the next-token logits at the prompt's end (shape [vocab]); they must be given if the
-        arena has the whole prompt, unless that goes on. `on_logits` is told them, on any thread, as soon as they are
-        loaded. The rest may fail yet; computing it then gives the same ones. Captures of the arena must be over, unless
-        they read those tokens only.
+        The arena's first `have` tokens are the prompt's already, with their exact state; only the state behind them is
+        loaded. `logits` are the next-token logits at the prompt's end (shape [vocab]). They are required if the arena
+        has the whole prompt, unless that is only a beginning. `on_logits` is called with the logits, on any thread, as
+        soon as they are loaded. Loading the rest may still fail; computing it gives the same logits. Captures of the
+        arena must be over, except captures of those first tokens.
 
-        For one thread, which may be another one than the engine's: of what requests share, it changes only what has a
-        lock of its own (the writer's queues, the pins, the counters), and the count of restores that were not worth it.
+        For one thread at a time, which need not be the engine's. It changes shared state only where that has its own
+        lock (the writer's queues, the pins, the counters), and the cost model's count of refused restores.
         """
         num_tokens = len(self.prompt.token_ids)
-        assert have < num_tokens or logits is not None or self.goes_on, "there must be something to sample from"
+        assert have < num_tokens or logits is not None or self._context.goes_on, (
+            "there must be something to sample from"
+        )
         arena.truncate(have)
         self.restored = held = _held(have, logits)
         if self._bypass is None:
@@ -137,33 +122,30 @@ class CachedRequest:
             arena.truncate(self.restored.num_tokens)
 
     def choose(self, arena: KVArena | None) -> None:
-        """Select what to save, and count what `fetch` found. For the engine thread, before the first step. The arena is
-        None for a model that computes in memory of its own."""
+        """Chooses what to save, and counts the result of `fetch`. For the engine thread, before the first step. The
+        arena is None for a model that computes in memory of its own."""
         restored = self.restored
-        if restored.tip is not None:
-            ttl_s = self._publisher.ttl_at(restored.stored_tokens)
-            self.cache.writer.touch(restored.tip, time.time(), ttl_s)
+        if restored.last_node is not None:
+            ttl_s = self._context.ttl_at(restored.stored_tokens)
+            self.cache.writer.touch(restored.last_node, time.time(), ttl_s)
         if restored.source == "disk":
-            self.cache.cost_model.note_restore(restored.num_bytes, self._load_s)
+            self.cache.cost_model.record_restore(restored.num_bytes, self._load_s)
         self._saver.begin(restored)
         if self._bypass is None:
-            nodes, options = self.nodes, self.options
-            self._saver.selection = selection = selected(
-                self.cache, self.namespace, self.prompt, options, nodes, restored, goes_on=self.goes_on
-            )
+            self._saver.selection = selection = self._context.choose(self.nodes, restored)
             self._publisher.reason = selection.reason
-            self._broken = found_break(self.namespace, self.prompt, options, restored, selection)
+            self._broken = self._context.find_break(restored, selection)
         if restored.num_tokens:
             self._miss_reason = None
         elif self._miss_reason is None:
-            self._miss_reason = why_missed(self.cache, self.prompt, restored, self.selection)
+            self._miss_reason = self._context.why_missed(restored, self.selection)
         if arena is not None and self._bypass is None:
             with self._guarded("not all of the prompt is saved"):
                 self._saver.publish_what_slides(arena)
 
     def after_step(self, arena: KVArena) -> None:
-        """Have the blocks that the prefill has completed and that are wanted captured and written. Take a checkpoint if
-        one is wanted here: the next step overwrites the states."""
+        """Queues the wanted blocks that the prefill has completed. Takes a checkpoint if one is wanted here, because
+        the next step overwrites the states."""
         if self._bypass is not None or self._saver.is_given_up:
             return
         self.cache.writer.pause_writing()
@@ -171,12 +153,12 @@ class CachedRequest:
             self._saver.after_step(arena)
 
     def publish(self, arena: KVArena, logits: torch.Tensor | None, prefill_s: float) -> None:
-        """Have captured and written what is left of what the policy wants, with the entry and the history.
+        """Queues the rest of what is kept of the prompt, with the entry and the history.
 
-        `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them (None if it goes
-        on, and was restored); where they are not finite, nothing more is saved. `prefill_s` is how long computing what
-        was not restored took, in seconds. Until `KVArena.settle`, the arena may grow but must not be changed before the
-        prompt's end.
+        `logits` are the next-token logits at the prompt's end, shape [vocab], as the model gave them (None if the
+        prompt is only a beginning and was restored). If they are not finite, nothing more is saved. `prefill_s` is the
+        time of computing the tokens that were not restored, in seconds. Until `KVArena.settle`, the arena may grow but
+        must not change before the prompt's end.
         """
         self.cache.writer.resume_writing()
         self.is_published = not self.prompt.media
@@ -189,15 +171,15 @@ class CachedRequest:
             self._publisher.give_up(None)
             return
         if logits is not None and not logits.max().isfinite():
-            self._publisher.note_loss("its next-token logits are not finite")
+            self._publisher.record_loss("its next-token logits are not finite")
             return
         with self._guarded("the prompt is not saved"):
             plan = self._saver.publish(arena, logits, prefill_s)
-            stored: Saved = "none" if plan.tip is None else "stored"
+            stored: Saved = "none" if plan.last_node is None else "stored"
             self._saved = "queued" if self._publisher.has_published else stored
 
     def after_decode(self, arena: KVArena) -> None:
-        """Remember the states if the reply has just completed a block, in case that its blocks are kept."""
+        """Copies the states if the reply has just completed a block, in case its blocks are kept."""
         saver = self._saver
         is_at_end_of_block = arena.num_tokens % self.nodes.block_size == 0
         if self._bypass is not None or not saver.keeps_generated or not is_at_end_of_block:
@@ -208,20 +190,20 @@ class CachedRequest:
             saver.keep_last_states(arena)
 
     def publish_reply(self, arena: KVArena, token_ids: TokenIds) -> None:
-        """Have captured and written what the policy wants of the reply.
+        """Queues the part of the reply that is kept.
 
-        `token_ids` are the prompt and what of the reply is in the arena. Where prompts restore to the token, decoding
-        computes what a prefill computes, and the reply is kept with its prompt.
+        `token_ids` are the prompt and the tokens of the reply that are in the arena. If prompts restore to the token,
+        decoding computes the same bits as a prefill, and the reply is kept with its prompt.
 
-        Elsewhere the blocks that decoding completed are kept if the request reuses replies. They are marked as
-        generated: computed token by token, they are not what a prefill computes bit for bit. What they continue is
-        stored with them, also where the scope keeps less of the prompt.
+        Otherwise the blocks that decoding completed are kept if the request reuses replies. They are marked as
+        generated, because a prefill computes other bits. The blocks that they continue are stored with them, even if
+        the scope keeps less of the prompt.
         """
         assert arena.num_tokens == len(token_ids), "state length must equal key length"
         self.reply = token_ids[len(self.prompt.token_ids) :]
         if self._bypass is not None or self._saver.is_given_up:
             return
-        nodes = self._publisher.nodes_of(token_ids)
+        nodes = self._context.nodes_of(token_ids)
         with self._guarded("the reply is not saved"):
             if self.cache.layout.state_kind == "token":
                 is_wanted = self._saver.publish_exact_reply(arena, nodes)
@@ -231,11 +213,11 @@ class CachedRequest:
                 self._saved = "queued"
 
     def leave(self, arena: KVArena) -> None:
-        """Have what the prefill computed so far captured and written, because the request is cancelled: the same prompt
-        goes on from there when it comes again.
+        """Queues what the prefill computed so far, because the request is cancelled. The same prompt continues there
+        when it comes again.
 
-        What the policy would not keep is kept for ten minutes at least. With the scope `off`, and by a request that
-        only restores, nothing is left.
+        What the policy would not keep is kept for at least ten minutes. Nothing is queued with the scope `off`, or for
+        a request that only restores.
         """
         if self._bypass is not None or not self._saver.may_leave(arena):
             return
@@ -245,13 +227,11 @@ class CachedRequest:
                 self._saved = "queued"
 
     def close(self) -> CacheReport:
-        """Release what the request held, count it, and say what happened."""
+        """Releases what the request holds, counts it, and returns the report."""
         self._saver.close()
         restored = self.restored
         if self.cache.remote is not None and self._bypass is None:
-            self._publisher.at_end = partial(
-                upload, self.cache, self.namespace, self.nodes, self.options, self.selection, restored
-            )
+            self._publisher.at_end = partial(self._context.upload, self.nodes, self.selection, restored)
         self._publisher.close()
         if restored.num_tokens:
             self.cache.counters["hits"] += 1
@@ -262,7 +242,7 @@ class CachedRequest:
             self.cache.misses[self._miss_reason] += 1
         if self._bypass is None and self.cache.has_own_threads:
             # What is kept beside another model's state was no request of its own.
-            note_savings(self.cache, self.namespace, self.prompt, restored)
+            self._context.record_savings(restored)
         report = CacheReport(
             selection=self.selection,
             restored=restored.num_tokens,
@@ -283,7 +263,7 @@ class CachedRequest:
 
     @contextmanager
     def _guarded(self, consequence: str) -> Iterator[None]:
-        """The one place that turns what goes wrong with the cache into a request without it."""
+        """Turns cache errors into a request without the cache. No other place does."""
         try:
             yield
         except Exception as error:
@@ -293,7 +273,7 @@ class CachedRequest:
             log.warning("[disk-cache] going on without the cache, %s: %s", consequence, error or type(error).__name__)
 
     def _restoration(self, on_logits: Callable[[torch.Tensor], None]) -> Restoration:
-        cache, notes = self.cache, self.cache.notes_of(self.namespace.root, self.namespace.record)
+        cache, notes = self.cache, self._context.notes()
         return Restoration(
             self.nodes,
             cache.layout,
@@ -306,11 +286,11 @@ class CachedRequest:
             noted_logits=lambda: notes.get(NoteKind.LOGITS, self.nodes.end_id),
             on_logits=on_logits,
             reuse_generated=self.options.reuse_generated,
-            needs_logits=not self.goes_on,
+            needs_logits=not self._context.goes_on,
             prefetched=self._prefetched.names,
         )
 
 
 def _held(have: int, logits: torch.Tensor | None) -> Restored:
-    """What is in an arena that has the first `have` tokens, if nothing is loaded."""
+    """Returns the result for an arena that has the first `have` tokens, if nothing is loaded."""
     return Restored(num_tokens=have, logits=logits, matched=have, source="memory" if have else "none")

@@ -1,34 +1,111 @@
-"""The tier on the disk: the nodes in LMDB."""
+"""The tiers of one machine: the writer's buffer in memory, and the store on the disk."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
+
+import numpy as np
 
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import TierName, Write
 from diskprefix.errors import StoreCorrupt
+from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Piece, decode_piece, is_in_memory, piece_seed, populate
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
-from diskprefix.store.schema import MAX_PREFILL_S, Kind, NodeRecord
+from diskprefix.store.schema import MAX_PREFILL_S, Kind, NodeRecord, RootRecord
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.store import Store
-from diskprefix.tokens import TokenIds
+from diskprefix.store.store import Chain, Publication, Store
+from diskprefix.store.writer import Writer
+from diskprefix.tokens import TokenIds, common_prefix_length
 
 log = logging.getLogger("diskprefix")
 
 _MAPPED_NODES = 100_000
 _TRIES = 64
-"""Nodes that are looked at to find one that shares a part of the prompt. Few of them will not do: damaged ones, and
-generated ones that the request did not ask for."""
+"""Nodes that are tried to find one that shares a part of the prompt. Few are of no use: damaged ones, and generated
+ones that the request did not ask for."""
+
+
+def publisher(
+    writer: Writer, store_id: bytes, root: bytes, record: RootRecord
+) -> Callable[[tuple[NewNode, ...]], bool]:
+    """Returns a function that puts nodes of one prompt into the buffer of a writer, which writes them to the disk:
+    parents first, call after call. The function returns False if there is no room. `store_id` names the store whose
+    secret named the nodes."""
+    chain = Chain()
+
+    def publish(nodes: tuple[NewNode, ...]) -> bool:
+        publication = Publication(store_id=store_id, root=root, root_record=record, nodes=nodes, chain=chain)
+        has_room = writer.reserve(publication.payload_bytes)
+        if has_room:
+            writer.submit(publication, reserved_bytes=publication.payload_bytes)
+        return has_room
+
+    return publish
+
+
+class BufferTier:
+    """The buffer of a writer, as a `Tier`."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+
+    @contextmanager
+    def view(self) -> Iterator[BufferView]:
+        yield BufferView(self._writer.pending)
+
+
+class BufferView:
+    """The nodes that wait at one moment, with their raw payloads. See `View`."""
+
+    tier: TierName = "memory"
+
+    def __init__(self, pending: Mapping[bytes, NewNode]) -> None:
+        self._pending = pending
+        self.damaged: set[bytes] = set()
+
+    def has(self, node: Node, token_ids: bytes) -> bool:
+        found = self._pending.get(node.name)
+        return (
+            found is not None
+            and _node(found) == node
+            and found.token_ids.tobytes() == token_ids
+            and node.name not in self.damaged
+        )
+
+    def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
+        ahead = [found for found in self._pending.values() if found.parent == parent and found.name not in self.damaged]
+        ahead.sort(key=lambda found: (common_prefix_length(found.token_ids, token_ids), len(found.token_ids)))
+        yield from ((_node(found), found.token_ids) for found in reversed(ahead))
+
+    def prefill_s(self, node: Node) -> float:
+        return self._pending[node.name].prefill_s
+
+    def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
+        payload = self._pending[node.name].payload
+        starts = list(accumulate((cut.piece.num_bytes for cut in cuts), initial=0))
+        for number in needed:
+            yield partial(_copy, payload[starts[number] : starts[number + 1]])
+
+    def drop(self, node: Node, error: StoreCorrupt) -> None:  # noqa: ARG002 (memory is not damaged; see `View`)
+        self.damaged.add(node.name)
+
+
+def _node(found: NewNode) -> Node:
+    return Node(found.name, found.parent, found.position, len(found.token_ids), found.kind, found.generated)
+
+
+def _copy(raw: memoryview, out: Bytes) -> None:
+    out[...] = np.frombuffer(raw, dtype=np.uint8).reshape(out.shape)
 
 
 class DiskTier:
-    """A store, as a `Tier`. `quarantine` has a node removed: its name, and that of the node that it continues."""
+    """A store, as a `Tier`. `quarantine` has a node removed, given its name and its parent's."""
 
     def __init__(self, store: Store, quarantine: Callable[[bytes, bytes], object]) -> None:
         self._store = store
@@ -106,10 +183,10 @@ class DiskView:
             return None
 
     def _is_mapped(self, node: Node, needed: Sequence[int]) -> bool:
-        """Whether this process has read the node's pages before, and they are still in memory.
+        """Returns whether this process has read the node's pages before, and they are still in memory.
 
-        The ends speak for the whole: to populate what is mapped already, or to look at each piece, would cost a fifth
-        of a restore.
+        Only the first and the last piece are checked: populating what is mapped already, or checking each piece, would
+        take a fifth of a restore.
         """
         if node.name not in self._mapped:
             if len(self._mapped) >= _MAPPED_NODES:

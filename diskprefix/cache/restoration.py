@@ -1,4 +1,4 @@
-"""Finding the longest restorable prefix of a prompt, verifying it, and copying it into the arena."""
+"""Restoring the longest stored prefix of a prompt: match, verify, copy into the arena."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from diskprefix.cache.matching import Matcher
-from diskprefix.cache.planning import Progress
+from diskprefix.cache.matching import Matcher, Restored
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Tier, View
@@ -25,38 +24,15 @@ from diskprefix.store.evictor import Evictor
 from diskprefix.tokens import floor_to_grid
 
 
-@dataclass(frozen=True, kw_only=True)
-class Restored(Progress):
-    """What is in the arena now: the state after `num_tokens` tokens. To get it, `num_bytes` were loaded.
-
-    The store alone can restore `stored_tokens`; `tip` is the last node of these. `blocks` may reach further, and
-    `refused` says why; `matched` is how far what is stored reaches, in tokens. `prefill_s` is how long computing
-    `num_tokens` tokens took when they were computed, in seconds; 0 if nobody knows. `logits` (shape [vocab], the
-    model's dtype) come with an exact repeat; `has_tail`: the prompt's tail is stored, which has them too.
-    """
-
-    num_bytes: int = 0
-    stored_tokens: int = 0
-    logits: torch.Tensor | None = None
-    has_tail: bool = False
-    matched: int = 0
-    refused: Refused | None = None
-    source: StateSource = "none"
-    prefill_s: float = 0.0
-    lookup_ms: float = 0.0
-    restore_ms: float = 0.0
-
-
 @dataclass
 class Restoration:
-    """Restores one prompt. `run` is for any one thread at a time.
+    """Restores one prompt. `run` is for one thread at a time.
 
-    `tiers` are where its nodes are looked for, the nearest first. `pins` gets what unpins the last node that matched
-    and the one that is restored to. `allows` says whether so many tokens are worth restoring, and `pays` whether so
-    many more tokens are worth loading so many more bytes. `noted_logits` gives the logits at the prompt's end as bytes,
-    if they were kept when its tail was replaced. `on_logits` is told the logits at the prompt's end, shape [vocab], on
-    any thread, before all of the state is loaded, which may fail yet. `reuse_generated` and `needs_logits`: see
-    `Matcher`.
+    `tiers` are searched in order. `pins` collects what unpins the last node that matched and the last one that is
+    restored. `allows(num_tokens)` tells whether restoring is worth it, `pays(num_tokens, num_bytes)` whether loading
+    that much more is. `noted_logits` returns the logits at the prompt's end as bytes, if they were kept when its tail
+    was replaced. `on_logits` is called with the logits at the prompt's end, shape [vocab], on any thread, before all of
+    the state is loaded, which may still fail. For `reuse_generated` and `needs_logits` see `Matcher`.
     """
 
     nodes: PromptNodes
@@ -75,17 +51,17 @@ class Restoration:
     """The names of the nodes that were fetched from the shared tier for this prompt."""
     _views: list[View] = field(default_factory=list)
     _logits: Bytes | None = None
-    """Those at the prompt's end, where they were kept when its tail was replaced."""
+    """The logits at the prompt's end that were kept when its tail was replaced."""
     _is_slower: bool = False
     kept: int = 0
-    """Of how many tokens the arena still has the state if `run` raises."""
+    """The number of tokens whose state the arena still has if `run` raises."""
 
     def run(self, arena: KVArena, have: int = 0, logits: torch.Tensor | None = None) -> Restored:
-        """Restore into `arena`, which has room for the prompt and the state after its first `have` tokens already.
-        `logits` are those at the prompt's end, if it has that much.
+        """Restores into `arena`, which has room for the prompt and already has the state of its first `have` tokens.
+        `logits` are those at the prompt's end, if the arena has all of it.
 
         Raises `CacheError`; the state behind the first `kept` tokens is then undefined. A damaged node is removed, and
-        the next shorter prefix that can be is restored.
+        the next shorter prefix is restored.
         """
         self.kept = have
         started = time.perf_counter()
@@ -138,8 +114,8 @@ class Restoration:
             logits=logits,
             has_tail=matcher.tail is not None,
             blocks=matcher.blocks,
-            rest=matcher.rest,
-            tip=path[-1].name if path else None,
+            partial_match=matcher.partial_match,
+            last_node=path[-1].name if path else None,
             matched=max(deepest.end if deepest else 0, num_tokens),
             refused=self._why_refused(deepest, num_tokens),
             exact=not any(node.generated for node, _ in missing),
@@ -150,19 +126,20 @@ class Restoration:
         )
 
     def _tell_logits(self, arena: KVArena, path: Sequence[Node], logits: Bytes) -> None:
-        """Not those after a reply that was computed otherwise: if that is lost, the prompt computes others."""
+        """Passes the logits on, except behind a reply that was decoded: if its state is lost, the prompt computes other
+        logits."""
         if not any(node.generated for node in path):
             self.on_logits(arena.logits_from(logits))
 
     def _pin(self, node: Node | None) -> None:
-        """Before anything is loaded: the request will continue what it restores."""
+        """Pins a node before anything is loaded: the request will continue it."""
         if node is not None:
             self.evictor.pin(node.name)
             self.pins.callback(self.evictor.unpin, node.name)
 
     def _worth_restoring(self, matcher: Matcher[View], have: int) -> tuple[list[Node], int]:
-        """Returns the nodes of the prefix to restore, the last of them pinned, and where it ends. There are none where
-        computing what lies behind the first `have` tokens is faster."""
+        """Returns the nodes of the prefix to restore, the last of them pinned, and where it ends. Returns no nodes if
+        computing the tokens behind the first `have` is faster."""
         nodes, end = matcher.restorable()
         if end % self.nodes.block_size and end < len(self.nodes.token_ids):
             # All of the last node is read and verified, however little of it is used.
@@ -178,7 +155,7 @@ class Restoration:
         return nodes, end
 
     def _why_refused(self, deepest: Node | None, num_tokens: int) -> Refused | None:
-        """Why what is stored could not all be restored; None if it could."""
+        """Returns the reason why not all stored tokens are restored. None if all are."""
         if any(view.damaged for view in self._views):
             return "damaged"
         if self._is_slower:
@@ -191,7 +168,7 @@ class Restoration:
         return "no_logits" if at_end and deepest.end - num_tokens <= self.nodes.block_size else "no_checkpoint"
 
     def _has_logits(self, have: int) -> bool:
-        """See `Matcher`. Who has the whole prompt has them already."""
+        """See `Matcher`. Not asked if the arena has the whole prompt."""
         found = self.noted_logits() if have < len(self.nodes.token_ids) else None
         if found is not None and len(found) == self.layout.logits_bytes:
             self._logits = np.frombuffer(bytearray(found), dtype=np.uint8)

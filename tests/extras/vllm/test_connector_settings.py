@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import DiskPrefixError
+from diskprefix.extras.vllm.connector_settings import connector_settings
 from diskprefix.extras.vllm.request_options import BadParameters, options_of
-from diskprefix.extras.vllm.settings import connector_settings
 from diskprefix.nouns import Mark
 from diskprefix.settings import Settings
 

@@ -1,0 +1,129 @@
+"""One request and the cache that serves it: what every step of the request needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from diskprefix.cache.choosing import choose_kept
+from diskprefix.cache.matching import Restored
+from diskprefix.cache.namespaces import TenantNamespace
+from diskprefix.cache.planning import ttl_at
+from diskprefix.cache.policy.breaks import find_break
+from diskprefix.cache.policy.select import Rules
+from diskprefix.cache.resources import CacheResources
+from diskprefix.cache.tiers.local import publisher
+from diskprefix.cache.tiers.nodes import PromptNodes
+from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Upload
+from diskprefix.nouns import Break, CacheOptions, MissReason, Prompt, Selection
+from diskprefix.store.notes import TenantNotes
+from diskprefix.store.savings import Tally
+from diskprefix.tokens import TokenIds
+
+
+@dataclass(kw_only=True, eq=False)
+class RequestContext:
+    """A prompt with its options, its tenant's namespace and the cache. `goes_on`: the prompt ends at a grid point and
+    is only a beginning, so its end is not kept."""
+
+    cache: CacheResources
+    namespace: TenantNamespace
+    prompt: Prompt
+    options: CacheOptions
+    goes_on: bool = False
+
+    def __post_init__(self) -> None:
+        self.names = self.cache.store.names
+        """Id and secret of the store that the request began with."""
+
+    def nodes_of(self, token_ids: TokenIds) -> PromptNodes:
+        """Returns the nodes of the prompt, or of the prompt and its reply."""
+        block_size, layout = self.cache.settings.block_size, self.cache.payload_layout
+        return PromptNodes(self.names.secret, self.namespace.root, token_ids, block_size, layout)
+
+    def ttl_at(self, position: int) -> float | None:
+        """Returns the time to live of what ends at a position; see `planning.ttl_at`."""
+        return ttl_at(position, self.prompt.marks, self.options.ttl_s)
+
+    def notes(self, ttl_s: float | None = None) -> TenantNotes:
+        """Returns the notes of the tenant; see `CacheResources.notes_of`."""
+        return self.cache.notes_of(self.namespace.root, self.namespace.record, ttl_s)
+
+    def choose(self, nodes: PromptNodes, restored: Restored) -> Selection:
+        """Returns the part of the prompt to keep, by the policy and by the measured speeds. For the engine thread."""
+        cache = self.cache
+        rules = Rules.of(cache.settings, cache.layout.state_kind)
+        args = (self.prompt, self.options, nodes.block_names, restored.stored_tokens)
+        selection = choose_kept(self.namespace.seen, rules, *args)
+        if self.goes_on:
+            selection = replace(selection, keep_tail=False)
+        if selection.kept and not cache.cost_model.allows(selection.kept, use="save"):
+            return selection.keeping_nothing("faster_to_compute")
+        return selection
+
+    def find_break(self, restored: Restored, selection: Selection) -> Break | None:
+        """Returns the break that kept more of the prompt from being found. None if there is none, or if the prompt has
+        no source text."""
+        if self.prompt.source is None:
+            return None
+        known = max(selection.common, selection.seen, restored.num_tokens)
+        recent = self.namespace.seen.in_window(self.options.scope, self.options.group)
+        return find_break(self.prompt.token_ids, recent, known)
+
+    def why_missed(self, restored: Restored, selection: Selection) -> MissReason:
+        """Returns the reason why nothing was restored. `diverged` only if the prompt leaves every earlier one within
+        its first block: behind that, a block could have been restored if it were stored."""
+        if restored.refused is not None:
+            return restored.refused
+        if len(self.prompt.token_ids) < self.cache.settings.kv_cache_min_tokens:
+            return "too_short"
+        if not selection.recent or selection.common >= self.cache.settings.block_size:
+            return "not_stored"
+        return "diverged"
+
+    def record_savings(self, restored: Restored) -> None:
+        """Counts a request that asked the cache, with the seconds that it saved."""
+        cache, namespace, num_tokens = self.cache, self.namespace, restored.num_tokens
+        prefill_s = restored.prefill_s or num_tokens * (cache.cost_model.measured_s_per_token or 0.0)
+        blocks = [node.name for node in restored.blocks if node.end <= num_tokens]
+        counts = Tally(
+            requests=1,
+            hits=int(num_tokens > 0),
+            prompt_tokens=len(self.prompt.token_ids),
+            restored_tokens=num_tokens,
+            saved_s=max(0.0, prefill_s - restored.restore_ms / 1e3),
+        )
+        cache.writer.savings.note(namespace.root, namespace.record, counts, blocks[-1] if blocks else None)
+
+    def prefetch(self, nodes: PromptNodes, is_cancelled: Callable[[], bool], have: int) -> Prefetched:
+        """Fetches the nodes that the shared tier has and nearer tiers lack into the writer's buffer. Restores read them
+        from there, and the writer puts them on the disk. Waits for up to `--remote-deadline`. The first `have` tokens
+        are in memory: the shared tier is not asked if hardly more is missing."""
+        cache, namespace, cost_model = self.cache, self.namespace, self.cache.cost_model
+        if cache.remote is None or cache.store.problem is not None:
+            return Prefetched()
+        wish = PrefetchRequest(
+            nodes=nodes,
+            tiers=cache.tiers,
+            publish=publisher(cache.writer, self.names.store_id, namespace.root, namespace.record),
+            most_s=cache.settings.remote_deadline,
+            have=have,
+            pays=cost_model.pays_remote,
+            is_cancelled=is_cancelled,
+            prefill_s_per_token=cost_model.prefill_s_per_token or 0.0,
+            ttl_s=self.ttl_at(0),
+            replaces=cache.layout.state_kind == "token",
+        )
+        prefetched = cache.remote.prefetch(wish)
+        cost_model.record_prefetch(prefetched)
+        return prefetched
+
+    def upload(self, nodes: PromptNodes, selection: Selection, restored: Restored) -> None:
+        """Queues the stored part of the prompt and its reply for the shared tier, as `--remote-write` says."""
+        cache = self.cache
+        if cache.remote is None or not self.options.save:
+            return
+        num_tokens = selection.shared(cache.settings.remote_write, len(nodes.token_ids), restored.num_tokens)
+        if num_tokens >= nodes.block_size:
+            in_parts = cache.layout.state_kind == "token"
+            cache.remote.upload(Upload(nodes, num_tokens, self.namespace.record, cache.tiers, in_parts))
