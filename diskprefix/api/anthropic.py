@@ -35,7 +35,7 @@ from diskprefix.printable import shown
 from diskprefix.store.notes import TenantNotes
 
 _RUN_BY_ANTHROPIC = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_", "mcp_toolset")
-"""How the types of tools begin that Anthropic's servers run themselves."""
+"""Prefixes of the types of tools that Anthropic's servers run."""
 
 
 class CustomTool(Markable):
@@ -102,7 +102,7 @@ def marks_of(tools: Sequence[tuple[int, CustomTool]]) -> Iterator[tuple[int, Cac
 
 
 class AnthropicToolChoice(Body):
-    """Whether a tool must be called, and which."""
+    """The choice of tools."""
 
     type: Literal["auto", "any", "tool", "none"] = Field(description="`any`: some tool; `tool`: the one of `name`.")
     name: str | None = Field(default=None, min_length=1, description="With the type `tool`: its name.")
@@ -129,7 +129,7 @@ System: TypeAlias = Annotated[
 
 
 class ThinkingBody(Body):
-    """Whether the model thinks before it answers, told to chat templates that can switch it."""
+    """The switch for thinking, for chat templates that have one."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"] = Field(
         description="`adaptive` and `between_tools`: as the chat template has it."
@@ -152,7 +152,7 @@ class JsonFormat(Body):
 
 
 class OutputConfig(Body):
-    """How the reply should be."""
+    """Options of the reply."""
 
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
         default=None, description="Told to chat templates that know it, as `reasoning_effort`."
@@ -193,7 +193,7 @@ class CountTokensRequest(RequestBody, Markable):
 
     @property
     def conversation(self) -> Conversation:
-        """What the prompt is rendered from. A `tool_choice` of type `none` leaves the tools out."""
+        """Returns the conversation for the chat template. A `tool_choice` of type `none` leaves the tools out."""
         offered = [] if self.choice.mode == "none" else served_tools(self.tools or ())
         return Conversation(
             messages=neutral_messages(self.system, self.messages, self.mark),

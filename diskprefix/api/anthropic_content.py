@@ -148,7 +148,7 @@ class ToolUseBlock(Markable):
 
 
 class ToolResultBlock(Markable):
-    """What a tool call gave."""
+    """The result of a tool call."""
 
     type: Literal["tool_result"] = Field(description="`tool_result`.")
     tool_use_id: str = Field(min_length=1, description="The call that it answers.")
@@ -163,7 +163,7 @@ class ToolResultBlock(Markable):
 
 
 class ThinkingBlock(Body):
-    """What the assistant thought. The signature is not checked."""
+    """A thought of the assistant. The signature is not checked."""
 
     type: Literal["thinking"] = Field(description="`thinking`.")
     thinking: str = Field(description="The thought.")
@@ -318,7 +318,7 @@ class AnthropicMessageBody(Body):
 
     @property
     def is_begun_reply(self) -> bool:
-        """Whether it is an assistant's text alone, with which the reply goes on."""
+        """Returns whether the message is an assistant's text alone, which the reply continues."""
         if self.role != "assistant" or isinstance(self.content, str):
             return self.role == "assistant" and bool(self.content)
         blocks = [block for block in self.content if not isinstance(block, ThinkingBlock | RedactedThinkingBlock)]

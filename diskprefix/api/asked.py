@@ -24,7 +24,7 @@ _START = re.compile(r"^start\b(?=\s*:)", re.MULTILINE)
 
 @dataclass(frozen=True)
 class TextFormat:
-    """What the text of a reply must be. `path` is where the client said so.
+    """The format of the text of a reply. `path` is the field of the request that asks for it.
 
     `source` is JSON text of a schema, a regular expression, a grammar in Lark, or a JSON list of texts.
     """
@@ -46,7 +46,7 @@ class TextFormat:
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which of the offered tools may be called, and whether one must be.
+    """The offered tools that may be called, or one of which must be called.
 
     `names` of None are all tools. Without `many`, a reply has one call at most. `path` is where the client said so.
     """
@@ -105,7 +105,7 @@ def openai_choice(
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """What a request asks for, whatever its API. A text or token ids as `prompt` are continued as they are.
+    """A request in neutral words. A text or token ids as `prompt` are continued as they are.
 
     The reply to a text is not parsed for reasoning and calls.
     """
@@ -120,7 +120,7 @@ class Asked:
 
     @property
     def is_constrained(self) -> bool:
-        """Whether the client says what the reply must be."""
+        """Returns whether the client constrains the reply."""
         return self.text_format is not None or self.tool_choice.mode == "required"
 
 
@@ -172,7 +172,7 @@ def _thought_before(output_format: OutputFormat, prompt_end: str) -> FreeText | 
 
 
 def _is_thinking(output_format: OutputFormat, prompt_end: str) -> bool:
-    """Whether the prompt ends inside a thought."""
+    """Returns whether the prompt ends inside a thought."""
     parser = output_format.parser((), prompt_end)
     return any(isinstance(delta, ReasoningDelta) for delta in [*parser.feed("x"), *parser.finish()])
 

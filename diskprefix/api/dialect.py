@@ -30,7 +30,7 @@ B = TypeVar("B", bound=RequestBody)
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What is known of a reply before it begins."""
+    """Values of a reply that are known before it begins."""
 
     id: str
     created: int
@@ -42,7 +42,7 @@ class Head:
     clamped_to: int | None = None
     """Most tokens of a choice, if the request asked for more than the model has positions for."""
     prompt: TokenIds | None = None
-    """The prompt's tokens, for what is stored of a reply: it goes with its prompt."""
+    """The token ids of the prompt. A stored reply is deleted with its prompt."""
 
 
 def json_text(value: object) -> bytes:
@@ -120,7 +120,7 @@ _MOST_MESSAGE_CHARS = 1000
 
 @dataclass(frozen=True)
 class Fault:
-    """What went wrong, in any form."""
+    """An error, before it is written in the form of an API."""
 
     status: int
     message: str

@@ -56,7 +56,7 @@ def _fail_fast(schema: Any) -> None:
 class Body(BaseModel):
     """A JSON object that is read strictly: "5" is not taken for 5, nor true for 1, and NaN is refused.
 
-    Its lists and objects are read up to the first error: an error takes two kilobytes, and only one is told.
+    Lists and objects are read up to their first error: an error takes two kilobytes, and only one is reported.
     """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
@@ -115,7 +115,7 @@ NonEmpty: TypeAlias = Annotated[str, Field(min_length=1)]
 
 
 class StructuredOutputs(Body):
-    """What the text of the reply must be, in the form of vLLM. Exactly one of these is given."""
+    """The format of the text, in the form of vLLM. Exactly one of the fields is given."""
 
     json_: TextOrObject | None = Field(default=None, alias="json", description="A JSON schema, or its text.")
     json_object: Literal[True] | None = Field(default=None, description="Any JSON object.")
@@ -186,7 +186,7 @@ MAX_COUNT = 2**31 - 1
 MAX_BIASES = 1024
 """Each biased token costs time at every step."""
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
-"""As long as a text may be the beginning of a stop string, it is not sent."""
+"""Text that may be the beginning of a stop string is not sent yet, which bounds the length."""
 MAX_MESSAGES, MAX_PARTS, MAX_TOOLS = 8192, 1024, 1024
 """Most messages or items of a conversation, content parts of a message, and tools. Chat templates write each of them,
 and what each adds is looked for in the prompt."""
@@ -278,7 +278,7 @@ class PrefixCacheOptions(Body, extra="forbid"):
 
 
 class CacheFields(Body):
-    """What a request asks of the cache, in any API."""
+    """Fields about the cache, in every API."""
 
     prefix_cache: PrefixCacheOptions | None = Field(default=None, description="The disk cache, for this request only.")
     prompt_cache_key: Annotated[str, Field(min_length=1, max_length=MAX_CACHE_KEY_CHARS)] | None = Field(
@@ -291,7 +291,7 @@ class CacheFields(Body):
 
 
 class SamplingFields(Body):
-    """How tokens are chosen, in any API: OpenAI's fields and vLLM's."""
+    """Fields about sampling, in every API: OpenAI's and vLLM's."""
 
     temperature: float | None = Field(default=None, ge=0, le=2, description="Below 0.00001 it is greedy; default 1.")
     top_p: float | None = Field(default=None, gt=0, le=1, description="Nucleus sampling: smallest set with this mass.")
@@ -313,7 +313,7 @@ StopString: TypeAlias = Annotated[str, Field(min_length=1, max_length=MAX_STOP_C
 
 
 class RequestBody(CacheFields, SamplingFields):
-    """What the body of every request for a reply has, in any API."""
+    """The fields of every request for a reply."""
 
     model: str | None = Field(default=None, description="Name of the served model. Absent: the served model.")
     stream: bool | None = Field(default=None, description="Send the reply as server-sent events while it is made.")
@@ -323,7 +323,7 @@ class RequestBody(CacheFields, SamplingFields):
 
     @property
     def reads_more(self) -> bool:
-        """Whether the prompt is made of things, too, that are stored."""
+        """Returns whether the prompt is made of stored items, too."""
         return False
 
     def text_format_beside(self, own: TextFormat | None) -> TextFormat | None:

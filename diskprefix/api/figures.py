@@ -1,7 +1,7 @@
-"""What every reply has besides its text: `prefix_cache` and `timings`. Schemas of all replies, for /docs.
+"""The objects that the server adds to replies, `prefix_cache` and `timings`; schemas of all replies for /docs.
 
-Replies are dicts, which tests check against the types of the official clients. The schemas describe no more of them
-than is not said in the documentation of the APIs.
+Replies are dicts, which tests check against the types of the official clients. The documentation of the APIs
+describes the fields that the schemas leave out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diskprefix.nouns import CacheReport, MissReason, Reason, Saved, StateSource
 
 
 class ChangeReply(BaseModel):
-    """What a normaliser changed."""
+    """A change by a normaliser."""
 
     normaliser: str = Field(examples=["billing-header"])
     path: str = Field(description="Where it stood in the body.", examples=["messages.0.content"])
@@ -42,7 +42,7 @@ class LeftOutReply(BaseModel):
 
 
 class CacheReply(BaseModel):
-    """What the disk cache did for this request. `diskprefix/server/README.md` explains the words."""
+    """The work of the disk cache for this request. `diskprefix/server/README.md` explains the words."""
 
     scope: str = Field(description="The scope that was used, in its canonical form.", examples=["auto:30"])
     restored: int = Field(description="Prompt tokens whose state was restored, not computed; 0 for a miss.")

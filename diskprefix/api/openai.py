@@ -36,7 +36,7 @@ Stop: TypeAlias = Annotated[
 
 
 class StreamOptions(Body):
-    """What a stream contains besides the text."""
+    """Options of a stream."""
 
     include_usage: bool | None = Field(
         default=None, description="Send one more chunk with `usage` (and no choices) before `[DONE]`."
@@ -44,7 +44,7 @@ class StreamOptions(Body):
 
 
 class OpenAIBody(RequestBody, Unmarkable):
-    """What both bodies have."""
+    """The fields of both bodies."""
 
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream: true`.")
     max_tokens: Count | None = Field(
@@ -173,7 +173,7 @@ def usage_reply(done: DoneEvent, reasoning_tokens: int) -> Json:
 
 
 def _progress(event: ProgressEvent) -> Json:
-    """As llama.cpp's server has it."""
+    """In the form of llama.cpp's server."""
     return {
         "total": event.total,
         "cache": event.cached,

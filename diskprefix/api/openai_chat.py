@@ -78,7 +78,7 @@ class ChatRequest(OpenAIBody):
 
     @property
     def conversation(self) -> Conversation:
-        """What the prompt is rendered from. `tool_choice: none` leaves the tools out."""
+        """Returns the conversation for the chat template. `tool_choice: none` leaves the tools out."""
         tools = cast("list[JsonObject]", self.tools or []) if self.tool_choice != "none" else []
         return Conversation(
             messages=[message.neutral(f"messages.{index}") for index, message in enumerate(self.messages)],

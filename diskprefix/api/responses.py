@@ -164,14 +164,14 @@ class FormatBody(Body):
 
 
 class TextBody(Body):
-    """What the text of the reply must be."""
+    """The format of the text."""
 
     format: FormatBody | None = Field(default=None, description="JSON, or JSON of a schema.")
     verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="Accepted and ignored.")
 
 
 class ReasoningBody(Body):
-    """How much the model thinks, and how this is shown."""
+    """The effort of thinking, and its form in the response."""
 
     effort: Effort = None
     summary: Literal["auto", "concise", "detailed"] | None = Field(
@@ -264,7 +264,7 @@ class ResponseRequest(RequestBody, Unmarkable):
 
     @property
     def echo(self) -> dict[str, msgspec.Raw]:
-        """What the response repeats of the request, as JSON text: as objects, it may be a hundred times as large."""
+        """Fields that the response repeats, as JSON text. Objects may take a hundred times the memory."""
         text: Json = {} if self.text is None else self.text.model_dump(by_alias=True, exclude_none=True)
         choice = self.tool_choice
         echo: Json = {

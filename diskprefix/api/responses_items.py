@@ -43,7 +43,7 @@ class TextContent(Markable):
 
 
 class Refusal(Body):
-    """What an assistant said instead of an answer."""
+    """A refusal of the assistant."""
 
     type: Literal["refusal"]
     refusal: str
@@ -125,7 +125,7 @@ class CallItem(Body):
 
 
 class OutputItem(Body):
-    """What a function returned."""
+    """The output of a function."""
 
     type: Literal["function_call_output"]
     id: str | None = None
@@ -139,7 +139,7 @@ class ReasoningPart(Body):
 
 
 class ReasoningItem(Body):
-    """What the assistant thought. Templates that drop the reasoning of earlier turns drop it here, too."""
+    """Reasoning of the assistant. Templates that drop the reasoning of earlier turns drop it here, too."""
 
     type: Literal["reasoning"]
     id: str | None = None
@@ -225,7 +225,7 @@ def stored_form(item: SpokenItem) -> Json:
 
 @dataclass
 class _AssistantTurn:
-    """What the assistant did since somebody else spoke, as far as it becomes one message."""
+    """The items of the assistant that become one message."""
 
     path: str
     reasoning: list[str] = field(default_factory=list)
@@ -234,7 +234,7 @@ class _AssistantTurn:
     mark: CacheMark | None = None
 
     def may_take(self, item: SpokenItem) -> bool:
-        """Whether an item of the assistant comes where it would stand in the message."""
+        """Returns whether an item keeps the order of a message: reasoning, text, calls."""
         return isinstance(item, CallItem) or not (self.content or self.calls)
 
     @property
@@ -312,10 +312,10 @@ def _part(part: Any, path: str) -> ContentPart:
 log = logging.getLogger("diskprefix")
 
 MAX_STORED_BYTES = 4 << 20
-"""Of a stored response, before it is compressed. Compressing as much takes about 20 ms."""
+"""The largest stored response, before compression. Compressing it takes about 20 ms."""
 
 MAX_CONVERSATION_BYTES = 16 << 20
-"""Of the stored responses that a request continues and the items that it refers to, each time that it does.
+"""The most bytes of stored responses and items that one request continues or refers to.
 They take twenty times as much memory, and on disk they may be a thousandth of it."""
 
 _ITEMS: TypeAdapter[list[Item]] = TypeAdapter(list[Item])
@@ -350,9 +350,9 @@ class ResponseStore:
 
     notes: TenantNotes | ReadOnlyNotes
     _num_bytes: int = field(default=0, init=False)
-    """Of what was read of them, and of the items that were referred to."""
+    """The bytes that were read so far, and those of items that were referred to."""
     _items: dict[str, dict[str, Json]] = field(default_factory=dict, init=False)
-    """Those of responses whose items were referred to, by the ids of both."""
+    """Items by the ids of the response and of the item, for responses that were referred to."""
 
     def get(self, id_: str) -> StoredResponse:
         """Raises `ResponseNotFound`, also for a response of another tenant."""

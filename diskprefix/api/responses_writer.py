@@ -50,7 +50,7 @@ class OutputItems:
         self._blanks: list[str] = []
         """White space that may be the beginning of a message, or nothing but what stands between calls."""
         self._tokens: list[TokenLogprob] = []
-        """Those whose text has not become part of a message yet."""
+        """Tokens whose text is not yet part of a message."""
 
     def add(self, deltas: Sequence[ReplyDelta], tokens: Sequence[TokenLogprob] = ()) -> list[Json]:
         """Returns the events of some deltas."""

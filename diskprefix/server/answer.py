@@ -59,7 +59,7 @@ from diskprefix.store.notes import TenantNotes
 B = TypeVar("B", bound=RequestBody)
 
 MAX_LOGPROBS = 2**19
-"""Of a reply: all choices, tokens and alternatives. Each takes 200 to 300 bytes until the reply is sent."""
+"""The most log probabilities of a reply, over all choices, tokens and alternatives. Each takes 200 to 300 bytes."""
 
 router = APIRouter(tags=["completions"])
 
@@ -117,7 +117,7 @@ class Arrival:
     cache: CacheOptions
 
     def turn(self) -> AbstractAsyncContextManager[Any]:
-        """Returns a context for the caller's turn, if the request reads what is stored.
+        """Returns a context for the caller's turn, if the request reads stored responses.
 
         What is read may be a hundred times as large as the body, so a caller has one such request at a time.
         """

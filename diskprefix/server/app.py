@@ -23,7 +23,7 @@ from diskprefix.settings import Settings
 from diskprefix.version import __version__
 
 _LARGE_REPLIES = 8
-"""That may be on their way to one caller, of the size of the largest body."""
+"""The number of replies of the size of the largest body that may be on their way to one caller."""
 
 _DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the model's prefix (KV) cache on disk: a
 prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.

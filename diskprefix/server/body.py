@@ -32,12 +32,13 @@ _PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024
 """The time for a body to arrive or a large reply to be read, and the least rate: 128 kbit/s suffice for any size."""
 
 _SMALL_BYTES, _LARGE_BYTES = 64 * 1024, 1 << 20
-"""Of a body. The memory of smaller ones is bounded by the length of the queue, and they never wait for others. Larger
-ones than those of agents let all others go first."""
+"""Sizes of bodies. The length of the queue bounds the memory of small ones, and they never wait. Large ones,
+above those of agents, let all others go first."""
 _LARGE_BYTES_PER_S, _BESIDE_BYTES_PER_S = 64 << 20, 8 << 20
-"""At which large bodies are read, all together, and while the engine computes: reading takes the event loop's time."""
+"""The rates at which all large bodies together are read: alone, and while the engine computes. Reading takes
+time of the event loop."""
 _PAUSE, _PAUSE_BESIDE = 1, 7
-"""After a large body is parsed, for so many times as long as that took, none is: and while the engine computes."""
+"""The pause after parsing a large body, as a multiple of the time of parsing: alone, and while the engine computes."""
 _BODIES_ARRIVING, _BODIES_OF_ONE, _BODIES_IN_MEMORY = 8, 4, 8
 """Bodies of the largest size that may be arriving or wait for memory, those of one caller, and the memory of those that
 are parsed and rendered: 256, 128 and 256 MiB, if a body may have 32."""
@@ -116,7 +117,7 @@ class Bodies:
         return bytes(body)
 
     async def _pause(self, num_bytes: int) -> None:
-        """Waits until large bodies may have so many bytes more. The client waits too: the socket is not read."""
+        """Waits until large bodies may have `num_bytes` more. The client waits too: the socket is not read."""
         now = asyncio.get_running_loop().time()
         rate = _BESIDE_BYTES_PER_S if self._is_computing() else _LARGE_BYTES_PER_S
         self._read_until = max(now, self._read_until) + num_bytes / rate

@@ -78,7 +78,7 @@ class Daemon:
         self._thread: threading.Thread | None = None
         self.threads = Threads()
         self.turns = CallerTurns()
-        """Of the callers whose requests read what is stored."""
+        """For requests that read stored responses: one of a caller at a time."""
         self.bodies = Bodies(settings.max_body_bytes, self.threads, lambda: self._inbox.num_running > 0)
 
     @property
@@ -115,7 +115,7 @@ class Daemon:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the loading thread still runs. It cannot be stopped."""
+        """Returns whether the loading thread still runs. It cannot be stopped."""
         return self._thread is not None and self._thread.is_alive()
 
     def require_serving(self) -> Serving:

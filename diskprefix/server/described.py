@@ -1,4 +1,4 @@
-"""What the OpenAPI document says and FastAPI cannot see: bodies that `read_json` reads, and errors before a route."""
+"""Completes the OpenAPI document: bodies that `read_json` reads, streams, and errors before a route."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def events(data: type[BaseModel]) -> dict[str, Any]:
 
 
 def openai_events(chunk: type[BaseModel]) -> dict[str, Any]:
-    """The same for OpenAI's streams: an error ends one in place of `[DONE]`."""
+    """Returns the content of one of OpenAI's streams: it ends with `[DONE]`, or with an error."""
     return _events({"anyOf": [_as_json({"anyOf": [_reference(chunk), _reference(ErrorBody)]}), {"const": "[DONE]"}]})
 
 

@@ -45,7 +45,7 @@ _CODES = {
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """An error."""
 
     message: str = Field(description="One line that says what is wrong and what to do.")
     type: str = Field(description="`invalid_request_error` (the client's fault) or `server_error`.")

@@ -32,7 +32,7 @@ log = logging.getLogger("diskprefix")
 LiveEvent: TypeAlias = ProgressEvent | TextEvent | FinishEvent | DoneEvent
 
 MAX_WAITING_BYTES = 16 * 1024**2
-"""What may wait for a client that reads more slowly than the engine generates; about 65 000 tokens of plain text.
+"""The most bytes of events that wait for a slow client: about 65 000 tokens of plain text.
 
 The engine does not wait for a client, because other requests wait for the engine.
 """

@@ -23,7 +23,7 @@ from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys
 from diskprefix.server.log_context import log_context
 
 OPEN_PATHS = frozenset({"/", "/health"})
-"""For load balancers and service managers, which have no key, and for clients that look whether anybody is here."""
+"""The paths that need no key: load balancers, service managers and probing clients have none."""
 
 
 class Auth:
@@ -118,7 +118,7 @@ class BrowserGuard:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether every address of `host` is a loopback address. True for a name that does not resolve."""
+    """Returns whether every address of `host` is a loopback address. True for a name that does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError):

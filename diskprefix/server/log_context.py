@@ -1,4 +1,4 @@
-"""What is recorded about a request while it is served, for its log line and its metrics."""
+"""The record of a request while it is served, for its log line and its metrics."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ class LogContext:
     trace: RequestTrace | None = None
     """Only with `--otlp-traces-endpoint`, of a request for a reply."""
     wants_reply: bool = False
-    """Whether the engine is to generate something."""
+    """True for a request that asks for a reply."""
     done: DoneEvent | None = None
 
     @property
     def outcome(self) -> Outcome | None:
-        """How a request for a reply ended; None of others. A stream that failed has status 200."""
+        """Returns the end of a request for a reply; None for others. A stream that failed has status 200."""
         if not self.wants_reply:
             return None
         if self.done is not None:

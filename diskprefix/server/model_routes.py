@@ -169,7 +169,7 @@ async def retrieve_model(model_name: str, request: Request) -> ModelCard | Anthr
 B = TypeVar("B", bound=Body)
 
 _MOST_BYTES = 1 << 20
-"""Of UTF-8: a text may have as many tokens. To encode them takes two seconds and 200 MB of memory."""
+"""The most bytes of UTF-8 in a text, which may have as many tokens. Encoding them takes two seconds and 200 MB."""
 _MOST_TOKENS = 1 << 20
 
 
@@ -201,7 +201,7 @@ class DetokenizeReply(BaseModel):
 
 
 class TemplateReply(BaseModel):
-    """What the chat template writes for a conversation."""
+    """The prompt of a conversation."""
 
     prompt: str
 

@@ -75,11 +75,11 @@ class RecentRequests:
 
     @property
     def failures(self) -> list[EndedRequest]:
-        """Those that failed, oldest first."""
+        """The requests that failed, oldest first."""
         return list(self._failures)
 
     def since(self, number: int) -> list[EndedRequest]:
-        """Returns those that came after the one with this number, oldest first."""
+        """Returns the requests after the one with this number, oldest first."""
         found = [ended for kept in (self._replies, self._failures) for ended in kept if ended.number > number]
         return sorted(found, key=lambda ended: ended.number)
 

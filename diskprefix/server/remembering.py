@@ -1,4 +1,4 @@
-"""What the model sampled for a reply is remembered in the store, so that a later prompt can contain the same tokens."""
+"""Stores the tokens that the model sampled for a reply, so that a later prompt can contain the same tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stored:
-    """What is remembered for the prompts of one tenant: the notes of one kind in the store."""
+    """The notes of one kind in the store, for one tenant."""
 
     kind: NoteKind
     notes: TenantNotes
     keeps: bool = True
-    """Whether `put` keeps anything."""
+    """False: `put` does nothing."""
     prompt: TokenIds | None = None
-    """What is put goes with this prompt."""
+    """The prompt that the notes belong to: they are deleted with it."""
 
     def get(self, id_: str) -> bytes | None:
         return self.notes.get(self.kind, id_)
@@ -93,7 +93,7 @@ class RememberingReader(ReplyReader):
         return events
 
     def _remember(self, memory: ReplyMemory, end: FinishEvent) -> None:
-        """A reply is not remembered if its tokens say more than what the client is told of them."""
+        """Stores the tokens of a choice, unless they hold text that the client does not get."""
         if end.stop is not None or end.choice in self.shortened:
             return
         deltas = self._deltas_of[end.choice]

@@ -24,7 +24,7 @@ router = APIRouter(tags=["daemon"])
 
 
 class Health(BaseModel):
-    """Whether requests are served. With `--api-keys`, only the key named `admin` gets more than `status`."""
+    """The state of the daemon. With `--api-keys`, only the key named `admin` gets more than `status`."""
 
     status: Status = Field(description="`ok` and `degraded` (200) serve requests; the others (503) do not.")
     message: str | None = Field(default=None, description="The current step while the model loads.")

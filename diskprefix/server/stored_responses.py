@@ -35,7 +35,7 @@ Salt = Annotated[
 
 
 class DeletedResponse(BaseModel):
-    """What was deleted."""
+    """The deleted response."""
 
     id: str
     object: Literal["response"] = "response"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -57,10 +57,10 @@ class _Connection:
             self._sent_at = self._clock()
 
 
-class EventStream(Response):
-    """Streams a reply. After the headers, an error is an event of the stream."""
+class _ReplyResponse(Response):
+    """A response whose body is made of the engine's events. `clock` returns seconds."""
 
-    media_type = "text/event-stream"
+    first_headers: Mapping[str, str] | None = None
 
     def __init__(
         self,
@@ -69,12 +69,20 @@ class EventStream(Response):
         writer: ReplyWriter,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(headers=_STREAM_HEADERS)
+        super().__init__(headers=self.first_headers)
         del self.headers["content-length"]
         self._generation = generation
         self._reader = reader
         self._writer = writer
         self._clock = clock
+
+
+class EventStream(_ReplyResponse):
+    """Streams a reply. After the headers, an error is an event of the stream."""
+
+    media_type = "text/event-stream"
+
+    first_headers = _STREAM_HEADERS
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI's signature
         connection = _Connection(send, self._generation, self._clock)
@@ -115,7 +123,7 @@ def _encoded(events: Sequence[ServerSentEvent]) -> bytes:
     return b"".join(event.encode() for event in events)
 
 
-class PatientResponse(Response):
+class PatientResponse(_ReplyResponse):
     """Sends a reply as one JSON object.
 
     If it takes long, the status and the headers are sent before the reply is there, and then a blank from time to time:
@@ -125,20 +133,6 @@ class PatientResponse(Response):
     """
 
     media_type = "application/json"
-
-    def __init__(
-        self,
-        generation: Generation,
-        reader: ReplyReader,
-        writer: ReplyWriter,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__()
-        del self.headers["content-length"]
-        self._generation = generation
-        self._reader = reader
-        self._writer = writer
-        self._clock = clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = _Connection(send, self._generation, self._clock)
@@ -186,7 +180,7 @@ async def first_signs(preparing: asyncio.Task[Response], *, is_stream: bool) -> 
 
 
 class HeldResponse(Response):
-    """Begins before it is known whether a request can be served. What is wrong is told as in a reply that fails."""
+    """Begins before it is known whether a request can be served. An error is sent as in a reply that fails."""
 
     def __init__(self, preparing: asyncio.Task[Response], *, is_stream: bool) -> None:
         self.media_type = EventStream.media_type if is_stream else PatientResponse.media_type

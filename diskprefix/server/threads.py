@@ -43,12 +43,12 @@ class CallerTurns:
         self._of: WeakValueDictionary[Hashable, asyncio.Lock] = WeakValueDictionary()
 
     def of(self, caller: Hashable) -> asyncio.Lock:
-        """Returns the lock of one caller. It is forgotten when nobody has it."""
+        """Returns the lock of one caller. It exists while somebody holds it."""
         return self._of.setdefault(caller, asyncio.Lock())
 
 
 class Threads:
-    """For the event loop. Threads start with the first work that needs them."""
+    """Pools of threads, for the event loop. Threads start with the first work that needs them."""
 
     def __init__(self) -> None:
         self._of: dict[Kind, ThreadPoolExecutor] = {
@@ -60,7 +60,7 @@ class Threads:
 
     @property
     def are_busy(self) -> bool:
-        """Whether some work has not ended. It cannot be ended from outside."""
+        """Returns whether some work has not ended. It cannot be ended from outside."""
         return any(not work.done() for work in tuple(self._begun))
 
     async def run(self, kind: Kind, work: Callable[..., T], *values: Any) -> T:
@@ -73,12 +73,12 @@ class Threads:
     ) -> T | None:
         """Runs `work` in a thread when the one that came before it for the same caller has ended.
 
-        Returns None, and does nothing, if `is_gone` says then that nobody waits for it.
+        Returns None, and does nothing, if `is_gone` then returns True.
         """
         loop, turn = asyncio.get_running_loop(), self._turns.of(caller)
 
         def pass_on(_: Future[T]) -> None:
-            # At the end of the process, nobody may be left to have a turn.
+            # The event loop may have ended with the process.
             with suppress(RuntimeError):
                 loop.call_soon_threadsafe(turn.release)
 
@@ -88,7 +88,7 @@ class Threads:
             if await is_gone():
                 return None
             running = self._submit("compiling", work)
-            # The turn lasts as long as the work, also if nobody waits for that any more.
+            # The turn lasts as long as the work, also if the caller has left.
             held.pop_all()
         running.add_done_callback(pass_on)
         return await asyncio.wrap_future(running)
@@ -112,7 +112,7 @@ class QueuePlace:
     caller: Tenant
     """The user of the API key, whatever salt the request has."""
     is_large: bool = False
-    """Whether the body is much larger than those of agents: then its threads let others go first."""
+    """True for a body much larger than those of agents. Its threads let others go first."""
     taken: ExitStack = field(default_factory=ExitStack)
     memory: ExitStack = field(default_factory=ExitStack)
 

@@ -14,11 +14,11 @@ from diskprefix.errors import NotReady
 log = logging.getLogger("diskprefix")
 
 HEADERS_S = 30.0
-"""Time for the head of a request, from the connection or from the first byte after another request."""
+"""The time for the head of a request, from the connection or from the first byte after another request."""
 OTHER_CONNECTIONS = 192
 """Connections beside those of the requests that may wait. They are idle, or belong to requests that are computed."""
 _REFUSAL_S = 1.0
-"""Time for a client to read why it was refused, before the connection is closed."""
+"""The time for a client to read the refusal, before the connection is closed."""
 
 
 class LimitedConnection(H11Protocol):
@@ -72,12 +72,12 @@ class LimitedConnection(H11Protocol):
 
     @property
     def _is_in_request(self) -> bool:
-        """Whether the head of a request has arrived that is not yet answered."""
+        """Returns whether a request is being answered."""
         return self.cycle is not None and not self.cycle.response_complete
 
     @property
     def _is_idle(self) -> bool:
-        """Whether nothing is lost if the connection is closed, and closing it takes effect at once."""
+        """Returns whether the connection can be closed at once without loss."""
         is_sent = self.transport.get_write_buffer_size() == 0
         return is_sent and not self._is_in_request and not self.transport.is_closing()
 

@@ -1,4 +1,4 @@
-"""Whether a request comes from another user of this machine, as the kernel's table of connections tells it."""
+"""Finds out, from the kernel's table of connections, whether a request comes from another user of this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LOCAL, _REMOTE, _USER, _INODE = 1, 2, 7, 9
 def is_of_another_user(scope: Scope) -> bool:
     """Returns whether a request was sent on this machine by a user who is neither the daemon's nor root.
 
-    One whose sender has closed its end already counts as another's, as nobody can be told. False where the system has
+    A request whose sender has already closed its end counts as another's. False where the system has
     no such tables, and for requests from other machines.
     """
     client, server = scope.get("client"), scope.get("server")
@@ -45,7 +45,7 @@ def _users(local: tuple[Address, int], remote: tuple[Address, int]) -> Iterator[
             continue
         for line in lines:
             columns = line.split()
-            # What nobody holds any more is listed as root's.
+            # The kernel lists sockets without an owner as root's.
             if columns[_LOCAL] in wanted[0] and columns[_REMOTE] in wanted[1] and columns[_INODE] != "0":
                 yield int(columns[_USER])
 

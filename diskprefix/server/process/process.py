@@ -57,7 +57,7 @@ _FORCED_EXIT_CODE = 130
 
 _UNKNOWN = ("message", "model", "cache", "queue_depth", "running")
 _LOADING = json.dumps({"status": "loading"} | dict.fromkeys(_UNKNOWN)).encode()
-"""What the route itself tells a caller without a key."""
+"""The answer of the route `/health` to a caller without a key."""
 _HEADERS = [(b"content-type", b"application/json"), (b"content-length", str(len(_LOADING)).encode())]
 
 
@@ -172,7 +172,7 @@ def _address_of(listener: socket.socket, host: str) -> str:
 
 
 def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
-    """How uvicorn serves the application: its limits and timeouts, and nothing logged that the daemon logs itself."""
+    """Returns the limits and timeouts of uvicorn. Its access log is off: the daemon has its own."""
     from diskprefix.server.process.connection import OTHER_CONNECTIONS, LimitedConnection
 
     return uvicorn.Config(

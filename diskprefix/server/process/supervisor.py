@@ -28,21 +28,21 @@ log = logging.getLogger("diskprefix")
 
 GO = b"go"
 IMPORTED = "SPARE=1"
-"""What a spare says when it has imported everything."""
+"""The message of a spare that has imported everything."""
 
 _PASSED_ON = ("READY=", "STATUS=", "RELOADING=", "MONOTONIC_USEC=")
-"""What systemd hears of a worker. The rest it hears of the supervisor itself."""
+"""Notifications of a worker that are passed on to systemd. The others are the supervisor's own."""
 _SETTLED_S = 60.0
-"""A worker that served for so long did not die because of its start."""
+"""A worker that served longer did not die because of its start."""
 _MOST_DELAY_S = 60.0
 _MOST_MESSAGE_BYTES = 4096
 _ORPHAN_S = 60.0
-"""Time for a worker whose supervisor died to end in order."""
+"""The time for a worker to end in order after its supervisor died."""
 
 
 @dataclass
 class Deaths:
-    """How long to wait before the next start, so that what dies at once does not keep the machine busy."""
+    """The deaths in a row, and the delay before the next start."""
 
     in_a_row: int = 0
 
@@ -60,7 +60,7 @@ class Child:
     channel: socket.socket
     ready_at: float | None = None
     seen_at: float | None = None
-    """Of its last sign of life for the watchdog."""
+    """The time of its last sign of life."""
 
     def kill(self, number: int) -> None:
         os.kill(self.pid, number)
@@ -84,7 +84,7 @@ class InChild(Exception):
 
 @dataclass
 class Supervisor:
-    """Runs until it is told to stop. One thread; signals only wake it."""
+    """Runs the worker and the spare until a signal stops it. It has one thread, and signals only wake it."""
 
     clock: Callable[[], float] = time.monotonic
     _worker: Child | None = None
@@ -355,7 +355,7 @@ class SupervisorLine:
         with suppress(ConnectionResetError):
             while self._channel.recv(len(GO)) == GO:
                 self._turn.set()
-        # The supervisor is gone. Without it nobody is told anything, and the port must become free.
+        # The supervisor is gone. Without it systemd hears nothing, and the port must become free.
         if self._turn.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(_ORPHAN_S)
