@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from diskprefix.api.anthropic_content import AnthropicMessageBody, TextBlock, neutral_messages
 from diskprefix.api.anthropic_writer import MessageWriter
@@ -19,7 +18,6 @@ from diskprefix.api.fields import (
     MAX_PARTS,
     MAX_STOPS,
     MAX_TOOLS,
-    REFUSED,
     Body,
     Count,
     Markable,
@@ -27,6 +25,7 @@ from diskprefix.api.fields import (
     StopString,
     ToolName,
     by_json_type,
+    require_fields,
     sampling_params,
 )
 from diskprefix.chat.messages import CacheMark, Conversation, JsonObject
@@ -110,8 +109,7 @@ class AnthropicToolChoice(Body):
 
     @model_validator(mode="after")
     def _has_a_name(self) -> AnthropicToolChoice:
-        if self.type == "tool" and self.name is None:
-            raise PydanticCustomError(REFUSED, "of type tool needs the field name")
+        require_fields(self, *(("name",) if self.type == "tool" else ()))
         return self
 
     @property

@@ -182,18 +182,6 @@ class OtherBlock(Body):
     type: str
 
 
-Block: TypeAlias = (
-    TextBlock
-    | ImageBlock
-    | DocumentBlock
-    | SearchResultBlock
-    | ToolReferenceBlock
-    | ToolUseBlock
-    | ToolResultBlock
-    | ThinkingBlock
-    | RedactedThinkingBlock
-    | OtherBlock
-)
 _OF_RESULTS = frozenset({"text", "image", "document", "search_result", "tool_reference"})
 _ALLOWED = {
     "user": frozenset({"text", "image", "document", "search_result", "tool_result"}),
@@ -202,7 +190,7 @@ _ALLOWED = {
 }
 
 
-AnyBlock: TypeAlias = Annotated[
+Block: TypeAlias = Annotated[
     Annotated[TextBlock, Tag("~text")]
     | Annotated[ImageBlock, Tag("~image")]
     | Annotated[DocumentBlock, Tag("~document")]
@@ -221,11 +209,11 @@ AnyBlock: TypeAlias = Annotated[
     ),
 ]
 TextOrInnerBlocks: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[AnyBlock], Field(max_length=MAX_PARTS), Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[list[Block], Field(max_length=MAX_PARTS), Tag("~list")],
     by_json_type("a string or a list of content blocks"),
 ]
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[AnyBlock], Field(min_length=1, max_length=MAX_PARTS), Tag("~list")],
+    Annotated[str, Tag("~text")] | Annotated[list[Block], Field(min_length=1, max_length=MAX_PARTS), Tag("~list")],
     by_json_type("a string or a list of content blocks"),
 ]
 

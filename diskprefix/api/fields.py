@@ -68,6 +68,13 @@ class Body(BaseModel):
         return schema
 
 
+def require_fields(body: Any, *names: str) -> None:
+    """Raises a validation error for the first of these fields that is absent, though the type of `body` needs it."""
+    for name in names:
+        if getattr(body, name) is None:
+            raise PydanticCustomError(REFUSED, f"of type {body.type} needs the field {name.rstrip('_')}")
+
+
 def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObject:
     check(value)
     return value
@@ -325,6 +332,11 @@ class RequestBody(CacheFields, SamplingFields):
     def reads_more(self) -> bool:
         """Returns whether the prompt is made of stored items, too."""
         return False
+
+    def require_stream(self, options: Body | None) -> None:
+        """Raises `InvalidRequest` for options of a stream without a stream."""
+        if options is not None and not self.stream:
+            raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
 
     def text_format_beside(self, own: TextFormat | None) -> TextFormat | None:
         """Returns what the text must be. `own` is what the API's own field says.

@@ -59,8 +59,7 @@ class OpenAIBody(RequestBody, Unmarkable):
 
     def sampling(self, vocab_size: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Raises `InvalidRequest` for unknown token ids, and for options of a stream without a stream."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
+        self.require_stream(self.stream_options)
         stop = self.stop or ()
         return sampling_params(
             self,

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from diskprefix.api.asked import TextFormat, ToolChoice
 from diskprefix.api.fields import (
     AS_SENT,
     MAX_PARTS,
-    REFUSED,
     Body,
     CacheControl,
     Markable,
@@ -20,6 +18,7 @@ from diskprefix.api.fields import (
     ToolName,
     Unmarkable,
     by_json_type,
+    require_fields,
 )
 from diskprefix.chat.messages import (
     AudioPart,
@@ -233,8 +232,7 @@ class ToolChoiceBody(Body):
 
     @model_validator(mode="after")
     def _has_what_its_type_says(self) -> ToolChoiceBody:
-        if getattr(self, self.type) is None:
-            raise PydanticCustomError(REFUSED, f"of type {self.type} needs the field {self.type}")
+        require_fields(self, self.type)
         return self
 
     def neutral(self, *, many: bool) -> ToolChoice:
@@ -268,8 +266,7 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> ResponseFormat:
-        if self.type == "json_schema" and self.json_schema is None:
-            raise PydanticCustomError(REFUSED, "of type json_schema needs the field json_schema")
+        require_fields(self, *(("json_schema",) if self.type == "json_schema" else ()))
         return self
 
     @property

@@ -10,14 +10,12 @@ from typing import Annotated, Literal, TypeAlias, cast
 
 import msgspec
 from pydantic import ConfigDict, Field, StringConstraints, Tag, model_validator
-from pydantic_core import PydanticCustomError
 
 from diskprefix.api.asked import Asked, TextFormat, ToolChoice, note_left_out, openai_choice
 from diskprefix.api.dialect import Head, Json, json_text
 from diskprefix.api.fields import (
     AS_SENT,
     MAX_TOOLS,
-    REFUSED,
     Body,
     CacheControl,
     Count,
@@ -28,6 +26,7 @@ from diskprefix.api.fields import (
     Unmarkable,
     by_json_type,
     by_type,
+    require_fields,
     sampling_params,
 )
 from diskprefix.api.responses_items import (
@@ -118,10 +117,7 @@ class ResponseToolChoice(Body):
 
     @model_validator(mode="after")
     def _has_what_its_type_says(self) -> ResponseToolChoice:
-        needed = ("name",) if self.type == "function" else ("mode", "tools")
-        for name in needed:
-            if getattr(self, name) is None:
-                raise PydanticCustomError(REFUSED, f"of type {self.type} needs the field {name}")
+        require_fields(self, *(("name",) if self.type == "function" else ("mode", "tools")))
         return self
 
     def neutral(self, *, many: bool) -> ToolChoice:
@@ -154,8 +150,7 @@ class FormatBody(Body):
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> FormatBody:
-        if self.type == "json_schema" and self.schema_ is None:
-            raise PydanticCustomError(REFUSED, "of type json_schema needs the field schema")
+        require_fields(self, *(("schema_",) if self.type == "json_schema" else ()))
         return self
 
     @property
@@ -306,8 +301,7 @@ class Responses:
         """JSON text of the items of the request itself, if the response is to be stored."""
 
     def read(self, body: ResponseRequest, vocab_size: int, notes: Callable[[], TenantNotes]) -> Asked:
-        if body.stream_options is not None and not body.stream:
-            raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
+        body.require_stream(body.stream_options)
         self._echo = body.echo
         if (num_bytes := sum(len(bytes(value)) for value in self._echo.values())) > MAX_STORED_BYTES:
             limit = format_size(MAX_STORED_BYTES)
