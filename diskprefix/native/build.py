@@ -20,7 +20,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "source"
 LIBRARY = Path(__file__).parent / "_operators.so"
 _DIGEST_AT = b"diskprefix source "
-"""What stands before the digest in the library."""
+"""The text before the digest in the library."""
 
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -32,7 +32,7 @@ _VARIANTS: dict[str, tuple[str, ...]] = {
     "avx2": _AVX2,
     "baseline": (),
 }
-"""What is compiled for an x86 CPU, the best one first. Other CPUs have the last one only."""
+"""The variants for an x86 CPU, the best one first, with their flags. Other CPUs have the last one only."""
 
 
 class BuildError(Exception):
@@ -40,7 +40,7 @@ class BuildError(Exception):
 
 
 def digest() -> str:
-    """Returns what the library must have been made from: a digest of the sources and of this file."""
+    """Returns a digest of the sources and of this file. The library carries that of the sources it was made from."""
     found = hashlib.sha256()
     for path in [Path(__file__), *sorted(SOURCES.iterdir())]:
         content = path.read_bytes()

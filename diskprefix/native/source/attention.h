@@ -1,9 +1,9 @@
-// Attention over the memory of several sequences, so that a row's bits depend on nothing but what it sees.
+// Attention over the memory of several sequences. A row's bits depend only on the tokens that it sees.
 //
-// Keys are taken in tiles of `TILE` tokens counted from position 0 of a sequence. Each tile gives a row a maximum, a sum
-// of weights and a weighted sum of values, all from that tile alone; they are merged into those of the row in ascending
-// order of the tiles. A tile that a row does not see would leave it exactly as it is. So the work may be cut anywhere,
-// and given to any number of threads.
+// Keys are taken in tiles of `KEY_TILE` tokens counted from position 0 of a sequence. Each tile gives a row a maximum, a
+// sum of weights and a weighted sum of values, all from that tile alone. They are merged into those of the row in
+// ascending order of the tiles. A tile that a row does not see leaves it exactly as it is. So the work can be cut
+// anywhere, for any number of threads.
 
 #pragma once
 
@@ -17,18 +17,18 @@
 namespace diskprefix {
 namespace {
 
-constexpr int64_t TILE = 256;
-constexpr int64_t KEYS = 32;             // the keys of a tile that are computed are a multiple of it
-constexpr int64_t BLOCK = 32;            // rows of a product
-constexpr int64_t LEAST_CHUNK = 64;      // keys and values are packed once for a chunk of rows
-constexpr int64_t MOST_CHUNK = 512;
-constexpr int64_t STRIDE = TILE + 16;    // of scores and weights, not a power of two
-constexpr int64_t ALONE = 8;             // with fewer tiles than this in all, one thread is faster
-constexpr float NOTHING = -1e30f;        // the maximum of no scores: finite, as infinities have no difference
+constexpr int64_t KEY_TILE = 256;
+constexpr int64_t KEYS = 32;                // the keys of a tile that are computed are a multiple of it
+constexpr int64_t BLOCK = 32;               // rows of a product
+constexpr int64_t MIN_CHUNK = 64;           // keys and values are packed once for a chunk of rows
+constexpr int64_t MAX_CHUNK = 512;
+constexpr int64_t STRIDE = KEY_TILE + 16;   // of scores and weights, not a power of two
+constexpr int64_t ALONE = 8;                // with fewer tiles than this in all, one thread is faster
+constexpr float NOTHING = -1e30f;           // the maximum of no scores: finite, as infinities have no difference
 constexpr float HIDDEN = -__builtin_inff();
 
 
-// What is known of rows: the largest score × log2(e), the sum of weights, and the weighted sums of values. There is room
+// The state of rows: the largest score × log2(e), the sum of weights, and the weighted sums of values. There is room
 // for a multiple of 16 rows.
 struct State {
   float *high, *sum, *taken;
@@ -41,7 +41,7 @@ struct State {
     memset(taken, 0, num_rows * columns * sizeof(float));
   }
 
-  // What a tile adds. If a row sees nothing of it, its state stays exactly as it is.
+  // Adds a tile. The state of a row that does not see it stays exactly as it is.
   void merge(const State& tile, int64_t num_rows) const {
     for (int64_t row = 0; row < num_rows; row += LANES) {
       const Floats before = loaded<Floats>(high + row), other = loaded<Floats>(tile.high + row);
@@ -99,7 +99,7 @@ class Computation {
   const float scale_;
   Task* tasks_ = nullptr;
   int64_t num_tasks_ = 0, num_units_ = 0, total_tiles_ = 0;
-  int64_t chunk_ = LEAST_CHUNK;
+  int64_t chunk_ = MIN_CHUNK;
   std::atomic<int64_t> next_{0};
   std::atomic<bool> failed_{false};
 
@@ -123,10 +123,10 @@ class Computation {
   bool plan(Memory& memory) {
     int64_t all_rows = 0, most_tasks = 0;
     for (int64_t run = 0; run < call_.num_runs; ++run) all_rows += runs_[run].num_rows * call_.num_heads;
-    // Large chunks pack seldom, and three of them for each thread end at about the same time.
-    chunk_ = least(MOST_CHUNK, most(LEAST_CHUNK, up_to(all_rows / (3 * call_.num_threads), BLOCK)));
+    // Large chunks pack seldom. With three of them for each thread, all threads end at about the same time.
+    chunk_ = least(MAX_CHUNK, most(MIN_CHUNK, up_to(all_rows / (3 * call_.num_threads), BLOCK)));
     for (int64_t run = 0; run < call_.num_runs; ++run)
-      most_tasks += (runs_[run].num_rows * group_ + LEAST_CHUNK - 1) / LEAST_CHUNK * call_.num_kv_heads;
+      most_tasks += (runs_[run].num_rows * group_ + MIN_CHUNK - 1) / MIN_CHUNK * call_.num_kv_heads;
     if (!memory.reserve(Memory::size_of<Task>(most_tasks))) return false;
     tasks_ = memory.take<Task>(most_tasks);
     for (int64_t run = 0; run < call_.num_runs; ++run) {
@@ -150,8 +150,8 @@ class Computation {
   void add_task(int64_t run, int64_t row, int64_t num_rows, int64_t head) {
     Task& task = *new (&tasks_[num_tasks_++]) Task();
     task.run = run, task.head = head, task.row = row, task.num_rows = num_rows;
-    task.first_tile = first_visible(position_of(task, 0)) / TILE;
-    task.num_tiles = position_of(task, task.num_rows - 1) / TILE + 1 - task.first_tile;
+    task.first_tile = first_visible(position_of(task, 0)) / KEY_TILE;
+    task.num_tiles = position_of(task, task.num_rows - 1) / KEY_TILE + 1 - task.first_tile;
     total_tiles_ += task.num_tiles;
   }
 
@@ -192,16 +192,16 @@ class Computation {
   bool take_scratch(Memory& memory, Scratch& scratch) const {
     const int64_t rows = chunk_;
     const int64_t bytes = Memory::size_of<Factor>(rows * inner_) + Memory::size_of<Factor>(16 * inner_) +
-                          Memory::size_of<Factor>(TILE * inner_) +
-                          Memory::size_of<Factor>(TILE * columns_) + Memory::size_of<float>(BLOCK * STRIDE) +
+                          Memory::size_of<Factor>(KEY_TILE * inner_) +
+                          Memory::size_of<Factor>(KEY_TILE * columns_) + Memory::size_of<float>(BLOCK * STRIDE) +
                           2 * Memory::size_of<float>(BLOCK) + Memory::size_of<float>(BLOCK * columns_) +
                           2 * Memory::size_of<float>(rows) + Memory::size_of<float>(rows * columns_) +
                           Memory::size_of<int64_t>(rows);
     if (!memory.reserve(bytes)) return false;
     scratch.queries = memory.take<Factor>(rows * inner_);
     scratch.turned = memory.take<Factor>(16 * inner_);
-    scratch.keys = memory.take<Factor>(TILE * inner_);
-    scratch.values = memory.take<Factor>(TILE * columns_);
+    scratch.keys = memory.take<Factor>(KEY_TILE * inner_);
+    scratch.values = memory.take<Factor>(KEY_TILE * columns_);
     scratch.scores = memory.take<float>(BLOCK * STRIDE);
     scratch.tile = state_in(memory, BLOCK);
     scratch.state = state_in(memory, rows);
@@ -224,7 +224,7 @@ class Computation {
     }
     if (!task.of_tiles) return finish(task, scratch.state);
     if (task.open_units.fetch_sub(1, std::memory_order_acq_rel) > 1) return;
-    // The others are done. Whoever is the last puts their results together, in the order of the tiles.
+    // The last thread that ends merges the results of all, in the order of the tiles.
     scratch.state.clear(task.num_rows);
     for (int64_t tile = 0; tile < task.num_tiles; ++tile) scratch.state.merge(partial(task, tile), task.num_rows);
     finish(task, scratch.state);
@@ -250,8 +250,8 @@ class Computation {
   // The tile has the number `tile` among those of the task.
   void attend_to(const Task& task, int64_t tile, const Scratch& scratch) const {
     const Run& run = runs_[task.run];
-    const int64_t start = (task.first_tile + tile) * TILE, last = position_of(task, task.num_rows - 1);
-    const int64_t present = least(TILE, last + 1 - start), num_keys = up_to(present, KEYS), at = start - run.first;
+    const int64_t start = (task.first_tile + tile) * KEY_TILE, last = position_of(task, task.num_rows - 1);
+    const int64_t present = least(KEY_TILE, last + 1 - start), num_keys = up_to(present, KEYS), at = start - run.first;
     const Stored* keys = (const Stored*)run.keys + task.head * run.key_head_stride + at * run.key_token_stride;
     const Stored* values = (const Stored*)run.values + task.head * run.value_head_stride + at * run.value_token_stride;
     const int64_t as_they_lie = has_few(task) ? present / KEYS * KEYS : 0;
@@ -282,7 +282,7 @@ class Computation {
     }
   }
 
-  // What rows of a block weigh, of which `seen` of the `num_keys` keys are computed. The scores of the first `known` are
+  // Computes the weights of a block of rows for `seen` of the `num_keys` keys. The scores of the first `known` are
   // there, the other keys are packed.
   void weigh_block(const Scratch& scratch, int64_t row, int64_t num_rows, int64_t start, int64_t known, int64_t seen,
                     int64_t num_keys, const State& found) const {
@@ -300,7 +300,7 @@ class Computation {
     }
   }
 
-  // Of a row that sees the keys from `first` on up to `end`. Other scores are hidden.
+  // The weights of a row that sees the keys from `first` up to `end`. Other scores are hidden.
   float largest_score(float* scores, int64_t count, int64_t first, int64_t end) const {
     if (call_.softcap) cap(scores, count);
     if (first > 0 || end < count) hide(scores, count, first, end);

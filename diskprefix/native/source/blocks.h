@@ -1,5 +1,5 @@
-// The parts of a layer, each in one call: attention with the products around it, and the gated products behind it. What is
-// between them stays in memory of the thread that calls.
+// The parts of a layer, each in one call: attention with the products around it, and the gated products behind it.
+// Values between them stay in memory of the calling thread.
 
 #pragma once
 

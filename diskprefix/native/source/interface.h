@@ -1,4 +1,5 @@
-// What Python and the variants agree on. `native/library.py` has the same structures. Strides count elements.
+// The structures that Python and the variants share. The modules of `native` describe the same ones. Strides count
+// elements.
 
 #pragma once
 
@@ -35,27 +36,28 @@ struct Attention {
   ParallelFor parallel_for;
 };
 
-// A matrix [rows, columns]: in bfloat16 row after row (`bits` is 16), or in blocks of quants, see model/quants.py.
+// A matrix [rows, columns]: in bfloat16 row after row (`bits` is 16), or in blocks of quants, see
+// model/quants/forms.py.
 struct Matrix {
   int64_t rows, columns, bits, group, has_zeros, scale_type;
   const void* weights;
   const float* bias;  // [rows], or null
 };
 
-constexpr int64_t MOST_MATRICES = 3;
+constexpr int64_t MAX_MATRICES = 3;
 
 // The same rows, bfloat16 [num_rows, columns], times each of several matrices: bfloat16 [num_rows, rows of the matrix].
 struct Product {
   int64_t num_rows, num_matrices;
   const void* rows;
-  const Matrix* matrices[MOST_MATRICES];
-  void* outs[MOST_MATRICES];
+  const Matrix* matrices[MAX_MATRICES];
+  void* outs[MAX_MATRICES];
   int64_t num_threads;
   ParallelFor parallel_for;
 };
 
-// How a norm by the root of the mean square takes its weights: the normed number is rounded first, or it is not, or the
-// weight is one more than what is stored.
+// The use of weights in a norm by the root of the mean square: the normed number is rounded first, or it is not, or the
+// weight is one more than the stored one.
 enum NormKind : int64_t { ROUNDED = 0, UNROUNDED = 1, ONE_MORE = 2 };
 
 // Rows of `width` numbers side by side.
@@ -81,10 +83,10 @@ struct Gated {
   ParallelFor parallel_for;
 };
 
-// Attention with what is around it, in bfloat16: products that give queries, keys and values, norms of each head or null,
-// rotary embedding, keys and values to memory, attention, and the last product. `cosines` and `sines` are [num_rows,
-// rotary_dim]; the first half of the rotary numbers of a head belongs to the second. In `attention`, `query` and `out` are
-// not set, nor is `dtype` read.
+// Attention with the steps around it, in bfloat16: products that give queries, keys and values, norms of each head or
+// null, rotary embedding, keys and values to memory, attention, and the last product. `cosines` and `sines` are
+// [num_rows, rotary_dim]; the first half of the rotary numbers of a head belongs to the second. In `attention`, `query`
+// and `out` are not set, nor is `dtype` read.
 struct AttentionBlock {
   int64_t num_rows;
   const void* rows;
@@ -98,9 +100,9 @@ struct AttentionBlock {
   Attention attention;
 };
 
-// Attention and gated products in bfloat16, each added to what it was given. There is a norm before each and may be one
-// behind each: [before attention, behind it, before the gated products, behind them], without weight if it is not there.
-// In the parts, rows and outs are not set.
+// Attention and gated products in bfloat16, each added to its input. Each has a norm before it and may have one behind
+// it: [before attention, behind it, before the gated products, behind them], without weight if there is none. In the
+// parts, rows and outs are not set.
 struct Layer {
   const void* rows;
   void* out;
@@ -109,9 +111,9 @@ struct Layer {
   Norm norms[4];
 };
 
-// Rows of `width` values, `stride` bytes apart, and the `num_bytes` of what they are in planes: `bits` in a code. Splitting
-// takes the room for them and sets both; it returns 1 if they do not fit. Joining returns 1 for what splitting does not
-// write.
+// Rows of `width` values, `stride` bytes apart, and the same values in planes: `num_bytes`, with `bits` in a code.
+// Splitting gets the room in `num_bytes` and sets both; it returns 1 if they do not fit. Joining returns 1 for data
+// that splitting does not write.
 struct Planes {
   int64_t dtype, bits, num_rows, width, stride, num_bytes;
   void *values, *data;

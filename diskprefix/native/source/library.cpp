@@ -1,5 +1,5 @@
-// What Python calls. Compiled for the oldest CPU. VARIANTS lists the variants that were compiled, the best one first:
-// V(amx) V(avx512_bf16) ... SOURCE is the digest of what was compiled, and COMPILER names who did it.
+// The functions that Python calls. Compiled for the oldest CPU. VARIANTS lists the variants that were compiled, the
+// best one first: V(amx) V(avx512_bf16) ... SOURCE is the digest of the sources, and COMPILER names the compiler.
 
 #include "interface.h"
 
@@ -79,7 +79,7 @@ EXPORTED const char* diskprefix_source() { return SOURCE; }
 
 EXPORTED const char* diskprefix_compiler() { return COMPILER; }
 
-// Returns the best operators that this CPU computes: of those with that name, or of all if it is null. Null for none.
+// Returns the operators of this name, or the best ones if it is null. Null if this CPU cannot compute them.
 EXPORTED const diskprefix::Operators* diskprefix_operators(const char* name) {
   const diskprefix::Level level = diskprefix::level_of_cpu();
 #define V(variant)                                              \

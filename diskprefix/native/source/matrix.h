@@ -22,7 +22,7 @@ inline SixteenHalves to_bfloat16(Sixteen numbers) {
   return __builtin_convertvector((SixteenWords)((is_number & rounded) | (~is_number & 0x7fc0)), SixteenHalves);
 }
 
-// What is multiplied: `rows` are those of the call as they are, `packed` as `Multiply` wants them.
+// The rows of a call: `rows` as they are, `packed` in the form of `Multiply`.
 struct Part {
   const Matrix* matrix;
   Form form;
@@ -52,7 +52,7 @@ struct Multiply {
   static constexpr int64_t AT_ONCE = 2;  // blocks, if there are few rows
 
   struct Scope {
-    // Of left factors, and of right factors and sums, so many rows and columns are used.
+    // The rows and columns in use of left factors, and of right factors and sums.
     Scope(int64_t num_rows, int64_t num_columns) {
       struct {
         uint8_t palette = 1, start = 0, reserved[14] = {};
@@ -74,7 +74,7 @@ struct Multiply {
     return part.form.stride ? Scope(16, part.num_rows) : Scope(part.num_rows, 16);
   }
 
-  // Few rows are taken as they are, and a single one by all.
+  // Few rows are used as they are. A single one is used by all tiles.
   static bool takes_packed(const Part& part) { return part.num_rows > (part.form.stride ? 1 : FEW_ROWS); }
 
   static int64_t packed_bytes(int64_t num_rows, int64_t columns) { return up_to(num_rows, 16) * columns * 2; }
@@ -99,7 +99,7 @@ struct Multiply {
     }
   }
 
-  // What comes two strips later: the memory is read while this is computed. There may be nothing.
+  // Fetches the strip after the next one while this one is computed, if there is one.
   static void fetch(const uint8_t* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
   }
@@ -153,8 +153,8 @@ struct Multiply {
     }
   }
 
-  // A block is unpacked while the one before is multiplied: a tile that is loaded right after its stores waits for them, and
-  // all that comes behind it waits too. Memory is read from its beginning to its end.
+  // A block is unpacked while the one before is multiplied, because the load of a tile waits for the stores before it.
+  // Memory is read from its beginning to its end.
   static void few_unpacked(const Part& part, int64_t strip, uint8_t* factors) {
     clear<1, 1>();
     for (int64_t block = 0; block <= part.blocks; ++block) {
@@ -166,7 +166,7 @@ struct Multiply {
     finish<1, 1>(part, 0, strip);
   }
 
-  // The factors of the rows: one row is what it should be already.
+  // The factors of the rows. One row has the right form already.
   template <int STRIPS>
   static void few_as_they_lie(const Part& part, int64_t strip) {
     const int64_t stride = part.form.stride;
@@ -288,8 +288,8 @@ struct Multiply {
 
 #else
 
-// In float32. The factors are bfloat16, so their products are exact, and it does not matter whether they are fused with
-// the addition. Even and odd columns are summed apart, and added up at the end.
+// In float32. Products of bfloat16 factors are exact, so it does not matter whether they are fused with the addition.
+// Even and odd columns are summed apart, and added up at the end.
 struct Multiply {
   static constexpr int64_t ROWS = 32, FEW_ROWS = 4;
   static constexpr int64_t AT_ONCE = 1;
@@ -369,7 +369,7 @@ struct Multiply {
 
 #endif
 
-// Of unpacked strips, for many rows: as much as stays in the cache of a core while all rows go by.
+// The bytes of unpacked strips for many rows: as much as stays in the cache of a core while all rows use it.
 constexpr int64_t PANEL_BYTES = 512 * 1024;
 
 class Products {
@@ -404,7 +404,7 @@ class Products {
  private:
   const Product& call_;
   const int64_t columns_;
-  Part parts_[MOST_MATRICES] = {};
+  Part parts_[MAX_MATRICES] = {};
   int64_t pairs_ = 0;
   std::atomic<int64_t> next_{0};
   uint8_t* packed_ = nullptr;
@@ -428,7 +428,8 @@ class Products {
     Multiply::pack((const uint16_t*)call_.rows, begin, end, call_.num_rows, columns_, packed_);
   }
 
-  // Part of the pairs that are left, again and again, so that the threads end at about the same time, whichever is slower.
+  // A thread takes part of the remaining pairs, again and again, so that slow and fast threads end at about the same
+  // time.
   void take(int64_t, int64_t) {
     for (int64_t begin = next_; begin < pairs_;) {
       const int64_t end = begin + most(1, (pairs_ - begin) / (2 * call_.num_threads));
@@ -438,7 +439,7 @@ class Products {
     }
   }
 
-  // Of all matrices one after the other, the pairs of strips from `begin` to `end`.
+  // Multiplies with the pairs of strips from `begin` to `end`, counted through all matrices.
   void multiply(int64_t begin, int64_t end) {
     for (int64_t i = 0; i < call_.num_matrices; ++i) {
       const int64_t pairs = (parts_[i].strips + 1) / 2;

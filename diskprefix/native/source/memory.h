@@ -14,7 +14,7 @@ class Memory {
  public:
   ~Memory() { free(start_); }
 
-  // What was taken before is given back.
+  // Frees what was taken before.
   bool reserve(int64_t bytes) {
     if (bytes > size_) {
       free(start_);

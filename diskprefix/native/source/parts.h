@@ -1,4 +1,4 @@
-// What stands between the products of a layer: norms, rotary embedding, gates. A row's result depends on no other row.
+// The steps between the products of a layer: norms, rotary embedding, gates. A row's result depends on no other row.
 
 #pragma once
 

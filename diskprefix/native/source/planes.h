@@ -1,5 +1,5 @@
-// Floating-point values in planes, as they are stored: `store/README.md` describes the bytes. What is computed here is the
-// same in all variants, and in `store/codec/planes.py`.
+// Floating-point values in planes, as they are stored: `store/README.md` describes the bytes. All variants, and
+// `store/codec/planes.py`, compute the same bytes.
 
 #pragma once
 
@@ -9,14 +9,14 @@
 namespace diskprefix {
 namespace {
 
-constexpr int64_t GROUP = 64, RUN = 2048, MOST_BITS = 4;
+constexpr int64_t GROUP = 64, RUN = 2048, MAX_BITS = 4;
 
 typedef uint16_t Half __attribute__((may_alias, aligned(1)));
 typedef uint32_t Single __attribute__((may_alias, aligned(1)));
 typedef uint8_t Bytes __attribute__((vector_size(GROUP)));
 
-// How a value is taken apart: into its exponent, a byte of the rest, and the lower half of a longer value. `MARKS` are
-// bits of the upper byte that stand beside the codes.
+// The parts of a value: its exponent, a byte of the rest, and the lower half of a longer value. `MARKS` are bits of the
+// upper byte that are stored beside the codes.
 struct BFloatPlanes {
   typedef Half Value;
   static constexpr int64_t REST_BYTES = 1, NUM_MARKS = 0;
@@ -51,7 +51,7 @@ struct SinglePlanes {
   }
 };
 
-// Where the parts of the data begin, for rows of `width` values.
+// The beginnings of the parts of the data, for rows of `width` values.
 struct Parts {
   int64_t values, word_bytes, codes, counts, bases, exceptions;
 
@@ -180,10 +180,10 @@ inline void find_codes(const uint8_t* exponents, int64_t size, Code* codes) {
   int32_t before[257] = {};
   for (int i = 0; i < 256; ++i)
     before[i + 1] = before[i] + counted[0][i] + counted[1][i] + counted[2][i] + counted[3][i];
-  for (int bits = 1; bits <= MOST_BITS; ++bits) {
+  for (int bits = 1; bits <= MAX_BITS; ++bits) {
     const int width = (1 << bits) - 1;
     int best = -1;
-    // A lower base would find no more, and its codes would go on at 255.
+    // A lower base would find no more, and its codes would wrap around to 255.
     for (int base = width - 1; base < 256; ++base) {
       const int found = before[base + 1] - before[base + 1 - width];
       if (found > best) best = found, codes[bits - 1].base = base;
@@ -225,12 +225,12 @@ int32_t split_as(Planes* call) {
   typedef typename Format::Value Value;
   static thread_local Memory memory;
   const int64_t runs = call->num_rows * (up_to(call->width, RUN) / RUN);
-  if (!memory.reserve(Memory::size_of<Code[MOST_BITS]>(runs))) return 1;
-  Code(*codes)[MOST_BITS] = memory.take<Code[MOST_BITS]>(runs), (*code)[MOST_BITS] = codes;
+  if (!memory.reserve(Memory::size_of<Code[MAX_BITS]>(runs))) return 1;
+  Code(*codes)[MAX_BITS] = memory.take<Code[MAX_BITS]>(runs), (*code)[MAX_BITS] = codes;
   if (Parts::of<Format>(call, 1).exceptions >= call->num_bytes) return 1;
   uint8_t *data = (uint8_t*)call->data, *rest = data;
   uint8_t exponents[RUN];
-  int64_t total[MOST_BITS] = {};
+  int64_t total[MAX_BITS] = {};
   Half* lower = (Half*)(data + call->num_rows * call->width);
   for (int64_t row = 0; row < call->num_rows; ++row) {
     const Value* values = (const Value*)((const char*)call->values + row * call->stride);
@@ -239,13 +239,13 @@ int32_t split_as(Planes* call) {
       for (int64_t i = 0; i < size; ++i) Format::keep(values[i], rest + i, lower + i);
       for (int64_t i = 0; i < size; ++i) exponents[i] = Format::exponent(values[i]);
       find_codes(exponents, size, *code);
-      for (int i = 0; i < MOST_BITS; ++i) total[i] += (*code)[i].exceptions;
+      for (int i = 0; i < MAX_BITS; ++i) total[i] += (*code)[i].exceptions;
       values += size, rest += size, lower += size;
     }
   }
-  for (int bits = 1; bits <= MOST_BITS; ++bits) total[bits - 1] += Parts::of<Format>(call, bits).exceptions;
+  for (int bits = 1; bits <= MAX_BITS; ++bits) total[bits - 1] += Parts::of<Format>(call, bits).exceptions;
   int64_t bits = 1;
-  for (int i = 2; i <= MOST_BITS; ++i)
+  for (int i = 2; i <= MAX_BITS; ++i)
     if (total[i - 1] < total[bits - 1]) bits = i;
   if (total[bits - 1] >= call->num_bytes) return 1;
   const Parts parts = Parts::of<Format>(call, bits);

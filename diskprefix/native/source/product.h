@@ -7,8 +7,8 @@
 namespace diskprefix {
 namespace {
 
-// A block of sums in registers: R rows × C vectors of columns. `Terms` says what is multiplied at once: `STEP` inner numbers
-// of a row with those of a vector's columns. The vectors of a matrix are `across` factors apart, its inner steps `down`.
+// A block of sums in registers: R rows × C vectors of columns. `Terms` multiplies `STEP` inner numbers of a row with
+// those of a vector's columns at once. The vectors of a matrix are `across` factors apart, its inner steps `down`.
 template <class Terms, int R, int C, class Factor>
 inline void block(const Factor* left, int64_t left_stride, const Factor* matrix, int64_t across, int64_t down, float* out,
                   int64_t out_stride, int64_t inner) {
@@ -265,15 +265,15 @@ struct PairProduct : Pairs {
     if constexpr (R > 1)
       if (num_rows < R)
         return rows_by_values<R - 1>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns);
-    constexpr int MOST = R <= 6 ? 4 : 2;  // vectors, so that the sums are in registers
+    constexpr int MAX_VECTORS = R <= 6 ? 4 : 2;  // vectors, so that the sums are in registers
     for (int64_t first = 0; first < columns;) {
-      const bool is_wide = dim - first >= MOST * 16;
+      const bool is_wide = dim - first >= MAX_VECTORS * 16;
       if (is_wide)
-        values_block<R, MOST>(weights, weights_stride, values + first, stride, num_tokens, ~0u, out + first, columns, MOST);
+        values_block<R, MAX_VECTORS>(weights, weights_stride, values + first, stride, num_tokens, ~0u, out + first, columns, MAX_VECTORS);
       else
         values_block<R, 2>(weights, weights_stride, values + first, stride, num_tokens, mask_of(dim - first), out + first, columns,
                            least(2, (columns - first) / 16));
-      first += is_wide ? MOST * 16 : 32;
+      first += is_wide ? MAX_VECTORS * 16 : 32;
     }
   }
 

@@ -47,14 +47,14 @@ inline void store(void* to, Vector vector) {
   memcpy(to, &vector, sizeof vector);
 }
 
-// The compiler keeps no store behind this that stands before it, and none before it that stands behind. GCC must be told
-// where tiles are loaded: its intrinsics do not say that they read memory.
+// A barrier: the compiler moves no store across it. GCC needs it where tiles are loaded, because its intrinsics do not
+// say that they read memory.
 inline void written() { __asm__ volatile("" ::: "memory"); }
 
 inline Floats all(float number) { return number - Floats{}; }
 inline Ints all_ints(int32_t number) { return number - Ints{}; }
 
-// Written out where it is meant, and nowhere else (-ffp-contract=off): a compiler would decide by what stands around.
+// Written out wherever it is used (-ffp-contract=off): a compiler would decide by the surrounding code.
 inline Floats fma(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -163,7 +163,7 @@ inline uint16_t to_half(float number) {
   return sign | (uint16_t)((bits - 0x38000000) >> 13);
 }
 
-// How the numbers of a model are stored.
+// The forms in which the numbers of a model are stored.
 struct Float32 {
   typedef float Stored;
   static Floats load(const float* from) { return loaded<Floats>(from); }

@@ -1,8 +1,8 @@
-// The forms of a matrix's weights, and how they become the factors of a product.
+// The forms of a matrix's weights, and their conversion into the factors of a product.
 //
-// A quantised weight is code × scale + zero, rounded to bfloat16. `model/quants.py` describes how the matrix lies in
-// memory: strips of 16 rows of the matrix, which are 16 columns of the result, in each one block after the other, of 32
-// columns of the matrix. A matrix in bfloat16 lies row after row, and has blocks of the same size.
+// A quantised weight is code × scale + zero, rounded to bfloat16. `model/quants/forms.py` describes how the matrix lies
+// in memory: strips of 16 rows of the matrix, which are 16 columns of the result, in each one block after the other, of
+// 32 columns of the matrix. A matrix in bfloat16 lies row after row, and has blocks of the same size.
 //
 // A block becomes 16 pairs of columns: 16 rows of two bfloat16 side by side are what a tile of AMX takes, and what a vector
 // of AVX-512 multiplies with a pair. There the codes themselves are the factors, and scales and zeros come to the sums.
@@ -87,7 +87,7 @@ inline void put_pair(uint8_t* to, int pair, Sixteen low, Sixteen high) {
 
 #endif
 
-// How a block becomes factors. Its rows are `stride` bytes apart if it is not quantised.
+// The conversion of a block into factors. Its rows are `stride` bytes apart if it is not quantised.
 struct Form {
   void (*unpack)(const uint8_t* block, int64_t stride, uint8_t* to);
   int64_t block_bytes, strip_bytes, stride;
@@ -103,10 +103,10 @@ struct Form {
 #define LOW_PAIRS 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7
 #define HIGH_PAIRS 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15
 
-// How far before its use memory is fetched, in bytes: blocks of a strip follow each other, and strips do too.
+// The distance in bytes at which memory is fetched ahead. Blocks of a strip follow each other, and so do strips.
 constexpr int64_t AHEAD = 2048;
 
-// Of each of the 16 pairs of columns it makes two vectors: the weights of rows 0 to 7 of the strip and of rows 8 to 15,
+// Makes two vectors of each of the 16 pairs of columns: the weights of rows 0 to 7 of the strip and of rows 8 to 15,
 // those of a pair side by side.
 template <int BITS, int GROUP, bool HAS_ZEROS, class Stored>
 struct Block {
@@ -173,7 +173,7 @@ struct Block {
 #pragma GCC unroll 16
 #endif
     for (int pair = 0; pair < 16; ++pair) {
-      // One line at a time: many at once would keep what is computed meanwhile waiting.
+      // One line at a time: many at once would delay the computation.
       if (64 * pair < BYTES) __builtin_prefetch(block + AHEAD + 64 * pair);
       const int group = GROUPS == 1 ? 0 : pair / 8;
       Sixteen parts[2];
@@ -208,7 +208,7 @@ struct Block {
 #endif
   }
 
-  // Of 32 vectors of codes, that with this number.
+  // Returns the vector of codes with this number, of 32.
   static inline __attribute__((always_inline)) Sixteen of_words(const SixteenWords* words, int number) {
     constexpr int OF_WORD = 32 / BITS, OF_WORDS = OF_WORD * BITS;
     if (number < OF_WORDS) return number_of(words[number / OF_WORD], BITS * (number % OF_WORD));
@@ -220,7 +220,7 @@ struct Block {
   // The code at bit `at` of each word. Codes have a sign if there are no zeros.
   static inline __attribute__((always_inline)) Sixteen number_of(SixteenWords words, int at) {
 #if defined(__AVX512F__)
-    // Looked up by their last bits, which is faster than converting them.
+    // A look-up by their last bits, which is faster than a conversion.
     const __m512 low = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
     const __m512 high = _mm512_add_ps(low, _mm512_set1_ps(HAS_ZEROS ? 16 : -16));
     if constexpr (BITS == 4) return (Sixteen)_mm512_permutexvar_ps((__m512i)(words >> at), low);
