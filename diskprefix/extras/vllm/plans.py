@@ -54,7 +54,7 @@ class Save:
 
 
 @dataclass(frozen=True)
-class EndedRequest:
+class EndOfRequest:
     """The end of a request. Its last saved block is `names`, by rank, after `num_tokens` tokens; 0: none of it is
     new."""
 
@@ -82,7 +82,7 @@ class StepPlan:
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
-    ended: tuple[EndedRequest, ...] = ()
+    ended: tuple[EndOfRequest, ...] = ()
     shares: tuple[Share, ...] = ()
     is_fetching: bool = False
 

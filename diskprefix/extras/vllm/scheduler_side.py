@@ -18,7 +18,7 @@ from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import View, first_blocks
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.other_numbers import what_differs
-from diskprefix.extras.vllm.plans import NO_PAGE, EndedRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
+from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
 from diskprefix.extras.vllm.prefix_sharing import PrefixSharing, source_of
 from diskprefix.extras.vllm.request_options import BadParameters, options_of
 from diskprefix.extras.vllm.shared_store import SharedStore
@@ -47,7 +47,7 @@ class SchedulerSide:
         self._layouts = [PayloadLayout.parse(rank.layout) for rank in ranks]
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
-        self._ended: list[EndedRequest] = []
+        self._ended: list[EndOfRequest] = []
         self._sharing = None if shared.remote is None else PrefixSharing(shared, shared.remote, ranks)
         self._recorder = recorder_of(shared, ranks)
         self._namespaces = TenantNamespaces(
@@ -218,7 +218,7 @@ class SchedulerSide:
         ttl_s = ttl_at(position, tracked.options.marks, cache.ttl_s)
         names = tuple(names[num_blocks] for names in tracked.names)
         request_id, tenant, scope = tracked.request.request_id, str(tracked.tenant), str(cache.scope)
-        self._ended.append(EndedRequest(request_id, tenant, names, position, scope, selection.reason, ttl_s))
+        self._ended.append(EndOfRequest(request_id, tenant, names, position, scope, selection.reason, ttl_s))
 
     def _look_up(self, tracked: Tracked, num_cached: int) -> None:
         self._extend(tracked, len(tracked.prompt))

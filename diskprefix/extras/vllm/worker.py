@@ -17,7 +17,7 @@ from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Upload, View
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.pages import Pages, PageSink
-from diskprefix.extras.vllm.plans import NO_PAGE, EndedRequest, Load, PlannedBlock, RankIdentity, Save, Share, StepPlan
+from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, Share, StepPlan
 from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.staging import Staging
@@ -195,7 +195,7 @@ class WorkerSide:
         with self._lock:
             self._counts.update(counts)
 
-    def _end(self, ended: EndedRequest) -> None:
+    def _end(self, ended: EndOfRequest) -> None:
         chain = self._chains.pop(ended.request_id, None)
         if chain is None or chain.is_broken() or not ended.num_tokens:
             return
