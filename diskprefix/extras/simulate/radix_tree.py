@@ -1,4 +1,4 @@
-"""Where prompts end, and where they part: a tree of recent ones, for the recording."""
+"""A tree of recent prompts: where they end, and where they part. For the recording."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ _MAX_TOKENS = 1 << 23
 
 @dataclass(eq=False)
 class RadixNode:
-    """`position` tokens into a prompt, where it ended or others left it. `digest` is for whoever names places."""
+    """A position in a prompt where it ended or others left it. `digest` is for the caller."""
 
     position: int
     tokens: TokenIds
-    """Those since the place before."""
+    """The tokens since the node before."""
     before: RadixNode | None
     after: dict[int, RadixNode] = field(default_factory=dict)
-    """By their first token."""
+    """The next nodes, by their first token."""
     digest: bytes = b""
 
 
 class RadixTree:
-    """Recent prompts, together at most `max_tokens` tokens, each stretch that they share counted once.
+    """Recent prompts, together at most `max_tokens` tokens; a stretch that several share counts once.
 
-    What was not passed for longest is forgotten first. Not thread-safe.
+    The prompt that was not passed for longest is dropped first. Not thread-safe.
     """
 
     def __init__(self, max_tokens: int = _MAX_TOKENS) -> None:
@@ -36,11 +36,11 @@ class RadixTree:
         self._num_tokens = 0
         self._roots: dict[bytes, RadixNode] = {}
         self._ends: OrderedDict[RadixNode, bytes] = OrderedDict()
-        """The places that nothing goes on from, with their roots, in the order in which they were last passed."""
+        """The nodes that nothing continues, with their roots, in the order in which they were last passed."""
 
     def add(self, root: bytes, token_ids: TokenIds) -> tuple[list[RadixNode], RadixNode | None]:
-        """The places that a prompt passes, the last one its own end; and if it left an earlier prompt at a place where
-        none had left it before, that one's next place behind it. Empty prompts pass none."""
+        """Adds a prompt. Returns the nodes that it passes, the last one its own end; and if it left an earlier prompt
+        where none had left it before, that prompt's next node. Empty prompts pass none."""
         here = self._roots.setdefault(root, RadixNode(0, token_ids[:0].copy(), None))
         way: list[RadixNode] = []
         left: RadixNode | None = None
@@ -62,7 +62,7 @@ class RadixTree:
         return way, left
 
     def shared(self, root: bytes, token_ids: TokenIds) -> int:
-        """How many leading tokens a prompt has in common with any of these."""
+        """Returns the number of leading tokens that a prompt shares with any of these."""
         here, position = self._roots.get(root), 0
         while here is not None and position < len(token_ids):
             ahead = here.after.get(int(token_ids[position]))
@@ -96,7 +96,7 @@ class RadixTree:
 
 
 def _split(place: RadixNode, common: int) -> RadixNode:
-    """A new place `common` tokens after the one before `place`."""
+    """Returns a new node `common` tokens after the one before `place`."""
     before = place.before
     assert before is not None
     middle = RadixNode(before.position + common, place.tokens[:common].copy(), before)

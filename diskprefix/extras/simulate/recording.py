@@ -43,10 +43,10 @@ VERSION = 1
 _HASH_BYTES = 8
 _KEY_BYTES = 8
 _MOST_WAITING = 256
-"""Requests that may wait to be written: on a disk that hangs, recording stops, not the daemon."""
+"""Requests that may wait to be written. If the disk hangs, recording stops, not the daemon."""
 _CLOSE_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 2.0
-"""How often it is looked whether the file was moved away or deleted."""
+"""Seconds between checks whether the file was moved or deleted."""
 _MOST_TOKENS = 1 << 24
 """No prompt is longer."""
 _BEGINNING = b'{"version":'
@@ -107,7 +107,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     restore_ms: _Amount = 0.0
 
     def check(self) -> None:
-        """Raises `ValueError` or `InvalidScope` that says what no type says of a line."""
+        """Checks what the types cannot express. Raises `ValueError` or `InvalidScope`."""
         if self.version != VERSION:
             raise ValueError(f"version {self.version} of the recording is not known here ({VERSION} is)")
         parse_scope(self.scope, param="scope")
@@ -130,14 +130,14 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class RequestRecorder:
     """Appends requests to a file, from a thread of its own: `note` only hands them over.
 
-    Whatever goes wrong with the file later is logged, once until it works again, and never fails a request. A file that
-    was moved away or deleted is begun anew. `secret_of` answers the store's secret. `know` and `forget` are for any
-    thread, `weigh`, `note` and `close` are for one.
+    Errors of the file are logged, once until it works again, and never fail a request. A file that was moved away or
+    deleted is begun anew. `secret_of` returns the store's secret. `know` and `forget` are for any thread, the others
+    for one.
     """
 
     def __init__(self, path: Path, settings: Settings, secret_of: Callable[[], int]) -> None:
-        """Opens the file, private to its owner where it is new. Raises `SettingsError` if it cannot be written, if it
-        is no recording, or if another daemon writes it."""
+        """Opens the file, which is private to its owner if it is new. Raises `SettingsError` if it cannot be written,
+        is no recording, or is written by another daemon."""
         self._path = path
         self._settings = settings
         self._default_scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
@@ -149,14 +149,15 @@ class RequestRecorder:
         self._fd = _open(path)
         self._looked_at = time.monotonic()
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
-        """What the thread is to do; None ends it."""
+        """The work of the thread; None ends it."""
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
     def describe(
         self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int, exact_at: Literal["token", "grid"]
     ) -> None:
-        """Say what the model's state is like; it stands in each line from now on."""
+        """Sets the size and kind of the model's state. Each later line has them. Until this is called, no replies are
+        recorded."""
         self._layout = {
             "bytes_per_token": bytes_per_token,
             "state_bytes": state_bytes,
@@ -165,12 +166,12 @@ class RequestRecorder:
         }
 
     def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
-        """Have new prompts be cut where they leave these, which are from before this process, oldest first."""
+        """Adds prompts from before this process, oldest first: new prompts are cut where they leave these."""
         with suppress(queue.Full):
             self._waiting.put_nowait(partial(self._learn, root, [token_ids.copy() for token_ids in prompts]))
 
     def forget(self) -> None:
-        """Forget the prompts that this process knows: some of them were deleted. For any thread."""
+        """Drops the prompts that this process knows, because some were deleted. For any thread."""
         with suppress(queue.Full):
             self._waiting.put_nowait(self._forget)
 
@@ -187,7 +188,7 @@ class RequestRecorder:
         prefill_ms: float,
         remembered: bool,
     ) -> None:
-        """Append one request that has ended. `when` it arrived, in seconds since 1970. `reply`: the tokens that were
+        """Appends one request that has ended. `when` it arrived, in seconds since 1970. `reply`: the tokens that were
         run through the model behind the prompt. `remembered`: see `RecordedRequest`."""
         if self._layout.get("exact_at") != "token" or prompt.media:
             reply = reply[:0]
@@ -223,7 +224,7 @@ class RequestRecorder:
             self._failed("requests come faster than they are written")
 
     def close(self) -> None:
-        """Write what is waiting, and close the file. A disk that hangs is waited for only so long."""
+        """Writes what waits, and closes the file. Waits only a limited time for a disk that hangs."""
         with suppress(queue.Full):
             self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -253,7 +254,7 @@ class RequestRecorder:
         self._is_failing = False
 
     def _hashed(self, prompt: Prompt, reply: TokenIds, root: bytes, group: bytes) -> dict[str, Any]:
-        """The fields of the record that say where prompt and reply are cut, and all that is hashed."""
+        """Returns the fields of the record for the cuts of prompt and reply, and for all that is hashed."""
         key, block_size = self._key(), self._settings.block_size
         token_ids = np.concatenate([prompt.token_ids, reply])
         fields: dict[str, Any] = {
@@ -297,7 +298,7 @@ class RequestRecorder:
         return secret.to_bytes(_KEY_BYTES, "little") if secret else self._own_key
 
     def _write(self, line: bytes) -> None:
-        """The whole line or nothing of it: half a line would be a broken record for ever."""
+        """Writes the whole line or nothing of it: half a line would stay broken."""
         if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
             if not _is_at(self._fd, self._path):
                 moved, self._fd = self._fd, _open(self._path)
@@ -315,12 +316,12 @@ class RequestRecorder:
 
 
 def _keyed(key: bytes, kind: bytes, value: bytes) -> str:
-    """What stands for a value: the same for the same one, and nothing that can be guessed without the key."""
+    """Returns a keyed hash of a value: the same for the same value, and not testable without the key."""
     return hashlib.blake2b(value, digest_size=_HASH_BYTES, key=key, person=kind).hexdigest()
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is still the one with this name."""
+    """Returns whether the open file still has this name."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -328,7 +329,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _prefix_hashes(key: bytes, root: bytes, token_ids: TokenIds, positions: Sequence[int]) -> list[bytes]:
-    """The keyed hashes of a prompt's beginnings, which ascend in length, in one pass over its tokens."""
+    """Returns the keyed hashes of a prompt's beginnings, which ascend in length, in one pass over its tokens."""
     digest = hashlib.blake2b(root, digest_size=_HASH_BYTES, key=key)
     hashes, start = [], 0
     for position in positions:
@@ -339,7 +340,7 @@ def _prefix_hashes(key: bytes, root: bytes, token_ids: TokenIds, positions: Sequ
 
 
 def _open(path: Path) -> int:
-    """The file, to append to, locked for this process, its last line whole. Raises `SettingsError`."""
+    """Opens the file to append to, locked for this process, its last line whole. Raises `SettingsError`."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         # Not waiting, as opening a pipe would.
@@ -363,8 +364,7 @@ def _open(path: Path) -> int:
 
 
 def _check_content(fd: int, path: Path) -> None:
-    """Raises `SettingsError` for a file with something else in it. Half a line at its end, which a crash may leave, is
-    cut off: it would make the next one unreadable."""
+    """Raises `SettingsError` if the file is no recording. Cuts off half a line at its end, which a crash may leave."""
     size = os.fstat(fd).st_size
     tail = os.pread(fd, _LONGEST_LINE_BYTES, max(size - _LONGEST_LINE_BYTES, 0))
     last_line = len(tail) - (tail.rfind(b"\n") + 1)
@@ -381,11 +381,11 @@ def _refused(message: str) -> SettingsError:
 
 
 def joined(requests: Sequence[RecordedRequest]) -> dict[str, str]:
-    """For each hash in the recording, the one at the last known cut before it, which may be another prompt's; "" at the
-    beginning of prompts.
+    """Returns, for each hash in the recording, the hash at the last known cut before it, which may be another prompt's;
+    "" at the beginning of prompts.
 
-    A prompt has the cuts of all prompts that share them, so it can be put together from its end backwards: what stands
-    between two cuts is the same in all prompts that have both.
+    A prompt has the cuts of all prompts that share them, so it can be put together from its end backwards: the tokens
+    between two cuts are the same in all prompts that have both.
     """
     before: dict[str, str] = {}
     position_of = {"": 0}
@@ -404,7 +404,7 @@ def joined(requests: Sequence[RecordedRequest]) -> dict[str, str]:
 
 
 def _link(before: dict[str, str], position_of: dict[str, int], earlier: str, later: str) -> None:
-    """Say that the prefix `earlier` is a beginning of `later`, and put both into one chain with what is known."""
+    """Records that the prefix `earlier` is a beginning of `later`, and puts both into one chain with what is known."""
     while True:
         known = before.get(later)
         if known is None:

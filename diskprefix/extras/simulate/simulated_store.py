@@ -1,4 +1,4 @@
-"""A store that only knows which nodes it holds. What it evicts is chosen by the code that chooses for the real one."""
+"""A store of names only. The code that chooses victims is the real store's."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ _NOBODYS["children"] = 1
 
 @dataclass(frozen=True)
 class NewEntry:
-    """A node to be stored: `num_bytes` is what it takes in the file, `prefill_s` how long its tokens took to compute,
+    """A node to be stored: `num_bytes` is its size in the file, `prefill_s` the time that its tokens took to compute,
     `ttl_s` and `is_expected` as in `store.changes.NewNode`. `token_ids` (int32, little-endian) are given where prompts
-    restore to the token: then the node can be found by a part of them, and it replaces those with fewer."""
+    restore to the token: then a part of them finds the node, and it replaces nodes with fewer."""
 
     node: Node
     num_bytes: int
@@ -48,10 +48,10 @@ class NewEntry:
 
 
 class SimulatedStore:
-    """Holds nodes within a budget in bytes; None is without end. `rank` says what is least worth keeping.
+    """Holds nodes within a budget in bytes; None is unlimited. `rank` tells which nodes are least worth keeping.
 
-    `has_states`: a block that neither checkpoint nor tail continues is of no use (see `store.eviction`). `ttl_s`: what
-    was not used for so many seconds goes; 0 keeps it.
+    `has_states`: a block that neither checkpoint nor tail continues is of no use (see `store.eviction`). `ttl_s`: nodes
+    that were not used for this many seconds expire; 0 keeps them.
     """
 
     def __init__(self, budget_bytes: int | None, *, has_states: bool, ttl_s: float = 0.0, rank: Rank = scores) -> None:
@@ -67,7 +67,7 @@ class SimulatedStore:
         self._rows: dict[bytes, int] = {}
         self._nodes: list[Node] = []
         self._records = np.zeros(1024, USAGE_DTYPE)
-        """A row for each node; those of nodes that are gone are nobody's (`UsageTable`) until they are taken again."""
+        """A row for each node. Rows of deleted nodes are nobody's (`UsageTable`) until they are taken again."""
         self._free: list[int] = []
         self._token_ids: dict[bytes, bytes] = {}
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
@@ -80,7 +80,7 @@ class SimulatedStore:
         return len(self._rows)
 
     def parent(self, name: bytes) -> bytes:
-        """What a node continues; nothing for one that is not stored."""
+        """Returns the parent's name of a node; b"" if the node is not stored."""
         row = self._rows.get(name)
         return b"" if row is None else self._nodes[row].parent
 
@@ -99,7 +99,7 @@ class SimulatedStore:
             yield self._nodes[self._rows[name]], np.frombuffer(listed, dtype=np.int32)
 
     def pass_time(self, now: float) -> None:
-        """Let go what has expired, as often as the daemon does."""
+        """Removes expired nodes, as often as the daemon does."""
         if now < self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._has_own_ttls):
             return
         self._expired_at = now
@@ -107,8 +107,8 @@ class SimulatedStore:
             self._delete(expired(self._table(), self.parent, ttl_s=self._ttl_s, pinned=frozenset(), now=now))
 
     def publish(self, entries: Iterable[NewEntry], tip: bytes | None, ttl_s: float | None, now: float) -> bool:
-        """Store nodes, parents first, evicting what stands in their way; False if they cannot fit: then nothing is
-        stored. `tip` is the end of the path that is used thereby."""
+        """Stores nodes, parents first, and evicts others if there is no room. Returns False if they cannot fit: then
+        nothing is stored. `tip` is the end of the path that this uses."""
         new = [entry for entry in entries if entry.node.name not in self._rows]
         for entry in tuple(new):
             if (longer := self._longer(entry)) is not None:
@@ -126,7 +126,7 @@ class SimulatedStore:
         return True
 
     def touch(self, name: bytes, now: float, hits: int, ttl_s: float | None) -> None:
-        """Note a use of a node, and so of all that it continues."""
+        """Records a use of a node and of all nodes that it continues."""
         path: list[int] = []
         while (row := self._rows.get(name)) is not None:
             path.append(row)
@@ -184,7 +184,7 @@ class SimulatedStore:
         return None
 
     def _listed_from(self, parent: bytes, beginning: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Token ids and names of the nodes that continue `parent` with these token ids."""
+        """Yields token ids and names of the nodes that continue `parent` with these token ids."""
         listed = self._children.get(parent, [])
         for place in range(bisect_left(listed, (beginning, b"")), len(listed)):
             if not listed[place][0].startswith(beginning):

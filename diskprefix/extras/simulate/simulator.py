@@ -1,4 +1,4 @@
-"""Runs one workload through one policy. Each request takes the steps of `prefix_cache.request`, without any state.
+"""Runs one workload through one policy. Each request takes the steps of `cache.cached_request`, without any state.
 
 README.md says what is not simulated.
 """
@@ -30,11 +30,8 @@ _OFF = Scope("off")
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The settings of a daemon that decide what is kept. The defaults are the daemon's.
-
-    `ttl_s` is in seconds; 0 sets no limit. `rank` orders nodes for eviction. `seconds_per_token` is the
-    time of prefill.
-    """
+    """The settings of a daemon that decide how much is kept. The defaults are the daemon's. `ttl_s` is in seconds; 0
+    sets no limit. `rank` orders nodes for eviction. `seconds_per_token` is the time of prefill."""
 
     scope: Scope
     budget_bytes: int | None = None
@@ -49,12 +46,12 @@ class Policy:
 
 @dataclass
 class Totals:
-    """What a policy did to a workload.
+    """The effect of a policy on a workload.
 
-    `hits`: requests of which something was restored. `written_tokens` are those of blocks and tails, `written_bytes`
-    what they and the checkpoints took in the file, `distinct_bytes` the same with what was written twice counted once.
-    `selected_tokens`: those that the policy wanted kept, stored already or not. `evictions`: nodes, or whole snapshots,
-    that were evicted. `dropped`: publications that did not fit. `seconds_saved`: prefill that was not needed.
+    `hits`: requests of which something was restored. `written_tokens` are the tokens of blocks and tails,
+    `written_bytes` their size in the file with the checkpoints, `distinct_bytes` the same with nodes that were written
+    twice counted once. `selected_tokens`: tokens that the policy wanted kept, stored already or not. `evictions`:
+    evicted nodes or snapshots. `dropped`: publications that did not fit. `seconds_saved`: prefill that was not needed.
     """
 
     requests: int = 0
@@ -76,22 +73,22 @@ class Totals:
 
     @property
     def restored_share(self) -> float:
-        """Of all prompt tokens, those that need not be computed."""
+        """The share of prompt tokens that need not be computed."""
         return self.restored_tokens / max(self.prompt_tokens, 1)
 
     @property
     def written_share(self) -> float:
-        """Tokens written for each prompt token."""
+        """Written tokens for each prompt token."""
         return self.written_tokens / max(self.prompt_tokens, 1)
 
     @property
     def write_amplification(self) -> float:
-        """How often the average byte that was written was written."""
+        """The number of times that the average byte was written."""
         return self.written_bytes / self.distinct_bytes if self.distinct_bytes else 1.0
 
 
 class Outcome(NamedTuple):
-    """What happened to one request."""
+    """The result of one request."""
 
     restored: int
     selection: Selection
@@ -119,11 +116,11 @@ class Simulator:
         """By tenant."""
         self._written: set[bytes] = set()
         self._ends: set[str] = set()
-        """Of prompts whose logits are kept beside the tree."""
+        """Ends of prompts whose logits are kept beside the tree."""
         self._bytes_of = lru_cache(maxsize=1024)(geometry.stored_bytes)
 
     def step(self, request: TraceRequest) -> Outcome:
-        """One request from its lookup to its publication."""
+        """Simulates one request from its lookup to its publication."""
         policy, prompt = self._policy, request.prompt
         scope = request.scope or policy.scope
         self.store.pass_time(request.when)
@@ -164,7 +161,7 @@ class Simulator:
         )
 
     def _publish(self, request: TraceRequest, nodes: PromptNodes, restored: Restored, selection: Selection) -> int:
-        """The prompt, then its reply. Returns how many tokens were written."""
+        """Publishes the prompt, then its reply. Returns the number of written tokens."""
         planner = Planner(nodes, restored, self._geometry.state_kind, len(nodes.token_ids))
         # What was restored is not computed, so no checkpoint can be taken there.
         plan = planner.plan(selection, {at for at in selection.checkpoints if at > restored.num_tokens})
@@ -184,7 +181,7 @@ class Simulator:
         return written
 
     def _store(self, request: TraceRequest, planner: Planner, plan: Plan, *, is_expected: bool) -> int:
-        """Carries out a plan of `planner`. Returns how many tokens were written."""
+        """Carries out a plan of `planner`. Returns the number of written tokens."""
         nodes, marks, ttl_s = planner.nodes, request.prompt.marks, request.ttl_s
         to_the_token, per_token = self._geometry.state_kind == "token", self._policy.seconds_per_token
         planner.submitted.update(node.name for node in plan.nodes)
@@ -212,7 +209,7 @@ class Simulator:
         return sum(entry.node.num_tokens for entry in entries)
 
     def nodes(self, request: TraceRequest, token_ids: TokenIds) -> PromptNodes:
-        """The nodes of a prompt, by the names that they have in the store."""
+        """Returns the nodes of a prompt, by the names that they have in the store."""
         root, layout = root_hash(request.tenant), self._geometry.layout
         return PromptNodes(_SECRET, root, token_ids, self._policy.block_size, layout)
 
