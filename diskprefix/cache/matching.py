@@ -79,7 +79,7 @@ class Matcher(Generic[_Index]):
         return self.tail or (self.blocks[-1] if self.blocks else None)
 
     def match(self) -> None:
-        """Find the longest chain of stored nodes that the prompt starts with."""
+        """Finds the longest chain of stored nodes that the prompt starts with."""
         parent, generated = self.nodes.root, False
         for index in range(self.nodes.num_blocks):
             block = self.nodes.block(parent, index, generated=generated)
@@ -97,7 +97,7 @@ class Matcher(Generic[_Index]):
             self.needs_logits = False
 
     def drop(self, node: Node) -> None:
-        """Forget a node that is damaged, and what continues it."""
+        """Drops a node that is damaged, and what continues it."""
         if node.kind == Kind.CHECKPOINT:
             self.checkpoints[node.position] = None
             return

@@ -1,1 +1,2 @@
-"""What is worth keeping of a prompt. Pure functions and small values: no I/O, no clock, no torch, no tokenizer."""
+"""The policy: how much of a prompt to keep. Pure functions and small values: no I/O, no clock, no torch, no
+tokenizer."""

@@ -25,9 +25,9 @@ _SCOPE = re.compile(
 
 
 def parse_scope(value: object, *, param: str) -> Scope:
-    """The scope that a flag, a setting or a JSON field holds: a string or an integer.
+    """Returns the scope that a flag, a setting or a JSON field holds: a string or an integer.
 
-    Raises `InvalidScope` whose `param` is the one given and whose message says what is accepted.
+    Raises `InvalidScope` with this `param` and a message that says what is accepted.
     """
     match = _SCOPE.fullmatch(value.strip()) if isinstance(value, str) else None
     with suppress(InvalidScope):

@@ -1,8 +1,8 @@
-"""Which prompts are worth keeping the first time they come: what is known of prompts older than the window.
+"""Sightings of prompts that are older than the window, which tell whether a new prompt is worth keeping.
 
 The window holds recent prompts token by token. An `AdmissionFilter` remembers far more prompts, by the names of their
-blocks only. Each prompt is a trial, which succeeds when most of what was new in it is seen again. Prompts with about as
-many new blocks are alike: for the turns of an agent nearly every trial succeeds, for one-off questions none does.
+blocks only. Each prompt is a trial, which succeeds when most of its new part is seen again. Prompts with about as many
+new blocks are alike: for the turns of an agent nearly every trial succeeds, for one-off questions none does.
 """
 
 from __future__ import annotations

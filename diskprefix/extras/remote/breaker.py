@@ -32,15 +32,15 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether callers are turned away."""
+        """Callers are turned away."""
         return self._opened > 0
 
     def would_allow(self) -> bool:
-        """Whether `allows` would say yes now."""
+        """Returns whether `allows` would say yes now."""
         return not self._opened or self._clock() >= self._until
 
     def allows(self) -> bool:
-        """Whether to try now. A caller who is told yes says afterwards how it went."""
+        """Returns whether to try now. A caller who is told yes says afterwards how it went."""
         with self._lock:
             if not self._opened:
                 return True

@@ -28,7 +28,7 @@ _WRITE_S = 60.0
 """Nobody waits for what is written behind."""
 _FLAG = "--remote-tier"
 _NO_RANGE = ("NotPartial", "InvalidRange", "416 Range Not Satisfiable")
-"""What obstore says of ranges that were not served."""
+"""The message of obstore for ranges that were not served."""
 _Result = TypeVar("_Result")
 
 
@@ -67,7 +67,7 @@ class ObjectStore:
 
     @property
     def num_unreadable(self) -> int:
-        """How many names listings have left out."""
+        """The number of names that listings have left out."""
         return len(self._unreadable)
 
     def get(self, path: str, most_bytes: int) -> Got | None:
@@ -98,13 +98,13 @@ class ObjectStore:
         return None if meta is None else _info(meta)
 
     def put(self, path: str, data: bytes) -> None:
-        """Write an object as a whole: nobody ever sees a part of it."""
+        """Writes an object as a whole: nobody ever sees a part of it."""
         put = partial(self._obstore.put, self._written, path, data, use_multipart=False)
         if self._call(put, self.write_breaker) is None:
             raise RemoteUnavailable(f"{self.url}: there is no such bucket")
 
     def create(self, path: str, data: bytes) -> bool:
-        """Write an object unless there is one, as far as the store can tell. Returns whether it was written."""
+        """Writes an object unless there is one, as far as the store can tell. Returns whether it was written."""
 
         def created() -> bool:
             try:
@@ -116,7 +116,7 @@ class ObjectStore:
         return bool(self._call(created, self.write_breaker))
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Remove objects; those that are gone already are no error."""
+        """Removes objects; those that are gone already are no error."""
         self._call(lambda: self._obstore.delete(self._written, list(paths)), self.write_breaker)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:

@@ -77,7 +77,7 @@ class PrefetchJob:
             self._bring_rest()
 
     def _bring_end(self, size: int, reached: int) -> None:
-        """What a prompt of another machine left that ends before the next whole bundle."""
+        """Fetches the end of another machine's prompt that lies before the next whole bundle."""
         nodes = self._wish.nodes
         slots = ends(size, reached, nodes.num_blocks, with_tail=True)
         slots = [slot for slot in slots if slot.last > self._num_near or slot.has_tail]
@@ -91,7 +91,7 @@ class PrefetchJob:
                 return
 
     def _bring_rest(self) -> None:
-        """The partial block behind the last whole one."""
+        """Fetches the partial block behind the last whole block."""
         nodes, number = self._wish.nodes, self._num_blocks
         left = nodes.token_ids[number * nodes.block_size :]
         if number * nodes.block_size < LEAST_TOKENS or len(left) < LEAST_TOKENS:

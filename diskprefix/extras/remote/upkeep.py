@@ -20,7 +20,7 @@ from diskprefix.store.schema import Kind, RootRecord, node_name
 from diskprefix.tokens import ID_BYTES
 
 LEASE_S = 900.0
-"""A sweep that was killed keeps others out for so long."""
+"""Seconds for which a killed sweep keeps others out."""
 _LEASE = "lease"
 _ROOT = re.compile(r"[0-9a-f]{32}")
 _AT_ONCE = 500
@@ -45,7 +45,7 @@ class RemoteRoot:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nobody can say whose its objects are."""
+        """Nobody can say whose its objects are."""
         return bool(self.objects) and not self.model
 
     @property
@@ -86,7 +86,7 @@ def roots(objects: ObjectStore, key: NamespaceKey) -> list[RemoteRoot]:
 def sweep(
     objects: ObjectStore, key: NamespaceKey, *, ttl_s: float, budget_bytes: int, now: float, dry_run: bool = False
 ) -> Removed:
-    """Remove what was neither written nor fetched for `ttl_s` seconds, then the oldest until the rest fits into
+    """Removes what was neither written nor fetched for `ttl_s` seconds, then the oldest until the rest fits into
     `budget_bytes` (0: no limit, for both). One sweep at a time: raises `LeaseHeld`, and `RemoteUnavailable`."""
     if dry_run:
         return _swept(objects, key, ttl_s, budget_bytes, now, dry_run=True)
@@ -97,7 +97,7 @@ def sweep(
 def purge(
     objects: ObjectStore, key: NamespaceKey, wanted: Callable[[RemoteRoot], bool], *, dry_run: bool = False
 ) -> tuple[list[RemoteRoot], Removed]:
-    """Remove all objects of the roots that are `wanted`. Returns these roots. Raises `RemoteUnavailable`."""
+    """Removes all objects of the roots that are `wanted`. Returns these roots. Raises `RemoteUnavailable`."""
     found = roots(objects, key)
     chosen = [root for root in found if wanted(root)]
     gone = [one for root in chosen for one in root.objects]
@@ -108,7 +108,7 @@ def purge(
 
 
 def forget(objects: ObjectStore, key: NamespaceKey, texts: Iterable[GoneText]) -> list[str]:
-    """Remove the objects that hold what is in these texts and in no saved prompt that stays. Returns their paths.
+    """Removes the objects that hold what is in these texts and in no saved prompt that stays. Returns their paths.
     Raises `RemoteUnavailable`.
 
     Objects are named by what they end with, so those are not found that go on where a text ends. An object with a
@@ -195,7 +195,7 @@ def _removed(found: Iterable[RemoteRoot], gone: list[ObjectInfo]) -> Removed:
 
 
 def _is_alone(objects: ObjectStore, about: ObjectInfo) -> bool:
-    """Whether nothing lies beside the description of a root."""
+    """Returns whether nothing lies beside the description of a root."""
     beside = objects.list(f"{about.path.rpartition('/')[0]}/")
     return all(one.path == about.path for one in beside)
 
@@ -228,7 +228,7 @@ def _lease(objects: ObjectStore, key: NamespaceKey, now: float) -> Iterator[None
 
 
 def _holds(objects: ObjectStore, path: str, token: bytes) -> bool:
-    """Whether the lease is this one."""
+    """Returns whether the lease is this one."""
     try:
         got = objects.get(path, len(token))
     except ObjectRefused:

@@ -34,7 +34,7 @@ from diskprefix.tokens import common_prefix_length
 def write_prompt(
     objects: ObjectStore, key: NamespaceKey, ledger: Ledger, upload: Upload, is_closing: Callable[[], bool]
 ) -> None:
-    """Write the bundles of a prompt that are not there, until `is_closing`. Raises `CacheError`.
+    """Writes the bundles of a prompt that are not there, until `is_closing`. Raises `CacheError`.
 
     Nothing of the store is held while the network is waited for: a reader that stays open keeps freed pages from being
     used again.
@@ -71,7 +71,7 @@ def write_prompt(
 
 
 def _describe_root(objects: ObjectStore, key: NamespaceKey, upload: Upload) -> None:
-    """Write what a root is, for those who list and purge, unless that is there and sound. Each upload asks: a sweep or
+    """Writes what a root is, for those who list and purge, unless that is there and sound. Each upload asks: a sweep or
     a purge may have removed it, and nobody could say whose the objects beside it are."""
     path = object_path(key, upload.nodes.root, ABOUT)
     try:

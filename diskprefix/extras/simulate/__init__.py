@@ -1,4 +1,4 @@
-"""What other settings would have done: `--record` writes what happened, `diskprefix simulate` replays it."""
+"""The effect of other settings: `--record` writes what happened, `diskprefix simulate` replays it."""
 
 from __future__ import annotations
 

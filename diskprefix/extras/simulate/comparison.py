@@ -22,7 +22,7 @@ WHOLE_SNAPSHOTS, UPPER_BOUND = "whole-snapshots", "upper-bound"
 
 
 Simulate: TypeAlias = Callable[[Trace, Policy, Geometry], Totals]
-"""What runs a workload: the daemon's rules, or one of the baselines."""
+"""The rules that run a workload: the daemon's, or one of the baselines."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,13 +38,13 @@ class Case:
 
     @property
     def label(self) -> str:
-        """What people read: the scope, and the policy file where there is one."""
+        """The text for people: the scope, and the policy file if there is one."""
         return f"{self.preset} ({self.scope})" if self.preset else self.scope
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """What the settings of `case` did to the workload with the name `trace`."""
+    """The result of the settings of `case` on the workload with the name `trace`."""
 
     trace: str
     case: Case

@@ -1,4 +1,4 @@
-"""What the state of a model weighs: all that a simulation has to know of it."""
+"""The size of a model's state, which is all that a simulation needs to know of the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Geometry:
         )
 
     def stored_bytes(self, num_tokens: int, kind: Kind) -> int:
-        """What a node takes in the file, stored as it is: whole pages for its pieces, and its records."""
+        """Returns the size of a node in the file, stored as it is: whole pages for its pieces, and its records."""
         return node_bytes(num_tokens, [piece.num_bytes for piece in self.layout.pieces(num_tokens, kind)])
 
 

@@ -145,7 +145,7 @@ class _Machine:
         """Blocks in an object, whose name is that of the last one."""
 
     def step(self, request: TraceRequest) -> None:
-        """One request, from what it fetches to what it puts."""
+        """Simulates one request, from its fetches to its uploads."""
         tier = self.tier
         if tier is None or (request.scope or self.policy.scope) == _OFF:
             self.simulator.step(request)
@@ -159,7 +159,7 @@ class _Machine:
             self._put(tier, request.when, nodes, missing_from)
 
     def _fetch(self, tier: SimulatedBucket, request: TraceRequest, nodes: PromptNodes) -> int:
-        """Fetch the blocks that the tier has behind those of the machine's own store.
+        """Fetches the blocks that the tier has behind those of the machine's own store.
 
         Returns the number of the first object that the tier is known to lack.
         """
@@ -177,7 +177,7 @@ class _Machine:
         return first + found if found < len(asked) else _NOT_ASKED
 
     def _keep(self, request: TraceRequest, nodes: PromptNodes, indices: range) -> None:
-        """Store fetched blocks on this machine. What the machine that put them had room for, this one has room for."""
+        """Stores fetched blocks on this machine. What the machine that put them had room for, this one has room for."""
         blocks = [_block(nodes, index) for index in indices]
         per_token, is_token = self.policy.seconds_per_token, self.geometry.state_kind == "token"
         entries = [
@@ -192,7 +192,7 @@ class _Machine:
         self.simulator.store.publish(entries, blocks[-1].name, None, request.when)
 
     def _put(self, tier: SimulatedBucket, now: float, nodes: PromptNodes, missing_from: int) -> None:
-        """Put the objects of a prompt that the rule asks for, if all their blocks are in this machine's store."""
+        """Puts the objects of a prompt that the rule asks for, if all their blocks are in this machine's store."""
         names, own = nodes.block_names, self._num_own(nodes)
         chosen: list[tuple[int, bytes]] = []
         for number, end in enumerate(self._ends(len(names))):
@@ -214,7 +214,7 @@ class _Machine:
         return next((index for index, name in enumerate(names) if name not in self.simulator.store), len(names))
 
     def _ends(self, num_blocks: int) -> range:
-        """Where the objects of so many blocks end, in blocks."""
+        """Returns where the objects of the first blocks end, in blocks."""
         return range(self._bundle, num_blocks + 1, self._bundle)
 
     def _most_restorable(self, nodes: PromptNodes) -> int:

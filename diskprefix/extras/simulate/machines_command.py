@@ -37,7 +37,7 @@ def check(regimes: Sequence[Regime], policies: Sequence[str]) -> None:
 def run(
     planned: Sequence[tuple[Trace, Sequence[Case]]], chosen: Sequence[Setup], *, as_json: bool, plot: Path | None
 ) -> None:
-    """Replay each trace under each of its cases with the chosen setups, and show the figures."""
+    """Replays each trace under each of its cases with the chosen setups, and show the figures."""
     policies = [(trace, case) for trace, cases in planned for case in cases if case.simulate is simulate]
     runs = [(trace, setup, case) for trace, case in policies for setup in chosen]
     with progress("simulating", sum(len(trace) for trace, _, _ in runs), in_bytes=False) as advance:
@@ -51,7 +51,8 @@ def run(
 
 
 def show(rows: Sequence[MachinesRow]) -> None:
-    """Print a table for each trace and each group of settings, and below them where the object store has its limits."""
+    """Prints a table for each trace and each group of settings, and below them where the object store has its
+    limits."""
     for index, (title, group) in enumerate(_groups(rows)):
         if index:
             click.echo()
@@ -127,7 +128,7 @@ def _limits(rows: Sequence[MachinesRow]) -> Iterator[str]:
 
 
 def draw(rows: Sequence[MachinesRow], path: Path) -> None:
-    """Draw the restored share, and the bytes that went through the tier, against the machines. Raises `OSError`.
+    """Draws the restored share, and the bytes that went through the tier, against the machines. Raises `OSError`.
 
     There are two panels for each trace and group of settings. The same rows give the same file, byte for byte.
     """

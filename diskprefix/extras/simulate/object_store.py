@@ -50,7 +50,7 @@ class Traffic:
 
     @property
     def headroom(self) -> float:
-        """How many times the busiest second one partition takes. Infinite without requests."""
+        """Returns how many times the busiest second one partition can take. Infinite without requests."""
         rates = ((READS_PER_S, self.reads_per_s), (WRITES_PER_S, self.writes_per_s))
         return min((limit / rate for limit, rate in rates if rate), default=float("inf"))
 
@@ -86,7 +86,7 @@ class SimulatedBucket:
         return low
 
     def get(self, num_objects: int, num_bytes: int, now: float) -> None:
-        """Count the requests that read these objects, or parts of them."""
+        """Counts the requests that read these objects, or parts of them."""
         self.traffic.gets += num_objects
         self.traffic.got_bytes += num_bytes
         self.traffic.reads_at[int(now)] += num_objects
@@ -104,10 +104,10 @@ class SimulatedBucket:
 
 
 def sweep_s(num_objects: int) -> float:
-    """Returns about how long one sweeper takes to list so many objects."""
+    """Returns about the time that one sweeper takes to list this number of objects, in seconds."""
     return -(-num_objects // LISTED_KEYS) * LIST_S
 
 
 def most_swept(seconds: float) -> int:
-    """Returns how many objects one sweeper lists in so many seconds."""
+    """Returns the number of objects that one sweeper lists in this number of seconds."""
     return round(seconds / LIST_S) * LISTED_KEYS

@@ -21,7 +21,7 @@ _SHAPES = "osD^v<>phX"
 
 
 def check_plot(path: Path) -> None:
-    """Check before a long simulation. Raises `SettingsError` for a file that cannot be drawn or written."""
+    """Checks before a long simulation. Raises `SettingsError` for a file that cannot be drawn or written."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise SettingsError(f"--plot: {path} must end in .png or .svg")
     if not path.absolute().parent.is_dir():
@@ -31,7 +31,7 @@ def check_plot(path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draw the restored share against the bytes written to `path`. Raises `OSError`.
+    """Draws the restored share against the bytes written to `path`. Raises `OSError`.
 
     There is a panel for each trace and regime, a curve for each policy and a point for each budget. A policy file is a
     star. Rows that wrote nothing are left out. The same rows give the same file, byte for byte.

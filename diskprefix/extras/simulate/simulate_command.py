@@ -340,7 +340,7 @@ def _lazy_reader(model: str | None, chat_template: Path | None) -> ReadBody:
 
 
 def _read(names: Sequence[str], read_body: ReadBody) -> list[Trace]:
-    """Read all traces before the first is replayed, so that an error in the last one is reported at once."""
+    """Reads all traces before the first is replayed, so that an error in the last one is reported at once."""
 
     def warn(line: str) -> None:
         click.echo(f"warning: {printable_only(line)}", err=True)

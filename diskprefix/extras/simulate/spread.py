@@ -1,4 +1,4 @@
-"""Which of several machines gets a request."""
+"""The choice of the machine that gets a request."""
 
 from __future__ import annotations
 

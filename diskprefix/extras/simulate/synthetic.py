@@ -121,7 +121,7 @@ class _Conversation:
         return chat_messages, len(answer)
 
     def edit(self, sizes: Sizes) -> None:
-        """Rewrite one of the user's messages, if there is one."""
+        """Rewrites one of the user's messages, if there is one."""
         asked = len(self._messages) // 2
         if asked:
             self._messages[2 * self._source.one_of(asked) + 1] = self._source.message(_USER, sizes)

@@ -17,7 +17,7 @@ from diskprefix.units import counted, format_duration, format_size
 
 
 def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
-    """Print a table for each trace. The `rows` of a trace bear its name."""
+    """Prints a table for each trace. The `rows` of a trace bear its name."""
     for index, trace in enumerate(traces):
         of_trace = [row for row in rows if row.trace == trace.name]
         totals = of_trace[0].totals
@@ -54,7 +54,7 @@ def _asked(trace: Trace) -> Iterator[str]:
 
 
 def _print_table(rows: Sequence[Row]) -> None:
-    """Print a section for each regime and budget, under common columns."""
+    """Prints a section for each regime and budget, under common columns."""
     from rich.table import Column
 
     sections: dict[str, list[Row]] = {}

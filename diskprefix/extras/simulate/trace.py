@@ -1,4 +1,4 @@
-"""What a simulation replays: requests in the order in which they came, with the tokens of their prompts."""
+"""Traces that a simulation replays: requests in the order in which they came, with the tokens of their prompts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Trace:
         return self.replay()
 
     def last(self, seconds: float) -> Trace:
-        """The requests of its last so many seconds."""
+        """Returns the requests of its last seconds."""
         times = [request.when for request in self]
         start = max(times, default=0.0) - seconds
         num_requests = sum(when >= start for when in times)

@@ -67,11 +67,8 @@ Warn: TypeAlias = Callable[[str], None]
 
 
 def read_trace(path: Path, read_body: ReadBody | None = None, *, name: str = "", warn: Warn = log.warning) -> Trace:
-    """The workload in `path`, named after it unless it gets a `name`. `read_body` is needed for request bodies only.
-    `warn` is told what is left out.
-
-    Raises `SettingsError` that names the file, the line and the key at fault.
-    """
+    """Returns the workload in `path`, named after it unless it gets a `name`. `read_body` is needed for request bodies
+    only."""
     number, line = next(_numbered_lines(path, warn), (0, b""))
     if not line:
         raise _refused(path, None, f"it is empty; accepted is {_KNOWN}")
@@ -89,7 +86,7 @@ def read_trace(path: Path, read_body: ReadBody | None = None, *, name: str = "",
 
 
 def _numbered_lines(path: Path, warn: Warn) -> _Lines:
-    """Those that are not blank, counted from 1, without half a last one."""
+    """Yields the lines that are not blank, counted from 1, without half a last one."""
     is_first = True
     try:
         with path.open("rb") as file:
@@ -211,7 +208,7 @@ def _markers(before: dict[str, str], position_of: dict[str, int], boundaries: Co
 
 
 def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
-    """As it was last."""
+    """Returns the daemon as the last record shows it."""
     last = records[-1]
     is_weighed = last.bytes_per_token or last.state_bytes
     geometry = Geometry(last.bytes_per_token, last.state_bytes, last.logits_bytes, last.exact_at)

@@ -64,7 +64,7 @@ class PageGroup:
         return self._memories[0][rows, pages[0]]
 
     def read_page(self, page: int, out: Bytes) -> None:
-        """Copy a page of all layers into `out`, shape [layers, page_bytes]."""
+        """Copies a page of all layers into `out`, shape [layers, page_bytes]."""
         start = 0
         for number, stack in enumerate(self.stacks):
             rows = out[start : start + len(stack)]
@@ -75,7 +75,7 @@ class PageGroup:
             start += len(stack)
 
     def write_page(self, page: int, rows: slice, values: Bytes) -> None:
-        """Copy `values`, shape [rows, page_bytes], into a page of the layers `rows`."""
+        """Copies `values`, shape [rows, page_bytes], into a page of the layers `rows`."""
         start = 0
         for number, stack in enumerate(self.stacks):
             first, last = max(rows.start - start, 0), min(rows.stop - start, len(stack))
@@ -111,7 +111,7 @@ class Pages:
         return sum(group.num_rows * group.page_bytes * num_tokens // group.layout.page for group in self.groups)
 
     def read(self, blocks: Sequence[Sequence[int]], out: Bytes) -> None:
-        """Copy pages into `out`, a payload. `blocks` are the engine's blocks by group. From a device it waits."""
+        """Copies pages into `out`, a payload. `blocks` are the engine's blocks by group. From a device it waits."""
         start = 0
         for group in self.groups:
             pages = group.page_numbers(blocks[group.engine_group])
@@ -122,7 +122,7 @@ class Pages:
             start += size
 
     def fill(self, blocks: Sequence[Sequence[int]], number: int, rows: slice, write: Write) -> None:
-        """Have `write` fill the pages of group `number`, those of the layers `rows`. What stands for `NO_PAGE` is left
+        """Has `write` fill the pages of group `number`, those of the layers `rows`. What stands for `NO_PAGE` is left
         out."""
         group = self.groups[number]
         found = blocks[group.engine_group]

@@ -1,4 +1,4 @@
-"""What a request asks of the cache in its `kv_transfer_params`: scope, window, save, ttl and marks."""
+"""The options of a request in its `kv_transfer_params`: scope, window, save, ttl and marks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KNOWN = ("scope", "window", "save", "ttl", "marks")
 
 
 class BadParameters(ValueError):
-    """What a request asks of the cache is not what it takes."""
+    """The options of a request are not valid."""
 
 
 @dataclass(frozen=True)

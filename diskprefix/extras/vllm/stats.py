@@ -1,4 +1,4 @@
-"""What the connector counts, in the form of vLLM's statistics of connectors."""
+"""The connector's counts, in the form of vLLM's statistics of connectors."""
 
 from __future__ import annotations
 

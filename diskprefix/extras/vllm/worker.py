@@ -33,7 +33,7 @@ _NO_TOKENS = as_token_ids([])
 
 
 def _nothing() -> None:
-    """What is done once all before it is done."""
+    """Does nothing. It is submitted to wait for all work before it."""
 
 
 class WorkerSide:
@@ -63,14 +63,14 @@ class WorkerSide:
         self._counts: Counter[str] = Counter()
 
     def load(self, plan: StepPlan) -> None:
-        """Begin to load what a step asks for."""
+        """Begins to load what a step asks for."""
         self._num_loading += len(plan.loads)
         self._is_fetching = plan.is_fetching
         for load in plan.loads:
             self._loader.submit(self._load, load)
 
     def save(self, plan: StepPlan) -> None:
-        """Copy the pages that the step completed, and have the copies written; have written to the tier that machines
+        """Copies the pages that the step completed, and have the copies written; have written to the tier that machines
         share what is to be. Called at the end of the step, when the pages are whole and nobody may change them yet."""
         for save in plan.saves:
             self._save(save)
@@ -98,11 +98,11 @@ class WorkerSide:
         return counts + self._shared.take_remote_counts()
 
     def settle(self) -> None:
-        """Wait for the loads that have begun."""
+        """Waits for the loads that have begun."""
         self._loader.submit(_nothing).result()
 
     def close(self) -> None:
-        """Wait for the loads that have begun, and end the threads. The store is not closed."""
+        """Waits for the loads that have begun, and end the threads. The store is not closed."""
         self._loader.shutdown()
         self._readers.shutdown()
 
