@@ -75,8 +75,8 @@ class ToolChoice:
 
 
 def note_left_out(kinds: Collection[str], whose: str) -> None:
-    """Says in the log that tools of these types are left out. It says so once for each type, as agents send them in
-    every request, and of the first 32 types only, as a client may make up any number."""
+    """Logs that tools of these types are left out: once for each type, as agents send them in every request, and for
+    the first 32 types, as a client may invent any number."""
     new = sorted(set(kinds) - _told)[: _MOST_KINDS - len(_told)]
     if new:
         _told.update(new)
@@ -116,7 +116,7 @@ class Asked:
     text_format: TextFormat | None = None
     return_progress: bool = False
     limit_path: str = "max_tokens"
-    """Where the client said how many tokens a choice has at most."""
+    """The field of the request that limits the tokens of a choice."""
 
     @property
     def is_constrained(self) -> bool:

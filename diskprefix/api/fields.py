@@ -42,7 +42,7 @@ REFUSED = "refused"
 
 
 def _fail_fast(schema: Any) -> None:
-    """Has each list and each object of any keys in a schema of pydantic's end with its first error."""
+    """Makes each list and each dict in a schema of pydantic stop at its first error."""
     if isinstance(schema, dict):
         if schema.get("type") in ("list", "dict"):
             schema["fail_fast"] = True
@@ -81,7 +81,7 @@ def _as_sent(value: JsonObject, check: ValidatorFunctionWrapHandler) -> JsonObje
 
 
 AS_SENT = WrapValidator(_as_sent)
-"""Has an object checked, but kept as the client's dict, because the order of its keys is part of the prompt."""
+"""Checks an object, but keeps the client's dict, because the order of its keys is part of the prompt."""
 
 
 def by_json_type(expected: str) -> Discriminator:

@@ -80,7 +80,7 @@ class OfferedFunctions:
         self.functions: list[JsonObject] = []
         self.marks: list[tuple[int, CacheMark]] = []
         self.paths: list[str] = []
-        """Where the schema of each one's arguments stood."""
+        """The path of the schema of each function's arguments."""
         skipped = set()
         for index, tool in enumerate(sent):
             if tool["type"] != "function":

@@ -210,7 +210,7 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, place: Queue
 
 
 async def ask(arrival: Arrival) -> Question:
-    """Has the dialect read the body, in a thread. Raises `InvalidRequest`."""
+    """Lets the dialect read the body, in a thread. Raises `InvalidRequest`."""
     serving = arrival.serving
     notes = partial(serving.engine.cache.notes, arrival.cache.tenant)
     read, vocab_size = arrival.dialect.read, serving.renderer.vocab_size

@@ -70,7 +70,7 @@ class Bodies:
         self._memory = _Budget(_BODIES_IN_MEMORY * max_bytes)
         self._pacing = _PartTime(lambda: _PAUSE_BESIDE if is_computing() else _PAUSE)
         self._read_until = 0.0
-        """When the last large bodies that arrived may have, on the loop's clock."""
+        """The time, on the loop's clock, before which no more of a large body is read."""
 
     async def read_json(self, request: Request, model: type[Model], place: QueuePlace) -> Model:
         """Returns the body as `model`. Its memory counts until `place.memory` is closed.

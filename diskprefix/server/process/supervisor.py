@@ -66,7 +66,7 @@ class Child:
         os.kill(self.pid, number)
 
     def begin(self) -> bool:
-        """Tells the process that its turn has come. Returns False if it has ended; the signal tells how."""
+        """Lets the process begin its turn. Returns False if it has ended."""
         try:
             self.channel.send(GO)
         except OSError:
@@ -94,7 +94,7 @@ class Supervisor:
     _worker_deaths: Deaths = field(default_factory=Deaths)
     _spare_deaths: Deaths = field(default_factory=Deaths)
     _worker_at: float | None = None
-    """When the next worker, or below the next spare, is to be started, if one is to be."""
+    """The time of the next start of a worker, and below of a spare; None if none is due."""
     _spare_at: float | None = None
     _pinged_at: float = 0.0
 
@@ -311,7 +311,7 @@ class Supervisor:
         child.channel.close()
 
     def _guard(self) -> None:
-        """Tells the watchdog that this process lives, and does for the worker what the watchdog does for this one."""
+        """Sends signs of life to the watchdog, and kills a worker that gives none."""
         if self._watchdog_s is None:
             return
         now, worker = self.clock(), self._worker
