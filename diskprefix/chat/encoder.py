@@ -29,6 +29,13 @@ PART_CHARS = 4096
 _PROBE = "user\n  Hello wörld, it's  1234 {}  \n\n\tx = [1];{}\n \n 日本語 e\u0301 "
 
 
+_PROBED_CHARS_PER_POSITION = 32
+"""The characters that are encoded first in a longer text. Real text has about four characters per token."""
+
+_RECORD_VERSION = 1
+"""The version of `Encoding.record`."""
+
+
 class Encoding(NamedTuple):
     """The tokens of a text."""
 
@@ -163,13 +170,6 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
         and token.content[0] not in within
         and not any(text.startswith(token.content) for text in takes_more)
     ]
-
-
-_PROBED_CHARS_PER_POSITION = 32
-"""The characters that are encoded first in a longer text. Real text has about four characters per token."""
-
-_RECORD_VERSION = 1
-"""The version of `Encoding.record`."""
 
 
 class Encoder:

@@ -50,6 +50,24 @@ _TURNS: list[JsonObject] = [{"role": role, "content": "x"} for role in ("user", 
 _LATE_SYSTEM = TemplateInput([_TURNS[0], _SYSTEM, *_TURNS[1:]], None, {})
 _ANSWER = "A reply."
 
+Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
+"""Renders messages with the chat template, with the beginning of a reply if the second argument is true.
+
+Returns an empty text if the template refuses them."""
+
+_USER = {"role": "user", "content": _TEXT}
+_REPLY = {"role": "assistant", "content": _TEXT}
+_CALL_ID = "diskprefx"
+"""Nine letters, which Mistral's templates demand."""
+_CALLED = {"id": _CALL_ID, "type": "function", "function": {"name": _TEXT, "arguments": {}}}
+_CALL = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
+_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "content": _TEXT}
+_GROWING = (
+    ((_USER, _REPLY, _USER), (_USER, _REPLY, _USER, _REPLY, _USER)),
+    ((_USER, _CALL, _RESULT), (_USER, _CALL, _RESULT, _CALL, _RESULT)),
+)
+"""Pairs of a conversation and the same conversation after more turns."""
+
 
 class ChatTemplate:
     """The chat template of one model. Thread-safe.
@@ -208,26 +226,6 @@ def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
 
     neutral = visit(value)
     return neutral, bool(neutral != value)
-
-
-Write: TypeAlias = Callable[[Sequence[dict[str, Any]], bool], str]
-"""Renders messages with the chat template, with the beginning of a reply if the second argument is true.
-
-Returns an empty text if the template refuses them."""
-
-
-_USER = {"role": "user", "content": _TEXT}
-_REPLY = {"role": "assistant", "content": _TEXT}
-_CALL_ID = "diskprefx"
-"""Nine letters, which Mistral's templates demand."""
-_CALLED = {"id": _CALL_ID, "type": "function", "function": {"name": _TEXT, "arguments": {}}}
-_CALL = {"role": "assistant", "content": "", "tool_calls": [_CALLED]}
-_RESULT = {"role": "tool", "tool_call_id": _CALL_ID, "content": _TEXT}
-_GROWING = (
-    ((_USER, _REPLY, _USER), (_USER, _REPLY, _USER, _REPLY, _USER)),
-    ((_USER, _CALL, _RESULT), (_USER, _CALL, _RESULT, _CALL, _RESULT)),
-)
-"""Pairs of a conversation and the same conversation after more turns."""
 
 
 def template_markers(special_texts: Collection[str], other_texts: Collection[str], write: Write) -> frozenset[str]:

@@ -13,6 +13,19 @@ from diskprefix.chat.messages import JsonObject
 _NUMBERS = {"integer", "number"}
 
 
+_UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
+"""Raised for text that is no Python, or nested too deeply."""
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+_BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)(\s*:)")
+_WRAPPERS = {"print"}
+"""Written around calls by Gemma."""
+
+
+_TEXT = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\\?\Z))', re.DOTALL)
+"""A string in quotes. One without an end takes the rest: otherwise each quote in it would be tried too."""
+
+
 class OfferedTools:
     """The names and schemas of the tools of a request."""
 
@@ -98,15 +111,6 @@ def _untyped(text: str) -> object:
         return json.loads(text)
     except (ValueError, RecursionError):
         return text
-
-
-_UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)
-"""Raised for text that is no Python, or nested too deeply."""
-
-_JSON_NAMES = {"true": True, "false": False, "null": None}
-_BARE_KEY = re.compile(r"([{,]\s*)([A-Za-z_][\w.\-]*)(\s*:)")
-_WRAPPERS = {"print"}
-"""Written around calls by Gemma."""
 
 
 class ParsedCall(NamedTuple):
@@ -231,10 +235,6 @@ def braces(text: str, quote: str) -> JsonObject | None:
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) else None
-
-
-_TEXT = re.compile(r'("(?:[^"\\]|\\.)*(?:"|\\?\Z))', re.DOTALL)
-"""A string in quotes. One without an end takes the rest: otherwise each quote in it would be tried too."""
 
 
 def _with_quoted_keys(text: str) -> str:

@@ -26,6 +26,8 @@ from diskprefix.chat.output.parsers import ChannelParser, FamilyParser, Function
 from diskprefix.chat.replay import Turn
 from diskprefix.chat.template_input import MessageForm, common_chars
 
+log = logging.getLogger("diskprefix")
+
 
 @dataclass(frozen=True)
 class FamilyFormat:
@@ -104,8 +106,6 @@ CHANNELS = (
     ChannelFormat("functionary-3.2", (">>>all",), FunctionaryParser, "json", Written("NAME\nARGUMENTS", between=">>>")),
 )
 
-
-log = logging.getLogger("diskprefix")
 
 Render = Callable[[list[JsonObject], list[JsonObject], bool], str]
 """Renders messages and tools, with or without the beginning of a reply. Returns "" if the template refuses them."""

@@ -45,13 +45,11 @@ class StreamParser(ABC):
         """Parses a whole reply, and calls `emit`, `content` and `reasoning`."""
 
     def feed(self, text: str) -> list[OutputDelta]:
-        """See `OutputParser`."""
         # Each step may look at all text that has come.
         pieces = [text[at : at + _PIECE] for at in range(0, len(text), _PIECE)]
         return [delta for piece in pieces if self.reader.add(piece) for delta in self._run()]
 
     def finish(self) -> list[OutputDelta]:
-        """See `OutputParser`."""
         self.reader.end()
         return self._run()
 
@@ -134,7 +132,6 @@ class FamilyParser(StreamParser):
         return "|".join(patterns) or r"(?!)"
 
     def reply(self) -> Parsing[None]:
-        """See `StreamParser`."""
         yield from self._reasoning()
         while (found := (yield from self.reader.until(self._opener, self.content))) is not None:
             if found.lastgroup == "drop":
@@ -236,7 +233,6 @@ class ChannelParser(StreamParser):
         """Reads the text of a message."""
 
     def reply(self) -> Parsing[None]:
-        """See `StreamParser`."""
         header = self._header.fullmatch(self._begun)
         while True:
             if header is None:
@@ -294,8 +290,7 @@ class HarmonyParser(ChannelParser):
     kept = tags[:3]
 
     def header(self) -> str:
-        """See `ChannelParser`. The recipient may stand before the channel or behind it. Possessive quantifiers (`++`)
-        keep the time linear in the number of blanks or letters."""
+        # The recipient may stand before the channel or behind it. Possessive quantifiers (`++`) keep the time linear.
         to = r"(?:to=(?P<to>[^\s<]++)\s*+)?"
         return (
             rf"(?:<\|start\|>\s*+assistant)?\s*+{to}<\|channel\|>\s*+(?P<channel>\w++)\s*+{to}"
@@ -303,11 +298,9 @@ class HarmonyParser(ChannelParser):
         )
 
     def end_of_message(self) -> str:
-        """See `ChannelParser`."""
         return r"<\|(?:end|call|return)\|>|(?=<\|(?:start|channel)\|>)"
 
     def message(self, header: regex.Match[str]) -> Parsing[None]:
-        """See `ChannelParser`."""
         to = header["to"] or ""
         if to.startswith("functions.") and self.tools:
             yield from self.call(to.removeprefix("functions."))
@@ -322,15 +315,12 @@ class MuseParser(ChannelParser):
     kept = tags[:1]
 
     def header(self) -> str:
-        """See `ChannelParser`."""
         return r"(?:<\|start\|>\s*+assistant)?\s*+(?:to=(?P<to>[^\s<]++)\s*+)?<\|message\|>"
 
     def end_of_message(self) -> str:
-        """See `ChannelParser`."""
         return r"<\|eo[mt]\|>|(?=<\|start\|>)"
 
     def message(self, header: regex.Match[str]) -> Parsing[None]:
-        """See `ChannelParser`."""
         if header["to"] not in (None, "self", "user", "commentary") and self.tools:
             yield from self.reader.space()
             calls = CallReader(self.reader, ATEM, self.tools, self.made)
@@ -344,22 +334,19 @@ class FunctionaryParser(ChannelParser):
     """The parser of Functionary 3.2: `>>>`, the name of a tool or `all` for content, and a line end."""
 
     def header(self) -> str:
-        """See `ChannelParser`. The template may have written `>>>`."""
+        # The template may have written `>>>`.
         return rf"(?:>>>)?(?P<to>{self._recipients()})\n"
 
     def _recipients(self) -> str:
         return alternatives(["all", *self.tools.names])
 
     def end_of_message(self) -> str:
-        """See `ChannelParser`."""
         return rf"(?=>>>(?:{self._recipients()})\n)"
 
     def tag(self) -> str:
-        """See `ChannelParser`."""
         return self.end_of_message()
 
     def message(self, header: regex.Match[str]) -> Parsing[None]:
-        """See `ChannelParser`."""
         if header["to"] == "all":
             yield from self.body(self.content)
         else:
