@@ -42,7 +42,7 @@ class Recorder(Protocol):
     def forget(self) -> None:
         """Tells that prompts were deleted."""
 
-    def note(
+    def record_request(
         self,
         prompt: Prompt,
         options: CacheOptions,

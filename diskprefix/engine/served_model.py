@@ -201,7 +201,7 @@ class ServedModel:
             return
         # Nothing is published of a model whose state cannot be cached.
         is_uncached = self.cache.layout.unsupported and not running.request.prompt.media
-        self.recorder.note(
+        self.recorder.record_request(
             running.request.prompt,
             running.request.cache,
             report,

@@ -56,7 +56,7 @@ def note(
     when: float = 1.0,
     reply: TokenIds = NO_REPLY,
 ) -> None:
-    recorder.note(
+    recorder.record_request(
         prompt, options, report, root=root, when=when, output_tokens=3, reply=reply, prefill_ms=4.5, remembered=True
     )
 

@@ -132,7 +132,7 @@ def test_traces_of_all_kinds_are_replayed_in_one_go(run: Run, tmp_path: Path, to
     recorder = RequestRecorder(tmp_path / "recorded.jsonl", Settings(disk_prefix_cache="full"), lambda: 1)
     for request in interleaved(num_requests=5):
         options = CacheOptions(scope=Scope("full"))
-        recorder.note(
+        recorder.record_request(
             request.prompt,
             options,
             CacheReport(selection=Selection(scope=Scope("full"), prompt_tokens=50, reason="full")),
@@ -217,7 +217,7 @@ def record(path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token
     for request in interleaved(num_requests=8):
         options = CacheOptions(scope=Scope("auto", 30))
         num_tokens = len(request.prompt.token_ids)
-        recorder.note(
+        recorder.record_request(
             request.prompt,
             options,
             CacheReport(selection=Selection(scope=Scope("full"), prompt_tokens=50, reason="full")),

@@ -44,7 +44,7 @@ class Ledger:
         with self._lock:
             return path in self._bad
 
-    def note(self, path: str, *, written_bytes: int = 0) -> None:
+    def record_object(self, path: str, *, written_bytes: int = 0) -> None:
         """Records that an object is present: it was found, read or, if `written_bytes` are given, written."""
         with self._lock:
             self._remember(self._known, path)

@@ -176,7 +176,7 @@ class RemoteTier:
         if found is None:
             self.ledger.miss(path)
             return None
-        self.ledger.note(path)
+        self.ledger.record_object(path)
         self.ledger.count("fetched")
         self.ledger.count("fetched_bytes", found.num_bytes)
         if time.time() - found.modified_at > _REFRESH_S:
@@ -206,7 +206,7 @@ class RemoteTier:
             return
         read_header(self.key, path, got.data)
         self.objects.put(path, bytes(got.data))
-        self.ledger.note(path, written_bytes=len(got.data))
+        self.ledger.record_object(path, written_bytes=len(got.data))
 
     def _write_uploads(self) -> None:
         while True:

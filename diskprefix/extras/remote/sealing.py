@@ -1,7 +1,7 @@
-"""How what lies in the object store is signed, and how it is checked before anything of it is used.
+"""Signing of objects, and the checks before anything of them is used.
 
-Whoever can write to the bucket could plant state that steers answers. So a checksum is not enough: each object carries
-a MAC by a key that only the machines of one namespace have, over its own path and over keyed digests of all parts.
+Whoever can write to the bucket could plant state that steers answers, so a checksum is not enough. Each object carries
+a MAC over its own path and over keyed digests of all parts. Only the machines of one namespace have the key.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What people do with a bucket: list it, sweep it, purge a tenant. All of it works on the objects of one namespace."""
+"""Maintenance of a bucket: list it, sweep it, purge a tenant. All of it is restricted to the objects of one
+namespace."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ class LeaseHeld(CacheError):
 
 @dataclass(frozen=True)
 class RemoteRoot:
-    """What lies under one root: of one model and one tenant. Times are in seconds since the epoch; `model` is empty if
+    """The objects of one root: of one model and one tenant. Times are in seconds since the epoch; `model` is empty if
     the root's description is missing or was refused."""
 
     root: str
@@ -45,7 +46,7 @@ class RemoteRoot:
 
     @property
     def is_unknown(self) -> bool:
-        """Nobody can say whose its objects are."""
+        """The description is missing, so the tenant of its objects is unknown."""
         return bool(self.objects) and not self.model
 
     @property
@@ -63,8 +64,8 @@ class RemoteRoot:
 
 @dataclass(frozen=True)
 class Removed:
-    """What was removed, or would be: of all `found` objects. `unknown_objects` are those that stay and of which nobody
-    can say whose they are, because the description beside them is missing or was refused."""
+    """The objects that were removed, or would be, of all `found` ones. `unknown_objects` stay; their tenant is unknown,
+    because the description beside them is missing or was refused."""
 
     found: int
     found_bytes: int
@@ -86,8 +87,8 @@ def roots(objects: ObjectStore, key: NamespaceKey) -> list[RemoteRoot]:
 def sweep(
     objects: ObjectStore, key: NamespaceKey, *, ttl_s: float, budget_bytes: int, now: float, dry_run: bool = False
 ) -> Removed:
-    """Removes what was neither written nor fetched for `ttl_s` seconds, then the oldest until the rest fits into
-    `budget_bytes` (0: no limit, for both). One sweep at a time: raises `LeaseHeld`, and `RemoteUnavailable`."""
+    """Removes objects that were neither written nor fetched for `ttl_s` seconds, then the oldest until the rest fits
+    into `budget_bytes`; 0 sets no limit. Raises `RemoteUnavailable` and `LeaseHeld`."""
     if dry_run:
         return _swept(objects, key, ttl_s, budget_bytes, now, dry_run=True)
     with _lease(objects, key, now):
@@ -108,11 +109,11 @@ def purge(
 
 
 def forget(objects: ObjectStore, key: NamespaceKey, texts: Iterable[GoneText]) -> list[str]:
-    """Removes the objects that hold what is in these texts and in no saved prompt that stays. Returns their paths.
+    """Removes the objects that hold parts of these texts that no remaining saved prompt has. Returns their paths.
     Raises `RemoteUnavailable`.
 
-    Objects are named by what they end with, so those are not found that go on where a text ends. An object with a
-    partial block may hold that of another prompt; it goes too.
+    Objects are named by their ends, so objects that continue behind a text are not found. An object with a partial
+    block may hold that of another prompt; it is removed too.
     """
     names: dict[bytes, set[str]] = {}
     for text in texts:
@@ -207,8 +208,8 @@ def _delete(objects: ObjectStore, gone: list[ObjectInfo]) -> None:
 
 @contextmanager
 def _lease(objects: ObjectStore, key: NamespaceKey, now: float) -> Iterator[None]:
-    """Not every object store can create an object on condition. So the lease is read again once it is written: of two
-    who write it at once, the last one has it."""
+    """Holds the lease. Not every object store can create an object on condition, so the lease is read again once it is
+    written: of two that write it at once, the last one has it."""
     path = f"{key.digest.hex()}/{_LEASE}"
     held = objects.info(path)
     if held is not None and now - held.modified_at < LEASE_S:

@@ -1,4 +1,4 @@
-"""Writing behind: what nearer tiers have of a prompt becomes bundles in the object store."""
+"""Uploading in the background: nodes of the nearer tiers become bundles in the object store."""
 
 from __future__ import annotations
 
@@ -34,10 +34,9 @@ from diskprefix.tokens import common_prefix_length
 def write_prompt(
     objects: ObjectStore, key: NamespaceKey, ledger: Ledger, upload: Upload, is_closing: Callable[[], bool]
 ) -> None:
-    """Writes the bundles of a prompt that are not there, until `is_closing`. Raises `CacheError`.
+    """Writes the missing bundles of a prompt, until `is_closing`. Raises `CacheError`.
 
-    Nothing of the store is held while the network is waited for: a reader that stays open keeps freed pages from being
-    used again.
+    Holds no reader of the store while it waits for the network: an open reader keeps freed pages from being used again.
     """
     size = blocks_per_bundle(upload.nodes)
     num_blocks, has_tail = _stored(upload)
@@ -56,7 +55,7 @@ def write_prompt(
             ledger.count("dropped")
             return
         if not ledger.is_bad(path) and objects.info(path) is not None:
-            ledger.note(path)
+            ledger.record_object(path)
             continue
         payloads = _rest(upload, slot) if slot.is_rest else _payloads(upload, slot)
         if not payloads:
@@ -67,7 +66,7 @@ def write_prompt(
             is_described = True
         data = encode_bundle(key, upload.nodes, path, payloads, time.time())
         objects.put(path, data)
-        ledger.note(path, written_bytes=len(data))
+        ledger.record_object(path, written_bytes=len(data))
 
 
 def _describe_root(objects: ObjectStore, key: NamespaceKey, upload: Upload) -> None:

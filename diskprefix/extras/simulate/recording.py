@@ -128,7 +128,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class RequestRecorder:
-    """Appends requests to a file, from a thread of its own: `note` only hands them over.
+    """Appends requests to a file, from a thread of its own: `record_request` only hands them over.
 
     Errors of the file are logged, once until it works again, and never fail a request. A file that was moved away or
     deleted is begun anew. `secret_of` returns the store's secret. `know` and `forget` are for any thread, the others
@@ -175,7 +175,7 @@ class RequestRecorder:
         with suppress(queue.Full):
             self._waiting.put_nowait(self._forget)
 
-    def note(
+    def record_request(
         self,
         prompt: Prompt,
         options: CacheOptions,

@@ -106,23 +106,23 @@ class SimulatedStore:
         if self._ttl_s or self._has_own_ttls:
             self._delete(expired(self._table(), self.parent, ttl_s=self._ttl_s, pinned=frozenset(), now=now))
 
-    def publish(self, entries: Iterable[NewEntry], tip: bytes | None, ttl_s: float | None, now: float) -> bool:
+    def publish(self, entries: Iterable[NewEntry], last_node: bytes | None, ttl_s: float | None, now: float) -> bool:
         """Stores nodes, parents first, and evicts others if there is no room. Returns False if they cannot fit: then
-        nothing is stored. `tip` is the end of the path that this uses."""
+        nothing is stored. `last_node` is the end of the path that this uses."""
         new = [entry for entry in entries if entry.node.name not in self._rows]
         for entry in tuple(new):
             if (longer := self._longer(entry)) is not None:
                 new.remove(entry)
-                tip = longer if tip == entry.node.name else tip
-        keep = {entry.node.parent for entry in new} | ({tip} if tip else set())
+                last_node = longer if last_node == entry.node.name else last_node
+        keep = {entry.node.parent for entry in new} | ({last_node} if last_node else set())
         if not self._make_room(sum(entry.num_bytes for entry in new), keep, now):
             self.dropped += 1
             return False
         for entry in new:
             self._put(entry, now)
             self._remove_shorter(entry, now)
-        if tip is not None:
-            self.touch(tip, now, 0, ttl_s)
+        if last_node is not None:
+            self.touch(last_node, now, 0, ttl_s)
         return True
 
     def touch(self, name: bytes, now: float, hits: int, ttl_s: float | None) -> None:

@@ -190,7 +190,7 @@ class SchedulerSide:
             miss_reason=None if restored else "not_stored",
             matched=tracked.num_matched * self._block_size,
         )
-        self._recorder.note(
+        self._recorder.record_request(
             Prompt(tracked.prompt, marks=tracked.options.marks),
             tracked.options.cache,
             report,

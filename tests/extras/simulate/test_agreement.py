@@ -217,7 +217,7 @@ class Daemon:
         for root, prompts in self._histories:
             self._recorder.know(root, prompts)
         self._histories.clear()
-        self._recorder.note(
+        self._recorder.record_request(
             request.prompt,
             options,
             answer.report,

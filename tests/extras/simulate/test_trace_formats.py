@@ -220,7 +220,7 @@ def record(path: Path, *prompts: Prompt, options: CacheOptions = DEFAULT, root: 
     details: dict[str, Any] = {"when": 100.0, "output_tokens": 5, "prefill_ms": 1.0, "remembered": True}
     details |= {"reply": as_token_ids([])} | more
     for prompt in prompts:
-        recorder.note(prompt, options, report, root=root, **details)
+        recorder.record_request(prompt, options, report, root=root, **details)
     recorder.close()
     return path
 
@@ -258,7 +258,7 @@ def test_a_recording_says_what_its_daemon_was_like(tmp_path: Path) -> None:
         (CacheReport(selection=CHOSEN, restored=60), 300.0),
         (CacheReport(selection=CHOSEN), 0.0),
     ):
-        recorder.note(
+        recorder.record_request(
             prompt,
             DEFAULT,
             report,
