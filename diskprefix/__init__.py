@@ -1,4 +1,4 @@
-"""diskprefix: an OpenAI-compatible model server whose prefix (KV) cache survives restarts, bit for bit."""
+"""A model server with OpenAI's API whose prefix (KV) cache survives restarts, bit for bit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["PrefixCacheSession", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    """The library door brings torch along: whoever does not go through it starts without."""
+    """Imports the library, and torch with it, on the first use of `PrefixCacheSession`."""
     if name == "PrefixCacheSession":
         from diskprefix.session import PrefixCacheSession
 

@@ -1,4 +1,4 @@
-"""The composition root. Importing it is quick: torch and what needs it are imported when a model is loaded."""
+"""The composition root. Importing it is quick: torch is imported when a model is loaded."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _serve(settings: Settings, listeners: list[socket] | None = None, began_at: 
 
 
 def prepare(settings: Settings) -> None:
-    """Imports everything that serving the model takes, and reads what needs little memory of the model."""
+    """Imports all modules for serving the model, and reads the small parts of the model."""
     from diskprefix.model.load.imports import import_transformers, without_collections
 
     with without_collections():
@@ -73,7 +73,7 @@ def create_application(settings: Settings) -> FastAPI:
 
 
 def identify_model(settings: Settings, progress: Report) -> ModelRecord:
-    """Loads the model and returns what a store remembers of one that it is served with. Opens no store.
+    """Loads the model and returns the record that a store keeps of it. Opens no store.
 
     `progress` takes lines of text for people. Raises `ModelError` or `SettingsError`.
     """

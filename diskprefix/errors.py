@@ -28,7 +28,7 @@ is called, so that no other module needs to know them.
 from __future__ import annotations
 
 GOT = " (got "
-"""Before the value at fault, at the end of a message."""
+"""The text before the value at fault, at the end of a message."""
 
 
 class DiskPrefixError(Exception):

@@ -1,8 +1,7 @@
 """The places where extras join the core: commands, routes, a shared tier, a bucket to purge, a recorder.
 
-An extra is a module that has some of the names that the functions below look for. Those of this package are listed
-here and imported when they are asked for; another distribution adds its own as an entry point of the group
-`diskprefix.extras`.
+An extra is a module with some of the names that the functions below look for. The package's own extras are listed here
+and imported on first use. Another distribution adds one as an entry point of the group `diskprefix.extras`:
 `extras/README.md` has an example.
 """
 
@@ -29,18 +28,18 @@ _GROUP = "diskprefix.extras"
 
 
 class Recorder(Protocol):
-    """Whatever goes wrong in it fails no request. `know` and `forget` are for any thread, the others for one."""
+    """Records requests. Its errors fail no request. `know` and `forget` may be called in any thread."""
 
     def describe(
         self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int, exact_at: Literal["token", "grid"]
     ) -> None:
-        """Tells what the model's state is like, as `kv.layout.Layout` has it."""
+        """Receives the sizes of the model's state, as in `kv.layout.Layout`."""
 
     def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
-        """Tells the prompts of a root that are from before this process, oldest first."""
+        """Receives the prompts of a root from before this process, oldest first."""
 
     def forget(self) -> None:
-        """Tells that prompts were deleted."""
+        """Drops what it knows of prompts, because some were deleted."""
 
     def record_request(
         self,
@@ -55,11 +54,11 @@ class Recorder(Protocol):
         prefill_ms: float,
         remembered: bool,
     ) -> None:
-        """Tells a request that has ended. `when` it arrived, in seconds since 1970. `reply`: the tokens that were run
-        through the model behind the prompt. `remembered`: the prompt was computed to its end and holds no media."""
+        """Records a finished request. `when`: its arrival, in seconds since 1970. `reply`: the tokens that the model
+        computed after the prompt. `remembered`: the prompt was computed to its end and has no media."""
 
     def close(self) -> None:
-        """Ends."""
+        """Writes what is pending and ends."""
 
 
 @cache
@@ -81,19 +80,19 @@ def command(place: str) -> Any:
 
 
 def add_routes(app: Any) -> None:
-    """Has each extra add its routes to the FastAPI application. `app.state.daemon` is the daemon."""
+    """Adds the routes of each extra to the FastAPI application. `app.state.daemon` is the daemon."""
     for add in _all("add_routes"):
         add(app)
 
 
 def open_tier(settings: Settings) -> SharedTier | None:
-    """Returns the tier that machines share, None if no extra has one for these settings. Raises `SettingsError`."""
+    """Returns the shared tier, None if no extra has one for these settings. Raises `SettingsError`."""
     tier: SharedTier | None = _only(one for open_ in _all("open_tier") if (one := open_(settings)) is not None)
     return tier
 
 
 def open_bucket(url: str, key_file: Path) -> Bucket:
-    """Opens what a shared tier has written, to remove something from it. Raises `SettingsError`."""
+    """Returns the opened bucket of a shared tier, to remove objects from it. Raises `SettingsError`."""
     found: Bucket | None = _only(open_(url, key_file) for open_ in _all("open_bucket"))
     if found is None:
         raise SettingsError(f"no extra is installed that knows the bucket {url}")
@@ -101,8 +100,10 @@ def open_bucket(url: str, key_file: Path) -> Bucket:
 
 
 def open_recorder(settings: Settings, secret_of: Callable[[], int]) -> Recorder | None:
-    """Returns what records requests, None if no extra does for these settings. `secret_of` answers the store's secret.
-    Raises `SettingsError`."""
+    """Returns the recorder, None if no extra has one for these settings. `secret_of` returns the store's secret.
+
+    Raises `SettingsError`.
+    """
     found = (open_(settings, secret_of) for open_ in _all("open_recorder"))
     recorder: Recorder | None = _only(one for one in found if one is not None)
     return recorder
@@ -113,7 +114,7 @@ def _all(name: str) -> Iterator[Any]:
 
 
 def _only(found: Iterator[Any]) -> Any:
-    """Returns the only one, None without any. Raises `SettingsError` for several."""
+    """Returns the only item, None without any. Raises `SettingsError` for several."""
     one, *others = [*found] or [None]
     if others:
         raise SettingsError("two extras answer for the same setting; uninstall one of them")

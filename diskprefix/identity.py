@@ -1,4 +1,4 @@
-"""The canonical text of an identity: its hash is the root of all that is stored of one model for one tenant."""
+"""The canonical text of an identity. Its hash is the root of all state of one model for one tenant."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ def identity_text(
 ) -> str:
     """Returns the text whose hash (`tokens.root_hash`) is the root, the parent of every first block.
 
-    `fingerprint` has everything that changes the numbers. `layout` describes a block's payload, `layout_version` is
-    that of its byte format. `salt` keeps tenants apart.
+    `fingerprint` has everything that changes the model's numbers. `layout` describes a block's payload,
+    `layout_version` its byte format. `salt` separates tenants.
     """
     return canonical(
         {
@@ -27,13 +27,13 @@ def identity_text(
 
 
 def canonical(values: Mapping[str, Any]) -> str:
-    """Returns JSON with sorted keys, or "" for no values. Equal values give equal text, also after one was written to a
-    file (tuples, 1.0)."""
+    """Returns JSON with sorted keys, or "" for no values. Equal values give equal text, also after a round trip through
+    a file (tuples, 1.0)."""
     return json.dumps(plain(values), sort_keys=True, separators=(",", ":")) if values else ""
 
 
 def plain(value: Any) -> Any:
-    """Returns a value as JSON has it. What JSON has no form for becomes its text, without the name of torch."""
+    """Returns a value in JSON types. Other types become their text, without the name of torch."""
     if isinstance(value, Mapping):
         return {str(key): plain(item) for key, item in value.items()}
     if isinstance(value, set | frozenset):

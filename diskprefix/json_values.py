@@ -1,4 +1,4 @@
-"""How many values JSON texts have, counted without making them: of two bytes, a hundred bytes of objects can become."""
+"""Counts the values of JSON texts without parsing. Two bytes of text can become a hundred bytes of objects."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MOST_PARTS, MOST_VALUES = 1 << 18, 1 << 21
-"""Most objects, lists and texts (keys are texts, too) in the JSON of a request, and most values altogether. Parsing
-holds the interpreter's lock."""
+"""Limits for the JSON of a request: objects, lists and texts (keys included), and values in all. Parsing holds the
+interpreter's lock."""
 
 
 class Counted(NamedTuple):
-    """`parts` are objects, lists and texts, `values` are these and all others."""
+    """The counts of a text. `parts` are objects, lists and texts, `values` are these and all others."""
 
     parts: int
     values: int
 
     @property
     def too_many(self) -> str:
-        """What there is too much of, "" if nothing."""
+        """The exceeded limit as a text for people, "" for none."""
         if self.parts > MOST_PARTS:
             return f"{self.parts} objects, lists and texts; at most {MOST_PARTS} are read"
         return f"{self.values} values; at most {MOST_VALUES} are read" if self.values > MOST_VALUES else ""
 
 
 def count_values(texts: Sequence[bytes]) -> Counted:
-    """Counts what is in JSON texts. As long as it is not too much, what stands in their strings may be counted, too."""
+    """Counts the values of JSON texts. Below the limits, characters in strings may be counted too."""
     quickly = _sum(
         Counted(parts := text.count(b'"') // 2 + text.count(b"[") + text.count(b"{"), text.count(b",") + parts)
         for text in texts

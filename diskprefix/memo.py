@@ -1,6 +1,6 @@
-"""Small results that take long to compute and stay valid, kept between runs in the cache folder.
+"""Keeps small results that take long to compute in the cache folder.
 
-A memo only saves time. If its file cannot be read, it starts empty; if it cannot be written, nothing is kept.
+A memo only saves time. If its file cannot be read, it starts empty. If it cannot be written, nothing is kept.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from diskprefix.trusted_path import distrusted_by_root
 class Memo:
     """The file `<name>.json` in the cache folder: the newest `max_records` records of JSON values.
 
-    Records that were written with another `version` are ignored. Root has none in a folder of another user.
+    Records of another `version` are ignored, and so are files in another user's folder if the process is root's.
     """
 
     def __init__(self, name: str, *, version: int, max_records: int = 512) -> None:
@@ -31,7 +31,7 @@ class Memo:
         return self._read().get(key)
 
     def put(self, key: str, value: Any) -> None:
-        """Keep `value` under `key`. Errors of the file system are ignored."""
+        """Keeps `value` under `key`. Ignores errors of the file system."""
         # Two processes that write at once may lose one of the records. It is computed again.
         records = {known: kept for known, kept in self._read().items() if known != key}
         records = dict(list(records.items())[-(self._max_records - 1) :]) | {key: value}

@@ -1,8 +1,8 @@
-"""The key that machines share who share what they computed (`--namespace-key-file`).
+"""The key of machines that share a cache (`--namespace-key-file`).
 
-Names of nodes are seeded with it instead of a secret of each store, so that all of them name a prefix alike. What comes
-from outside the machine carries a MAC by it: who can plant state steers answers. Three values are derived from the
-file with keyed BLAKE2b, and none of them gives away the others.
+It replaces each store's own secret as the seed of node names, so all machines use the same names. Objects from outside
+the machine carry a MAC with it, because whoever can plant state controls answers. Keyed BLAKE2b derives three values
+from the file. None of them reveals the others.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _FLAG = "--namespace-key-file"
 
 @dataclass(frozen=True)
 class NamespaceKey:
-    """`names_seed` (64 bits) seeds the names, `mac_key` (32 bytes) signs remote objects, and `digest` (16 bytes) tells
-    the key from others without giving it away."""
+    """The values of a key: `names_seed` (64 bits) seeds the names, `mac_key` (32 bytes) signs remote objects, and
+    `digest` (16 bytes) identifies the key without revealing it."""
 
     names_seed: int = field(repr=False)
     mac_key: bytes = field(repr=False)
@@ -29,7 +29,7 @@ class NamespaceKey:
 
     @classmethod
     def of(cls, secret: bytes) -> NamespaceKey:
-        """Returns what is derived from the content of a key file."""
+        """Derives the values from the content of a key file."""
         # BLAKE2b takes a key of at most 64 bytes.
         key = hashlib.blake2b(secret, person=b"diskprefix key").digest()
 
@@ -41,8 +41,10 @@ class NamespaceKey:
 
     @classmethod
     def read(cls, path: Path) -> NamespaceKey:
-        """Returns the key in a file, without the white space around it. Raises `SettingsError`, also if others may read
-        the file: who has the key can write state that machines believe."""
+        """Reads a key file, without the white space around the key.
+
+        Raises `SettingsError`, also if other users may read the file: with the key they could plant state.
+        """
         try:
             secret = read_private(path, _MOST_BYTES).strip()
         except SettingsError as error:

@@ -1,7 +1,7 @@
-"""The values that everything speaks of. A noun has one meaning, and stands here once.
+"""The values that all packages use. Each noun has one meaning.
 
-Of a request: whose it is (`Tenant`), its `Prompt`, and what it asks of the cache (`CacheOptions` with a `Scope`). Of
-the answer: what the policy keeps of the prompt (`Selection`), and what the cache did (`CacheReport`).
+A request has a `Tenant`, a `Prompt`, and `CacheOptions` with a `Scope`. Its answer has the policy's `Selection` and the
+`CacheReport`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ACCEPTED = (
 
 _MOST_SHOWN = 40
 MAX_MARKS = 32
-"""Most marks of a request that count. In a chat each takes one or two renderings."""
+"""The maximum number of marks in a request. In a chat, each takes one or two renderings."""
 
 Reason: TypeAlias = Literal[
     "off",
@@ -55,7 +55,7 @@ Reason: TypeAlias = Literal[
     "faster_to_compute",
     "left_out",
 ]
-"""Why so much of a prompt is kept. Stable words: responses and log lines show them. server/README.md explains each."""
+"""The reason for a boundary. Responses and log lines show these stable words. server/README.md explains each."""
 StateSource: TypeAlias = Literal["none", "memory", "disk", "remote"]
 Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "whole_prompt_only", "damaged", "faster_to_compute"]
 MissReason: TypeAlias = Literal[Refused, "not_stored", "diverged", "too_short", "off", "media", "unsupported", "error"]
@@ -110,13 +110,13 @@ class Scope:
             raise InvalidScope(f"scope {self.kind} cannot have the value {short_value(self.value)}; {ACCEPTED}")
 
     def __str__(self) -> str:
-        """The canonical text: `off`, `full`, `auto:30`, `1000`."""
+        """Returns the canonical text: `off`, `full`, `auto:30`, `1000`."""
         if self.kind == "auto":
             return f"auto:{self.value}"
         return str(self.value) if self.kind == "tokens" else self.kind
 
     def with_window(self, window: int) -> Scope:
-        """This `auto` scope with another window. Raises `InvalidScope` for another scope and a window out of range."""
+        """Returns this `auto` scope with another window. Raises `InvalidScope`: other scopes have no window."""
         if self.kind != "auto":
             raise InvalidScope(
                 f"prefix_cache.window: only the scope auto has a window, but the scope is {self}; leave one out",
@@ -126,22 +126,22 @@ class Scope:
 
 
 class Mark(NamedTuple):
-    """A position that the client wants kept, in tokens, and for how long after its last use, in seconds; None leaves
-    that to the daemon."""
+    """A position, in tokens, that the client wants kept for `ttl_s` seconds after its last use. None leaves the time to
+    the daemon."""
 
     position: int
     ttl_s: float | None = None
 
 
 class Change(NamedTuple):
-    """What a normaliser changed, and where in the client's body."""
+    """A change by a normaliser. `path` is the place in the client's body."""
 
     normaliser: str
     path: str
 
 
 class LeftOut(NamedTuple):
-    """How many aged messages were left out, and where the first and the last of them stood in the client's body."""
+    """The number of old messages that were left out, and the places of the first and the last in the client's body."""
 
     messages: int
     first: str
@@ -150,9 +150,9 @@ class LeftOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Rewriting:
-    """In what a prompt differs from the conversation that the client sent.
+    """The differences between a prompt and the conversation that the client sent.
 
-    `would_change` are the normalisers that found something and were not on.
+    `would_change` names the normalisers that found something but were not on.
     """
 
     changes: tuple[Change, ...] = ()
@@ -162,18 +162,18 @@ class Rewriting:
 
 @dataclass(frozen=True, eq=False)
 class SourceText:
-    """The text that a prompt was encoded from. `starts` says where each token begins in it, shape (num_tokens,)."""
+    """The text of a prompt. `starts` has the index of each token's first character, shape (num_tokens,)."""
 
     text: str
     starts: npt.NDArray[np.int32]
 
     @classmethod
     def of(cls, text: str, offsets: npt.NDArray[np.int32]) -> SourceText:
-        """`offsets` are the first and last character (exclusive) of each token, shape (num_tokens, 2)."""
+        """Takes the first and last character (exclusive) of each token as `offsets`, shape (num_tokens, 2)."""
         return cls(text, offsets[:, 0].copy())
 
     def line_at(self, token: int) -> str:
-        """Returns the line in which a token stands. Of a token that begins with the end of a line, the next one."""
+        """Returns the line of a token. For a token that begins with a line break, returns the next line."""
         start = int(self.starts[token])
         while start < len(self.text) - 1 and self.text[start] == "\n":
             start += 1
@@ -183,14 +183,13 @@ class SourceText:
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """A tokenised prompt and what is known of its structure.
+    """A tokenised prompt with its structure.
 
-    `boundaries` are the safe cut positions in ascending order (each one past a marker that the template wrote); empty
-    for text without markers, where every position is as good as another. `system_end` is the boundary that ends the
-    system message and the tools, 0 if there is none. `text` is what a person reads in `inspect`. `media` holds
-    what the model is given beside the tokens, images for example: with it, equal tokens are not equal prompts. `marks`
-    are the positions that the client marked, in ascending order. `source` is None if nobody asks what its lines are.
-    `replayed` is the number of messages in whose place the tokens stand that were sampled for them.
+    `boundaries` are the safe cut positions in ascending order, each one past a marker that the template wrote. They are
+    empty for text without markers. `system_end` is the boundary after the system message and the tools, 0 if there is
+    none. `text` is the preview for people. `media` holds other inputs of the model, for example images: prompts with
+    equal tokens and other media differ. `marks` are the client's marks in ascending order. `source` is None if its
+    lines are not needed. `replayed` counts the messages that are replaced by the tokens that were sampled for them.
     """
 
     token_ids: TokenIds
@@ -213,13 +212,13 @@ class Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """`scope` says what of the prompt to keep, `tenant` whose state it is.
+    """The cache's options for one request.
 
-    `group`: only prompts of the same group are in the window of this one (8 bytes, see `tenant_ids.group_of`; empty for
-    those without a key); what was seen before the window counts whatever its group. `save`: whether anything is kept,
-    or only restored. `ttl_s`: how long it is kept after its last use, in seconds; None leaves that to the daemon.
-    `reuse_generated`: keep the state of the first choice's reply, and restore that of earlier replies. `replay`:
-    earlier replies stand in the prompt as the tokens that were sampled, and this reply is remembered for that.
+    `scope` limits the kept part of the prompt, `tenant` owns its state. `group` (8 bytes, see `tenant_ids.group_of`;
+    empty without a key): the window has only prompts of the same group. `save`: False only restores. `ttl_s`: seconds
+    to keep the state after its last use; None leaves that to the daemon. `reuse_generated`: keep the state of the first
+    choice's reply, and restore that of earlier replies. `replay`: use the sampled tokens of earlier replies in the
+    prompt, and remember those of this reply.
     """
 
     scope: Scope
@@ -232,7 +231,7 @@ class CacheOptions:
 
 
 class Break(NamedTuple):
-    """`at` is the first token that differs. About `num_tokens` behind it are the earlier prompt's too."""
+    """A difference from an earlier prompt at token `at`. About `num_tokens` after it are the same again."""
 
     at: int
     num_tokens: int
@@ -240,7 +239,7 @@ class Break(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Selection:
-    """What to keep of one prompt. All positions and lengths are in tokens.
+    """The policy's decision on what to keep of one prompt. All positions and lengths are in tokens.
 
     `selected` is the policy's boundary; `aligned` is up to where state is kept for it: the same position where prompts
     restore to the token, elsewhere the grid point at or below it. `keep_tail`: `selected` is the whole prompt, so its
@@ -277,46 +276,45 @@ class Selection:
 
     @property
     def kept(self) -> int:
-        """Tokens that a later request can restore of what is kept."""
+        """The number of tokens that a later request can restore."""
         return self.prompt_tokens if self.keep_tail else self.aligned
 
     def keeping_nothing(self, reason: Reason) -> Selection:
-        """The same prompt and window, but nothing is kept."""
+        """Returns a selection of the same prompt and window that keeps nothing."""
         return replace(
             self, reason=reason, selected=0, aligned=0, keep_tail=False, keeps_reply=False, checkpoints=(), votes=()
         )
 
     def shared(self, rule: str, num_tokens: int, had: int) -> int:
-        """Returns how many of the first `num_tokens` tokens are left for other machines. `rule` is `--remote-write`:
-        `all`, `off`, or what came before (`seen-twice`), which is worth sharing. Of that, the store or the engine
-        `had` so many tokens, or another prompt begins with them."""
+        """Returns how many of the first `num_tokens` tokens to upload for other machines, by the rule `--remote-write`.
+
+        `seen-twice` uploads the `had` tokens that the store or the engine had before, or those that an earlier prompt
+        begins with.
+        """
         if rule == "seen-twice":
             return min(num_tokens, max(had, self.common, self.seen))
         return num_tokens if rule == "all" else 0
 
     @property
     def diverged_at(self) -> int | None:
-        """Index of the first token that leaves every prompt looked at; None without any, or if nothing leaves them."""
+        """The index of the first token that differs from all recent prompts, None if there is none."""
         return self.common if self.recent and self.common < self.prompt_tokens else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheReport:
-    """What the cache did for one request. The response's `prefix_cache` object shows a part of it, the debug log all.
+    """The cache's work for one request. The response's `prefix_cache` object shows a part of it, the debug log all.
 
-    `selection` is what the policy keeps of the prompt, and what it looked at. `restored` is the number of prompt tokens
-    that were not computed, `source` where their state came from. `saved`: `none` there was nothing to save, `queued`
-    the writer has it, `stored` it is stored already, `dropped` there was no room for it.
+    `restored` prompt tokens were not computed; their state came from `source`. `saved`: `none` there was nothing to
+    save, `queued` the writer has it, `stored` it was stored before, `dropped` there was no room for it. `miss_reason`
+    is None if something was restored. server/README.md explains each reason.
 
-    `miss_reason` says why nothing was restored; it is None if something was. server/README.md explains each reason.
+    `matched` prompt tokens were found in the store. If more were found than restored, `refused` is the reason. `exact`:
+    the restored state is, bit for bit, that of a prefill; False only for decoded replies. `restore_ms`: the time to
+    read, verify and copy the state.
 
-    `matched` is the number of prompt tokens found in the store. If not all that is stored was restored, `refused` says
-    why, in the words of `miss_reason`. `exact`: the restored state is, bit for bit, what a prefill computes; False only
-    for the state of a reply that was decoded. `restore_ms`: reading, verifying and copying the state.
-
-    `broken` is where the prompt leaves an earlier one although most of what follows is the same, `broken_line` the line
-    of the prompt there; None and empty if there is no such place, or nobody asks. `rewriting` and
-    `replayed` are the prompt's.
+    `broken` is a difference from an earlier prompt with much the same text after it, `broken_line` the prompt's line
+    there; None and empty without one. `rewriting` and `replayed` are the prompt's.
     """
 
     selection: Selection
@@ -335,11 +333,11 @@ class CacheReport:
 
     @property
     def diverged_at(self) -> int | None:
-        """Index of the first token that differs from every recent prompt; None unless that is the miss reason."""
+        """The index of the first token that differs from all recent prompts; None unless that is the miss reason."""
         return self.selection.diverged_at if self.miss_reason == "diverged" else None
 
     def log_line(self) -> str:
-        """One line with all figures, `name=value` each; what is empty or None is left out."""
+        """Returns one line with all values as `name=value`, without empty ones."""
         values = vars(self) | vars(self.selection)
         for name in ("selection", "broken_line", "rewriting"):
             del values[name]
@@ -356,7 +354,7 @@ def _logged(value: Any) -> str:
 
 
 def short_value(value: object) -> str:
-    """Returns a text that is short and on one line whatever a client sent; numbers of thousands of digits have none."""
+    """Returns a short text on one line for any value that a client sent."""
     if isinstance(value, str):
         return repr(value if len(value) <= _MOST_SHOWN else value[:_MOST_SHOWN] + "…")
     if isinstance(value, int) and not isinstance(value, bool):

@@ -6,7 +6,7 @@ A newline in a client's text could forge a line of the log, and an escape charac
 from __future__ import annotations
 
 SHOWN_CHARS = 100
-"""Most characters of a client's text that a message repeats."""
+"""The maximum number of characters of a client's text in a message."""
 
 
 def escaped(text: str) -> str:

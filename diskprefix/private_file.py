@@ -1,4 +1,4 @@
-"""Reading files with secrets: only those that nobody else can read or write."""
+"""Reads files with secrets. Refuses those that other users can read or write."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from diskprefix.errors import SettingsError
 
 
 def read_private(path: Path, most_bytes: int) -> bytes:
-    """Returns the content of a file, up to one byte more than `most_bytes`. Raises `SettingsError` if it cannot be
-    read, or if others than its owner may read or write it."""
+    """Returns the content of a file, up to `most_bytes` + 1 bytes.
+
+    Raises `SettingsError` if it cannot be read, or if other users may read or write it.
+    """
     try:
         # The open file is checked, not its name, which may lead to another file a moment later.
         # Without waiting: a named pipe to which nobody writes would block.

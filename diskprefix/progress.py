@@ -19,7 +19,7 @@ Report: TypeAlias = Callable[[str], None]
 def progress_bar(
     label: str, total: float | None, report: Report, *, in_bytes: bool = False
 ) -> Iterator[Callable[[float], None]]:
-    """Yields a function that takes what is done so far, out of `total` or of an unknown amount (None).
+    """Yields a function that takes the work done so far, out of `total` or of an unknown amount (None).
 
     On a terminal a bar is shown on stderr until the end. Elsewhere `label` is reported at the start and at each
     quarter. A smaller number than before changes nothing.

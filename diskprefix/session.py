@@ -57,7 +57,7 @@ class PrefixCacheSession:
     """A transformers model with a prefix cache on disk. For one thread; close it, or use it as a context manager.
 
     There is one KV memory. Each call of `prefill` and `generate` takes it over, and the cache that an earlier call
-    returned is then no longer usable (`copy.deepcopy` keeps one). `report` says what the cache did in the last call.
+    returned is then no longer usable (`copy.deepcopy` keeps one). `report` is the cache's report of the last call.
     """
 
     def __init__(

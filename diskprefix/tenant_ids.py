@@ -1,8 +1,8 @@
-"""Tenants: each has a cache of its own, and no tenant finds what another one saved.
+"""The ids of tenants. Each tenant has its own cache and finds nothing of another one.
 
-A tenant is given by the API key of a request, by the salt in the request, by both, or by neither. Its text is part of
-the root of the cache's keys and is written to disk. The text consists of digests, so it shows neither keys nor salts.
-Keys and salts are marked before they are hashed, so a client cannot choose a salt that gives the tenant of a key.
+The API key of a request, the salt in the request, both, or neither make its tenant. Its text is part of the root of the
+cache's keys and is written to disk. It consists of digests, so it shows neither keys nor salts. Keys and salts are
+marked before they are hashed, so a client cannot choose a salt that gives the tenant of a key.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 _ID_DIGITS = 32
 _GROUP_BYTES = 8
 _SHOWN_DIGITS = 8
-"""The digits of an id that are shown, and the fewest that are accepted. Fewer would soon match two tenants."""
+"""The digits of an id that are shown, and the minimum that is accepted. Fewer would soon match two tenants."""
 
 TENANT_ID = re.compile(rf"[0-9a-f]{{{_ID_DIGITS}}}")
 _PREFIX = re.compile(rf"[0-9a-f]{{{_SHOWN_DIGITS},{_ID_DIGITS}}}")
@@ -26,12 +26,12 @@ def id_of(kind: str, secret: str) -> str:
 
 
 def short_tenant(tenant: str) -> str:
-    """Returns the text of a tenant with shortened ids, as it is shown and as `matches` accepts it."""
+    """Returns the text of a tenant with shortened ids, which `matches` accepts."""
     return "/".join(id_[:_SHOWN_DIGITS] for id_ in tenant.split("/"))
 
 
 def matches(tenant: str, wanted: str) -> bool:
-    """Whether `wanted` names the tenant with the text `tenant`, or a tenant whose user that one is.
+    """Returns whether `wanted` names the tenant with the text `tenant`, or the tenant that it is a user of.
 
     `wanted` is a salt, an API key, or what `inspect` shows: one id or several joined with `/`, each whole or at least
     its first 8 hex digits. No text names `SHARED`.
@@ -47,5 +47,5 @@ def matches(tenant: str, wanted: str) -> bool:
 
 
 def group_of(key: str) -> bytes:
-    """The group that a `prompt_cache_key` names: 8 bytes of SHA-256. The key itself is not written to disk."""
+    """Returns the group of a `prompt_cache_key`: 8 bytes of SHA-256. The key itself is not written to disk."""
     return bytes.fromhex(id_of("prompt cache key", key))[:_GROUP_BYTES]

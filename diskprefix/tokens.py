@@ -18,13 +18,13 @@ import numpy.typing as npt
 import xxhash
 
 TokenIds: TypeAlias = npt.NDArray[np.int32]
-"""Shape (num_tokens,), dtype int32, C-contiguous."""
+"""An array of shape (num_tokens,), dtype int32, C-contiguous."""
 
 HASH_BYTES = 16
 ID_BYTES = 4
 LEAST_TOKENS = 16
-"""Fewer tokens are not restored, nor gone on from, nor waited for. They are what a template begins every prompt with,
-and computing them takes no longer than the step that they are a part of."""
+"""Fewer common tokens are not worth a restore or a wait: every prompt of a template shares them, and computing them
+takes no longer than the step that they are in."""
 
 
 def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> TokenIds:
@@ -52,14 +52,14 @@ def block_hashes(secret: int, root: bytes, token_ids: bytes, block_size: int) ->
 
 
 def beginning_hashes(secret: int, parent: bytes, token_ids: bytes, mark: bytes) -> list[bytes]:
-    """Returns `block_hash` of each beginning of the token ids (int32, little-endian), from that of none of them to that
-    of all: in one loop, because hundreds are needed at once."""
+    """Returns `block_hash` of each beginning of the token ids (int32, little-endian), from the empty one to the whole:
+    in one loop, because a lookup needs hundreds at once."""
     whole, ends = parent + token_ids, range(len(parent), len(parent) + len(token_ids) + 1, ID_BYTES)
     return [xxhash.xxh3_128_digest(whole[:end] + mark, secret) for end in ends]
 
 
 def prompt_digest(secret: int, root: bytes, token_ids: TokenIds) -> bytes:
-    """Returns what tells the prompts of a root from each other (16 bytes), whatever of them is stored in blocks."""
+    """Returns the digest (16 bytes) of a whole prompt under a root."""
     (digest,) = prompt_digests(secret, root, token_ids, [len(token_ids)])
     return digest
 

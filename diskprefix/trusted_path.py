@@ -1,4 +1,4 @@
-"""Which part of a path another user controls, who could exchange it between a check and a use."""
+"""Finds parts of a path that another user could exchange between a check and a use."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ _MAX_LINKS = 40
 
 
 def distrusted_part(path: Path, trusted: set[int]) -> str | None:
-    """Returns which part of `path`, or of a link on it, a user who is not in `trusted` could replace, or None.
+    """Returns a description of the part of `path`, links included, that users outside `trusted` could replace.
 
-    Parts that do not exist pass.
+    Returns None if there is none. Parts that do not exist pass.
     """
     return _distrusted(Path.cwd() / path, trusted, _MAX_LINKS)
 
 
 def distrusted_by_root(path: Path) -> str | None:
-    """Returns what `distrusted_part` does, where this is root's process: what another user plants there, or where a
-    link of theirs leads, would be read and written with root's rights. None in other users' processes."""
+    """Returns the `distrusted_part` for root's process, which would read and write files of other users with root's
+    rights. Returns None for other users' processes."""
     return distrusted_part(path, {0}) if os.geteuid() == 0 else None
 
 
 def _distrusted(path: Path, trusted: set[int], links_left: int) -> str | None:
-    """Returns which part of `path` other users control, or None."""
+    """Returns the description of a part of `path` that other users control, or None."""
     place = Path(path.anchor)
     for part in path.parts[1:]:
         place /= part

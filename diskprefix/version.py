@@ -1,3 +1,3 @@
-"""The version of diskprefix, apart from the package: whoever wants it need not import the library."""
+"""The version of diskprefix, in a module that imports nothing."""
 
 __version__ = "0.1.0"

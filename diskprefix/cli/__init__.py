@@ -31,7 +31,7 @@ COMMANDS = {
 """The module of each command of the core. The function has the command's name, and `import_` for `import`."""
 
 _USAGE_EXIT_CODE, _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 2, 4, 130, 141
-"""A shell reports the last two for a process that SIGINT or SIGPIPE killed."""
+"""The last two are what a shell reports for a process that SIGINT or SIGPIPE killed."""
 
 
 def command_names() -> list[str]:
@@ -84,7 +84,7 @@ def cli() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run a command and exit. This is the console script. An error is one line on stderr and never a traceback."""
+    """Runs a command and exits: the console script. Prints an error as one line on stderr, never as a traceback."""
     sys.exit(_run(None if args is None else list(args)))
 
 

@@ -1,4 +1,4 @@
-"""Where `diskprefix warm` sends its requests: to a running daemon, or to the same application in this process."""
+"""Sends requests to a running daemon, or to the same application in this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 Say = Callable[[str], None]
-"""Takes a line that says what is waited for."""
+"""Takes a line that says what the command waits for."""
 
 _CONNECT_S = 10.0
 _POLL_S = 0.1
@@ -58,9 +58,9 @@ Call: TypeAlias = Callable[[str, str, object], Answer]
 
 
 def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
-    """Returns what calls the daemon at `url`. Raises `SettingsError` for a URL or a key that no request can have.
+    """Returns a function that calls the daemon at `url`. Raises `SettingsError` for an invalid URL or key.
 
-    `otherwise` ends the message of the error that says that there is no answer.
+    `otherwise` is added to the message of `NotReady`, which the function raises if nothing answers.
     """
     parts = urlsplit(url if "://" in url else f"http://{url}")
     try:
@@ -99,7 +99,7 @@ def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
 
 
 def wait_ready(call: Call, url: str, say: Say) -> None:
-    """Return when the daemon at `url` serves requests. Raises `NotReady` if it never will."""
+    """Returns when the daemon at `url` serves requests. Raises `NotReady` if it never will."""
     while True:
         body = call("GET", "/health", None).body
         status = body.get("status") if isinstance(body, dict) else None
@@ -115,9 +115,9 @@ def wait_ready(call: Call, url: str, say: Say) -> None:
 
 @contextmanager
 def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
-    """Load the application that `diskprefix serve` runs, and yield what calls it. At the end everything is written.
+    """Loads the application that `diskprefix serve` runs, and yields a function that calls it without a socket.
 
-    There is no socket, so nobody else reaches it. Raises the error that kept the model from being loaded.
+    At the end everything is written. Raises the error that prevented the load of the model.
     """
     application = app.create_application(settings)
     daemon = application.state.daemon

@@ -32,7 +32,7 @@ Level: TypeAlias = Literal["ok", "note", "problem", "skipped"]
 _LEAST_PYTHON = (3, 11)
 _VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs"}
 _FIRST_TIME = 1_735_689_600.0
-"""2025-01-01: before the first release, so a clock that says so is wrong."""
+"""The first second of 2025. An earlier clock is wrong: there was no release yet."""
 _ROWS, _INNER, _OUTER = 32, 256, 192
 _ASK_S = 3.0
 _FILE_BYTES = 64 << 20

@@ -1,5 +1,5 @@
-"""The checks of `diskprefix doctor` that look at the model: memory, tokenizer, template, calls of tools; and, with its
-weights, one request as a client sends it, before and after a restart."""
+"""The checks of `diskprefix doctor` that look at the model: memory, tokenizer, template, tool calls, and one request
+before and after a restart."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _SENTENCE = (
 )
 _SYSTEM = "Be brief."
 _FACTOR = 1.2
-"""What a loaded model takes beside its weights."""
+"""The memory of a loaded model, as a multiple of its weights."""
 
 
 def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
-    """Nothing is fetched here. `say` takes a line about what is being done."""
+    """Yields the findings about the model, as far as it is on this machine. `say` takes lines about the progress."""
     folder = local_folder(settings.model)
     if folder is None:
         what = "the embedded model" if settings.model is None else repr(settings.model)
@@ -128,7 +128,7 @@ def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
 
 
 def _calls_finding(name: str) -> Finding:
-    """The renderer has had calls written by the template and read back: the name says in which format that worked."""
+    """Returns the finding about tool calls. `name` is the format in which the renderer could read calls back."""
     if name in ("none", "json"):
         return Finding(
             "tool calls",
@@ -140,8 +140,7 @@ def _calls_finding(name: str) -> Finding:
 
 
 def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
-    """Loads the model twice, into a store of its own, and sends the same request as a client does: cold, again, and
-    again after a restart."""
+    """Loads the model twice with a store of its own, and sends one request: cold, again, and after a restart."""
     from diskprefix.cli.daemon_call import in_this_process
 
     with tempfile.TemporaryDirectory(prefix="doctor-", dir=_writable(settings.kv_cache_dir)) as folder:

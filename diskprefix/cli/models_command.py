@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 TABLE = Path(__file__).with_name("verified_models.json")
-"""Written by `tools/bench exactness --write-table`."""
+"""The table that `tools/bench exactness --write-table` writes."""
 
 _RESTORED = {"cut": "anywhere", "checkpoint": "at checkpoints", "one pass": "at the end only", "unsupported": "not"}
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}

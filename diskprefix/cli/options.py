@@ -1,4 +1,4 @@
-"""Options of the commands. One that stands for a field of `Settings` also has a variable and a key of policy files."""
+"""Options of the commands. A field of `Settings` has an option, an environment variable and a key of policy files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _DEFAULTS = Settings()
 
 
 class PathType(click.Path):
-    """A path that is not empty: pathlib would take an empty one for the current folder."""
+    """A path that is not empty. pathlib would take an empty one for the current folder."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(path_type=Path, **attributes)
@@ -42,12 +42,12 @@ _CLICK_TYPES: Mapping[str, Any] = {
     "file": PathType(dir_okay=False),
     "folder": PathType(file_okay=False),
 }
-"""Sizes and durations stay text. `build_settings` reads them, whether they come from a flag or a policy file."""
+"""The types of some kinds. Sizes and durations stay text: `build_settings` reads them, also from policy files."""
 _METAVARS = {"size": "SIZE", "duration": "DURATION", "file": "FILE"}
 
 
 def variable_of(flag: str) -> str:
-    """`--kv-cache-dir` → `DISKPREFIX_KV_CACHE_DIR`."""
+    """Returns `DISKPREFIX_KV_CACHE_DIR` for `--kv-cache-dir`."""
     return "DISKPREFIX_" + flag.removeprefix("--").replace("-", "_").upper()
 
 
@@ -59,20 +59,20 @@ class GroupedOption(click.Option):
         self.group, self.is_common = group, is_common
 
     def get_error_hint(self, ctx: click.Context | None) -> str:
-        """Names the environment variable in an error if the value came from it."""
+        """Returns the environment variable if the value came from it, else the flag."""
         source = ctx.get_parameter_source(self.name) if ctx and self.name else None
         return f"'{self.envvar}'" if source is ParameterSource.ENVIRONMENT else super().get_error_hint(ctx)
 
 
 class NonemptyOption(GroupedOption):
-    """An option that gets an empty variable too. Others take it for one that is not set."""
+    """An option that receives an empty variable too. Others treat it as not set."""
 
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:  # noqa: ARG002 - click's signature
         return os.environ.get(str(self.envvar))
 
 
 def nonempty(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
-    """Callback of a text option or argument, or of one that takes several. Raises `BadParameter` for an empty text."""
+    """Returns the value of a text option, or of one with several values. Raises `BadParameter` for an empty text."""
     if value == "" or (isinstance(value, tuple) and "" in value):
         raise click.BadParameter(_EMPTY)
     return value
@@ -114,13 +114,13 @@ class GroupedCommand(click.Command):
 
 
 def option(flag: str, *, help: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
-    """`click.option` with its default in the help, and with a heading if `group` names one."""
+    """Returns `click.option` with its default in the help, and with a heading if `group` names one."""
     said: dict[str, Any] = {"cls": GroupedOption, "show_default": True, "help": help}
     return click.option(flag, **said | attributes)
 
 
 def url_option() -> Callable[[Decorated], Decorated]:
-    """`--url`: the daemon that a command asks."""
+    """Returns the option `--url`: the daemon to ask."""
     return option(
         "--url",
         metavar="URL",
@@ -133,7 +133,7 @@ def url_option() -> Callable[[Decorated], Decorated]:
 
 
 def api_key_option(help: str, *, otherwise: str = "none") -> Callable[[Decorated], Decorated]:
-    """`--api-key`: the key that a command sends or reads a request with. `otherwise` says what no key means."""
+    """Returns the option `--api-key`. `otherwise` is its default in the help."""
     return option(
         "--api-key",
         metavar="KEY",
@@ -146,7 +146,7 @@ def api_key_option(help: str, *, otherwise: str = "none") -> Callable[[Decorated
 
 
 def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decorated]:
-    """The option of a field of `Settings`, and its environment variable. `attributes` replace what the field says."""
+    """Returns the option of a field of `Settings`, with its environment variable. `attributes` override the field's."""
     setting, default, flag = SETTINGS[name], getattr(_DEFAULTS, name), flag_of(name)
     said: dict[str, Any] = {"help": setting.help, "envvar": variable_of(flag)}
     said["metavar"] = setting.metavar or _METAVARS.get(setting.kind)
@@ -169,7 +169,7 @@ def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decora
 
 
 def setting_options(names: Iterable[str], before_group: str = "") -> Callable[[Decorated], Decorated]:
-    """`setting_option` for each of `names`, shown in their order. `before_group` begins each heading."""
+    """Returns `setting_option` for each of `names`, in their order. Each heading begins with `before_group`."""
 
     def apply(command: Decorated) -> Decorated:
         for name in reversed(list(names)):
@@ -181,7 +181,7 @@ def setting_options(names: Iterable[str], before_group: str = "") -> Callable[[D
 
 
 def policy_option(group: str) -> Callable[[Decorated], Decorated]:
-    """`--policy`. The values in the file become defaults, so that variables and flags override them."""
+    """Returns the option `--policy`. The file's values become defaults, so variables and flags override them."""
 
     def apply(ctx: click.Context, _parameter: click.Parameter, value: str | None) -> str | None:
         if value is not None:
@@ -208,7 +208,7 @@ def policy_of(context: click.Context) -> str | None:
 
 
 def policy_values(name_or_path: str) -> dict[str, Any]:
-    """The checked values of a preset or a policy file by field name. Raises `SettingsError` naming the line."""
+    """Returns the checked values of a preset or a policy file by field name. Raises `SettingsError` naming the line."""
     return read_policy(find_policy(name_or_path), _policy_value)
 
 
@@ -225,7 +225,7 @@ def _policy_value(name: str, value: object) -> Any:
 
 
 def build_settings(flags: Mapping[str, Any]) -> Settings:
-    """`Settings` from merged values by field name; None stands for the default. Raises `DiskPrefixError`."""
+    """Returns `Settings` from merged values by field name; None stands for the default. Raises `DiskPrefixError`."""
     return Settings(**{name: _parsed(name, value) for name, value in flags.items() if value is not None})
 
 

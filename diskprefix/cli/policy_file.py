@@ -1,4 +1,4 @@
-"""Policy files: settings in TOML, under the names of the fields of `Settings`. Presets are policy files too."""
+"""The policy files: TOML with the field names of `Settings`. Presets are policy files too."""
 
 from __future__ import annotations
 
@@ -38,8 +38,7 @@ def find_policy(name_or_path: str) -> Path:
 def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) -> dict[str, Any]:
     """Returns the values in a policy file by field name. Raises a `SettingsError` that names file, line and key.
 
-    `convert` takes the name of a field and its TOML value, and returns the value to use. Its errors are reported with
-    that line too.
+    `convert` takes a field name and its TOML value and returns the value to use. Its errors get the line too.
     """
     try:
         text = path.read_text(encoding="utf-8")

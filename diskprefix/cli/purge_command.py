@@ -124,7 +124,7 @@ def purge(
 
 
 def _bucket(purge_filter: PurgeFilter, remote_tier: str | None, namespace_key_file: Path | None) -> Bucket | None:
-    """Opens the bucket, if something is to be removed from it."""
+    """Returns the opened bucket, None if nothing is to be removed from it."""
     if purge_filter.older_than_s is not None or purge_filter.is_everything:
         return None
     if remote_tier is None or namespace_key_file is None:
@@ -133,7 +133,7 @@ def _bucket(purge_filter: PurgeFilter, remote_tier: str | None, namespace_key_fi
 
 
 def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket | None) -> None:
-    """Remove the same from the bucket that machines share, and note in `purged` what became of it."""
+    """Removes the same from the shared bucket, and records the result in `purged`."""
     if purge_filter.older_than_s is not None:
         purged.remote_error = "what is old is removed there by `diskprefix remote sweep`"
         return
@@ -153,7 +153,7 @@ def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket | No
 
 
 def _confirmed(plan: PurgePlan, bucket: str | None) -> bool:
-    """Returns the answer at the terminal. `bucket`: where the same is removed. Raises `SettingsError` if none comes."""
+    """Asks at the terminal. `bucket` is the shared bucket that loses the same. Raises `SettingsError` without one."""
     if not sys.stdin.isatty():
         raise SettingsError(
             "cannot ask, because standard input is no terminal; add --yes, or --dry-run to change nothing"

@@ -29,15 +29,17 @@ DEFAULT = Scope("auto", DEFAULT_WINDOW)
 
 @dataclass(frozen=True)
 class ParsedBody:
-    """What a body asks for. `wanted` is continued as it is if it is a text or token ids."""
+    """A parsed body. `wanted` is a conversation, or a text or token ids to continue."""
 
     wanted: Conversation | str | list[int]
     options: CacheOptions
     notes: ReadOnlyNotes | None
 
     def prompt(self, renderer: PromptRenderer) -> Prompt:
-        """Returns the prompt that the daemon makes of it, with remembered replies as far as there are notes. Raises
-        `InvalidRequest`."""
+        """Returns the prompt as the daemon renders it, with remembered replies if there are notes.
+
+        Raises `InvalidRequest`.
+        """
         if not isinstance(self.wanted, Conversation):
             return renderer.completion(self.wanted)
         is_replayed = self.options.replay and self.options.scope.kind != "off" and self.notes is not None
@@ -52,12 +54,13 @@ class _Turns(RecordStore):
         return self.notes.get(NoteKind.TURN, id_)
 
     def put(self, id_: str, record: bytes) -> None:
-        """Nothing is remembered here."""
+        """Does nothing: a command remembers no replies."""
 
 
 def parse_body(body: Body, caller: Tenant = SHARED, notes_of: NotesOf = lambda _tenant: None) -> ParsedBody:
-    """Returns what the body of a request asks for: of OpenAI's chat completions, completions or responses, or of
-    Anthropic's messages. `caller` is the tenant of the API key, `notes_of` returns the notes of a tenant.
+    """Parses a body of OpenAI's chat completions, completions or responses, or of Anthropic's messages.
+
+    `caller` is the tenant of the API key. `notes_of` returns the notes of a tenant.
 
     Raises `InvalidRequest` for a body that the daemon would refuse.
     """
@@ -89,7 +92,7 @@ def _wanted(
 
 
 def _is_anthropic(body: Body) -> bool:
-    """Whether a body with messages has what only Anthropic's API has. Without it, both APIs make the same prompt."""
+    """Returns whether a body has fields of Anthropic's API. Without them, both APIs make the same prompt."""
     if "system" in body or "anthropic_version" in body or "thinking" in body:
         return True
     tools = body.get("tools")

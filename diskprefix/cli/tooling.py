@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _SHOWN_ID_DIGITS, _MIN_ID_DIGITS = 12, 4
 _SEE_IDS = "run `diskprefix inspect` to see the ids"
 SHOWN = 20
-"""The most items of a list that text output has. --json has them all."""
+"""The maximum number of list items in text output. --json has all."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 """`--json`, passed to the command as `as_json: bool`."""
@@ -57,7 +57,7 @@ def store_options(command: Decorated) -> Decorated:
 def require_store(folder: Path) -> Path:
     """Returns the path by which to open the store in `folder`: see `become_owner`.
 
-    Raises `StoreUnavailable` if there is no store, so that a command that looks does not create one.
+    Raises `StoreUnavailable` if there is no store, so that reading commands do not create one.
     """
     path = become_owner(folder)
     file = path / DATA
@@ -68,7 +68,7 @@ def require_store(folder: Path) -> Path:
 
 @contextmanager
 def opened_store(folder: Path, *, write: bool = False) -> Iterator[Store]:
-    """Open the store in `folder`, read-only unless `write`, and close it at the end. Raises `CacheError`."""
+    """Opens the store in `folder`, read-only unless `write`, and closes it at the end. Raises `CacheError`."""
     path = require_store(folder)
     with advised():
         store = Store(path, read_only=not write)
@@ -80,7 +80,7 @@ def opened_store(folder: Path, *, write: bool = False) -> Iterator[Store]:
 
 @contextmanager
 def advised() -> Iterator[None]:
-    """Goes around the opening of a store. A `StoreCorrupt` raised inside also says what to do about it."""
+    """Adds advice to a `StoreCorrupt` that is raised while a store is opened."""
     try:
         yield
     except StoreCorrupt as error:
@@ -99,7 +99,7 @@ def refuse_given(context: click.Context, group: str, why: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print JSON. Letters of all scripts stay as they are; control characters are escaped."""
+    """Prints JSON with control characters escaped and all letters as they are."""
     text = json.dumps(value, indent=2, ensure_ascii=False)
     click.echo("".join(char if char.isprintable() or char == "\n" else json.dumps(char)[1:-1] for char in text))
 
@@ -118,7 +118,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def short_id(id_: str) -> str:
-    """The beginning of an entry's id, long enough to tell it from others."""
+    """Returns the first digits of an entry's id, enough to tell it from others."""
     return id_[:_SHOWN_ID_DIGITS]
 
 
@@ -149,8 +149,7 @@ def find_entry(
 
 @contextmanager
 def progress(label: str, total: int, *, in_bytes: bool = True) -> Iterator[Callable[[int], None]]:
-    """Show a bar on stderr while work goes on, if stderr is a terminal. Yields a function that takes what was done
-    since its last call."""
+    """Shows a bar on stderr if that is a terminal. Yields a function that takes the work done since its last call."""
     from diskprefix.progress import progress_bar
 
     done = 0
@@ -166,7 +165,7 @@ def progress(label: str, total: int, *, in_bytes: bool = True) -> Iterator[Calla
 
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
-    """Show on stderr what is being done, if stderr is a terminal. Yields a function that changes the text."""
+    """Shows a text on stderr if that is a terminal. Yields a function that changes the text."""
     if not sys.stderr.isatty():
         yield lambda _text: None
         return
@@ -177,12 +176,12 @@ def status(text: str) -> Iterator[Callable[[str], None]]:
 
 
 def terminal_width(otherwise: int) -> int:
-    """The columns of the terminal to which standard output goes; `otherwise` if it goes elsewhere."""
+    """Returns the columns of the terminal, or `otherwise` if standard output is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else otherwise
 
 
 def print_table(columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, width: int) -> None:
-    """Print a table without lines. A cell is a text in the markup of `rich`, or what `plain` returns."""
+    """Prints a table without lines. A cell is text in the markup of `rich`, or a result of `plain`."""
     from rich.console import Console
     from rich.table import Table
 
@@ -197,7 +196,7 @@ def print_table(columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, wid
 
 
 def show_first(lines: Sequence[str]) -> None:
-    """Print the first lines of a list, and how many more there are."""
+    """Prints the first lines of a list and the number of the others."""
     for line in lines[:SHOWN]:
         click.echo(printable_only(line))
     if len(lines) > SHOWN:

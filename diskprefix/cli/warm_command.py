@@ -32,10 +32,10 @@ from diskprefix.units import counted
 
 _ALONE = "With --alone: "
 _NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}
-"""Settings without a meaning here, where --scope says what is kept of each prompt and nobody else sends requests."""
+"""Settings without a meaning for `warm`: --scope decides what is kept, and nobody else sends requests."""
 _OF_SERVE = [name for name, setting in SETTINGS.items() if setting.group != SERVER and name not in _NOT_OF_WARM]
 _PATIENCE_S = 600.0
-"""How long a prompt is sent again while the queue is full, and how long a write is waited for."""
+"""The longest time to retry while the queue is full, and to wait for a write."""
 _PAUSE_S = 1.0
 _POLL_S = 0.05
 _KEPT = ("queued", "stored")
@@ -54,7 +54,7 @@ loaded, 4 the store cannot be used.
 
 @dataclass(frozen=True, kw_only=True)
 class Warmed:
-    """The outcome of one prompt. `reason` says why it was not saved, `error` why it was not computed."""
+    """The result of one prompt. `reason` says why it was not saved, `error` why it was not computed."""
 
     where: str
     prompt_tokens: int = 0
@@ -154,7 +154,7 @@ def _refuse_what_is_not_used(context: click.Context, alone: bool) -> None:
 
 
 def _warmed(call: Call, files: Sequence[str], scope: str) -> Iterator[Warmed]:
-    """Compute the prompts, one after the other. A prompt or a file that fails does not end it."""
+    """Computes the prompts one by one. A prompt or a file that fails does not stop the others."""
     for name in files:
         try:
             for item in read_items(name):
@@ -190,7 +190,7 @@ def _warmed_item(call: Call, item: WarmItem, scope: str, say: Say) -> Warmed:
 
 
 def _answer(call: Call, path: str, body: Json, say: Say) -> Answer:
-    """Send a request, again and again while the queue is full."""
+    """Sends a request, and repeats it while the queue is full."""
     deadline = time.monotonic() + _PATIENCE_S
     while True:
         answer = call("POST", path, body)
@@ -201,9 +201,10 @@ def _answer(call: Call, path: str, body: Json, say: Say) -> Answer:
 
 
 def _settled(call: Call) -> Json | None:
-    """Wait until what waits to be written now is written, because the daemon drops what its write buffer cannot hold.
+    """Waits until all state that is pending now is written, and returns the counts of the cache as `_state` does.
 
-    Other clients may keep the daemon writing for ever. Returns the counts of the cache, as `_state` does.
+    Without this, the daemon drops what does not fit into its write buffer. State that other clients add meanwhile is
+    not waited for.
     """
     first = state = _state(call)
     deadline = time.monotonic() + _PATIENCE_S
@@ -221,7 +222,7 @@ def _settled(call: Call) -> Json | None:
 
 
 def _state(call: Call) -> Json | None:
-    """The counts of the cache, or None where the key may not read them."""
+    """Returns the counts of the cache, None if the key may not read them."""
     answer = call("GET", "/props", None)
     if answer.status in (401, 403):
         return None

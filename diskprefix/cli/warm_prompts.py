@@ -1,4 +1,4 @@
-"""The files of prompts that `diskprefix warm` reads, and the requests that it makes of them."""
+"""Reads files of prompts and makes requests of them, for `diskprefix warm`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _OF_REPLIES = {"stream", "stream_options", "n", "best_of", "echo", "suffix", "st
 _OF_REPLIES |= {"max_completion_tokens", "response_format", "structured_outputs", "modalities", "audio"}
 _OF_REPLIES |= {"parallel_tool_calls", "web_search_options", "return_progress"}
 NOT_OF_PROMPTS = {"model"} | _OF_SAMPLING | _OF_REPLIES
-"""Fields of a request that do not change its prompt. Without them a body for another model, or for another kind of
-reply, can be warmed too."""
+"""Fields that do not change the prompt. They are left out, so bodies for another model or kind of reply work too."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class WarmItem:
     is_json: bool
 
     def request(self, scope: str) -> tuple[str, Json]:
-        """Returns the route, and a body with which the daemon computes the prompt and keeps it under `scope`.
+        """Returns the route and the body of a request that computes the prompt and keeps it under `scope`.
 
         Raises `InvalidRequest` for JSON that is neither a request body nor a list of messages.
         """
@@ -80,7 +79,7 @@ def read_items(name: str) -> Iterator[WarmItem]:
 
 
 def _suffix_of(text: str) -> str:
-    """The suffix that a file with this content would have."""
+    """Returns the suffix that fits this content: `.json`, `.jsonl` or "" for text."""
     text = text.lstrip()
     for suffix, part in ((_JSON, text), (_LINES[0], text.split("\n", 1)[0])):
         try:
@@ -95,7 +94,7 @@ def _suffix_of(text: str) -> str:
 
 
 def _warming(body: Json, scope: str) -> Json:
-    """A body for the same prompt that asks for one token of reply and has the prompt kept under `scope`."""
+    """Returns a body for the same prompt, with one token of reply, that is kept under `scope`."""
     kept = {name: value for name, value in body.items() if name not in NOT_OF_PROMPTS}
     cache = body.get("prefix_cache") or {}
     if isinstance(cache, dict):

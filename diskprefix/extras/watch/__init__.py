@@ -1,4 +1,4 @@
-"""What people look at: the dashboard, `diskprefix inspect` and `diskprefix top`."""
+"""The views for people: the dashboard, `diskprefix inspect` and `diskprefix top`."""
 
 from __future__ import annotations
 

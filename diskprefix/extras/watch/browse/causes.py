@@ -1,4 +1,4 @@
-"""Why two prompts part, in words: pure functions of their texts."""
+"""Names the reason why two prompts differ. Pure functions of their texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FORMAT = {normaliser.name: normaliser for normaliser in NORMALISERS}
 
 @dataclass(frozen=True)
 class Cause:
-    """`kind` is a stable word for programs, `text` a sentence, `advice` what helps; empty if nothing needs to."""
+    """A reason. `kind` is a stable word for programs. `advice` is empty if there is nothing to do."""
 
     kind: str
     text: str
@@ -39,8 +39,10 @@ def line_at(text: str, index: int) -> str:
 
 
 def cause_between(new: str, old: str) -> Cause:
-    """Returns why `new` parts from `old`, which must be another text. Looks at the first character that differs, its
-    line, and what stands behind."""
+    """Returns why `new` differs from `old`, by the first different character, its line, and the text after it.
+
+    The texts must differ.
+    """
     at = first_difference(new, old)
     mine, theirs = line_at(new, at), line_at(old, at)
     if _FORMAT["billing-header"].is_in(mine):
@@ -74,7 +76,7 @@ def _on(name: str) -> str:
 
 
 def _changed_value(mine: str, theirs: str) -> Cause:
-    """For two lines that differ in numbers, dates or ids only."""
+    """Returns the cause for two lines that differ in numbers, dates or ids only."""
     if _FORMAT["clock"].is_in(mine) and _DATE.sub("", mine) != mine and _DATE.findall(mine) != _DATE.findall(theirs):
         return Cause("date", "a date that changes", _LATER)
     if _FORMAT["clock"].is_in(mine):

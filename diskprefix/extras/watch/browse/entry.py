@@ -1,4 +1,4 @@
-"""One saved prompt in full: what it consists of, who shares it, how it is stored, and when it was used."""
+"""The details of one saved prompt: its blocks, who shares them, how they are stored, and when it was used."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from diskprefix.store.tree import EntryInfo, PrefixTree
 from diskprefix.tokens import TokenIds
 
 _CODEC_AT = 16
-"""Of the byte in a piece that names its codec."""
+"""The offset of the byte that names the codec of a piece."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeInfo:
-    """A block, tail or checkpoint on the way of a saved prompt. `entries` is how many saved prompts have it, `codecs`
-    how many of its pieces are stored in which way. Sizes are in bytes, `prefill_s` in seconds."""
+    """A block, tail or checkpoint of a saved prompt. `entries` saved prompts share it. `codecs` counts its pieces by
+    codec. Sizes are in bytes, `prefill_s` in seconds."""
 
     hash: str
     kind: str
@@ -40,7 +40,7 @@ class NodeInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class SharedPrompt:
-    """Another saved prompt and how many of its first tokens are the same blocks."""
+    """Another saved prompt. Its first `num_tokens` tokens are in the same blocks."""
 
     id: str
     num_tokens: int
@@ -49,9 +49,9 @@ class SharedPrompt:
 
 @dataclass(frozen=True, kw_only=True)
 class EntryDetails:
-    """`info` and the nodes of a saved prompt, in order. `shared_with` are the prompts that share most, first.
+    """A saved prompt with its nodes in order. `shared_with` begins with the prompt that shares most.
 
-    `reason` is the policy's word for keeping so much. `hit_times` are the times of the last hits, as far as they are
+    `reason` is the policy's reason for the boundary. `hit_times` are the times of the last hits, as far as they are
     remembered, seconds since the epoch, oldest first. `tokenizer` is the folder of the tokenizer that made
     `token_ids`; empty if it is not known.
     """
@@ -69,8 +69,10 @@ class EntryDetails:
 def entry_details(
     snapshot: Snapshot, entries: list[EntryInfo], info: EntryInfo, savings: Mapping[bytes, Savings]
 ) -> EntryDetails:
-    """Returns all about one of `entries`, which are `list_entries` of this snapshot. `savings` is what `read_savings`
-    returns. Raises `StoreCorrupt` if its path is damaged."""
+    """Returns the details of one of `entries`, the result of `list_entries` for this snapshot.
+
+    `savings` is the result of `read_savings`. Raises `StoreCorrupt` if the prompt's path is damaged.
+    """
     tree, name = PrefixTree(snapshot), bytes.fromhex(info.id)
     path = tree.entry(name)
     paths = {other.id: tree.entry(bytes.fromhex(other.id)) for other in entries if other.id != info.id}

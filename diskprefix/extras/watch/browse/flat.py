@@ -1,4 +1,4 @@
-"""The prefix trees as JSON values: a list for each tree, in which a trunk comes after the one that it continues."""
+"""The prefix trees as JSON values: a flat list for each tree, parents before children."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _SUMS = ("num_blocks", "stored_bytes", "prefill_s")
 
 
 def listing(found: Outline, *, with_texts: bool = True) -> dict[str, Any]:
-    """Returns `total`, the number of saved prompts, `entries`, those that were used last, the latest first, and
-    `trees` with their `nodes`. Without texts, the `preview` of each entry is None.
+    """Returns `total`, the number of saved prompts, `entries`, the most recently used first, and `trees`.
 
-    A node has the fields of a `Trunk`, or of several that follow each other with nothing between them, and the id of
-    its `parent` (None for the first of a tree).
+    Without texts, the `preview` of each entry is None. A tree has `nodes`: each is a `Trunk`, or a chain of them, with
+    the id of its `parent` (None for the first of a tree).
     """
     latest = sorted(found.entries.values(), key=lambda info: -info.last_used_at)[:MOST_ENTRIES]
     hidden: dict[str, Any] = {} if with_texts else {"preview": None}

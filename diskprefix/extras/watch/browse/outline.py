@@ -1,5 +1,4 @@
-"""The prefix tree, folded for people: a run of nodes that nothing branches off, and where no saved prompt ends, is one
-trunk."""
+"""The prefix tree, folded for people: a run of nodes without branches or ends of saved prompts is one trunk."""
 
 from __future__ import annotations
 
@@ -14,11 +13,11 @@ from diskprefix.store.tree import EntryInfo, PrefixTree, list_entries
 
 @dataclass(kw_only=True)
 class Trunk:
-    """Blocks of the tokens from `start` to `end`, one after the other. `id` is the name of the last one, in hex.
+    """Consecutive blocks of the tokens from `start` to `end`. `id` is the name of the last one, in hex.
 
-    `stored_bytes` is their size in the file, with checkpoints. `entries` are the ids of the saved prompts that end
-    there, `num_entries` counts those and all behind it. `hits` are the requests that restored up to its end or beyond.
-    Times are seconds since the epoch. `prefill_s` is how long computing its tokens took, 0 if nobody measured it.
+    `stored_bytes` is their size in the file, with checkpoints. `entries` are the ids of the saved prompts that end at
+    `end`. `num_entries` counts these and all that continue them. `hits` counts the requests that restored up to `end`
+    or beyond. Times are seconds since the epoch. `prefill_s` is the measured time to compute the tokens, 0 if unknown.
     """
 
     id: str
@@ -51,7 +50,7 @@ class RootOutline:
 
 @dataclass(kw_only=True)
 class Outline:
-    """All trees, the one with most bytes first, and the saved prompts by id."""
+    """All trees, the largest first, and the saved prompts by id."""
 
     roots: list[RootOutline]
     entries: dict[str, EntryInfo]

@@ -1,4 +1,4 @@
-"""What the store gains, for each model and tenant, and what eviction takes next."""
+"""The gain of the store for each model and tenant, and the blocks that eviction takes next."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from diskprefix.store.tree import EntryInfo, PrefixTree
 class RootStatistics:
     """The figures of one model and tenant.
 
-    `listed_bytes` is what its saved prompts would take if each were stored alone and as computed; `raw_bytes` what its
-    blocks take as computed, each once; `stored_bytes` what they take in the file. So sharing saves
-    `listed_bytes - raw_bytes`, and compression `raw_bytes - stored_bytes`. `total` and `today` count requests since
-    `since` (seconds since the epoch); it is None if no request was counted.
+    `listed_bytes`: the size of its saved prompts, uncompressed and each stored alone. `raw_bytes`: the size of its
+    blocks, uncompressed and each stored once. `stored_bytes`: their size in the file. So sharing saves
+    `listed_bytes - raw_bytes`, and compression saves `raw_bytes - stored_bytes`. `total` counts requests since `since`
+    (seconds since the epoch), which is None if no request was counted.
     """
 
     root: str
@@ -38,19 +38,19 @@ class RootStatistics:
 
     @property
     def shared_bytes(self) -> int:
-        """What sharing saves. Blocks that no saved prompt lists count against it."""
+        """The bytes that sharing saves, less those of blocks that no saved prompt lists."""
         return max(0, self.listed_bytes - self.raw_bytes)
 
     @property
     def compressed_bytes(self) -> int:
-        """What compression saves."""
+        """The bytes that compression saves."""
         return max(0, self.raw_bytes - self.stored_bytes)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """A block that eviction takes soon, the first one first. `reason` says why, `entries` are the saved prompts that
-    end there. `score` orders the blocks: log2 of use, age and prefill time per byte, as `store/README.md` says."""
+    """A block that eviction takes soon. `entries` are the saved prompts that end there. `score` orders the blocks: log2
+    of use, age and prefill time per byte, see `store/README.md`."""
 
     hash: str
     root: str
@@ -71,8 +71,8 @@ def statistics(
 ) -> list[RootStatistics]:
     """Returns the figures of each model and tenant, the one with most bytes first.
 
-    `entries` is what `list_entries` returns for this snapshot, `savings` what `read_savings` does. Reads the record of
-    every node. Damaged ones are left out.
+    `entries` is the result of `list_entries` for this snapshot, `savings` that of `read_savings`. Reads the record of
+    every node and leaves out damaged ones.
     """
     listed: defaultdict[bytes, int] = defaultdict(int)
     counts: defaultdict[bytes, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
@@ -109,8 +109,8 @@ def statistics(
 
 
 def next_victims(snapshot: Snapshot, now: float, *, most: int = 10) -> list[Victim]:
-    """Returns the `most` blocks that would go first if the budget were reached now. What a running daemon has in use at
-    the moment is not known here, and would stay."""
+    """Returns the `most` blocks that would be evicted first now. Blocks that a running daemon uses would stay; they are
+    not known here."""
     table = snapshot.usages()
     ranks = scores(table, now)
     saves_nothing = snapshot.saves_nothing()

@@ -1,4 +1,4 @@
-"""What the store has of a prompt, which saved prompt is nearest, and why the two part."""
+"""Explains a miss: finds the stored part of a prompt, the nearest saved prompt, and why the two differ."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ _ENDS_OF_LAST = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Nearest:
-    """The prompt that is like this one: a saved one (`id` is its entry's), or one that is only remembered (`id` is
-    empty). `common` tokens from the first one on are the same; about `behind` more are the same after they part."""
+    """The most similar prompt: a saved one, or a recent one that was not saved (`id` is empty).
+
+    The first `common` tokens are the same, and about `behind` tokens after the difference.
+    """
 
     id: str
     num_tokens: int
@@ -45,8 +47,7 @@ class Nearest:
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """Another model, build or tenant under which more of the prompt is stored. `differs` names what is not the same,
-    with the value there and here."""
+    """Another model, build or tenant that has more of the prompt. `differs` has the value there and here by name."""
 
     root: str
     model: str
@@ -57,7 +58,7 @@ class Elsewhere:
 
 @dataclass(frozen=True, kw_only=True)
 class Parting:
-    """The text around the first token that differs: what both have before it, and what follows in each."""
+    """The text around the first different token: before it, and after it in each prompt."""
 
     at: int
     before: str
@@ -69,9 +70,9 @@ class Parting:
 
 @dataclass(frozen=True, kw_only=True)
 class Why:
-    """The answer for one prompt. `restored` tokens of `prompt_tokens` would be restored, `stored` are found.
+    """The answer for one prompt: `restored` of `prompt_tokens` tokens would be restored, `stored` are in the store.
 
-    `root`, `model` and `tenant` are those that were looked under; empty if the store has nothing of that tenant.
+    `root`, `model` and `tenant` are those of the lookup, empty if the store has nothing of that tenant.
     """
 
     prompt_tokens: int
@@ -97,11 +98,11 @@ def explain(
     decode: Decode,
     model: str | None = None,
 ) -> Why:
-    """Returns what would be restored for a prompt, and what keeps more from being found.
+    """Returns the tokens that would be restored for a prompt, and the reason why there are not more.
 
-    `secret` is the store's. `tenant` is the text of the caller's `Tenant`. `entries` is what `list_entries` returns for
-    this snapshot, `savings` what `read_savings` does. Of several models or builds, that named `model` is looked under,
-    or else the one that was used last. Whether restoring is faster than computing (`--kv-cache-gate`) is not asked.
+    `secret` is the store's. `tenant` is the text of the caller's `Tenant`. `entries` is the result of `list_entries`
+    for this snapshot, `savings` that of `read_savings`. The lookup uses the root of `model`, or the last used one.
+    `--kv-cache-gate` is ignored.
     """
     roots = dict(snapshot.roots())
     own = _used_last(roots, tenant, model, savings)
@@ -128,7 +129,7 @@ def explain(
 
 @dataclass(frozen=True)
 class _Look:
-    """How much of a prompt is stored under one root, and how much of that can be restored, in tokens."""
+    """The tokens of a prompt that are stored under one root, and those that can be restored."""
 
     stored: int
     restored: int
@@ -222,7 +223,7 @@ def _differences(there: RootRecord, here: RootRecord | None, tenant: str) -> dic
 def _nearest(
     snapshot: Snapshot, token_ids: TokenIds, root: bytes | None, entries: Sequence[EntryInfo], known: int
 ) -> tuple[Nearest | None, TokenIds]:
-    """Returns the prompt without whose difference most would be found, or else the one with most tokens in common."""
+    """Returns the prompt with most tokens in common, those after the first difference included."""
     best: tuple[tuple[int, int, int], Nearest, TokenIds] | None = None
     if root is None:
         return None, token_ids[:0]
@@ -238,7 +239,7 @@ def _nearest(
 
 
 def _prompts(snapshot: Snapshot, root: bytes, entries: Sequence[EntryInfo]) -> Iterator[tuple[str, str, TokenIds]]:
-    """Yields id, preview and token ids of the saved prompts, then of those that are only remembered, newest first."""
+    """Yields id, preview and token ids of the saved prompts, then of recent ones that were not saved, newest first."""
     tree = PrefixTree(snapshot)
     for info in entries:
         name = bytes.fromhex(info.id)
@@ -251,7 +252,7 @@ def _prompts(snapshot: Snapshot, root: bytes, entries: Sequence[EntryInfo]) -> I
 
 
 def _parting(token_ids: TokenIds, other: TokenIds, at: int, decode: Decode) -> tuple[Parting, tuple[str, str]]:
-    """Returns the place where two prompts part, and their whole texts."""
+    """Returns the text around the difference of two prompts, and their whole texts."""
     here, there = decode(token_ids), decode(other)
     index = min(first_difference(here, there), len(here), len(there))
     parting = Parting(

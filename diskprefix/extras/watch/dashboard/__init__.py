@@ -1,1 +1,1 @@
-"""What people watch: a page at `/`, and the JSON from which it and `diskprefix top` are made."""
+"""The dashboard: a page at `/`, and the JSON that it and `diskprefix top` show."""

@@ -1,7 +1,7 @@
-"""The saved prompts and their tree, for those who look, and deleting one of them.
+"""Lists the saved prompts with their tree, and deletes one of them.
 
-Reading the tree takes a thread, and Python's lock, which the engine needs too. So it is read only when it is asked for,
-and not again before a hundred times as long has passed.
+Reading the tree takes Python's lock, which the engine needs too. So it is read on request only, and again after a
+hundred times the duration of the last reading.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from diskprefix.store.maintenance.purge import Purged
 from diskprefix.store.store import Store
 
 _REST = 100
-"""Reading takes at most one part in so many of the time."""
+"""The pause after a reading, as a multiple of its duration."""
 
 
 class SavedPrompts:
-    """Reads and deletes, one at a time. For the event loop."""
+    """Lists and deletes saved prompts, one call at a time. For the event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
@@ -29,8 +29,9 @@ class SavedPrompts:
         self._read_at = self._again_at = 0.0
 
     async def entries(self, store: Store, *, with_texts: bool) -> dict[str, Any]:
-        """Returns the `listing` of the store, without their texts if those are private; `age_s`, which is 0 where it
-        was read for this answer, and `again_s`, after which it is read anew. Raises `CacheError`.
+        """Returns the `listing` of the store, its age `age_s`, and `again_s`, the time until the next reading.
+
+        Raises `CacheError`.
         """
         async with self._lock:
             asked_at = time.monotonic()
@@ -42,7 +43,7 @@ class SavedPrompts:
             return ages | await asyncio.to_thread(listing, self._outline, with_texts=with_texts)
 
     async def delete(self, delete: Callable[[str], Purged], entry_id: str) -> Purged:
-        """Have the saved prompt with this id deleted. Raises `EntryNotFound`, and `CacheError` if the store cannot be
+        """Deletes the saved prompt with this id. Raises `EntryNotFound`, and `CacheError` if the store cannot be
         written."""
         async with self._lock:
             purged = await asyncio.to_thread(delete, entry_id)

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 _FOLDER = Path(__file__).with_name("page")
 _SCRIPTS = ("format.js", "daemon.js", "chart.js", "tree.js", "sections.js", "main.js")
-"""In the order in which they run; each uses what those before it define."""
+"""The scripts in the order in which they run. Each uses those before it."""
 
 
 def page_response() -> Response:
@@ -29,17 +29,14 @@ def page_response() -> Response:
 
 
 def wants_page(headers: Headers) -> bool:
-    """Whether a client asks for a page rather than for JSON: a browser names `text/html`, a program does not.
-
-    A client that names both gets what it likes better, and the page if it likes them the same.
-    """
+    """Returns whether a client accepts `text/html`, as browsers do, at least as much as JSON."""
     likes = _likes(headers.get("accept", ""))
     html = likes.get("text/html", 0.0)
     return html > 0 and html >= likes.get("application/json", 0.0)
 
 
 def _likes(accept: str) -> dict[str, float]:
-    """Returns the media types of an `Accept` header with their weights. What is malformed has the weight 0."""
+    """Returns the media types of an `Accept` header with their weights. A malformed weight counts as 0."""
     likes: dict[str, float] = {}
     for part in accept.lower().split(","):
         media_type, *parameters = (piece.strip() for piece in part.split(";"))

@@ -1,4 +1,4 @@
-"""What an owner should know of a daemon, and what to do about it. Pure functions of its figures."""
+"""Finds the problems of a daemon, each with advice. Pure functions of its figures."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from diskprefix.extras.watch.dashboard.shown import Level, Problem
 from diskprefix.server.recent import EndedRequest
 
 _FULL = 0.9
-"""Of the budget, from where evictions are expected."""
+"""The part of the budget above which the store counts as full."""
 _MOST_BREAKS, _MOST_FAILURES = 3, 5
 _BREAK_TOKENS = 1024
-"""Fewer tokens that were computed again are not worth a line."""
+"""The fewest tokens that must be computed again for a hint."""
 _ORDER: tuple[Level, ...] = ("error", "warning", "hint")
 
 _COUNTED: tuple[tuple[str, Level, str, str], ...] = (
@@ -20,7 +20,7 @@ _COUNTED: tuple[tuple[str, Level, str, str], ...] = (
     ("errors", "warning", "errors of the cache became misses", "read the daemon's log"),
     ("dropped", "warning", "prompts were not saved whole", "raise --kv-cache-write-buffer or --kv-cache-budget"),
 )
-"""Name of a count of the cache, and what it says if it is above 0."""
+"""Counts of the cache, each with the problem to report if it is above 0."""
 
 _ADVICE = {
     400: "change the request as the message says",
@@ -40,7 +40,7 @@ _ADVICE_ON_STREAMS = "look at the client: it stopped reading, or the reply faile
 def problems(
     cache: dict[str, Any] | None, breaks: Sequence[dict[str, Any]], ended: Iterable[EndedRequest]
 ) -> list[Problem]:
-    """Returns the problems, the worst first. `cache` are the counts of the cache, `breaks` those of `PrefixBreaks`."""
+    """Returns the problems, the worst first. `cache` has the counts of the cache, `breaks` those of `PrefixBreaks`."""
     found = [*_of_cache(cache or {}), *_of_prompts(breaks), *_of_requests(ended)]
     return sorted(found, key=lambda problem: (_ORDER.index(problem.level), -(problem.last_at or 0.0)))
 
@@ -117,7 +117,7 @@ def _of_prompts(breaks: Sequence[dict[str, Any]]) -> Iterator[Problem]:
 
 
 def _of_requests(ended: Iterable[EndedRequest]) -> Iterator[Problem]:
-    """Requests that failed alike are one problem."""
+    """Yields a problem for each kind of failed requests."""
     alike: dict[tuple[int, str], list[EndedRequest]] = {}
     for one in ended:
         if one.prefix_cache is None:

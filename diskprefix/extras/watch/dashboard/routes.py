@@ -1,4 +1,4 @@
-"""The routes of the dashboard: the page, and what it shows. All but the page are for those who may see everything."""
+"""The routes of the dashboard: the page and its data. The data are for callers who may see everything."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from diskprefix.server.log_context import log_context
 from diskprefix.server.status import require_admin, require_owner
 
 _SILENT_S = 8.0
-"""After so long without news, a comment shows that the stream is alive."""
+"""The time without news after which a comment shows that the stream is alive."""
 _KEY_PLACE = "YOUR-KEY"
 
 _WITH_400: dict[int | str, dict[str, Any]] = {400: {"model": ErrorBody}}
@@ -46,7 +46,7 @@ _admin = APIRouter(
 
 
 class Dashboard:
-    """What the routes share."""
+    """The objects that the routes share."""
 
     def __init__(self, daemon: Daemon) -> None:
         self.daemon = daemon
@@ -76,8 +76,8 @@ async def welcome(request: Request) -> Response:
 
 @_admin.get("/state", summary="State", response_model=State, responses=_WITH_400)
 async def state(request: Request, since: Annotated[int, Query(ge=0)] = 0) -> JSONResponse:
-    """The daemon now: its requests, its memory, its store, and what is wrong. `since`: the number of the last request
-    in `ended` that the caller has."""
+    """The daemon now: its requests, its memory, its store, its problems. `since`: the number of the last request in
+    `ended` that the caller has."""
     watch = _dashboard(request).watch
     return JSONResponse(await watch.state() | {"ended": watch.ended(since)})
 
@@ -94,7 +94,7 @@ async def state(request: Request, since: Annotated[int, Query(ge=0)] = 0) -> JSO
     },
 )
 async def events(request: Request) -> StreamingResponse:
-    """The daemon's state whenever it has changed. In `ended`, an event has what came after the event before it."""
+    """The daemon's state whenever it has changed. `ended` has the requests since the event before."""
     dashboard = _dashboard(request)
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(_events(dashboard), media_type="text/event-stream", headers=headers)

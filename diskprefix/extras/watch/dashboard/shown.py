@@ -31,7 +31,7 @@ class Running(BaseModel):
 
 
 class Problem(BaseModel):
-    """Something that its owner should know."""
+    """A problem that the daemon's owner should know."""
 
     level: Level
     what: str
@@ -50,7 +50,7 @@ class ShownSlot(BaseModel):
 
 
 class Model(BaseModel):
-    """What is served."""
+    """The served model."""
 
     name: str
     device: str
@@ -60,8 +60,8 @@ class Model(BaseModel):
 
 
 class Memory(BaseModel):
-    """The state of requests in memory, in bytes: of those that run, and of `entries` that ended and may be gone on
-    from. `entry_tokens` are the tokens of those."""
+    """The memory for the state of requests: of running ones, and of `entries` finished ones with `entry_tokens`
+    tokens, which the next turn may continue."""
 
     limit_bytes: int
     used_bytes: int
@@ -74,7 +74,7 @@ class Memory(BaseModel):
 
 
 class State(BaseModel):
-    """The daemon now. What is not known while the model loads is null or empty."""
+    """The daemon now. Values that are unknown while the model loads are null or empty."""
 
     now: float = Field(description="Seconds since 1970.")
     version: str
@@ -96,7 +96,7 @@ class State(BaseModel):
 
 
 class Entry(BaseModel):
-    """A saved prompt, as `diskprefix inspect --json` has it. `preview` is null where texts are not shown."""
+    """A saved prompt, as in `diskprefix inspect --json`. `preview` is null if the caller may not see texts."""
 
     id: str
     model: str
@@ -118,8 +118,8 @@ class Entry(BaseModel):
 
 
 class TreeNode(BaseModel):
-    """Blocks of the tokens from `start` to `end`, which nothing branches off. `entries` are the ids of the saved
-    prompts that end there, `num_entries` counts those and all behind it."""
+    """Blocks of the tokens from `start` to `end` without a branch. `entries` are the ids of the saved prompts that end
+    at `end`, `num_entries` counts these and all that continue them."""
 
     id: str
     parent: str | None
@@ -136,7 +136,7 @@ class TreeNode(BaseModel):
 
 
 class Tree(BaseModel):
-    """What one tenant of one model has stored. A node comes after its parent."""
+    """The stored prefixes of one tenant of one model. A node comes after its parent."""
 
     root: str
     model: str
@@ -157,8 +157,8 @@ class Entries(BaseModel):
 
 
 class DeletedEntry(BaseModel):
-    """What was deleted. `left_blocks` are those that others continue, or that are damaged. `is_wiped`: its bytes are
-    overwritten in the file of the store; if not, that is tried again until it can be done."""
+    """The result of a deletion. `left_blocks` stay because others continue them or they are damaged. `is_wiped`: the
+    bytes are overwritten in the file; if not, the daemon tries again."""
 
     id: str
     deleted: Literal[True] = True
@@ -175,13 +175,13 @@ class DeletedEntry(BaseModel):
 
 
 class SimulationBody(Body):
-    """What is to be simulated."""
+    """The settings of a simulation."""
 
     hours: float = Field(default=24.0, gt=0, le=24 * 365, description="The last so many hours of the recording.")
 
 
 class SimulatedScope(BaseModel):
-    """What a scope would have done. `upper-bound` is what no rule exceeds."""
+    """The simulated result of a scope. No scope can exceed `upper-bound`."""
 
     scope: str
     requests: int
@@ -195,7 +195,7 @@ class SimulatedScope(BaseModel):
 
 
 class Simulated(BaseModel):
-    """What the last `hours` of the recording would have been under other scopes, with the daemon's budget."""
+    """The results of other scopes for the last `hours` of the recording, with the daemon's budget."""
 
     hours: float
     scopes: list[SimulatedScope]
@@ -210,7 +210,7 @@ class ClientSettings(BaseModel):
 
 
 class Welcome(BaseModel):
-    """Who answers here."""
+    """The name of the program."""
 
     name: str = "diskprefix"
     docs: str = "/docs"

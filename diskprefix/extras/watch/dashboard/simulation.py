@@ -1,7 +1,4 @@
-"""What other scopes would have done with the last recorded hours: `diskprefix simulate` in a process of its own.
-
-It takes seconds of a core. In a process with the lowest priority, it takes them from nobody.
-"""
+"""Simulates other scopes on the last recorded hours: runs `diskprefix simulate` in a process of the lowest priority."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def _regime(serving: Serving) -> str:
 
 
 async def _output(arguments: Sequence[str]) -> Any:
-    """Returns the JSON that a command prints. It is killed if it takes too long, or nobody waits for it any more."""
+    """Returns the JSON that a command prints. Kills it if it takes too long or the caller is cancelled."""
     pipe = asyncio.subprocess.PIPE
     command = await asyncio.create_subprocess_exec(sys.executable, "-c", _RUN, *arguments, stdout=pipe, stderr=pipe)
     try:

@@ -1,7 +1,7 @@
-"""The daemon's state for those who watch. Nothing is read while nobody looks, and at most a few times a second.
+"""Reads the daemon's state for the dashboard, on request and at most a few times a second.
 
-The engine is not disturbed: what is read of it is read without a lock, from the event loop. Counts of the store come
-from the disk, so a thread reads them, and an older count is shown while that takes long.
+The engine is read without a lock, from the event loop. A thread reads the store's counts from the disk. While it is
+slow, the last counts are shown.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ if TYPE_CHECKING:
     from diskprefix.engine.loop import Engine
 
 UPDATE_S = 0.5
-"""Least time between two updates."""
+"""The shortest time between two updates."""
 _COUNTS_S = 2.0
-"""Least time between two readings of the store's counts."""
+"""The shortest time between two readings of the store's counts."""
 _PATIENCE_S = 0.5
 
 
 class Watch:
-    """What the daemon shows to those who may see everything. For the event loop."""
+    """The state of the daemon for callers who may see everything. For the event loop."""
 
     def __init__(self, daemon: Daemon) -> None:
         self._daemon = daemon
         settings = daemon.settings
         self.is_private = settings.api_keys is not None or is_loopback(settings.host)
-        """Whether those who see everything may also see texts and delete. Without keys, anybody who reaches the address
-        sees everything: then it must be one that only this machine reaches."""
+        """Callers may see texts and delete. Without keys, that needs an address that only this machine reaches."""
         self._counts: dict[str, Any] | None = None
         self._counting: asyncio.Task[dict[str, Any]] | None = None
         self._counted_at = float("-inf")
@@ -70,7 +69,7 @@ class Watch:
         return [asdict(ended) for ended in self._daemon.recent.since(since)]
 
     async def _cache(self, serving: Serving) -> dict[str, Any] | None:
-        """Returns the counts of the cache, those of before while the disk is slow."""
+        """Returns the counts of the cache, the last ones while the disk is slow."""
         if self._counting is None and time.monotonic() >= self._counted_at + _COUNTS_S:
             self._counting = asyncio.create_task(serving.cache_stats())
             self._counting.add_done_callback(self._counted)

@@ -1,4 +1,4 @@
-"""`diskprefix inspect --why FILE`: what would be restored for a request, and what keeps more from being found."""
+"""`diskprefix inspect --why FILE`: the part of a request that would be restored, and why it is not more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class WhyOptions:
-    """How the daemon reads requests: fields of `Settings`, and the key with which the request is sent."""
+    """The settings with which the daemon reads requests, and the key of the request."""
 
     model: str | None
     chat_template: Path | None
@@ -46,8 +46,8 @@ def show_why(
 ) -> None:
     """Prints the answer for the request body in `file`. `secret` is the store's, `entries` are those of `snapshot`.
 
-    Raises `SettingsError` for a file that is no body, `InvalidRequest` for a body that the daemon would refuse, and
-    `ModelError` if no tokenizer can be read.
+    Raises `SettingsError` for a file that is no body, `InvalidRequest` for an invalid body, and `ModelError` if no
+    tokenizer can be read.
     """
     body = _read(file)
     if next(snapshot.roots(), None) is None:
@@ -115,7 +115,7 @@ def _explained(
 def _tokenizer(
     roots: dict[bytes, RootRecord], tenant: str, model: str | None, options: WhyOptions
 ) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of --model, or that with which prompts of this tenant and model were saved last."""
+    """Returns the tokenizer of --model, or the last one that saved prompts of this tenant and model."""
     from diskprefix.model.load.loader import load_tokenizer
 
     name = options.model
@@ -158,7 +158,7 @@ def _show(found: Why, width: int) -> None:
 
 
 def _show_parting(parting: Parting, width: int) -> None:
-    """The last characters that both have, and what follows in each, on lines that fit."""
+    """Prints the text around the difference of two prompts, on lines that fit."""
     room = width - 11
     before = escaped(parting.before)[-(room // 2) :]
     after = room - len(before)

@@ -25,13 +25,13 @@ from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import counted, format_age, format_duration, format_size
 
 ORDERS = {"last used": "last_used_at", "hits": "hits", "size": "stored_bytes", "tokens": "end"}
-"""Name of an order and the figure of a trunk that it goes by, the largest first."""
+"""Orders by name, each with the field of a trunk to sort by, the largest first."""
 
 Json = dict[str, Any]
 
 
 class PromptBrowser(Widget):
-    """Shows what a `Source` has saved. `read` reads it, in a thread."""
+    """Shows the saved prompts of a `Source`. `read` reads them in a thread."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", key_display="/"),
@@ -42,7 +42,7 @@ class PromptBrowser(Widget):
     ]
 
     class Read(Message):
-        """What is saved was read again."""
+        """Tells that the saved prompts were read again."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()
@@ -228,7 +228,7 @@ class PromptBrowser(Widget):
             self.app.push_screen(Question(question), lambda yes: self._delete(entry["id"]) if yes else None)
 
     def _entry_at_cursor(self) -> Json | None:
-        """Returns the prompt that ends with the chosen trunk, or one of whose lines is chosen."""
+        """Returns the prompt that ends with the chosen trunk, or to which the chosen line belongs."""
         node: TreeNode[str | None] | None = self.query_one(Tree).cursor_node
         while node is not None:
             at = next((trunk for tree in self.trees for trunk in tree["nodes"] if trunk["id"] == node.data), None)
@@ -253,7 +253,7 @@ class PromptBrowser(Widget):
 
 
 class Question(ModalScreen[bool]):
-    """Asks before something is deleted. The answer is no unless one says yes."""
+    """Asks before a deletion. The default answer is no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("y", "dismiss(True)", "Yes"),

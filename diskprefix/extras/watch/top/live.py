@@ -1,5 +1,4 @@
-"""The daemon's state as texts and tables for a terminal. Everything is told by words and shapes too, not by colours
-alone."""
+"""The daemon's state as texts and tables for a terminal. Words and shapes say everything that colours say."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from diskprefix.units import format_age, format_duration, format_size
 State = dict[str, Any]
 
 _BAR, _COMPUTED, _REST = "█", "▒", "·"
-"""What was restored (or is used), what was computed, and what is left."""
+"""Restored or used, computed, and the rest."""
 _SHOWN = 50
 _ROOMY, _WHY = 84, 17
 """The width of a table that has room for all columns, and that of the longest reason."""
@@ -26,7 +25,7 @@ _STYLES = {"error": "bold red", "warning": "bold yellow", "hint": "bold"}
 
 
 def header(state: State | None, name: str, trouble: str | None) -> Text:
-    """One line: who is watched, and how it is."""
+    """Returns one line with the name and the state of the daemon."""
     if trouble is not None:
         return Text.assemble(("diskprefix ", "bold"), (printable_only(trouble), "bold red"))
     if state is None:
@@ -43,7 +42,7 @@ def header(state: State | None, name: str, trouble: str | None) -> Text:
 
 
 def figures(state: State, ended: Sequence[State], width: int) -> RenderableType:
-    """What the cache is worth, and how full memory and disk are."""
+    """Returns the gain of the cache and the fill of memory and disk."""
     replies = [one for one in ended if one["timings"]]
     cold, warm = (_ttft(replies, restored=restored) for restored in (False, True))
     prompt = sum(one["prompt_tokens"] for one in replies)
@@ -83,7 +82,7 @@ def _meter(name: str, used: int, whole: int, bar_width: int, note: str) -> tuple
 
 
 def requests(state: State, width: int) -> RenderableType:
-    """The requests in the engine and its queue."""
+    """Returns a table of the requests in the engine and its queue."""
     if not state["requests"]:
         return Text("nothing runs", "dim")
     table = _table("state", "prompt", "tokens:", "TTFT:", "reply:", "tok/s:", "time:")
@@ -103,7 +102,7 @@ def requests(state: State, width: int) -> RenderableType:
 
 
 def decisions(ended: Sequence[State], now: float, width: int) -> RenderableType:
-    """What the cache decided for the last requests, and why. The latest comes first."""
+    """Returns the decisions of the cache for the last requests, the latest first."""
     if not ended:
         return Text("no request has ended since the start", "dim")
     more = ["tok/s:"] if width >= _ROOMY else []
@@ -129,7 +128,7 @@ def decisions(ended: Sequence[State], now: float, width: int) -> RenderableType:
 
 
 def hottest(trees: Sequence[State], previews: dict[str, str], now: float, width: int) -> RenderableType:
-    """The parts of the prefix trees that were restored most often."""
+    """Returns a table of the prefixes that were restored most often."""
     nodes = sorted((node for tree in trees for node in tree["nodes"]), key=lambda node: -node["hits"])
     nodes = [node for node in nodes if node["hits"]][:_SHOWN]
     if not nodes:
@@ -143,7 +142,7 @@ def hottest(trees: Sequence[State], previews: dict[str, str], now: float, width:
 
 
 def problems(state: State) -> RenderableType:
-    """What is wrong, and what to do about it."""
+    """Returns the problems with advice."""
     if not state["problems"]:
         return Text("nothing", "dim")
     lines = Text()
@@ -191,7 +190,7 @@ def _words(code: str) -> str:
 
 
 def _table(*titles: str) -> Table:
-    """A table without lines. A title that ends with a colon is that of numbers."""
+    """Returns a table without lines. A title with a colon at its end is that of numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for title in titles:
         justify: Literal["left", "right"] = "right" if title.endswith(":") else "left"

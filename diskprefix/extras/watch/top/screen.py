@@ -19,7 +19,7 @@ from diskprefix.extras.watch.top.sources import Source
 
 _UPDATE_S = 0.5
 _AGES_S = 5.0
-"""Without news, only what is said of times changes."""
+"""The time between two redraws without news, which update the ages."""
 _MOST_ENDED = 400
 _WIDE = 120
 
@@ -96,7 +96,7 @@ class TopApp(App[None]):
         self._draw()
 
     def _read(self) -> None:
-        """Reads the source again and again."""
+        """Reads the source in a loop."""
         since, restarted = 0, False
         while not self._stopped.is_set():
             try:
@@ -115,7 +115,7 @@ class TopApp(App[None]):
                 return
 
     def _tell(self, act: Callable[[], None]) -> None:
-        """Has the screen's own thread do something, unless it has ended."""
+        """Calls `act` in the screen's thread, unless the screen has ended."""
         self.call_later(lambda: None if self._stopped.is_set() else act())
 
     def _forget(self) -> None:
@@ -141,7 +141,7 @@ class TopApp(App[None]):
             self._draw()
 
     def _read_saved(self, state: dict[str, Any]) -> None:
-        """What is saved is read again once something was written."""
+        """Reads the saved prompts again if something was written."""
         cache = state["cache"]
         is_settled = cache is not None and (cache["pending"] == 0 or self._written < 0)
         if is_settled and cache["saved_bytes"] != self._written:

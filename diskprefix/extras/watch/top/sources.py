@@ -1,4 +1,4 @@
-"""Where `diskprefix top` reads: a running daemon, or the store."""
+"""The sources of `diskprefix top`: a running daemon, or the store."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from diskprefix.store.maintenance.purge import delete_entry, erase
 
 
 class Source(Protocol):
-    """What is shown. Its methods wait, so they are for a thread, and raise `DiskPrefixError`."""
+    """A source. Its methods block, so call them in a thread, and raise `DiskPrefixError`."""
 
     name: str
 
     def state(self, since: int) -> dict[str, Any] | None:
-        """Returns the daemon's state as `/dashboard/state` has it, None if there is no daemon."""
+        """Returns the daemon's state as in `/dashboard/state`, None without a daemon."""
 
     def entries(self) -> dict[str, Any]:
-        """Returns the saved prompts and their trees, as `/dashboard/entries` has them."""
+        """Returns the saved prompts and their trees, as in `/dashboard/entries`."""
 
     def delete(self, entry_id: str) -> int:
-        """Deletes a saved prompt, and returns how many bytes of the file that frees."""
+        """Deletes a saved prompt and returns the freed bytes."""
 
 
 class DaemonSource:
@@ -77,8 +77,7 @@ class StoreSource:
 def chosen_source(url: str, api_key: str | None, folder: Path) -> Source:
     """Returns the daemon at `url`, or the store in `folder` if none answers.
 
-    Raises `SettingsError` for a URL that is none or a key that the daemon does not take, and `StoreUnavailable` if
-    there is no store either.
+    Raises `SettingsError` for an invalid URL or a refused key, and `StoreUnavailable` if there is no store either.
     """
     source = DaemonSource(running_daemon(url, api_key), url)
     try:
