@@ -6,8 +6,8 @@ import errno
 import json
 import mmap
 import os
+import platform
 import socket
-import sys
 import tempfile
 import time
 import urllib.error
@@ -29,7 +29,6 @@ from diskprefix.units import format_size
 
 Level: TypeAlias = Literal["ok", "note", "problem", "skipped"]
 
-_LEAST_PYTHON = (3, 11)
 _VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "fuse.sshfs", "ceph", "glusterfs"}
 _FIRST_TIME = 1_735_689_600.0
 """The first second of 2025. An earlier clock is wrong: there was no release yet."""
@@ -56,12 +55,7 @@ class Finding:
 
 
 def python_findings() -> Iterator[Finding]:
-    found = sys.version_info[:3]
-    text = f"Python {'.'.join(map(str, found))}"
-    if found < _LEAST_PYTHON:
-        yield Finding("python", "problem", text, "diskprefix needs Python 3.11 or newer")
-    else:
-        yield Finding("python", "ok", text)
+    yield Finding("python", "ok", f"Python {platform.python_version()}")
     missing = [name for name in ("torch", "transformers", "tokenizers", "lmdb", "numpy") if _version(name) is None]
     if missing:
         yield Finding(

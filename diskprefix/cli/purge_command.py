@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     "--salt",
     metavar="VALUE",
     callback=nonempty,
-    help="Only prompts of this tenant: an API key with all its users, a salt under every key, or an id as inspect "
-    "shows it, where KEYID/SALTID is one user of one key.",
+    help="Only prompts of this tenant: an API key, a salt under every key, or an id as inspect shows it. KEYID/SALTID is "
+    "one user of one key.",
 )
 @click.option(
     "--older-than", metavar="DURATION", help="Only prompts that were not used for this long: 90s, 15m, 12h, 7d, 2w."
@@ -68,14 +68,13 @@ def purge(
 ) -> int:
     """Remove the saved prompts that meet all given conditions. This is safe beside a running daemon.
 
-    ENTRY is an id, or the beginning of one, as inspect shows it. That of a prompt that has grown since is refused, and
-    the error has its present id. The blocks of a prompt are removed with it, except those that other saved prompts or
-    blocks need, and so are its recent prompts, replies and stored responses. --model and --salt also remove all recent
-    prompts, the notes (stored responses) and the record of the model or tenant, so nothing of it can be found any more.
+    ENTRY is an id, or the beginning of one, as inspect shows it. If the prompt has grown since, the error has its present
+    id. A prompt is removed with its replies, stored responses, and the blocks that nothing else needs. --model and
+    --salt remove everything of the model or tenant.
 
-    The file keeps its size; the removed bytes are overwritten in it. A running daemon forgets what it remembers of
-    them soon, in a large store within minutes. Backups keep what they have. With --remote-tier, the same is removed
-    from the bucket, except with --all: others share it (`diskprefix remote purge`).
+    The removed bytes are overwritten in the file, which keeps its size. A running daemon forgets them within minutes.
+    Backups keep them. With --remote-tier, the same is removed from the bucket, except with --all, because other
+    machines share it (`diskprefix remote purge`).
 
     \b
     diskprefix purge 3fa9 42d1
