@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
@@ -298,6 +299,23 @@ for name in ("inspect", "verify", "purge", "compact", "backup", "restore", "expo
     diskprefix.cli.cli.main([name, "--help"], standalone_mode=False)
 """
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
+
+
+def test_the_default_installation_has_what_the_core_imports() -> None:
+    """Pictures, sounds and traces alone need an extra."""
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    listed = [*project["dependencies"], *project["optional-dependencies"]["media"]]
+    distributions = packages_distributions()
+    imported = {
+        canonicalize_name(distribution)
+        for module, source in SOURCES.items()
+        if package_of(module) != "extras" and module != "server.tracing"
+        for name in imported_names(source)
+        for distribution in distributions.get(package_of(name), [])
+    }
+    known = {canonicalize_name(Requirement(line).name) for line in listed}
+    # Two come with FastAPI.
+    assert imported <= known | {"starlette", "pydantic-core", "diskprefix"}
 
 
 VLLM_MODULES = sorted(

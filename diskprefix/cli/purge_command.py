@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     "--salt",
     metavar="VALUE",
     callback=nonempty,
-    help="Only prompts of this tenant: an API key, a salt under every key, or an id as inspect shows it. KEYID/SALTID is "
-    "one user of one key.",
+    help="Only prompts of this tenant: an API key, a salt under every key, or an id as inspect shows it. "
+    "KEYID/SALTID is one user of one key.",
 )
 @click.option(
     "--older-than", metavar="DURATION", help="Only prompts that were not used for this long: 90s, 15m, 12h, 7d, 2w."
@@ -68,9 +68,9 @@ def purge(
 ) -> int:
     """Remove the saved prompts that meet all given conditions. This is safe beside a running daemon.
 
-    ENTRY is an id, or the beginning of one, as inspect shows it. If the prompt has grown since, the error has its present
-    id. A prompt is removed with its replies, stored responses, and the blocks that nothing else needs. --model and
-    --salt remove everything of the model or tenant.
+    ENTRY is an id, or the beginning of one, as inspect shows it. If the prompt has grown since, the error has its
+    present id. A prompt is removed with its replies, stored responses, and the blocks that nothing else needs. --model
+    and --salt remove everything of the model or tenant.
 
     The removed bytes are overwritten in the file, which keeps its size. A running daemon forgets them within minutes.
     Backups keep them. With --remote-tier, the same is removed from the bucket, except with --all, because other

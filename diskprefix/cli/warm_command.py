@@ -99,9 +99,10 @@ def warm(
 ) -> int:
     """Compute prompts and keep their state on disk before anybody sends them.
 
-    Each FILE is a text, a JSON list of messages, a JSON request body, or a .jsonl file with a list or body on each line.
-    The name - is standard input. The prompts are sent to a running daemon. With --alone, this process computes them and
-    saves them in the folder of a daemon with the same options, which may run meanwhile. A saved prompt is only read.
+    Each FILE is a text, a JSON list of messages, a JSON request body, or a .jsonl file with a list or body on each
+    line. The name - is standard input. The prompts are sent to a running daemon. With --alone, this process computes
+    them and saves them in the folder of a daemon with the same options, which may run meanwhile. A saved prompt is only
+    read.
 
     Fields of a body that do not change the prompt are dropped: model, response_format, everything about the reply
     (max_tokens, stream, n, stop, logprobs, sampling and so on), and scope, window and save of prefix_cache.

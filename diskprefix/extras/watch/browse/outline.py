@@ -23,15 +23,15 @@ class Trunk:
     id: str
     start: int
     end: int
-    num_blocks: int
-    stored_bytes: int
-    checkpoints: int
+    num_blocks: int = 0
+    stored_bytes: int = 0
+    checkpoints: int = 0
     generated: bool
-    hits: int
-    last_used_at: float
-    prefill_s: float
-    entries: list[str]
-    num_entries: int
+    hits: int = 0
+    last_used_at: float = 0.0
+    prefill_s: float = 0.0
+    entries: list[str] = field(default_factory=list)
+    num_entries: int = 0
     children: list[Trunk] = field(default_factory=list)
 
 
@@ -121,14 +121,13 @@ class _Folder:
 
     def _trunk(self, name: bytes) -> tuple[Trunk, list[bytes]]:
         """Returns the trunk that begins with a node, and the nodes that continue it."""
-        first, trunk = self._node(name), None
+        first = self._node(name)
+        assert first is not None, "only sound nodes are followed"
+        trunk = Trunk(id=name.hex(), start=first.position, end=first.position, generated=first.generated)
         while True:
             node, usage = self._node(name), self._snapshot.usage(name)
-            assert first is not None, "only sound nodes are followed"
             assert node is not None, "only sound nodes are followed"
             checkpoints = self._checkpoints(name)
-            if trunk is None:
-                trunk = _started(name, first)
             _extend(trunk, name, node, usage, checkpoints)
             ended = {name, *(point for point, _ in checkpoints)} & self._ends
             trunk.entries = sorted(one.hex() for one in ended)
@@ -154,23 +153,6 @@ class _Folder:
             return self._tree.node(name)
         except StoreCorrupt:
             return None
-
-
-def _started(name: bytes, first: NodeRecord) -> Trunk:
-    return Trunk(
-        id=name.hex(),
-        start=first.position,
-        end=first.position,
-        num_blocks=0,
-        stored_bytes=0,
-        checkpoints=0,
-        generated=first.generated,
-        hits=0,
-        last_used_at=0.0,
-        prefill_s=0.0,
-        entries=[],
-        num_entries=0,
-    )
 
 
 def _extend(
