@@ -235,7 +235,7 @@ def test_what_lies_before_a_window_never_shows_in_a_restored_run(monkeypatch: py
         cold.forward(model, made_up_tokens(model, 7, 600))
         expected = cold.forward(model, made_up_tokens(model, 8, 3))
     assert torch.equal(restored_after_another(model, cold, 600), expected)
-    monkeypatch.setattr(GroupMemory, "expect", lambda *_: None)
+    monkeypatch.setattr(GroupMemory, "prepare_restore", lambda *_: None)
     assert not restored_after_another(model, cold, 600).isfinite().all()
 
 
