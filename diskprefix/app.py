@@ -55,7 +55,7 @@ def prepare(settings: Settings) -> None:
 
     with without_collections():
         import_transformers()
-        importlib.import_module("diskprefix.server.app")
+        importlib.import_module("diskprefix.server.http_app")
         importlib.import_module("diskprefix.engine.loop")
         from diskprefix.model.load.loader import import_model
 
@@ -67,7 +67,7 @@ def create_application(settings: Settings) -> FastAPI:
 
     Raises `SettingsError` for a file of API keys that cannot be used.
     """
-    from diskprefix.server.app import create_app
+    from diskprefix.server.http_app import create_app
 
     return create_app(settings, load_engine)
 

@@ -22,7 +22,7 @@ _OUTPUT_SHARE = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Served:
-    """What a client must know. `url` is without /v1, `context` is in tokens."""
+    """The values that a client needs. `url` is without /v1, `context` is in tokens."""
 
     url: str
     model: str

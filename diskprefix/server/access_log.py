@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diskprefix.api.figures import figures_reply
 from diskprefix.errors import DiskPrefixError
 from diskprefix.printable import shown
-from diskprefix.server.errors import error_response
+from diskprefix.server.error_replies import error_response
 from diskprefix.server.log_context import LogContext
 from diskprefix.server.metrics import ServerMetrics
 from diskprefix.server.recent import RecentRequests

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from diskprefix.api.figures import AnthropicErrorBody
-from diskprefix.server.errors import ANTHROPIC_PATH, ErrorBody
+from diskprefix.server.error_replies import ANTHROPIC_PATH, ErrorBody
 
 OUTSIDE_FASTAPI: set[type[BaseModel]] = set()
 """The bodies and the events of streams that routes refer to. FastAPI does not add their schemas to the document."""

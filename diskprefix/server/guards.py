@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diskprefix.printable import shown
-from diskprefix.server.errors import refuse
+from diskprefix.server.error_replies import refuse
 from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys
 from diskprefix.server.log_context import log_context
 

@@ -29,7 +29,7 @@ _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Caller:
-    """Who sent a request: a name for the log, a tenant for the cache, and whether the caller may see everybody's
+    """The sender of a request: a name for the log, a tenant for the cache, and whether the caller may see everybody's
     figures."""
 
     name: str | None = None

@@ -18,7 +18,7 @@ from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described
-from diskprefix.server.errors import ErrorBody
+from diskprefix.server.error_replies import ErrorBody
 from diskprefix.server.log_context import log_context
 from diskprefix.server.serving import Serving
 from diskprefix.units import format_size

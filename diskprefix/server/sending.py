@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from diskprefix.errors import QueueFull
 from diskprefix.nouns import Tenant
 from diskprefix.server.body import patience
-from diskprefix.server.errors import error_response, logged
+from diskprefix.server.error_replies import error_response, logged
 from diskprefix.server.log_context import log_context
 
 log = logging.getLogger("diskprefix")

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.server.daemon import Daemon, Status
-from diskprefix.server.errors import ErrorBody
+from diskprefix.server.error_replies import ErrorBody
 from diskprefix.server.keys import ADMIN, ANYBODY
 from diskprefix.server.log_context import log_context
 from diskprefix.server.process.local_user import is_of_another_user

@@ -16,7 +16,7 @@ from diskprefix.api.figures import ModelResponse
 from diskprefix.api.responses_items import ResponseStore
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.errors import ErrorBody
+from diskprefix.server.error_replies import ErrorBody
 from diskprefix.server.log_context import log_context
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"])

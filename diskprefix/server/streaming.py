@@ -15,7 +15,7 @@ from diskprefix.api.dialect import ReplyWriter, ServerSentEvent, json_text
 from diskprefix.api.reply import EndEvent, ReplyCollector, ReplyEvent, ReplyReader, WholeReply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.errors import early_failure, early_sign, error_response, logged
+from diskprefix.server.error_replies import early_failure, early_sign, error_response, logged
 from diskprefix.server.generation import Generation, LiveEvent
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 

@@ -163,7 +163,7 @@ INLINE = sorted(
 def test_a_command_in_the_text_of_a_page_has_options_that_exist(page: str, command: str) -> None:
     words = command.split()[1:]
     found: click.Command | None = cli
-    while isinstance(found, click.Group):
+    while isinstance(found, click.Group) and words:
         found = found.get_command(click.Context(found), words.pop(0))
     assert found is not None, f"{page}: {command}"
     known = {"--help"}.union(*((*parameter.opts, *parameter.secondary_opts) for parameter in found.params))

@@ -24,8 +24,8 @@ from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, TextEvent, Timings, Usage
 from diskprefix.nouns import CacheReport, Scope, Selection, Tenant
-from diskprefix.server.app import create_app
 from diskprefix.server.daemon import Daemon
+from diskprefix.server.http_app import create_app
 from diskprefix.server.process.listener import listen
 from diskprefix.server.process.process import uvicorn_config
 from diskprefix.settings import Settings

@@ -384,7 +384,8 @@ def test_a_request_of_claude_code_is_served(server: AppServer, engine: ScriptedE
 def test_tokens_are_counted_as_the_request_then_counts_them(daemon: DaemonProcess) -> None:
     fields: dict[str, Any] = {
         "model": "tiny-chat",
-        "system": "Be brief.",
+        # Other tests' prompts begin otherwise.
+        "system": "Count what is said here, and be brief.",
         "tools": [{**TOOL, "name": "counted"}],
         "messages": [*MESSAGES, {"role": "assistant", "content": "It prints"}],
         "thinking": {"type": "enabled", "budget_tokens": 1024},

@@ -14,7 +14,7 @@ import pytest
 
 from diskprefix.errors import SettingsError
 from diskprefix.nouns import SHARED, Tenant
-from diskprefix.server.app import create_app
+from diskprefix.server.http_app import create_app
 from diskprefix.settings import Settings
 from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app

@@ -40,7 +40,7 @@ class Breaker:
         return not self._opened or self._clock() >= self._until
 
     def allows(self) -> bool:
-        """Returns whether to try now. A caller who is told yes says afterwards how it went."""
+        """Returns whether to try now. After a try, the caller records how it went."""
         with self._lock:
             if not self._opened:
                 return True

@@ -154,7 +154,7 @@ def _unknown(num_objects: int) -> str:
 
 
 def _warn(objects: ObjectStore, unknown_objects: int) -> None:
-    """Who purges a tenant must know that some of what is left may be this tenant's."""
+    """Warns of objects that nobody can assign: some of what is left may be the purged tenant's."""
     if unknown_objects:
         click.echo(f"warning: {_unknown(unknown_objects)}", err=True)
     if objects.num_unreadable:

@@ -1,4 +1,4 @@
-"""What policies are measured against: the plain best-match rule with whole snapshots, and what any rule could do."""
+"""Two rules to measure policies against: best match with whole snapshots, and the most that any rule could do."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class _Snapshots:
 
 
 def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
-    """What no rule passes: of each prompt all tokens that it shares with any one before it and its reply.
+    """Returns what no rule passes: of each prompt all tokens that it shares with any one before it and its reply.
 
     What is shared counts from `LEAST_TOKENS` where prompts restore to the token. Elsewhere it counts from one block, or
     from `min_tokens` if they are fewer: no rule with the settings of `policy` restores less. Of what a request asks for

@@ -77,7 +77,7 @@ def cases(
     presets: Mapping[str, Policy],
     reference: Policy,
 ) -> list[Case]:
-    """What is to be run over a workload, regime by regime.
+    """Returns what is to be run over a workload, regime by regime.
 
     In each regime come the budgets, the largest first, and under each the `policies` and then whole snapshots. The
     `presets`, which have budgets of their own, and the upper bound follow. `reference` is what the baselines go by.
@@ -104,7 +104,7 @@ def cases(
 def compare(
     trace: Trace, cases: Sequence[Case], on_requests: Callable[[int], None] = lambda _number: None
 ) -> Iterator[Row]:
-    """The row of each case, in their order. `on_requests` is told how many more requests are done.
+    """Yields the row of each case, in their order. `on_requests` takes the number of requests done since its last call.
 
     What never met its budget would have gone the same way under any that it would not have met either, so that is not
     run again.

@@ -32,8 +32,8 @@ _NOT_ASKED = sys.maxsize
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """How many machines there are, who gets a request, and what of a machine's store goes to the shared tier (none
-    with `off`)."""
+    """A number of machines, the rule by which they get requests, and the part of a machine's store that goes to the
+    shared tier (none with `off`)."""
 
     machines: int
     spread: Spread
@@ -42,8 +42,8 @@ class Setup:
 
 @dataclass(frozen=True, eq=False)
 class MachinesRow:
-    """What a setup did to a workload. `totals` are those of all machines, `fetched_tokens` what came from the tier,
-    `busiest` the requests of the machine that had most of them, `seconds` how long the workload lasts."""
+    """The result of a workload under a setup. `totals` are those of all machines, `fetched_tokens` what came from the
+    tier, `busiest` the requests of the machine that had most of them, `seconds` how long the workload lasts."""
 
     trace: str
     setup: Setup
@@ -209,7 +209,7 @@ class _Machine:
         self._known.update(name for _, name in chosen)
 
     def _num_own(self, nodes: PromptNodes) -> int:
-        """How many of the first blocks are in this machine's store."""
+        """Returns the number of first blocks in this machine's store."""
         names = nodes.block_names
         return next((index for index, name in enumerate(names) if name not in self.simulator.store), len(names))
 

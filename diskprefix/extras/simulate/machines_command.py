@@ -110,7 +110,8 @@ def _figures(row: MachinesRow) -> dict[str, str]:
 
 
 def _limits(rows: Sequence[MachinesRow]) -> Iterator[str]:
-    """What the object store takes, and how far the rows are from it. Every row has asked it for something."""
+    """Yields the limits of an object store, and the distance of the rows from them. Each row has asked it for
+    something."""
     tightest = min(rows, key=lambda row: row.store.traffic.headroom)
     traffic, setup = tightest.store.traffic, tightest.setup
     of_row = f"{counted(setup.machines, 'machine')}, {setup.spread}, {setup.write}"

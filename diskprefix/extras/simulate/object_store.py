@@ -20,7 +20,7 @@ GIB_MONTH_DOLLARS = 0.023
 
 @dataclass
 class Traffic:
-    """What was asked of the store.
+    """The requests to the store.
 
     `got_bytes` and `put_bytes` are those of the objects, or of the parts that were read. `reads_at` and `writes_at`
     count requests by the second in which they came.

@@ -42,7 +42,7 @@ def _assumed(rows: Sequence[Row]) -> str:
 
 
 def _asked(trace: Trace) -> Iterator[str]:
-    """What single requests asked for themselves. It holds in every row."""
+    """Yields what single requests asked for themselves. It holds in every row."""
     asked: Counter[str] = Counter()
     for request in trace:
         asked["have a scope of their own"] += request.scope is not None

@@ -43,7 +43,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedDaemon:
-    """What a recording says of the daemon that made it: its settings, what its model's state weighs (None: not known)
+    """A daemon as its recording describes it: its settings, what its model's state weighs (None: not known)
     and how fast prefill was (0: not known)."""
 
     block_size: int

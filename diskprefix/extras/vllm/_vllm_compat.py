@@ -161,7 +161,7 @@ def _weights(vllm_config: Any) -> str:
 
 
 def why_not_cached(request: Any) -> str | None:
-    """Why equal tokens of a request are not equal prompts, a key of `stats.MISSES`; None if they are."""
+    """Returns why equal tokens of a request are not equal prompts, a key of `stats.MISSES`; None if they are."""
     if request.lora_request is not None:
         return "lora"
     if request.mm_features:

@@ -1,4 +1,4 @@
-"""Why nothing of a model is found though the store has it: something else computed it."""
+"""Explains why nothing of a model is found though the store has it: something else computed it."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _nothing() -> None:
 
 class WorkerSide:
     """Loads and saves the pages of one rank. `load`, `save` and `take_results` are for the thread that runs the model;
-    only `take_results` waits for the disk, as long as it is told to.
+    only `take_results` waits for the disk, up to the given time.
 
     `rank` is the place of this rank in the plans.
     """

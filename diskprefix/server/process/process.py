@@ -157,8 +157,8 @@ def run(
 
 def _import_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | None, address: str) -> FastAPI:
     """Returns the application. Its libraries and routes are imported here, while the port answers already."""
-    from diskprefix.server.app import create_app
     from diskprefix.server.guards import is_loopback
+    from diskprefix.server.http_app import create_app
 
     if keys is None and not is_loopback(settings.host):
         log.warning("no API keys (--api-keys): everybody who reaches %s is served", address)

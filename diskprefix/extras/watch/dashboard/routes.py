@@ -29,7 +29,7 @@ from diskprefix.recipes.recipe import NO_KEY, Served, names, recipe
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described
 from diskprefix.server.described import events as event_content
-from diskprefix.server.errors import ErrorBody
+from diskprefix.server.error_replies import ErrorBody
 from diskprefix.server.log_context import log_context
 from diskprefix.server.status import require_admin, require_owner
 

@@ -225,7 +225,7 @@ class PromptBrowser(Widget):
                 f"{entry['num_tokens']:,} tokens, {format_size(entry['stored_bytes'] - entry['shared_bytes'])} unshared"
             )
             question = f"Delete the saved prompt {short_id(entry['id'])} ({size})?\n{entry['preview'] or ''}"
-            self.app.push_screen(Question(question), lambda yes: self._delete(entry["id"]) if yes else None)
+            self.app.push_screen(Confirmation(question), lambda yes: self._delete(entry["id"]) if yes else None)
 
     def _entry_at_cursor(self) -> Json | None:
         """Returns the prompt that ends with the chosen trunk, or to which the chosen line belongs."""
@@ -252,7 +252,7 @@ class PromptBrowser(Widget):
         threading.Thread(target=run, name="delete", daemon=True).start()
 
 
-class Question(ModalScreen[bool]):
+class Confirmation(ModalScreen[bool]):
     """Asks before a deletion. The default answer is no."""
 
     BINDINGS: ClassVar[list[BindingType]] = [

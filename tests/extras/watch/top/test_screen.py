@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input, Static, TabbedContent, Tree
 
 from diskprefix.errors import NotReady
-from diskprefix.extras.watch.top.browser import PromptBrowser, Question
+from diskprefix.extras.watch.top.browser import Confirmation, PromptBrowser
 from diskprefix.extras.watch.top.screen import TopApp
 from tests.extras.watch.top.states import ended, request, saved, state
 
@@ -135,7 +135,7 @@ def test_nothing_is_deleted_before_the_question_is_answered_with_yes() -> None:
         await pilot.press("2", "d")
         assert "choose a saved prompt" in text(app, "#order")
         await pilot.press("down", "d")
-        assert isinstance(app.screen, Question)
+        assert isinstance(app.screen, Confirmation)
         assert app.focused is not None
         assert app.focused.id == "no"
         await pilot.press("enter")
@@ -151,7 +151,7 @@ def test_nothing_is_deleted_before_the_question_is_answered_with_yes() -> None:
 def test_what_may_not_be_deleted_is_not_asked_about() -> None:
     async def act(app: TopApp, pilot: Pilot[None]) -> None:
         await pilot.press("2", "down", "d")
-        assert not isinstance(app.screen, Question)
+        assert not isinstance(app.screen, Confirmation)
         assert "diskprefix purge" in text(app, "#order")
 
     drive(Shown(state(may_delete=False)), act)

@@ -15,7 +15,7 @@ from diskprefix.server import answer, model_routes, status, stored_responses
 from diskprefix.server.access_log import AccessLog
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.described import OUTSIDE_FASTAPI, add_errors
-from diskprefix.server.errors import HANDLERS
+from diskprefix.server.error_replies import HANDLERS
 from diskprefix.server.guards import OPEN_PATHS, Auth, BrowserGuard, is_loopback
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.sending import Sending
