@@ -8,6 +8,7 @@ and imported on first use. Another distribution adds one as an entry point of th
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
@@ -16,12 +17,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from diskprefix.errors import SettingsError
+from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.nouns import CacheOptions, CacheReport, Prompt
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
+
+log = logging.getLogger("diskprefix")
 
 _OWN = ("diskprefix.extras.watch", "diskprefix.extras.simulate", "diskprefix.extras.remote")
 _GROUP = "diskprefix.extras"
@@ -65,7 +69,16 @@ class Recorder(Protocol):
 def extras() -> tuple[ModuleType, ...]:
     """Returns the modules of all extras, the package's own first."""
     own = tuple(importlib.import_module(name) for name in _OWN)
-    return own + tuple(entry.load() for entry in entry_points(group=_GROUP))
+    return own + tuple(_loaded())
+
+
+def _loaded() -> Iterator[ModuleType]:
+    """Yields the extras of other distributions. One that cannot be loaded must not keep the daemon from serving."""
+    for entry in entry_points(group=_GROUP):
+        try:
+            yield entry.load()
+        except Exception as error:  # noqa: BLE001 (whatever another distribution does)
+            log.warning("the extra %s is left out: %s", entry.name, first_line(error))
 
 
 def commands() -> dict[str, str]:
@@ -93,7 +106,7 @@ def open_tier(settings: Settings) -> SharedTier | None:
 
 def open_bucket(url: str, key_file: Path) -> Bucket:
     """Returns the opened bucket of a shared tier, to remove objects from it. Raises `SettingsError`."""
-    found: Bucket | None = _only(open_(url, key_file) for open_ in _all("open_bucket"))
+    found: Bucket | None = _only(one for open_ in _all("open_bucket") if (one := open_(url, key_file)) is not None)
     if found is None:
         raise SettingsError(f"no extra is installed that knows the bucket {url}")
     return found

@@ -347,10 +347,9 @@ class Settings:
             if is_number and not least <= value <= most:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(least)} to {shown(most)})")
-        if not re.fullmatch("off|auto|[1-9][0-9]{1,8}", self.prefill_compression):
-            raise SettingsError(
-                f"--prefill-compression: {self.prefill_compression!r} is not off, auto or a number of tokens from 10"
-            )
+        threshold = str(self.prefill_compression)
+        if not re.fullmatch("off|auto|[0-9]{2,9}", threshold) or (threshold.isdigit() and int(threshold) < 16):
+            raise SettingsError(f"--prefill-compression: {threshold!r} is not off, auto or a number of tokens from 16")
         if self.remote_tier is not None and self.namespace_key_file is None:
             raise SettingsError(
                 "--remote-tier needs --namespace-key-file: machines that share a bucket name and sign what lies there "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -44,6 +45,15 @@ def test_two_extras_that_answer_for_one_setting_are_an_error(monkeypatch: pytest
     monkeypatch.setattr(hooks, "extras", lambda: (Extra("one"), Extra("other")))
     with pytest.raises(SettingsError, match="two extras"):
         hooks.open_tier(Settings())
+
+
+def test_an_extra_that_cannot_be_loaded_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = EntryPoint("broken", "there_is_no_such_module", "diskprefix.extras")
+    monkeypatch.setattr(hooks, "entry_points", lambda group: [broken])  # noqa: ARG005 (its keyword)
+    assert len(hooks.extras.__wrapped__()) == 3
+    assert "the extra broken is left out" in caplog.text
 
 
 def test_another_distribution_adds_a_command(tmp_path: Path) -> None:

@@ -1,4 +1,9 @@
-"""The bodies of Anthropic's responses, with `prefix_cache` and `timings` added. /docs shows the models."""
+"""The replies of Anthropic's messages API: the whole message, the events of a stream and their order, usage, errors.
+
+`message_start` has the usage of the prompt, and clients add up what they read there and in `message_delta`. So it is
+sent once it is known what was restored, with pings before it: clients ignore a ping wherever it comes. In
+`message_delta` the figures are final; they differ only if something could not be saved.
+"""
 
 from __future__ import annotations
 

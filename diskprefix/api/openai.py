@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: a text or token ids are continued as they are."""
+"""`POST /v1/completions` continues a text or token ids as they are. The body and the writer that chat shares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fields with which OpenAI's chat API says what the reply must be: `tool_choice` and `response_format`."""
+"""The messages, content parts and tools of OpenAI's chat API, with `tool_choice` and `response_format`."""
 
 from __future__ import annotations
 

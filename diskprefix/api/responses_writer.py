@@ -1,4 +1,7 @@
-"""The bodies of OpenAI's responses API, with `prefix_cache` and `timings` added. /docs shows the models."""
+"""Writes the reply of OpenAI's responses API: the response, or the events of its stream.
+
+An item is a message, a reasoning or a function call. One is open at a time: the next one closes it.
+"""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ class Owner(NamedTuple):
 class PrefixCache(CacheResources):
     """The prefix cache of one model. `begin` is for the engine thread; `load` and `stats` are for any thread.
 
-    `identity` returns the canonical text that identifies the model's numbers for a tenant (`model.fingerprint`). Its
-    hash is the root of all that the tenant stores. `device` names what computes, precisely enough to tell its speed
+    `identity` returns the canonical text that identifies the model's numbers for a tenant (`model.load.fingerprint`).
+    Its hash is the root of all that the tenant stores. `device` names what computes, precisely enough to tell its speed
     from others'. `tokenizer` is its folder, for the record. `on_history`: see `TenantNamespaces`. `beside`: see
     `CacheResources`.
     """
@@ -217,9 +217,12 @@ class PrefixCache(CacheResources):
             return True
         self.capturer.close(timeout_s)
         self.cost_model.remember()
+        # Before the threads, which may take long to end: what waits is written within the time.
+        is_written = self.tiered.end_writing(timeout_s)
         self.readers.shutdown()
         self.namespaces.close()
-        return self.tiered.close(timeout_s)
+        self.tiered.close_store()
+        return is_written
 
     def _root_record(self, tenant: Tenant) -> RootRecord:
         return RootRecord(

@@ -82,13 +82,21 @@ class TieredStore:
     def close(self, timeout_s: float) -> bool:
         """Uploads and writes what waits, and closes the store. Returns False if time ran out before everything was
         written."""
+        is_written = self.end_writing(timeout_s)
+        self.close_store()
+        return is_written
+
+    def end_writing(self, timeout_s: float) -> bool:
+        """Uploads and writes what waits. Returns False if time ran out before everything was written."""
         if self.remote is not None:
             # It reads what it uploads from the store.
             self.remote.close(min(timeout_s, _REMOTE_CLOSE_S))
-        is_written = self.writer.close(timeout_s)
+        return self.writer.close(timeout_s)
+
+    def close_store(self) -> None:
+        """Closes the store, if nothing writes any more."""
         if not self.writer.is_alive:
             self.store.close()
-        return is_written
 
 
 class CacheResources:

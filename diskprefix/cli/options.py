@@ -234,7 +234,7 @@ def _parsed(name: str, value: Any) -> Any:
     if name == "disk_prefix_cache":
         return str(parse_scope(value, param=flag))
     if name == "prefill_compression":
-        return value.lower()
+        return str(value).lower()
     if name == "normalise":
         Normalisers.parse(value, param=flag)
     if kind == "size":

@@ -138,7 +138,9 @@ class Loop:
         self._end_fetch(running, error)
 
     def _end_fetch(self, running: RunningRequest, error: Exception | None) -> None:
-        running.error = error or running.error
+        if error is not None:
+            # Not otherwise: the engine's thread may set one at the same time (`sample_early`).
+            running.error = error
         self._fetched.append(running)
         self._inbox.wake()
 

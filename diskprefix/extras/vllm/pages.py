@@ -220,8 +220,8 @@ def _stack(run: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class PageSink:
-    """The pages of some blocks, as a `tiers.tier.BlockSink`. `blocks` has the engine's blocks by group, for each block
-    by its position in tokens."""
+    """The pages of some blocks, as a `cache.tiers.tier.BlockSink`. `blocks` has the engine's blocks by group, for
+    each block by its position in tokens."""
 
     def __init__(self, pages: Pages, blocks: Mapping[int, Sequence[Sequence[int]]]) -> None:
         self._pages, self._blocks = pages, blocks

@@ -14,8 +14,8 @@ from diskprefix.cache.choosing import choose_kept
 from diskprefix.cache.namespaces import TenantNamespace, TenantNamespaces
 from diskprefix.cache.planning import ttl_at
 from diskprefix.cache.policy.select import Rules
-from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.cache.tiers.tier import View, first_blocks
+from diskprefix.cache.tiers.nodes import Node
+from diskprefix.cache.tiers.tier import View
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.other_numbers import what_differs
 from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
@@ -44,7 +44,6 @@ class SchedulerSide:
         self._settings = shared.settings
         self._block_size = shared.settings.block_size
         self._rules = Rules.of(shared.settings, "sliceable")
-        self._layouts = [PayloadLayout.parse(rank.layout) for rank in ranks]
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._ended: list[EndOfRequest] = []
@@ -52,7 +51,7 @@ class SchedulerSide:
         self._recorder = recorder_of(shared, ranks)
         self._namespaces = TenantNamespaces(
             shared.store,
-            self._layouts[0],
+            PayloadLayout.parse(ranks[0].layout),
             lambda tenant: ranks[0].record(str(tenant)),
             None if self._recorder is None else self._recorder.know,
         )
@@ -248,11 +247,14 @@ class SchedulerSide:
 
     def _num_stored(self, views: Sequence[View], tracked: Tracked) -> int:
         """Returns how many of the first blocks all ranks have stored."""
-        token_ids = np.frombuffer(tracked.token_ids, dtype=np.int32)
-        num_blocks = len(token_ids) // self._block_size
-        for names, layout in zip(tracked.names, self._layouts, strict=True):
-            nodes = PromptNodes(self._shared.store.secret, names[0], token_ids, self._block_size, layout)
-            num_blocks, _ = first_blocks(nodes, views, num_blocks)
+        num_blocks, size = len(tracked.names[0]) - 1, self._block_size
+        for names in tracked.names:
+            for index in range(num_blocks):
+                # By the names under which the blocks are loaded.
+                node = Node(names[index + 1], names[index], index * size, size, Kind.BLOCK)
+                if not any(view.has(node, self._bytes(tracked, index)) for view in views):
+                    num_blocks = index
+                    break
         return num_blocks
 
     def _selected(self, tracked: Tracked) -> Selection:
