@@ -35,7 +35,7 @@ def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDra
 
     Those that do not fit are rendered as the client sent them. That changes the text before later ones.
     """
-    for _ in range(_MOST_TRIES):
+    for tries_left in reversed(range(_MOST_TRIES)):
         if not draft.remembered:
             return draft
         tools, text = draft.conversation.tools, draft.rendering.text
@@ -43,7 +43,8 @@ def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDra
         spans = find_spans(text, draft.remembered, template.reply_ends_of(tools), read)
         if len(spans) == len(draft.remembered):
             return replace(draft, spans=tuple(spans.values()))
-        draft = render(template, replace(draft, remembered={index: draft.remembered[index] for index in spans}))
+        if tries_left:
+            draft = render(template, replace(draft, remembered={index: draft.remembered[index] for index in spans}))
     return render(template, replace(draft, remembered={}))
 
 

@@ -17,10 +17,9 @@ from diskprefix.cache.planning import Plan, Planner, marked_nodes, ttl_at
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.extras.simulate.simulated_store import NewEntry, Rank, SimulatedStore
+from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import CacheOptions, Scope, Selection
-from diskprefix.store.eviction import scores
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds, root_hash
 
@@ -31,7 +30,7 @@ _OFF = Scope("off")
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """The settings of a daemon that decide how much is kept. The defaults are the daemon's. `ttl_s` is in seconds; 0
-    sets no limit. `rank` orders nodes for eviction. `seconds_per_token` is the time of prefill."""
+    sets no limit. `seconds_per_token` is the time of prefill."""
 
     scope: Scope
     budget_bytes: int | None = None
@@ -40,7 +39,6 @@ class Policy:
     interval: int = 10240
     cold_max: int = 10240
     ttl_s: float = 0.0
-    rank: Rank = scores
     seconds_per_token: float = 1e-3
 
 
@@ -102,9 +100,7 @@ class Simulator:
         self.totals = Totals()
         self._policy = policy
         self._geometry = geometry
-        self.store = SimulatedStore(
-            policy.budget_bytes, has_states=bool(geometry.state_bytes), ttl_s=policy.ttl_s, rank=policy.rank
-        )
+        self.store = SimulatedStore(policy.budget_bytes, has_states=bool(geometry.state_bytes), ttl_s=policy.ttl_s)
         self._rules = Rules(
             block_size=policy.block_size,
             min_tokens=policy.min_tokens,
