@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import logging
+import struct
+import termios
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -78,8 +81,7 @@ class LimitedConnection(H11Protocol):
     @property
     def _is_idle(self) -> bool:
         """Returns whether the connection can be closed at once without loss."""
-        is_sent = self.transport.get_write_buffer_size() == 0
-        return is_sent and not self._is_in_request and not self.transport.is_closing()
+        return not self._is_in_request and not self.transport.is_closing() and _num_unsent(self.transport) == 0
 
     def _close_longest_idle(self) -> bool:
         """Returns False if no connection is idle."""
@@ -109,6 +111,12 @@ class LimitedConnection(H11Protocol):
         transport.write(_refusal(self._max_connections))
         transport.write_eof()
         self.loop.call_later(_REFUSAL_S, transport.abort)
+
+
+def _num_unsent(transport: asyncio.Transport) -> int:
+    """Returns how many bytes the client's machine has not taken yet: of the transport's, and of the kernel's buffer."""
+    unsent = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    return transport.get_write_buffer_size() + int(struct.unpack("i", unsent)[0])
 
 
 def _refusal(max_connections: int) -> bytes:

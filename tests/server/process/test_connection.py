@@ -104,16 +104,21 @@ def test_a_connection_with_a_request_is_not_closed_for_a_new_one(server: AppServ
             assert connection.recv(24) == b"HTTP/1.1 400 Bad Request"
 
 
+@pytest.mark.parametrize(
+    ("send_buffer", "length"),
+    [pytest.param(4096, 1_000_000, id="the daemon holds it"), pytest.param(None, 200_000, id="the kernel holds it")],
+)
 def test_a_connection_whose_client_has_not_taken_the_whole_response_is_not_idle(
-    server: AppServer, engine: ScriptedEngine
+    server: AppServer, engine: ScriptedEngine, send_buffer: int | None, length: int
 ) -> None:
     def talk(_request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
-        emit(TextEvent(0, "x" * 1_000_000, (1,)))
+        emit(TextEvent(0, "x" * length, (1,)))
         emit(FinishEvent(0, "stop"))
         emit(done())
 
     engine.script = talk
-    server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    if send_buffer is not None:
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     body = b'{"messages": [{"role": "user", "content": "hello"}]}'
     with ExitStack() as stack:
         for _ in range(3):
