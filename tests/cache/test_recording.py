@@ -298,7 +298,7 @@ def test_half_a_line_that_a_crash_left_is_cut_off(record: Record, tmp_path: Path
 def test_a_file_with_something_else_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("buy milk\n")
-    with pytest.raises(SettingsError, match="something else") as refusal:
+    with pytest.raises(SettingsError, match="is not a recording") as refusal:
         open_recorder(path)
     assert refusal.value.message.startswith("--record: ")
     assert path.read_text() == "buy milk\n"
@@ -362,7 +362,7 @@ def test_where_nothing_can_be_begun_anew_it_is_said_once_until_it_can(
         recorder.close()
     assert 1 <= len(read(path)) <= 3
     (line,) = caplog.records
-    reason = f"--record: {path} holds something else than a recording; give another name"
+    reason = f"--record: {path} is not a recording; give another name"
     assert line.getMessage() == f"[record] {path}: a request was not recorded: {reason} (said once)"
 
 

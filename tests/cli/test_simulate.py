@@ -304,7 +304,7 @@ def test_half_a_last_line_is_left_out_with_a_warning(run: Run, tmp_path: Path) -
         file.write('{"timestamp": 3')
     ended = run("simulate", trace, *SHORT, "--json")
     assert rows(ended)[0]["requests"] == 2
-    assert ended.stderr == f"warning: {trace}:3: the last line is unfinished, and left out\n"
+    assert ended.stderr == f"warning: {trace}:3: the last line is unfinished and is ignored\n"
 
 
 def test_what_a_file_is_called_cannot_steer_the_terminal(run: Run, tmp_path: Path) -> None:

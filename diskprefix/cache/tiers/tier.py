@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -185,6 +186,9 @@ class SharedTier(Protocol):
 
     def stats(self) -> dict[str, Any]:
         """Returns the figures for `/props` and `/metrics`."""
+
+    def counts(self) -> Counter[str]:
+        """Returns the counts of this process. Refused objects are counted as `refused_REASON`."""
 
     def close(self, timeout_s: float) -> None:
         """Uploads what waits, and ends."""

@@ -14,11 +14,13 @@ from diskprefix.extras.remote.sealing import ObjectRefused, RefusalReason
 log = logging.getLogger("diskprefix")
 
 _MOST = 100_000
-"""Paths that are remembered of each kind. The oldest are dropped first."""
+"""The maximum number of remembered paths of each kind. The oldest are dropped first."""
 _KNOWN_S = 86400.0
-"""Seconds for which an object counts as present. After that it may have been swept."""
-_FETCHING = ("fetched", "fetched_bytes", "missing", "late", "skipped", "slower", "failed")
-_COUNTS = (*_FETCHING, "written", "written_bytes", "dropped")
+"""Seconds for which a recorded object counts as present. Later it may have been swept."""
+_COUNTS = (
+    *("fetched", "fetched_bytes", "missing", "late", "skipped", "slower", "failed"),
+    *("written", "written_bytes", "dropped"),
+)
 
 
 class Ledger:
@@ -29,15 +31,14 @@ class Ledger:
         self._lock = threading.Lock()
         self._known: OrderedDict[str, float] = OrderedDict()
         self._bad: OrderedDict[str, float] = OrderedDict()
-        """Both with the time at which they were recorded."""
+        """The paths of each kind, with the time of recording."""
         self._counters: Counter[str] = Counter()
-        self._refused: Counter[str] = Counter()
 
     def is_known(self, path: str) -> bool:
         """Returns whether an object was present within the last day, and sound if this process has read it."""
         with self._lock:
-            noted = self._known.get(path)
-            return noted is not None and self._clock() - noted < _KNOWN_S
+            recorded_at = self._known.get(path)
+            return recorded_at is not None and self._clock() - recorded_at < _KNOWN_S
 
     def is_bad(self, path: str) -> bool:
         """Returns whether an object was refused. It is not fetched again, and may be overwritten."""
@@ -69,7 +70,7 @@ class Ledger:
     def refuse(self, path: str, error: ObjectRefused) -> None:
         log.warning("[remote] %s is refused (%s): %s", path, error.reason, error)
         with self._lock:
-            self._refused[error.reason] += 1
+            self._counters[f"refused_{error.reason}"] += 1
             self._remember(self._bad, path)
             self._known.pop(path, None)
 
@@ -79,9 +80,15 @@ class Ledger:
             self._counters[what] += number
 
     def as_dict(self) -> dict[str, Any]:
+        """Returns all counts, and under `refused` the refused objects by reason."""
         with self._lock:
-            counts: dict[str, Any] = {name: self._counters[name] for name in _COUNTS}
-            return counts | {"refused": {reason: self._refused[reason] for reason in get_args(RefusalReason)}}
+            refused = {reason: self._counters[f"refused_{reason}"] for reason in get_args(RefusalReason)}
+            return {name: self._counters[name] for name in _COUNTS} | {"refused": refused}
+
+    def counts(self) -> Counter[str]:
+        """Returns a copy of the counts. Refused objects are counted as `refused_REASON`."""
+        with self._lock:
+            return self._counters.copy()
 
     def _remember(self, paths: OrderedDict[str, float], path: str) -> None:
         paths[path] = self._clock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -153,6 +153,10 @@ class RemoteTier:
             offered = len(self._uploads) + self._is_uploading
         state = "failing" if is_failing else "ok"
         return {"url": self.objects.url, "state": state, "offered": offered, **self.ledger.as_dict()}
+
+    def counts(self) -> Counter[str]:
+        """See `SharedTier.counts`."""
+        return self.ledger.counts()
 
     def _fetch(self, wish: PrefetchRequest, slot: BundleSlot, num_near: int) -> ObjectFetch[Found]:
         """Returns the fetch of a bundle's nodes from block `num_near` on. Requests with a common prefix share it."""

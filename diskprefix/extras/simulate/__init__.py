@@ -1,4 +1,4 @@
-"""The effect of other settings: `--record` writes what happened, `diskprefix simulate` replays it."""
+"""The effect of other settings: `--record` writes the workload of a daemon, `diskprefix simulate` replays it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ COMMANDS = {"simulate": "diskprefix.extras.simulate.simulate_command:simulate"}
 
 
 def open_recorder(settings: Settings, secret_of: Callable[[], int]) -> Recorder | None:
-    """Returns what writes the file of `--record`, None without it. Raises `SettingsError`."""
+    """Returns the recorder that writes the file of `--record`, None without it. Raises `SettingsError`."""
     if settings.record is None:
         return None
     from diskprefix.extras.simulate.recording import RequestRecorder

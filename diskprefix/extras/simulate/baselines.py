@@ -1,4 +1,4 @@
-"""Two rules to measure policies against: best match with whole snapshots, and the most that any rule could do."""
+"""Two baselines for policies: best match with whole snapshots, and an upper bound for all rules."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ _WITHOUT_END = 1 << 62
 
 
 def whole_snapshots(trace: Trace, policy: Policy, geometry: Geometry, *, window: int = DEFAULT_WINDOW) -> Totals:
-    """The plain best-match rule, as the systems before this one have it.
+    """Simulates the best-match rule of earlier systems.
 
-    The boundary of a prompt is the last safe one in what it shares with one of the `window` prompts before. All that
-    stands before it is one snapshot under the hash of these tokens. A request restores the snapshot of its own boundary
-    or none; then it writes it, if it has `min_tokens`. When the budget is full, the one that was used least recently
-    goes. Of a request's own scope only `off` is heeded, of `policy` the budget, `min_tokens` and the speed of prefill.
+    The boundary of a prompt is the last safe cut in the longest prefix that it shares with one of the last `window`
+    prompts. The tokens before the boundary make one snapshot, named by their hash. With a boundary of `min_tokens` or
+    more, a request restores its snapshot, or writes it if it is not stored. The least recently used snapshot is evicted
+    first. Of a request's own scope only `off` counts; of `policy` only the budget, `min_tokens` and the speed of
+    prefill.
     """
     totals, snapshots = Totals(), _Snapshots(policy.budget_bytes)
     histories: defaultdict[str, History] = defaultdict(lambda: History(window, HISTORY_TOKENS))
@@ -54,17 +55,17 @@ def whole_snapshots(trace: Trace, policy: Policy, geometry: Geometry, *, window:
 
 
 class _Snapshots:
-    """The snapshots that are stored, within a budget."""
+    """The stored snapshots, within a budget."""
 
     def __init__(self, budget_bytes: int | None) -> None:
         self._budget_bytes = math.inf if budget_bytes is None else budget_bytes
         self._stored: OrderedDict[bytes, int] = OrderedDict()
-        """The bytes of each snapshot by its key, the least recently used first."""
+        """The bytes of each snapshot by key, the least recently used first."""
         self._used_bytes = 0
         self._written: set[bytes] = set()
 
     def restore(self, key: bytes) -> bool:
-        """Notes a use of the snapshot. Returns whether it is stored."""
+        """Records a use of the snapshot. Returns whether it is stored."""
         if key in self._stored:
             self._stored.move_to_end(key)
         return key in self._stored
@@ -87,11 +88,12 @@ class _Snapshots:
 
 
 def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
-    """Returns what no rule passes: of each prompt all tokens that it shares with any one before it and its reply.
+    """Returns totals that no rule can exceed: each prompt restores all tokens that it shares with an earlier prompt and
+    its reply.
 
-    What is shared counts from `LEAST_TOKENS` where prompts restore to the token. Elsewhere it counts from one block, or
-    from `min_tokens` if they are fewer: no rule with the settings of `policy` restores less. Of what a request asks for
-    itself only the scope `off` and `save: false` are heeded. Holds each distinct token in memory.
+    A shared prefix counts if it is at least as long as any rule with the settings of `policy` restores: `LEAST_TOKENS`
+    for models that are exact at every token, else one block, and at most `min_tokens`. Of a request's own options only
+    the scope `off` and `save: false` count. Keeps every distinct token in memory.
     """
     totals, kept = Totals(), RadixTree(max_tokens=_WITHOUT_END)
     least = min(policy.block_size, max(policy.min_tokens, 1))
@@ -109,7 +111,7 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
         totals.restored_tokens += restored
         totals.seconds_saved += restored * policy.seconds_per_token
         if request.save and request.remembered:
-            # The state of a reply is kept where decoding leaves what a prefill would.
+            # The state of a reply is kept only if decoding gives the bits of a prefill.
             whole = np.concatenate([token_ids, request.reply]) if geometry.state_kind == "token" else token_ids
             totals.selected_tokens += len(token_ids)
             totals.written_tokens += len(whole) - kept.shared(root, whole)

@@ -8,7 +8,7 @@ from diskprefix.extras.simulate.trace import TraceRequest
 
 
 def read_body(renderer: PromptRenderer, body: Body) -> TraceRequest:
-    """Returns what the body of a request asks for, as a request at time 0. Raises as `parse_body`."""
+    """Returns the request of a body, at time 0. Raises `InvalidRequest`."""
     parsed = parse_body(body)
     options = parsed.options
     return TraceRequest(

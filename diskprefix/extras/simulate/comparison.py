@@ -1,4 +1,4 @@
-"""Many policies over one workload, and a row of figures for each."""
+"""The comparison of policies: many runs over one workload, and a row of figures for each."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ Regime: TypeAlias = Literal["token", "sliceable", "checkpoints"]
 GEOMETRIES: Mapping[Regime, Geometry] = {"token": TOKEN, "sliceable": SLICEABLE, "checkpoints": CHECKPOINTS}
 REGIMES: tuple[Regime, ...] = tuple(GEOMETRIES)
 WHOLE_SNAPSHOTS, UPPER_BOUND = "whole-snapshots", "upper-bound"
-"""Rows of these two have such a name in the place of a scope."""
-
+"""The names of the baselines, which their rows have in place of a scope."""
 
 Simulate: TypeAlias = Callable[[Trace, Policy, Geometry], Totals]
-"""The rules that run a workload: the daemon's, or one of the baselines."""
+"""A function that runs a workload: the daemon's rules, or a baseline."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run over a workload. `scope` is what its row is called, `preset` names the policy file of its settings."""
+    """One run over a workload. `scope` names its row, `preset` is the policy file of its settings."""
 
     scope: str
     regime: Regime
@@ -38,20 +37,20 @@ class Case:
 
     @property
     def label(self) -> str:
-        """The text for people: the scope, and the policy file if there is one."""
+        """The scope, and the policy file if there is one."""
         return f"{self.preset} ({self.scope})" if self.preset else self.scope
 
 
 @dataclass(frozen=True, eq=False)
 class Row:
-    """The result of the settings of `case` on the workload with the name `trace`."""
+    """The result of `case` on the workload named `trace`."""
 
     trace: str
     case: Case
     totals: Totals
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures with the settings beside them. `budget_bytes` is None without a limit."""
+        """Returns the settings and the figures. `budget_bytes` is None without a limit."""
         policy, geometry, totals = self.case.policy, self.case.geometry, self.totals
         shares = ("hit_rate", "restored_share", "written_share", "write_amplification")
         return {
@@ -77,10 +76,10 @@ def cases(
     presets: Mapping[str, Policy],
     reference: Policy,
 ) -> list[Case]:
-    """Returns what is to be run over a workload, regime by regime.
+    """Returns the runs over a workload, by regime.
 
-    In each regime come the budgets, the largest first, and under each the `policies` and then whole snapshots. The
-    `presets`, which have budgets of their own, and the upper bound follow. `reference` is what the baselines go by.
+    Each regime has the `policies` and whole snapshots for each budget, the largest first. The `presets`, which have
+    their own budgets, and the upper bound follow. `reference` has the settings of the baselines.
     """
     finest = replace(
         reference,
@@ -104,9 +103,9 @@ def cases(
 def compare(
     trace: Trace, cases: Sequence[Case], on_requests: Callable[[int], None] = lambda _number: None
 ) -> Iterator[Row]:
-    """Yields the row of each case, in their order. `on_requests` takes the number of requests done since its last call.
+    """Yields the row of each case, in order. Calls `on_requests` with the number of requests done since its last call.
 
-    What never met its budget would have gone the same way under any that it would not have met either, so that is not
+    A case that never reached its budget has the same result under any other budget that it does not reach. So it is not
     run again.
     """
 

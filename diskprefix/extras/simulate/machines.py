@@ -1,6 +1,6 @@
-"""One workload on several machines, each with a daemon and a store of its own, with and without a tier that they share.
+"""One workload on several machines. Each has its own daemon and store, with or without a shared tier.
 
-README.md says what is assumed of the tier.
+README.md lists the assumptions about the tier.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from diskprefix.store.schema import Kind
 WriteRule: TypeAlias = Literal["off", "seen-twice", "all"]
 WRITE_RULES: tuple[WriteRule, ...] = ("off", "seen-twice", "all")
 OBJECT_BYTES = 4 << 20
-"""Blocks are bundled until they have this size."""
+"""The minimum size of an object: smaller blocks are bundled."""
 _OFF = Scope("off")
 _NOT_ASKED = sys.maxsize
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """A number of machines, the rule by which they get requests, and the part of a machine's store that goes to the
-    shared tier (none with `off`)."""
+    """The number of machines, the rule that assigns requests to them, and the rule of uploads (`off`: no shared
+    tier)."""
 
     machines: int
     spread: Spread
@@ -42,8 +42,8 @@ class Setup:
 
 @dataclass(frozen=True, eq=False)
 class MachinesRow:
-    """The result of a workload under a setup. `totals` are those of all machines, `fetched_tokens` what came from the
-    tier, `busiest` the requests of the machine that had most of them, `seconds` how long the workload lasts."""
+    """The result of a workload under a setup. `totals` are the sums of all machines. `fetched_tokens` came from the
+    tier. `busiest` is the largest number of requests of one machine. `seconds` is the duration of the workload."""
 
     trace: str
     setup: Setup
@@ -56,8 +56,8 @@ class MachinesRow:
     seconds: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the figures with the settings beside them. `most_…_per_s` are requests in the busiest second.
-        `prefix_headroom` is None if the store was asked for nothing."""
+        """Returns the settings and the figures. `most_…_per_s` are requests in the busiest second. `prefix_headroom` is
+        None if the tier received no request."""
         traffic, totals, seconds = self.store.traffic, self.totals, max(self.seconds, 1.0)
         stored = self.store.stored_bytes
         return {
@@ -96,7 +96,7 @@ def replay(
     geometry: Geometry,
     on_requests: Callable[[int], None] = lambda _number: None,
 ) -> MachinesRow:
-    """Replays a whole trace. Requests come one after the other. `geometry` is one without checkpoints."""
+    """Replays a whole trace, one request after the other. `geometry` must have no checkpoints."""
     store = SimulatedBucket()
     tier = None if setup.write == "off" else store
     machines = [_Machine(policy, geometry, tier, setup.write) for _ in range(setup.machines)]
@@ -125,7 +125,7 @@ def _sum(all_totals: Sequence[Totals]) -> Totals:
 
 @dataclass(eq=False)
 class _Machine:
-    """A daemon without a model that reads a shared tier, and writes to it."""
+    """A daemon without a model, with a shared tier."""
 
     policy: Policy
     geometry: Geometry
@@ -134,18 +134,18 @@ class _Machine:
     fetched_tokens: int = 0
     simulator: Simulator = field(init=False)
     _known: set[bytes] = field(default_factory=set)
-    """Objects that are in the tier, as far as this machine knows."""
+    """The objects that this machine knows to be in the tier."""
     _seen: set[bytes] = field(default_factory=set)
-    """Objects whose tokens this machine has seen."""
+    """The objects whose tokens this machine has seen."""
 
     def __post_init__(self) -> None:
         self.simulator = Simulator(self.policy, self.geometry)
         block_bytes = self.policy.block_size * self.geometry.bytes_per_token
         self._bundle = -(-OBJECT_BYTES // block_bytes)
-        """Blocks in an object, whose name is that of the last one."""
+        """The number of blocks in an object. The last block gives the object its name."""
 
     def step(self, request: TraceRequest) -> None:
-        """Simulates one request, from its fetches to its uploads."""
+        """Simulates a request, from its fetches to its uploads."""
         tier = self.tier
         if tier is None or (request.scope or self.policy.scope) == _OFF:
             self.simulator.step(request)
@@ -159,9 +159,9 @@ class _Machine:
             self._put(tier, request.when, nodes, missing_from)
 
     def _fetch(self, tier: SimulatedBucket, request: TraceRequest, nodes: PromptNodes) -> int:
-        """Fetches the blocks that the tier has behind those of the machine's own store.
+        """Fetches the blocks after those of the machine's own store, as far as the tier has them.
 
-        Returns the number of the first object that the tier is known to lack.
+        Returns the number of the first object that the tier is known to lack, `_NOT_ASKED` if none is known.
         """
         names, own = nodes.block_names, self._num_own(nodes)
         first = own // self._bundle
@@ -177,7 +177,7 @@ class _Machine:
         return first + found if found < len(asked) else _NOT_ASKED
 
     def _keep(self, request: TraceRequest, nodes: PromptNodes, indices: range) -> None:
-        """Stores fetched blocks on this machine. What the machine that put them had room for, this one has room for."""
+        """Stores fetched blocks on this machine. They fit, because they fitted on the machine that put them."""
         blocks = [_block(nodes, index) for index in indices]
         per_token, is_token = self.policy.seconds_per_token, self.geometry.state_kind == "token"
         entries = [
@@ -192,7 +192,7 @@ class _Machine:
         self.simulator.store.publish(entries, blocks[-1].name, None, request.when)
 
     def _put(self, tier: SimulatedBucket, now: float, nodes: PromptNodes, missing_from: int) -> None:
-        """Puts the objects of a prompt that the rule asks for, if all their blocks are in this machine's store."""
+        """Puts the objects of a prompt that the rule selects, if all their blocks are in this machine's store."""
         names, own = nodes.block_names, self._num_own(nodes)
         chosen: list[tuple[int, bytes]] = []
         for number, end in enumerate(self._ends(len(names))):
@@ -201,7 +201,7 @@ class _Machine:
             self._seen.add(name)
             if is_wanted and end <= own and name not in self._known:
                 chosen.append((number, name))
-        # What was asked for in vain a moment ago need not be asked for again.
+        # The fetch has shown that the later ones are missing.
         unsure = [name for number, name in chosen if number < missing_from]
         stored = tier.find(unsure, now)
         for _, name in chosen[stored:]:
@@ -209,16 +209,17 @@ class _Machine:
         self._known.update(name for _, name in chosen)
 
     def _num_own(self, nodes: PromptNodes) -> int:
-        """Returns the number of first blocks in this machine's store."""
+        """Returns the number of first blocks that this machine's store has."""
         names = nodes.block_names
         return next((index for index, name in enumerate(names) if name not in self.simulator.store), len(names))
 
     def _ends(self, num_blocks: int) -> range:
-        """Returns where the objects of the first blocks end, in blocks."""
+        """Returns the ends of the objects in the first blocks, in blocks."""
         return range(self._bundle, num_blocks + 1, self._bundle)
 
     def _most_restorable(self, nodes: PromptNodes) -> int:
-        """The last token is computed; where prompts restore to the token, a part of the last block will do."""
+        """Returns the number of blocks that may be restored. The last token is always computed, so the last block is of
+        use only if a part of it can be restored."""
         is_token = self.geometry.state_kind == "token"
         return nodes.num_blocks if is_token else (len(nodes.token_ids) - 1) // self.policy.block_size
 
@@ -229,7 +230,7 @@ def _block(nodes: PromptNodes, index: int) -> Node:
 
 
 def setups(machines: Sequence[int], spreads: Sequence[Spread], rules: Sequence[WriteRule]) -> list[Setup]:
-    """Each number of machines with each spread and each rule, in this order. One machine needs no spread."""
+    """Returns all combinations, in this order. One machine has one spread only."""
     found = [Setup(machines=n, spread=spread, write=rule) for n in machines for spread in spreads for rule in rules]
     alone = [replace(setup, spread=spreads[0]) if setup.machines == 1 else setup for setup in found]
     return list(dict.fromkeys(alone))

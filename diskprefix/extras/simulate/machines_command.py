@@ -1,4 +1,4 @@
-"""`diskprefix simulate --machines`: the table and the plot of a workload on several machines."""
+"""The runs of `diskprefix simulate --machines`, with their table and their plot."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _HOUR_S = 3600.0
 
 
 def check(regimes: Sequence[Regime], policies: Sequence[str]) -> None:
-    """Raises `SettingsError` for what is not simulated on several machines."""
+    """Raises `SettingsError` for options that cannot be given with `--machines`."""
     if policies:
-        raise SettingsError("--policy cannot be given with --machines; give --scope, --budget and the others")
+        raise SettingsError("--policy cannot be given with --machines; give its settings as options instead")
     if "checkpoints" in regimes:
         raise SettingsError("--regime checkpoints is not simulated with --machines")
 
@@ -37,7 +37,7 @@ def check(regimes: Sequence[Regime], policies: Sequence[str]) -> None:
 def run(
     planned: Sequence[tuple[Trace, Sequence[Case]]], chosen: Sequence[Setup], *, as_json: bool, plot: Path | None
 ) -> None:
-    """Replays each trace under each of its cases with the chosen setups, and show the figures."""
+    """Replays each trace under each of its cases with the chosen setups, and shows the figures."""
     policies = [(trace, case) for trace, cases in planned for case in cases if case.simulate is simulate]
     runs = [(trace, setup, case) for trace, case in policies for setup in chosen]
     with progress("simulating", sum(len(trace) for trace, _, _ in runs), in_bytes=False) as advance:
@@ -51,8 +51,7 @@ def run(
 
 
 def show(rows: Sequence[MachinesRow]) -> None:
-    """Prints a table for each trace and each group of settings, and below them where the object store has its
-    limits."""
+    """Prints a table for each trace and group of settings, then the limits of the object store."""
     for index, (title, group) in enumerate(_groups(rows)):
         if index:
             click.echo()
@@ -66,7 +65,7 @@ def show(rows: Sequence[MachinesRow]) -> None:
 
 
 def _groups(rows: Sequence[MachinesRow]) -> Iterator[tuple[str, list[MachinesRow]]]:
-    """The rows that differ in their setup only, under what they have in common."""
+    """Yields groups of rows that differ only in their setup, each with a title."""
     groups: dict[str, list[MachinesRow]] = {}
     for row in rows:
         budget = row.policy.budget_bytes
@@ -110,8 +109,8 @@ def _figures(row: MachinesRow) -> dict[str, str]:
 
 
 def _limits(rows: Sequence[MachinesRow]) -> Iterator[str]:
-    """Yields the limits of an object store, and the distance of the rows from them. Each row has asked it for
-    something."""
+    """Yields lines about the limits of an object store, and how far the rows are from them. Each row has sent it
+    requests."""
     tightest = min(rows, key=lambda row: row.store.traffic.headroom)
     traffic, setup = tightest.store.traffic, tightest.setup
     of_row = f"{counted(setup.machines, 'machine')}, {setup.spread}, {setup.write}"
@@ -129,7 +128,7 @@ def _limits(rows: Sequence[MachinesRow]) -> Iterator[str]:
 
 
 def draw(rows: Sequence[MachinesRow], path: Path) -> None:
-    """Draws the restored share, and the bytes that went through the tier, against the machines. Raises `OSError`.
+    """Draws the restored share, and the bytes moved through the tier, against the number of machines. Raises `OSError`.
 
     There are two panels for each trace and group of settings. The same rows give the same file, byte for byte.
     """

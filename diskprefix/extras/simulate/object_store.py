@@ -1,4 +1,4 @@
-"""An object store as a simulation sees it: names, sizes and requests. Prices and limits are those of S3."""
+"""A simulated object store: names, sizes and counts of requests. Prices and limits are those of S3."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 READS_PER_S, WRITES_PER_S = 5500, 3500
-"""What S3 takes at least for each partition of a bucket's keys: GET and HEAD, and PUT, requests a second."""
+"""The minimum rates of S3 for each partition of a bucket's keys, in requests per second: GET and HEAD; PUT."""
 LISTED_KEYS = 1000
-"""Keys that one LIST request returns at most."""
+"""The maximum number of keys in the reply to a LIST request."""
 LIST_S = 0.1
-"""About what a LIST request takes. A listing asks for one page after the other."""
+"""The approximate time of a LIST request. A listing asks for one page after the other."""
 READ_DOLLARS, WRITE_DOLLARS = 0.4e-6, 5e-6
-"""S3 Standard, us-east-1: a GET or HEAD; a PUT or LIST. Between machines of the same region bytes cost nothing."""
+"""The prices of S3 Standard in us-east-1: a GET or HEAD; a PUT or LIST. Bytes within the region cost nothing."""
 GIB_MONTH_DOLLARS = 0.023
-"""The same for what is stored."""
+"""The price of storage."""
 
 
 @dataclass
 class Traffic:
-    """The requests to the store.
-
-    `got_bytes` and `put_bytes` are those of the objects, or of the parts that were read. `reads_at` and `writes_at`
-    count requests by the second in which they came.
-    """
+    """Counts of requests to the store. `got_bytes` are the bytes read, `put_bytes` the bytes written. `reads_at` and
+    `writes_at` count requests by the second of their arrival."""
 
     gets: int = 0
     heads: int = 0
@@ -36,12 +33,12 @@ class Traffic:
 
     @property
     def reads_per_s(self) -> int:
-        """In the busiest second."""
+        """The reads in the busiest second."""
         return max(self.reads_at.values(), default=0)
 
     @property
     def writes_per_s(self) -> int:
-        """In the busiest second."""
+        """The writes in the busiest second."""
         return max(self.writes_at.values(), default=0)
 
     @property
@@ -50,7 +47,7 @@ class Traffic:
 
     @property
     def headroom(self) -> float:
-        """Returns how many times the busiest second one partition can take. Infinite without requests."""
+        """The factor by which the limit of one partition exceeds the busiest second. Infinite without requests."""
         rates = ((READS_PER_S, self.reads_per_s), (WRITES_PER_S, self.writes_per_s))
         return min((limit / rate for limit, rate in rates if rate), default=float("inf"))
 
@@ -60,7 +57,7 @@ class SimulatedBucket:
 
     def __init__(self) -> None:
         self.sizes: dict[bytes, int] = {}
-        """Bytes of each object."""
+        """The bytes of each object."""
         self.traffic = Traffic()
 
     @property
@@ -68,10 +65,10 @@ class SimulatedBucket:
         return sum(self.sizes.values())
 
     def find(self, names: Sequence[bytes], now: float) -> int:
-        """Returns how many of the first `names` are stored.
+        """Returns the number of first `names` that are stored.
 
-        If one is, all before it are, as a machine puts the objects of a prompt in their order. So the first is asked
-        for, then one 2, 4, 8 … further, and then what lies between.
+        A machine puts the objects of a prompt in order, so if one is stored, all before it are. The search asks for the
+        first name, then for names 2, 4, 8 … further, and then bisects.
         """
         low, step, high = 0, 1, len(names)
         while low < high:
@@ -86,7 +83,7 @@ class SimulatedBucket:
         return low
 
     def get(self, num_objects: int, num_bytes: int, now: float) -> None:
-        """Counts the requests that read these objects, or parts of them."""
+        """Counts requests that read objects, or parts of them."""
         self.traffic.gets += num_objects
         self.traffic.got_bytes += num_bytes
         self.traffic.reads_at[int(now)] += num_objects
@@ -104,10 +101,10 @@ class SimulatedBucket:
 
 
 def sweep_s(num_objects: int) -> float:
-    """Returns about the time that one sweeper takes to list this number of objects, in seconds."""
+    """Returns the approximate time in seconds that one sweeper needs to list this number of objects."""
     return -(-num_objects // LISTED_KEYS) * LIST_S
 
 
 def most_swept(seconds: float) -> int:
-    """Returns the number of objects that one sweeper lists in this number of seconds."""
+    """Returns the number of objects that one sweeper lists in this time."""
     return round(seconds / LIST_S) * LISTED_KEYS

@@ -1,4 +1,4 @@
-"""The plot of `diskprefix simulate`: what each policy restores against what it writes."""
+"""The plot of `diskprefix simulate`: the restored share of each policy against its written bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHAPES = "osD^v<>phX"
 
 
 def check_plot(path: Path) -> None:
-    """Checks before a long simulation. Raises `SettingsError` for a file that cannot be drawn or written."""
+    """Raises `SettingsError` if the plot cannot be drawn or written. Call it before a long simulation."""
     if path.suffix.lower() not in (".png", ".svg"):
         raise SettingsError(f"--plot: {path} must end in .png or .svg")
     if not path.absolute().parent.is_dir():
@@ -31,9 +31,9 @@ def check_plot(path: Path) -> None:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Draws the restored share against the bytes written to `path`. Raises `OSError`.
+    """Draws the restored share against the written bytes, to the file `path`. Raises `OSError`.
 
-    There is a panel for each trace and regime, a curve for each policy and a point for each budget. A policy file is a
+    There is a panel for each trace and regime, a curve for each policy, and a point for each budget. A policy file is a
     star. Rows that wrote nothing are left out. The same rows give the same file, byte for byte.
     """
     import matplotlib
@@ -91,7 +91,7 @@ def _draw_panel(panel: Axes, rows: Sequence[Row], colors: Mapping[str, Any], sha
         if row.totals.written_bytes and row.case.label != UPPER_BOUND
     ]
     if powers:
-        # Whole powers of two on both sides of the points, so that two ticks at least are on the axis.
+        # From one whole power of two to another, so that the axis has at least two ticks.
         low, high = math.floor(min(powers)), math.ceil(max(powers))
         panel.set_xlim(2.0 ** (low - 0.1), 2.0 ** (max(high, low + 1) + 0.1))
     panel.xaxis.set_major_locator(LogLocator(base=2, numticks=8))

@@ -1,4 +1,4 @@
-"""A tree of recent prompts: where they end, and where they part. For the recording."""
+"""A radix tree of prompts: the positions where they end and where they part."""
 
 from __future__ import annotations
 
@@ -14,33 +14,31 @@ _MAX_TOKENS = 1 << 23
 
 @dataclass(eq=False)
 class RadixNode:
-    """A position in a prompt where it ended or others left it. `digest` is for the caller."""
+    """A position where a prompt ended or prompts part. `digest` is for the caller."""
 
     position: int
     tokens: TokenIds
-    """The tokens since the node before."""
+    """The tokens after the previous node."""
     before: RadixNode | None
     after: dict[int, RadixNode] = field(default_factory=dict)
-    """The next nodes, by their first token."""
+    """The next nodes by their first token."""
     digest: bytes = b""
 
 
 class RadixTree:
-    """Recent prompts, together at most `max_tokens` tokens; a stretch that several share counts once.
-
-    The prompt that was not passed for longest is dropped first. Not thread-safe.
-    """
+    """Recent prompts, with at most `max_tokens` distinct tokens. The least recently used prompt is dropped first. Not
+    thread-safe."""
 
     def __init__(self, max_tokens: int = _MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._roots: dict[bytes, RadixNode] = {}
         self._ends: OrderedDict[RadixNode, bytes] = OrderedDict()
-        """The nodes that nothing continues, with their roots, in the order in which they were last passed."""
+        """The leaves with their roots, the least recently used first."""
 
     def add(self, root: bytes, token_ids: TokenIds) -> tuple[list[RadixNode], RadixNode | None]:
-        """Adds a prompt. Returns the nodes that it passes, the last one its own end; and if it left an earlier prompt
-        where none had left it before, that prompt's next node. Empty prompts pass none."""
+        """Adds a prompt. Returns the nodes on its path, its own end last. If it parts from an earlier prompt at a new
+        position, also returns that prompt's next node."""
         here = self._roots.setdefault(root, RadixNode(0, token_ids[:0].copy(), None))
         way: list[RadixNode] = []
         left: RadixNode | None = None
@@ -62,7 +60,7 @@ class RadixTree:
         return way, left
 
     def shared(self, root: bytes, token_ids: TokenIds) -> int:
-        """Returns the number of leading tokens that a prompt shares with any of these."""
+        """Returns the length of the longest prefix that a prompt shares with one in the tree."""
         here, position = self._roots.get(root), 0
         while here is not None and position < len(token_ids):
             ahead = here.after.get(int(token_ids[position]))
@@ -96,7 +94,7 @@ class RadixTree:
 
 
 def _split(place: RadixNode, common: int) -> RadixNode:
-    """Returns a new node `common` tokens after the one before `place`."""
+    """Splits the tokens of `place` after the first `common` ones. Returns the new node there."""
     before = place.before
     assert before is not None
     middle = RadixNode(before.position + common, place.tokens[:common].copy(), before)

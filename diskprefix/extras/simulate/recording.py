@@ -1,10 +1,10 @@
-"""The daemon's own recording: one line of JSON for each request, with which `diskprefix simulate` replays the workload.
+"""The recording of a daemon: one line of JSON for each request. `diskprefix simulate` replays it.
 
-A recording holds neither text nor token ids. Of a prompt it holds the hash of its beginning at each position that
-matters to the cache: every grid point, every boundary and mark, the end of the system part, its own end, and where
-earlier prompts end that it continues. Where it leaves an earlier prompt, it is cut too, and says which one that was.
-Two prompts of one root share their first p tokens exactly if both hash alike at p. All hashes are keyed with the
-store's secret: who does not know that cannot test a guess of what somebody wrote, or of who it was.
+A recording has neither text nor token ids. Each prompt is cut at the positions that matter to the cache: every grid
+point, boundary and mark, the end of the system part, the end of the prompt, the ends of earlier prompts that it
+continues, and the position where it parts from an earlier prompt. For each cut, the recording has a hash of the prompt
+up to there. Two prompts of one root share their first p tokens if and only if both have the same hash at p. All hashes
+are keyed with the store's secret. Without the secret, nobody can test a guess of a prompt or a tenant.
 """
 
 from __future__ import annotations
@@ -43,34 +43,36 @@ VERSION = 1
 _HASH_BYTES = 8
 _KEY_BYTES = 8
 _MOST_WAITING = 256
-"""Requests that may wait to be written. If the disk hangs, recording stops, not the daemon."""
+"""The maximum number of requests that wait to be written. If the disk hangs, recording stops, not the daemon."""
 _CLOSE_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 2.0
 """Seconds between checks whether the file was moved or deleted."""
 _MOST_TOKENS = 1 << 24
-"""No prompt is longer."""
+"""The maximum length of a prompt."""
 _BEGINNING = b'{"version":'
 _LONGEST_LINE_BYTES = 1 << 24
-
 
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
 _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request; a line of the file. A field that is absent has its default.
+    """One request, a line of the file. An absent field has its default.
 
-    `when` is in seconds since 1970. `root` stands for the model and the tenant, `group` for that of `CacheOptions`:
-    keyed hashes of 16 hex digits. `is_shared`: the request came with neither key nor salt. `own_scope`: it asked for
-    another scope than the daemon's. `bytes_per_token`, `state_bytes` and `logits_bytes` are what the model's state
-    weighs, as `kv.layout.Layout` has them; all 0 if that is not known. `exact_at` is the layout's too.
-    `marks` are the positions that the client marked, with their times to live in seconds: see `prompt.Mark`.
-    `reply_tokens` of the reply are known: those that were run through a model whose prompts restore to the token.
-    `cuts` are positions in tokens, ascending, among them the prompt's end, the last one the end of these; `hashes`
-    says, as 16 hex digits each, what prompt and reply are up to there. At `parted_at`, one of the cuts, it leaves an
-    earlier prompt that was not cut there; `parted_from` is the hash of that one at a later cut. `remembered`: the
-    prompt was computed to its end and holds no media, so whatever the scope, it could have been kept. The rest is what
-    the cache then did: see `CacheReport`.
+    `when` is in seconds since 1970. `root` identifies model and tenant, `group` is that of `CacheOptions`; both are
+    keyed hashes of 16 hex digits. `is_shared`: the request had neither key nor salt. `own_scope`: it set another scope
+    than the daemon's. `bytes_per_token`, `state_bytes`, `logits_bytes` and `exact_at` describe the model's state as
+    `kv.layout.Layout` does; the sizes are 0 if unknown. `marks` are the positions that the client marked, with their
+    times to live in seconds: see `nouns.Mark`. `reply_tokens` counts the known tokens of the reply, 0 unless the model
+    is exact at every token.
+
+    `cuts` are ascending positions in tokens. The end of the prompt is one of them, the end of the reply is the last
+    one. `hashes` has for each cut the hash of prompt and reply up to there, 16 hex digits. `parted_at`, one of the
+    cuts, is the position where the prompt parts from an earlier one that has no cut there. `parted_from` is the hash of
+    that one at a later cut.
+
+    `remembered`: the prompt was computed to its end and has no media, so any scope could have kept it. The last fields
+    are the cache's work: see `CacheReport`.
     """
 
     version: int
@@ -107,7 +109,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     restore_ms: _Amount = 0.0
 
     def check(self) -> None:
-        """Checks what the types cannot express. Raises `ValueError` or `InvalidScope`."""
+        """Checks the rules that the types do not express. Raises `ValueError` or `InvalidScope`."""
         if self.version != VERSION:
             raise ValueError(f"version {self.version} of the recording is not known here ({VERSION} is)")
         parse_scope(self.scope, param="scope")
@@ -128,16 +130,16 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class RequestRecorder:
-    """Appends requests to a file, from a thread of its own: `record_request` only hands them over.
+    """Appends requests to a file, in a thread of its own. `record_request` only queues them.
 
-    Errors of the file are logged, once until it works again, and never fail a request. A file that was moved away or
-    deleted is begun anew. `secret_of` returns the store's secret. `know` and `forget` are for any thread, the others
-    for one.
+    Errors of the file never fail a request. They are logged once until writing works again. If the file was moved or
+    deleted, a new one is started. `secret_of` returns the store's secret. `know` and `forget` may be called in any
+    thread, the other methods in one thread only.
     """
 
     def __init__(self, path: Path, settings: Settings, secret_of: Callable[[], int]) -> None:
-        """Opens the file, which is private to its owner if it is new. Raises `SettingsError` if it cannot be written,
-        is no recording, or is written by another daemon."""
+        """Opens the file. A new file is private to its owner. Raises `SettingsError` if the file cannot be written, is
+        no recording, or is written by another daemon."""
         self._path = path
         self._settings = settings
         self._default_scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
@@ -149,14 +151,14 @@ class RequestRecorder:
         self._fd = _open(path)
         self._looked_at = time.monotonic()
         self._waiting: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
-        """The work of the thread; None ends it."""
+        """The queue of the thread. None ends the thread."""
         self._thread = threading.Thread(target=self._write_all, name="record", daemon=True)
         self._thread.start()
 
     def describe(
         self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int, exact_at: Literal["token", "grid"]
     ) -> None:
-        """Sets the size and kind of the model's state. Each later line has them. Until this is called, no replies are
+        """Sets the size and kind of the model's state for all later lines. Before this call, no replies are
         recorded."""
         self._layout = {
             "bytes_per_token": bytes_per_token,
@@ -166,12 +168,12 @@ class RequestRecorder:
         }
 
     def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
-        """Adds prompts from before this process, oldest first: new prompts are cut where they leave these."""
+        """Adds prompts from before this process, oldest first. New prompts are cut where they part from these."""
         with suppress(queue.Full):
             self._waiting.put_nowait(partial(self._learn, root, [token_ids.copy() for token_ids in prompts]))
 
     def forget(self) -> None:
-        """Drops the prompts that this process knows, because some were deleted. For any thread."""
+        """Drops all known prompts, because some were deleted."""
         with suppress(queue.Full):
             self._waiting.put_nowait(self._forget)
 
@@ -188,8 +190,8 @@ class RequestRecorder:
         prefill_ms: float,
         remembered: bool,
     ) -> None:
-        """Appends one request that has ended. `when` it arrived, in seconds since 1970. `reply`: the tokens that were
-        run through the model behind the prompt. `remembered`: see `RecordedRequest`."""
+        """Queues a finished request. `when` is its arrival in seconds since 1970. `reply` has the tokens that the model
+        computed after the prompt. `remembered`: see `RecordedRequest`."""
         if self._layout.get("exact_at") != "token" or prompt.media:
             reply = reply[:0]
         record_of = partial(
@@ -224,7 +226,7 @@ class RequestRecorder:
             self._failed("requests come faster than they are written")
 
     def close(self) -> None:
-        """Writes what waits, and closes the file. Waits only a limited time for a disk that hangs."""
+        """Writes the queued requests and closes the file. If the disk hangs, waits for a limited time only."""
         with suppress(queue.Full):
             self._waiting.put(None, timeout=_CLOSE_TIMEOUT_S)
         self._thread.join(_CLOSE_TIMEOUT_S)
@@ -238,7 +240,7 @@ class RequestRecorder:
             try:
                 work()
             except Exception as error:
-                # A mistake in here must not end the thread: the requests themselves are served.
+                # No error may end the thread.
                 log.debug("[record] failed", exc_info=error)
                 self._failed(getattr(error, "strerror", None) or first_line(error))
 
@@ -254,7 +256,7 @@ class RequestRecorder:
         self._is_failing = False
 
     def _hashed(self, prompt: Prompt, reply: TokenIds, root: bytes, group: bytes) -> dict[str, Any]:
-        """Returns the fields of the record for the cuts of prompt and reply, and for all that is hashed."""
+        """Returns the hashed fields of the record, and the cuts."""
         key, block_size = self._key(), self._settings.block_size
         token_ids = np.concatenate([prompt.token_ids, reply])
         fields: dict[str, Any] = {
@@ -269,7 +271,7 @@ class RequestRecorder:
             len(prompt.token_ids),
             len(token_ids),
         }
-        # With media, equal tokens are not equal prompts: what is hashed then is like nothing else.
+        # With media, equal tokens do not mean equal prompts. A random root makes the hashes unique.
         root = root if not prompt.media else secrets.token_bytes(len(root))
         places, left = ([], None) if prompt.media else self._partings.add(root, token_ids)
         wanted.update(place.position for place in places)
@@ -294,11 +296,11 @@ class RequestRecorder:
 
     def _key(self) -> bytes:
         secret = self._secret_of()
-        # Without a store there is no secret: hashes that nobody can test, and that nobody can join to later ones.
+        # Without a store there is no secret. A random key then protects the hashes; later recordings do not match them.
         return secret.to_bytes(_KEY_BYTES, "little") if secret else self._own_key
 
     def _write(self, line: bytes) -> None:
-        """Writes the whole line or nothing of it: half a line would stay broken."""
+        """Writes the whole line or nothing. A partial line could never be repaired."""
         if time.monotonic() - self._looked_at >= _LOOK_EVERY_S:
             if not _is_at(self._fd, self._path):
                 moved, self._fd = self._fd, _open(self._path)
@@ -316,7 +318,7 @@ class RequestRecorder:
 
 
 def _keyed(key: bytes, kind: bytes, value: bytes) -> str:
-    """Returns a keyed hash of a value: the same for the same value, and not testable without the key."""
+    """Returns a keyed hash of a value."""
     return hashlib.blake2b(value, digest_size=_HASH_BYTES, key=key, person=kind).hexdigest()
 
 
@@ -329,7 +331,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _prefix_hashes(key: bytes, root: bytes, token_ids: TokenIds, positions: Sequence[int]) -> list[bytes]:
-    """Returns the keyed hashes of a prompt's beginnings, which ascend in length, in one pass over its tokens."""
+    """Returns the keyed hashes of a prompt up to each of the ascending positions, in one pass over its tokens."""
     digest = hashlib.blake2b(root, digest_size=_HASH_BYTES, key=key)
     hashes, start = [], 0
     for position in positions:
@@ -340,10 +342,10 @@ def _prefix_hashes(key: bytes, root: bytes, token_ids: TokenIds, positions: Sequ
 
 
 def _open(path: Path) -> int:
-    """Opens the file to append to, locked for this process, its last line whole. Raises `SettingsError`."""
+    """Opens and locks the file for appending, and removes an unfinished last line. Raises `SettingsError`."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
-        # Not waiting, as opening a pipe would.
+        # Non-blocking, because opening a pipe would wait.
         fd = os.open(path, flags | os.O_NONBLOCK, 0o600)
     except OSError as error:
         raise _refused(f"cannot write {path}: {error.strerror}") from error
@@ -364,15 +366,15 @@ def _open(path: Path) -> int:
 
 
 def _check_content(fd: int, path: Path) -> None:
-    """Raises `SettingsError` if the file is no recording. Cuts off half a line at its end, which a crash may leave."""
+    """Raises `SettingsError` if the file is no recording. Removes an unfinished last line, which a crash may leave."""
     size = os.fstat(fd).st_size
     tail = os.pread(fd, _LONGEST_LINE_BYTES, max(size - _LONGEST_LINE_BYTES, 0))
     last_line = len(tail) - (tail.rfind(b"\n") + 1)
     is_other = not _BEGINNING.startswith(os.pread(fd, len(_BEGINNING), 0))
     if is_other or (last_line == len(tail) and size > len(tail)):
-        raise _refused(f"{path} holds something else than a recording; give another name")
+        raise _refused(f"{path} is not a recording; give another name")
     if last_line:
-        log.warning("[record] %s: %d bytes of an unfinished last line are cut off", path, last_line)
+        log.warning("[record] %s: %d bytes of an unfinished last line are removed", path, last_line)
         os.ftruncate(fd, size - last_line)
 
 
@@ -381,11 +383,11 @@ def _refused(message: str) -> SettingsError:
 
 
 def joined(requests: Sequence[RecordedRequest]) -> dict[str, str]:
-    """Returns, for each hash in the recording, the hash at the last known cut before it, which may be another prompt's;
-    "" at the beginning of prompts.
+    """Returns, for each hash in the recording, the hash at the last known cut before it, "" at the start of a prompt.
+    The earlier hash may come from another prompt.
 
-    A prompt has the cuts of all prompts that share them, so it can be put together from its end backwards: the tokens
-    between two cuts are the same in all prompts that have both.
+    The tokens between two cuts are the same in all prompts that have both hashes. So a prompt can be rebuilt from its
+    last hash backwards, with the cuts of all prompts that share its beginning.
     """
     before: dict[str, str] = {}
     position_of = {"": 0}
@@ -396,7 +398,7 @@ def joined(requests: Sequence[RecordedRequest]) -> dict[str, str]:
             _link(before, position_of, earlier, later)
             earlier = later
     for request in requests:
-        # What the other prompt's line says is missing if it could not be written.
+        # The line of the other prompt may be missing.
         if request.parted_at and position_of.get(request.parted_from, 0) > request.parted_at:
             parted = request.hashes[request.cuts.index(request.parted_at)]
             _link(before, position_of, parted, request.parted_from)
@@ -404,7 +406,7 @@ def joined(requests: Sequence[RecordedRequest]) -> dict[str, str]:
 
 
 def _link(before: dict[str, str], position_of: dict[str, int], earlier: str, later: str) -> None:
-    """Records that the prefix `earlier` is a beginning of `later`, and puts both into one chain with what is known."""
+    """Records that the prefix `earlier` is a beginning of `later`, and inserts both into the known chain."""
     while True:
         known = before.get(later)
         if known is None:

@@ -1,4 +1,4 @@
-"""`diskprefix simulate`: show what each setting would have done with a recorded workload."""
+"""The command `diskprefix simulate`: shows the effect of other settings on a recorded workload."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _recorded(otherwise: int) -> dict[str, Any]:
 _EPILOG = """\b
 Examples:
   diskprefix simulate day.jsonl
-      compares seven scopes for two kinds of models, with 4 GiB and without a limit
+      compares seven scopes for three kinds of models, with 4 GiB and without a limit
   diskprefix simulate day.jsonl --regime sliceable --scope auto:30 --scope full --budget 1GiB --budget 8GiB
       shows how much room each scope needs
   diskprefix simulate day.jsonl --scope off --policy chat --policy agent
@@ -56,44 +56,45 @@ Examples:
   diskprefix simulate synthetic:interleaved:500 --json | jq '.[] | {scope, restored_share, written_share}'
       replays a generated workload
   diskprefix simulate day.jsonl --machines 2 --machines 8 --machines 64
-      spreads the workload over machines, with and without a tier in an object store
+      spreads the workload over machines, with and without a shared tier in an object store
   diskprefix serve --record day.jsonl
-      records the workload of your own daemon: lengths and hashes, no text
+      records the workload of a daemon: lengths and hashes, no text
 
 Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenizer for request bodies.
 """
 
 
-@click.command(short_help="Replay a workload, and show what each setting would do.", epilog=_EPILOG)
+@click.command(short_help="Replay a workload under other settings, without a model.", epilog=_EPILOG)
 @click.argument("traces", nargs=-1, required=True, metavar="TRACE...", callback=nonempty)
 @option(
     "--scope",
     metavar="SCOPE",
     multiple=True,
     show_default=f"{', '.join(_SCOPES)}; with --machines {_SCOPE}",
-    help="As --disk-prefix-cache of serve: off, full, auto:N or N. Can be given several times.",
+    help="A scope, as for --disk-prefix-cache of serve: off, full, auto:N or N. Can be given several times.",
 )
 @option(
     "--regime",
     type=click.Choice(REGIMES, case_sensitive=False),
     multiple=True,
     show_default=f"{', '.join(REGIMES)}; with --machines {REGIMES[0]}",
-    help="The kind of model. token: a prompt restores to any token. sliceable: to the end of any block. checkpoints: "
-    "to checkpoints, because it has recurrent or linear attention layers. Can be given several times.",
+    help="The kind of model, which decides where a prefix can be restored. token: at any token. sliceable: at the end "
+    "of any block. checkpoints: at checkpoints only (recurrent or linear attention). Can be given several times.",
 )
 @option(
     "--budget",
     metavar="SIZE",
     multiple=True,
     show_default=f"{', '.join(_BUDGETS)}; with --machines {_BUDGETS[-1]}",
-    help="As --kv-cache-budget of serve, or unlimited; with --machines, of each. Can be given several times.",
+    help="The size of the store, as for --kv-cache-budget of serve, or unlimited. With --machines, the size on each "
+    "machine. Can be given several times.",
 )
 @option(
     "--policy",
     metavar="NAME|FILE",
     multiple=True,
-    help="A preset, such as agent, or a .toml file. It becomes a row of its own; settings that it does not have are "
-    "those of the other rows. Can be given several times.",
+    help="A preset, such as agent, or a .toml file. It gets a row of its own. Settings that it lacks are those of the "
+    "other rows. Can be given several times.",
 )
 @setting_option("block_size", envvar=None, **_recorded(_DEFAULTS.block_size))
 @setting_option("kv_cache_min_tokens", envvar=None, **_recorded(_DEFAULTS.kv_cache_min_tokens))
@@ -117,12 +118,12 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     help="The speed of prefill. Only the time saved depends on it.",
 )
 @option(
-    "--last", metavar="DURATION", show_default="all of it", help="Only the end of each workload: 90s, 15m, 12h, 7d."
+    "--last", metavar="DURATION", show_default="all of it", help="Replay only the end of each workload: 90s, 15m, 12h."
 )
 @setting_option(
     "model",
     envvar=None,
-    help="The model whose tokenizer and chat template render request bodies. Its weights are not loaded.",
+    help="The model whose tokenizer and chat template render request bodies. The weights are not loaded.",
 )
 @setting_option("chat_template", envvar=None, type=PathType(exists=True, dir_okay=False))
 @option(
@@ -131,24 +132,24 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     type=click.IntRange(1, _MOST_MACHINES),
     multiple=True,
     show_default="one daemon, and no tier",
-    help="Spread the workload over so many machines, each with a store of its own, with and without a tier that they "
-    "share in an object store. Can be given several times.",
+    help="Spread the workload over N machines, each with its own store, with and without a shared tier in an object "
+    "store. Can be given several times.",
 )
 @option(
     "--spread",
     type=click.Choice(SPREADS, case_sensitive=False),
     multiple=True,
     show_default="random, conversation",
-    help="With --machines: who gets a request. random: any machine. conversation: the one that had the turn before. "
-    "tenant: by the tenant's hash. Can be given several times.",
+    help="With --machines: the machine that gets a request. random: any. conversation: the one that had the previous "
+    "turn. tenant: chosen by the hash of the tenant. Can be given several times.",
 )
 @option(
     "--remote-write",
     type=click.Choice(WRITE_RULES, case_sensitive=False),
     multiple=True,
     show_default="off, seen-twice, all",
-    help="With --machines: what a machine puts into the shared tier. off: there is no tier. seen-twice: what it has "
-    "seen in two prompts. all: what it saves. Can be given several times.",
+    help="With --machines: what a machine uploads to the shared tier. off: there is no shared tier. seen-twice: "
+    "prefixes that it has seen in two prompts. all: everything that it saves. Can be given several times.",
 )
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
@@ -156,8 +157,8 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     metavar="FILE",
     type=PathType(dir_okay=False),
     show_default="nothing is drawn",
-    help="Draw the restored share against the bytes written, with a curve for each scope, to a .png or .svg file. "
-    "Needs matplotlib.",
+    help="Draw the restored share against the written bytes to a .png or .svg file, with a curve for each scope. Needs "
+    "matplotlib.",
 )
 def simulate(
     traces: tuple[str, ...],
@@ -178,39 +179,39 @@ def simulate(
     plot: Path | None,
     **flags: Any,
 ) -> None:
-    """Replay recorded workloads without a model, and show what each setting would have restored and written.
+    """Replay recorded workloads without a model. Show what each setting would have restored and written.
 
-    The code of the daemon decides what is kept and what is evicted. Only the model, the disk and the clock are
-    simulated. The scopes, marks and times to live that single requests ask for hold in every row.
+    The daemon's own code decides what to keep and what to evict. Model, disk and clock are simulated. Scopes, marks and
+    times to live that single requests set apply in every row.
 
-    Not simulated are --kv-cache-gate, --reuse-generated, --kv-cache-min-free and --kv-cache-write-buffer: everything
-    that is found is restored, replies are not kept, and writing takes no time.
+    --kv-cache-gate, --reuse-generated, --kv-cache-min-free and --kv-cache-write-buffer are not simulated: everything
+    that is found is restored, and writing takes no time.
 
     \b
     TRACE is a file with one JSON object on each line:
       a recording of `diskprefix serve --record FILE`
-      request bodies in OpenAI's form, or lists of messages; `timestamp` is in ms
+      request bodies as for the daemon, or lists of messages; `timestamp` is in ms
       Mooncake's form: timestamp, input_length, output_length, hash_ids
     or a generated workload, synthetic:NAME or synthetic:NAME:REQUESTS, with NAME
       shared-anchor, interleaved, retrieval, moving-reminder, edits, one-off
 
     \b
-    hits       requests of which something was restored
-    restored   prompt tokens that need not be computed
+    hits       requests with restored tokens
+    restored   restored tokens, in % of the prompt tokens
     written    tokens written to disk, in % of the prompt tokens
     bytes      bytes written to disk
-    evictions  blocks, checkpoints or snapshots that were evicted
-    saved      the time that prefill would have taken for what was restored
-    --json has more of them. With --machines also
-    fetched, put      bytes that went from and to the shared tier
-    reads/s, writes/s requests at the object store in its busiest second
-    $, $ a month      what these requests cost, and what is stored then, at S3's prices
+    evictions  evicted blocks, checkpoints or snapshots
+    saved      time of prefill that restoring saved
+    --json has more columns. With --machines also
+    fetched, put       bytes read from and written to the shared tier
+    reads/s, writes/s  requests to the object store in its busiest second
+    $, $ a month       the cost of all requests, and of storage at the end (S3 prices)
 
     \b
-    whole-snapshots  for comparison, a simple rule: what a prompt shares with one of
-                     the 30 before it is saved whole, under its exact hash
-    upper-bound      what no rule exceeds: every token that a prompt shares with one
-                     before it, kept for ever
+    whole-snapshots  a simple rule for comparison: saves the prefix that a prompt shares
+                     with one of the 30 prompts before it, whole, under its exact hash
+    upper-bound      a limit for all rules: every token that a prompt shares with an
+                     earlier one is restored
     """
     if tokens_per_s is not None and not (math.isfinite(tokens_per_s) and tokens_per_s > 0):
         raise SettingsError("--tokens-per-s: it must be a number above 0")
@@ -220,20 +221,17 @@ def simulate(
         simulate_machines.check(regime, policy)
     elif spread or remote_write:
         raise SettingsError(f"{'--spread' if spread else '--remote-write'} needs --machines")
-
-    def several(without: tuple[Any, ...], with_machines: tuple[Any, ...]) -> tuple[Any, ...]:
-        return with_machines if machines else without
-
     last_s = None if last is None else parse_duration(last, param="--last")
+    scope = scope or ((_SCOPE,) if machines else _SCOPES)
+    regime = regime or (REGIMES[:1] if machines else REGIMES)
+    budget = budget or (_BUDGETS[-1:] if machines else _BUDGETS)
     cases_of = partial(
         _cases,
-        scopes=tuple(
-            dict.fromkeys(parse_scope(text, param="--scope") for text in scope or several(_SCOPES, (_SCOPE,)))
-        ),
-        regimes=regime or several(REGIMES, REGIMES[:1]),
+        scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope)),
+        regimes=regime,
         budgets=tuple(
             None if size.strip().lower() == "unlimited" else _size(size, "--budget", MIN_BUDGET, MAX_BUDGET)
-            for size in budget or several(_BUDGETS, _BUDGETS[-1:])
+            for size in budget
         ),
         presets={name: policy_values(name) for name in policy},
         flags={name: value for name, value in flags.items() if value is not None},

@@ -1,4 +1,4 @@
-"""A store of names only. The code that chooses victims is the real store's."""
+"""A store of names only. It chooses victims with the code of the real store."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from diskprefix.tokens import TokenIds, num_common
 
 Rank = Callable[[UsageTable, float], NDArray[np.float64]]
 
-_NOBODYS = np.zeros((), USAGE_DTYPE)
-_NOBODYS["children"] = 1
+_UNUSED = np.zeros((), USAGE_DTYPE)
+_UNUSED["children"] = 1
 
 
 @dataclass(frozen=True)
 class NewEntry:
-    """A node to be stored: `num_bytes` is its size in the file, `prefill_s` the time that its tokens took to compute,
-    `ttl_s` and `is_expected` as in `store.changes.NewNode`. `token_ids` (int32, little-endian) are given where prompts
-    restore to the token: then a part of them finds the node, and it replaces nodes with fewer."""
+    """A node to store. `num_bytes` is its size in the file, `prefill_s` the time to compute its tokens. For `ttl_s` and
+    `is_expected` see `store.changes.NewNode`. `token_ids` (int32, little-endian) are given for models that are exact at
+    every token: a prefix of them finds the node, and the node replaces shorter ones."""
 
     node: Node
     num_bytes: int
@@ -48,10 +48,10 @@ class NewEntry:
 
 
 class SimulatedStore:
-    """Holds nodes within a budget in bytes; None is unlimited. `rank` tells which nodes are least worth keeping.
+    """Nodes within a budget in bytes, None for no limit. `rank` scores nodes for eviction.
 
-    `has_states`: a block that neither checkpoint nor tail continues is of no use (see `store.eviction`). `ttl_s`: nodes
-    that were not used for this many seconds expire; 0 keeps them.
+    `has_states`: a block without a later checkpoint or tail is of no use (see `store.eviction`). Nodes expire `ttl_s`
+    seconds after their last use; 0 keeps them.
     """
 
     def __init__(self, budget_bytes: int | None, *, has_states: bool, ttl_s: float = 0.0, rank: Rank = scores) -> None:
@@ -67,11 +67,11 @@ class SimulatedStore:
         self._rows: dict[bytes, int] = {}
         self._nodes: list[Node] = []
         self._records = np.zeros(1024, USAGE_DTYPE)
-        """A row for each node. Rows of deleted nodes are nobody's (`UsageTable`) until they are taken again."""
+        """A row for each node. Rows of deleted nodes are unused (see `UsageTable`) until a new node takes them."""
         self._free: list[int] = []
         self._token_ids: dict[bytes, bytes] = {}
         self._children: dict[bytes, list[tuple[bytes, bytes]]] = {}
-        """Token ids and names of the nodes that continue a node or root, sorted."""
+        """The sorted token ids and names of the nodes that continue a node or root."""
 
     def __contains__(self, name: bytes) -> bool:
         return name in self._rows
@@ -80,7 +80,7 @@ class SimulatedStore:
         return len(self._rows)
 
     def parent(self, name: bytes) -> bytes:
-        """Returns the parent's name of a node; b"" if the node is not stored."""
+        """Returns the name of a node's parent, b"" if the node is not stored."""
         row = self._rows.get(name)
         return b"" if row is None else self._nodes[row].parent
 
@@ -89,9 +89,10 @@ class SimulatedStore:
         return node.name in self._rows
 
     def similar(self, parent: bytes, token_ids: TokenIds) -> Iterator[tuple[Node, TokenIds]]:
-        """Yields the node that continues `parent` and shares most of the first of these token ids, and its tokens."""
+        """Yields the node that continues `parent` and has the longest common prefix with these tokens, and its
+        tokens."""
         children, wanted = self._children.get(parent, []), token_ids.tobytes()
-        # Its neighbours in the order share most with it.
+        # The neighbours in sorted order have the longest common prefix.
         place = bisect_left(children, (wanted, b""))
         near = children[max(place - 1, 0) : place + 1]
         if near:
@@ -99,7 +100,7 @@ class SimulatedStore:
             yield self._nodes[self._rows[name]], np.frombuffer(listed, dtype=np.int32)
 
     def pass_time(self, now: float) -> None:
-        """Removes expired nodes, as often as the daemon does."""
+        """Removes expired nodes, at the daemon's intervals."""
         if now < self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._has_own_ttls):
             return
         self._expired_at = now
@@ -107,8 +108,8 @@ class SimulatedStore:
             self._delete(expired(self._table(), self.parent, ttl_s=self._ttl_s, pinned=frozenset(), now=now))
 
     def publish(self, entries: Iterable[NewEntry], last_node: bytes | None, ttl_s: float | None, now: float) -> bool:
-        """Stores nodes, parents first, and evicts others if there is no room. Returns False if they cannot fit: then
-        nothing is stored. `last_node` is the end of the path that this uses."""
+        """Stores nodes, parents first, and evicts others if needed. Returns False if they cannot fit, and then stores
+        nothing. `last_node` is the end of the used path."""
         new = [entry for entry in entries if entry.node.name not in self._rows]
         for entry in tuple(new):
             if (longer := self._longer(entry)) is not None:
@@ -160,7 +161,7 @@ class SimulatedStore:
             self._records["children"][parent] += 1
 
     def _remove_shorter(self, entry: NewEntry, now: float) -> None:
-        """Does what `store.changes.Changes.remove_shorter` does."""
+        """Removes the nodes that a new one replaces, as `store.changes.Changes.remove_shorter` does."""
         if entry.token_ids is None or len(self._children[entry.node.parent]) == 1:
             return
         own = self._rows[entry.node.name]
@@ -174,7 +175,7 @@ class SimulatedStore:
                     self._records[own] = with_uses(node, shorter, now)
 
     def _longer(self, entry: NewEntry) -> bytes | None:
-        """Does what `store.changes.Changes.put_node` does to find a longer node."""
+        """Returns a stored node that makes a new one needless, as `store.changes.Changes.put_node` finds it."""
         if not entry.token_ids:
             return None
         for listed, name in self._listed_from(entry.node.parent, entry.token_ids):
@@ -184,7 +185,7 @@ class SimulatedStore:
         return None
 
     def _listed_from(self, parent: bytes, beginning: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """Yields token ids and names of the nodes that continue `parent` with these token ids."""
+        """Yields token ids and names of the nodes that continue `parent` and begin with these token ids."""
         listed = self._children.get(parent, [])
         for place in range(bisect_left(listed, (beginning, b"")), len(listed)):
             if not listed[place][0].startswith(beginning):
@@ -227,7 +228,7 @@ class SimulatedStore:
             self.used_bytes -= int(self._records["stored_bytes"][row])
             if (parent := self._rows.get(self._nodes[row].parent)) is not None:
                 self._records["children"][parent] -= 1
-            self._records[row] = _NOBODYS
+            self._records[row] = _UNUSED
             self._free.append(row)
 
     def _unlist(self, node: Node) -> None:

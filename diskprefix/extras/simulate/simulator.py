@@ -1,6 +1,6 @@
-"""Runs one workload through one policy. Each request takes the steps of `cache.cached_request`, without any state.
+"""Runs a workload through a policy. Each request takes the steps of `cache.cached_request`, without any state.
 
-README.md says what is not simulated.
+README.md lists what is not simulated.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _OFF = Scope("off")
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The settings of a daemon that decide how much is kept. The defaults are the daemon's. `ttl_s` is in seconds; 0
-    sets no limit. `seconds_per_token` is the time of prefill."""
+    """The settings of a daemon that decide how much is kept, with the daemon's defaults. `ttl_s` is in seconds; 0 sets
+    no limit. `seconds_per_token` is the speed of prefill."""
 
     scope: Scope
     budget_bytes: int | None = None
@@ -46,10 +46,11 @@ class Policy:
 class Totals:
     """The effect of a policy on a workload.
 
-    `hits`: requests of which something was restored. `written_tokens` are the tokens of blocks and tails,
-    `written_bytes` their size in the file with the checkpoints, `distinct_bytes` the same with nodes that were written
-    twice counted once. `selected_tokens`: tokens that the policy wanted kept, stored already or not. `evictions`:
-    evicted nodes or snapshots. `dropped`: publications that did not fit. `seconds_saved`: prefill that was not needed.
+    `hits` counts requests with restored tokens. `written_tokens` are the tokens of written blocks and tails,
+    `written_bytes` their size in the file, with checkpoints. `distinct_bytes` counts nodes that were written twice only
+    once. `selected_tokens` are the tokens that the policy wanted to keep, whether they were stored before or not.
+    `evictions` counts evicted nodes or snapshots, `dropped` publications that did not fit. `seconds_saved` is the time
+    of prefill that restoring saved.
     """
 
     requests: int = 0
@@ -71,17 +72,17 @@ class Totals:
 
     @property
     def restored_share(self) -> float:
-        """The share of prompt tokens that need not be computed."""
+        """The restored share of prompt tokens."""
         return self.restored_tokens / max(self.prompt_tokens, 1)
 
     @property
     def written_share(self) -> float:
-        """Written tokens for each prompt token."""
+        """The number of written tokens for each prompt token."""
         return self.written_tokens / max(self.prompt_tokens, 1)
 
     @property
     def write_amplification(self) -> float:
-        """The number of times that the average byte was written."""
+        """The mean number of times that a byte was written."""
         return self.written_bytes / self.distinct_bytes if self.distinct_bytes else 1.0
 
 
@@ -94,7 +95,7 @@ class Outcome(NamedTuple):
 
 
 class Simulator:
-    """A daemon without a model. `step` takes the requests of a trace in their order."""
+    """A daemon without a model. Call `step` for the requests of a trace in order."""
 
     def __init__(self, policy: Policy, geometry: Geometry) -> None:
         self.totals = Totals()
@@ -109,14 +110,14 @@ class Simulator:
             state=geometry.state_kind,
         )
         self._seen_by: dict[str, SeenPrompts] = {}
-        """By tenant."""
+        """The seen prompts by tenant."""
         self._written: set[bytes] = set()
         self._ends: set[str] = set()
-        """Ends of prompts whose logits are kept beside the tree."""
+        """The ends of prompts whose logits are stored as notes."""
         self._bytes_of = lru_cache(maxsize=1024)(geometry.stored_bytes)
 
     def step(self, request: TraceRequest) -> Outcome:
-        """Simulates one request from its lookup to its publication."""
+        """Simulates a request, from its lookup to its publication."""
         policy, prompt = self._policy, request.prompt
         scope = request.scope or policy.scope
         self.store.pass_time(request.when)
@@ -159,7 +160,7 @@ class Simulator:
     def _publish(self, request: TraceRequest, nodes: PromptNodes, restored: Restored, selection: Selection) -> int:
         """Publishes the prompt, then its reply. Returns the number of written tokens."""
         planner = Planner(nodes, restored, self._geometry.state_kind, len(nodes.token_ids))
-        # What was restored is not computed, so no checkpoint can be taken there.
+        # Restored tokens are not computed, so they leave no checkpoint.
         plan = planner.plan(selection, {at for at in selection.checkpoints if at > restored.num_tokens})
         written = self._store(request, planner, plan, is_expected=selection.continues)
         keeps_logits = selection.keep_tail and self._geometry.state_kind == "token"
@@ -177,7 +178,7 @@ class Simulator:
         return written
 
     def _store(self, request: TraceRequest, planner: Planner, plan: Plan, *, is_expected: bool) -> int:
-        """Carries out a plan of `planner`. Returns the number of written tokens."""
+        """Stores the nodes of a plan. Returns the number of written tokens."""
         nodes, marks, ttl_s = planner.nodes, request.prompt.marks, request.ttl_s
         to_the_token, per_token = self._geometry.state_kind == "token", self._policy.seconds_per_token
         planner.submitted.update(node.name for node in plan.nodes)
@@ -205,7 +206,7 @@ class Simulator:
         return sum(entry.node.num_tokens for entry in entries)
 
     def nodes(self, request: TraceRequest, token_ids: TokenIds) -> PromptNodes:
-        """Returns the nodes of a prompt, by the names that they have in the store."""
+        """Returns the nodes of a prompt, named as in the simulated store."""
         root, layout = root_hash(request.tenant), self._geometry.layout
         return PromptNodes(_SECRET, root, token_ids, self._policy.block_size, layout)
 

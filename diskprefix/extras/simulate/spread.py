@@ -18,10 +18,10 @@ _SEED = 0
 
 
 def spreader(spread: Spread, machines: int, block_size: int) -> Callable[[TraceRequest], int]:
-    """Returns what gives each request of a trace, in their order, the number of its machine, from 0.
+    """Returns a function that gives the machine of each request, a number from 0. Call it in the order of the trace.
 
-    `random`: any. `conversation`: the one that had the turn before (`Conversations`); a new conversation goes to the
-    next machine in turn. `tenant`: by the hash of its name.
+    `random` chooses any machine. `conversation` chooses the machine of the previous turn (see `Conversations`), and for
+    a new conversation the next machine in turn. `tenant` chooses by the hash of the tenant.
     """
     if spread == "random":
         random = np.random.default_rng(_SEED)
@@ -33,10 +33,10 @@ def spreader(spread: Spread, machines: int, block_size: int) -> Callable[[TraceR
 
 
 class Conversations:
-    """Numbers conversations from 0, in the order in which they begin.
+    """Numbers conversations from 0, in order of their first request.
 
-    A request goes on from an earlier one of its tenant if it begins with the whole of its prompt; of several, from the
-    one with the longest. Where clients say to which conversation a request belongs (`prompt_cache_key`), that decides.
+    A request with a `prompt_cache_key` belongs to the conversation of that key. Another request continues the earlier
+    request of its tenant with the longest prompt that its own prompt begins with.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -44,11 +44,11 @@ class Conversations:
         self._count = 0
         self._groups: dict[tuple[str, bytes], int] = {}
         self._ends: dict[bytes, dict[int, dict[bytes, int]]] = {}
-        """The conversations of earlier prompts: by the name of the last full block of each, then by how many bytes of
-        token ids come behind it, then by these."""
+        """The conversations of earlier prompts by their ends: the name of the last full block, the number of bytes of
+        token ids after it, and these bytes."""
 
     def number_of(self, request: TraceRequest) -> int:
-        """Returns the number of the conversation of a request, and remembers the request."""
+        """Returns the number of a request's conversation, and remembers the request."""
         token_ids, size = request.prompt.token_ids, self._block_size
         nodes = PromptNodes(0, root_hash(request.tenant), token_ids, size, SLICEABLE.layout)
         names, of_tokens = [nodes.root, *nodes.block_names], token_ids.tobytes()
@@ -64,7 +64,8 @@ class Conversations:
         return number
 
     def _earlier(self, names: Sequence[bytes], of_tokens: bytes) -> int | None:
-        """The conversation of the longest prompt that these tokens begin with. `names`: the root, then the blocks."""
+        """Returns the conversation of the longest earlier prompt that these tokens begin with. `names` has the root,
+        then the blocks."""
         for index in range(len(names) - 1, -1, -1):
             of_length = self._ends.get(names[index], {})
             start = ID_BYTES * index * self._block_size

@@ -1,8 +1,8 @@
-"""Workloads made up from a seed, so that tests and settings can be tried without anybody's data.
+"""Workloads generated from a seed, to try settings without recorded data.
 
-Prompts look like chats: system message, turns, and the beginning of a reply, each opened by `BEGIN` and closed by
-`END`, the markers of the embedded model. The text is random tokens of it. Each generator always makes the same trace of
-the same arguments. Sizes are in tokens; `(low, high)` is drawn from evenly, both included.
+Prompts look like chats: a system message, turns, and the beginning of a reply. Each message begins with `BEGIN` and
+ends with `END`, the markers of SmolLM2. The text is random tokens. The same arguments always give the same trace. Sizes
+are in tokens and uniformly distributed; `(low, high)` includes both ends.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _MEAN_PAUSE_S = 5.0
 
 Sizes: TypeAlias = tuple[int, int]
 _Chat: TypeAlias = tuple[tuple[TokenIds, ...], int]
-"""One request: its messages, the first of which is the system message, and the length of the reply."""
+"""A request: its messages, the system message first, and the length of the reply."""
 
 
 class _Source:
-    """Draws text, sizes and pauses."""
+    """Draws texts and sizes."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -45,13 +45,13 @@ class _Source:
 
 
 def _trace(name: str, num_requests: int, seed: int, chats: Callable[[_Source], Iterator[_Chat]]) -> Trace:
-    """The first `num_requests` that `chats` draws, with pauses between them."""
+    """Makes a trace of the first `num_requests` chats, with random pauses."""
 
     def replay() -> Iterator[TraceRequest]:
         pauses = np.random.default_rng([seed, 1]).exponential(_MEAN_PAUSE_S, num_requests)
         for when, (messages, reply_tokens) in zip(np.cumsum(pauses).tolist(), chats(_Source(seed)), strict=False):
             token_ids = np.concatenate([*messages, as_token_ids([BEGIN, _ASSISTANT, _NEWLINE])])
-            # One past the marker that opens the next message, as of a real template.
+            # As with a real template, the boundary is one past the marker of the next message.
             prompt = Prompt(token_ids, raw_boundaries(token_ids, (BEGIN, END)), system_end=len(messages[0]) + 1)
             yield TraceRequest(when=when, prompt=prompt, output_tokens=reply_tokens)
 
@@ -59,7 +59,7 @@ def _trace(name: str, num_requests: int, seed: int, chats: Callable[[_Source], I
 
 
 def shared_anchor(seed: int = 0, num_requests: int = 200) -> Trace:
-    """A system message that all requests share, and one message of each request's own."""
+    """Makes requests with a common system message, each with one message of its own."""
 
     def chats(source: _Source) -> Iterator[_Chat]:
         system = source.message(_SYSTEM, (1500, 1500))
@@ -82,10 +82,11 @@ def interleaved(
     edited: float = 0.0,
     reminder: Sizes | None = None,
 ) -> Trace:
-    """Conversations under one system message that grow by turns; one that has ended makes room for a new one.
+    """Makes conversations with a common system message. A random one grows in each request, and an ended one is
+    replaced by a new one.
 
-    A share `edited` of the requests has another text in the place of an earlier message. A `reminder` stands behind the
-    newest message only: the next prompt lacks it there.
+    In a share `edited` of the requests, an earlier message has a new text. A `reminder` follows the newest message
+    only: the next prompt does not have it in that place.
     """
 
     def chats(source: _Source) -> Iterator[_Chat]:
@@ -112,7 +113,7 @@ class _Conversation:
         self._messages = [system]
 
     def next(self, user: Sizes, reply: Sizes) -> _Chat:
-        """The request of the next turn; its reply will be part of the one after."""
+        """Returns the request of the next turn. The turn after that contains its reply."""
         self._messages.append(self._source.message(_USER, user))
         chat_messages = tuple(self._messages)
         answer = self._source.message(_ASSISTANT, reply)
@@ -121,14 +122,14 @@ class _Conversation:
         return chat_messages, len(answer)
 
     def edit(self, sizes: Sizes) -> None:
-        """Rewrites one of the user's messages, if there is one."""
+        """Replaces one of the user's messages, if there is one."""
         asked = len(self._messages) // 2
         if asked:
             self._messages[2 * self._source.one_of(asked) + 1] = self._source.message(_USER, sizes)
 
 
 def _by_turns(source: _Source, system: TokenIds, conversations: int, turns: Sizes) -> Iterator[_Conversation]:
-    """Whose turn it is; a conversation that has had all its turns is replaced by a new one."""
+    """Yields the conversation of each turn, drawn at random. Replaces a conversation without turns left."""
     open_ones = [_Conversation(source, system, turns) for _ in range(conversations)]
     while True:
         at = source.one_of(conversations)
@@ -147,8 +148,8 @@ def retrieval(
     documents: int = 30,
     found: int = 4,
 ) -> Trace:
-    """Each request brings some documents, each a turn of its own, and a question. Some documents are found far more
-    often than others (Zipf's law)."""
+    """Makes requests with some documents, each a message of its own, and a question. Documents are drawn by Zipf's
+    law."""
 
     def chats(source: _Source) -> Iterator[_Chat]:
         anchor = source.message(_SYSTEM, system)
@@ -164,7 +165,7 @@ def retrieval(
 
 
 def one_off(seed: int = 0, num_requests: int = 200, *, system: Sizes = (100, 2000), user: Sizes = (200, 4000)) -> Trace:
-    """Prompts that have nothing in common: all that is written of them is written in vain."""
+    """Makes prompts without common prefixes, so that all writes are in vain."""
 
     def chats(source: _Source) -> Iterator[_Chat]:
         while True:
@@ -181,4 +182,4 @@ CATALOG: dict[str, Callable[..., Trace]] = {
     "edits": edits,
     "one-off": one_off,
 }
-"""By the names that the traces have. Each is called with `seed` and `num_requests`."""
+"""The generators by the name of their trace. Each takes `seed` and `num_requests`."""

@@ -1,4 +1,4 @@
-"""The tables of `diskprefix simulate`: one for each trace."""
+"""The tables of `diskprefix simulate`, one for each trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from diskprefix.units import counted, format_duration, format_size
 
 
 def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
-    """Prints a table for each trace. The `rows` of a trace bear its name."""
+    """Prints a table for each trace. The `rows` of a trace have its name."""
     for index, trace in enumerate(traces):
         of_trace = [row for row in rows if row.trace == trace.name]
         totals = of_trace[0].totals
@@ -32,7 +32,7 @@ def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
 
 
 def _assumed(rows: Sequence[Row]) -> str:
-    """The assumptions behind the figures, whether they are recorded, given or the defaults."""
+    """Returns a line with the assumptions behind the figures: recorded, given or default values."""
     policy = next(row.case.policy for row in rows if row.case.preset is None)
     parts = [f"blocks of {policy.block_size} tokens, {policy.min_tokens} at least"]
     for regime, geometry in {row.case.regime: row.case.geometry for row in rows}.items():
@@ -42,7 +42,7 @@ def _assumed(rows: Sequence[Row]) -> str:
 
 
 def _asked(trace: Trace) -> Iterator[str]:
-    """Yields what single requests asked for themselves. It holds in every row."""
+    """Yields a line about options that single requests set. They apply in every row."""
     asked: Counter[str] = Counter()
     for request in trace:
         asked["have a scope of their own"] += request.scope is not None
@@ -54,7 +54,7 @@ def _asked(trace: Trace) -> Iterator[str]:
 
 
 def _print_table(rows: Sequence[Row]) -> None:
-    """Prints a section for each regime and budget, under common columns."""
+    """Prints a section for each regime and budget, with common columns."""
     from rich.table import Column
 
     sections: dict[str, list[Row]] = {}

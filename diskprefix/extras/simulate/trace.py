@@ -1,4 +1,4 @@
-"""Traces that a simulation replays: requests in the order in which they came, with the tokens of their prompts."""
+"""Traces, which a simulation replays: requests in order of time, with the tokens of their prompts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from diskprefix.tokens import TokenIds, as_token_ids
 class TraceRequest:
     """One request.
 
-    `when`: seconds since the trace began. `reply`: the tokens that the model was given behind the prompt, empty if they
-    are not known. `scope`: what the request itself asked for; None for the scope that is
-    simulated. `group`, `save` and `ttl_s` are those of `CacheOptions`. Requests of different tenants share nothing.
-    `is_shared`: the tenant has neither key nor salt, as the one without a name always is. `remembered`: whether the
-    prompt counts as a recent one for later requests; false for one that failed or was cancelled. `grain`: prompts share
-    whole multiples of so many tokens only, as those of a trace of block ids do.
+    `when` is in seconds since the trace began. `reply` has the tokens that were computed after the prompt, empty if
+    unknown. `scope` is the scope that the request set, None for the simulated one. For `group`, `save` and `ttl_s` see
+    `CacheOptions`. Requests of different tenants share nothing. `is_shared`: the tenant has neither key nor salt, as
+    always for the tenant "". `remembered`: the prompt counts as a recent one for later requests. This is false for a
+    request that failed or was cancelled. `grain`: common prefixes are multiples of this number of tokens, as in traces
+    of block ids.
     """
 
     when: float
@@ -43,8 +43,8 @@ class TraceRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedDaemon:
-    """A daemon as its recording describes it: its settings, what its model's state weighs (None: not known)
-    and how fast prefill was (0: not known)."""
+    """The daemon of a recording: its settings, the size of its model's state (None if unknown), and the speed of
+    prefill (0 if unknown)."""
 
     block_size: int
     min_tokens: int
@@ -54,10 +54,10 @@ class RecordedDaemon:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """A named sequence of requests that can be iterated any number of times, each time the same.
+    """A named sequence of requests, which can be iterated any number of times.
 
-    `replay` begins anew at each call. It may make the tokens of a prompt only then, so that a trace may be larger
-    than memory: keep no request longer than needed. `daemon`: whose recording it is.
+    Each call of `replay` begins from the start. A trace may be larger than memory, because the tokens of a prompt may
+    be made only then. So keep no request longer than needed. `daemon` is the recorded daemon, None for other traces.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Trace:
 
     @classmethod
     def of(cls, name: str, requests: Sequence[TraceRequest]) -> Trace:
-        """A trace that lies in memory."""
+        """Makes a trace of requests in memory."""
         return cls(name, len(requests), lambda: iter(requests))
 
     def __len__(self) -> int:
@@ -77,23 +77,23 @@ class Trace:
         return self.replay()
 
     def last(self, seconds: float) -> Trace:
-        """Returns the requests of its last seconds."""
+        """Returns a trace of the last seconds."""
         times = [request.when for request in self]
         start = max(times, default=0.0) - seconds
         num_requests = sum(when >= start for when in times)
         return Trace(self.name, num_requests, lambda: (one for one in self if one.when >= start), self.daemon)
 
     def head(self, num_requests: int) -> Trace:
-        """The first `num_requests` of it, or all of them."""
+        """Returns a trace of the first `num_requests` requests, or of all if there are fewer."""
         fewer = min(num_requests, self.num_requests)
         return Trace(self.name, fewer, lambda: islice(self.replay(), fewer), self.daemon)
 
 
 class BlockRequest(NamedTuple):
-    """A request of a published trace: its prompt is `num_tokens` of the tokens that its blocks stand for.
+    """A request of a published trace. Its prompt has the first `num_tokens` tokens of its blocks.
 
-    `block_ids` has shape (num_blocks,), dtype int64; `when` is in seconds. `system_end`: where the system message and
-    the tools end, in tokens, if the trace tells; 0 otherwise.
+    `block_ids` has shape (num_blocks,), dtype int64. `when` is in seconds. `system_end` is the end of the system
+    message and the tools, in tokens, 0 if unknown.
     """
 
     when: float
@@ -104,7 +104,7 @@ class BlockRequest(NamedTuple):
 
 
 def block_trace(name: str, requests: Sequence[BlockRequest], block_tokens: int) -> Trace:
-    """The requests in order of time. Block ids, whatever numbers they are, are numbered anew from 0."""
+    """Makes a trace of requests, sorted by time. Numbers the block ids from 0."""
     ordered = sorted(requests, key=lambda request: request.when)
     numbers: dict[int, int] = {}
     numbered = [
@@ -124,9 +124,9 @@ def block_trace(name: str, requests: Sequence[BlockRequest], block_tokens: int) 
 
 
 def block_tokens_of(block_ids: npt.NDArray[np.int64], block_tokens: int, num_tokens: int) -> TokenIds:
-    """Block i stands for the tokens i * block_tokens and those that follow it; the last block may be cut short.
+    """Returns the tokens of blocks: block i has the tokens from i * block_tokens on. The last block may be shorter.
 
-    Ids are taken modulo 2**32, so with blocks of 512 tokens no two of the first 8 million blocks are alike.
+    Token ids wrap around at 2**32, so with blocks of 512 tokens the first 8 million blocks are different.
     """
     starts = block_ids * block_tokens
     tokens = (starts[:, None] + np.arange(block_tokens)).ravel()[:num_tokens]

@@ -1,11 +1,11 @@
-"""Reads recorded workloads. What a file is, its first line tells: every line is a JSON object of the same kind.
+"""Reads recorded workloads. Every line of a file is a JSON object of the same kind, which the first line decides.
 
     {"timestamp": …, "input_length": …, "output_length": …, "hash_ids": […]}     Mooncake's traces (times in ms)
-    {"version": …, "cuts": […], "hashes": […], …}                                what `serve --record` writes
+    {"version": …, "cuts": […], "hashes": […], …}                                a recording of `serve --record`
     {"messages": […]} or {"prompt": …} or […]                                    request bodies, or messages alone
 
-Request bodies may have `timestamp` (in ms) and `output_length` beside them, and may be the `body` of a batch file's
-lines. Without times they come a second apart. A last line that a crash left unfinished is left out.
+A request body may have the extra fields `timestamp` (in ms) and `output_length`, and may be the `body` of a line of a
+batch file. Without times, requests come one second apart. An unfinished last line, which a crash may leave, is ignored.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ JsonObject: TypeAlias = dict[str, Any]
 _Json: TypeAlias = dict[str, Any] | list[Any]
 _Lines: TypeAlias = Iterator[tuple[int, bytes]]
 ReadBody: TypeAlias = Callable[[JsonObject], TraceRequest]
-"""From a request body to what it asks for, at time 0. Raises `InvalidRequest` for what the daemon would refuse."""
+"""Converts a request body to a request at time 0. Raises `InvalidRequest` for a body that the daemon would refuse."""
 
 MOONCAKE_BLOCK_TOKENS = 512
 _MOST_TOKENS = 1 << 24
-"""No prompt is longer."""
+"""The maximum length of a prompt."""
 _NESTED = "it is nested too deeply"
 _PAUSE_S = 1.0
 _LEAST_MEASURED_S = 1e-3
@@ -67,11 +67,11 @@ Warn: TypeAlias = Callable[[str], None]
 
 
 def read_trace(path: Path, read_body: ReadBody | None = None, *, name: str = "", warn: Warn = log.warning) -> Trace:
-    """Returns the workload in `path`, named after it unless it gets a `name`. `read_body` is needed for request bodies
-    only."""
+    """Returns the workload in `path`. Its default name is that of the file. `read_body` is needed for request bodies
+    only. Raises `SettingsError`."""
     number, line = next(_numbered_lines(path, warn), (0, b""))
     if not line:
-        raise _refused(path, None, f"it is empty; accepted is {_KNOWN}")
+        raise _refused(path, None, f"it is empty; give {_KNOWN}")
     first = _decode(path, number, line, _Json)
     lines, name = _numbered_lines(path, warn), name or path.stem
     if isinstance(first, dict) and "hash_ids" in first:
@@ -81,12 +81,12 @@ def read_trace(path: Path, read_body: ReadBody | None = None, *, name: str = "",
     if isinstance(first, dict) and not first.keys() & {"messages", "prompt", "body"}:
         raise _refused(path, number, f"its keys are not those of {_KNOWN}")
     if read_body is None:
-        raise _refused(path, None, "request bodies need a model's tokenizer; say which")
+        raise _refused(path, None, "request bodies need the tokenizer of a model")
     return Trace.of(name, sorted(_bodies(path, lines, read_body), key=attrgetter("when")))
 
 
 def _numbered_lines(path: Path, warn: Warn) -> _Lines:
-    """Yields the lines that are not blank, counted from 1, without half a last one."""
+    """Yields the lines that are not blank with their numbers from 1, without an unfinished last line."""
     is_first = True
     try:
         with path.open("rb") as file:
@@ -94,7 +94,7 @@ def _numbered_lines(path: Path, warn: Warn) -> _Lines:
                 if not line.strip():
                     continue
                 if not (is_first or line.endswith(b"\n") or _is_json(line)):
-                    warn(f"{path}:{number}: the last line is unfinished, and left out")
+                    warn(f"{path}:{number}: the last line is unfinished and is ignored")
                     return
                 yield number, line
                 is_first = False
@@ -128,7 +128,8 @@ def _refused(path: Path, number: int | None, reason: str) -> SettingsError:
 
 
 def _mooncake(path: Path, lines: _Lines, name: str) -> Trace:
-    """Prompts by the ids of their blocks, each of which names a block and all before it; no boundaries are known."""
+    """Reads prompts that are given by the ids of their blocks. An id identifies a block with all blocks before it. The
+    prompts have no boundaries."""
     requests: list[BlockRequest] = []
     block_tokens = 0
     for number, line in lines:
@@ -141,19 +142,19 @@ def _mooncake(path: Path, lines: _Lines, name: str) -> Trace:
             raise _refused(path, number, f"hash_ids: {blocks} are not the {row.input_length} of input_length")
         if max(row.hash_ids) >= 1 << 64:
             raise _refused(path, number, f"hash_ids: {max(row.hash_ids)} has more than 64 bits")
-        # Only whether two are alike matters.
+        # Ids are only compared, so their values do not matter.
         block_ids = np.array(row.hash_ids, np.uint64).view(np.int64)
         requests.append(BlockRequest(row.timestamp / 1000, block_ids, row.input_length, row.output_length))
     return block_trace(name, requests, block_tokens)
 
 
 def _recording(path: Path, lines: _Lines, name: str) -> Trace:
-    """Prompts that share tokens exactly up to the last position at which the recording says that they are the same.
+    """Reads a recording. Prompts share their tokens up to the last cut at which they have the same hash.
 
-    What stands between two neighbouring cuts gets a number of its own, which is all of its tokens. So prompts that part
-    behind a cut differ from the very next token on, and no two stretches are alike by chance. The token before a
-    boundary is a marker, which as a rule is the same in all prompts, as real ones are: by the markers in what another
-    prompt lost, the policy tells what was said from what the template wrote.
+    The tokens between two neighbouring cuts are replaced by a number that is unique to them. So prompts that part after
+    a cut differ from the next token on, and no two stretches are the same by chance. The token before a boundary is a
+    marker, as in real prompts. Most prompts have the same marker. The policy uses markers to tell messages from the
+    text of the template.
     """
     records: list[RecordedRequest] = []
     position_of = {"": 0}
@@ -195,7 +196,8 @@ def _recording(path: Path, lines: _Lines, name: str) -> Trace:
 
 
 def _markers(before: dict[str, str], position_of: dict[str, int], boundaries: Collection[str]) -> dict[str, int]:
-    """For each hash at a boundary, the token before it: -1, and less where two prompts part with a marker each."""
+    """Returns, for each hash at a boundary, the marker before it: -1, or a lower number where two prompts part with a
+    marker each."""
     marker_of: dict[str, int] = {}
     parting: Counter[str] = Counter()
     for digest in sorted(boundaries):
@@ -208,7 +210,7 @@ def _markers(before: dict[str, str], position_of: dict[str, int], boundaries: Co
 
 
 def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
-    """Returns the daemon as the last record shows it."""
+    """Returns the daemon's settings in the last record, and its mean speed of prefill."""
     last = records[-1]
     is_weighed = last.bytes_per_token or last.state_bytes
     geometry = Geometry(last.bytes_per_token, last.state_bytes, last.logits_bytes, last.exact_at)
@@ -229,7 +231,7 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
     prompt = Prompt(token_ids, tuple(record.boundaries), record.system_end, marks=marks)
     scope = parse_scope(record.scope, param="scope") if record.own_scope else None
     if record.miss_reason == "media":
-        scope = Scope("off")  # whatever is simulated, prompts with images are not cached
+        scope = Scope("off")  # no scope caches prompts with images
     return TraceRequest(
         when=when,
         prompt=prompt,

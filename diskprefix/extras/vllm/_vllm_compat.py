@@ -1,4 +1,4 @@
-"""The one module that imports from vLLM, and says which versions of it are supported."""
+"""The supported versions of vLLM, and all imports from it."""
 
 from __future__ import annotations
 
@@ -53,19 +53,18 @@ log = logging.getLogger("diskprefix")
 SUPPORTED = ("0.32",)
 
 _NUMERIC_ENVIRONMENT = ("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV", "VLLM_CPU_SGL_KERNEL")
-"""vLLM's variables that choose kernels. What chooses the backend of attention is seen at the layers."""
+"""vLLM's variables that choose kernels. The layers themselves name the chosen attention backend."""
 
 
-def check_version() -> str:
-    """Returns vLLM's version. Raises `ImportError` with one line if it is not supported."""
+def check_version() -> None:
+    """Raises `ImportError` with one line if vLLM's version is not supported."""
     found: str = vllm.__version__
     if not found.startswith(tuple(f"{version}." for version in SUPPORTED)):
         raise ImportError(f"this diskprefix supports vLLM {', '.join(SUPPORTED)}, and {found} is installed")
-    return found
 
 
 def check_parallel(vllm_config: Any) -> None:
-    """Raises `ValueError` where the pages of a rank do not hold whole tokens in their order."""
+    """Raises `ValueError` if the pages of a rank do not hold consecutive tokens, as with context parallelism."""
     parallel = vllm_config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         raise ValueError("diskprefix cannot cache pages that context parallelism spreads over ranks; leave it out")
@@ -83,13 +82,13 @@ def warn_of_failures(kv_transfer_config: Any) -> None:
 
 
 def rank_of(vllm_config: Any) -> tuple[int, int]:
-    """Returns the rank of this process, and the number of ranks that compute each token."""
+    """Returns the rank of this process and the number of ranks."""
     parallel = vllm_config.parallel_config
     return parallel.rank % parallel.world_size, parallel.world_size
 
 
 def engine_groups(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
-    """Returns the groups of layers that share a table of blocks.
+    """Returns the groups of layers with a common block table.
 
     Raises `ValueError` with one line for a model whose state cannot be cut into blocks.
     """
@@ -111,7 +110,7 @@ def _engine_group(group: Any) -> EngineGroup:
 
 
 def numbers_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
-    """Returns everything that changes the numbers of this rank but the tenant and the form of its pages."""
+    """Returns everything that changes the numbers of this rank, except the tenant and the form of its pages."""
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     layers = vllm_config.compilation_config.static_forward_context
     found = [layers[name] for group in kv_cache_config.kv_cache_groups for name in group.layer_names if name in layers]
@@ -138,14 +137,15 @@ def numbers_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
 
 
 def _attention(layer: Any) -> str:
-    """The name of a layer's attention backend, with the instructions that the one for processors packs keys for."""
+    """Returns the name of a layer's attention backend. The CPU backend adds the instruction set that it packs keys
+    for."""
     backend = layer.get_attn_backend().get_name()
     isa = getattr(layer, "isa", "")
     return f"{backend}:{isa}" if isa else str(backend)
 
 
 def _weights(vllm_config: Any) -> str:
-    """The digest of the weight files. Weights that are made up are named by what makes them up."""
+    """Returns the digest of the weight files. Dummy weights are identified by their seed."""
     model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
     if "dummy" in load_format:
         return f"dummy {model.seed}"
@@ -161,7 +161,7 @@ def _weights(vllm_config: Any) -> str:
 
 
 def why_not_cached(request: Any) -> str | None:
-    """Returns why equal tokens of a request are not equal prompts, a key of `stats.MISSES`; None if they are."""
+    """Returns the reason why equal tokens may not mean equal prompts, one of `stats.MISSES`; None if they do."""
     if request.lora_request is not None:
         return "lora"
     if request.mm_features:
@@ -175,8 +175,8 @@ def why_not_cached(request: Any) -> str | None:
 
 
 def scheduled(output: Any, requests: Mapping[str, Any]) -> Sequence[tuple[str, int, Sequence[Sequence[int]]]]:
-    """For each of `requests` that a step computes: its id, how many tokens are computed at its end, and its blocks by
-    group."""
+    """Returns, for each of `requests` in a step: its id, the number of computed tokens after the step, and its blocks
+    by group."""
     state = output.kv_connector_block_state
     return [
         (request_id, requests[request_id].num_computed_tokens + number, state.get_block_ids(request_id))

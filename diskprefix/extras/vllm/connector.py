@@ -1,4 +1,4 @@
-"""The connector for vLLM. README.md tells how to load it."""
+"""The connector that vLLM loads. See README.md."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from diskprefix.store.pieces import LAYOUT_VERSION, LayoutText
 log = logging.getLogger("diskprefix")
 
 _IDLE_S = 0.02
-"""A step that computes nothing waits so long for a load, or for the tier that machines share. Without it, vLLM would
-take one such step after the other, on the cores that decode."""
+"""Seconds for which a step that computes nothing waits for a load or a fetch. Without the wait, vLLM would repeat such
+steps in a tight loop, on the cores that decode."""
 
 
 @dataclass
 class StepMetadata(compat.KVConnectorMetadata):  # type: ignore[misc]
-    """`is_idle`: the step computes nothing."""
+    """The plan of a step. `is_idle`: the step computes nothing."""
 
     plan: StepPlan
     is_idle: bool = False
@@ -43,21 +43,21 @@ class RankMetadata(compat.KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
 
 class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # type: ignore[misc]
-    """The prefix cache on disk for vLLM. It has one side in the scheduler's process and one in each worker's."""
+    """The prefix cache on disk for vLLM. One instance is in the scheduler's process, and one in each worker's."""
 
     _cache_hit_source = compat.CacheHitSource.DISK
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
-        """Raises `ImportError` for a version of vLLM that is not supported, and `ValueError` or `DiskPrefixError` with
-        one line for settings or a model that cannot be served."""
+        """Raises `ImportError` for an unsupported version of vLLM, and `ValueError` or `DiskPrefixError`, each with one
+        line, for wrong settings or a model that cannot be served."""
         compat.check_version()
         compat.check_parallel(vllm_config)
         super().__init__(vllm_config, role, kv_cache_config)
         self._groups = compat.engine_groups(kv_cache_config)
         self._sizes = tuple(group.block_size for group in self._groups)
         self._keeps_part = len(self._groups) == 1 and self._groups[0].window is None
-        """Whether vLLM keeps what comes before the first bad block. With a window, what an earlier token needs was not
-        loaded."""
+        """vLLM can keep the blocks before the first bad one. Not so with a window, because blocks that earlier tokens
+        need were not loaded."""
         if role == compat.KVConnectorRole.SCHEDULER:
             compat.warn_of_failures(self._kv_transfer_config)
         config = self._kv_transfer_config.kv_connector_extra_config or {}
@@ -73,12 +73,12 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
 
     @property
     def block_size(self) -> int:
-        """The tokens in a block of the store."""
+        """The number of tokens in a block of the store."""
         return self._settings.block_size
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A save that is dropped is a later miss, so vLLM need not wait for it."""
+        """False: vLLM need not wait for saves, because a save that is dropped only costs a later miss."""
         return False
 
     # The worker's side.
@@ -111,10 +111,10 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
             self._worker.load(metadata.plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Requests are computed only once they are loaded."""
+        """Does nothing: requests are computed only after their load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """All layers are saved at the end of the step."""
+        """Does nothing: all layers are saved at the end of the step."""
 
     def wait_for_save(self) -> None:
         if self._worker is not None:
@@ -168,8 +168,7 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
     ) -> tuple[bool, dict[str, Any] | None]:
         del block_ids
         self._requests.pop(request.request_id, None)
-        told = None if self._scheduler is None else self._scheduler.finish(request.request_id)
-        return False, told
+        return False, None if self._scheduler is None else self._scheduler.finish(request.request_id)
 
     # Both sides.
 

@@ -1,4 +1,4 @@
-"""The settings of a connector: those of the daemon that are about its store, under shorter names."""
+"""The settings of a connector: the daemon's settings of the store, under shorter names."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ NAMES = {
 
 _WRITE_BUFFER = 256 * 1024**2
 _LEAST_BLOCK = 128
-"""Tokens. Smaller blocks would be restored no sooner, and each takes a record of its own."""
+"""Tokens. Smaller blocks are not restored faster, and each needs a record of its own."""
 
 
 def connector_settings(config: Mapping[str, Any], page_tokens: int) -> Settings:
-    """Returns the settings that a configuration asks for. `page_tokens`: the engine's pages hold as many tokens, and a
-    block of the store holds whole pages.
+    """Returns the settings for a configuration. `page_tokens` is the number of tokens in a page of the engine. A block
+    of the store holds whole pages.
 
-    Raises `SettingsError` or `InvalidScope` that names the key.
+    Raises `SettingsError` or `InvalidScope`, which names the key.
     """
     if unknown := sorted(config.keys() - NAMES.keys()):
         raise SettingsError(f"{unknown[0]}: unknown key; there are: {', '.join(NAMES)}")
@@ -75,7 +75,7 @@ def _converted(key: str, value: object) -> Any:
 
 @contextmanager
 def own_names() -> Iterator[None]:
-    """Within it, a `SettingsError` names keys in the place of the daemon's flags."""
+    """Replaces the daemon's flags by keys in a `SettingsError` that is raised in the block."""
     try:
         yield
     except SettingsError as error:

@@ -1,4 +1,4 @@
-"""Explains why nothing of a model is found though the store has it: something else computed it."""
+"""Explains why the stored prefixes of a model are not found: they were computed in another way."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _SHOWN_CHARS = 40
 
 
 def what_differs(store: Store, identity: RankIdentity) -> str | None:
-    """Returns in which fields what is stored of a model differs from `identity`, of the tenant that differs least; None
-    if something of `identity` is stored, or nothing of the model.
+    """Returns the fields in which the stored roots of a model differ from `identity`, for the root that differs least.
+    Returns None if a root of `identity` is stored, or no root of the model.
 
     Raises `CacheError`.
     """

@@ -1,4 +1,4 @@
-"""The pages of an engine's KV cache, as the rows that a payload of the store holds."""
+"""The pages of an engine's KV cache, as rows of the store's payloads."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _LAYER = re.compile(r"(?:^|\.)(\d+)(?:\.|$)")
 
 
 class UnsupportedPages(ValueError):
-    """The pages of a model have a form that cannot be stored."""
+    """The pages of a model cannot be stored in their form."""
 
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Layers that share a table of blocks. `block_size` is the number of tokens in one of the engine's blocks, `window`
-    in tokens; None if every token is looked at."""
+    """Layers with a common block table. `block_size` is the number of tokens in one of the engine's blocks. `window` is
+    the number of tokens that attention reads, None for all."""
 
     layers: tuple[str, ...]
     block_size: int
@@ -34,9 +34,9 @@ class EngineGroup:
 
 @dataclass(frozen=True)
 class PageGroup:
-    """Layers whose pages have one form. `stacks` are views of them, shape [layers, pages, page_bytes], uint8, in the
-    order of the layers. `engine_group` is the number of the group whose table names the pages; each of the engine's
-    blocks is `pages_each` pages."""
+    """Layers whose pages have the same form. `stacks` are views of the pages, shape [layers, pages, page_bytes], uint8,
+    in the order of the layers. `engine_group` is the number of the engine's group. Each of its blocks is `pages_each`
+    pages."""
 
     layout: LayoutGroup
     stacks: tuple[torch.Tensor, ...]
@@ -53,12 +53,12 @@ class PageGroup:
 
     @cached_property
     def _memories(self) -> tuple[Bytes, ...]:
-        """The stacks as arrays. Copies of a page are ten times as fast as with torch's indices."""
+        """The stacks as arrays. Copying a page is ten times as fast as with torch's indexing."""
         return tuple(stack.numpy() for stack in self.stacks)
 
     def in_place(self, pages: Sequence[int], rows: slice) -> Bytes | None:
-        """The memory of one page of the layers `rows`, shape [rows, page_bytes]; None where these are several places,
-        or not in main memory."""
+        """Returns the memory of one page of the layers `rows`, shape [rows, page_bytes]. Returns None if that is not
+        one array in main memory."""
         if len(pages) != 1 or len(self.stacks) != 1 or self.stacks[0].device.type != "cpu":
             return None
         return self._memories[0][rows, pages[0]]
@@ -88,15 +88,15 @@ class PageGroup:
             start += len(stack)
 
     def page_numbers(self, blocks: Sequence[int]) -> list[int]:
-        """The pages of the engine's blocks."""
+        """Returns the pages of the engine's blocks."""
         return [block * self.pages_each + page for block in blocks for page in range(self.pages_each)]
 
 
 class Pages:
-    """All pages of one rank. A payload of a block holds, for each of `groups`, the rows of its layers."""
+    """All pages of one rank. The payload of a block has, for each of `groups`, the rows of its layers."""
 
     def __init__(self, caches: Mapping[str, torch.Tensor], groups: Sequence[EngineGroup], num_blocks: int) -> None:
-        """`caches` has each layer's pages by its name, shape [pages, heads, tokens, dim] in any order in memory.
+        """`caches` has the pages of each layer by its name, shape [pages, heads, tokens, dim], with any strides.
 
         Raises `UnsupportedPages`.
         """
@@ -111,7 +111,8 @@ class Pages:
         return sum(group.num_rows * group.page_bytes * num_tokens // group.layout.page for group in self.groups)
 
     def read(self, blocks: Sequence[Sequence[int]], out: Bytes) -> None:
-        """Copies pages into `out`, a payload. `blocks` are the engine's blocks by group. From a device it waits."""
+        """Copies pages into `out`, a payload. `blocks` are the engine's blocks by group. Waits for copies from a
+        device."""
         start = 0
         for group in self.groups:
             pages = group.page_numbers(blocks[group.engine_group])
@@ -122,8 +123,7 @@ class Pages:
             start += size
 
     def fill(self, blocks: Sequence[Sequence[int]], number: int, rows: slice, write: Write) -> None:
-        """Has `write` fill the pages of group `number`, those of the layers `rows`. What stands for `NO_PAGE` is left
-        out."""
+        """Calls `write` to fill the pages of group `number` in the layers `rows`. Skips `NO_PAGE`."""
         group = self.groups[number]
         found = blocks[group.engine_group]
         if found[0] != NO_PAGE and (place := group.in_place(group.page_numbers(found), rows)) is not None:
@@ -140,7 +140,8 @@ class Pages:
 def _page_groups(
     caches: Mapping[str, torch.Tensor], number: int, engine: EngineGroup, num_blocks: int
 ) -> list[PageGroup]:
-    """The groups of one table, one for each form of pages. A layer that shares another one's pages is left out."""
+    """Returns the groups of one block table, one for each form of pages. Leaves out layers that share the pages of
+    another layer."""
     by_form: dict[tuple[LayoutGroup, int], list[tuple[str, torch.Tensor]]] = {}
     seen: set[int] = set()
     for layer in engine.layers:
@@ -164,7 +165,7 @@ def _page_groups(
 
 
 def _form(layer: str, cache: torch.Tensor, engine: EngineGroup, pages_each: int) -> LayoutGroup:
-    """The form of a layer's pages, without its name."""
+    """Returns the form of a layer's pages, without the layer's name."""
     if cache.dim() != 4:
         raise UnsupportedPages(f"{layer} has pages of {cache.dim() - 1} dimensions, not of heads, tokens and values")
     _, heads, tokens, dim = cache.shape
@@ -189,7 +190,8 @@ def _layer_number(layer: str) -> str:
 
 
 def _stacks(caches: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of shape [layers, pages, page_bytes], each of as many layers as lie at equal distances in one memory."""
+    """Returns views of shape [layers, pages, page_bytes]. Each view has consecutive layers at equal distances in one
+    storage."""
     runs: list[list[torch.Tensor]] = []
     for cache in caches:
         if runs and _continues(runs[-1], cache):
@@ -220,13 +222,13 @@ def _stack(run: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class PageSink:
-    """The pages of some blocks, as a `cache.tiers.tier.BlockSink`. `blocks` has the engine's blocks by group, for
-    each block by its position in tokens."""
+    """The pages of some blocks, as a `cache.tiers.tier.BlockSink`. `blocks` has, for the position of each block in
+    tokens, the engine's blocks by group."""
 
     def __init__(self, pages: Pages, blocks: Mapping[int, Sequence[Sequence[int]]]) -> None:
         self._pages, self._blocks = pages, blocks
 
     def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Write) -> None:
-        """See `BlockSink`. Blocks are filled as a whole."""
+        """See `BlockSink`. Fills whole blocks only."""
         del num_tokens
         self._pages.fill(self._blocks[position], group, rows, write)

@@ -1,4 +1,4 @@
-"""The plans that the scheduler's side sends to the workers' side in each step, and the identity of a worker."""
+"""The plans that the scheduler's side sends to the workers in each step, and the identity of a worker."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.tokens import root_hash
 
 NO_PAGE = 0
-"""The number of vLLM's null block, which stands where a window has moved on."""
+"""The number of vLLM's null block. It replaces blocks that a sliding window no longer needs."""
 
 
 @dataclass(frozen=True)
 class PlannedBlock:
-    """A block of the store and the pages that hold it. `names` and `parents` are by rank. `token_ids` are int32,
-    little-endian. `pages` has the numbers of the engine's blocks by group, in order; `NO_PAGE` for pages that do not
-    exist or are not wanted."""
+    """A block of the store and its pages. `names` and `parents` are given by rank. `token_ids` are int32,
+    little-endian. `pages` has the numbers of the engine's blocks by group, in order. `NO_PAGE` stands for pages that do
+    not exist or are not wanted."""
 
     names: tuple[bytes, ...]
     parents: tuple[bytes, ...]
@@ -43,8 +43,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """Blocks that are complete at the end of this step. `ttls` are how long each is to be kept after its last use, in
-    seconds; None leaves that to the store. `is_expected`: see `store.changes.NewNode`."""
+    """Blocks that are complete at the end of this step. `ttls` are their times to live after the last use, in seconds;
+    None leaves that to the store. `is_expected`: see `store.changes.NewNode`."""
 
     request_id: str
     tenant: str
@@ -55,8 +55,8 @@ class Save:
 
 @dataclass(frozen=True)
 class EndOfRequest:
-    """The end of a request. Its last saved block is `names`, by rank, after `num_tokens` tokens; 0: none of it is
-    new."""
+    """The end of a request. `names`, by rank, is its last saved block, which ends at token `num_tokens`. 0 tokens: none
+    of its blocks is new."""
 
     request_id: str
     tenant: str
@@ -69,8 +69,7 @@ class EndOfRequest:
 
 @dataclass(frozen=True)
 class Share:
-    """The first tokens of a prompt and its reply, whole blocks, to be uploaded. `token_ids` are int32,
-    little-endian."""
+    """The first blocks of a prompt and its reply, for upload. `token_ids` are int32, little-endian."""
 
     tenant: str
     token_ids: bytes
@@ -78,7 +77,7 @@ class Share:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """`is_fetching`: a request waits for the tier that machines share."""
+    """The workers' plan for a step. `is_fetching`: a request waits for the shared tier."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
@@ -89,8 +88,8 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """The identity of one rank: everything that changes its numbers except the tenant, and the form of its pages
-    (`layout`, see `store.pieces.LayoutText`). No two ranks have the same, so each has its own root."""
+    """The identity of one rank: everything except the tenant that changes its numbers, and the form of its pages
+    (`layout`, see `store.pieces.LayoutText`). Ranks have different identities, so each has its own root."""
 
     model: str
     block_size: int

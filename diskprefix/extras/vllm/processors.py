@@ -1,5 +1,5 @@
-"""On which processors our threads run. vLLM's worker for processors has its thread bound to one, where it computes; a
-thread that it starts would have to wait for it there."""
+"""The processors that a thread may run on. vLLM binds the thread of its CPU worker to one processor, where it computes.
+A thread started there inherits the binding and would wait for it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import contextmanager, suppress
 
 
 def unbind() -> None:
-    """Lets this thread, and those that it starts, run on all processors that the parent process may use, if it is bound
-    to one of them. A wider choice, as that of a NUMA node, is left."""
+    """Lets this thread, and threads that it starts, run on all processors of the parent process. Only a binding to one
+    processor is removed: a wider one, such as that of a NUMA node, stays."""
     if not hasattr(os, "sched_getaffinity"):
         return
     own = os.sched_getaffinity(0)
@@ -22,7 +22,7 @@ def unbind() -> None:
 
 @contextmanager
 def unbound() -> Iterator[None]:
-    """Within it, this thread is as after `unbind`."""
+    """Unbinds this thread within the block."""
     own = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     unbind()
     try:

@@ -21,14 +21,17 @@ class BadParameters(ValueError):
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """`marks` are the positions that the client wants kept."""
+    """The cache's options, and the positions that the client wants kept."""
 
     cache: CacheOptions
     marks: tuple[Mark, ...] = ()
 
 
 def options_of(parameters: Mapping[str, Any] | None, settings: Settings) -> RequestOptions:
-    """Raises `BadParameters` that names the field. Fields that are not ours are those of other connectors."""
+    """Returns the options in `kv_transfer_params`. Ignores unknown fields, which are for other connectors.
+
+    Raises `BadParameters`, which names the field.
+    """
     given = {name: (parameters or {}).get(name) for name in _KNOWN}
     try:
         scope = parse_scope(settings.disk_prefix_cache if given["scope"] is None else given["scope"], param="scope")
@@ -53,5 +56,5 @@ def options_of(parameters: Mapping[str, Any] | None, settings: Settings) -> Requ
 
 def _whole(value: object, name: str, *, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise BadParameters(f"{name}: must be an integer from {least} on")
+        raise BadParameters(f"{name}: must be an integer of at least {least}")
     return value

@@ -1,4 +1,4 @@
-"""The scheduler's side: finds the stored blocks of a prompt, and plans what is loaded and saved."""
+"""The scheduler's side: finds the stored blocks of a prompt, and plans loads and saves."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ log = logging.getLogger("diskprefix")
 
 
 class SchedulerSide:
-    """Matches prompts, and plans what workers load, save and share. For the scheduler's thread. It waits for the disk
-    only to look up names, and never for the shared tier."""
+    """Matches prompts, and plans the workers' loads, saves and uploads. For the scheduler's thread. It waits for the
+    disk only to look up names, and never for the shared tier."""
 
     def __init__(self, shared: SharedStore, ranks: Sequence[RankIdentity], engine_block_sizes: Sequence[int]) -> None:
-        """`ranks` are the identities of the workers; `engine_block_sizes` are the tokens in each block of the engine,
-        by group."""
+        """`ranks` are the identities of the workers. `engine_block_sizes` are the numbers of tokens in a block of the
+        engine, by group."""
         self._shared, self._ranks, self._engine_block_sizes = shared, tuple(ranks), tuple(engine_block_sizes)
         self._settings = shared.settings
         self._block_size = shared.settings.block_size
@@ -60,11 +60,11 @@ class SchedulerSide:
         self._differs = what_differs(shared.store, ranks[0])
         if self._differs is not None:
             log.warning(
-                "[disk-cache] what is stored of %s is not used, because it differs in %s", ranks[0].model, self._differs
+                "[disk-cache] stored prefixes of %s are not used: they differ in %s", ranks[0].model, self._differs
             )
 
     def add(self, request: EngineRequest, *, not_cached: str | None) -> None:
-        """Takes up a new request. `not_cached` says why the cache cannot serve it; None if it can."""
+        """Adds a new request. `not_cached` is the reason why the cache cannot serve it; None if it can."""
         self._counts["requests"] += 1
         if not_cached is None and not request.prompt_token_ids:
             not_cached = "no_tokens"
@@ -85,8 +85,8 @@ class SchedulerSide:
         )
 
     def match(self, request_id: str, num_computed: int) -> int | None:
-        """Returns the number of tokens behind the first `num_computed` that can be loaded. At least one is left to
-        compute. None: ask again later, because more is being fetched."""
+        """Returns the number of tokens after the first `num_computed` that can be loaded. At least one token is left to
+        compute. Returns None while a fetch is running: the engine then asks again later."""
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.options.cache.scope.kind == "off":
             return 0
@@ -99,7 +99,7 @@ class SchedulerSide:
                     return None
                 self._choose(tracked)
             elif tracked.loading:
-                # The engine asks again because it kept nothing of what was to be loaded.
+                # The engine asks again because it kept no token of the load.
                 self._end_load(tracked, num_computed, restored=0)
         except CacheError as error:
             log.warning("[disk-cache] %s: served without the cache: %s", request_id, error)
@@ -124,8 +124,8 @@ class SchedulerSide:
         self._loads.append(Load(request_id, str(tracked.tenant), tuple(planned)))
 
     def plan(self, scheduled: Sequence[tuple[str, int, Sequence[Sequence[int]]]]) -> StepPlan:
-        """Returns the workers' plan for a step. `scheduled` gives, for each request, its id, the number of tokens that
-        are computed after the step, and the engine's blocks by group."""
+        """Returns the workers' plan for a step. `scheduled` has for each request its id, the number of computed tokens
+        after the step, and the engine's blocks by group."""
         saves = []
         for request_id, end, blocks in scheduled:
             tracked = self._requests.get(request_id)
@@ -144,7 +144,7 @@ class SchedulerSide:
         return StepPlan(tuple(loads), tuple(saves), tuple(ended), shares, is_fetching)
 
     def finish(self, request_id: str) -> dict[str, Any] | None:
-        """Ends a request. Returns the fields for its client."""
+        """Ends a request. Returns the `kv_transfer_params` of its response."""
         tracked = self._forget(request_id)
         if tracked is None or tracked.selection is None:
             return None
@@ -208,7 +208,7 @@ class SchedulerSide:
         return tracked
 
     def _end(self, tracked: Tracked) -> None:
-        """Has the workers drop a request, and list what they saved of it."""
+        """Plans the end of a request: the workers forget it, and list its new blocks as a saved prompt."""
         selection, cache = tracked.selection, tracked.options.cache
         if not tracked.has_saves or selection is None:
             return
@@ -223,7 +223,7 @@ class SchedulerSide:
         self._extend(tracked, len(tracked.prompt))
         with self._shared.views() as views:
             num_stored = self._num_stored(views, tracked)
-        tracked.store_has(num_stored)
+        tracked.set_stored(num_stored)
         if tracked.selection is None:
             tracked.num_cached = num_cached
         tracked.num_matched = min(num_stored, len(tracked.prompt) // self._block_size)
@@ -235,22 +235,22 @@ class SchedulerSide:
             self._count_hit(tracked)
 
     def _end_load(self, tracked: Tracked, start: int, *, restored: int) -> None:
-        """Ends a load: the engine continues at the token `start` after it loaded `restored` tokens. Tokens that it
-        computes now although they were to be loaded are not asked for again, and are saved."""
+        """Ends a load: the engine continues at token `start` after `restored` tokens were loaded. Tokens whose load
+        failed are computed and saved. They are not matched again."""
         if start < tracked.loading.stop:
             num_blocks = start // self._block_size
             tracked.num_matched = min(tracked.num_matched, num_blocks)
-            tracked.store_has(min(tracked.num_stored, num_blocks))
+            tracked.set_stored(min(tracked.num_stored, num_blocks))
         tracked.loading = range(0)
         tracked.num_restored = max(tracked.num_restored, restored)
         self._counts["restored_tokens"] += restored
 
     def _num_stored(self, views: Sequence[View], tracked: Tracked) -> int:
-        """Returns how many of the first blocks all ranks have stored."""
+        """Returns the number of first blocks that all ranks have stored."""
         num_blocks, size = len(tracked.names[0]) - 1, self._block_size
         for names in tracked.names:
             for index in range(num_blocks):
-                # By the names under which the blocks are loaded.
+                # Loads use the same names.
                 node = Node(names[index + 1], names[index], index * size, size, Kind.BLOCK)
                 if not any(view.has(node, self._bytes(tracked, index)) for view in views):
                     num_blocks = index
@@ -294,8 +294,8 @@ class SchedulerSide:
         self._shared.writer.savings.note(namespace.root, namespace.record, tally, last)
 
     def _save(self, tracked: Tracked, end: int, blocks: Sequence[Sequence[int]]) -> Save | None:
-        """Returns the blocks to save: complete once `end` tokens are computed, wanted and not stored. A token counts
-        once it is known, because the engine may compute with a token that it only guesses."""
+        """Returns the blocks to save: those that are complete when `end` tokens are computed, wanted, and not stored.
+        Only known tokens count, because the engine may compute with guessed tokens."""
         known = min(end, tracked.request.num_tokens)
         num_blocks = min(known, self._wanted(tracked)) // self._block_size
         if tracked.is_broken or num_blocks <= tracked.num_stored:
@@ -305,7 +305,7 @@ class SchedulerSide:
         for index in range(tracked.num_stored, num_blocks):
             block = self._planned(tracked, index, blocks)
             if any(NO_PAGE in pages for pages in block.pages):
-                # A window has moved on, so what continues this block cannot be saved either.
+                # A window has moved past this block. The blocks after it cannot be saved without it.
                 tracked.is_broken = True
                 break
             planned.append(block)
@@ -322,7 +322,7 @@ class SchedulerSide:
         return Save(tracked.request.request_id, str(tracked.tenant), tuple(planned), ttls, is_expected)
 
     def _wanted(self, tracked: Tracked) -> int:
-        """Returns the token up to which the policy keeps the request."""
+        """Returns the number of tokens that the policy keeps of the request."""
         selection = tracked.selection
         if selection is None:
             return 0
@@ -331,7 +331,7 @@ class SchedulerSide:
         return selection.scope.value if selection.reason == "tokens" else MAX_VALUE * self._block_size
 
     def _planned(self, tracked: Tracked, index: int, blocks: Sequence[Sequence[int]], first: int = 0) -> PlannedBlock:
-        """Returns a block and its pages. The pages of the tokens before `first` are not wanted."""
+        """Returns a block and its pages, without the pages of tokens before `first`."""
         start = index * self._block_size
         pages = []
         for table, page_tokens in zip(blocks, self._engine_block_sizes, strict=True):
@@ -351,7 +351,7 @@ class SchedulerSide:
         )
 
     def _extend(self, tracked: Tracked, num_tokens: int) -> None:
-        """Names the blocks among the first `num_tokens` tokens."""
+        """Adds the names of the blocks in the first `num_tokens` tokens."""
         num_blocks = num_tokens // self._block_size
         have = len(tracked.names[0]) - 1
         if num_blocks <= have:
@@ -368,8 +368,10 @@ class SchedulerSide:
 
 
 def recorder_of(shared: SharedStore, ranks: Sequence[RankIdentity]) -> hooks.Recorder | None:
-    """Returns the recorder for `diskprefix simulate`; None unless the settings name a file. Raises `SettingsError` if
-    it cannot be written."""
+    """Returns the recorder for `diskprefix simulate`; None if the settings name no file.
+
+    Raises `SettingsError` if the file cannot be written.
+    """
     settings = shared.settings
     recorder = hooks.open_recorder(settings, lambda: shared.store.secret)
     if recorder is None:

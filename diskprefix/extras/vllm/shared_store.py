@@ -1,5 +1,5 @@
 """The open stores of this process. LMDB must not open a file twice in one process, and vLLM may run the scheduler and
-the worker in the same one."""
+the worker in one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _CLOSE_TIMEOUT_S = 20.0
 
 
 class SharedStore(TieredStore):
-    """The store that all connectors of this process with the same path use. Each of its users calls `release`."""
+    """The store of all connectors of this process with the same path. Each user calls `release` at the end."""
 
     def __init__(self, settings: Settings) -> None:
         """Raises `CacheError` and `SettingsError`."""
@@ -29,23 +29,19 @@ class SharedStore(TieredStore):
             raise
         self.num_users = 0
         self._remote_counts: Counter[str] = Counter()
-        """The counts of the shared tier that were reported so far."""
+        """The counts of the shared tier at the last call of `take_remote_counts`."""
 
     def take_remote_counts(self) -> Counter[str]:
         """Returns the counts of the shared tier in this process since the last call, by the names in `stats`."""
         if self.remote is None:
             return Counter()
-        counts = self.remote.stats()
-        for name in ("url", "state", "offered"):
-            del counts[name]
-        refused = {f"refused_{reason}": number for reason, number in counts.pop("refused").items()}
         with _lock:
-            now = Counter({f"remote_{name}": number for name, number in counts.items()} | refused)
+            now = self.remote.counts()
             new, self._remote_counts = now - self._remote_counts, now
-        return new
+        return Counter({name if name.startswith("refused_") else f"remote_{name}": new[name] for name in new})
 
     def release(self) -> bool:
-        """Closes the store if nobody else uses it. Returns False if not everything could be written in time."""
+        """Closes the store if this was its last user. Returns False if not everything was written in time."""
         with _lock:
             self.num_users -= 1
             if self.num_users:
@@ -56,12 +52,14 @@ class SharedStore(TieredStore):
 
 _lock = threading.Lock()
 _open: dict[tuple[int, Path], SharedStore] = {}
-"""The open stores by process and path: a store that a forked process inherits is not its own."""
+"""The open stores by process and path. A forked process does not use the store that it inherits."""
 
 
 def open_shared(settings: Settings) -> SharedStore:
-    """Opens the store of these settings, or returns the open one. Raises `CacheError` if the folder cannot be used, but
-    not if it is full or read-only, and `SettingsError`."""
+    """Returns the store of these settings, and opens it if needed.
+
+    Raises `SettingsError`, and `CacheError` if the folder cannot be used. A full or read-only folder can be used.
+    """
     key = _key(settings)
     with _lock:
         if key not in _open:

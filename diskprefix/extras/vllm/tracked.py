@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from threading import Event
 from typing import Any, Protocol
 
-from diskprefix.extras.vllm.fetching import PromptFetch
 from diskprefix.extras.vllm.request_options import RequestOptions
 from diskprefix.nouns import Selection, Tenant
 from diskprefix.tokens import TokenIds
 
 
 class EngineRequest(Protocol):
-    """The used fields of the engine's request. `num_tokens` counts the known tokens, prompt and reply.
-    `num_preemptions` counts how often it had to give up its pages."""
+    """The fields of the engine's request that are used. `num_tokens` counts the known tokens of prompt and reply,
+    `num_preemptions` how often the request lost its pages."""
 
     request_id: str
     prompt_token_ids: list[int] | None
@@ -30,16 +31,26 @@ class EngineRequest(Protocol):
 
 
 @dataclass
+class PromptFetch:
+    """The fetch of a prompt from the shared tier. `future` has the names of the fetched nodes."""
+
+    future: Future[frozenset[bytes]] = field(default_factory=Future)
+    is_cancelled: Event = field(default_factory=Event)
+
+
+@dataclass
 class Tracked:
-    """A request that the cache serves. `names` are those of its full blocks, for each rank; `num_stored` of them are
-    stored by all ranks, or will be; `num_matched` of them can be loaded. `selection` says how much is kept.
+    """A request that the cache serves.
 
-    `num_preemptions` is the engine's value at the last lookup. `loading` are the tokens that are to be loaded, until
-    the engine continues. `num_restored` tokens were loaded. `num_saved` blocks are new. `has_saves`: workers were given
-    some to save, which may be lost. The engine had `num_cached` tokens itself.
+    `names` are the names of its full blocks, for each rank. All ranks have stored the first `num_stored` of them, or
+    will have. `num_matched` of them can be loaded. `selection` says how much is kept.
 
-    `fetch` is its request to the shared tier. `computing` is the time since which it is computed, and the first
-    computed token; `is_timed` says that the whole prompt was timed.
+    `num_preemptions` is the engine's value at the last lookup. `loading` are the tokens being loaded. `num_restored`
+    tokens were loaded. `num_saved` blocks are new. `has_saves`: workers received blocks to save, which may fail.
+    `num_cached` tokens were in the engine's own cache. `is_broken`: a block is missing, so later ones cannot be saved.
+
+    `fetch` is its fetch from the shared tier. `computing` is the time when its computation began, and the first
+    computed token. `is_timed`: the computation of the whole prompt was timed.
     """
 
     request: EngineRequest
@@ -64,10 +75,10 @@ class Tracked:
     is_broken: bool = False
 
     def num_loadable(self, block_size: int) -> int:
-        """Returns the number of blocks to load: one token at least is left to compute."""
+        """Returns the number of blocks to load. At least one token is left to compute."""
         return min(self.num_matched, (len(self.prompt) - 1) // block_size)
 
-    def store_has(self, num_blocks: int) -> None:
-        """Sets the number of stored blocks, whatever was known before."""
+    def set_stored(self, num_blocks: int) -> None:
+        """Corrects the number of stored blocks."""
         self.num_saved = max(0, self.num_saved - max(0, self.num_stored - num_blocks))
         self.num_stored = num_blocks

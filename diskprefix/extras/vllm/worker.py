@@ -1,5 +1,5 @@
-"""The worker's side: one thread loads blocks into pages, with others that read and decode. At the end of a step, the
-thread that runs the model copies pages to buffers, and the writer's thread writes them."""
+"""The worker's side. One thread loads blocks into pages; other threads read and decode them. At the end of a step, the
+thread that runs the model copies pages to buffers, and the writer's thread writes the buffers."""
 
 from __future__ import annotations
 
@@ -32,22 +32,15 @@ log = logging.getLogger("diskprefix")
 _NO_TOKENS = as_token_ids([])
 
 
-def _nothing() -> None:
-    """Does nothing. It is submitted to wait for all work before it."""
-
-
 class WorkerSide:
-    """Loads and saves the pages of one rank. `load`, `save` and `take_results` are for the thread that runs the model;
-    only `take_results` waits for the disk, up to the given time.
-
-    `rank` is the place of this rank in the plans.
-    """
+    """Loads and saves the pages of one rank. `load`, `save` and `take_results` are for the thread that runs the model.
+    Only `take_results` waits for the disk, up to the given time. `rank` is the index of this rank in plans."""
 
     def __init__(self, shared: SharedStore, pages: Pages, identity: RankIdentity, rank: int) -> None:
         self._shared, self._pages, self._identity, self._rank = shared, pages, identity, rank
         self._layout = PayloadLayout.parse(identity.layout)
         self.block_bytes = pages.block_bytes(identity.block_size)
-        """Of one block, as it is in the pages of this rank."""
+        """The bytes of one block in the pages of this rank."""
         assert self.block_bytes == self._layout.payload_bytes(identity.block_size, Kind.BLOCK)
         self._staging = Staging(self.block_bytes)
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="kv-loader", initializer=unbind)
@@ -63,15 +56,15 @@ class WorkerSide:
         self._counts: Counter[str] = Counter()
 
     def load(self, plan: StepPlan) -> None:
-        """Begins to load what a step asks for."""
+        """Starts the loads of a step."""
         self._num_loading += len(plan.loads)
         self._is_fetching = plan.is_fetching
         for load in plan.loads:
             self._loader.submit(self._load, load)
 
     def save(self, plan: StepPlan) -> None:
-        """Copies the pages that the step completed, and have the copies written; have written to the tier that machines
-        share what is to be. Called at the end of the step, when the pages are whole and nobody may change them yet."""
+        """Saves the blocks that the step completed: copies their pages and submits the copies to the writer. Queues
+        uploads to the shared tier. Call it at the end of the step, before anything changes the pages."""
         for save in plan.saves:
             self._save(save)
         for ended in plan.ended:
@@ -80,8 +73,8 @@ class WorkerSide:
             self._share(share)
 
     def take_results(self, patience_s: float = 0.0) -> tuple[set[str], set[str], set[int]]:
-        """Returns the requests whose loads have ended, those of them that failed, and the engine's blocks that were not
-        loaded, since the last call. Waits so long for the first of them, if there are loads or fetches."""
+        """Returns the requests whose loads have ended since the last call, the failed ones among them, and the engine's
+        blocks that were not loaded. If loads or fetches are running, waits up to `patience_s` for the first one."""
         with self._has_loaded:
             if (self._num_loading or self._is_fetching) and not self._loaded:
                 self._has_loaded.wait(patience_s)
@@ -92,17 +85,13 @@ class WorkerSide:
         return loaded, failed, bad
 
     def take_counts(self) -> Counter[str]:
-        """Returns what was done since the last call, by the names in `stats`."""
+        """Returns the counts since the last call, by the names in `stats`."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
         return counts + self._shared.take_remote_counts()
 
-    def settle(self) -> None:
-        """Waits for the loads that have begun."""
-        self._loader.submit(_nothing).result()
-
     def close(self) -> None:
-        """Waits for the loads that have begun, and end the threads. The store is not closed."""
+        """Waits for all loads, and ends the threads. The store stays open."""
         self._loader.shutdown()
         self._readers.shutdown()
 
@@ -114,7 +103,7 @@ class WorkerSide:
         except CacheError as error:
             log.warning("[disk-cache] %s: not loaded: %s", load.request_id, error)
         except Exception:
-            # The request computes what was not loaded.
+            # The request computes the missing blocks.
             log.exception("[disk-cache] %s: not loaded", load.request_id)
         lost = load.blocks[num_loaded:]
         self._count(
@@ -124,7 +113,7 @@ class WorkerSide:
             load_us=round((time.perf_counter() - started) * 1e6),
         )
         with self._lock:
-            # `NO_PAGE` stands in the tables of other requests too.
+            # `NO_PAGE` is in the tables of other requests too.
             pages = {page for block in lost for group in block.pages for page in group}
             self._bad_blocks |= pages - {NO_PAGE}
             self._failed.update([load.request_id] if lost else [])
@@ -132,7 +121,8 @@ class WorkerSide:
             self._has_loaded.notify_all()
 
     def _num_loaded(self, load: Load) -> int:
-        """Returns how many of the blocks are in their pages now. The pages of the others may hold anything."""
+        """Loads blocks, and returns the number of the first ones that are in their pages now. The content of the other
+        pages is undefined."""
         root = self._identity.root(load.tenant)
         nodes = PromptNodes(self._shared.store.secret, root, _NO_TOKENS, self._identity.block_size, self._layout)
         path: list[tuple[Node, View]] = []

@@ -141,7 +141,7 @@ def test_an_unfinished_last_line_is_left_out_with_a_warning(tmp_path: Path, line
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:9])
     assert len(read_trace(path, read_words, warn=warnings.append)) == 2
-    assert warnings == [f"{path}:3: the last line is unfinished, and left out"]
+    assert warnings == [f"{path}:3: the last line is unfinished and is ignored"]
     path.write_bytes(whole[:-1])
     assert len(read_trace(path, read_words, warn=warnings.append)) == 2, "all that is missing is the end of the line"
     assert len(warnings) == 1

@@ -149,7 +149,7 @@ class Engine:
         are bad."""
         found = []
         for worker in self.workers:
-            worker.settle()
+            worker._loader.submit(lambda: None).result()
             loaded, failed, bad = worker.take_results()
             found.append((request.request_id in loaded, request.request_id in failed, bad))
         return found

@@ -65,7 +65,7 @@ def test_a_request_may_choose_its_own() -> None:
     [
         ({"scope": True}, "scope: "),
         ({"scope": "full", "window": 3}, "prefix_cache.window: only the scope auto"),
-        ({"window": 0}, "window: must be an integer from 1 on"),
+        ({"window": 0}, "window: must be an integer of at least 1"),
         ({"save": "no"}, "save: must be true or false"),
         ({"ttl": -1}, "ttl: "),
         ({"marks": 3}, "marks: must be a list"),

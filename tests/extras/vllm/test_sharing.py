@@ -159,7 +159,7 @@ def test_what_is_slower_than_computing_is_not_fetched(machine: Make) -> None:
     asks(machine(1), "a")
     other = machine(2)
     assert other.scheduler._sharing is not None
-    model = other.scheduler._sharing._fetcher.cost_model
+    model = other.scheduler._sharing.cost_model
     for _ in range(4):
         model.record_prefill(BLOCK, 1e-6)
         model.record_prefetch(Prefetched(num_bytes=1000, seconds=1.0))
@@ -170,7 +170,7 @@ def test_what_is_slower_than_computing_is_not_fetched(machine: Make) -> None:
 def test_the_time_that_a_prompt_takes_to_compute_is_noted_once_its_first_token_is_there(machine: Make) -> None:
     engine = machine(1)
     assert engine.scheduler._sharing is not None
-    model = engine.scheduler._sharing._fetcher.cost_model
+    model = engine.scheduler._sharing.cost_model
     request = Request("a", PROMPT)
     engine.begin(request)
     engine.step(request, 20)

@@ -27,7 +27,7 @@ def attention(kind: str, **more: Any) -> Any:
 
 
 def test_this_version_is_supported_and_another_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compat.check_version() == vllm.__version__
+    compat.check_version()
     monkeypatch.setattr(vllm, "__version__", "0.33.1")
     with pytest.raises(ImportError, match=r"^this diskprefix supports vLLM 0\.32, and 0\.33\.1 is installed$"):
         compat.check_version()
