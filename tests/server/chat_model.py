@@ -54,12 +54,12 @@ def write_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) 
     tokenizer.save_pretrained(folder)
 
 
-def write_chat_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> Path:
+def write_chat_model(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, seed: int = 7) -> Path:
     """Two layers in float32, 2 048 positions."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    torch.manual_seed(7)
+    torch.manual_seed(seed)
     config = LlamaConfig(
         hidden_size=64,
         intermediate_size=96,

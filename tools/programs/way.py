@@ -208,10 +208,13 @@ class Client:
         """Sends a conversation and returns the text of the streamed reply. By then all state is on disk."""
         body = {"messages": messages, "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
         response = self.http.post("/v1/chat/completions", json=body).raise_for_status()
-        wait_until(lambda: self.writer.pending_bytes + self.writer.notes.waiting_bytes == 0)
+        self.wait_until_written()
         lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: {")]
         choices = [choice for line in lines for choice in json.loads(line)["choices"]]
         return "".join(choice["delta"].get("content") or "" for choice in choices)
+
+    def wait_until_written(self) -> None:
+        wait_until(lambda: self.writer.pending_bytes + self.writer.notes.waiting_bytes == 0)
 
 
 def follow(model: Path | None = None) -> Follower:

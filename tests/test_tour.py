@@ -1,0 +1,258 @@
+"""`diskprefix/TOUR.md` shows the values that a real request has on its way, and names a file for each noun."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+from unittest.mock import patch
+
+import pytest
+import torch
+
+import diskprefix
+from diskprefix.api.asked import Asked
+from diskprefix.api.openai_chat import Chat
+from diskprefix.cache import choosing
+from diskprefix.cache.matching import Matcher, Restored
+from diskprefix.cache.restoration import Restoration
+from diskprefix.cache.tiers.tier import View
+from diskprefix.chat import renderer
+from diskprefix.chat.draft import PromptDraft
+from diskprefix.chat.messages import Conversation, TextPart
+from diskprefix.engine.sampler import Sampler
+from diskprefix.engine.scheduler import Chunk, Scheduler
+from diskprefix.kv.arena import KVArena
+from diskprefix.kv.layout import dtype_name
+from diskprefix.nouns import Selection
+from diskprefix.settings import Settings
+from diskprefix.store.store import Publication
+from diskprefix.store.writer import Writer
+from tests.server.chat_model import write_chat_model
+from tools.programs.way import running, wait_until
+
+ROOT = Path(diskprefix.__file__).parent
+PAGE = ROOT / "TOUR.md"
+SENTENCE = "You are a careful assistant that answers questions about rivers, mountains and cities. "
+TIMES = 40
+SYSTEM = SENTENCE * TIMES
+FIELDS = {"max_tokens": 4, "temperature": 0, "stream": True, "prefix_cache": {"scope": "auto:30"}}
+STOP = re.compile(r"^## \d+\. `([^`]+)`\n.*?^```\w*\n(.*?)\n```$", re.MULTILINE | re.DOTALL)
+"""A stop on the page: its file, and its values."""
+NOUN = re.compile(r"^\| ([a-z ]+) \| [^|]+ \| `([^`]+)` \|$", re.MULTILINE)
+NAME = re.compile(r"\b[0-9a-f]{8}\b")
+LOGIT = re.compile(r"-?\d+\.\d+")
+TOLERANCE = 0.05
+"""Logits differ in their last bits from one kind of processor to the next."""
+
+Values = dict[str, list[str]]
+"""By file: the lines that are shown for it."""
+
+
+def listed(numbers: Any) -> str:
+    """The first and the last of many numbers."""
+    values = [int(number) for number in numbers]
+    if len(values) <= 10:
+        return " ".join(map(str, values))
+    return f"{' '.join(map(str, values[:5]))} … {' '.join(map(str, values[-5:]))}"
+
+
+def short(name: bytes) -> str:
+    """The first 8 of a name's 32 digits."""
+    return name.hex()[:8]
+
+
+def shortened(text: str) -> str:
+    """A text with the sentence of the system message written once."""
+    return text.replace(SYSTEM, f"{SENTENCE}…")
+
+
+def wrapped(text: str) -> list[str]:
+    return textwrap.wrap(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
+# What is shown of a call: its result, then its arguments.
+
+
+def conversation(asked: Asked, *_: Any) -> list[str]:
+    assert isinstance(asked.prompt, Conversation)
+    said = [(message.role, cast("TextPart", message.content[0]).text) for message in asked.prompt.messages]
+    return [
+        *(f"{role}: {shortened(text)}" for role, text in said),
+        f"max_tokens {asked.sampling.max_tokens}, temperature {asked.sampling.temperature:g}",
+    ]
+
+
+def text(draft: PromptDraft, *_: Any) -> list[str]:
+    return shortened(draft.rendering.text).splitlines()
+
+
+def token_ids(draft: PromptDraft, *_: Any) -> list[str]:
+    ids = draft.prompt.token_ids
+    return [f"{len(ids)} tokens: {listed(ids)}", f"replayed replies: {draft.prompt.replayed}"]
+
+
+def boundaries(draft: PromptDraft, *_: Any) -> list[str]:
+    return [f"boundaries: {listed(draft.prompt.boundaries)}", f"system_end: {draft.prompt.system_end}"]
+
+
+def names(_: None, matcher: Matcher[View]) -> list[str]:
+    nodes, size = matcher.nodes, matcher.nodes.block_size
+    blocks = [f"{short(name)}: tokens {i * size} to {(i + 1) * size}" for i, name in enumerate(nodes.block_names)]
+    return [f"{short(nodes.root)}: root", *blocks]
+
+
+def restored(found: Restored, _: Restoration, arena: KVArena, *__: Any) -> list[str]:
+    part = found.partial_match
+    assert part is not None
+    memory = [f"{tuple(group.tensor.shape)}, {dtype_name(group.tensor.dtype)}" for group in arena.memory]
+    return [
+        *(f"{short(node.name)}: {node.num_tokens} tokens" for node in found.blocks),
+        f"{short(part.node.name)}: {part.end - part.node.position} of its {part.node.num_tokens} tokens",
+        f"{found.num_tokens} tokens from the tier {found.source}, {found.num_bytes} bytes",
+        f"KV memory of the group: {', '.join(memory)}",
+    ]
+
+
+def selection(chosen: Selection, *_: Any) -> list[str]:
+    return [
+        f"common {chosen.common}, recent {chosen.recent}, reason {chosen.reason}",
+        f"kept {chosen.kept} of {chosen.prompt_tokens}, keeps_reply {chosen.keeps_reply}",
+    ]
+
+
+def step(chunks: list[Chunk[Any]], *_: Any) -> list[str]:
+    return [f"tokens {chunk.start} to {chunk.end}" for chunk in chunks]
+
+
+def sampled(token: int, _: Sampler, logits: torch.Tensor) -> list[str]:
+    top = logits.float().topk(2)
+    best = ", ".join(f"{int(i)} has {float(x):.2f}" for x, i in zip(top.values, top.indices, strict=True))
+    return [f"of {len(logits)} logits, {best}: token {token}"]
+
+
+def events(response: str) -> list[str]:
+    """The server-sent events without identifiers and times. How much text an event has depends on who is faster."""
+    lines = [line for line in response.split("\n\n") if line]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    content = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    last = chunks[-1]
+    return [
+        lines[0],
+        f"data: … {json.dumps({'delta': {'content': content}})}",
+        f"data: … {json.dumps({'finish_reason': last['choices'][0]['finish_reason']})}",
+        *wrapped(f"data: … {json.dumps({'prefix_cache': last['prefix_cache']})}"),
+        lines[-1],
+    ]
+
+
+def published(_: None, __: Writer, publication: Publication) -> list[str]:
+    nodes = [
+        f"{short(node.name)}: tokens {node.position} to {node.position + len(node.token_ids)}"
+        for node in publication.nodes
+    ]
+    return [*nodes, f"entry: {publication.entry is not None}, prompt: {publication.prompt is not None}"]
+
+
+class Tap(NamedTuple):
+    """A function, where it is looked up, and how a call of it is shown."""
+
+    file: str
+    owner: Any
+    function: str
+    show: Callable[..., list[str]]
+
+
+TAPS = (
+    Tap("api/openai_chat.py", Chat, "read", conversation),
+    Tap("chat/template.py", renderer, "render", text),
+    Tap("chat/encoder.py", renderer, "encode", token_ids),
+    Tap("chat/boundaries.py", renderer, "bound", boundaries),
+    Tap("cache/tiers/nodes.py", Matcher, "match", names),
+    Tap("cache/restoration.py", Restoration, "run", restored),
+    Tap("cache/policy/select.py", choosing, "select", selection),
+    Tap("engine/scheduler.py", Scheduler, "schedule", step),
+    Tap("engine/sampler.py", Sampler, "sample", sampled),
+    Tap("store/writer.py", Writer, "submit", published),
+)
+
+
+@contextmanager
+def tapped(values: Values) -> Iterator[None]:
+    """Writes down the calls of a request."""
+
+    def wrapped(tap: Tap) -> Callable[..., Any]:
+        function = getattr(tap.owner, tap.function)
+
+        @wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            result = function(*arguments, **named)
+            shown = tap.show(result, *arguments)
+            values[tap.file] += shown
+            return result
+
+        return call
+
+    with ExitStack() as stack:
+        for tap in TAPS:
+            stack.enter_context(patch.object(tap.owner, tap.function, wrapped(tap)))
+        yield
+
+
+@pytest.fixture(scope="module")
+def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
+    """The values of the second turn of a conversation, after a restart."""
+    folder = tmp_path_factory.mktemp("tour")
+    key = folder / "key"
+    key.touch(mode=0o600)
+    key.write_text("a secret of the tour", encoding="utf-8")
+    model = write_chat_model(folder / "tiny-chat", seed=14)
+    settings = Settings(model=str(model), kv_cache_dir=folder / "kv", namespace_key_file=key, fingerprint="portable")
+    found: Values = defaultdict(list)
+    messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Name three rivers."}]
+    with running(settings) as client:
+        reply = client.chat(messages)
+    messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And three cities?"}]
+    body = {"messages": messages, **FIELDS}
+    found["server/answer.py"] = wrapped(shortened(json.dumps(body)))
+    with ExitStack() as stack:
+        client = stack.enter_context(running(settings))
+        stack.enter_context(tapped(found))
+        response = client.http.post("/v1/chat/completions", json=body).raise_for_status()
+        # One for the prompt, one for the reply.
+        wait_until(lambda: len(found["store/writer.py"]) == 4)
+    found["server/streaming.py"] = events(response.text)
+    return found
+
+
+def shown_on(page: str) -> Values:
+    """The values on the page, by file."""
+    return {file: block.splitlines() for file, block in STOP.findall(page)}
+
+
+def same(text: str) -> tuple[str, list[float]]:
+    """A text with its names numbered and its logits taken out, and the logits."""
+    numbers: dict[str, str] = {}
+    text = NAME.sub(lambda name: numbers.setdefault(name[0], f"name {len(numbers)}"), text)
+    return LOGIT.sub("#", text), [float(number) for number in LOGIT.findall(text)]
+
+
+def test_the_page_shows_the_values_of_a_real_request(values: Values) -> None:
+    page = shown_on(PAGE.read_text(encoding="utf-8"))
+    assert len(page) == 12
+    shown, real = ("\n".join(f"{file}\n" + "\n".join(of[file]) for file in page) for of in (page, values))
+    assert same(shown)[0] == same(real)[0], f"the values of now:\n{real}"
+    assert same(shown)[1] == pytest.approx(same(real)[1], abs=TOLERANCE)
+
+
+def test_the_files_of_the_nouns_define_them() -> None:
+    rows = NOUN.findall(PAGE.read_text(encoding="utf-8"))
+    assert len(rows) == 25
+    for noun, file in rows:
+        assert noun.split()[-1] in (ROOT / file).read_text(encoding="utf-8").lower(), f"{noun} in {file}"
