@@ -1,4 +1,4 @@
-"""The routes that show the daemon's state: `/health`, `/props` and `/metrics`."""
+"""The routes that show the daemon's state: `/`, `/health`, `/props` and `/metrics`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
 
 router = APIRouter(tags=["daemon"])
+
+
+class Welcome(BaseModel):
+    """The name of the program."""
+
+    name: str = "diskprefix"
+    docs: str = "/docs"
 
 
 class Health(BaseModel):
@@ -80,6 +87,14 @@ async def require_owner(request: Request) -> None:
 def _daemon(request: Request) -> Daemon:
     daemon: Daemon = request.app.state.daemon
     return daemon
+
+
+@router.head("/", include_in_schema=False)
+@router.get("/", summary="Welcome")
+async def welcome(response: Response) -> Welcome:
+    """200 as soon as the daemon listens: some clients look here first. Browsers get the dashboard instead."""
+    response.headers["Vary"] = "Accept"
+    return Welcome()
 
 
 @router.get(

@@ -9,11 +9,15 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query
 from fastapi.exceptions import HTTPException
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Match
+from starlette.types import Scope
 
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
-from diskprefix.extras.watch.dashboard.page import page_response, wants_page
+from diskprefix.extras.watch.dashboard.page import wants_page
 from diskprefix.extras.watch.dashboard.shown import (
     ClientSettings,
     DeletedEntry,
@@ -21,7 +25,6 @@ from diskprefix.extras.watch.dashboard.shown import (
     Simulated,
     SimulationBody,
     State,
-    Welcome,
 )
 from diskprefix.extras.watch.dashboard.simulation import Simulation
 from diskprefix.extras.watch.dashboard.watch import UPDATE_S, Watch
@@ -39,8 +42,7 @@ _KEY_PLACE = "YOUR-KEY"
 
 _WITH_400: dict[int | str, dict[str, Any]] = {400: {"model": ErrorBody}}
 
-router = APIRouter(tags=["daemon"])
-_admin = APIRouter(
+router = APIRouter(
     prefix="/dashboard", tags=["dashboard"], dependencies=[Depends(require_admin), Depends(require_owner)]
 )
 
@@ -60,21 +62,15 @@ def _dashboard(request: Request) -> Dashboard:
     return dashboard
 
 
-@router.head("/", include_in_schema=False)
-@router.get(
-    "/",
-    summary="Welcome",
-    response_model=Welcome,
-    responses={200: {"content": {"text/html": {"schema": {"type": "string"}}}}},
-)
-async def welcome(request: Request) -> Response:
-    """200 as soon as the daemon listens: some clients look here first. A browser gets the dashboard."""
-    if wants_page(request.headers):
-        return page_response()
-    return JSONResponse(Welcome().model_dump(), headers={"Vary": "Accept"})
+class PageRoute(APIRoute):
+    """`GET /` for browsers. The daemon itself answers other clients."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        return (match, child) if match is Match.FULL and wants_page(Headers(scope=scope)) else (Match.NONE, {})
 
 
-@_admin.get("/state", summary="State", response_model=State, responses=_WITH_400)
+@router.get("/state", summary="State", response_model=State, responses=_WITH_400)
 async def state(request: Request, since: Annotated[int, Query(ge=0)] = 0) -> JSONResponse:
     """The daemon now: its requests, its memory, its store, its problems. `since`: the number of the last request in
     `ended` that the caller has."""
@@ -82,7 +78,7 @@ async def state(request: Request, since: Annotated[int, Query(ge=0)] = 0) -> JSO
     return JSONResponse(await watch.state() | {"ended": watch.ended(since)})
 
 
-@_admin.get(
+@router.get(
     "/events",
     summary="State as it changes",
     response_model=None,
@@ -115,7 +111,7 @@ async def _events(dashboard: Dashboard) -> AsyncIterator[bytes]:
         await asyncio.sleep(UPDATE_S)
 
 
-@_admin.get("/entries", summary="Saved prompts", response_model=Entries)
+@router.get("/entries", summary="Saved prompts", response_model=Entries)
 async def entries(request: Request) -> JSONResponse:
     """The saved prompts, and the tree of what they share. Read from the store, at most every few seconds."""
     dashboard = _dashboard(request)
@@ -124,7 +120,7 @@ async def entries(request: Request) -> JSONResponse:
     return JSONResponse(await dashboard.saved_prompts.entries(store, with_texts=dashboard.watch.is_private))
 
 
-@_admin.delete(
+@router.delete(
     "/entries/{entry_id}",
     summary="Delete a saved prompt",
     responses={404: {"model": ErrorBody}},
@@ -141,7 +137,7 @@ async def delete_entry(request: Request, entry_id: str) -> DeletedEntry:
     return DeletedEntry(id=entry_id, **purged.counts())
 
 
-@_admin.post("/simulation", summary="What other scopes would have done", **described(SimulationBody, Simulated))
+@router.post("/simulation", summary="What other scopes would have done", **described(SimulationBody, Simulated))
 async def simulation(request: Request) -> JSONResponse:
     """Replay the last recorded hours under other scopes. It takes seconds, in a process of low priority."""
     dashboard = _dashboard(request)
@@ -152,7 +148,7 @@ async def simulation(request: Request) -> JSONResponse:
     return JSONResponse(Simulated(hours=body.hours, scopes=rows).model_dump())
 
 
-@_admin.get("/clients", summary="Settings of clients")
+@router.get("/clients", summary="Settings of clients")
 async def clients(request: Request) -> list[ClientSettings]:
     """The settings with which agents and libraries use this daemon, as `diskprefix clients` prints them."""
     daemon = _dashboard(request).daemon
@@ -165,6 +161,3 @@ async def clients(request: Request) -> list[ClientSettings]:
     )
     recipes = [recipe(name, served) for name in names()]
     return [ClientSettings(name=each.name, title=each.title, text=each.shown()) for each in recipes]
-
-
-router.include_router(_admin)

@@ -207,10 +207,3 @@ class ClientSettings(BaseModel):
     name: str
     title: str
     text: str
-
-
-class Welcome(BaseModel):
-    """The name of the program."""
-
-    name: str = "diskprefix"
-    docs: str = "/docs"
