@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from dataclasses import asdict
@@ -10,12 +11,11 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from diskprefix.api.figures import figures_reply
-from diskprefix.errors import DiskPrefixError
+from diskprefix.errors import DiskPrefixError, NotReady
 from diskprefix.printable import shown
-from diskprefix.server.error_replies import error_response
+from diskprefix.server.daemon import Daemon
+from diskprefix.server.error_replies import error_response, logged
 from diskprefix.server.log_context import LogContext
-from diskprefix.server.metrics import ServerMetrics
-from diskprefix.server.recent import RecentRequests
 
 log = logging.getLogger("diskprefix")
 
@@ -28,10 +28,9 @@ _LOGGED_PATH_CHARS = 200
 class AccessLog:
     """ASGI middleware. Not Starlette's BaseHTTPMiddleware, which hides the client's disconnect from the response."""
 
-    def __init__(self, app: ASGIApp, metrics: ServerMetrics, recent: RecentRequests) -> None:
+    def __init__(self, app: ASGIApp, daemon: Daemon) -> None:
         self._app = app
-        self._metrics = metrics
-        self._recent = recent
+        self._daemon = daemon
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,6 +63,14 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, note_status)
+        except asyncio.CancelledError:
+            # At the end of a stop, uvicorn cancels the requests that are left. It would log a traceback for each.
+            if self._daemon.status != "stopping":
+                raise
+            stopping = NotReady("the daemon is stopping")
+            record.error = logged(stopping)
+            if not response_started:
+                await error_response(scope, stopping)(scope, receive, note_status)
         except Exception:
             log.exception("%s %s failed unexpectedly", scope["method"], _path(scope))
             if response_started:
@@ -73,8 +80,8 @@ class AccessLog:
 
     def _close(self, scope: Scope, record: LogContext, elapsed_s: float) -> None:
         route = getattr(scope.get("route"), "path", "other")
-        self._metrics.count_request(route, record)
-        self._recent.note(record, scope["method"], route, elapsed_s)
+        self._daemon.metrics.count_request(route, record)
+        self._daemon.recent.note(record, scope["method"], route, elapsed_s)
         level = logging.DEBUG if route in _QUIET_ROUTES else logging.INFO
         caller = f" · key {record.caller.name}" if record.caller.name else ""
         said = f"{record.status}{caller}{_figures(record)} · {elapsed_s:.2f} s"

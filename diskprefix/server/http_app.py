@@ -66,7 +66,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     # A page of another site has no key, so with keys any name may lead to an address that others reach.
     any_name = ("*",) if keys is not None and not is_loopback(settings.host) else ()
     app.add_middleware(BrowserGuard, host=settings.host, allowed=(*settings.allowed_host_names, *any_name))
-    app.add_middleware(AccessLog, metrics=daemon.metrics, recent=daemon.recent)
+    app.add_middleware(AccessLog, daemon=daemon)
     app.include_router(answer.router)
     app.include_router(stored_responses.router)
     app.include_router(model_routes.router)

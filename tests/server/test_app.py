@@ -23,6 +23,7 @@ from diskprefix.errors import DiskPrefixError, ModelError, StoreUnavailable
 from diskprefix.nouns import SHARED
 from diskprefix.server import body as reading
 from diskprefix.server import streaming
+from diskprefix.server.process import process
 from diskprefix.tenant_ids import group_of
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import (
@@ -177,7 +178,7 @@ def test_a_request_that_waited_for_a_load_that_fails_is_told(
         next(parts)
         load.go_on.set()
         if stream:
-            assert b'"code": "not_ready"' in b"".join(parts)
+            assert b'"code":"not_ready"' in b"".join(parts)
         else:
             with pytest.raises(httpx.RemoteProtocolError):
                 list(parts)
@@ -715,6 +716,26 @@ def test_the_daemons_word_on_replies_holds_for_requests_that_say_nothing(
             assert client.post(CHAT, json=HELLO | fields).status_code == 200
             assert client.post("/v1/completions", json={"prompt": "hello"} | fields).status_code == 200
     assert [request.cache.reuse_generated for request in engine.requests] == [True] * 4 + [False] * 2
+
+
+def test_a_body_that_waits_until_the_end_of_a_stop_is_refused_and_leaves_no_traceback(
+    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(process, "GRACE_S", 0.0)
+    monkeypatch.setattr(process, "_SLOW_CLIENT_S", 0)
+    answers: list[httpx.Response] = []
+    large = {"messages": [{"role": "user", "content": "x" * 100_000}]}
+    with scripted_app(chat_model, engine) as server:
+        memory = server.daemon.bodies._memory
+        monkeypatch.setattr(memory, "_free", 0)
+        waiting = threading.Thread(target=lambda: answers.append(httpx.post(server.url + CHAT, json=large)))
+        waiting.start()
+        wait_until(lambda: memory._waiting, "the body waits for memory")
+        asyncio.run_coroutine_threadsafe(server.daemon.drain(0), server.daemon._loop).result(30)
+    waiting.join(30)
+    assert [answer.status_code for answer in answers] == [503]
+    assert answers[0].json()["error"]["message"] == "the daemon is stopping"
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 def test_a_stopping_daemon_refuses_what_waits_and_cancels_what_runs(chat_model: Path, engine: ScriptedEngine) -> None:
