@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from diskprefix.api.anthropic_content import AnthropicMessageBody, TextBlock, neutral_messages
 from diskprefix.api.anthropic_writer import MessageWriter
@@ -21,10 +21,10 @@ from diskprefix.api.fields import (
     Body,
     Count,
     Markable,
+    OneOf,
     RequestBody,
     StopString,
     ToolName,
-    by_json_type,
     require_fields,
     sampling_params,
 )
@@ -58,15 +58,8 @@ class AnthropicDefinedTool(Body):
     type: str
 
 
-def _kind_of_tool(value: object) -> str | None:
-    if not isinstance(value, dict):
-        return None
-    return "~custom" if value.get("type") in (None, "custom") else "~other"
-
-
 AnthropicTool: TypeAlias = Annotated[
-    Annotated[CustomTool, Tag("~custom")] | Annotated[AnthropicDefinedTool, Tag("~other")],
-    Discriminator(_kind_of_tool, custom_error_type="type", custom_error_message="Input should be a tool"),
+    CustomTool | AnthropicDefinedTool, OneOf("a tool", AnthropicDefinedTool, lambda _value: "custom")
 ]
 
 
@@ -121,8 +114,7 @@ class AnthropicToolChoice(Body):
 
 
 System: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[TextBlock], Field(max_length=MAX_PARTS), Tag("~list")],
-    by_json_type("a string or a list of text blocks"),
+    str | Annotated[list[TextBlock], Field(max_length=MAX_PARTS)], OneOf("a string or a list of text blocks")
 ]
 
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import groupby
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field, Tag
+from pydantic import Field
 
-from diskprefix.api.fields import MAX_PARTS, Body, Markable, by_json_type, by_type
+from diskprefix.api.fields import MAX_PARTS, Body, Markable, OneOf
 from diskprefix.chat.messages import (
     CacheMark,
     ContentPart,
@@ -61,10 +61,9 @@ class ImageBlock(Markable):
     """An image, for models that take images."""
 
     type: Literal["image"] = Field(description="`image`.")
-    source: Annotated[
-        Annotated[Base64Source, Tag("~base64")] | Annotated[UrlSource, Tag("~url")],
-        by_type("base64", "url", expected="an object of type base64"),
-    ] = Field(description="PNG, JPEG, WebP, GIF or BMP in base64. No URL is fetched.")
+    source: Annotated[Base64Source | UrlSource, OneOf("an object of type base64")] = Field(
+        description="PNG, JPEG, WebP, GIF or BMP in base64. No URL is fetched."
+    )
 
     def parts(self, path: str) -> Iterator[ContentPart]:
         source = self.source
@@ -89,13 +88,7 @@ class DocumentBlock(Markable):
     """A document. Plain text is taken as it is; a model here takes no PDF."""
 
     type: Literal["document"] = Field(description="`document`.")
-    source: Annotated[
-        Annotated[TextSource, Tag("~text")]
-        | Annotated[ContentSource, Tag("~content")]
-        | Annotated[Base64Source, Tag("~base64")]
-        | Annotated[UrlSource, Tag("~url")],
-        by_type("text", "content", "base64", "url", expected="an object of type text or content"),
-    ]
+    source: Annotated[TextSource | ContentSource | Base64Source | UrlSource, OneOf("an object of type text or content")]
     title: str | None = Field(default=None, description="Stands before the text.")
     context: str | None = Field(default=None, description="Stands before the text.")
     citations: Citations | None = None
@@ -190,32 +183,15 @@ _ALLOWED = {
 }
 
 
+PartBlock: TypeAlias = TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | ToolResultBlock
+"""A block that has content."""
 Block: TypeAlias = Annotated[
-    Annotated[TextBlock, Tag("~text")]
-    | Annotated[ImageBlock, Tag("~image")]
-    | Annotated[DocumentBlock, Tag("~document")]
-    | Annotated[SearchResultBlock, Tag("~search_result")]
-    | Annotated[ToolReferenceBlock, Tag("~tool_reference")]
-    | Annotated[ToolUseBlock, Tag("~tool_use")]
-    | Annotated[ToolResultBlock, Tag("~tool_result")]
-    | Annotated[ThinkingBlock, Tag("~thinking")]
-    | Annotated[RedactedThinkingBlock, Tag("~redacted_thinking")]
-    | Annotated[OtherBlock, Tag("~other")],
-    by_type(
-        *("text", "image", "document", "search_result", "tool_reference", "tool_use", "tool_result"),
-        *("thinking", "redacted_thinking"),
-        expected="a content block with a type",
-        other="~other",
-    ),
+    PartBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock | OtherBlock,
+    OneOf("a content block with a type", OtherBlock),
 ]
-TextOrInnerBlocks: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[Block], Field(max_length=MAX_PARTS), Tag("~list")],
-    by_json_type("a string or a list of content blocks"),
-]
-Content: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[Block], Field(min_length=1, max_length=MAX_PARTS), Tag("~list")],
-    by_json_type("a string or a list of content blocks"),
-]
+_TEXT_OR_BLOCKS = OneOf("a string or a list of content blocks")
+TextOrInnerBlocks: TypeAlias = Annotated[str | Annotated[list[Block], Field(max_length=MAX_PARTS)], _TEXT_OR_BLOCKS]
+Content: TypeAlias = Annotated[str | Annotated[list[Block], Field(min_length=1, max_length=MAX_PARTS)], _TEXT_OR_BLOCKS]
 
 ContentSource.model_rebuild()
 DocumentBlock.model_rebuild()
@@ -251,9 +227,7 @@ def content_parts(
 
 def parts_of(block: Block, path: str) -> Iterator[ContentPart]:
     """Returns the parts of a block that has content; nothing for others."""
-    if isinstance(
-        block, TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock | ToolResultBlock
-    ):
+    if isinstance(block, PartBlock):
         yield from block.parts(path)
 
 

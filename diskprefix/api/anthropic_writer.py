@@ -11,7 +11,7 @@ import json
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
-from diskprefix.api.dialect import Head, Json, ServerSentEvent, anthropic_error, fault_of
+from diskprefix.api.dialect import Head, Json, ServerSentEvent, anthropic_error
 from diskprefix.api.figures import figures_reply, written_tokens
 from diskprefix.api.reply import CallBegin, EndEvent, ReplyDelta, ReplyEvent, WholeCall, WholeChoice, WholeReply
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
@@ -63,7 +63,7 @@ class MessageWriter:
         return _event("ping", {}).encode()
 
     def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
-        return [_event("error", anthropic_error(fault_of(error), self._head.request_id))]
+        return [_event("error", anthropic_error(error, self._head.request_id))]
 
     def _message(self, usage: Json) -> Json:
         head = self._head

@@ -118,24 +118,10 @@ _MOST_MESSAGE_CHARS = 1000
 """Most messages cut what they repeat of a request. This limits messages of libraries that do not."""
 
 
-@dataclass(frozen=True)
-class Fault:
-    """An error, before it is written in the form of an API."""
-
-    status: int
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-def fault_of(error: DiskPrefixError) -> Fault:
+def openai_error(error: DiskPrefixError) -> Json:
+    """Returns an error in OpenAI's form."""
     param = error.param and shown(error.param)
-    return Fault(error.http_status, one_line(error.message), error.error_type, param, error.code)
-
-
-def openai_error(fault: Fault) -> dict[str, Any]:
-    return {"error": {"message": fault.message, "type": fault.type, "param": fault.param, "code": fault.code}}
+    return {"error": {"message": one_line(error.message), "type": error.error_type, "param": param, "code": error.code}}
 
 
 _ANTHROPIC_TYPES = {
@@ -148,12 +134,13 @@ _ANTHROPIC_TYPES = {
 }
 
 
-def anthropic_error(fault: Fault, request_id: str) -> dict[str, Any]:
+def anthropic_error(error: DiskPrefixError, request_id: str) -> Json:
     """Returns an error in Anthropic's form, whose `details` tell what a program may need."""
-    kind = _ANTHROPIC_TYPES.get(fault.status, "invalid_request_error" if fault.status < 500 else "api_error")
-    details = {"error_code": fault.code, "param": fault.param}
-    error = {"type": kind, "message": fault.message, "details": details}
-    return {"type": "error", "error": error, "request_id": request_id}
+    status, said = error.http_status, openai_error(error)["error"]
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    details = {"error_code": said["code"], "param": said["param"]}
+    fault = {"type": kind, "message": said["message"], "details": details}
+    return {"type": "error", "error": fault, "request_id": request_id}
 
 
 def one_line(message: str) -> str:

@@ -7,26 +7,25 @@ have tags that begin with `~`, which are left out of the `param` of an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Annotated, Any, Literal, TypeAlias
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     GetCoreSchemaHandler,
-    Tag,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     WrapValidator,
     field_validator,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from diskprefix.api.asked import TextFormat
 from diskprefix.cache.policy.scope import parse_scope
@@ -84,38 +83,48 @@ AS_SENT = WrapValidator(_as_sent)
 """Checks an object, but keeps the client's dict, because the order of its keys is part of the prompt."""
 
 
-def by_json_type(expected: str) -> Discriminator:
-    """Chooses a member of a union by the JSON type of the value: `~text`, `~list` or `~object`.
+@dataclass(frozen=True)
+class OneOf:
+    """Chooses the member of a union by the JSON type of the value, and among objects by their field `type`.
 
-    `expected` completes the error for other types: "must be ...".
-    """
-    tags: dict[type, str] = {str: "~text", list: "~list", dict: "~object"}
-    return Discriminator(
-        lambda value: tags.get(type(value)),
-        custom_error_type="type",
-        custom_error_message=f"Input should be {expected}",
-    )
-
-
-def by_type(*types: str, expected: str, other: str | None = None) -> Discriminator:
-    """Chooses a member of a union by the field `type` of an object: `~` and the type, or `other` for types not listed.
-
-    `expected` completes the error if there is no such member: "must be ...".
+    `expected` completes the error for a value without a member: "must be ...". `other` is the member for objects whose
+    type no other member has, `default` returns the type of an object without one.
     """
 
-    def tag(value: object) -> str | None:
-        if not isinstance(value, dict):
-            return None
-        kind = value.get("type")
-        return f"~{kind}" if kind in types else other
+    expected: str
+    other: type[BaseModel] | None = None
+    default: Callable[[JsonObject], str | None] = lambda _value: None
 
-    return Discriminator(tag, custom_error_type="type", custom_error_message=f"Input should be {expected}")
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members = {f"~{number}": member for number, member in enumerate(get_args(source))}
+        tags = {kind: tag for tag, member in members.items() for kind in self._kinds(member)}
+
+        def tag_of(value: Any) -> str | None:
+            if not isinstance(value, dict):
+                return tags.get(type(value))
+            kind = value.get("type")
+            kind = self.default(value) if kind is None else kind
+            return (tags.get(kind) if isinstance(kind, str) else None) or tags.get(dict)
+
+        return core_schema.tagged_union_schema(
+            {tag: handler.generate_schema(member) for tag, member in members.items()},
+            tag_of,
+            custom_error_type="type",
+            custom_error_message=f"Input should be {self.expected}",
+        )
+
+    def _kinds(self, member: Any) -> Sequence[Any]:
+        """Returns the types of objects that a member takes, or the JSON type of its values."""
+        plain = get_args(member)[0] if get_origin(member) is Annotated else member
+        if plain is self.other:
+            return (dict,)
+        if isinstance(plain, type) and issubclass(plain, BaseModel):
+            kind = plain.model_fields["type"].annotation
+            return [name for one in (kind, *get_args(kind)) if get_origin(one) is Literal for name in get_args(one)]
+        return (str,) if get_origin(plain) is Literal else (get_origin(plain) or plain,)
 
 
-TextOrObject: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[JsonObject, Tag("~object")],
-    by_json_type("JSON text or an object"),
-]
+TextOrObject: TypeAlias = Annotated[str | JsonObject, OneOf("JSON text or an object")]
 
 
 NonEmpty: TypeAlias = Annotated[str, Field(min_length=1)]

@@ -6,20 +6,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from diskprefix.api.asked import Asked
-from diskprefix.api.dialect import Head, Json, ServerSentEvent, fault_of, openai_error
+from diskprefix.api.dialect import Head, Json, ServerSentEvent, openai_error
 from diskprefix.api.fields import (
     MAX_STOPS,
     REFUSED,
     Body,
     Count,
+    NonEmpty,
+    OneOf,
     RequestBody,
     StopString,
     Unmarkable,
-    by_json_type,
     sampling_params,
 )
 from diskprefix.api.figures import figures_reply
@@ -30,8 +31,8 @@ from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.store.notes import TenantNotes
 
 Stop: TypeAlias = Annotated[
-    Annotated[StopString, Tag("~text")] | Annotated[list[StopString], Field(max_length=MAX_STOPS), Tag("~list")],
-    by_json_type(f"a string or a list of up to {MAX_STOPS} strings"),
+    StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)],
+    OneOf(f"a string or a list of up to {MAX_STOPS} strings"),
 ]
 
 
@@ -133,7 +134,7 @@ class OpenAIWriter(ABC):
         return b": keepalive\n\n"
 
     def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
-        return [ServerSentEvent(openai_error(fault_of(error)))]
+        return [ServerSentEvent(openai_error(error))]
 
     def _envelope(self, kind: str) -> Json:
         head = self._head
@@ -198,8 +199,8 @@ class CompletionRequest(OpenAIBody):
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The three longest rivers are"}})
 
     prompt: Annotated[
-        Annotated[str, Field(min_length=1), Tag("~text")] | Annotated[list[int], Field(min_length=1), Tag("~list")],
-        by_json_type("a string or a list of token ids"),
+        NonEmpty | Annotated[list[int], Field(min_length=1)],
+        OneOf("a string or a list of token ids"),
         BeforeValidator(_only_prompt),
     ] = Field(description="Text, or token ids; or a list that holds exactly one of these.")
     logprobs: int | None = Field(default=None, ge=0, le=20, description="So many alternatives for every token.")

@@ -19,7 +19,7 @@ from diskprefix.api.openai_messages import (
     marks_of,
     without_marks,
 )
-from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyDelta, WholeChoice
+from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyDelta, WholeChoice, logprob_reply
 from diskprefix.chat.messages import Conversation, Ending, JsonObject
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta
 from diskprefix.engine.request import TokenLogprob
@@ -200,13 +200,4 @@ def _reasoning(text: str) -> Json:
 
 
 def _logprobs(tokens: Sequence[TokenLogprob]) -> Json:
-    return {
-        "content": [{**_logprob(t), "top_logprobs": [_logprob(alternative) for alternative in t.top]} for t in tokens],
-        "refusal": None,
-    }
-
-
-def _logprob(token: TokenLogprob) -> Json:
-    # A token that is a part of a character decodes to U+FFFD, whose bytes are not those of the token.
-    encoded = None if "�" in token.text else list(token.text.encode("utf-8", "replace"))
-    return {"token": token.text, "logprob": token.logprob, "bytes": encoded}
+    return {"content": [logprob_reply(token, no_bytes=None) for token in tokens], "refusal": None}

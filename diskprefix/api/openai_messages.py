@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated, Literal, TypeAlias
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from diskprefix.api.asked import TextFormat, ToolChoice
 from diskprefix.api.fields import (
@@ -14,10 +14,10 @@ from diskprefix.api.fields import (
     Body,
     CacheControl,
     Markable,
+    OneOf,
     TextOrObject,
     ToolName,
     Unmarkable,
-    by_json_type,
     require_fields,
 )
 from diskprefix.chat.messages import (
@@ -75,29 +75,12 @@ class OtherPartBody(Body):
     type: Literal["text", "image_url", "input_audio", "video_url", "file"]
 
 
-def _kind_of_part(value: object) -> str | None:
-    """Returns the tag of a content part; None for a value that is not an object.
-
-    An object of an unknown type becomes an `OtherPartBody`, whose error names the type.
-    """
-    kinds = {"text": "~text", "image_url": "~image", "input_audio": "~audio"}
-    return kinds.get(str(value.get("type")), "~other") if isinstance(value, dict) else None
-
-
 PartBody: TypeAlias = Annotated[
-    Annotated[TextPartBody, Tag("~text")]
-    | Annotated[ImagePartBody, Tag("~image")]
-    | Annotated[AudioPartBody, Tag("~audio")]
-    | Annotated[OtherPartBody, Tag("~other")],
-    Discriminator(
-        _kind_of_part,
-        custom_error_type="type",
-        custom_error_message="Input should be a content part whose type is text, image_url or input_audio",
-    ),
+    TextPartBody | ImagePartBody | AudioPartBody | OtherPartBody,
+    OneOf("a content part whose type is text, image_url or input_audio", OtherPartBody),
 ]
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[PartBody], Field(max_length=MAX_PARTS), Tag("~list")],
-    by_json_type("a string or a list of content parts"),
+    str | Annotated[list[PartBody], Field(max_length=MAX_PARTS)], OneOf("a string or a list of content parts")
 ]
 
 
@@ -244,8 +227,8 @@ class ToolChoiceBody(Body):
 
 
 ToolChoiceField: TypeAlias = Annotated[
-    Annotated[Literal["auto", "none", "required"], Tag("~text")] | Annotated[ToolChoiceBody, Tag("~object")],
-    by_json_type("auto, none, required or an object"),
+    Literal["auto", "none", "required"] | ToolChoiceBody,
+    OneOf("auto, none, required or an object", ToolChoiceBody),
 ]
 
 

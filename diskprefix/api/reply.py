@@ -6,7 +6,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from diskprefix.chat.output.format import (
     ContentDelta,
@@ -158,28 +158,16 @@ class ReplyReader:
         return tuple(named)
 
 
-class ReplyCollector:
-    """Puts the events of a reply together."""
-
-    def __init__(self) -> None:
-        self._events: defaultdict[int, list[DeltaEvent]] = defaultdict(list)
-        self._ends: dict[int, EndEvent] = {}
-        self._done: DoneEvent | None = None
-
-    def add(self, event: ReplyEvent) -> None:
-        if isinstance(event, DoneEvent):
-            self._done = event
-        elif isinstance(event, EndEvent):
-            self._ends[event.choice] = event
-        elif isinstance(event, DeltaEvent):
-            self._events[event.choice].append(event)
-
-    @property
-    def reply(self) -> WholeReply:
-        """The reply, once its `DoneEvent` was added."""
-        assert self._done is not None, "the reply is not over"
-        choices = [_choice(self._ends[index], self._events[index]) for index in sorted(self._ends)]
-        return WholeReply(choices, self._done)
+def whole_reply(events: Sequence[ReplyEvent]) -> WholeReply:
+    """Puts all events of a reply together. The last one is its `DoneEvent`."""
+    parts: defaultdict[int, list[DeltaEvent]] = defaultdict(list)
+    for event in events:
+        if isinstance(event, DeltaEvent):
+            parts[event.choice].append(event)
+    ends = sorted((event for event in events if isinstance(event, EndEvent)), key=lambda end: end.choice)
+    done = events[-1]
+    assert isinstance(done, DoneEvent), "the reply is not over"
+    return WholeReply([_choice(end, parts[end.choice]) for end in ends], done)
 
 
 def _choice(end: EndEvent, events: list[DeltaEvent]) -> WholeChoice:
@@ -202,3 +190,14 @@ def _choice(end: EndEvent, events: list[DeltaEvent]) -> WholeChoice:
         stop=end.stop,
         reasoning_tokens=end.reasoning_tokens,
     )
+
+
+def logprob_reply(token: TokenLogprob, *, no_bytes: list[int] | None) -> dict[str, Any]:
+    """Returns a token with its alternatives, as OpenAI's APIs show them. `no_bytes` stands for unknown bytes."""
+
+    def one(token: TokenLogprob) -> dict[str, Any]:
+        # A token that is a part of a character decodes to U+FFFD, whose bytes are not those of the token.
+        encoded = no_bytes if "�" in token.text else list(token.text.encode("utf-8", "replace"))
+        return {"token": token.text, "logprob": token.logprob, "bytes": encoded}
+
+    return {**one(token), "top_logprobs": [one(alternative) for alternative in token.top]}

@@ -9,7 +9,7 @@ from functools import cached_property, partial
 from typing import Annotated, Literal, TypeAlias, cast
 
 import msgspec
-from pydantic import ConfigDict, Field, StringConstraints, Tag, model_validator
+from pydantic import ConfigDict, Field, StringConstraints, model_validator
 
 from diskprefix.api.asked import Asked, TextFormat, ToolChoice, note_left_out, openai_choice
 from diskprefix.api.dialect import Head, Json, json_text
@@ -21,11 +21,10 @@ from diskprefix.api.fields import (
     Count,
     Effort,
     Markable,
+    OneOf,
     RequestBody,
     ToolName,
     Unmarkable,
-    by_json_type,
-    by_type,
     require_fields,
     sampling_params,
 )
@@ -65,10 +64,7 @@ class HostedTool(Body):
 
 
 ToolAsSent: TypeAlias = Annotated[
-    Annotated[
-        Annotated[FunctionTool, Tag("~function")] | Annotated[HostedTool, Tag("~other")],
-        by_type("function", expected="an object", other="~other"),
-    ],
+    Annotated[FunctionTool | HostedTool, OneOf("an object", HostedTool)],
     AS_SENT,
 ]
 
@@ -128,8 +124,8 @@ class ResponseToolChoice(Body):
 
 
 ToolChoiceField: TypeAlias = Annotated[
-    Annotated[Literal["auto", "none", "required"], Tag("~text")] | Annotated[ResponseToolChoice, Tag("~object")],
-    by_json_type("auto, none, required or an object"),
+    Literal["auto", "none", "required"] | ResponseToolChoice,
+    OneOf("auto, none, required or an object", ResponseToolChoice),
 ]
 
 

@@ -12,16 +12,17 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
-from pydantic import Discriminator, Field, Tag, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from diskprefix.api.dialect import Json, json_text
-from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, Body, Markable, by_json_type
+from diskprefix.api.fields import MAX_MESSAGES, MAX_PARTS, Body, Markable, OneOf
 from diskprefix.api.openai_messages import InputAudio
 from diskprefix.chat.messages import (
     AudioPart,
     CacheMark,
     ContentPart,
     ImagePart,
+    JsonObject,
     Message,
     OtherPart,
     TextPart,
@@ -70,36 +71,12 @@ class OtherContent(Body):
     type: Literal["input_text", "output_text", "refusal", "input_image", "input_audio", "input_file"]
 
 
-def _tag(value: object, tags: dict[str, str], default: str | None) -> str | None:
-    """Returns the tag of an object by its type; None for a value that is no object."""
-    if not isinstance(value, dict):
-        return None
-    kind = value.get("type", default)
-    return tags.get(kind, "~other") if isinstance(kind, str) else "~other"
-
-
-_CONTENT_TAGS = {
-    "input_text": "~text",
-    "output_text": "~text",
-    "refusal": "~refusal",
-    "input_image": "~image",
-    "input_audio": "~audio",
-}
 PartBody: TypeAlias = Annotated[
-    Annotated[TextContent, Tag("~text")]
-    | Annotated[Refusal, Tag("~refusal")]
-    | Annotated[ImageContent, Tag("~image")]
-    | Annotated[AudioContent, Tag("~audio")]
-    | Annotated[OtherContent, Tag("~other")],
-    Discriminator(
-        lambda value: _tag(value, _CONTENT_TAGS, None),
-        custom_error_type="type",
-        custom_error_message="Input should be a content part with a type such as input_text",
-    ),
+    TextContent | Refusal | ImageContent | AudioContent | OtherContent,
+    OneOf("a content part with a type such as input_text", OtherContent),
 ]
 Content: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[PartBody], Field(max_length=MAX_PARTS), Tag("~list")],
-    by_json_type("a string or a list of content parts"),
+    str | Annotated[list[PartBody], Field(max_length=MAX_PARTS)], OneOf("a string or a list of content parts")
 ]
 
 
@@ -165,36 +142,17 @@ class OtherItem(Body):
     type: Literal["message", "function_call", "function_call_output", "reasoning", "item_reference"]
 
 
-_ITEM_TAGS = {
-    "message": "~message",
-    "function_call": "~call",
-    "function_call_output": "~output",
-    "reasoning": "~reasoning",
-    "item_reference": "~reference",
-}
-
-
-def _kind_of_item(value: object) -> str | None:
-    # Without a type it is a message, or, if it has an id alone, a reference.
-    is_reference = isinstance(value, dict) and "role" not in value and "id" in value
-    return _tag(value, _ITEM_TAGS, "item_reference" if is_reference else "message")
+def _type_of_item(value: JsonObject) -> str:
+    """Returns the type of an item without one: a message, or a reference if it has an id alone."""
+    return "item_reference" if "role" not in value and "id" in value else "message"
 
 
 SpokenItem: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem
 Item: TypeAlias = Annotated[
-    Annotated[MessageItem, Tag("~message")]
-    | Annotated[CallItem, Tag("~call")]
-    | Annotated[OutputItem, Tag("~output")]
-    | Annotated[ReasoningItem, Tag("~reasoning")]
-    | Annotated[ReferenceItem, Tag("~reference")]
-    | Annotated[OtherItem, Tag("~other")],
-    Discriminator(
-        _kind_of_item, custom_error_type="type", custom_error_message="Input should be an item, which is an object"
-    ),
+    SpokenItem | ReferenceItem | OtherItem, OneOf("an item, which is an object", OtherItem, _type_of_item)
 ]
 Input: TypeAlias = Annotated[
-    Annotated[str, Tag("~text")] | Annotated[list[Item], Field(max_length=MAX_MESSAGES), Tag("~list")],
-    by_json_type("a string or a list of items"),
+    str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)], OneOf("a string or a list of items")
 ]
 
 _ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}

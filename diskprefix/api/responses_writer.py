@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
-from diskprefix.api.dialect import Head, Json, ServerSentEvent, fault_of
+from diskprefix.api.dialect import Head, Json, ServerSentEvent, one_line
 from diskprefix.api.figures import figures_reply, written_tokens
 from diskprefix.api.reply import (
     CallBegin,
@@ -21,6 +21,7 @@ from diskprefix.api.reply import (
     ReplyEvent,
     WholeChoice,
     WholeReply,
+    logprob_reply,
 )
 from diskprefix.api.responses_items import item_id
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
@@ -30,16 +31,41 @@ from diskprefix.errors import DiskPrefixError
 ItemStatus: TypeAlias = Literal["completed", "incomplete"]
 
 
+class _PartNames(NamedTuple):
+    """The names that the one part of an item has in the item and in its events."""
+
+    item: str
+    field: str
+    part: str
+    part_event: str
+    text_event: str
+
+
+_MESSAGE = _PartNames("message", "content", "output_text", "content_part", "output_text")
+_REASONING = _PartNames("reasoning", "content", "reasoning_text", "content_part", "reasoning_text")
+_SUMMARY = _PartNames("reasoning", "summary", "summary_text", "reasoning_summary_part", "reasoning_summary_text")
+
+
 @dataclass
 class _OpenItem:
     item: Json
     index: int
+    names: _PartNames | None
+    """None for a call."""
     text: list[str] = field(default_factory=list)
     logprobs: list[Json] = field(default_factory=list)
 
     @property
     def place(self) -> Json:
-        return {"item_id": self.item["id"], "output_index": self.index}
+        part = {} if self.names is None else {f"{self.names.field}_index": 0}
+        return {"item_id": self.item["id"], "output_index": self.index, **part}
+
+    @property
+    def part(self) -> Json:
+        """The part as it is now."""
+        assert self.names is not None, "a call has no parts"
+        more = {"annotations": [], "logprobs": [*self.logprobs]} if self.names is _MESSAGE else {}
+        return {"type": self.names.part, "text": "".join(self.text), **more}
 
 
 class OutputItems:
@@ -47,7 +73,7 @@ class OutputItems:
 
     def __init__(self, response_id: str, *, reasoning_is_summary: bool) -> None:
         self._response_id = response_id
-        self._reasoning_is_summary = reasoning_is_summary
+        self._reasoning = _SUMMARY if reasoning_is_summary else _REASONING
         self.done: list[Json] = []
         self._open: _OpenItem | None = None
         self._blanks: list[str] = []
@@ -63,11 +89,13 @@ class OutputItems:
             if isinstance(delta, ContentDelta):
                 events += self._content(delta.text)
             elif isinstance(delta, ReasoningDelta):
-                events += self._reasoning(delta.text)
+                begun = [] if self._is_open(self._reasoning) else self._begin_part(self._reasoning, {"summary": []})
+                events += [*begun, self._piece(delta.text)]
             elif isinstance(delta, CallBegin):
-                events += self._call(delta)
+                call = {"call_id": delta.id, "name": delta.name, "arguments": ""}
+                events += self._begin("function_call", call)
             else:
-                events.append(self._piece("response.function_call_arguments.delta", delta.arguments))
+                events.append(self._piece(delta.arguments))
         if deltas and not any(isinstance(delta, ContentDelta) for delta in deltas):
             self._tokens.clear()
         return events
@@ -80,109 +108,73 @@ class OutputItems:
         return [*begun, *self._close(status)]
 
     def _content(self, text: str) -> list[Json]:
-        if self._is_open("message"):
+        if self._is_open(_MESSAGE):
             return self._text(text)
         if not text.strip():
             self._blanks.append(text)
             return []
-        return [*self._close(), *self._begin_message(), *self._text(text)]
+        return [*self._begin_message(), *self._text(text)]
 
     def _text(self, text: str) -> list[Json]:
         assert self._open is not None, "a message is open"
         text = "".join([*self._blanks, text])
         self._blanks.clear()
-        logprobs = [_logprob(token) | {"top_logprobs": [_logprob(top) for top in token.top]} for token in self._tokens]
+        logprobs = [logprob_reply(token, no_bytes=[]) for token in self._tokens]
         self._tokens.clear()
         self._open.logprobs += logprobs
-        return [self._piece("response.output_text.delta", text) | {"content_index": 0, "logprobs": logprobs}]
-
-    def _reasoning(self, text: str) -> list[Json]:
-        begun = [] if self._is_open("reasoning") else [*self._close(), *self._begin_reasoning()]
-        if self._reasoning_is_summary:
-            return [*begun, self._piece("response.reasoning_summary_text.delta", text) | {"summary_index": 0}]
-        return [*begun, self._piece("response.reasoning_text.delta", text) | {"content_index": 0}]
-
-    def _call(self, begin: CallBegin) -> list[Json]:
-        closed = self._close()
-        call = {"call_id": begin.id, "name": begin.name, "arguments": ""}
-        return [*closed, self._begin("function_call", call)]
+        return [self._piece(text) | {"logprobs": logprobs}]
 
     def _begin_message(self) -> list[Json]:
-        added = self._begin("message", {"role": "assistant", "content": []})
-        return [added, self._part_event("response.content_part.added", _text_part("", []))]
+        return self._begin_part(_MESSAGE, {"role": "assistant", "content": []})
 
-    def _begin_reasoning(self) -> list[Json]:
-        added = self._begin("reasoning", {"summary": []})
-        if self._reasoning_is_summary:
-            part = {"type": "summary_text", "text": ""}
-            return [added, self._part_event("response.reasoning_summary_part.added", part, "summary_index")]
-        return [added, self._part_event("response.content_part.added", {"type": "reasoning_text", "text": ""})]
+    def _begin_part(self, names: _PartNames, fields: Json) -> list[Json]:
+        """Begins an item and its part."""
+        return [*self._begin(names.item, fields, names), self._part_event("added")]
 
-    def _begin(self, kind: str, fields: Json) -> Json:
-        index = len(self.done)
+    def _begin(self, kind: str, fields: Json, names: _PartNames | None = None) -> list[Json]:
+        """Closes the open item and begins another."""
+        closed, index = self._close(), len(self.done)
         item = {"id": item_id(self._response_id, kind, index), "type": kind, "status": "in_progress", **fields}
-        self._open = _OpenItem(item, index)
-        return {"type": "response.output_item.added", "output_index": index, "item": item}
+        self._open = _OpenItem(item, index, names)
+        return [*closed, {"type": "response.output_item.added", "output_index": index, "item": item}]
 
-    def _is_open(self, kind: str) -> bool:
-        return self._open is not None and self._open.item["type"] == kind
+    def _is_open(self, names: _PartNames) -> bool:
+        return self._open is not None and self._open.names is names
 
-    def _piece(self, kind: str, text: str) -> Json:
+    def _piece(self, text: str) -> Json:
         """Returns the event of more text of the open item."""
         assert self._open is not None, "pieces come after their beginning"
         self._open.text.append(text)
-        return {"type": kind, **self._open.place, "delta": text}
+        return {"type": f"response.{_text_event(self._open.names)}.delta", **self._open.place, "delta": text}
 
-    def _part_event(self, kind: str, part: Json, index: str = "content_index") -> Json:
+    def _part_event(self, what: Literal["added", "done"]) -> Json:
         assert self._open is not None, "parts belong to an item"
-        return {"type": kind, **self._open.place, index: 0, "part": part}
+        assert self._open.names is not None, "a call has no parts"
+        kind = f"response.{self._open.names.part_event}.{what}"
+        return {"type": kind, **self._open.place, "part": self._open.part}
 
     def _close(self, status: ItemStatus = "completed") -> list[Json]:
         """Closes the open item, if there is one."""
         closing = self._open
         if closing is None:
             return []
-        text = "".join(closing.text)
-        if closing.item["type"] == "message":
-            events, whole = self._close_message(text, closing.logprobs)
-        elif closing.item["type"] == "reasoning":
-            events, whole = self._close_reasoning(text)
+        text, names = "".join(closing.text), closing.names
+        done = {"type": f"response.{_text_event(names)}.done", **closing.place}
+        if names is None:
+            whole: Json = {"arguments": text}
+            events = [done | whole | {"name": closing.item["name"]}]
         else:
-            events = [{"type": "response.function_call_arguments.done", **closing.place, "arguments": text}]
-            events[0]["name"] = closing.item["name"]
-            whole = {"arguments": text}
+            whole = {names.field: [closing.part]}
+            said = {"text": text, "logprobs": closing.logprobs} if names is _MESSAGE else {"text": text}
+            events = [done | said, self._part_event("done")]
         item = closing.item | {"status": status, **whole}
         self.done.append(item)
         self._open = None
         return [*events, {"type": "response.output_item.done", "output_index": closing.index, "item": item}]
 
-    def _close_message(self, text: str, logprobs: list[Json]) -> tuple[list[Json], Json]:
-        assert self._open is not None, "a message is open"
-        done = {"type": "response.output_text.done", **self._open.place, "content_index": 0, "text": text}
-        part = _text_part(text, logprobs)
-        events = [done | {"logprobs": logprobs}, self._part_event("response.content_part.done", part)]
-        return events, {"content": [part]}
 
-    def _close_reasoning(self, text: str) -> tuple[list[Json], Json]:
-        assert self._open is not None, "a reasoning is open"
-        if self._reasoning_is_summary:
-            part = {"type": "summary_text", "text": text}
-            done = {"type": "response.reasoning_summary_text.done", **self._open.place, "summary_index": 0}
-            last = self._part_event("response.reasoning_summary_part.done", part, "summary_index")
-            return [done | {"text": text}, last], {"summary": [part]}
-        part = {"type": "reasoning_text", "text": text}
-        done = {"type": "response.reasoning_text.done", **self._open.place, "content_index": 0, "text": text}
-        return [done, self._part_event("response.content_part.done", part)], {"content": [part]}
-
-
-def _text_part(text: str, logprobs: list[Json]) -> Json:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
-
-
-def _logprob(token: TokenLogprob) -> Json:
-    # A token that is a part of a character decodes to U+FFFD, whose bytes are not those of the token.
-    encoded = [] if "�" in token.text else list(token.text.encode("utf-8", "replace"))
-    return {"token": token.text, "logprob": token.logprob, "bytes": encoded}
+def _text_event(names: _PartNames | None) -> str:
+    return "function_call_arguments" if names is None else names.text_event
 
 
 class ResponseWriter:
@@ -228,9 +220,8 @@ class ResponseWriter:
         return b"".join(sent.encode() for sent in self._numbered([event]))
 
     def failure(self, error: DiskPrefixError) -> Sequence[ServerSentEvent]:
-        fault = fault_of(error)
         # The only one of OpenAI's codes that says that the server failed.
-        failed = self._response("failed") | {"error": {"code": "server_error", "message": fault.message}}
+        failed = self._response("failed") | {"error": {"code": "server_error", "message": one_line(error.message)}}
         return self._numbered([{"type": "response.failed", "response": failed}])
 
     def _numbered(self, events: Sequence[Json]) -> list[ServerSentEvent]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
@@ -17,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from diskprefix.api.dialect import Fault, anthropic_error, fault_of, one_line, openai_error
+from diskprefix.api.dialect import Json, ServerSentEvent, anthropic_error, one_line, openai_error
 from diskprefix.errors import GOT, DiskPrefixError, NotReady, QueueFull
 from diskprefix.printable import shown
 from diskprefix.server.body import refusal_of
@@ -59,17 +58,20 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-def http_fault(status: int, detail: str) -> Fault:
-    """Returns an error of HTTP itself (route, method, size, content type), for which there is no exception class."""
-    kind = "invalid_request_error" if status < 500 else "server_error"
-    return Fault(status, one_line(detail), kind, None, _CODES.get(status))
+class HttpError(DiskPrefixError):
+    """An error of HTTP itself: route, method, size, content type."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail, code=_CODES.get(status))
+        self.http_status = status
+        self.error_type = "invalid_request_error" if status < 500 else "server_error"
 
 
-def _written(scope: Scope, fault: Fault) -> dict[str, Any]:
+def _written(scope: Scope, error: DiskPrefixError) -> Json:
     """Returns the error in the form of the API that was called. Anthropic's clients name theirs on every route."""
     if scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope):
-        return anthropic_error(fault, log_context(Request(scope)).request_id)
-    return openai_error(fault)
+        return anthropic_error(error, log_context(Request(scope)).request_id)
+    return openai_error(error)
 
 
 def logged(error: DiskPrefixError) -> str:
@@ -77,17 +79,13 @@ def logged(error: DiskPrefixError) -> str:
     return one_line(error.message.partition(GOT)[0])
 
 
-def error_response(scope: Scope, error: DiskPrefixError) -> JSONResponse:
-    headers = {}
+def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """Returns the response that tells an error, with `headers` or else those that follow from the error."""
     if isinstance(error, QueueFull | NotReady):
         wait_s = error.retry_after_s if isinstance(error, QueueFull) else NOT_READY_RETRY_AFTER_S
-        headers["Retry-After"] = str(wait_s)
-    return _response(scope, fault_of(error), headers)
-
-
-def _response(scope: Scope, fault: Fault, headers: Mapping[str, str] | None) -> JSONResponse:
-    response = LingeringResponse if fault.status == 413 else JSONResponse
-    return response(_written(scope, fault), fault.status, headers)
+        headers = {"Retry-After": str(wait_s)}
+    response = LingeringResponse if error.http_status == 413 else JSONResponse
+    return response(_written(scope, error), error.http_status, headers)
 
 
 def early_sign(scope: Scope) -> bytes:
@@ -98,16 +96,10 @@ def early_sign(scope: Scope) -> bytes:
 
 def early_failure(scope: Scope, error: DiskPrefixError) -> bytes:
     """Returns the event with which a stream ends that could not begin, in the form of the API that was called."""
-    fault = fault_of(error)
+    said = _written(scope, error)
     if scope["path"].startswith(_RESPONSES_PATH):
-        said: dict[str, Any] = {"type": "error", "code": fault.code, "message": fault.message, "param": fault.param}
-        return _named_event(said | {"sequence_number": 0})
-    said = _written(scope, fault)
-    return _named_event(said) if said.get("type") == "error" else f"data: {json.dumps(said)}\n\n".encode()
-
-
-def _named_event(said: dict[str, Any]) -> bytes:
-    return f"event: error\ndata: {json.dumps(said)}\n\n".encode()
+        said = openai_error(error)["error"] | {"type": "error", "sequence_number": 0}
+    return ServerSentEvent(said, "error" if said.get("type") == "error" else None).encode()
 
 
 async def refuse(
@@ -115,7 +107,7 @@ async def refuse(
 ) -> None:
     """Answers a request from a middleware, and notes the reason for the log."""
     log_context(Request(scope)).error = reason
-    await _response(scope, http_fault(status, reason), headers)(scope, receive, send)
+    await error_response(scope, HttpError(status, reason), headers)(scope, receive, send)
 
 
 class LingeringResponse(JSONResponse):
@@ -154,7 +146,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         detail = f"no such route: {method} {path}; /docs lists all routes"
     elif error.status_code == 405:
         detail = f"{path} does not allow {method}; it allows {headers.get('Allow', 'another method')}"
-    return _response(request.scope, http_fault(error.status_code, detail), headers)
+    return error_response(request.scope, HttpError(error.status_code, detail), headers)
 
 
 async def _on_client_disconnect(_request: Request, _error: Exception) -> Response:

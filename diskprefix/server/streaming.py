@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from diskprefix.api.dialect import ReplyWriter, ServerSentEvent, json_text
-from diskprefix.api.reply import EndEvent, ReplyCollector, ReplyEvent, ReplyReader, WholeReply
+from diskprefix.api.reply import EndEvent, ReplyEvent, ReplyReader, whole_reply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.error_replies import early_failure, early_sign, error_response, logged
@@ -137,10 +137,10 @@ class PatientResponse(_ReplyResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         connection = _Connection(send, self._generation, self._clock)
         try:
-            reply = await self._reply(connection)
+            events = await self._events(connection)
             self._generation.close()
             # In a thread: log probabilities of a long reply are a hundred megabytes.
-            content = await asyncio.to_thread(lambda: json_text(self._writer.whole(reply)))
+            content = await asyncio.to_thread(lambda: json_text(self._writer.whole(whole_reply(events))))
             whole = Response(content, media_type=self.media_type)
             if connection.has_begun:
                 await connection.body(bytes(whole.body), more=False)
@@ -157,8 +157,8 @@ class PatientResponse(_ReplyResponse):
         finally:
             self._generation.close()
 
-    async def _reply(self, connection: _Connection) -> WholeReply:
-        collector = ReplyCollector()
+    async def _events(self, connection: _Connection) -> list[ReplyEvent]:
+        events: list[ReplyEvent] = []
         event = None
         while not isinstance(event, DoneEvent):
             event = await connection.next()
@@ -167,9 +167,8 @@ class PatientResponse(_ReplyResponse):
                     await connection.begin(self)
                 await connection.body(b"\n")
                 continue
-            for reply_event in self._reader.read(event):
-                collector.add(reply_event)
-        return collector.reply
+            events += self._reader.read(event)
+        return events
 
 
 async def first_signs(preparing: asyncio.Task[Response], *, is_stream: bool) -> Response:

@@ -25,9 +25,9 @@ from diskprefix.api.reply import (
     DeltaEvent,
     EndEvent,
     EndReason,
-    ReplyCollector,
     ReplyDelta,
     ReplyEvent,
+    whole_reply,
 )
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent
@@ -66,10 +66,7 @@ def streamed(events: Iterable[ReplyEvent], head: Head = HEAD, **options: Any) ->
 
 
 def whole(events: Iterable[ReplyEvent], head: Head = HEAD, **options: Any) -> dict[str, Any]:
-    collector = ReplyCollector()
-    for event in events:
-        collector.add(event)
-    message = MessageWriter(head, **options).whole(collector.reply)
+    message = MessageWriter(head, **options).whole(whole_reply([*events]))
     Message.model_validate(message)
     return message
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyCollector, ReplyEvent, ReplyReader, WholeChoice
+from diskprefix.api.reply import CallBegin, DeltaEvent, EndEvent, ReplyEvent, ReplyReader, WholeChoice, whole_reply
 from diskprefix.chat.output.format import ContentDelta, OutputDelta, ReasoningDelta, ToolCallBegin, ToolCallDelta
 from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent, TokenLogprob
 from tests.server.scripted import done
@@ -47,10 +47,7 @@ def read(
 
 
 def collected(events: Iterable[ReplyEvent]) -> list[WholeChoice]:
-    collector = ReplyCollector()
-    for event in events:
-        collector.add(event)
-    return collector.reply.choices
+    return whole_reply([*events]).choices
 
 
 def test_the_parts_of_a_reply_are_told_apart() -> None:

@@ -18,9 +18,9 @@ from diskprefix.api.reply import (
     CallBegin,
     DeltaEvent,
     EndEvent,
-    ReplyCollector,
     ReplyDelta,
     ReplyEvent,
+    whole_reply,
 )
 from diskprefix.api.responses import ResponseRequest
 from diskprefix.api.responses_writer import ResponseWriter
@@ -74,10 +74,7 @@ def streamed(events: Iterable[ReplyEvent], **fields: Any) -> list[Json]:
 
 
 def whole(events: Iterable[ReplyEvent], **fields: Any) -> Json:
-    collector = ReplyCollector()
-    for event in events:
-        collector.add(event)
-    return writer(**fields).whole(collector.reply)
+    return writer(**fields).whole(whole_reply([*events]))
 
 
 def shapes(events: Iterable[Json]) -> recorded.Recorded:

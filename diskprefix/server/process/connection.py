@@ -121,13 +121,13 @@ def _num_unsent(transport: asyncio.Transport) -> int:
 
 def _refusal(max_connections: int) -> bytes:
     # Not imported above: it brings FastAPI along, and connections are taken before that is there.
-    from diskprefix.api.dialect import fault_of, openai_error
+    from diskprefix.api.dialect import openai_error
 
     error = NotReady(
         f"the daemon serves requests on {max_connections} connections and takes no more (--max-queue); try again later",
         code="too_many_connections",
     )
-    body = json.dumps(openai_error(fault_of(error))).encode()
+    body = json.dumps(openai_error(error)).encode()
     head = (
         "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
         f"Connection: close\r\nContent-Length: {len(body)}\r\n\r\n"
