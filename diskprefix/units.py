@@ -48,6 +48,14 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
+def whole_size(num_bytes: int) -> str:
+    """Returns a size in the largest binary unit of which it is a whole number: `4GiB`, which `parse_size` reads."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes and num_bytes % factor == 0:
+            return f"{num_bytes // factor}{unit}"
+    return str(num_bytes)
+
+
 def format_duration(seconds: float) -> str:
     """Returns `40 ms`, `12.0 s`, `3.5 min`, `5.2 h` or `3.0 d`."""
     if seconds < 0.9995:

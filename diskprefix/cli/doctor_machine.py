@@ -14,10 +14,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from diskprefix.cli.about import installed
+from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import CacheError
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
@@ -56,7 +57,7 @@ class Finding:
 
 def python_findings() -> Iterator[Finding]:
     yield Finding("python", "ok", f"Python {platform.python_version()}")
-    missing = [name for name in ("torch", "transformers", "tokenizers", "lmdb", "numpy") if _version(name) is None]
+    missing = [name for name in ("torch", "transformers", "tokenizers", "lmdb", "numpy") if installed(name) is None]
     if missing:
         yield Finding(
             "packages", "problem", f"not installed: {', '.join(missing)}", "install diskprefix again with pip"
@@ -105,7 +106,7 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
 def folder_findings(settings: Settings) -> Iterator[Finding]:
     """Yields the findings about the folder's rights, its file system and the free space."""
     folder = settings.kv_cache_dir
-    place = _existing(folder)
+    place = existing_folder(folder)
     try:
         check_folder(folder)
     except CacheError as error:
@@ -185,7 +186,7 @@ def store_findings(settings: Settings) -> Iterator[Finding]:
         finally:
             store.close()
     yield _clock_finding(time.time(), newest)
-    yield _speed_finding(_existing(folder), prefill_s_per_byte)
+    yield _speed_finding(existing_folder(folder), prefill_s_per_byte)
 
 
 def _newest_use(snapshot: Snapshot) -> float:
@@ -269,11 +270,6 @@ def _daemon_status(settings: Settings) -> str | None:
     return shown(status) if isinstance(status, str) else None
 
 
-def _existing(folder: Path) -> Path:
-    """Returns the folder, or the nearest one above it that exists."""
-    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
-
-
 def _file_system(place: Path) -> str:
     """Returns the type of the file system that holds a folder, as Linux names it; empty where that is not known."""
     try:
@@ -285,13 +281,6 @@ def _file_system(place: Path) -> str:
     inside = [(mount, kind) for mount, kind in found if real == Path(mount) or Path(mount) in real.parents]
     # Of two file systems at one place, the later one is seen.
     return max(enumerate(inside), key=lambda one: (len(one[1][0]), one[0]))[1][1] if inside else ""
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def disk_speed(folder: Path) -> float | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.cli.doctor_machine import Finding
+from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import DiskPrefixError, ModelError
 from diskprefix.settings import Settings, cache_home
 from diskprefix.units import format_size
@@ -143,7 +144,9 @@ def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[
     """Loads the model twice with a store of its own, and sends one request: cold, again, and after a restart."""
     from diskprefix.cli.daemon_call import in_this_process
 
-    with tempfile.TemporaryDirectory(prefix="doctor-", dir=_writable(settings.kv_cache_dir)) as folder:
+    # On the same disk as the store.
+    place = existing_folder(settings.kv_cache_dir.absolute().parent)
+    with tempfile.TemporaryDirectory(prefix="doctor-", dir=place) as folder:
         own = replace(
             settings,
             kv_cache_dir=Path(folder) / "kv",
@@ -199,8 +202,3 @@ def _judged(replies: list[dict[str, Any]], exact_at: str) -> Iterator[Finding]:
         )
     else:
         yield Finding("same reply", "ok", "cold, repeated and restored replies are equal")
-
-
-def _writable(folder: Path) -> Path:
-    """Returns the folder above the store: the disk is the same."""
-    return next(place for place in folder.absolute().parents if place.is_dir())

@@ -12,10 +12,10 @@ import click
 
 from diskprefix.cli.options import PathType, policy_values
 from diskprefix.cli.policy_file import find_policy, packaged, toml_value
-from diskprefix.cli.tooling import json_option, print_json
+from diskprefix.cli.tooling import existing_folder, json_option, print_json
 from diskprefix.errors import SettingsError
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, default_kv_cache_dir
-from diskprefix.units import format_size, parse_size
+from diskprefix.units import format_size, parse_size, whole_size
 
 PRESETS = ("agent", "chat", "rag", "batch", "none")
 _SHARE, _MOST_BYTES = 10, 64 * 2**30
@@ -95,8 +95,8 @@ def _answered(model: str | None, preset: str | None, budget: str | None, *, asks
         preset = preset or click.prompt(
             "What for", type=click.Choice(PRESETS), default="agent", err=True, show_choices=True
         )
-        budget = budget or click.prompt("How much disk for the cache", default=_size_text(proposed), err=True)
-    return _settings_text(model or None, preset or "agent", budget or _size_text(proposed))
+        budget = budget or click.prompt("How much disk for the cache", default=whole_size(proposed), err=True)
+    return _settings_text(model or None, preset or "agent", budget or whole_size(proposed))
 
 
 def _settings_text(model: str | None, preset: str, budget: str) -> str:
@@ -124,15 +124,9 @@ def _absolute(model: str) -> str:
 
 def _proposed_budget() -> int:
     """Returns a tenth of the free disk, whole GiB, at least the default."""
-    folder = default_kv_cache_dir()
-    place = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    disk = os.statvfs(place)
+    disk = os.statvfs(existing_folder(default_kv_cache_dir()))
     share = disk.f_bavail * disk.f_frsize // _SHARE // 2**30 * 2**30
     return max(Settings.kv_cache_budget, min(share, _MOST_BYTES))
-
-
-def _size_text(num_bytes: int) -> str:
-    return format_size(num_bytes).replace(".0 ", "")
 
 
 def _command(file: Path) -> str:

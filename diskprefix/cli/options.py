@@ -15,7 +15,7 @@ from diskprefix.chat.normalisers import Normalisers
 from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.errors import SettingsError
 from diskprefix.settings import SETTINGS, Settings, flag_of
-from diskprefix.units import format_size, parse_duration, parse_size
+from diskprefix.units import parse_duration, parse_size, whole_size
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -160,8 +160,7 @@ def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decora
     if setting.unset:
         said["show_default"] = setting.unset
     else:
-        # 4GiB, which `parse_size` reads again.
-        said["default"] = format_size(default).replace(".0 ", "") if setting.kind == "size" else default
+        said["default"] = whole_size(default) if setting.kind == "size" else default
         if setting.kind == "duration":
             said["default"] = f"{default:g}s"
     declaration = f"{flag}/--no-{flag.removeprefix('--')}" if setting.kind == "switch" else flag

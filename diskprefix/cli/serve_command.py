@@ -20,6 +20,7 @@ from diskprefix.cli.options import (
 )
 from diskprefix.cli.policy_file import toml_value
 from diskprefix.settings import CACHE, SETTINGS, Settings, flag_of
+from diskprefix.units import whole_size
 
 _COLUMN = 44
 _EPILOG = """\b
@@ -67,8 +68,8 @@ def config_text(context: click.Context, settings: Settings) -> str:
 
 
 def _line(context: click.Context, name: str, value: Any) -> str:
-    shown = _size(value) if SETTINGS[name].kind == "size" and value is not None else toml_value(value)
-    said = f"# {name} =" if value is None else f"{name} = {shown}"
+    shown = whole_size(value) if SETTINGS[name].kind == "size" and value is not None else value
+    said = f"# {name} =" if value is None else f"{name} = {toml_value(shown)}"
     return f"{said:<{_COLUMN}} # {_source(context, name)}"
 
 
@@ -83,11 +84,3 @@ def _source(context: click.Context, name: str) -> str:
             return f"the policy {policy_of(context)}"
     unset = SETTINGS[name].unset
     return f"default: {unset}" if unset else "default"
-
-
-def _size(num_bytes: int) -> str:
-    """Returns bytes in the largest unit that they are a whole number of."""
-    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if num_bytes and num_bytes % factor == 0:
-            return f'"{num_bytes // factor}{unit}"'
-    return str(num_bytes)

@@ -54,6 +54,11 @@ def store_options(command: Decorated) -> Decorated:
     return folder_option("The folder of the store. Policy files are not read.")(json_option(command))
 
 
+def existing_folder(folder: Path) -> Path:
+    """Returns the folder, or the nearest one above it that exists."""
+    return next(place for place in (folder, *folder.absolute().parents) if place.exists())
+
+
 def require_store(folder: Path) -> Path:
     """Returns the path by which to open the store in `folder`: see `become_owner`.
 

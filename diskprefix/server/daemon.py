@@ -65,12 +65,13 @@ class Daemon:
         self._stopping = False
         self._is_decided = asyncio.Event()
         """Set when the daemon is ready, and when it never will be."""
-        self._inbox = Inbox(
+        self.inbox = Inbox(
             lambda inbox: self._engine.serve(inbox),
             settings.max_queue,
             on_fatal=lambda error: _call_soon(self._loop, self._failed, error),
             max_running=settings.max_sequences,
         )
+        """The requests of the engine, which is not there while the model loads."""
         self._engine: Engine
         self._loop: asyncio.AbstractEventLoop
         self._arriving: list[Tenant] = []
@@ -79,7 +80,7 @@ class Daemon:
         self.threads = Threads()
         self.turns = CallerTurns()
         """For requests that read stored responses: one of a caller at a time."""
-        self.bodies = Bodies(settings.max_body_bytes, self.threads, lambda: self._inbox.num_running > 0)
+        self.bodies = Bodies(settings.max_body_bytes, self.threads, lambda: self.inbox.num_running > 0)
 
     @property
     def status(self) -> Status:
@@ -96,17 +97,12 @@ class Daemon:
         """One line for people: the current step of the load, or what is served and how busy the engine is."""
         if self.serving is None:
             return self.doing
-        inbox = self._inbox
+        inbox = self.inbox
         state, error = self.serving.engine.cache.health
         problem = f"; the cache is degraded ({error})" if state == "degraded" else ""
         step_s = inbox.heartbeat.working_s
         hangs = f"; one step has taken {step_s:.0f} s" if step_s >= _LONG_STEP_S else ""
         return f"{self.doing}; {inbox.num_running} running, {inbox.queue_depth} waiting{problem}{hangs}"
-
-    @property
-    def inbox(self) -> Inbox:
-        """The requests of the engine, which is not there while the model loads."""
-        return self._inbox
 
     @property
     def num_arriving(self) -> int:
@@ -145,7 +141,7 @@ class Daemon:
         """
         if self._is_decided.is_set():
             self.require_serving()
-        self._inbox.require_room(self._arriving, caller)
+        self.inbox.require_room(self._arriving, caller)
         place = QueuePlace(caller)
         self._arriving.append(caller)
         place.taken.callback(self._arriving.remove, caller)
@@ -214,11 +210,11 @@ class Daemon:
         )
         renderer.warm_up()
         self._engine = engine
-        self._inbox.start()
+        self.inbox.start()
         seconds = engine.startup_timings | {"imports": imports_s + engine.startup_timings.get("imports", 0.0)}
         return Serving(
             engine=engine,
-            inbox=self._inbox,
+            inbox=self.inbox,
             renderer=renderer,
             scope=scope,
             model_name=self.settings.served_model_name or engine.model_name,

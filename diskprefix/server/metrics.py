@@ -6,7 +6,7 @@ counter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from prometheus_client import (
@@ -114,10 +114,8 @@ def _queue_metrics(serving: Serving) -> Iterator[Metric]:
 
 def _engine_metrics(serving: Serving) -> Iterator[Metric]:
     memory, figures = serving.engine.memory_stats(), serving.engine.figures
-    slots = GaugeMetricFamily("diskprefix_slots", "Sequences whose state is in memory.", labels=["state"])
-    slots.add_metric(["running"], memory["running"])
-    slots.add_metric(["idle"], memory["entries"])
-    yield slots
+    slots = {"running": memory["running"], "idle": memory["entries"]}
+    yield _by_label(GaugeMetricFamily, "slots", "Sequences whose state is in memory.", "state", slots)
     yield _gauge("idle_slots_limit", "Sequences that may stay in memory (--kv-memory-entries).", memory["max_entries"])
     yield _gauge("idle_slots_tokens", "Tokens of the sequences that ended and stay in memory.", memory["entry_tokens"])
     yield _gauge("kv_memory_bytes", "Memory that the state of sequences takes.", memory["used_bytes"])
@@ -129,15 +127,11 @@ def _engine_metrics(serving: Serving) -> Iterator[Metric]:
 
 
 def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
-    hits = CounterMetricFamily("diskprefix_cache_hits", "Requests that restored something.", labels=["tier"])
-    for tier, count in stats["hits_by_tier"].items():
-        hits.add_metric([tier], count)
-    yield hits
-    misses = CounterMetricFamily("diskprefix_cache_misses", "Requests that restored nothing.", labels=["reason"])
-    for reason in MISS_REASONS:
-        # From zero on: a series that appears with its first event has no rate before the second.
-        misses.add_metric([reason], stats["misses"].get(reason, 0))
-    yield misses
+    hits = stats["hits_by_tier"]
+    yield _by_label(CounterMetricFamily, "cache_hits", "Requests that restored something.", "tier", hits)
+    # From zero on: a series that appears with its first event has no rate before the second.
+    misses = {reason: stats["misses"].get(reason, 0) for reason in MISS_REASONS}
+    yield _by_label(CounterMetricFamily, "cache_misses", "Requests that restored nothing.", "reason", misses)
     for name, (metric, text) in _COUNTERS.items():
         yield _counter(metric, text, stats[name])
     for name, (metric, text) in _GAUGES.items():
@@ -149,12 +143,10 @@ def _gate_metrics(gate: dict[str, Any]) -> Iterator[Metric]:
     for figure, (name, text) in _GATE.items():
         # A speed that was not measured yet has no value.
         yield GaugeMetricFamily(f"diskprefix_gate_{name}", text, value=gate[figure])
-    skipped = CounterMetricFamily(
-        "diskprefix_gate_skipped", "Restores, saves and fetches left out, as computing is faster.", labels=["use"]
-    )
-    for use, count in (("restore", "skipped_restores"), ("save", "skipped_saves"), ("fetch", "skipped_fetches")):
-        skipped.add_metric([use], gate[count])
-    yield skipped
+    counts = {"restore": "skipped_restores", "save": "skipped_saves", "fetch": "skipped_fetches"}
+    skipped = {use: gate[count] for use, count in counts.items()}
+    text = "Restores, saves and fetches left out, as computing is faster."
+    yield _by_label(CounterMetricFamily, "gate_skipped", text, "use", skipped)
 
 
 def _remote_metrics(remote: dict[str, Any] | None) -> Iterator[Metric]:
@@ -163,12 +155,8 @@ def _remote_metrics(remote: dict[str, Any] | None) -> Iterator[Metric]:
         return
     for name, (metric, text) in _REMOTE.items():
         yield _counter(metric, text, remote[name])
-    refused = CounterMetricFamily(
-        "diskprefix_remote_refused_objects", "Objects that failed their checks and were not used.", labels=["reason"]
-    )
-    for reason, count in remote["refused"].items():
-        refused.add_metric([reason], count)
-    yield refused
+    text = "Objects that failed their checks and were not used."
+    yield _by_label(CounterMetricFamily, "remote_refused_objects", text, "reason", remote["refused"])
     yield _gauge("remote_failing", "1 while the object store is left alone.", remote["state"] == "failing")
 
 
@@ -178,6 +166,16 @@ def _gauge(name: str, text: str, value: float) -> Metric:
 
 def _counter(name: str, text: str, value: float) -> Metric:
     return CounterMetricFamily(f"diskprefix_{name}", text, value=float(value))
+
+
+def _by_label(
+    kind: type[CounterMetricFamily | GaugeMetricFamily], name: str, text: str, label: str, values: Mapping[str, float]
+) -> Metric:
+    """Returns a metric with a series for each value of `label`."""
+    family = kind(f"diskprefix_{name}", text, labels=[label])
+    for value, number in values.items():
+        family.add_metric([value], number)
+    return family
 
 
 def _info(name: str, text: str, **labels: str) -> Metric:

@@ -52,20 +52,13 @@ class ItemList(BaseModel):
     has_more: bool
 
 
-async def _store(request: Request, salt: str | None) -> ResponseStore:
-    """Returns the stored responses of the caller. Raises `NotReady`."""
-    daemon: Daemon = request.app.state.daemon
-    tenant = log_context(request).caller.tenant
-    serving = await daemon.ready()
-    return ResponseStore(serving.engine.cache.notes(tenant if salt is None else tenant.with_salt(salt)))
-
-
 async def _answer(request: Request, salt: str | None, read: Callable[[ResponseStore], Json]) -> Response:
     """Reads and writes in a thread, one request a caller at a time: a note of kilobytes may hold megabytes."""
     daemon: Daemon = request.app.state.daemon
     caller = log_context(request).caller.tenant
     with daemon.arriving(caller):
-        store = await _store(request, salt)
+        serving = await daemon.ready()
+        store = ResponseStore(serving.engine.cache.notes(caller if salt is None else caller.with_salt(salt)))
         async with daemon.turns.of(caller):
             content = await daemon.threads.run("rendering", lambda: json_text(read(store)))
     return Response(content, media_type="application/json")
@@ -82,21 +75,23 @@ async def get_response(
 ) -> Response:
     """Return a response that was stored. `stream` is not supported."""
     del stream
-
-    def read(store: ResponseStore) -> Json:
-        return store.get(response_id).response
-
-    return await _answer(request, cache_salt, read)
+    return await _answer(request, cache_salt, lambda store: store.get(response_id).response)
 
 
-@router.delete("/{response_id}", summary="Delete a stored response", responses=_ERRORS)
-async def delete_response(request: Request, response_id: str, cache_salt: Salt = None) -> DeletedResponse:
+@router.delete(
+    "/{response_id}",
+    summary="Delete a stored response",
+    response_model=None,
+    responses={200: {"model": DeletedResponse}, **_ERRORS},
+)
+async def delete_response(request: Request, response_id: str, cache_salt: Salt = None) -> Response:
     """Delete a stored response. The responses that continue it cannot be continued any more."""
-    daemon: Daemon = request.app.state.daemon
-    with daemon.arriving(log_context(request).caller.tenant):
-        store = await _store(request, cache_salt)
-        await daemon.threads.run("rendering", store.delete, response_id)
-    return DeletedResponse(id=response_id)
+
+    def delete(store: ResponseStore) -> Json:
+        store.delete(response_id)
+        return DeletedResponse(id=response_id).model_dump()
+
+    return await _answer(request, cache_salt, delete)
 
 
 @router.get(
@@ -114,11 +109,7 @@ async def list_input_items(
     cache_salt: Salt = None,
 ) -> Response:
     """List the items that a stored response was made from, with those of the responses that it continues."""
-
-    def read(store: ResponseStore) -> Json:
-        return _page(store.items_of(response_id), limit, order, after)
-
-    return await _answer(request, cache_salt, read)
+    return await _answer(request, cache_salt, lambda store: _page(store.items_of(response_id), limit, order, after))
 
 
 def _page(items: list[Json], limit: int, order: Literal["asc", "desc"], after: str | None) -> Json:

@@ -28,7 +28,7 @@ import uvicorn
 from diskprefix.errors import DeviceLost, DiskPrefixError
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.process.listener import open_listeners
-from diskprefix.server.process.systemd import give_signs_of_life, notify
+from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
@@ -54,6 +54,8 @@ _KEEP_ALIVE_S = 75
 """Time that an idle connection is kept open for another request."""
 _FORCED_EXIT_CODE = 130
 
+_PERIOD_S = 5.0
+"""Time between two notifications to systemd."""
 
 _UNKNOWN = ("message", "model", "cache", "queue_depth", "running")
 _LOADING = json.dumps({"status": "loading"} | dict.fromkeys(_UNKNOWN)).encode()
@@ -262,6 +264,50 @@ class _Server(uvicorn.Server):
         drain = asyncio.create_task(self.daemon.drain(GRACE_S))
         await super().shutdown(sockets)
         await drain
+
+
+async def give_signs_of_life(daemon: Daemon) -> None:
+    """Notifies systemd, or the supervisor, every few seconds. Returns at once if nobody listens."""
+    limit_s = watchdog_s()
+    signs = SignsOfLife(daemon, limit_s)
+    while is_heard():
+        signs.give()
+        await asyncio.sleep(_PERIOD_S if limit_s is None else min(_PERIOD_S, limit_s / 4))
+
+
+class SignsOfLife:
+    """The notifications while the daemon runs.
+
+    The watchdog gets a sign of life if the event loop calls `give`, and the engine is idle, has made progress since the
+    last call, or is in a step that may take longer. A hanging step or event loop thus ends with a new process. Loading
+    a model is no step: it may take as long as `TimeoutStartSec=` allows.
+    """
+
+    def __init__(self, daemon: Daemon, limit_s: float | None) -> None:
+        self._daemon = daemon
+        self._limit_s = limit_s
+        self._status = ""
+        self._is_reported = False
+
+    def give(self) -> None:
+        heartbeat = self._daemon.inbox.heartbeat
+        has_stopped = heartbeat.has_stopped()
+        if self._limit_s is not None:
+            if not has_stopped:
+                notify(WATCHDOG=1)
+                self._is_reported = False
+            elif heartbeat.working_s > self._limit_s / 2 and not self._is_reported:
+                self._is_reported = True
+                log.error(
+                    "[server] the engine has hung in one step for %.0f s; the watchdog's limit is %.0f s. Its threads:",
+                    heartbeat.working_s,
+                    self._limit_s,
+                )
+                faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+        status = self._daemon.status_line
+        if status != self._status and self._daemon.status in ("ok", "degraded"):
+            self._status = status
+            notify(STATUS=status)
 
 
 def _end(daemon: Daemon) -> None:

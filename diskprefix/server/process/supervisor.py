@@ -105,9 +105,9 @@ class Supervisor:
         self._wake_reader, self._wake_writer = socket.socketpair()
         for end in (self._wake_reader, self._wake_writer):
             end.setblocking(False)
-        self._signals: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-            signal.signal(number, lambda number, _frame: self._signals.append(number))
+            # The number is read from the descriptor below. Without a handler nothing would be written there.
+            signal.signal(number, lambda _number, _frame: None)
         signal.set_wakeup_fd(self._wake_writer.fileno())
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._worker_at = self.clock()
@@ -116,13 +116,14 @@ class Supervisor:
         return code
 
     def _step(self) -> int | None:
+        signals = b""
         for key, _ in self._selector.select(self._timeout_s()):
             if key.data is not None:
                 self._hear(key.data)
             else:
-                self._drain_wakeups()
-        while self._signals:
-            code = self._on_signal(self._signals.pop(0))
+                signals = self._wake_reader.recv(4096)
+        for number in signals:
+            code = self._on_signal(number)
             if code is not None:
                 return code
         self._start_what_is_due()
@@ -135,14 +136,6 @@ class Supervisor:
         if self._watchdog_s is not None:
             due.append(self._watchdog_s / 4)
         return max(0.0, min(due)) if due else None
-
-    def _drain_wakeups(self) -> None:
-        while True:
-            try:
-                if not self._wake_reader.recv(4096):
-                    return
-            except BlockingIOError:
-                return
 
     # What comes from outside.
 

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import faulthandler
 import logging
 import os
 import socket
-import sys
 from contextlib import suppress
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    from diskprefix.engine.inbox import Inbox
 
 log = logging.getLogger("diskprefix")
 
@@ -57,66 +50,3 @@ def watchdog_s() -> float | None:
     if not limit_us.isdigit() or process not in ("", str(os.getpid())):
         return None
     return int(limit_us) / 1e6 or None
-
-
-_PERIOD_S = 5.0
-
-
-class Reporting(Protocol):
-    """The daemon, as systemd sees it."""
-
-    @property
-    def inbox(self) -> Inbox:
-        """The requests of the engine."""
-
-    @property
-    def status(self) -> str:
-        """The state, as `/health` tells it."""
-
-    @property
-    def status_line(self) -> str:
-        """One line for people."""
-
-
-async def give_signs_of_life(daemon: Reporting) -> None:
-    """Notifies systemd, or the supervisor, every few seconds. Returns at once if nobody listens."""
-    limit_s = watchdog_s()
-    signs = SignsOfLife(daemon, limit_s)
-    while is_heard():
-        signs.give()
-        await asyncio.sleep(_PERIOD_S if limit_s is None else min(_PERIOD_S, limit_s / 4))
-
-
-class SignsOfLife:
-    """The notifications while the daemon runs.
-
-    The watchdog gets a sign of life if the event loop calls `give`, and the engine is idle, has made progress since the
-    last call, or is in a step that may take longer. A hanging step or event loop thus ends with a new process. Loading
-    a model is no step: it may take as long as `TimeoutStartSec=` allows.
-    """
-
-    def __init__(self, daemon: Reporting, limit_s: float | None) -> None:
-        self._daemon = daemon
-        self._limit_s = limit_s
-        self._status = ""
-        self._is_reported = False
-
-    def give(self) -> None:
-        heartbeat = self._daemon.inbox.heartbeat
-        has_stopped = heartbeat.has_stopped()
-        if self._limit_s is not None:
-            if not has_stopped:
-                notify(WATCHDOG=1)
-                self._is_reported = False
-            elif heartbeat.working_s > self._limit_s / 2 and not self._is_reported:
-                self._is_reported = True
-                log.error(
-                    "[server] the engine has hung in one step for %.0f s; the watchdog's limit is %.0f s. Its threads:",
-                    heartbeat.working_s,
-                    self._limit_s,
-                )
-                faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
-        status = self._daemon.status_line
-        if status != self._status and self._daemon.status in ("ok", "degraded"):
-            self._status = status
-            notify(STATUS=status)
