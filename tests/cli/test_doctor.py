@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from diskprefix.cli import doctor_machine
+from diskprefix.cli import about, doctor_machine
 from diskprefix.cli.doctor_machine import (
     Finding,
     folder_findings,
@@ -92,7 +92,7 @@ def test_a_missing_package_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None
     def without_lmdb(package: str) -> str:
         return version("no-such-package" if package == "lmdb" else package)
 
-    monkeypatch.setattr(doctor_machine, "version", without_lmdb)
+    monkeypatch.setattr(about, "version", without_lmdb)
     found = by_check(python_findings())
     assert [found[check].level for check in ("python", "packages")] == ["ok", "problem"]
     assert found["packages"].text == "not installed: lmdb"
