@@ -68,7 +68,7 @@ def config_text(context: click.Context, settings: Settings) -> str:
 
 
 def _line(context: click.Context, name: str, value: Any) -> str:
-    shown = whole_size(value) if SETTINGS[name].kind == "size" and value is not None else value
+    shown = whole_size(value) if SETTINGS[name].kind == "size" and value else value
     said = f"# {name} =" if value is None else f"{name} = {toml_value(shown)}"
     return f"{said:<{_COLUMN}} # {_source(context, name)}"
 
