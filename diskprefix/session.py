@@ -30,7 +30,7 @@ from diskprefix.engine.forward import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.caches import ArenaCache, expire, lend
-from diskprefix.kv.layout import LAYOUT_VERSION, Layout
+from diskprefix.kv.layout import Layout
 from diskprefix.model.exact.rehearsal import rehearse, unsupported
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
@@ -38,6 +38,7 @@ from diskprefix.model.load.memory import kv_bytes
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
+from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.tokens import TokenIds, floor_to_grid, raw_boundaries
 from diskprefix.units import parse_size
 

@@ -75,7 +75,7 @@ class SyntheticModel:
             root=self.root,
             root_record=self.record,
             nodes=tuple(self._new_node(nodes, node, payload(node)) for node in path[stored:]),
-            tip=path[-1].name,
+            last_node=path[-1].name,
             entry=EntryRecord(root=self.root, num_tokens=len(token_ids), scope="full", preview="", created_at=0.0),
             prompt=token_ids,
             history_limit=history_limit,

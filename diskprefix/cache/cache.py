@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable
@@ -97,10 +96,6 @@ class PrefixCache(CacheResources):
         purge."""
         return Owner(self.namespaces.get(tenant).root, self.namespaces.purged_at)
 
-    def lasts_s(self, options: CacheOptions) -> float:
-        """Returns the seconds for which the state of a request may stay in memory."""
-        return options.ttl_s or self.settings.kv_cache_ttl or math.inf
-
     def is_gone(self, owner: Hashable) -> bool:
         """Returns whether the state in memory of an `owner` can no longer be found."""
         return isinstance(owner, Owner) and owner.purged_at != self.namespaces.purged_at
@@ -149,10 +144,7 @@ class PrefixCache(CacheResources):
         `goes_on`: the prompt ends at a grid point and is only a beginning, so its next-token logits are neither needed
         nor kept.
         """
-        namespace = self.namespaces.get(options.tenant)
-        return CachedRequest(
-            RequestContext(cache=self, namespace=namespace, prompt=prompt, options=options, goes_on=goes_on)
-        )
+        return CachedRequest(RequestContext(self, self.namespaces.get(options.tenant), prompt, options, goes_on))
 
     @property
     def health(self) -> tuple[str, str | None]:
@@ -161,14 +153,11 @@ class PrefixCache(CacheResources):
         return "degraded" if error else "unsupported" if self.layout.unsupported else "ok", error
 
     def stats(self) -> dict[str, Any]:
-        """Returns the figures for `/props` and `/metrics`: counts of this process, sizes of the store. Never raises.
-
-        Reads the store, which may wait for the disk.
-        """
+        """Returns the figures for `/props` and `/metrics`. Reads the store, which may take long. Never raises."""
         state, error = self.health
         try:
             counts = self.store.counts()
-            savings = self.savings()
+            savings = self.writer.savings.total()
         except CacheError as failure:
             counts = dict.fromkeys(("entries", "blocks", "prompts", "notes", "used_bytes", "file_bytes"), 0)
             state, error = "degraded", str(failure)
@@ -202,11 +191,6 @@ class PrefixCache(CacheResources):
             "gate": self.cost_model.as_dict(),
             "remote": None if self.remote is None else self.remote.stats(),
         }
-
-    def savings(self) -> Savings:
-        """Returns the savings of all models and tenants of the store since it was created, in all processes. Reads the
-        store. Raises `CacheError`."""
-        return self.writer.savings.total()
 
     def close(self, timeout_s: float) -> bool:
         """Flushes the writer and closes the store. Returns False if time ran out before everything was saved. A cache

@@ -146,7 +146,7 @@ class CachedRequest:
     def after_step(self, arena: KVArena) -> None:
         """Queues the wanted blocks that the prefill has completed. Takes a checkpoint if one is wanted here, because
         the next step overwrites the states."""
-        if self._bypass is not None or self._saver.is_given_up:
+        if self._is_not_saved:
             return
         self.cache.writer.pause_writing()
         with self._guarded("not all of the prompt is saved"):
@@ -180,28 +180,24 @@ class CachedRequest:
 
     def after_decode(self, arena: KVArena) -> None:
         """Copies the states if the reply has just completed a block, in case its blocks are kept."""
-        saver = self._saver
         is_at_end_of_block = arena.num_tokens % self.nodes.block_size == 0
-        if self._bypass is not None or not saver.keeps_generated or not is_at_end_of_block:
+        if not is_at_end_of_block or self.cache.layout.is_sliceable or self._is_not_saved:
             return
-        if self.cache.layout.is_sliceable or saver.is_given_up:
-            return
-        with self._guarded("no checkpoint of the reply is taken"):
-            saver.keep_last_states(arena)
+        if self._saver.keeps_generated:
+            with self._guarded("no checkpoint of the reply is taken"):
+                self._saver.keep_last_states(arena)
 
     def publish_reply(self, arena: KVArena, token_ids: TokenIds) -> None:
-        """Queues the part of the reply that is kept.
+        """Queues the part of the reply that is kept. `token_ids` are the prompt and the tokens of the reply that are in
+        the arena.
 
-        `token_ids` are the prompt and the tokens of the reply that are in the arena. If prompts restore to the token,
-        decoding computes the same bits as a prefill, and the reply is kept with its prompt.
-
-        Otherwise the blocks that decoding completed are kept if the request reuses replies. They are marked as
-        generated, because a prefill computes other bits. The blocks that they continue are stored with them, even if
-        the scope keeps less of the prompt.
+        If prompts restore to the token, the reply is kept with its prompt. Otherwise the blocks that decoding completed
+        are kept as generated ones if the request reuses replies, with the blocks that they continue, even if the scope
+        keeps less of the prompt.
         """
         assert arena.num_tokens == len(token_ids), "state length must equal key length"
         self.reply = token_ids[len(self.prompt.token_ids) :]
-        if self._bypass is not None or self._saver.is_given_up:
+        if self._is_not_saved:
             return
         nodes = self._context.nodes_of(token_ids)
         with self._guarded("the reply is not saved"):
@@ -213,12 +209,8 @@ class CachedRequest:
                 self._saved = "queued"
 
     def leave(self, arena: KVArena) -> None:
-        """Queues what the prefill computed so far, because the request is cancelled. The same prompt continues there
-        when it comes again.
-
-        What the policy would not keep is kept for at least ten minutes. Nothing is queued with the scope `off`, or for
-        a request that only restores.
-        """
+        """Queues what the prefill of a cancelled request computed so far. The same prompt continues there when it comes
+        again. What the policy would not keep is kept for at least ten minutes."""
         if self._bypass is not None or not self._saver.may_leave(arena):
             return
         with self._guarded("what was computed is not kept"):
@@ -260,6 +252,10 @@ class CachedRequest:
         )
         log.debug("%s", report.log_line())
         return report
+
+    @property
+    def _is_not_saved(self) -> bool:
+        return self._bypass is not None or self._saver.is_given_up
 
     @contextmanager
     def _guarded(self, consequence: str) -> Iterator[None]:

@@ -21,7 +21,7 @@ from diskprefix.store.savings import Tally
 from diskprefix.tokens import TokenIds
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(eq=False)
 class RequestContext:
     """A prompt with its options, its tenant's namespace and the cache. `goes_on`: the prompt ends at a grid point and
     is only a beginning, so its end is not kept."""
@@ -93,7 +93,7 @@ class RequestContext:
             restored_tokens=num_tokens,
             saved_s=max(0.0, prefill_s - restored.restore_ms / 1e3),
         )
-        cache.writer.savings.note(namespace.root, namespace.record, counts, blocks[-1] if blocks else None)
+        cache.writer.savings.record(namespace.root, namespace.record, counts, blocks[-1] if blocks else None)
 
     def prefetch(self, nodes: PromptNodes, is_cancelled: Callable[[], bool], have: int) -> Prefetched:
         """Fetches the nodes that the shared tier has and nearer tiers lack into the writer's buffer. Restores read them

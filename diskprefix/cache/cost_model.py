@@ -109,16 +109,15 @@ class CostModel:
         """Cases below the break-even, including those that were let through."""
         self._key = key if mode == "auto" else ""
         record = _remembered.get(self._key) if self._key else None
-        record = record if isinstance(record, dict) else {}
-        self._prefills = deque(_sound(record.get("prefills")), _RECENT)
-        self._restores = deque(_sound(record.get("restores")), _RECENT)
-        self._remotes = deque(_sound(record.get("remotes")), _RECENT)
+        kept = record if isinstance(record, dict) else {}
+        names = ("prefills", "restores", "remotes")
+        self._prefills, self._restores, self._remotes = (deque(_sound(kept.get(name)), _RECENT) for name in names)
         self._num_noted = 0
         self._noting = Lock()
         """Threads that fetch from the shared tier record their times."""
-        self._remote: CostLine | None = None
         self._prefill: CostLine | None = None
         self._restore: CostLine | None = None
+        self._remote: CostLine | None = None
         self.break_even_tokens: int | None = 0
         """The fewest tokens that are restored faster than computed: 0 if unknown, None if there are none."""
         self._measure()
@@ -137,10 +136,8 @@ class CostModel:
     def measured_s_per_token(self) -> float | None:
         """The same, or while too little was measured, the value of the longest prefill of some length; None without
         one."""
-        if self._prefill is not None:
-            return self._prefill.s_per_unit
         size, seconds = max(self._prefills, default=(0, 0.0))
-        return seconds / size if size >= _TELLING_TOKENS else None
+        return self.prefill_s_per_token or (seconds / size if size >= _TELLING_TOKENS else None)
 
     def record_prefill(self, num_tokens: int, seconds: float) -> None:
         """Records a prefill of `num_tokens`. Call it after every completed prefill."""
@@ -241,13 +238,9 @@ class CostModel:
     def _measure(self) -> None:
         """Draws the lines and decides. Done here, so that other threads never see samples change."""
         was_closed = self.state == "closed"
-        if len(self._prefills) >= _ENOUGH:
-            self._prefill = CostLine.through(self._prefills, if_alike="per_unit")
-        if len(self._restores) >= _ENOUGH:
-            self._restore = CostLine.through(self._restores, if_alike="fixed")
-        if len(self._remotes) >= _ENOUGH:
-            self._remote = CostLine.through(self._remotes, if_alike="fixed")
-        prefill, restore = self._prefill, self._restore
+        self._prefill = prefill = _line(self._prefills, "per_unit")
+        self._restore = restore = _line(self._restores, "fixed")
+        self._remote = _line(self._remotes, "fixed")
         if prefill is not None and restore is not None:
             # Each token takes as long to compute as the one before, and no longer to restore: once restoring pays, it
             # pays for all that is longer.
@@ -280,6 +273,10 @@ class CostModel:
             verdict = f"restoring is faster from {fewest} tokens on"
         in_vain = ", but --kv-cache-gate off saves and restores everything" if self.mode == "off" else ""
         return f"{speeds}: {verdict}{in_vain}"
+
+
+def _line(samples: Sequence[Sample], if_alike: Literal["fixed", "per_unit"]) -> CostLine | None:
+    return CostLine.through(samples, if_alike=if_alike) if len(samples) >= _ENOUGH else None
 
 
 def _sound(samples: object) -> list[Sample]:

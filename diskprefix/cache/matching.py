@@ -126,7 +126,7 @@ class Matcher(Generic[_Index]):
         return blocks, blocks[-1].end if blocks else 0
 
     def _reaches_end(self) -> bool:
-        end = self.partial_match.end if self.partial_match else self.blocks[-1].end if self.blocks else 0
+        end = self.partial_match.end if self.partial_match else len(self.blocks) * self.nodes.block_size
         return self.state == "token" and end == len(self.nodes.token_ids)
 
     def _part(self, num_blocks: int, end: int) -> tuple[Node, int] | None:
@@ -144,10 +144,7 @@ class Matcher(Generic[_Index]):
             return None
         if self.tail is not None:
             return PartialMatch(self.tail, self.tail.end)
-        start, end = len(self.blocks) * self.nodes.block_size, len(self.nodes.token_ids)
-        if start == end:
-            return None
-        return self._most_similar(self.blocks[-1].name if self.blocks else self.nodes.root, start, end)
+        return self._most_similar(self.blocks[-1].name if self.blocks else self.nodes.root)
 
     def _is_stored(self, node: Node) -> bool:
         token_ids = self.nodes.token_bytes(node)
@@ -157,12 +154,13 @@ class Matcher(Generic[_Index]):
                 return True
         return False
 
-    def _most_similar(self, parent: bytes, start: int, end: int) -> PartialMatch | None:
-        """Returns the node that continues `parent` and shares most of the prompt's tokens from `start` to `end`. None
-        if no node shares the first one."""
-        wanted = self.nodes.token_ids[start:end]
+    def _most_similar(self, parent: bytes) -> PartialMatch | None:
+        """Returns the node that continues `parent` and shares most of the tokens behind `blocks`. None if no node
+        shares the first one."""
+        start = len(self.blocks) * self.nodes.block_size
+        wanted = self.nodes.token_ids[start:]
         found: list[PartialMatch] = []
-        for index in self.indexes:
+        for index in self.indexes if len(wanted) else ():
             for node, token_ids in index.similar(parent, wanted):
                 num_common = common_prefix_length(token_ids, wanted)
                 if node.position == start and num_common and (self.reuse_generated or not node.generated):

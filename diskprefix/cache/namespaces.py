@@ -31,19 +31,15 @@ _MAX_TENANTS = 256
 _READING_THREADS = 4
 
 
-def _nothing() -> None:
-    """Does nothing."""
-
-
 @dataclass(eq=False)
 class TenantNamespace:
-    """One tenant's part of the cache. `root` names everything that is stored for it."""
+    """One tenant's part of the cache. `root` names everything that is stored for it. The first of its prompts expires
+    at `expires_at`, in seconds since the epoch."""
 
     root: bytes
     record: RootRecord
     seen: SeenPrompts
     expires_at: float = math.inf
-    """The time when the first of its prompts expires, in seconds since the epoch."""
 
     def remember(self, token_ids: TokenIds, group: bytes, block_names: Sequence[bytes], expires_at: float) -> None:
         """Adds a prompt as the newest. `block_names` are the names of its full blocks."""
@@ -77,7 +73,7 @@ class TenantNamespaces:
         self._lock = threading.Lock()
         """Guards `_loaded` and `_purged_at`. Never held while the store's prompts are read."""
         self._threads = ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="tenant")
-        self.on_forget: Callable[[], None] = _nothing
+        self.on_forget: Callable[[], None] = lambda: None
         """Called when prompts that `on_history` got may be gone."""
         self.purged_at: bytes | None = None
         """The time of the last `diskprefix purge`, as the store has it."""

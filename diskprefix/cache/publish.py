@@ -41,7 +41,7 @@ class Publisher:
         self.chain = Chain()
         self.pins = ExitStack()
         self.has_published = False
-        self.at_end: Callable[[], None] | None = None
+        self.at_end: Callable[[], None] = lambda: None
         """Called when the last batch is with the writer."""
         self.reason = ""
         """The policy's reason."""
@@ -50,8 +50,7 @@ class Publisher:
         """Unpins the last node that is with the writer. Its child is not there yet."""
 
     def give_up(self, why: str | None) -> None:
-        """Stops all further writing, counts that, and logs `why` unless it is None. Does nothing the second time. For
-        any thread."""
+        """Stops all further writing, counts that once, and logs `why` unless it is None. For any thread."""
         self._count(why, is_first=self.chain.break_off())
 
     def record_loss(self, why: str) -> None:
@@ -71,8 +70,11 @@ class Publisher:
         self._arena = arena
         arena.capturer = self._cache.capturer
         batches = list(self._batches(nodes)) or [()]
-        for number, batch in enumerate(batches, start=1):
-            self._capture(arena, batch, plan if number == len(batches) else None)
+        for batch in batches:
+            added = plan if batch is batches[-1] else None
+            copy, drop = partial(self._copy, arena, batch, added), partial(self._drop, batch, added)
+            num_bytes = sum(map(_missing_bytes, batch))
+            self._cache.capturer.submit(Capture(arena, num_bytes, copy, drop, self.chain.is_broken))
 
     def close(self) -> None:
         """Unpins everything once all batches are with the writer."""
@@ -112,16 +114,6 @@ class Publisher:
             size += missing
         if batch:
             yield tuple(batch)
-
-    def _capture(self, arena: KVArena, batch: tuple[NewNode, ...], plan: Plan | None) -> None:
-        capture = Capture(
-            arena,
-            sum(map(_missing_bytes, batch)),
-            copy=partial(self._copy, arena, batch, plan),
-            drop=partial(self._drop, batch, plan),
-            is_void=self.chain.is_broken,
-        )
-        self._cache.capturer.submit(capture)
 
     def _copy(self, arena: KVArena, batch: tuple[NewNode, ...], plan: Plan | None) -> None:
         """Copies and submits a batch, on the capturing thread. Room for the whole batch is reserved."""
@@ -172,7 +164,7 @@ class Publisher:
             root=namespace.root,
             root_record=namespace.record,
             nodes=captured,
-            tip=last_node,
+            last_node=last_node,
             entry=entry if last_node is not None and plan.has_entry else None,
             prompt=plan.prompt,
             history_limit=MAX_VALUE,
@@ -185,8 +177,7 @@ class Publisher:
     def _unpin(self) -> None:
         self._end.close()
         self.pins.close()
-        if self.at_end is not None:
-            self.at_end()
+        self.at_end()
 
 
 class HeldStates:

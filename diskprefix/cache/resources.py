@@ -80,8 +80,7 @@ class TieredStore:
             yield [stack.enter_context(tier.view()) for tier in self.tiers]
 
     def close(self, timeout_s: float) -> bool:
-        """Uploads and writes what waits, and closes the store. Returns False if time ran out before everything was
-        written."""
+        """Does `end_writing`, and closes the store."""
         is_written = self.end_writing(timeout_s)
         self.close_store()
         return is_written
@@ -134,12 +133,10 @@ class CacheResources:
         the daemon's `--kv-cache-ttl` holds."""
         return TenantNotes(self.writer.notes, root, record, ttl_s or self.settings.kv_cache_ttl or _NOTE_TTL_S)
 
-    def prompt_expires_at(self, ttl_s: float | None) -> float:
-        """Returns the time when a prompt that comes now expires, in seconds since the epoch. `ttl_s` is its own time to
-        live, or None."""
-        return self.store.clock() + (ttl_s or self.settings.kv_cache_ttl or math.inf)
+    def lasts_s(self, ttl_s: float | None) -> float:
+        """Returns the time to live, in seconds, of what a request asks to keep for `ttl_s`."""
+        return ttl_s or self.settings.kv_cache_ttl or math.inf
 
     def settle(self, timeout_s: float | None = None) -> bool:
-        """Waits until everything that is to be captured is in the writer's buffer. Returns False if the time runs out
-        first."""
+        """Waits until all captures are in the writer's buffer. Returns False if the time runs out first."""
         return self.capturer.settle(timeout_s=timeout_s)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Executor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -51,7 +51,7 @@ class Restoration:
     """The names of the nodes that were fetched from the shared tier for this prompt."""
     _views: list[View] = field(default_factory=list)
     _logits: Bytes | None = None
-    """The logits at the prompt's end that were kept when its tail was replaced."""
+    """The result of `noted_logits`."""
     _is_slower: bool = False
     kept: int = 0
     """The number of tokens whose state the arena still has if `run` raises."""
@@ -90,7 +90,8 @@ class Restoration:
                 if not missing:
                     break
                 self.kept = 0
-                self._make_room(arena, first_needed, end)
+                for number in range(len(self.layout.groups)):
+                    arena.prepare_restore(number, floor_to_grid(first_needed[number], self.nodes.block_size), end)
                 if not self.layout.states and arena.held(have) == have:
                     # Neither are states overwritten, nor have windows moved on.
                     self.kept = have
@@ -190,14 +191,9 @@ class Restoration:
             return "remote"
         return "disk" if any(view.tier == "disk" for _, view in loaded) else "memory"
 
-    def _make_room(self, arena: KVArena, first_needed: Mapping[int, int], end: int) -> None:
-        for number in range(len(self.layout.groups)):
-            arena.prepare_restore(number, floor_to_grid(first_needed[number], self.nodes.block_size), end)
-
 
 def _prefill_s(matcher: Matcher[View]) -> float:
-    """Returns the mean time that computing a token took, in seconds, over the blocks for which it is known; 0 if it is
-    known for none."""
+    """Returns the mean seconds that computing a token took, over the blocks for which that is known; 0 without any."""
     found = ((matcher.found_in[node.name].prefill_s(node), node.num_tokens) for node in matcher.blocks)
     known = [(seconds, num_tokens) for seconds, num_tokens in found if seconds]
     return sum(seconds for seconds, _ in known) / sum(num_tokens for _, num_tokens in known) if known else 0.0

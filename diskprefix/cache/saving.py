@@ -42,8 +42,7 @@ class Saver:
         self._states = HeldStates(self._cache.writer, self._cache.layout, leaving=self.publisher.batch_bytes)
         self._num_blocks = 0
         """The number of first blocks that are stored or with the publisher."""
-        self._num_restored = 0
-        self._has_tail = False
+        self._num_restored, self._has_tail = 0, False
         self._logits: tuple[str, memoryview] | None = None
         """The end's id and the logits there, until they are stored."""
         self._began_at = 0.0
@@ -69,8 +68,7 @@ class Saver:
         return is_wanted and layout.state_kind not in ("token", "one_pass")
 
     def after_step(self, arena: KVArena) -> None:
-        """Queues the blocks that the prefill has completed. Takes a checkpoint if one is wanted here, because the next
-        step overwrites the states."""
+        """See `CachedRequest.after_step`."""
         self._states.reserve(self._last_states_bytes(arena.num_tokens))
         if arena.num_tokens in self.selection.checkpoints:
             self._take_states(arena)
@@ -79,8 +77,8 @@ class Saver:
         self.publish_what_slides(arena)
 
     def publish_what_slides(self, arena: KVArena) -> None:
-        """Queues complete blocks that will slide out of the memory of windows. A later turn may want them, and could
-        save nothing that continues them. Blocks that the policy does not want are kept for ten minutes."""
+        """Queues complete blocks that will slide out of the memory of windows: without them, a later turn could save
+        nothing. Those that the policy does not want are kept for ten minutes."""
         num_blocks = arena.num_tokens // self.planner.nodes.block_size
         if num_blocks <= self._num_blocks or not arena.slides(len(self._prompt.token_ids)) or not self.may_leave(arena):
             return
@@ -186,14 +184,13 @@ class Saver:
         if self._logits is None or self.is_given_up:
             return
         (end_id, content), self._logits = self._logits, None
-        ttl_s = self._context.ttl_at(len(self._prompt.token_ids))
-        notes = self._context.notes(ttl_s)
+        notes = self._context.notes(self._context.ttl_at(len(self._prompt.token_ids)))
 
         def keep() -> None:
             notes.put(NoteKind.LOGITS, end_id, bytes(content), self._prompt.token_ids)
 
         # Compressing them takes milliseconds, for which the engine's thread does not wait.
-        self._cache.capturer.submit(Capture(arena, 0, keep, drop=_nothing))
+        self._cache.capturer.submit(Capture(arena, 0, keep, drop=lambda: None))
 
     def _submit(
         self,
@@ -237,10 +234,9 @@ class Saver:
     def _seconds_per_token(self, arena: KVArena) -> float:
         """Returns the seconds that computing a token of the prompt takes: as measured, or until then as in earlier
         prompts, or as in its own beginning."""
-        if self._token_s is not None:
-            return self._token_s
-        if (usual := self._cache.cost_model.prefill_s_per_token) is not None:
-            return usual
+        for known in (self._token_s, self._cache.cost_model.prefill_s_per_token):
+            if known is not None:
+                return known
         computed = arena.num_tokens - self._num_restored
         return (time.perf_counter() - self._began_at) / computed if computed else 0.0
 
@@ -263,11 +259,7 @@ class Saver:
         is_too_short = len(token_ids) < self._cache.settings.kv_cache_min_tokens
         if is_too_short or not self._options.save or self.selection.reason == "left_out":
             return None
-        expires_at = self._cache.prompt_expires_at(self._context.ttl_at(len(token_ids)))
+        expires_at = self._cache.store.clock() + self._cache.lasts_s(self._context.ttl_at(len(token_ids)))
         names = self.planner.nodes.block_names
         self._context.namespace.remember(token_ids, self._options.group, names, expires_at)
         return token_ids
-
-
-def _nothing() -> None:
-    pass

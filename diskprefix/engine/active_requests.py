@@ -230,7 +230,7 @@ class ActiveRequests:
         allocation.num_computed = len(allocation.token_ids)
         if kind == "token":
             allocation.num_exact = len(allocation.token_ids)
-        allocation.expires_at = time.monotonic() + self._cache.lasts_s(options)
+        allocation.expires_at = time.monotonic() + self._cache.lasts_s(options.ttl_s)
         is_usable = kind in ("token", "sliceable") or reply.num_computed <= reply.prompt_tokens
         keep = keep and is_usable and options.save and options.scope.kind != "off" and allocation.num_exact > 0
         self._pool.release(allocation, keep=keep)

@@ -10,13 +10,14 @@ from functools import partial
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
-from diskprefix.kv.layout import LAYOUT_VERSION, Layout
+from diskprefix.kv.layout import Layout
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
+from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
 

@@ -18,7 +18,7 @@ from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.group import GroupMemory, group_bytes, whole_tiles, zeros
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
-from diskprefix.kv.step import TILE, Run, Step, computing
+from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.transfer import Bytes, bytes_of, copy_into, in_main_memory, tensor_over, write_through
 from diskprefix.units import format_size
 
@@ -52,9 +52,9 @@ class KVArena:
     ) -> None:
         self.layout = layout
         self.device = device
-        self._free_bytes = free_bytes
+        self._free_bytes, self._block_size = free_bytes, block_size
         self._is_exact_at_tokens = layout.exact_at == "token"
-        self._capacity_step = TILE * -(-capacity_step // TILE) if self._is_exact_at_tokens else capacity_step
+        self._capacity_step = whole_tiles(capacity_step) if self._is_exact_at_tokens else capacity_step
         self._capacity = 0
         self._num_tokens = 0
         self._clear_to = 0
@@ -255,10 +255,16 @@ class KVArena:
         contiguous. Different threads may fill different rows at once. On the CPU numpy copies: torch would use all
         compute threads for each piece while the model computes beside it.
         """
-        if group >= len(self.layout.groups):
-            self._fill_state(group - len(self.layout.groups), rows, write)
+        number = group - len(self.layout.groups)
+        if number < 0:
+            self.memory[group].fill(position, num_tokens, rows, write)
             return
-        self.memory[group].fill(position, num_tokens, rows, write)
+        specs = self.layout.states[number]
+        part = self._states[number].view(len(specs.specs) * specs.rows_each, -1)[rows]
+        if in_main_memory(part):
+            write(bytes_of(part))
+        else:
+            write_through(write, part)
 
     def logits_from(self, payload: Bytes) -> torch.Tensor:
         """Returns the logits in a tail's payload, shape [vocab], on the arena's device. `payload` must not change
@@ -291,14 +297,6 @@ class KVArena:
         tensor_over(payload.data, self.layout.logits_dtype).copy_(logits)
         return payload.data
 
-    def _fill_state(self, number: int, rows: slice, write: Callable[[Bytes], None]) -> None:
-        group = self.layout.states[number]
-        part = self._states[number].view(len(group.specs) * group.rows_each, -1)[rows]
-        if in_main_memory(part):
-            write(bytes_of(part))
-        else:
-            write_through(write, part)
-
     def _affordable_capacity(self, num_tokens: int, valid: int) -> int:
         """Returns the capacity to grow to: by half at least, so that a long reply copies the arena seldom, or by the
         need if that does not fit."""
@@ -316,7 +314,7 @@ class KVArena:
         return -(-num_tokens // self._capacity_step) * self._capacity_step
 
     def _size_bytes(self, capacity: int) -> int:
-        return sum(memory.bytes_for(capacity) for memory in self.memory)
+        return sum(group_bytes(group, capacity, self._block_size) for group in self.layout.groups)
 
     def _too_long(self, num_tokens: int, room: int | None) -> ContextTooLong:
         needed = format_size(self._size_bytes(self._rounded(num_tokens)))

@@ -91,10 +91,6 @@ class GroupMemory:
         """The number of tokens that fit."""
         return max(0, self.tensor.shape[3] - _PAD_TOKENS)
 
-    def bytes_for(self, capacity: int) -> int:
-        """Returns the bytes of the memory with room for `capacity` tokens of a sequence."""
-        return group_bytes(self.group, capacity, self._block_size)
-
     def allocated(self, capacity: int, valid: int) -> torch.Tensor:
         """Returns a tensor for `capacity` tokens of a sequence, with the state of the first `valid`, for `replace`.
         Raises the errors of torch and numpy when memory runs out."""
@@ -109,15 +105,8 @@ class GroupMemory:
     def release(self) -> None:
         """Frees the memory."""
         self._rows = None
-        self.tensor = torch.empty(
-            len(self.group.specs),
-            1,
-            self.group.heads,
-            0,
-            self.group.head_dim,
-            dtype=self.group.dtype,
-            device=self._device,
-        )
+        shape = (len(self.group.specs), 1, self.group.heads, 0, self.group.head_dim)
+        self.tensor = torch.empty(shape, dtype=self.group.dtype, device=self._device)
 
     def has_room(self, end: int) -> bool:
         """Returns True if tokens up to `end` fit. Memory that keeps all tokens was made large enough before."""
@@ -158,7 +147,7 @@ class GroupMemory:
         self.tensor[:, :, :, max(start - self.first, 0) : max(end - self.first, 0)] = 0
 
     def fill(self, position: int, num_tokens: int, rows: slice, write: Callable[[Bytes], None]) -> None:
-        """Fills rows. See `KVArena.fill`."""
+        """See `KVArena.fill`."""
         start = position - self.first
         assert start >= 0, "tokens that slid out are not filled"
         if self._rows is not None:

@@ -7,14 +7,13 @@ is copied at once. `model.exact.rehearsal` finds the layout of a model.
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
 
-LAYOUT_VERSION = 1
+from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutState, LayoutText
 
 LayerKind: TypeAlias = Literal["full", "sliding", "indexed", "linear", "linear+full", "linear+sliding", "none"]
 """The kind of a layer. `sliding` includes chunked attention, `linear` also Mamba and short convolutions. `none` keeps
@@ -108,6 +107,10 @@ class Group:
     def first_needed(self, position: int) -> int:
         return 0 if self.window is None else max(0, position - self.window + 1)
 
+    def described(self) -> LayoutGroup:
+        tensors = tuple(f"{spec.layer}.{spec.part}" for spec in self.specs)
+        return LayoutGroup(self.heads, self.head_dim, dtype_name(self.dtype), tensors, self.window)
+
 
 @dataclass(frozen=True)
 class StateGroup:
@@ -131,6 +134,10 @@ class StateGroup:
     @property
     def num_bytes(self) -> int:
         return sum(spec.num_bytes for spec in self.specs)
+
+    def described(self) -> LayoutState:
+        tensors = tuple(f"{spec.layer}.{spec.part}{spec.index}" for spec in self.specs)
+        return LayoutState(self.shape, self.rows_each, dtype_name(self.dtype), tensors)
 
 
 @dataclass(frozen=True)
@@ -187,36 +194,15 @@ class Layout:
         return self.vocab_size * self.logits_dtype.itemsize
 
     def describe(self) -> str:
-        """Returns a canonical text, which is a part of the root and is stored beside it (`store.pieces.LayoutText`)."""
-        text: dict[str, object] = {
-            "version": LAYOUT_VERSION,
-            "groups": [_described_group(group) for group in self.groups],
-            "logits": [self.vocab_size, dtype_name(self.logits_dtype)],
-        }
-        if self.states:
-            text["states"] = [_described_states(group) for group in self.states]
-        if self.is_one_pass:
-            text["one_pass"] = True
-        return json.dumps(text, separators=(",", ":"))
-
-
-def _described_group(group: Group) -> dict[str, object]:
-    text: dict[str, object] = {
-        "heads": group.heads,
-        "head_dim": group.head_dim,
-        "dtype": dtype_name(group.dtype),
-        "tensors": [f"{spec.layer}.{spec.part}" for spec in group.specs],
-    }
-    return text if group.window is None else text | {"window": group.window}
-
-
-def _described_states(group: StateGroup) -> dict[str, object]:
-    return {
-        "shape": list(group.shape),
-        "rows": group.rows_each,
-        "dtype": dtype_name(group.dtype),
-        "tensors": [f"{spec.layer}.{spec.part}{spec.index}" for spec in group.specs],
-    }
+        """Returns a canonical text, which is a part of the root and is stored beside it."""
+        text = LayoutText(
+            version=LAYOUT_VERSION,
+            groups=tuple(group.described() for group in self.groups),
+            logits=(self.vocab_size, dtype_name(self.logits_dtype)),
+            states=tuple(group.described() for group in self.states),
+            one_pass=self.is_one_pass,
+        )
+        return text.text()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

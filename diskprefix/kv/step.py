@@ -43,8 +43,7 @@ _current: ContextVar[Step | None] = ContextVar("step", default=None)
 
 
 def current_step() -> Step | None:
-    """Returns the step that is being computed. Layers and attention ask for it, because a model passes them only its
-    own arguments."""
+    """Returns the step that is being computed: a model passes to layers and attention only its own arguments."""
     return _current.get()
 
 

@@ -18,7 +18,7 @@ from diskprefix.kv.layout import Layout
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _MADV_POPULATE_WRITE = 23
-"""The advice to make pages, for Linux 5.14. Older kernels return EINVAL, and make the pages when they are written."""
+"""Linux 5.14. Older kernels return EINVAL, and make the pages when they are written."""
 _POPULATED_BYTES = 2 << 20
 """The bytes of a large page, made at a time. Meanwhile the process can map no other memory, which a request does."""
 _EXPONENTS: dict[torch.dtype, tuple[type[np.signedinteger], type[np.unsignedinteger], int]] = {

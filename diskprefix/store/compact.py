@@ -144,8 +144,8 @@ def _copy(source: Path, folder: Path, num_bytes: int, advance: Callable[[int], N
     with closing(Environment(source, budget_bytes=0, read_only=True, max_databases=len(DATABASES))) as env:
         env.open_databases(DATABASES)
         with env.transaction() as txn, _new_file(folder, num_bytes) as (copy, databases):
-            records = _records(Snapshot(env.databases, txn))
-            while True:
+            records, done_bytes = _records(Snapshot(env.databases, txn)), _BATCH_BYTES
+            while done_bytes >= _BATCH_BYTES:
                 done_bytes = 0
                 with copy.begin(write=True) as changes:
                     for database, key, value in records:
@@ -153,8 +153,6 @@ def _copy(source: Path, folder: Path, num_bytes: int, advance: Callable[[int], N
                         done_bytes += len(key) + len(value)
                         if done_bytes >= _BATCH_BYTES:
                             break
-                if not done_bytes:
-                    break
                 advance(done_bytes)
 
 

@@ -163,7 +163,8 @@ class Environment:
         """Returns the number of the last transaction that was committed, and that of the oldest one that a reader, of
         any process, still sees."""
         last = self._env.info()["last_txnid"]
-        return last, min([last, *self._seen_by_readers()])
+        rows = [line.split() for line in self._env.readers().splitlines()[1:]]
+        return last, min([last, *(int(row[-1]) for row in rows if row and row[-1].isdigit())])
 
     def wait_for_readers(self) -> bool:
         """Waits until no reader from before the last commit is open. Returns False if one stays open for seconds.
@@ -172,11 +173,11 @@ class Environment:
         """
         self._env.reader_check()
         deadline = time.monotonic() + _READER_PATIENCE_S
-        while self._has_old_readers():
-            if time.monotonic() > deadline:
-                return False
+        while True:
+            last, oldest = self.last_transactions()
+            if oldest == last or time.monotonic() > deadline:
+                return oldest == last
             time.sleep(_READER_POLL_S)
-        return True
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
@@ -234,17 +235,6 @@ class Environment:
                 raise StoreUnavailable(f"{self.path}: the store was closed meanwhile")
             self._transactions += change
             self._idle.notify_all()
-
-    def _has_old_readers(self) -> bool:
-        """Returns whether LMDB's table of readers has a read transaction, of any process, older than the last
-        commit."""
-        last, oldest = self.last_transactions()
-        return oldest < last
-
-    def _seen_by_readers(self) -> list[int]:
-        """Returns the transactions that the read transactions in LMDB's table see."""
-        rows = [line.split() for line in self._env.readers().splitlines()[1:]]
-        return [int(row[-1]) for row in rows if row and row[-1].isdigit()]
 
 
 def _map_size(path: Path, budget_bytes: int) -> int:

@@ -181,14 +181,13 @@ def choose_victims(
     def is_bare(row: int) -> bool:
         return saves_nothing is not None and not is_new[row] and saves_nothing(table.names[row])
 
-    sizes = table.records["stored_bytes"]
     victims: list[bytes] = []
     freed = 0
     for row in _leaves_first(table, parent_of, rank(table, now), free, pinned, is_bare):
         if freed >= bytes_wanted:
             break
         victims.append(table.names[row])
-        freed += int(sizes[row])
+        freed += int(table.records["stored_bytes"][row])
     return victims
 
 

@@ -100,17 +100,17 @@ class Evictor:
         with self._file.snapshot() as snapshot:
             table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
-            came = [
-                (key, history_sequence(key) / 1e6, prompt_ttl_s(value)) for key, value in snapshot.records("history")
-            ]
-            times = [(note.key, note.times) for note in snapshot.notes()]
-        prompts = [key for key, when, own_s in came if 0 < (own_s or ttl_s) < now - when]
-        notes = [key for key, one in times if one.is_expired(now)]
-        self.may_have_own_ttls = table.has_own_ttls or any(own_s for _, _, own_s in came)
-        self.may_have_own_ttls |= any(one.ttl_s < SHORT_TTL_S for _, one in times)
+            came = [(key, prompt_ttl_s(value)) for key, value in snapshot.records("history")]
+            notes = list(snapshot.notes())
+        prompts = [key for key, own_s in came if 0 < (own_s or ttl_s) < now - history_sequence(key) / 1e6]
+        self.may_have_own_ttls = (
+            table.has_own_ttls
+            or any(own_s for _, own_s in came)
+            or any(note.times.ttl_s < SHORT_TTL_S for note in notes)
+        )
         self._evict(names, is_expired=True)
         self._forget(prompts, "history", is_expired=True)
-        self._forget(notes, "notes", is_expired=True)
+        self._forget([note.key for note in notes if note.times.is_expired(now)], "notes", is_expired=True)
         return len(names)
 
     def check_fits(self, need_bytes: int) -> None:

@@ -18,6 +18,7 @@ import os
 import stat
 import struct
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from operator import add, sub
@@ -111,9 +112,7 @@ def _check(fd: int) -> FileReport:
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         raise StoreCorrupt("it is not a regular file")
-    if status.st_size == 0:
-        return FileReport(state="empty")
-    return FileCheck(fd, status.st_size).run()
+    return FileCheck(fd, status.st_size).run() if status.st_size else FileReport(state="empty")
 
 
 class _Tree(NamedTuple):
@@ -177,19 +176,16 @@ class Page:
 
 @dataclass
 class _Walk:
-    """One tree, and the counts of the pages and entries that were found in it."""
+    """One tree, and the counts of the pages and entries that were `found` in it."""
 
     name: str
     tree: _Tree
     is_free_list: bool = False
-    branch_pages: int = 0
-    leaf_pages: int = 0
-    overflow_pages: int = 0
-    entries: int = 0
+    found: Counter[str] = field(default_factory=Counter)
 
     def require_counts(self) -> None:
         for what in ("branch_pages", "leaf_pages", "overflow_pages", "entries"):
-            found, recorded = getattr(self, what), getattr(self.tree, what)
+            found, recorded = self.found[what], getattr(self.tree, what)
             if found != recorded:
                 raise StoreCorrupt(f"{self.name} has {found} {what.replace('_', ' ')}, the file says {recorded}")
 
@@ -299,12 +295,12 @@ class FileCheck:
         self.see_page(page)
         if kind == _LEAF:
             self._last_key = keys[-1]
-            walk.leaf_pages += 1
-            walk.entries += len(keys)
+            walk.found["leaf_pages"] += 1
+            walk.found["entries"] += len(keys)
             self._check_runs(walk, page)
             yield page
         else:
-            walk.branch_pages += 1
+            walk.found["branch_pages"] += 1
             self._read_ahead(page.children, self.page_bytes)
             for index, (child, first, end) in enumerate(zip(page.children, keys, [*keys[1:], high], strict=True)):
                 if not walk.is_free_list:
@@ -325,7 +321,7 @@ class FileCheck:
             if num_pages * self.page_bytes < _RUN_HEADER.size + data_bytes:
                 raise StoreCorrupt(f"{what} has {num_pages} pages, which are too few for {data_bytes} bytes")
             self._claim(number, num_pages, what)
-            walk.overflow_pages += num_pages
+            walk.found["overflow_pages"] += num_pages
             self.see_run(number, num_pages, data_bytes)
 
     def _check_free_lists(self, walk: _Walk) -> None:
@@ -420,9 +416,8 @@ def _parse_page(content: bytes, number: int, kind: int, *, is_free_list: bool) -
     data_at = [at + _NODE_HEADER.size + num_bytes for at, num_bytes in zip(offsets, key_bytes, strict=True)]
     ends = data_at
     if kind == _LEAF:
-        is_run = [flag == _NODE_IN_OVERFLOW for flag in flags]
-        in_page = [_IN_OVERFLOW_BYTES if run else num_bytes for run, num_bytes in zip(is_run, data_bytes, strict=True)]
-        ends = list(map(add, data_at, in_page))
+        in_page = ((flag == _NODE_IN_OVERFLOW, size) for flag, size in zip(flags, data_bytes, strict=True))
+        ends = list(map(add, data_at, (_IN_OVERFLOW_BYTES if is_run else size for is_run, size in in_page)))
     if max(map(sub, ends, offsets)) > (size - _PAGE_HEADER.size) // 4 * 2 - 2:
         raise StoreCorrupt("has a node that is too large for a page")
     # Each node ends where another one begins, or at the end of the page: then there is no gap and no overlap.

@@ -123,9 +123,7 @@ class FolderLock:
         With `create`, the lock file is created. Raises `FolderUnavailable` if it cannot be written then, and
         `StoreUnavailable` if the wait was too short.
         """
-        self._path = path
-        self._patience_s = patience_s
-        self._create = create
+        self._path, self._patience_s, self._create = path, patience_s, create
         self._fd: int | None = None
         self._take_shared()
 

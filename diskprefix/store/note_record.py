@@ -163,15 +163,22 @@ def note_limit(budget_bytes: int) -> int:
     return root_limit(budget_bytes) // _NOTE_SHARE
 
 
+def sizes_by_root(notes: Iterable[StoredNote]) -> Counter[bytes]:
+    """Returns what the notes of each root take in the file."""
+    sizes: Counter[bytes] = Counter()
+    for note in notes:
+        sizes[note.root] += note.num_bytes
+    return sizes
+
+
 def surplus_notes(notes: Iterable[StoredNote], budget_bytes: int) -> list[bytes]:
     """Returns the keys of the notes that must go so that each root, and all together, keep their shares of the budget:
     logits and encodings first, then those that were not used for the longest time. A share that is exceeded is left
     three quarters full."""
     by_age = sorted(notes, key=lambda note: (note.kind not in _CHEAP, note.times.last_used, note.key))
-    of_root: Counter[bytes] = Counter()
-    for note in by_age:
-        of_root[note.root] += note.num_bytes
-    limit, total_limit, total = root_limit(budget_bytes), budget_bytes // _TOTAL_SHARE, sum(of_root.values())
+    of_root = sizes_by_root(by_age)
+    total = of_root.total()
+    limit, total_limit = root_limit(budget_bytes), budget_bytes // _TOTAL_SHARE
     allowed = {root: limit * _KEPT if size > limit else limit for root, size in of_root.items()}
     total_allowed = total_limit * _KEPT if total > total_limit else total_limit
     gone = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -26,6 +27,7 @@ from diskprefix.store.note_record import (
     note_key,
     note_limit,
     root_limit,
+    sizes_by_root,
     surplus_notes,
 )
 from diskprefix.store.schema import RootRecord
@@ -59,7 +61,7 @@ class Notes:
         self._to_record: set[bytes] = set()
         """Keys of notes whose recorded last use is outdated; see `NoteTimes.is_outdated`."""
         self._is_new = self._is_being_written = False
-        self._sizes: dict[bytes, int] = {}
+        self._sizes: Counter[bytes] = Counter()
         """About what the notes of each root take, since they were last counted."""
         self.dropped = 0
 
@@ -82,17 +84,18 @@ class Notes:
         Returns False if it is too large, or if the store fails and too much waits already."""
         key, now = note_key(root, kind, id_), self._store.clock()
         times = NoteTimes(now, now, max(1, min(round(ttl_s), 2**31 - 1)))
-        came_from = NO_PROMPT if prompt is None else self._named(root, prompt)
+        came_from = NO_PROMPT
+        if prompt is not None:
+            came_from = NotePrompt(len(prompt), prompt_digest(self._store.secret, root, prompt))
         value = encode_note(key, content, times, came_from) if len(content) <= MAX_NOTE_BYTES else b""
-        fits = 0 < note_bytes(len(value)) <= note_limit(self._store.budget_bytes) if value else False
+        fits = bool(value) and note_bytes(len(value)) <= note_limit(self._store.budget_bytes)
         self._store.evictor.may_have_own_ttls |= times.ttl_s < SHORT_TTL_S
         with self._lock:
             if not fits or self.waiting_bytes + len(value) > _MAX_WAITING_BYTES:
                 self.dropped += 1
                 return False
-            self._replace(key, value)
             self._roots[root] = record
-            self._is_new = True
+            self._replace(key, value)
         self._wake()
         return True
 
@@ -156,9 +159,6 @@ class Notes:
         self._forget(waiting)
         self._make_fit(sizes)
 
-    def _named(self, root: bytes, prompt: TokenIds) -> NotePrompt:
-        return NotePrompt(len(prompt), prompt_digest(self._store.secret, root, prompt))
-
     def _value(self, key: bytes) -> bytes | None:
         with self._lock:
             if key in self._waiting:
@@ -171,7 +171,6 @@ class Notes:
     def _delete(self, key: bytes) -> None:
         with self._lock:
             self._replace(key, None)
-            self._is_new = True
         self._wake()
 
     def _replace(self, key: bytes, value: bytes | None) -> None:
@@ -179,6 +178,7 @@ class Notes:
         if key in self._waiting:
             self.waiting_bytes -= _waiting_size(self._waiting[key])
         self._waiting[key] = value
+        self._is_new = True
         self.waiting_bytes += _waiting_size(value)
 
     def _forget(self, written: dict[bytes, bytes | None]) -> None:
@@ -193,11 +193,10 @@ class Notes:
     def _make_fit(self, written: dict[bytes, int]) -> None:
         """Removes what exceeds a share. Notes are counted when a root's first one is written, and when a count of this
         process exceeds its share: then those of other processes and those that went meanwhile count too."""
+        limit = root_limit(self._store.budget_bytes)
         for key, size in written.items():
-            self._sizes[key[:HASH_BYTES]] = (
-                self._sizes.get(key[:HASH_BYTES], root_limit(self._store.budget_bytes)) + size
-            )
-        if not any(self._sizes[key[:HASH_BYTES]] > root_limit(self._store.budget_bytes) for key in written):
+            self._sizes[key[:HASH_BYTES]] = self._sizes.get(key[:HASH_BYTES], limit) + size
+        if not any(self._sizes[key[:HASH_BYTES]] > limit for key in written):
             return
         with self._store.snapshot() as snapshot:
             stored = {note.key: note for note in snapshot.notes()}
@@ -209,10 +208,7 @@ class Notes:
             with self._store.changes() as changes:
                 changes.forget(some, "notes")
         lost = set(gone)
-        self._sizes = {}
-        for note in notes:
-            if note.key not in lost:
-                self._sizes[note.root] = self._sizes.get(note.root, 0) + note.num_bytes
+        self._sizes = sizes_by_root(note for note in notes if note.key not in lost)
 
 
 def _waiting_size(value: bytes | None) -> int:

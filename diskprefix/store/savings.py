@@ -136,7 +136,7 @@ _MAX_WAITING = 1024
 
 
 class SavingsLog:
-    """The counts of this process that are not in the store yet. `note` and `total` are for any thread; `write` is for
+    """The counts of this process that are not in the store yet. `record` and `total` are for any thread; `write` is for
     the writing thread alone."""
 
     def __init__(self, store: StoreFile, make_room: Callable[[int, frozenset[bytes]], int]) -> None:
@@ -150,18 +150,15 @@ class SavingsLog:
         self.saved_s = 0.0
         """Seconds of computing that restores saved since the start of this process."""
 
-    def note(self, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
+    def record(self, root: bytes, record: RootRecord, counts: Tally, block: bytes | None) -> None:
         """Counts a request. `block` is the last full block that it restored, None if it restored none."""
         now = self._store.clock()
         hits = [RecentHit(now, block, counts.restored_tokens)] if block is not None else []
-        new = Savings(since=now, days={day_of(now): counts}, hits=hits)
-        new.total.add(counts)
         with self._lock:
             self.saved_s += counts.saved_s
-            if root in self._waiting:
-                self._waiting[root][1].add(new)
-            elif len(self._waiting) < _MAX_WAITING:
-                self._waiting[root] = record, new
+            if root in self._waiting or len(self._waiting) < _MAX_WAITING:
+                _, waiting = self._waiting.setdefault(root, (record, Savings(since=now)))
+                waiting.add(Savings(since=now, total=counts, days={day_of(now): counts}, hits=hits))
 
     def total(self) -> Savings:
         """Returns `total_savings` with the counts of this process that are not written yet. Raises `CacheError`."""

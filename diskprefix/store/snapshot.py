@@ -152,11 +152,9 @@ class Snapshot:
         """Does what `similar_children` does, for the keys with this beginning. Keys are sorted, so none has more in
         common with `part` than one that is nearer to its place."""
         after, before = (self._txn.cursor(self._databases["children"]) for _ in range(2))
-        has_after = after.set_range(beginning + part)
+        num_after = _common_at(after, after.set_range(beginning + part), beginning, part)
         has_before = before.prev() if before.set_range(beginning + part) else before.last()
-        num_after, num_before = (
-            _common_at(c, has, beginning, part) for c, has in ((after, has_after), (before, has_before))
-        )
+        num_before = _common_at(before, has_before, beginning, part)
         while num_after or num_before:
             if num_after >= num_before:
                 yield bytes(after.key()[-HASH_BYTES:])
@@ -249,7 +247,6 @@ class Snapshot:
     def roots_beyond(self, limit_bytes: int) -> list[bytes]:
         """Returns the roots that must go if the records of roots take more than the limit: those without nodes, first
         the ones that were used longest ago. The rest takes at most three quarters of it, unless it has nodes."""
-        excess = self._bytes_in("roots") - limit_bytes * 3 // 4
         if self._bytes_in("roots") <= limit_bytes:
             return []
         used: dict[bytes, float] = {}
@@ -258,18 +255,12 @@ class Snapshot:
         for key in self.keys("history"):
             root = key[:HASH_BYTES]
             used[root] = max(used.get(root, 0.0), history_sequence(key) / 1e6)
-        sizes = {root: len(value) for root, value in self.records("roots") if not self.has_nodes(root)}
-        gone = []
-        for root in sorted(sizes, key=lambda root: used.get(root, 0.0)):
-            if excess <= 0:
-                break
-            gone.append(root)
-            excess -= sizes[root]
-        return gone
+        sizes = [(root, len(value)) for root, value in self.records("roots") if not self.has_nodes(root)]
+        return self._beyond("roots", limit_bytes, sorted(sizes, key=lambda found: used.get(found[0], 0.0)))
 
     def prompt_times(self, root: bytes) -> Iterator[tuple[float, int]]:
-        """Yields of the remembered prompts of a root the time at which it came, and its own time to live in seconds (0:
-        the daemon's holds)."""
+        """Yields, for each remembered prompt of a root, when it came and its time to live in seconds (0: the
+        daemon's)."""
         for key, value in self.history(root):
             yield history_sequence(key) / 1e6, prompt_ttl_s(value)
 
@@ -278,15 +269,19 @@ class Snapshot:
         rest takes at most three quarters of it."""
         if self._bytes_in("history") <= limit_bytes:
             return []
-        keys: list[bytes] = []
-        excess = self._bytes_in("history") - limit_bytes * 3 // 4
         sizes = ((key, len(value)) for key, value in self.records("history"))
-        for key, size in sorted(sizes, key=lambda found: history_sequence(found[0])):
+        return self._beyond("history", limit_bytes, sorted(sizes, key=lambda found: history_sequence(found[0])))
+
+    def _beyond(self, database: str, limit_bytes: int, sizes: Iterable[tuple[bytes, int]]) -> list[bytes]:
+        """Returns the first keys, until the rest of the database takes at most three quarters of the limit."""
+        gone: list[bytes] = []
+        excess = self._bytes_in(database) - limit_bytes * 3 // 4
+        for key, size in sizes:
             if excess <= 0:
                 break
-            keys.append(key)
+            gone.append(key)
             excess -= size
-        return keys
+        return gone
 
     def _bytes_in(self, database: str) -> int:
         """Bytes of the pages that a database takes."""

@@ -34,19 +34,16 @@ class Chain:
     """The publications of one request, each of which continues the one before. For any thread.
 
     Once one of them could not be written (`is_lost`), those that come after it must not be either. Once something
-    could not be submitted (`is_broken`), nothing more is; what was submitted before is written.
+    could not be submitted (`is_broken`), nothing more is; what was submitted before is written. `is_whole`: nothing was
+    lost. `has_nodes`: nodes of it were written.
     """
 
     def __init__(self) -> None:
-        self.is_lost = False
-        self.has_nodes = False
-        """True once nodes of it were written."""
+        self.is_lost = self._is_broken = self.has_nodes = False
         self.is_whole = True
-        """True as long as nothing was lost."""
-        self.on_written: Callable[[float, float, int], None] | None = None
+        self.on_written: Callable[[float, float, int], None] = lambda *_: None
         """Called in the writer's thread after each publication: the start and the end of writing it, on the clock of
         `time.perf_counter`, and its bytes."""
-        self._is_broken = False
         self._lock = threading.Lock()
 
     def is_broken(self) -> bool:
@@ -74,17 +71,16 @@ class Chain:
 class Publication:
     """The records that one transaction adds to a store: new nodes (parents first), an entry, a prompt for the history.
 
-    `store_id` names the store whose secret named the nodes. `tip` is the last node of the request's path, whether it is
-    new or already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; with None, the
-    daemon's setting holds. `prompt_group` is the group in which the prompt is remembered: 8 bytes, or empty.
-    `prompt_ttl_s` is how long it is remembered, in seconds, in the same form.
+    `store_id` names the store whose secret named the nodes. `last_node` is the last node of the request's path, new or
+    already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; with None, the daemon's
+    setting holds; `prompt_ttl_s` is the same for the prompt. `prompt_group` is the prompt's group: 8 bytes, or empty.
     """
 
     store_id: bytes
     root: bytes
     root_record: RootRecord
     nodes: tuple[NewNode, ...]
-    tip: bytes | None = None
+    last_node: bytes | None = None
     entry: EntryRecord | None = None
     prompt: TokenIds | None = None
     history_limit: int = 0
@@ -97,15 +93,14 @@ class Publication:
     def base(self) -> bytes | None:
         """The stored node that this publication continues or ends with, which is pinned until it is written."""
         if not self.nodes:
-            return self.tip if self.entry is not None else None
+            return self.last_node if self.entry is not None else None
         return self.nodes[0].parent if self.nodes[0].position > 0 else None
 
     @property
     def used_names(self) -> frozenset[bytes]:
         """The nodes that this publication continues or contains. They must not be evicted to make room for it."""
-        names = {node.parent for node in self.nodes if node.position > 0}
-        names |= {node.name for node in self.nodes}
-        return frozenset(names | ({self.tip} if self.tip else set()))
+        names = {node.parent for node in self.nodes if node.position > 0} | {node.name for node in self.nodes}
+        return frozenset(names | ({self.last_node} if self.last_node else set()))
 
     @property
     def payload_bytes(self) -> int:
@@ -144,15 +139,7 @@ class Store(StoreFile):
         `serving` is for a daemon: evict until the budget holds. A read-only or full file system is no error then,
         because `maintain` tries again.
         """
-        super().__init__(
-            path,
-            budget_bytes=budget_bytes,
-            read_only=read_only,
-            on_corruption=on_corruption,
-            serving=serving,
-            clock=clock,
-            namespace=namespace,
-        )
+        super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace)
         self.codec = Codec.RAW
         self.evictor = Evictor(self, min_free_bytes)
         if serving:
@@ -285,18 +272,18 @@ class Store(StoreFile):
         try:
             with self.changes() as changes:
                 changes.put_root(publication.root, publication.root_record)
-                tip = publication.tip
+                last_node = publication.last_node
                 for node in publication.nodes:
                     holder = changes.put_node(publication.root, node, self.codec)
                     if holder == node.name and node.replaces:
                         changes.remove_shorter(node, self.secret)
-                    elif node.name == tip:
-                        tip = holder
-                if tip is not None:
-                    changes.touch(tip, Use(self.clock(), 0, recorded_ttl(publication.ttl_s)))
+                    elif node.name == last_node:
+                        last_node = holder
+                if last_node is not None:
+                    changes.touch(last_node, Use(self.clock(), 0, recorded_ttl(publication.ttl_s)))
                     # What a longer saved prompt holds is listed with that one.
-                    if publication.entry is not None and tip == publication.tip:
-                        changes.put_entry(tip, publication.entry)
+                    if publication.entry is not None and last_node == publication.last_node:
+                        changes.put_entry(last_node, publication.entry)
                 if publication.prompt is not None:
                     limit, group = publication.history_limit, publication.prompt_group
                     ttl_s = recorded_ttl(publication.prompt_ttl_s)

@@ -49,11 +49,8 @@ _LOCK_PATIENCE_S = 10.0
 
 
 def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple[Environment, FolderLock]:
-    """Opens the environment in folder `path`, created unless read-only, and the lock that goes with it.
-
-    For reading, no file is created. Raises `StoreUnavailable` (`FolderUnavailable` where the problem may end by
-    itself), or `StoreCorrupt`.
-    """
+    """Opens the environment in folder `path`, created unless read-only, and the lock that goes with it. Raises
+    `StoreUnavailable` (`FolderUnavailable` where the problem may end by itself), or `StoreCorrupt`."""
     if read_only and not os.path.lexists(path / DATA):
         raise StoreUnavailable(f"{path} holds no diskprefix store; give its folder with --kv-cache-dir")
     if read_only:
@@ -205,7 +202,6 @@ class StoreFile:
     def __init__(
         self,
         path: Path,
-        *,
         budget_bytes: int,
         read_only: bool,
         on_corruption: OnCorruption,

@@ -44,10 +44,6 @@ Repair: TypeAlias = Callable[[Store, Mapping[bytes, RootRecord]], int]
 that the caller would write itself. Raises `CacheError`."""
 
 
-def _nothing() -> None:
-    """Does nothing: the default of `on_room`."""
-
-
 class Writer:
     """Owns the writing thread. `reserve`, `submit` and `touch` do not wait for the disk and do not raise."""
 
@@ -75,7 +71,7 @@ class Writer:
         """The nodes that are not yet in the store, an immutable view. Read it before a snapshot is taken, or a node may
         be in neither."""
         self.pending_bytes = 0
-        self.on_room: Callable[[], None] = _nothing
+        self.on_room: Callable[[], None] = lambda: None
         """Called when there is more room in the buffer."""
         self._changed = threading.Condition()
         self.notes = Notes(store, self._wake)
@@ -291,22 +287,22 @@ class Writer:
         self._roots = {publication.root: publication.root_record}
         if publication.chain.is_lost:
             # What it continues is lost. That the prompt was seen counts all the same.
-            publication = replace(publication, nodes=(), tip=None, entry=None)
+            publication = replace(publication, nodes=(), last_node=None, entry=None)
             if publication.prompt is None:
                 return
         try:
             self.evicted += self._store.publish(publication)
-        except (StoreFull, PrefixGone) as error:
-            self._lose(publication)
+        except BaseException as error:
+            # The publications of a chain count as one that is dropped.
+            self.dropped += publication.chain.lose()
+            if not isinstance(error, StoreFull | PrefixGone):
+                raise
             log.warning("[disk-cache] not saved: %s", error)
             return
-        except BaseException:
-            self._lose(publication)
-            raise
-        if publication.chain.on_written is not None and publication.nodes:
+        if publication.nodes:
             publication.chain.on_written(started, time.perf_counter(), publication.payload_bytes)
-        publication.chain.has_nodes |= bool(publication.nodes)
-        if publication.tip is not None and publication.chain.has_nodes:
+            publication.chain.has_nodes = True
+        if publication.last_node is not None and publication.chain.has_nodes:
             # A whole prompt was saved. Of a full disk, a small publication alone would say nothing.
             self._recover()
         self.written_bytes += publication.payload_bytes
@@ -317,10 +313,6 @@ class Writer:
             publication.payload_bytes / 1e6,
             (time.perf_counter() - started) * 1e3,
         )
-
-    def _lose(self, publication: Publication) -> None:
-        """The publications of a chain count as one that is dropped."""
-        self.dropped += publication.chain.lose()
 
     def _record(self) -> None:
         """Records all models in the store. A failure is tried again at the next check of the folder."""

@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from diskprefix.cli import main
-from diskprefix.kv.layout import LAYOUT_VERSION
 from diskprefix.model.load.fingerprint import Fingerprint
+from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.store import Store
 from tests.exactness.architectures import tiny_model
 from tests.forked import ForkedCommand
@@ -210,9 +210,9 @@ def test_a_prompt_stays_with_its_tenant_and_both_say_so(invoke: Invoke, target: 
     pub = entry_of(store, PROMPT, tenant=TENANT)
     store.publish(pub)
     store.close()
-    assert pub.tip is not None
+    assert pub.last_node is not None
     path, again = tmp_path / "e.safetensors", tmp_path / "again.safetensors"
-    args = ("export", pub.tip.hex(), "--kv-cache-dir", tmp_path / "kv", "-o")
+    args = ("export", pub.last_node.hex(), "--kv-cache-dir", tmp_path / "kv", "-o")
     short = "/".join(id_[:8] for id_ in TENANT.split("/"))
     assert invoke(*args, path).stdout.endswith(f", tenant {short}\n")
     assert invoke(*args, again, "--json").json["tenant"] == TENANT
@@ -267,8 +267,8 @@ def test_a_file_that_cannot_fit_is_refused_before_any_is_imported(
     store.publish(pub)
     store.close()
     large = tmp_path / "large.safetensors"
-    assert pub.tip is not None
-    assert invoke("export", pub.tip.hex(), "-o", large, "--kv-cache-dir", tmp_path / "large").exit_code == 0
+    assert pub.last_node is not None
+    assert invoke("export", pub.last_node.hex(), "-o", large, "--kv-cache-dir", tmp_path / "large").exit_code == 0
     refused = invoke("import", file, large, "--kv-cache-dir", target, "--force")
     one_line(refused, 4, "do not fit --kv-cache-budget 32.0 MiB")
     assert not holds_the_prompt(target)

@@ -27,8 +27,8 @@ def saved(folder: Path, *, end: int, seed: int = 0) -> str:
     pub = entry_of(store, tokens, replaces=True)
     store.publish(pub)
     store.close()
-    assert pub.tip is not None
-    return pub.tip.hex()
+    assert pub.last_node is not None
+    return pub.last_node.hex()
 
 
 def test_a_former_id_is_read_with_a_line_that_says_so_and_not_removed(run: Run, folder: Path, tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def folder(tmp_path: Path) -> Path:
     pub = publication(store, first)
     for publication_ in (pub, publication(store, second)):
         store.publish(publication_)
-    assert pub.tip is not None
-    store.touch({pub.tip: Use(2000.0, 2)})
+    assert pub.last_node is not None
+    store.touch({pub.last_node: Use(2000.0, 2)})
     store.close()
     return tmp_path / "kv"
 
@@ -140,7 +140,7 @@ def hybrid(tmp_path: Path) -> tuple[Path, Publication, Publication]:
     store.publish(whole)
     boundary = publication(store, token_ids[: 2 * BLOCK], layout=layout, checkpoints=(2 * BLOCK,))
     assert boundary.entry is not None
-    boundary = replace(boundary, nodes=boundary.nodes[:-1], tip=boundary.nodes[-2].name)
+    boundary = replace(boundary, nodes=boundary.nodes[:-1], last_node=boundary.nodes[-2].name)
     store.publish(boundary)
     store.close()
     return tmp_path / "hybrid", whole, boundary
@@ -150,10 +150,10 @@ def test_checkpoints_and_what_was_generated_are_shown(
     invoke: Invoke, hybrid: tuple[Path, Publication, Publication]
 ) -> None:
     folder, whole, boundary = hybrid
-    assert whole.tip is not None
-    assert boundary.tip is not None
+    assert whole.last_node is not None
+    assert boundary.last_node is not None
     entries = {entry["id"]: entry for entry in listed(invoke, folder)}
-    long, short = entries[whole.tip.hex()], entries[boundary.tip.hex()]
+    long, short = entries[whole.last_node.hex()], entries[boundary.last_node.hex()]
     one = STATE_BYTES + PIECE_HEADER_BYTES
     assert (long["checkpoints"], long["checkpoint_bytes"]) == ([2 * BLOCK, 4 * BLOCK], 2 * one)
     assert (short["checkpoints"], short["checkpoint_bytes"]) == ([2 * BLOCK], one)
@@ -182,18 +182,18 @@ def test_an_entry_that_ends_with_a_checkpoint_shows_it_after_its_block(
     invoke: Invoke, hybrid: tuple[Path, Publication, Publication]
 ) -> None:
     folder, whole, boundary = hybrid
-    assert whole.tip is not None
-    assert boundary.tip is not None
-    shown = invoke("--kv-cache-dir", folder, boundary.tip.hex())
+    assert whole.last_node is not None
+    assert boundary.last_node is not None
+    shown = invoke("--kv-cache-dir", folder, boundary.last_node.hex())
     assert shown.exit_code == 0
     lines = shown.stdout.splitlines()
     chain = lines[lines.index("blocks      2") + 1 :]
     assert chain[0].split()[:4] == ["tokens", f"0–{2 * BLOCK}", "2", "blocks"]
     assert chain[1].split()[:4] == ["at", "token", str(2 * BLOCK), "checkpoint"]
-    assert chain[1].endswith(boundary.tip.hex())
+    assert chain[1].endswith(boundary.last_node.hex())
     assert f"checkpoints 31.3 KiB at {2 * BLOCK}" in lines
     assert "generated   none" in lines
-    blocks = json.loads(invoke("--kv-cache-dir", folder, whole.tip.hex(), "--json").stdout)["blocks"]
+    blocks = json.loads(invoke("--kv-cache-dir", folder, whole.last_node.hex(), "--json").stdout)["blocks"]
     assert [(b["kind"], b["position"], b["generated"]) for b in blocks] == [
         ("block", 0, False), ("block", BLOCK, False), ("checkpoint", 2 * BLOCK, False), ("block", 2 * BLOCK, False),
         ("block", 3 * BLOCK, True), ("checkpoint", 4 * BLOCK, True), ("tail", 4 * BLOCK, True),
@@ -312,6 +312,6 @@ def test_tenants_are_shown_where_there_are_any_as_purge_takes_them(invoke: Invok
     digits = re.search(r"\b[0-9a-f]{8}/[0-9a-f]{8}\b", shown)
     assert digits
     assert matches(str(tenant), digits[0])
-    assert pub.tip is not None
-    assert f"tenant      {tenant}\n" in invoke("--kv-cache-dir", folder, pub.tip.hex()).stdout
+    assert pub.last_node is not None
+    assert f"tenant      {tenant}\n" in invoke("--kv-cache-dir", folder, pub.last_node.hex()).stdout
     assert "tenant      none\n" in invoke("--kv-cache-dir", folder, listed(invoke, folder)[0]["id"]).stdout

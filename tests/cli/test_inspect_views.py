@@ -62,8 +62,8 @@ def test_an_entry_whose_tokenizer_is_gone_shows_its_preview(run: Run, tmp_path: 
     made = chats.save(chat(QUESTION))
     chats.store.close()
     (tmp_path / "tokenizer").rename(tmp_path / "gone")
-    assert made.tip is not None
-    shown = run("inspect", made.tip.hex(), "--kv-cache-dir", tmp_path / "kv").stdout
+    assert made.last_node is not None
+    shown = run("inspect", made.last_node.hex(), "--kv-cache-dir", tmp_path / "kv").stdout
     assert "preview     You look after" in shown
     asked = run("inspect", "--why", str(_written(tmp_path, chat(QUESTION))), "--kv-cache-dir", tmp_path / "kv")
     assert (asked.exit_code, asked.stdout, asked.stderr.count("\n")) == (2, "", 1)

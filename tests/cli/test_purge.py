@@ -48,8 +48,8 @@ def pubs(folder: Path) -> list[Publication]:
 
 
 def name(pub: Publication) -> str:
-    assert pub.tip is not None
-    return pub.tip.hex()
+    assert pub.last_node is not None
+    return pub.last_node.hex()
 
 
 def entries_left(run: Run, folder: Path) -> set[str]:

@@ -72,8 +72,8 @@ def test_fix_mends_and_says_so(run: Run, folder: Path, pubs: list[Publication]) 
     damage(folder, pubs[0])
     ended = run("verify", "--fix", "--kv-cache-dir", folder)
     assert ended.exit_code == 1
-    assert pubs[0].tip is not None
-    removed = f"removed 1 saved prompt, 3 blocks, 0 recent prompts\n{pubs[0].tip.hex()[:12]}\n"
+    assert pubs[0].last_node is not None
+    removed = f"removed 1 saved prompt, 3 blocks, 0 recent prompts\n{pubs[0].last_node.hex()[:12]}\n"
     assert ended.stdout.endswith(f"repaired 2 of 2 problems; {removed}")
     assert run("verify", "--kv-cache-dir", folder).exit_code == 0
     store = open_store(folder)
@@ -86,21 +86,21 @@ def test_fix_in_json_tells_what_is_left(run: Run, folder: Path, pubs: list[Publi
     damage(folder, pubs[0])
     report = json.loads(run("verify", "--fix", "--json", "--kv-cache-dir", folder).stdout)
     assert (report["clean"], len(report["problems"]), report["left"]) == (False, 2, [])
-    assert pubs[0].tip is not None
-    assert report["removed"] == {"entries": [pubs[0].tip.hex()], "blocks": 3, "prompts": 0}
+    assert pubs[0].last_node is not None
+    assert report["removed"] == {"entries": [pubs[0].last_node.hex()], "blocks": 3, "prompts": 0}
     report = json.loads(run("verify", "--fix", "--json", "--kv-cache-dir", folder).stdout)
     assert (report["clean"], report["left"]) == (True, [])
     assert report["removed"] == {"entries": [], "blocks": 0, "prompts": 0}
 
 
 def test_fix_tells_of_records_that_went_alone(run: Run, folder: Path, pubs: list[Publication]) -> None:
-    tip = pubs[0].tip
-    assert tip is not None
+    last_node = pubs[0].last_node
+    assert last_node is not None
     with damaged(folder) as records:
-        records.put("entries", tip, b"no record")
+        records.put("entries", last_node, b"no record")
         records.put("history", b"h" * 24, b"no prompt")
     report = json.loads(run("verify", "--fix", "--json", "--kv-cache-dir", folder).stdout)
-    assert report["removed"] == {"entries": [tip.hex()], "blocks": 0, "prompts": 1}
+    assert report["removed"] == {"entries": [last_node.hex()], "blocks": 0, "prompts": 1}
 
 
 def test_a_long_list_is_cut_on_the_terminal_alone(run: Run, folder: Path, pubs: list[Publication]) -> None:

@@ -167,8 +167,8 @@ def test_a_clock_that_jumps_back_loses_nothing_and_stops_nothing(tmp_path: Path)
         pub = publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000)
         store.publish(pub)
         assert is_whole(store, pub)
-        assert pub.tip is not None
-        store.touch({pub.tip: Use(clock.now)})
+        assert pub.last_node is not None
+        store.touch({pub.last_node: Use(clock.now)})
         pubs.append(pub)
     with store.snapshot() as snapshot:
         recent = [found.tolist() for _, found in snapshot.recent_prompts(ROOT, 4)]

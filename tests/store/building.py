@@ -145,13 +145,13 @@ def publication(
         parent = add(start, start + BLOCK, Kind.BLOCK)
         if start + BLOCK in checkpoints:
             add(start + BLOCK, start + BLOCK, Kind.CHECKPOINT)
-    tip = add(rest, end, end_kind) if end_kind == Kind.TAIL or rest < end else parent
+    last_node = add(rest, end, end_kind) if end_kind == Kind.TAIL or rest < end else parent
     return Publication(
         store_id=store.store_id,
         root=root,
         root_record=RootRecord(model="tiny", block_size=BLOCK, layout=layout, created_at=0.0),
         nodes=tuple(nodes),
-        tip=tip,
+        last_node=last_node,
         entry=EntryRecord(root=root, num_tokens=len(token_ids), scope="full", preview="hello", created_at=1.0),
         prompt=token_ids,
         history_limit=4,

@@ -81,7 +81,7 @@ def entry_of(
     return replace(
         pub,
         nodes=nodes,
-        tip=nodes[-1].name,
+        last_node=nodes[-1].name,
         entry=EntryRecord(
             root=root,
             num_tokens=nodes[-1].position + len(nodes[-1].token_ids),
@@ -96,8 +96,8 @@ def entry_of(
 
 
 def export(store: Store, pub: Publication, path: Path, *, force: bool = False) -> Path:
-    assert pub.tip is not None
-    export_entry(store, pub.tip, path, force=force, advance=lambda _num_bytes: None)
+    assert pub.last_node is not None
+    export_entry(store, pub.last_node, path, force=force, advance=lambda _num_bytes: None)
     return path
 
 

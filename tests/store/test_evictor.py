@@ -81,12 +81,12 @@ def test_a_node_that_is_pinned_after_it_was_found_expired_stays(
     store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pub = saved(store, clock, 1)
-    assert pub.tip is not None
+    assert pub.last_node is not None
     clock.now += 1000
     after_the_choice(monkeypatch, "expired", lambda victims: store.evictor.pin(victims[0]))
     store.evictor.expire(100)
     assert is_whole(store, pub)
-    store.evictor.unpin(pub.tip)
+    store.evictor.unpin(pub.last_node)
     store.evictor.expire(100)
     assert store.counts()["blocks"] == 0
     store.close()
@@ -140,7 +140,7 @@ def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store
         pub = publication(store, prompt(number, BLOCK + 1), payload_bytes=100_000, root=root_hash(identity))
         record = structs.replace(pub.root_record, identity=identity, tenant=f"{number:032x}")
         store.publish(replace(pub, root_record=record))
-        log.note(pub.root, record, Tally(requests=1), None)
+        log.record(pub.root, record, Tally(requests=1), None)
         log.write()
     with store.snapshot() as snapshot:
         with_nodes = {node_root(value) for _, value in snapshot.records("nodes")}

@@ -62,9 +62,9 @@ def entries(store: Store) -> list[int]:
 
 
 def usage(store: Store, pub: Publication) -> UsageRecord:
-    assert pub.tip is not None
+    assert pub.last_node is not None
     with store.snapshot() as snapshot:
-        found = snapshot.usage(pub.tip)
+        found = snapshot.usage(pub.last_node)
     assert found is not None
     return found
 
@@ -152,29 +152,29 @@ def test_what_was_asked_to_be_kept_for_longer_stays(
 
 def test_the_uses_of_what_was_replaced_count_on(store: Store, clock: Clock) -> None:
     first = save(store, 2 * BLOCK + 3)
-    assert first.tip is not None
-    store.touch({first.tip: Use(clock.now, 4, recorded_ttl(None))})
+    assert first.last_node is not None
+    store.touch({first.last_node: Use(clock.now, 4, recorded_ttl(None))})
     clock.now += HALF_LIFE_S
     longer = save(store, 2 * BLOCK + 5)
     found = usage(store, longer)
     assert (found.restores, found.created_at) == (4, clock.now)
     assert found.hits == pytest.approx(2.0)
     # A shorter one that comes later has none of them.
-    store.touch({first.tip: Use(clock.now, 4, recorded_ttl(None))})
+    store.touch({first.last_node: Use(clock.now, 4, recorded_ttl(None))})
     assert usage(store, longer).restores == 4
 
 
 def test_a_pin_does_not_keep_what_a_longer_node_holds(store: Store) -> None:
     """Who restores it has a snapshot, and continues its parent."""
     first = save(store, 2 * BLOCK + 3)
-    assert first.tip is not None
-    store.evictor.pin(first.tip)
+    assert first.last_node is not None
+    store.evictor.pin(first.last_node)
     with store.snapshot() as snapshot:
         save(store, 2 * BLOCK + 5)
-        assert snapshot.node(first.tip) is not None
-        assert snapshot.piece(first.tip, 0) is not None
+        assert snapshot.node(first.last_node) is not None
+        assert snapshot.piece(first.last_node, 0) is not None
     assert ends(store) == [2 * BLOCK + 5]
-    store.evictor.unpin(first.tip)
+    store.evictor.unpin(first.last_node)
 
 
 def test_a_publication_that_fails_replaces_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,11 +206,11 @@ def test_other_roots_lose_nothing(store: Store) -> None:
 
 def test_a_damaged_longer_node_holds_nothing(store: Store) -> None:
     longer = save(store, 2 * BLOCK + 9)
-    assert longer.tip is not None
+    assert longer.last_node is not None
     with store.changes() as changes:
-        record = bytearray(changes.record("nodes", longer.tip))
+        record = bytearray(changes.record("nodes", longer.last_node))
         record[-1] ^= 1
-        changes._put("nodes", longer.tip, bytes(record))
+        changes._put("nodes", longer.last_node, bytes(record))
     shorter = publication(store, TOKENS[: 2 * BLOCK + 3], replaces=True, end_kind=Kind.BLOCK)
     store.publish(shorter)
     assert is_whole(store, shorter)

@@ -41,8 +41,8 @@ def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) 
     store = open_store(tmp_path, clock=clock)
     for _ in range(2):
         log = SavingsLog(store, store.evictor.make_room)
-        log.note(ROOT, RECORD, hit(), BLOCK_NAME)
-        log.note(OTHER, RECORD, Tally(requests=1, prompt_tokens=7), None)
+        log.record(ROOT, RECORD, hit(), BLOCK_NAME)
+        log.record(OTHER, RECORD, Tally(requests=1, prompt_tokens=7), None)
         log.write()
     store.close()
     store = open_store(tmp_path)
@@ -61,7 +61,7 @@ def test_a_process_counts_what_it_saved_since_its_start(tmp_path: Path) -> None:
     for _ in range(2):
         log = SavingsLog(store, store.evictor.make_room)
         for root in (ROOT, OTHER):
-            log.note(root, RECORD, hit(), BLOCK_NAME)
+            log.record(root, RECORD, hit(), BLOCK_NAME)
             log.write()
         assert log.saved_s == 2.0, "what others saved, and what was written before, is not in it"
     store.close()
@@ -72,7 +72,7 @@ def test_today_is_counted_apart_and_days_long_past_are_forgotten(tmp_path: Path)
     store = open_store(tmp_path, clock=clock)
     log = SavingsLog(store, store.evictor.make_room)
     for _ in range(40):
-        log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+        log.record(ROOT, RECORD, hit(), BLOCK_NAME)
         log.write()
         clock.now += DAY_S
     found = stored(store)[ROOT]
@@ -85,7 +85,7 @@ def test_today_is_counted_apart_and_days_long_past_are_forgotten(tmp_path: Path)
 def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     log = SavingsLog(store, store.evictor.make_room)
-    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
     assert stored(store) == {}
     for _ in range(2):
         assert log.total().total.requests == 1
@@ -97,7 +97,7 @@ def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(tmp_pa
 def test_counts_that_are_being_written_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     log = SavingsLog(store, store.evictor.make_room)
-    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
     add, found = log._add, list[int]()
     reader = threading.Thread(target=lambda: found.append(log.total().total.requests))
 
@@ -121,7 +121,7 @@ def test_counts_are_in_the_store_though_its_writer_is_never_closed(tmp_path: Pat
         return ROOT in (found := stored(store)) and found[ROOT].total.requests == number
 
     for number in (1, 2):
-        writer.savings.note(ROOT, RECORD, hit(), BLOCK_NAME)
+        writer.savings.record(ROOT, RECORD, hit(), BLOCK_NAME)
         wait_for(partial(is_stored, number))
     writer.close(30)
     store.close()
@@ -130,7 +130,7 @@ def test_counts_are_in_the_store_though_its_writer_is_never_closed(tmp_path: Pat
 def test_what_cannot_be_written_is_kept_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path)
     log = SavingsLog(store, store.evictor.make_room)
-    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
 
     def fail() -> None:
         raise StoreUnavailable("the disk is full")
@@ -139,7 +139,7 @@ def test_what_cannot_be_written_is_kept_and_counted_once(tmp_path: Path, monkeyp
         patched.setattr(store, "changes", fail)
         with pytest.raises(StoreUnavailable):
             log.write()
-    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
     log.write()
     assert stored(store)[ROOT].total.requests == 2
     store.close()
@@ -148,7 +148,7 @@ def test_what_cannot_be_written_is_kept_and_counted_once(tmp_path: Path, monkeyp
 def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     log = SavingsLog(store, store.evictor.make_room)
-    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
     log.write()
     store.close()
     with damaged(tmp_path) as records:
@@ -156,7 +156,7 @@ def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert stored(store) == {}
     log = SavingsLog(store, store.evictor.make_room)
-    log.note(ROOT, RECORD, hit(), BLOCK_NAME)
+    log.record(ROOT, RECORD, hit(), BLOCK_NAME)
     log.write()
     assert stored(store)[ROOT].total.requests == 1
     store.close()

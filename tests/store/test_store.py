@@ -33,10 +33,10 @@ def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
     assert (store.store_id, store.secret) == identity
     assert is_whole(store, pub)
     with store.snapshot() as snapshot:
-        assert [name for name, _ in snapshot.entries()] == [pub.tip]
+        assert [name for name, _ in snapshot.entries()] == [pub.last_node]
         assert [p.tolist() for _, p in snapshot.recent_prompts(ROOT, 10)] == [prompt(1, 3 * BLOCK + 5).tolist()]
-        assert pub.tip is not None
-        assert list(PrefixTree(snapshot).path(pub.tip)) == [node.name for node in pub.nodes]
+        assert pub.last_node is not None
+        assert list(PrefixTree(snapshot).path(pub.last_node)) == [node.name for node in pub.nodes]
     store.close()
 
 
@@ -100,9 +100,9 @@ def test_the_least_recently_used_prompt_goes_first_and_a_touch_saves_it(tmp_path
         clock.now += 11
         store.publish(pub)
     clock.now += 11
-    tip = pubs[0].tip
-    assert tip is not None
-    store.touch({tip: Use(clock.now)})
+    last_node = pubs[0].last_node
+    assert last_node is not None
+    store.touch({last_node: Use(clock.now)})
     for pub in pubs[4:7]:
         clock.now += 11
         store.publish(pub)
@@ -115,8 +115,8 @@ def test_use_survives_a_reopen_and_counts_for_every_ancestor(tmp_path: Path) -> 
     store = open_store(tmp_path)
     pub = publication(store, prompt(1, 2 * BLOCK))
     store.publish(pub)
-    assert pub.tip is not None
-    store.touch({pub.tip: Use(5000.0, 3)})
+    assert pub.last_node is not None
+    store.touch({pub.last_node: Use(5000.0, 3)})
     store.close()
     store = open_store(tmp_path)
     with store.snapshot() as snapshot:
@@ -130,13 +130,13 @@ def test_a_pinned_prefix_is_not_evicted(tmp_path: Path) -> None:
     store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
     old = publication(store, prompt(0, 3 * BLOCK), payload_bytes=1_000_000)
     store.publish(old)
-    assert old.tip is not None
-    store.evictor.pin(old.tip)
+    assert old.last_node is not None
+    store.evictor.pin(old.last_node)
     for seed in range(1, 12):
         clock.now += 11
         store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
     assert is_whole(store, old)
-    store.evictor.unpin(old.tip)
+    store.evictor.unpin(old.last_node)
     for seed in range(12, 24):
         clock.now += 11
         store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
@@ -538,7 +538,7 @@ def test_blocks_without_a_checkpoint_make_room_first_whatever_else_is_stored(tmp
     store.publish(dense)
     clock.now += 3600
     bare = publication(store, prompt(2, 18 * BLOCK), layout=HYBRID, root=b"h" * 16)
-    bare = replace(bare, nodes=bare.nodes[:-1], tip=None, entry=None)
+    bare = replace(bare, nodes=bare.nodes[:-1], last_node=None, entry=None)
     store.publish(bare)
     clock.now += 60
     with store.changes() as changes:
@@ -557,7 +557,7 @@ def test_a_checkpoint_that_is_published_again_is_not_evicted_to_make_room_for_it
     store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
     token_ids = prompt(1, 30 * BLOCK)
     known = publication(store, token_ids[: 16 * BLOCK], layout=HYBRID, checkpoints=(4 * BLOCK,))
-    store.publish(replace(known, nodes=known.nodes[:-1], tip=None, entry=None))
+    store.publish(replace(known, nodes=known.nodes[:-1], last_node=None, entry=None))
     clock.now += 3600
     whole = publication(store, token_ids, layout=HYBRID, checkpoints=(4 * BLOCK, 16 * BLOCK))
     old = publication(store, prompt(2, 4 * BLOCK), payload_bytes=400_000)

@@ -141,7 +141,7 @@ def publication_of(store: Store, prompt: Prompt, first: int = 0, end: int | None
     return replace(
         whole,
         nodes=tuple(nodes[first:end]),
-        tip=nodes[-1].name if end is None else None,
+        last_node=nodes[-1].name if end is None else None,
         entry=whole.entry if end is None else None,
         prompt=whole.prompt if end is None else None,
         root_record=root_record,
@@ -230,10 +230,10 @@ class Model:
         return {name for name, node in new.items() if node.restores}
 
     def publish(self, publication: Publication, now: float) -> None:
-        tip = publication.tip
+        last_node = publication.last_node
         for new in publication.nodes:
             if (longer := self.longer(new)) is not None:
-                tip = longer if new.name == tip else tip
+                last_node = longer if new.name == last_node else last_node
                 continue
             node = self.nodes.setdefault(new.name, ModelNode(new, publication.root, now, now))
             node.asked_s.add(new.ttl_s)
@@ -241,13 +241,13 @@ class Model:
                 if node.is_kept_as_long(self.nodes[name]):
                     node.restores += self.nodes[name].restores
                     self.remove([name])
-        if tip is None:
+        if last_node is None:
             return
         assert publication.entry is not None
         assert publication.prompt is not None
-        self.touch(tip, now, 0, publication.ttl_s)
-        if tip == publication.tip:
-            self.entries.setdefault(tip, publication.entry.num_tokens)
+        self.touch(last_node, now, 0, publication.ttl_s)
+        if last_node == publication.last_node:
+            self.entries.setdefault(last_node, publication.entry.num_tokens)
         history = self.history[publication.root]
         number = max(int(now * 1e6), history[-1][0] + 1 if history else 0)
         remembered = number, publication.prompt_group, publication.prompt.tolist()
@@ -556,17 +556,17 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.entries)
     @rule(process=processes, data=st.data(), what=st.sampled_from(["damage", "prompt", "tenant"]))
     def remove(self, process: str, data: st.DataObject, what: str) -> None:
-        tip = data.draw(st.sampled_from(sorted(self.model.entries)))
+        last_node = data.draw(st.sampled_from(sorted(self.model.entries)))
         if what == "damage":
-            self.quarantine(process, data.draw(st.sampled_from(sorted(self.model.entry(tip)))))
+            self.quarantine(process, data.draw(st.sampled_from(sorted(self.model.entry(last_node)))))
         elif what == "prompt":
             # The one that continues most of the others: those must stay.
             self.forget_prompt(process, max(sorted(self.model.entries), key=self.num_entries_within))
         else:
-            self.forget_tenant(process, self.model.nodes[tip].root)
+            self.forget_tenant(process, self.model.nodes[last_node].root)
 
-    def num_entries_within(self, tip: bytes) -> int:
-        return len(self.model.entries.keys() & set(self.model.path(tip)))
+    def num_entries_within(self, last_node: bytes) -> int:
+        return len(self.model.entries.keys() & set(self.model.path(last_node)))
 
     def quarantine(self, process: str, name: bytes) -> None:
         doomed = self.model.subtree(name)
@@ -579,20 +579,20 @@ class StoreMachine(RuleBasedStateMachine):
         self.model.remove(doomed)
         self.model.history[root] = []
 
-    def forget_prompt(self, process: str, tip: bytes) -> None:
-        path = list(self.model.path(tip))[::-1]
+    def forget_prompt(self, process: str, last_node: bytes) -> None:
+        path = list(self.model.path(last_node))[::-1]
         token_ids = np.concatenate([self.model.nodes[name].new.token_ids for name in path]).tolist()
-        whole = self.model.entry(tip)
-        others = (self.model.entries.keys() | self.model.nodes.keys() - whole) - {tip}
+        whole = self.model.entry(last_node)
+        others = (self.model.entries.keys() | self.model.nodes.keys() - whole) - {last_node}
         free = whole - self.model.with_ancestors(others)
         # A checkpoint goes where its block does.
         doomed = {
             name for name in free if not self.model.is_checkpoint(name) or self.model.nodes[name].new.parent in free
         }
-        assert self.do(process, forget, PurgeFilter(entries=frozenset([tip])), self.clock.now) == len(doomed)
-        root = self.model.nodes[tip].root
+        assert self.do(process, forget, PurgeFilter(entries=frozenset([last_node])), self.clock.now) == len(doomed)
+        root = self.model.nodes[last_node].root
         self.model.remove(doomed)
-        self.model.entries.pop(tip, None)
+        self.model.entries.pop(last_node, None)
         self.model.history[root] = [
             prompt for prompt in self.model.history[root] if prompt[2][: len(token_ids)] != token_ids
         ]

@@ -32,8 +32,8 @@ def saved(store: Store, seed: int = 1, *, fork_at: int | None = None) -> Publica
 
 
 def end(pub: Publication) -> bytes:
-    assert pub.tip is not None
-    return pub.tip
+    assert pub.last_node is not None
+    return pub.last_node
 
 
 def test_a_path_has_the_blocks_in_order_and_an_entry_also_the_checkpoints_behind_their_blocks(store: Store) -> None:

@@ -30,8 +30,8 @@ def save(store: Store, token_ids: TokenIds, end_kind: Kind = Kind.BLOCK) -> str:
     """Returns the id of the saved prompt."""
     pub = publication(store, token_ids, replaces=True, end_kind=end_kind)
     store.publish(pub)
-    assert pub.tip is not None
-    return pub.tip.hex()
+    assert pub.last_node is not None
+    return pub.last_node.hex()
 
 
 def grown(store: Store, beginning: str) -> list[str]:

@@ -97,7 +97,7 @@ def chained(store: Store, num_blocks: int) -> list[Publication]:
     whole = publication(store, prompt(1, num_blocks * BLOCK))
     chain = Chain()
     beginning = [
-        replace(whole, nodes=(node,), tip=None, entry=None, prompt=None, chain=chain) for node in whole.nodes[:-1]
+        replace(whole, nodes=(node,), last_node=None, entry=None, prompt=None, chain=chain) for node in whole.nodes[:-1]
     ]
     return [*beginning, replace(whole, nodes=whole.nodes[-1:], chain=chain)]
 
@@ -142,7 +142,7 @@ def test_saving_has_recovered_when_a_whole_prompt_is_saved(store: Store, monkeyp
     *beginning, last = chained(store, 3)
     for pub in beginning:
         submit(writer, pub)
-    submit(writer, replace(last, nodes=(), tip=None, entry=None, chain=Chain()))
+    submit(writer, replace(last, nodes=(), last_node=None, entry=None, chain=Chain()))
     assert writer.flush(30)
     assert writer.error is not None
     submit(writer, last)
@@ -192,12 +192,12 @@ def test_uses_are_written_together_with_their_counts(store: Store) -> None:
     pub = publication(store, prompt(1, BLOCK))
     store.publish(pub)
     writer = Writer(store, buffer_bytes=1 << 30)
-    assert pub.tip is not None
+    assert pub.last_node is not None
     for when in (2000.0, 3000.0, 2500.0):
-        writer.touch(pub.tip, when)
+        writer.touch(pub.last_node, when)
     assert writer.close(30)
     with store.snapshot() as snapshot:
-        usage = snapshot.usage(pub.tip)
+        usage = snapshot.usage(pub.last_node)
     assert usage is not None
     assert (usage.hits, usage.last_used) == (3, 3000.0)
 
@@ -254,11 +254,11 @@ def test_uses_together_ask_for_the_longest_time_that_one_of_them_did(store: Stor
     for pub in pubs:
         submit(writer, pub)
         assert writer.flush(30)
-        assert pub.tip is not None
+        assert pub.last_node is not None
         for ttl_s in (300.0, 3600.0, 60.0):
-            writer.touch(pub.tip, 2000.0, ttl_s, hits=0)
-    assert pubs[1].tip is not None
-    writer.touch(pubs[1].tip, 2000.0)
+            writer.touch(pub.last_node, 2000.0, ttl_s, hits=0)
+    assert pubs[1].last_node is not None
+    writer.touch(pubs[1].last_node, 2000.0)
     assert writer.close(30)
     with store.snapshot() as snapshot:
         usages = [snapshot.usage(node.name) for pub in pubs for node in pub.nodes]

@@ -318,7 +318,7 @@ def _look_around(store: Store, prompts: list[Saved]) -> None:
                     if (root, remembered.tobytes()) not in known:
                         raise Failure("wrong bytes", "a prompt in the history was never sent")
             store.counts()
-            names = {saved.publication(store).tip: len(saved.token_ids) for saved in prompts}
+            names = {saved.publication(store).last_node: len(saved.token_ids) for saved in prompts}
             for entry in list_entries(snapshot):
                 length = names.get(bytes.fromhex(entry.id))
                 if length is not None and entry.num_tokens != length:

@@ -17,12 +17,9 @@ _MOST_OLDER = 1000
 
 
 class History:
-    """Recent prompts, newest last: at most `max_prompts`, with at most `max_tokens` tokens together.
-
-    A prompt may belong to a group, which is a window of its own; the bounds are over all groups. A prompt longer than
-    `max_tokens` is remembered by its first `max_tokens` tokens: a common prefix that long is still found. Not
-    thread-safe.
-    """
+    """Recent prompts, newest last: at most `max_prompts`, with at most `max_tokens` tokens together. Of a longer prompt
+    the first `max_tokens` are remembered. A group of prompts is a window of its own; the bounds are over all groups.
+    Not thread-safe."""
 
     def __init__(self, max_prompts: int, max_tokens: int) -> None:
         self._max_prompts = max_prompts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, islice
 
@@ -34,9 +35,8 @@ ones that the request did not ask for."""
 def publisher(
     writer: Writer, store_id: bytes, root: bytes, record: RootRecord
 ) -> Callable[[tuple[NewNode, ...]], bool]:
-    """Returns a function that puts nodes of one prompt into the buffer of a writer, which writes them to the disk:
-    parents first, call after call. The function returns False if there is no room. `store_id` names the store whose
-    secret named the nodes."""
+    """Returns a function that puts nodes of one prompt, parents first, into the buffer of a writer. It returns False if
+    there is no room. `store_id` names the store whose secret named the nodes."""
     chain = Chain()
 
     def publish(nodes: tuple[NewNode, ...]) -> bool:
@@ -49,15 +49,15 @@ def publisher(
     return publish
 
 
+@dataclass(frozen=True)
 class BufferTier:
     """The buffer of a writer, as a `Tier`."""
 
-    def __init__(self, writer: Writer) -> None:
-        self._writer = writer
+    writer: Writer
 
     @contextmanager
     def view(self) -> Iterator[BufferView]:
-        yield BufferView(self._writer.pending)
+        yield BufferView(self.writer.pending)
 
 
 class BufferView:
@@ -104,22 +104,22 @@ def _copy(raw: memoryview, out: Bytes) -> None:
     out[...] = np.frombuffer(raw, dtype=np.uint8).reshape(out.shape)
 
 
+@dataclass(frozen=True)
 class DiskTier:
     """A store, as a `Tier`. `quarantine` has a node removed, given its name and its parent's."""
 
-    def __init__(self, store: Store, quarantine: Callable[[bytes, bytes], object]) -> None:
-        self._store = store
-        self._quarantine = quarantine
+    store: Store
+    quarantine: Callable[[bytes, bytes], object]
 
     @contextmanager
     def view(self) -> Iterator[DiskView]:
-        with self._store.snapshot() as snapshot:
-            yield DiskView(snapshot, self._store.mapped, self._remove)
+        with self.store.snapshot() as snapshot:
+            yield DiskView(snapshot, self.store.mapped, self._remove)
 
     def _remove(self, node: Node, error: StoreCorrupt) -> None:
         what = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
         log.warning("[disk-cache] %s %s is damaged and will be removed: %s", what, node.name.hex(), error)
-        self._quarantine(node.name, node.parent)
+        self.quarantine(node.name, node.parent)
 
 
 class DiskView:

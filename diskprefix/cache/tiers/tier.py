@@ -132,12 +132,12 @@ class Prefetched(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefetchRequest:
-    """A request to fetch the nodes of a prompt that the shared tier has and the nearer `tiers` lack.
+    """A request to fetch, within `most_s` seconds, the nodes of a prompt that the nearer `tiers` lack.
 
-    `publish` puts nodes, parents first, into the nearest tier, and returns False if there is no room. Fetching may take
-    `most_s` seconds. The state of the first `have` tokens is in memory, so nothing is fetched for their sake alone.
-    `is_cancelled` is polled meanwhile. `prefill_s_per_token`, `ttl_s` and `replaces` become those of the nodes; see
-    `NewNode`. `pays` tells for numbers of tokens and bytes whether fetching is expected to be faster than computing.
+    `publish` puts nodes, parents first, into the nearest tier, and returns False if there is no room. The state of the
+    first `have` tokens is in memory, so nothing is fetched for their sake alone. `is_cancelled` is polled meanwhile.
+    `prefill_s_per_token`, `ttl_s` and `replaces` become those of the `NewNode`s. `pays` tells for numbers of tokens and
+    bytes whether fetching is expected to be faster than computing.
     """
 
     nodes: PromptNodes

@@ -197,7 +197,7 @@ class WorkerSide:
             created_at=self._shared.store.clock(),
             reason=ended.reason,
         )
-        self._publish(ended.tenant, chain, tip=ended.names[self._rank], entry=entry, ttl_s=ended.ttl_s)
+        self._publish(ended.tenant, chain, last_node=ended.names[self._rank], entry=entry, ttl_s=ended.ttl_s)
 
     def _share(self, share: Share) -> None:
         remote, root = self._shared.remote, self._identity.root(share.tenant)
@@ -213,7 +213,7 @@ class WorkerSide:
         chain: Chain,
         *,
         nodes: Sequence[NewNode] = (),
-        tip: bytes | None = None,
+        last_node: bytes | None = None,
         entry: EntryRecord | None = None,
         ttl_s: float | None = None,
     ) -> None:
@@ -222,7 +222,7 @@ class WorkerSide:
             root=self._identity.root(tenant),
             root_record=self._identity.record(tenant),
             nodes=tuple(nodes),
-            tip=tip,
+            last_node=last_node,
             entry=entry,
             ttl_s=ttl_s,
             chain=chain,

@@ -133,13 +133,11 @@ def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, by
     """Returns the codec, the bits of a code in planes, and the data."""
     if codec == Codec.RAW or not raw:
         return Codec.RAW, 0, raw
-    if codec == Codec.ZSTD or piece.element == Element.BYTES:
-        return Codec.ZSTD, 0, _zstd.general.compress(raw)
     form = _FORMATS.get(piece.element)
+    if codec == Codec.ZSTD or piece.element == Element.BYTES or (form and piece.row_bytes % form.item_bytes):
+        return Codec.ZSTD, 0, _zstd.general.compress(raw)
     if form is None:
         return Codec.ZSTD, 0, _entropy_code(raw, piece.row_bytes)
-    if piece.row_bytes % form.item_bytes:
-        return Codec.ZSTD, 0, _zstd.general.compress(raw)
     values = np.frombuffer(raw, np.uint8).reshape(piece.num_rows, piece.row_bytes)
     planes = split(form, values)
     if planes is None:

@@ -40,7 +40,7 @@ from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import TokenIds
 
 Advance = Callable[[int], None]
-"""A function that takes the bytes of raw payload done since the last call."""
+"""Takes the bytes of raw payload done since the last call."""
 
 _BATCH_BYTES = 64 << 20
 """Raw payload in one publication, which is kept in memory until it is written."""
@@ -109,18 +109,13 @@ def require_known_model(known: Sequence[ModelRecord], reader: EntryReader, advic
     The tenant may differ: the user who imports decides for all tenants.
     """
     manifest = reader.manifest
-    nearest: tuple[str, list[str]] | None
-    wanted, nearest = Identity.parse(manifest.identity), None
-    for model in known:
-        differs = _differences(wanted, model)
-        if not differs:
-            return
-        if nearest is None or len(differs) < len(nearest[1]):
-            nearest = model.model, differs
-    if nearest is None:
-        why = "but this store has seen no model yet"
-    else:
-        name, differs = nearest
+    wanted = Identity.parse(manifest.identity)
+    differences = [(model.model, _differences(wanted, model)) for model in known]
+    if not all(differs for _, differs in differences):
+        return
+    why = "but this store has seen no model yet"
+    if differences:
+        name, differs = min(differences, key=lambda found: len(found[1]))
         more = f" and {len(differs) - _SHOWN_FIELDS} more" if len(differs) > _SHOWN_FIELDS else ""
         why = f"but compared with {_quoted(name)} here, {', '.join(differs[:_SHOWN_FIELDS])}{more}"
     raise SettingsError(f"{reader.path} holds state of {_quoted(manifest.model)}, {why}; {advice}")
@@ -221,7 +216,7 @@ class _Import:
                     root=manifest.root,
                     root_record=root_record,
                     nodes=tuple(nodes),
-                    tip=self._names[index],
+                    last_node=self._names[index],
                     entry=entry if index == last else None,
                 )
                 nodes = []

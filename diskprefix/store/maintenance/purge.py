@@ -285,7 +285,11 @@ class _Planner:
         prompts: list[bytes] = []
         for root in {self._nodes[name].root for name in gone}:
             size = self._records[root].block_size if root in self._records else 0
-            of_root = {name: self._text(name) for name in self._entry_names if self._root_of(name) == root}
+            of_root = {
+                name: self._text(name)
+                for name in self._entry_names & self._nodes.keys()
+                if self._nodes[name].root == root
+            }
             kept = _Texts([token_ids for name, token_ids in of_root.items() if name not in gone])
             deleted = [of_root[name] for name in gone if name in of_root]
             texts += [GoneText(root, size, token_ids, kept.shared(token_ids), is_saved=True) for token_ids in deleted]
@@ -310,9 +314,6 @@ class _Planner:
             is_encoding = note.root in lengths and note.kind == NoteKind.ENCODING
             if is_encoding or (note.root, *note.prompt) in gone:
                 yield note.key
-
-    def _root_of(self, name: bytes) -> bytes | None:
-        return self._nodes[name].root if name in self._nodes else None
 
     def _text(self, entry: bytes) -> TokenIds:
         text: TokenIds = np.concatenate([node.token_ids for node in self._tree.path(entry).values()])

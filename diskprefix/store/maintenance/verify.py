@@ -109,12 +109,10 @@ def verify_index(store: Store) -> IndexReport:
     snapshot. The second look leaves out the problems that are due to that.
     """
     report = _verify_once(store)
-    if report.problems:
-        before = {problem.location for problem in report.problems}
-        report = _verify_once(store)
-        problems = tuple(problem for problem in report.problems if problem.location in before)
-        report = replace(report, problems=problems)
-    return report
+    if not report.problems:
+        return report
+    before, again = {problem.location for problem in report.problems}, _verify_once(store)
+    return replace(again, problems=tuple(problem for problem in again.problems if problem.location in before))
 
 
 def _verify_once(store: Store) -> IndexReport:
@@ -153,8 +151,6 @@ _Found: TypeAlias = tuple[ProblemKind, str, str]
 class RecordCheck:
     """Checks one record at a time against the others of a snapshot. `roots` are the root records that are sound."""
 
-    _MAY_LACK = ("usage", "children")
-
     def __init__(self, snapshot: Snapshot, secret: int) -> None:
         self._snapshot = snapshot
         self.tree = PrefixTree(snapshot, secret)
@@ -181,8 +177,14 @@ class RecordCheck:
             "meta": self._meta_problems,
         }
         value = self._snapshot.record(database, key)
-        if value is None and database not in self._MAY_LACK:
+        if value is None and database not in ("usage", "children"):
             return []
+        if database in ("usage", "children", "entries"):
+            try:
+                self.tree.node(key[-HASH_BYTES:])
+            except StoreCorrupt:
+                # This is a problem of the node, and both go with it.
+                return []
         try:
             found = checks[database](key, value)
             return [StoreProblem(kind, where, key.hex(), message) for kind, where, message in found]
@@ -260,11 +262,7 @@ class RecordCheck:
         return None
 
     def _usage_problems(self, name: bytes, value: bytes | None) -> Iterator[_Found]:
-        try:
-            node = self.tree.node(name)
-        except StoreCorrupt:
-            # This is a problem of the node, and both go with it.
-            return
+        node = self.tree.node(name)
         if node is None:
             yield ProblemKind.ORPHANED, "usage", "a usage record that belongs to no block"
         elif wrong := self._wrong_usage(name, node, value):
@@ -293,11 +291,7 @@ class RecordCheck:
 
     def _child_problems(self, key: bytes, value: bytes | None) -> Iterator[_Found]:
         name = key[-HASH_BYTES:]
-        try:
-            node = self.tree.node(name)
-        except StoreCorrupt:
-            # This is a problem of the node, and both go with it.
-            return
+        node = self.tree.node(name)
         is_due = node is not None and key in child_keys(name, node.parent, node.token_ids.tobytes())
         if is_due and value is None:
             yield ProblemKind.UNLISTED, "children", f"the block {name.hex()} is not in the index of children"
@@ -312,12 +306,7 @@ class RecordCheck:
             yield ProblemKind.ORPHANED, "payloads", "it belongs to no block"
 
     def _entry_problems(self, name: bytes, value: bytes) -> Iterator[_Found]:
-        entry = decode_record(EntryRecord, name, value)
-        try:
-            node = self.tree.node(name)
-        except StoreCorrupt:
-            # This is a problem of the node, and both go with it.
-            return
+        entry, node = decode_record(EntryRecord, name, value), self.tree.node(name)
         if node is None:
             yield ProblemKind.ORPHANED, "entries", "the block that it ends with is missing"
         elif (entry.num_tokens, entry.root) != (node.end, node.root):

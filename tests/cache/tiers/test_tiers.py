@@ -93,7 +93,7 @@ def test_nodes_that_continue_another_come_by_what_they_have_in_common(
 ) -> None:
     near, far = (np.concatenate([PROMPT[:common], prompt(9, 2 * BLOCK - common)]) for common in (12, 3))
     pubs = [publication(store, ids) for ids in (far, near, PROMPT)]
-    both = replace(pubs[0], nodes=tuple(node for pub in pubs for node in pub.nodes), tip=None, entry=None)
+    both = replace(pubs[0], nodes=tuple(node for pub in pubs for node in pub.nodes), last_node=None, entry=None)
     with tier_of(both).view() as view:
         found = [node.name for node, _ in view.similar(ROOT, near)]
         assert found == [pubs[index].nodes[0].name for index in (1, 2, 0)]

@@ -77,7 +77,7 @@ def check_remains(folder: Path, account: Account, finding: Finding) -> None:
                 present = set(snapshot.keys("entries"))
             if not store.wipe():
                 finding.fail("not wiped, though nobody reads")
-            gone = {number: prompts.tip(store.secret, number) for number in account.tried}
+            gone = {number: prompts.last_node(store.secret, number) for number in account.tried}
     except CacheError as error:
         finding.fail(f"not wiped: {error}")
         return
@@ -99,7 +99,7 @@ def opened(folder: Path) -> Iterator[Store]:
 def _check_entries(store: Store, account: Account, finding: Finding, may_evict: bool, payload: Payload) -> None:
     with store.snapshot() as snapshot:
         present = set(snapshot.keys("entries"))
-    names = {number: prompts.tip(store.secret, number) for number in account.tried | account.saved}
+    names = {number: prompts.last_node(store.secret, number) for number in account.tried | account.saved}
     if unknown := present - set(names.values()):
         finding.fail(f"entries that nobody saved: {[name.hex() for name in unknown]}")
     deed, about = account.doing or ("", -1)

@@ -188,7 +188,7 @@ class StorePhase:
         # A store that does not open was reported by the check.
         with contextlib.suppress(CacheError), opened(self._store) as store, store.snapshot() as snapshot:
             present = set(snapshot.keys("entries"))
-            gone = [number for number in account.saved if prompts.tip(store.secret, number) not in present]
+            gone = [number for number in account.saved if prompts.last_node(store.secret, number) not in present]
             ledger.Ledger(self._ledger).end("kill", gone=gone)
 
     def _acknowledge(self, numbers: range) -> None:
@@ -264,7 +264,7 @@ class ImportPhase(StorePhase):
     def _export(self, source: Path) -> None:
         fill(source, self.imported)
         with opened(source) as store:
-            names = {number: prompts.tip(store.secret, number).hex() for number in self.imported}
+            names = {number: prompts.last_node(store.secret, number).hex() for number in self.imported}
         for number, file in self._files().items():
             worker.command("export", names[int(number)], "-o", file, "--kv-cache-dir", str(source))
 

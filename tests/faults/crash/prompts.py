@@ -101,7 +101,7 @@ def path(secret: int, number: int) -> list[tuple[bytes, bytes, TokenIds]]:
     return nodes
 
 
-def tip(secret: int, number: int) -> bytes:
+def last_node(secret: int, number: int) -> bytes:
     """The node that a prompt's entry ends with."""
     return path(secret, number)[-1][0]
 
@@ -124,7 +124,7 @@ def publication(store: Store, number: int) -> Publication:
             model=model.name, block_size=BLOCK, layout=model.layout, created_at=0.0, identity=model.identity
         ),
         nodes=tuple(nodes),
-        tip=nodes[-1].name,
+        last_node=nodes[-1].name,
         entry=EntryRecord(root=model.root, num_tokens=len(ids), scope="full", preview=str(number), created_at=0.0),
         prompt=ids,
         history_limit=8,

@@ -54,7 +54,7 @@ def publish_in_parts(store: Store, publication: Publication) -> int:
     evicted = 0
     *earlier, last = batches(publication.nodes, NODES_IN_A_PART)
     for nodes in earlier:
-        evicted += store.publish(replace(publication, nodes=tuple(nodes), tip=None, entry=None, prompt=None))
+        evicted += store.publish(replace(publication, nodes=tuple(nodes), last_node=None, entry=None, prompt=None))
         store.evictor.pin(nodes[-1].name)
     evicted += store.publish(replace(publication, nodes=tuple(last)))
     for nodes in earlier:
@@ -104,7 +104,7 @@ class Loop:
 
     def touch(self, store: Store, number: int) -> None:
         self.ledger.begin("touch", number)
-        store.touch({prompts.tip(store.secret, number): Use(self.clock.now)})
+        store.touch({prompts.last_node(store.secret, number): Use(self.clock.now)})
         self.ledger.end("touch", number)
 
     def delete(self, store: Store, rng: np.random.Generator) -> None:
@@ -112,7 +112,10 @@ class Loop:
         number = int(rng.choice(sorted(self._saved)))
         self.ledger.begin("delete", number)
         purge(
-            store, PurgeFilter(entries=frozenset({prompts.tip(store.secret, number)})), self.clock.now, lambda _: None
+            store,
+            PurgeFilter(entries=frozenset({prompts.last_node(store.secret, number)})),
+            self.clock.now,
+            lambda _: None,
         )
         self._end(store, "delete", number, look=True)
         self.wipe(store)
@@ -128,7 +131,7 @@ class Loop:
         if look:
             with store.snapshot() as snapshot:
                 present = set(snapshot.keys("entries"))
-            gone = {known for known in self._saved if prompts.tip(store.secret, known) not in present}
+            gone = {known for known in self._saved if prompts.last_node(store.secret, known) not in present}
             self._saved -= gone
         self.ledger.end(deed, number, gone)
 

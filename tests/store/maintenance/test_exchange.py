@@ -121,8 +121,8 @@ def test_payloads_are_the_same_in_a_store_of_another_secret_and_codec(
     theirs = entry_of(target, PROMPT)
     assert is_whole(target, theirs)
     assert {node.name for node in pub.nodes}.isdisjoint(node.name for node in theirs.nodes)
-    assert theirs.tip is not None
-    assert (done.id, done.num_nodes, done.new_nodes, done.is_new) == (theirs.tip.hex(), 4, 4, True)
+    assert theirs.last_node is not None
+    assert (done.id, done.num_nodes, done.new_nodes, done.is_new) == (theirs.last_node.hex(), 4, 4, True)
     assert done.new_bytes == theirs.payload_bytes
 
 
@@ -132,9 +132,9 @@ def test_all_that_is_known_of_an_entry_comes_along(store: Store, target: Store, 
     store.publish(replace(pub, nodes=nodes))
     import_file(target, export(store, pub, tmp_path / "e.safetensors"))
     theirs = entry_of(target, PROMPT, tenant=TENANT)
-    assert theirs.tip is not None
+    assert theirs.last_node is not None
     with target.snapshot() as snapshot:
-        assert snapshot.entry(theirs.tip) == pub.entry
+        assert snapshot.entry(theirs.last_node) == pub.entry
         assert snapshot.root(pub.root) == replace_created(pub)
         usages = [snapshot.usage(node.name) for node in theirs.nodes]
         assert [usage.prefill_s for usage in usages if usage] == [node.prefill_s for node in nodes]
@@ -175,7 +175,7 @@ def test_pages_come_along_page_by_page(store: Store, target: Store, tmp_path: Pa
     group |= {"axes": ["page", "token", "head", "dim"], "page": BLOCK // 2}
     layout = json.dumps({"version": 1, "groups": [group], "logits": [0, "float32"], "shard": [1, 2]})
     pub, again = (entry_of(one, prompt(2, 2 * BLOCK), layout=layout, with_tail=False) for one in (store, target))
-    pub, again = (replace(one, nodes=one.nodes[:2], tip=one.nodes[1].name) for one in (pub, again))
+    pub, again = (replace(one, nodes=one.nodes[:2], last_node=one.nodes[1].name) for one in (pub, again))
     store.publish(pub)
     file = export(store, pub, tmp_path / "e.safetensors")
     pages = load_file(file)["layers.1.pages"]
@@ -257,11 +257,11 @@ def test_states_come_along_with_every_checkpoint_on_the_path(
     done = import_file(target, exported(store, of_hybrid(store, with_tail=with_tail), tmp_path / "e.safetensors"))
     theirs = of_hybrid(target, with_tail=with_tail)
     assert is_whole(target, theirs)
-    assert theirs.tip is not None
-    assert (done.id, done.num_nodes, done.new_nodes) == (theirs.tip.hex(), len(theirs.nodes), len(theirs.nodes))
+    assert theirs.last_node is not None
+    assert (done.id, done.num_nodes, done.new_nodes) == (theirs.last_node.hex(), len(theirs.nodes), len(theirs.nodes))
     assert done.new_bytes == theirs.payload_bytes
     with target.snapshot() as snapshot:
-        assert snapshot.entry(theirs.tip) == theirs.entry
+        assert snapshot.entry(theirs.last_node) == theirs.entry
     assert verify_index(target).problems == ()
 
 
@@ -383,9 +383,9 @@ def test_a_file_that_appears_meanwhile_is_not_overwritten(store: Store, pub: Pub
     def write(_num_bytes: int) -> None:
         path.write_text("precious")
 
-    assert pub.tip is not None
+    assert pub.last_node is not None
     with pytest.raises(SettingsError, match="exists"):
-        exchange.export_entry(store, pub.tip, path, force=False, advance=write)
+        exchange.export_entry(store, pub.last_node, path, force=False, advance=write)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["e.safetensors", "source"]
     assert path.read_text() == "precious"
 
@@ -432,9 +432,9 @@ def test_an_entry_that_is_evicted_meanwhile_is_not_exported(store: Store, pub: P
         for node in pub.nodes[:0:-1]:
             store.quarantine(node.name, node.parent)
 
-    assert pub.tip is not None
+    assert pub.last_node is not None
     with pytest.raises(PrefixGone, match="evicted while it was exported"):
-        exchange.export_entry(store, pub.tip, tmp_path / "e.safetensors", force=False, advance=evict)
+        exchange.export_entry(store, pub.last_node, tmp_path / "e.safetensors", force=False, advance=evict)
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 

@@ -50,9 +50,9 @@ def saved(
     return pub
 
 
-def tip(pub: Publication) -> bytes:
-    assert pub.tip is not None
-    return pub.tip
+def last_node(pub: Publication) -> bytes:
+    assert pub.last_node is not None
+    return pub.last_node
 
 
 def fork(token_ids: TokenIds, at: int) -> TokenIds:
@@ -77,10 +77,10 @@ def purge_now(store: Store, purge_filter: PurgeFilter, now: float = 0.0) -> Purg
 def test_a_purged_prompt_goes_and_blocks_that_another_shares_stay(store: Store) -> None:
     one = prompt(1, 4 * BLOCK)
     first, second = saved(store, one), saved(store, fork(one, 3 * BLOCK))
-    plan = plan_of(store, PurgeFilter(entries=frozenset({tip(first)})))
-    assert plan.entries == (tip(first),)
+    plan = plan_of(store, PurgeFilter(entries=frozenset({last_node(first)})))
+    assert plan.entries == (last_node(first),)
     assert [len(plan.nodes), plan.shared_blocks, plan.continued_blocks] == [2, 3, 0]
-    purged = purge_now(store, PurgeFilter(entries=frozenset({tip(first)})))
+    purged = purge_now(store, PurgeFilter(entries=frozenset({last_node(first)})))
     assert (purged.entries, purged.blocks, purged.prompts, purged.left_blocks) == (1, 2, 1, 0)
     assert purged.stored_bytes == plan.stored_bytes > 0
     assert is_whole(store, second)
@@ -93,10 +93,10 @@ def test_a_prompt_within_another_gives_up_its_entry_alone(store: Store) -> None:
     """A conversation's first turn, once the second was saved: the blocks are those of the second."""
     long = prompt(1, 4 * BLOCK)
     first, second = saved(store, long[: 2 * BLOCK]), saved(store, long)
-    plan = plan_of(store, PurgeFilter(entries=frozenset({tip(first)})))
+    plan = plan_of(store, PurgeFilter(entries=frozenset({last_node(first)})))
     # Only the tail of the first, which holds its logits.
     assert (len(plan.nodes), plan.shared_blocks) == (1, 2)
-    purge_now(store, PurgeFilter(entries=frozenset({tip(first)})))
+    purge_now(store, PurgeFilter(entries=frozenset({last_node(first)})))
     assert is_whole(store, second)
     assert is_clean(store)
     store.close()
@@ -105,7 +105,7 @@ def test_a_prompt_within_another_gives_up_its_entry_alone(store: Store) -> None:
 def test_all_prompts_of_a_path_together_take_all_of_it(store: Store) -> None:
     long = prompt(1, 4 * BLOCK)
     pubs = [saved(store, long[: n * BLOCK]) for n in (1, 2, 4)]
-    purged = purge_now(store, PurgeFilter(entries=frozenset(map(tip, pubs))))
+    purged = purge_now(store, PurgeFilter(entries=frozenset(map(last_node, pubs))))
     assert (purged.entries, purged.blocks, purged.roots) == (3, 7, 1)
     assert store.counts()["blocks"] == store.counts()["entries"] == 0
     assert is_clean(store)
@@ -117,10 +117,10 @@ def test_blocks_of_no_saved_prompt_keep_what_they_continue(store: Store) -> None
     first = saved(store, long)
     unsaved = publication(store, fork(long, 2 * BLOCK), root=first.root)
     store.publish(replace(unsaved, entry=None))
-    plan = plan_of(store, PurgeFilter(entries=frozenset({tip(first)})))
+    plan = plan_of(store, PurgeFilter(entries=frozenset({last_node(first)})))
     assert (len(plan.nodes), plan.shared_blocks, plan.continued_blocks) == (3, 0, 2)
     assert plan.kept_bytes > 0
-    purge_now(store, PurgeFilter(entries=frozenset({tip(first)})))
+    purge_now(store, PurgeFilter(entries=frozenset({last_node(first)})))
     assert is_whole(store, unsaved)
     assert is_clean(store)
     store.close()
@@ -129,9 +129,9 @@ def test_blocks_of_no_saved_prompt_keep_what_they_continue(store: Store) -> None
 def test_recent_prompts_that_begin_with_a_purged_one_are_forgotten(store: Store) -> None:
     long = prompt(1, 4 * BLOCK)
     first, other = saved(store, long[: 2 * BLOCK]), saved(store, prompt(2, 2 * BLOCK))
-    unsaved = replace(publication(store, long, root=first.root), nodes=(), tip=None, entry=None)
+    unsaved = replace(publication(store, long, root=first.root), nodes=(), last_node=None, entry=None)
     store.publish(replace(unsaved, prompt_group=b"together"))
-    assert purge_now(store, PurgeFilter(entries=frozenset({tip(first)}))).prompts == 2
+    assert purge_now(store, PurgeFilter(entries=frozenset({last_node(first)}))).prompts == 2
     with store.snapshot() as snapshot:
         assert [p.tolist() for _, p in snapshot.recent_prompts(other.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
     store.close()
@@ -181,7 +181,7 @@ def test_by_age_what_was_used_since_stays_with_all_that_it_continues(store: Stor
     old, used = saved(store, fork(long, 2 * BLOCK)), saved(store, long)
     clock.now += 100
     new = saved(store, prompt(3, BLOCK))
-    store.touch({tip(used): Use(clock.now)})
+    store.touch({last_node(used): Use(clock.now)})
     purged = purge_now(store, PurgeFilter(older_than_s=50.0), clock.now)
     assert (purged.entries, purged.blocks, purged.prompts, purged.roots) == (1, 3, 2, 0)
     assert is_whole(store, used)
@@ -200,11 +200,13 @@ def test_conditions_must_all_hold(store: Store, clock: Clock) -> None:
     clock.now += 100
     third = saved(store, fork(tokens, 0), tenant=ALICE, model="other")
     now = clock.now
-    both = frozenset({tip(first), tip(third)})
+    both = frozenset({last_node(first), last_node(third)})
     assert plan_of(store, PurgeFilter(salt="bob", model="other")).nodes == ()
-    assert set(plan_of(store, PurgeFilter(salt="alice", model="other", older_than_s=50), now).entries) == {tip(second)}
-    assert set(plan_of(store, PurgeFilter(entries=both, model="other")).entries) == {tip(third)}
-    assert set(plan_of(store, PurgeFilter(entries=both, older_than_s=50), now).entries) == {tip(first)}
+    assert set(plan_of(store, PurgeFilter(salt="alice", model="other", older_than_s=50), now).entries) == {
+        last_node(second)
+    }
+    assert set(plan_of(store, PurgeFilter(entries=both, model="other")).entries) == {last_node(third)}
+    assert set(plan_of(store, PurgeFilter(entries=both, older_than_s=50), now).entries) == {last_node(first)}
     assert not plan_of(store, PurgeFilter(entries=both, salt="bob"))
     store.close()
 
@@ -254,7 +256,7 @@ def test_a_prompt_that_is_saved_meanwhile_keeps_its_blocks(store: Store, monkeyp
         with store.changes() as changes:
             changes.put_entry(first.nodes[1].name, entry)
 
-    purged = purge(store, PurgeFilter(entries=frozenset({tip(first)})), 0.0, serve)
+    purged = purge(store, PurgeFilter(entries=frozenset({last_node(first)})), 0.0, serve)
     assert (purged.entries, purged.blocks) == (1, 5)
     with store.snapshot() as snapshot:
         assert snapshot.entry(first.nodes[1].name) == entry
@@ -291,7 +293,7 @@ def noted(store: Store, pub: Publication, *ids: str) -> TenantNotes:
 def test_notes_go_with_their_tenant_and_model_and_not_with_an_entry_of_another_prompt(store: Store) -> None:
     pubs = {name: saved(store, prompt(1, 2 * BLOCK), tenant=tenant) for name, tenant in (("a", ALICE), ("b", BOB))}
     alice, bob = (noted(store, pub, "resp_1", "resp_2") for pub in pubs.values())
-    assert purge_now(store, PurgeFilter(entries=frozenset({tip(pubs["a"])}))).notes == 0
+    assert purge_now(store, PurgeFilter(entries=frozenset({last_node(pubs["a"])}))).notes == 0
     assert purge_now(store, PurgeFilter(salt="alice")).notes == 2
     assert alice.get(NoteKind.RESPONSE, "resp_1") is None
     assert bob.get(NoteKind.RESPONSE, "resp_1") == b"content"
@@ -309,7 +311,7 @@ def test_encoded_texts_go_with_any_entry_of_their_tenant(store: Store) -> None:
     for notes in (alice, bob):
         notes.put(NoteKind.ENCODING, "Hello.", b"1234")
         notes.notes.write()
-    assert purge_now(store, PurgeFilter(entries=frozenset({tip(pubs["a"])}))).notes == 1
+    assert purge_now(store, PurgeFilter(entries=frozenset({last_node(pubs["a"])}))).notes == 1
     assert alice.get(NoteKind.ENCODING, "Hello.") is None
     assert alice.get(NoteKind.RESPONSE, "resp_1") == bob.get(NoteKind.RESPONSE, "resp_1") == b"content"
     assert bob.get(NoteKind.ENCODING, "Hello.") == b"1234"
@@ -325,7 +327,7 @@ def test_replies_go_with_the_conversation_that_they_are_a_part_of_and_those_of_o
         for id_, token_ids in (("first", first), ("last", last), ("other", of_other), ("longer", prompt(1, 5 * BLOCK))):
             notes.put(kind, id_, b"content", token_ids)
     notes.notes.write()
-    assert purge_now(store, PurgeFilter(entries=frozenset({tip(pub)}))).notes == 6
+    assert purge_now(store, PurgeFilter(entries=frozenset({last_node(pub)}))).notes == 6
     assert is_whole(store, other)
     for kind in (NoteKind.RESPONSE, NoteKind.TURN, NoteKind.LOGITS):
         assert notes.get(kind, "first") is notes.get(kind, "last") is None
@@ -340,8 +342,8 @@ def test_recent_prompts_that_are_a_beginning_of_a_purged_one_go_with_what_came_f
     store.publish(entry)
     forgotten = [turns[:BLOCK], fork(turns, 3 * BLOCK)]
     for token_ids in (*forgotten, prompt(2, 2 * BLOCK)):
-        store.publish(replace(publication(store, token_ids), nodes=(), tip=None, entry=None))
-    assert purge_now(store, PurgeFilter(entries=frozenset({tip(entry)}))).prompts == 3
+        store.publish(replace(publication(store, token_ids), nodes=(), last_node=None, entry=None))
+    assert purge_now(store, PurgeFilter(entries=frozenset({last_node(entry)}))).prompts == 3
     with store.snapshot() as snapshot:
         assert [p.tolist() for _, p in snapshot.recent_prompts(entry.root, 9)] == [prompt(2, 2 * BLOCK).tolist()]
     store.close()
@@ -353,7 +355,7 @@ def test_a_recent_prompt_that_a_saved_one_begins_with_stays_with_that_one(store:
     notes = noted(store, conversation)
     notes.put(NoteKind.RESPONSE, "resp_1", b"content", long[: 3 * BLOCK])
     notes.notes.write()
-    purged = purge_now(store, PurgeFilter(entries=frozenset({tip(system)})))
+    purged = purge_now(store, PurgeFilter(entries=frozenset({last_node(system)})))
     assert (purged.prompts, purged.notes) == (0, 0)
     assert notes.get(NoteKind.RESPONSE, "resp_1") == b"content"
     assert is_whole(store, conversation)
@@ -364,9 +366,9 @@ def test_the_last_hits_of_a_purged_prompt_are_not_remembered(store: Store) -> No
     gone, kept = saved(store, prompt(1, 2 * BLOCK)), saved(store, prompt(2, 2 * BLOCK))
     log = SavingsLog(store, store.evictor.make_room)
     for pub in (gone, kept):
-        log.note(pub.root, pub.root_record, Tally(requests=1, hits=1), pub.nodes[1].name)
+        log.record(pub.root, pub.root_record, Tally(requests=1, hits=1), pub.nodes[1].name)
     log.write()
-    purge_now(store, PurgeFilter(entries=frozenset({tip(gone)})))
+    purge_now(store, PurgeFilter(entries=frozenset({last_node(gone)})))
     with store.snapshot() as snapshot:
         [found] = read_savings(snapshot).values()
     assert [hit.block for hit in found.hits] == [kept.nodes[1].name]
@@ -495,7 +497,7 @@ def of_hybrid(store: Store, token_ids: TokenIds, *points: int, with_tail: bool =
     if not with_tail:
         nodes = pub.nodes[:-1]
         entry = EntryRecord(root=pub.root, num_tokens=nodes[-1].position, scope="full", preview="", created_at=1.0)
-        pub = replace(pub, nodes=nodes, tip=nodes[-1].name, entry=entry)
+        pub = replace(pub, nodes=nodes, last_node=nodes[-1].name, entry=entry)
     store.publish(pub)
     return pub
 
@@ -505,7 +507,7 @@ def only(pub: Publication, *nodes: NewNode) -> Publication:
 
 
 def purged(store: Store, *pubs: Publication) -> Purged:
-    return purge(store, PurgeFilter(entries=frozenset(map(tip, pubs))), 2000.0, lambda _: None)
+    return purge(store, PurgeFilter(entries=frozenset(map(last_node, pubs))), 2000.0, lambda _: None)
 
 
 def test_a_prompt_goes_with_the_checkpoints_on_its_path(store: Store) -> None:
@@ -520,7 +522,7 @@ def test_checkpoints_on_blocks_that_another_prompt_needs_stay(store: Store) -> N
     token_ids = prompt(1, 4 * BLOCK + 3)
     pub, other = (of_hybrid(store, ids, 2 * BLOCK, 4 * BLOCK) for ids in (token_ids, fork(token_ids, 3 * BLOCK)))
     with store.snapshot() as snapshot:
-        plan = plan_purge(snapshot, PurgeFilter(entries=frozenset([tip(pub)])), 2000.0)
+        plan = plan_purge(snapshot, PurgeFilter(entries=frozenset([last_node(pub)])), 2000.0)
     # Three blocks, and the checkpoint after the second one, are the other's too.
     assert (plan.shared_blocks, plan.continued_blocks, len(plan.nodes)) == (4, 0, 3)
     assert purged(store, pub).blocks == 3
@@ -563,7 +565,7 @@ def test_a_model_is_forgotten_with_all_that_is_stored_of_it_and_not_with_a_part(
         for name in ("tiny", "unused", "other"):
             changes.put_model(ModelRecord(model=name, identity=f"numbers of {name}"))
     for part in (
-        PurgeFilter(entries=frozenset({tip(pub)})),
+        PurgeFilter(entries=frozenset({last_node(pub)})),
         PurgeFilter(model="tiny", salt="alice"),
         PurgeFilter(model="tiny", older_than_s=0.0),
     ):

@@ -237,12 +237,12 @@ def change_element(records: Records, _: Stored) -> None:
 
 
 def change_entry(records: Records, stored: Stored) -> None:
-    assert stored.first.tip is not None
-    entry = decode_record(EntryRecord, stored.first.tip, records.get("entries", stored.first.tip))
+    assert stored.first.last_node is not None
+    entry = decode_record(EntryRecord, stored.first.last_node, records.get("entries", stored.first.last_node))
     changed = type(entry)(
         root=entry.root, num_tokens=entry.num_tokens + 1, scope="full", preview="", created_at=entry.created_at
     )
-    records.put("entries", stored.first.tip, encode_record(stored.first.tip, changed))
+    records.put("entries", stored.first.last_node, encode_record(stored.first.last_node, changed))
 
 
 def change_group(records: Records, stored: Stored) -> None:
@@ -669,7 +669,7 @@ def test_a_long_subtree_goes_in_several_transactions_and_a_stop_between_them_lea
 def test_fix_looks_again_before_it_removes(stored: Stored) -> None:
     """What was mended by somebody else meanwhile, a daemon that stored the block anew, stays."""
     store = open_store(stored.folder)
-    node, entry = stored.first.nodes[1].name, stored.first.tip
+    node, entry = stored.first.nodes[1].name, stored.first.last_node
     assert entry is not None
     stale = [
         StoreProblem(ProblemKind.DAMAGED, "nodes", node.hex(), ""),

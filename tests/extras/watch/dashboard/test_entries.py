@@ -104,10 +104,12 @@ def test_texts_are_shown_to_those_who_may_see_them(store: Store) -> None:
 def test_what_has_grown_is_not_deleted_by_its_former_id_and_the_error_has_the_present_one(store: Store) -> None:
     tokens = prompt(2, 2 * BLOCK)
     former, present = (publication(store, tokens[:end], replaces=True) for end in (BLOCK + 2, BLOCK + 9))
-    assert former.tip is not None
-    assert present.tip is not None
+    assert former.last_node is not None
+    assert present.last_node is not None
     store.publish(former)
     store.publish(present)
-    with pytest.raises(EntryNotFound, match=f"{former.tip.hex()} has grown; its id is now {present.tip.hex()}"):
-        asyncio.run(SavedPrompts().delete(deleting(store), former.tip.hex()))
+    with pytest.raises(
+        EntryNotFound, match=f"{former.last_node.hex()} has grown; its id is now {present.last_node.hex()}"
+    ):
+        asyncio.run(SavedPrompts().delete(deleting(store), former.last_node.hex()))
     assert len(asyncio.run(looked(SavedPrompts(), store))[0]) == 2
