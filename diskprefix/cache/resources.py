@@ -6,15 +6,13 @@ import logging
 import math
 import threading
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
 
 from diskprefix import hooks
 from diskprefix.cache.cost_model import CostModel
 from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
-from diskprefix.cache.tiers.tier import SharedTier, Tier, View
+from diskprefix.cache.tiers.tier import SharedTier, Tier
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layout import Layout
@@ -72,12 +70,6 @@ class TieredStore:
         )
         self.tiers: tuple[Tier, ...] = (BufferTier(self.writer), DiskTier(store, self.writer.quarantine))
         """The nearest first."""
-
-    @contextmanager
-    def views(self) -> Iterator[list[View]]:
-        """Yields views of the tiers, the nearest first. Raises `CacheError`."""
-        with ExitStack() as stack:
-            yield [stack.enter_context(tier.view()) for tier in self.tiers]
 
     def close(self, timeout_s: float) -> bool:
         """Does `end_writing`, and closes the store."""

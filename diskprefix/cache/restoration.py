@@ -15,7 +15,7 @@ import torch
 from diskprefix.cache.matching import Matcher, Restored
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.cache.tiers.tier import Tier, View
+from diskprefix.cache.tiers.tier import Tier, View, open_views
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.nouns import Refused, StateSource
@@ -65,8 +65,7 @@ class Restoration:
         """
         self.kept = have
         started = time.perf_counter()
-        with ExitStack() as opened:
-            self._views = [opened.enter_context(tier.view()) for tier in self.tiers]
+        with open_views(self.tiers) as self._views:
             matcher = Matcher(
                 self.nodes,
                 self._views,

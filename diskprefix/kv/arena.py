@@ -55,7 +55,8 @@ class KVArena:
         self._free_bytes, self._block_size = free_bytes, block_size
         self._is_exact_at_tokens = layout.exact_at == "token"
         self._capacity_step = whole_tiles(capacity_step) if self._is_exact_at_tokens else capacity_step
-        self._capacity = 0
+        self.capacity = 0
+        """The number of tokens of a sequence that there is memory for, or for their windows."""
         self._num_tokens = 0
         self._clear_to = 0
         """The end of the zeros behind the last token."""
@@ -76,11 +77,6 @@ class KVArena:
     def __getstate__(self) -> dict[str, Any]:
         """Returns what `copy.deepcopy` of a cache copies. Nothing is captured from a copy."""
         return vars(self) | {"capturer": None}
-
-    @property
-    def capacity(self) -> int:
-        """The number of tokens of a sequence that there is memory for, or for their windows."""
-        return self._capacity
 
     @property
     def num_bytes(self) -> int:
@@ -162,17 +158,14 @@ class KVArena:
             self._clear_to = border
 
     def settle(self, *, drop: bool = False) -> None:
-        """Waits for the captures of this memory, which must end before the memory is overwritten.
-
-        With `drop`, captures that the write buffer has no room for are dropped and counted. Then this waits for no
-        disk.
-        """
+        """Waits for the captures of this memory, which must end before the memory is overwritten. With `drop`, those
+        that the write buffer has no room for are dropped and counted. Then this waits for no disk."""
         if self.capturer is not None:
             self.capturer.settle(self, drop=drop)
 
     def truncate(self, num_tokens: int) -> None:
         """Keeps the first `num_tokens` tokens, which must be `held`. The states must be those after these tokens."""
-        assert num_tokens <= self._capacity or num_tokens == 0 or not self._token_layers
+        assert num_tokens <= self.capacity or num_tokens == 0 or not self._token_layers
         self._num_tokens = self._clear_to = num_tokens
         if num_tokens < self.marked_tokens:
             self._marked = 0, []
@@ -233,9 +226,8 @@ class KVArena:
 
     def reserve(self, num_tokens: int) -> None:
         """Makes room for `num_tokens` tokens in all, and keeps those of the sequence. Raises `ContextTooLong` if they
-        do not fit. After `truncate(0)` the old memory is freed before the new is allocated.
-        """
-        if num_tokens <= self._capacity or not self._token_layers:
+        do not fit. After `truncate(0)` the old memory is freed before the new is allocated."""
+        if num_tokens <= self.capacity or not self._token_layers:
             return
         # The longest: in the middle of a step, some layers have its tokens already.
         valid = max(layer.length for layer in self._token_layers)
@@ -245,7 +237,7 @@ class KVArena:
         grown = self._allocate(num_tokens, capacity, valid)
         for memory, tensor in zip(self.memory, grown, strict=True):
             memory.replace(tensor)
-        self._capacity = capacity
+        self.capacity = capacity
         self._bind()
 
     def fill(self, position: int, num_tokens: int, group: int, rows: slice, write: Callable[[Bytes], None]) -> None:
@@ -301,11 +293,11 @@ class KVArena:
         """Returns the capacity to grow to: by half at least, so that a long reply copies the arena seldom, or by the
         need if that does not fit."""
         exact = self._rounded(num_tokens)
-        generous = max(exact, self._rounded(self._capacity + self._capacity // 2))
+        generous = max(exact, self._rounded(self.capacity + self.capacity // 2))
         if self._free_bytes is None:
             return generous
         # While tokens are valid, the old memory is held until they are copied.
-        room = self._free_bytes() + (0 if valid else self._size_bytes(self._capacity))
+        room = self._free_bytes() + (0 if valid else self._size_bytes(self.capacity))
         if self._size_bytes(exact) > room:
             raise self._too_long(num_tokens, room)
         return generous if self._size_bytes(generous) <= room else exact
@@ -342,7 +334,7 @@ class KVArena:
         return states
 
     def _release(self) -> None:
-        self._capacity = 0
+        self.capacity = 0
         for memory in self.memory:
             memory.release()
         self._bind()

@@ -14,10 +14,6 @@ from dataclasses import dataclass
 log = logging.getLogger("diskprefix")
 
 
-def _never() -> bool:
-    return False
-
-
 @dataclass(frozen=True, eq=False)
 class Capture:
     """A copy out of `memory`. Its `num_bytes` of the buffer are reserved before `copy` is called.
@@ -30,7 +26,7 @@ class Capture:
     num_bytes: int
     copy: Callable[[], None]
     drop: Callable[[], None]
-    is_void: Callable[[], bool] = _never
+    is_void: Callable[[], bool] = lambda: False
 
 
 class Capturer:

@@ -129,19 +129,20 @@ class KVPool:
 
         Raises `ContextTooLong` if they never fit.
         """
-        arena = self._spare_arena(num_tokens) or self._fresh_arena(num_tokens)
-        if arena is None:
+        fitting = (arena for arena in self._spare if arena.capacity >= num_tokens)
+        arena = min(fitting, key=lambda arena: arena.capacity, default=None)
+        if arena is not None:
+            self._spare.remove(arena)
+        elif (arena := self._fresh_arena(num_tokens)) is None:
             return None
         arena.truncate(0)
-        return self._used(KVAllocation(arena))
+        self.allocations.append(allocation := KVAllocation(arena, is_busy=True, used_at=time.monotonic()))
+        return allocation
 
     def extend(self, found: PrefixMatch, num_tokens: int) -> KVAllocation | None:
         """Returns memory that holds the matched prefix, with room for `num_tokens` tokens; None if others must end
-        first.
-
-        An idle allocation is adopted if the prompt shares most of its tokens. Otherwise the shared part is copied,
-        unless there is no room for two.
-        """
+        first. An idle allocation is adopted if the prompt shares most of its tokens. Otherwise the shared part is
+        copied, unless there is no room for two."""
         source = found.allocation
         is_most = 2 * found.num_tokens >= len(source.token_ids)
         if not source.is_busy and (is_most or not self.layout.is_sliceable):
@@ -257,19 +258,6 @@ class KVPool:
             return None
         # There is no room for a larger copy beside it, and nobody to wait for.
         return self.allocate(num_tokens)
-
-    def _used(self, allocation: KVAllocation) -> KVAllocation:
-        allocation.is_busy, allocation.used_at = True, time.monotonic()
-        self.allocations.append(allocation)
-        return allocation
-
-    def _spare_arena(self, num_tokens: int) -> KVArena | None:
-        """Returns the smallest spare arena with room for so many tokens, and takes it from the spare ones."""
-        fitting = [arena for arena in self._spare if arena.capacity >= num_tokens]
-        arena = min(fitting, key=lambda arena: arena.capacity, default=None)
-        if arena is not None:
-            self._spare.remove(arena)
-        return arena
 
     def _fresh_arena(self, num_tokens: int) -> KVArena | None:
         needed = bytes_for(self.layout, num_tokens, self._block_size)

@@ -190,7 +190,8 @@ class Changes(Snapshot):
     def remove_shorter(self, node: NewNode, secret: int) -> None:
         """Removes the nodes that a stored node replaces, with their entries, and adds their uses to it. `secret` is the
         store's. A node with a longer time to live stays."""
-        if node.position > 0 and self._num_children(node.parent) < 2:
+        parent = self.usage(node.parent) if node.position > 0 else None
+        if parent is not None and parent.children < 2:
             return
         usage = self.usage(node.name)
         assert usage is not None, "the node was stored in this transaction"
@@ -227,11 +228,8 @@ class Changes(Snapshot):
         return found
 
     def remember(self, root: bytes, prompt: TokenIds, limit: int, group: bytes = b"", ttl_s: int = 0) -> None:
-        """Adds a prompt to the history of a root. `group` has 8 bytes or none, `ttl_s` is in the form of
-        `eviction.recorded_ttl`.
-
-        The history holds at most `limit` prompts and `HISTORY_TOKENS` tokens, of all groups together; the oldest go.
-        """
+        """Adds a prompt to the history of a root, which holds at most `limit` prompts and `HISTORY_TOKENS` tokens, of
+        all groups together; the oldest go. `group` has 8 bytes or none, `ttl_s` the form of `eviction.recorded_ttl`."""
         newest, num_tokens, surplus = -1, len(prompt), []
         for number, (key, value) in enumerate(self.history(root), start=1):
             newest = max(newest, history_sequence(key))
@@ -331,10 +329,6 @@ class Changes(Snapshot):
         cursor = self._txn.cursor(self._databases["payloads"])
         while cursor.set_range(name) and piece_index(cursor.key(), name) is not None:
             cursor.delete()
-
-    def _num_children(self, name: bytes) -> int:
-        usage = self.usage(name)
-        return 0 if usage is None else usage.children
 
     def _add_children(self, name: bytes, number: int) -> bool:
         # A damaged record may name no parent at all; LMDB takes no empty key.

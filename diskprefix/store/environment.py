@@ -36,8 +36,7 @@ class Environment:
     """
 
     def __init__(self, path: Path, *, budget_bytes: int, read_only: bool, max_databases: int) -> None:
-        """Opens the environment, and creates it unless `read_only`. Raises `OSError`, `StoreUnavailable` or
-        `StoreCorrupt`."""
+        """Creates the file unless `read_only`. Raises `OSError`, `StoreUnavailable` or `StoreCorrupt`."""
         self.path = path
         self.read_only = read_only
         self.databases: dict[str, Any] = {}
@@ -81,10 +80,8 @@ class Environment:
                 self.databases[name] = self._env.open_db(name.encode(), create=not self.read_only)
 
     def close(self, timeout_s: float = _READER_PATIENCE_S) -> bool:
-        """Closes as soon as no transaction of this process is open; later ones raise `StoreUnavailable`.
-
-        Returns False, and stays open, after `timeout_s`.
-        """
+        """Closes as soon as no transaction of this process is open; later ones raise `StoreUnavailable`. Returns False,
+        and stays open, after `timeout_s`."""
         with self._idle:
             self._closed = self._idle.wait_for(lambda: not self._transactions, timeout_s)
         if self._closed:
@@ -168,9 +165,7 @@ class Environment:
 
     def wait_for_readers(self) -> bool:
         """Waits until no reader from before the last commit is open. Returns False if one stays open for seconds.
-
-        Readers of processes that ended are removed. Snapshots of this process take milliseconds.
-        """
+        Readers of processes that ended are removed."""
         self._env.reader_check()
         deadline = time.monotonic() + _READER_PATIENCE_S
         while True:

@@ -36,8 +36,8 @@ _MAX_RESTORES = 2**32 - 1
 class UsageTable:
     """Usage records as columns: `records` has dtype `USAGE_DTYPE` and shape [len(names)], in the order of `names`.
 
-    `rows` gives the row of each name, if the caller has it already. A row that is not in `rows` is unused: its field
-    `children` must not be 0, and all its other fields must be.
+    `rows` gives the row of each name, if the caller has it already. Rows that are not in it are unused: their field
+    `children` is not 0, all others are.
     """
 
     names: Sequence[bytes]
@@ -60,11 +60,8 @@ class UsageTable:
 
 
 def after_use(records: NDArray[np.void], when: float, hits: int, ttl_s: int = 0) -> NDArray[np.void]:
-    """Returns records after `hits` uses at time `when` with the time to live `ttl_s`, in the form of `recorded_ttl`.
-
-    The result is a changed copy of `records`, dtype `USAGE_DTYPE`, shape [n]. An earlier use counts half for every
-    half-life that has passed since the last one.
-    """
+    """Returns a copy of `records`, shape [n], after `hits` uses at time `when` with the time to live `ttl_s`, in the
+    form of `recorded_ttl`. Earlier uses count half for every half-life since the last one."""
     used = records.copy()
     ages = np.maximum(0.0, when - records["last_used"])
     used["hits"] = records["hits"] * 2.0 ** (-ages / HALF_LIFE_S) + hits

@@ -17,18 +17,19 @@ from diskprefix.store.schema import Kind
 LAYOUT_VERSION = 1
 """The version of the byte format that a `LayoutText` describes."""
 
-_ELEMENTS = {
-    "bfloat16": (2, Element.BF16),
-    "float16": (2, Element.FP16),
-    "float32": (4, Element.FP32),
-    "float64": (8, Element.BYTES),
-    "float8_e4m3fn": (1, Element.FP8_E4M3),
-    "float8_e5m2": (1, Element.FP8_E5M2),
-    "int32": (4, Element.BYTES),
-    "int64": (8, Element.BYTES),
-    "uint8": (1, Element.BYTES),
-    "int8": (1, Element.BYTES),
+DTYPES = {
+    "bfloat16": (2, Element.BF16, "BF16"),
+    "float16": (2, Element.FP16, "F16"),
+    "float32": (4, Element.FP32, "F32"),
+    "float64": (8, Element.BYTES, "F64"),
+    "float8_e4m3fn": (1, Element.FP8_E4M3, "F8_E4M3"),
+    "float8_e5m2": (1, Element.FP8_E5M2, "F8_E5M2"),
+    "int32": (4, Element.BYTES, "I32"),
+    "int64": (8, Element.BYTES, "I64"),
+    "uint8": (1, Element.BYTES, "U8"),
+    "int8": (1, Element.BYTES, "I8"),
 }
+"""torch's name of a dtype → its bytes, its element in pieces, and safetensors' name."""
 
 Axis: TypeAlias = Literal["page", "head", "token", "dim"]
 _AXES: frozenset[tuple[Axis, ...]] = frozenset(
@@ -188,7 +189,7 @@ def _state_rows(state: LayoutState) -> Piece:
 
 
 def _rows(num_rows: int, elements: int, dtype: str) -> Piece:
-    itemsize, element = _ELEMENTS[dtype]
+    itemsize, element, _ = DTYPES[dtype]
     if num_rows < 0 or elements < 0:
         raise ValueError(f"{num_rows} rows of {elements} elements")
     return Piece(num_rows, elements * itemsize, element)

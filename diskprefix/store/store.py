@@ -219,11 +219,8 @@ class Store(StoreFile):
                 changes.touch(name, use)
 
     def quarantine(self, name: bytes, parent: bytes) -> int:
-        """Removes a damaged node and all that continues it. Returns the number of removed nodes.
-
-        `parent` is the node that it continues, because the damaged node's own record may be wrong. Reads the whole
-        index, which takes long.
-        """
+        """Removes a damaged node and all that continues it. Returns the number of removed nodes. `parent` is the node
+        that it continues, because its own record may be wrong. Reads the whole index, which takes long."""
         with self.changes() as changes:
             return sum(changes.delete_node(*node) for node in PrefixTree(changes).subtrees({name: parent}))
 
@@ -250,10 +247,8 @@ class Store(StoreFile):
         return evicted
 
     def maintain(self) -> bool:
-        """Opens the folder again if needed; see `reopen`. The writing thread calls this now and then.
-
-        Returns whether the store was opened again and can be written. Never raises.
-        """
+        """Opens the folder again if needed; see `reopen`. Returns whether that was done and the store can be written.
+        Never raises."""
         if not self.reopen():
             return False
         self.evictor.may_have_own_ttls = True

@@ -263,10 +263,7 @@ class StoreFile:
             yield Changes(env.databases, txn, self.clock())
 
     def _attach(self) -> None:
-        """Opens the folder. With "quarantine", a file that is damaged or has another format is moved aside first.
-
-        Raises `CacheError`.
-        """
+        """Opens the folder. With "quarantine", an unusable file is moved aside first. Raises `CacheError`."""
         try:
             self._open(read_only=self._is_reader)
         except (StoreCorrupt, StoreFormatError) as error:
@@ -287,10 +284,8 @@ class StoreFile:
             self._lock = None
 
     def reopen(self) -> bool:
-        """Opens the folder again if it needs that: its file was removed, replaced or damaged, or can be written again.
-
-        Returns whether it was opened for reading and writing. Never raises.
-        """
+        """Opens the folder again if its file was removed, replaced or damaged, or can be written again. Returns whether
+        it was opened for reading and writing. Never raises."""
         if not self._is_due():
             return False
         self._retry_at = time.monotonic() + _RETRY_S
@@ -306,10 +301,8 @@ class StoreFile:
         return False
 
     def compact(self) -> None:
-        """Replaces the file by a compacted copy, unless another process has it open.
-
-        Errors are logged, and the file stays as it is. If it cannot be opened afterwards, `reopen` tries again.
-        """
+        """Replaces the file by a compacted copy, unless another process has it open. Errors are logged. If it cannot be
+        opened afterwards, `reopen` tries again."""
         self.close()
         try:
             compact_folder(self.path)

@@ -147,17 +147,6 @@ class EntryInfo:
     preview: str
 
 
-@dataclass(kw_only=True)
-class NodeCounts:
-    """Counts of the whole store: its blocks (tails included), how many of them are generated, its checkpoints and the
-    bytes of their payloads."""
-
-    blocks: int = 0
-    generated_blocks: int = 0
-    checkpoints: int = 0
-    checkpoint_bytes: int = 0
-
-
 def list_entries(snapshot: Snapshot) -> list[EntryInfo]:
     """Returns all entries, the most recently used first. An entry with a damaged path is left out and logged."""
     tree = PrefixTree(snapshot)
@@ -216,23 +205,6 @@ def _path(tree: PrefixTree, name: bytes) -> Mapping[bytes, NodeRecord]:
         return tree.path(name)
     except StoreCorrupt:
         return {}
-
-
-def count_nodes(snapshot: Snapshot) -> NodeCounts:
-    """Returns the counts of all nodes whose records are sound."""
-    tree, counts = PrefixTree(snapshot), NodeCounts()
-    for name in snapshot.keys("nodes"):
-        try:
-            node = tree.node(name)
-        except StoreCorrupt:
-            continue
-        if node is not None and node.kind == Kind.CHECKPOINT:
-            counts.checkpoints += 1
-            counts.checkpoint_bytes += node.stored_bytes
-        elif node is not None:
-            counts.blocks += 1
-            counts.generated_blocks += node.generated
-    return counts
 
 
 def _info(

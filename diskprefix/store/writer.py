@@ -61,10 +61,8 @@ class Writer:
         self._touches: dict[bytes, Use] = {}
         self._damaged: dict[bytes, bytes] = {}
         self._models: tuple[ModelRecord, ...] = ()
-        self._is_told = False
-        """True if a model was added that the thread has not recorded yet."""
-        self._are_recorded = True
-        """True if the store has a record of all `_models`."""
+        self._is_told, self._are_recorded = False, True
+        """A model was added that the thread has not seen yet; the store has a record of all `_models`."""
         self._roots: dict[bytes, RootRecord] = {}
         """The root record of the publication that is being written. It can replace a damaged one."""
         self.pending: Mapping[bytes, NewNode] = MappingProxyType({})
@@ -82,19 +80,13 @@ class Writer:
         """The time of the next search for deletions, on the clock of `time.monotonic`."""
         self._wipes_wanted = self._wipes_done = 0
         """The number of requests to wipe the file, and of those that are done."""
-        self._num_wiping = 0
-        """Callers that wait for a wipe."""
         self._held_at: float | None = None
         """The time since which writing is paused, on the clock of `time.monotonic`; None if it is not."""
-        self._num_waiting = 0
-        """Callers that wait until everything is written."""
+        self._num_waiting = self._num_wiping = 0
+        """Callers that wait until everything is written, and until the file is wiped."""
         self._closing = False
-        self.dropped = 0
-        self.evicted = 0
-        self.expired = 0
-        self.quarantined = 0
-        self.written_bytes = 0
-        self.written_tokens = 0
+        self.dropped = self.evicted = self.expired = self.quarantined = 0
+        self.written_bytes = self.written_tokens = 0
         self.error: str | None = None
         """The store's last failure; None once a prompt is saved again."""
         self._look()
@@ -129,11 +121,9 @@ class Writer:
         """Pauses writing until `resume_writing`, because the model needs the processors for a prompt. The pause also
         ends after ten seconds, when half of the buffer is used, and if a caller waits for the writing."""
         with self._changed:
-            if self._held_at is None:
-                self._held_at = time.monotonic()
+            self._held_at = self._held_at or time.monotonic()
 
     def resume_writing(self) -> None:
-        """Ends the pause of `pause_writing`."""
         with self._changed:
             self._held_at = None
             self._changed.notify_all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -78,21 +78,11 @@ class Tier(Protocol):
         meanwhile is then seen twice, never missed."""
 
 
-def nearest(nodes: PromptNodes, views: Sequence[View], node: Node) -> View | None:
-    """Returns the first of the views that has a node of a prompt."""
-    return next((view for view in views if view.has(node, nodes.token_bytes(node))), None)
-
-
-def first_blocks(nodes: PromptNodes, views: Sequence[View], most: int) -> tuple[int, bytes]:
-    """Returns the number of a prompt's first blocks that the views have without a gap, at most `most`, and the name of
-    the last one (that of the root if there is none)."""
-    name = nodes.root
-    for number in range(most):
-        block = nodes.block(name, number)
-        if nearest(nodes, views, block) is None:
-            return number, name
-        name = block.name
-    return most, name
+@contextmanager
+def open_views(tiers: Sequence[Tier]) -> Iterator[list[View]]:
+    """Yields views of the tiers, in their order. Raises `CacheError`."""
+    with ExitStack() as opened:
+        yield [opened.enter_context(tier.view()) for tier in tiers]
 
 
 class Prefetched(NamedTuple):

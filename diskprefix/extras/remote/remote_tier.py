@@ -7,7 +7,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Tier, Upload, first_blocks
+from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Tier, Upload, open_views
 from diskprefix.errors import CacheError
 from diskprefix.extras.remote.breaker import Breaker
 from diskprefix.extras.remote.bundle import BundleSlot, most_bytes, read_header, slot_path
@@ -26,7 +25,7 @@ from diskprefix.extras.remote.prefetching import MOST_AT_ONCE, Found, PrefetchJo
 from diskprefix.extras.remote.reading import read_bundle
 from diskprefix.extras.remote.sealing import ObjectRefused
 from diskprefix.extras.remote.upkeep import forget
-from diskprefix.extras.remote.upload import write_prompt
+from diskprefix.extras.remote.upload import first_blocks, write_prompt
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode
 from diskprefix.store.maintenance.purge import GoneText
@@ -233,6 +232,5 @@ class RemoteTier:
 
 def _num_near(nodes: PromptNodes, tiers: Sequence[Tier]) -> int:
     """Returns the number of a prompt's first blocks that the nearer tiers have. Raises `CacheError`."""
-    with ExitStack() as opened:
-        views = [opened.enter_context(tier.view()) for tier in tiers]
+    with open_views(tiers) as views:
         return first_blocks(nodes, views, nodes.num_blocks)[0]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 
 import msgspec
 import numpy as np
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.cache.tiers.tier import Upload, View, first_blocks, nearest
+from diskprefix.cache.tiers.tier import Upload, View, open_views
 from diskprefix.extras.remote.bundle import (
     ABOUT,
     ABOUT_MOST_BYTES,
@@ -82,15 +81,30 @@ def _describe_root(objects: ObjectStore, key: NamespaceKey, upload: Upload) -> N
     objects.put(path, sealed(key, path, msgspec.msgpack.encode(upload.record)))
 
 
+def _nearest(nodes: PromptNodes, views: Sequence[View], node: Node) -> View | None:
+    return next((view for view in views if view.has(node, nodes.token_bytes(node))), None)
+
+
+def first_blocks(nodes: PromptNodes, views: Sequence[View], most: int) -> tuple[int, bytes]:
+    """Returns the number of a prompt's first blocks that the views have without a gap, at most `most`, and the name of
+    the last one (that of the root if there is none)."""
+    name = nodes.root
+    for number in range(most):
+        block = nodes.block(name, number)
+        if _nearest(nodes, views, block) is None:
+            return number, name
+        name = block.name
+    return most, name
+
+
 def _stored(upload: Upload) -> tuple[int, bool]:
     """Returns how many blocks of the offered tokens are in the nearer tiers, and whether the tail is too."""
     nodes = upload.nodes
-    with ExitStack() as opened:
-        views = [opened.enter_context(tier.view()) for tier in upload.tiers]
+    with open_views(upload.tiers) as views:
         num_wanted = upload.num_tokens // nodes.block_size
         number, parent = first_blocks(nodes, views, num_wanted)
         is_whole = number == num_wanted and upload.num_tokens == len(nodes.token_ids)
-        return number, is_whole and nearest(nodes, views, nodes.tail(parent, number)) is not None
+        return number, is_whole and _nearest(nodes, views, nodes.tail(parent, number)) is not None
 
 
 def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
@@ -98,15 +112,14 @@ def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memor
     Returns nothing if a node is no longer there."""
     nodes = upload.nodes
     found: list[tuple[Node, bytes, memoryview]] = []
-    with ExitStack() as opened:
-        views = [opened.enter_context(tier.view()) for tier in upload.tiers]
+    with open_views(upload.tiers) as views:
         for node in slot_nodes(nodes, slot):
-            if (view := nearest(nodes, views, node)) is None:
+            if (view := _nearest(nodes, views, node)) is None:
                 return []
             found.append((node, nodes.token_bytes(node), _read(nodes, node, view)))
             if nodes.layout.states and node.kind == Kind.BLOCK:
                 checkpoint = nodes.checkpoint(node)
-                if (view := nearest(nodes, views, checkpoint)) is not None:
+                if (view := _nearest(nodes, views, checkpoint)) is not None:
                     found.append((checkpoint, b"", _read(nodes, checkpoint, view)))
     return found
 
@@ -115,8 +128,8 @@ def _rest(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryvie
     """Returns the partial block behind so many blocks that has most of the prompt's tokens, if there is one."""
     nodes = upload.nodes
     behind = nodes.token_ids[slot.last * nodes.block_size :]
-    with ExitStack() as opened:
-        for view in [opened.enter_context(tier.view()) for tier in upload.tiers]:
+    with open_views(upload.tiers) as views:
+        for view in views:
             for node, token_ids in view.similar(rest_parent(nodes, slot), behind):
                 is_partial = node.kind == Kind.BLOCK and node.num_tokens < nodes.block_size and not node.generated
                 if is_partial and common_prefix_length(token_ids, behind) == min(len(token_ids), len(behind)):

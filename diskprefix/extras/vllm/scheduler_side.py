@@ -15,7 +15,7 @@ from diskprefix.cache.namespaces import TenantNamespace, TenantNamespaces
 from diskprefix.cache.planning import ttl_at
 from diskprefix.cache.policy.select import Rules
 from diskprefix.cache.tiers.nodes import Node
-from diskprefix.cache.tiers.tier import View
+from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.other_numbers import what_differs
 from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
@@ -221,7 +221,7 @@ class SchedulerSide:
 
     def _look_up(self, tracked: Tracked, num_cached: int) -> None:
         self._extend(tracked, len(tracked.prompt))
-        with self._shared.views() as views:
+        with open_views(self._shared.tiers) as views:
             num_stored = self._num_stored(views, tracked)
         tracked.set_stored(num_stored)
         if tracked.selection is None:

@@ -14,7 +14,7 @@ import numpy as np
 
 from diskprefix.cache.tiers.loading import READER_THREADS, Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.cache.tiers.tier import Upload, View
+from diskprefix.cache.tiers.tier import Upload, View, open_views
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.pages import Pages, PageSink
 from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, Share, StepPlan
@@ -126,7 +126,7 @@ class WorkerSide:
         root = self._identity.root(load.tenant)
         nodes = PromptNodes(self._shared.store.secret, root, _NO_TOKENS, self._identity.block_size, self._layout)
         path: list[tuple[Node, View]] = []
-        with self._shared.views() as views:
+        with open_views(self._shared.tiers) as views:
             for block in load.blocks:
                 node = block.node(self._rank)
                 view = next((view for view in views if view.has(node, block.token_ids)), None)

@@ -125,8 +125,10 @@ def decode_piece(stored: memoryview, piece: Piece, seed: int, out: Bytes) -> Non
             raise StoreCorrupt(f"rows of {piece.row_bytes} bytes of kind {element} cannot be in planes")
         join(form, bits, data, out)
     else:
-        decode = _decompress if codec == Codec.ZSTD else _as_is
-        out[...] = decode(data, out.size).reshape(out.shape)
+        raw = _decompress(data, out.size) if codec == Codec.ZSTD else data
+        if len(raw) != out.size:
+            raise StoreCorrupt(f"a piece has {len(raw)} bytes of data instead of {out.size}")
+        out[...] = np.frombuffer(raw, dtype=np.uint8).reshape(out.shape) if len(raw) else 0
 
 
 def _encode(raw: memoryview, piece: Piece, codec: Codec) -> tuple[Codec, int, bytes | memoryview]:
@@ -174,20 +176,13 @@ def _is_worthwhile(stored_bytes: int, raw_bytes: int) -> bool:
     return stored_bytes <= raw_bytes - raw_bytes // _MIN_SAVING
 
 
-def _as_is(data: memoryview, num_bytes: int) -> Bytes:
-    if len(data) != num_bytes:
-        raise StoreCorrupt(f"a piece has {len(data)} bytes of data instead of {num_bytes}")
-    return np.frombuffer(data, dtype=np.uint8) if num_bytes else np.empty(0, np.uint8)
-
-
-def _decompress(frame: memoryview, num_bytes: int) -> Bytes:
+def _decompress(frame: memoryview, num_bytes: int) -> bytes:
     try:
         if zstandard.frame_content_size(frame) != num_bytes:
             raise StoreCorrupt(f"a frame does not hold {num_bytes} bytes")
-        raw = _zstd.decompressor.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
+        return _zstd.decompressor.decompress(frame, max_output_size=num_bytes, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise StoreCorrupt(f"a frame cannot be decoded: {error}") from error
-    return np.frombuffer(raw, dtype=np.uint8)
 
 
 class _Zstd(threading.local):

@@ -73,12 +73,9 @@ def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance:
 
 @dataclass(frozen=True, kw_only=True)
 class Imported:
-    """The result of an import, or of a plan for one. `new_nodes` of the `num_nodes` were not stored before; `new_bytes`
-    is their raw size.
-
-    `id` is None if there is no store yet, because its secret is part of the name. `is_new`: the entry was not listed
-    before.
-    """
+    """The result of an import, or of a plan for one. `new_nodes` of the `num_nodes`, of `new_bytes` raw bytes, were not
+    stored before. `is_new`: the entry was not listed before. `id` is None if there is no store yet, because its secret
+    is part of the name."""
 
     id: str | None
     model: str

@@ -15,7 +15,7 @@ import msgspec
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.nouns import Tenant
-from diskprefix.store.pieces import LayoutText
+from diskprefix.store.pieces import DTYPES, LayoutText
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import root_hash
 
@@ -24,20 +24,6 @@ LOGITS, TOKEN_IDS, CHECKSUMS, PREFILL_S = "logits", "token_ids", "nodes.checksum
 _Position: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
 _Text: TypeAlias = Annotated[str, msgspec.Meta(max_length=10_000)]
 _SHOWN_CHARS = 80
-
-_DTYPES = {
-    "int64": ("I64", 8),
-    "int32": ("I32", 4),
-    "float64": ("F64", 8),
-    "float32": ("F32", 4),
-    "bfloat16": ("BF16", 2),
-    "float16": ("F16", 2),
-    "float8_e4m3fn": ("F8_E4M3", 1),
-    "float8_e5m2": ("F8_E5M2", 1),
-    "uint8": ("U8", 1),
-    "int8": ("I8", 1),
-}
-"""torch's name of a dtype → safetensors' name, and its bytes."""
 
 Decoded = TypeVar("Decoded")
 
@@ -277,6 +263,7 @@ def _named(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _tensor(dtype: str, shape: tuple[int, ...], rows: int = 1) -> Tensor:
-    if dtype not in _DTYPES or min(shape) < 1:
+    if dtype not in DTYPES or min(shape) < 1:
         raise StoreCorrupt(f"its layout has a tensor of {shown(dtype)} of shape {shape}")
-    return Tensor(*_DTYPES[dtype], shape, rows)
+    itemsize, _, name = DTYPES[dtype]
+    return Tensor(name, itemsize, shape, rows)

@@ -333,9 +333,8 @@ class _Planner:
 
 
 def _is_of(prompt: TokenIds, text: TokenIds, num_kept: int) -> bool:
-    """Returns whether a recent prompt goes with a deleted text: one begins with the other, or it shares more with that
-    text than with any saved prompt that stays, with which it shares `num_kept` tokens. A template begins every prompt
-    with a few tokens."""
+    """Returns whether a recent prompt goes with a deleted text: one begins with the other, or they share more than
+    every prompt's template and than the `num_kept` tokens that it shares with saved prompts that stay."""
     common = common_prefix_length(prompt, text)
     return common == min(len(prompt), len(text)) or common >= max(LEAST_TOKENS, num_kept + 1)
 

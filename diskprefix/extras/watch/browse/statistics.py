@@ -158,3 +158,31 @@ def _sound(snapshot: Snapshot, name: bytes) -> NodeRecord | None:
         return None if value is None else decode_node(name, value)
     except StoreCorrupt:
         return None
+
+
+@dataclass(kw_only=True)
+class NodeCounts:
+    """Counts of the whole store: its blocks (tails included), how many of them are generated, its checkpoints and the
+    bytes of their payloads."""
+
+    blocks: int = 0
+    generated_blocks: int = 0
+    checkpoints: int = 0
+    checkpoint_bytes: int = 0
+
+
+def count_nodes(snapshot: Snapshot) -> NodeCounts:
+    """Returns the counts of all nodes whose records are sound."""
+    counts = NodeCounts()
+    for name, value in snapshot.records("nodes"):
+        try:
+            node = decode_node(name, value)
+        except StoreCorrupt:
+            continue
+        if node.kind == Kind.CHECKPOINT:
+            counts.checkpoints += 1
+            counts.checkpoint_bytes += node.stored_bytes
+        else:
+            counts.blocks += 1
+            counts.generated_blocks += node.generated
+    return counts

@@ -20,8 +20,9 @@ from diskprefix.cli.tooling import (
     terminal_width,
 )
 from diskprefix.errors import SettingsError
+from diskprefix.extras.watch.browse.statistics import NodeCounts, count_nodes
 from diskprefix.store.snapshot import Snapshot
-from diskprefix.store.tree import EntryInfo, NodeCounts, count_nodes, list_entries
+from diskprefix.store.tree import EntryInfo, list_entries
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import ago, counted, format_size
 

@@ -6,9 +6,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from diskprefix.extras.watch.browse.outline import outline, walk
+from diskprefix.extras.watch.browse.statistics import count_nodes
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication
-from diskprefix.store.tree import EntryInfo, count_nodes, list_entries
+from diskprefix.store.tree import EntryInfo, list_entries
 from tests.extras.watch.browse.saved_chats import ALICE
 from tests.faults.damage import damaged
 from tests.store.building import BLOCK, layout_of, open_store, prompt, publication
