@@ -69,7 +69,7 @@ class Publisher:
             self._check(arena, node)
         self._arena = arena
         arena.capturer = self._cache.capturer
-        batches = list(self._batches(nodes)) or [()]
+        batches = list(self._batches(nodes))
         for batch in batches:
             added = plan if batch is batches[-1] else None
             copy, drop = partial(self._copy, arena, batch, added), partial(self._drop, batch, added)
@@ -102,7 +102,7 @@ class Publisher:
             self.give_up("the write buffer is smaller than a block; raise --kv-cache-write-buffer")
 
     def _batches(self, nodes: Sequence[NewNode]) -> Iterator[tuple[NewNode, ...]]:
-        """Yields parts of `nodes` that wait for room for no more than `batch_bytes` each."""
+        """Yields parts of `nodes` that wait for room for no more than `batch_bytes` each; an empty one of none."""
         batch: list[NewNode] = []
         size = 0
         for node in nodes:
@@ -112,8 +112,7 @@ class Publisher:
                 batch, size = [], 0
             batch.append(node)
             size += missing
-        if batch:
-            yield tuple(batch)
+        yield tuple(batch)
 
     def _copy(self, arena: KVArena, batch: tuple[NewNode, ...], plan: Plan | None) -> None:
         """Copies and submits a batch, on the capturing thread. Room for the whole batch is reserved."""

@@ -19,7 +19,8 @@ from diskprefix.kv.group import GroupMemory, group_bytes, whole_tiles, zeros
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
 from diskprefix.kv.step import Run, Step, computing
-from diskprefix.kv.transfer import Bytes, bytes_of, copy_into, in_main_memory, tensor_over, write_through
+from diskprefix.kv.transfer import bytes_of, copy_into, in_main_memory, tensor_over, write_through
+from diskprefix.store.codec.planes import Bytes
 from diskprefix.units import format_size
 
 if TYPE_CHECKING:

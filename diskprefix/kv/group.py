@@ -16,7 +16,8 @@ import torch
 
 from diskprefix.kv.layout import Group
 from diskprefix.kv.step import TILE
-from diskprefix.kv.transfer import Bytes, bytes_of, copy_into, in_main_memory, write_through
+from diskprefix.kv.transfer import bytes_of, copy_into, in_main_memory, write_through
+from diskprefix.store.codec.planes import Bytes
 from diskprefix.tokens import floor_to_grid
 
 _PAD_TOKENS = 64

@@ -7,15 +7,12 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from diskprefix.kv.layout import Layout
-
-Bytes: TypeAlias = npt.NDArray[np.uint8]
+from diskprefix.store.codec.planes import Bytes
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14. Older kernels return EINVAL, and make the pages when they are written."""

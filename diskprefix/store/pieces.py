@@ -134,7 +134,7 @@ class PayloadLayout:
             found = msgspec.json.decode(text, type=LayoutText)
             groups = tuple(map(_token_rows, found.groups))
             return cls(groups, _rows(1, *found.logits), tuple(map(_state_rows, found.states)))
-        except (msgspec.DecodeError, KeyError, ValueError) as error:
+        except (msgspec.DecodeError, KeyError, ValueError, ZeroDivisionError) as error:
             raise StoreCorrupt(f"a payload layout cannot be read: {error}") from error
 
     @property

@@ -17,8 +17,8 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.transfer import Bytes
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
+from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.schema import piece_key
 from diskprefix.tokens import TokenIds, floor_to_grid

@@ -25,8 +25,8 @@ from rich.table import Table
 
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.errors import DiskPrefixError
-from diskprefix.kv.transfer import Bytes
 from diskprefix.store.codec.codec import Codec, Piece, decode_piece, encode_piece
+from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.folder import DATA
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind

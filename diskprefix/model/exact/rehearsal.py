@@ -39,9 +39,9 @@ from diskprefix.kv.layout import (
     TensorSpec,
     is_out_of_memory,
 )
-from diskprefix.kv.transfer import Bytes
 from diskprefix.memo import Memo
 from diskprefix.printable import first_line
+from diskprefix.store.codec.planes import Bytes
 from diskprefix.version import __version__
 
 if TYPE_CHECKING:

@@ -37,7 +37,6 @@ from diskprefix.store.schema import (
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.tree import PrefixTree
-from diskprefix.tokens import TokenIds
 
 Advance = Callable[[int], None]
 """Takes the bytes of raw payload done since the last call."""
@@ -178,68 +177,55 @@ class _Import:
     def __init__(self, store: Store, reader: EntryReader) -> None:
         self._store = store
         self._reader = reader
-        self._manifest = reader.manifest
-        self._layout = PayloadLayout.parse(reader.manifest.layout)
-        self._parents: list[bytes] = []
-        self._names: list[bytes] = []
-        parent = reader.manifest.root
-        for span in reader.spans:
-            self._parents.append(parent)
-            self._names.append(node_name(store.secret, parent, self._tokens(span), span.kind))
+        self._nodes: list[NewNode] = []
+        """Without their payloads."""
+        parent, layout = reader.manifest.root, PayloadLayout.parse(reader.manifest.layout)
+        for span, prefill_s in zip(reader.spans, reader.prefill_s, strict=True):
+            token_ids = reader.token_ids[span.position : span.position + span.num_tokens]
+            name = node_name(store.secret, parent, token_ids, span.kind)
+            pieces = layout.pieces(span.num_tokens, span.kind)
+            new = NewNode(name, parent, span.position, token_ids, span.kind, memoryview(b""), pieces, prefill_s)
+            self._nodes.append(new)
             # A checkpoint continues its block; nothing continues a checkpoint.
-            parent = self._names[-1] if span.kind == Kind.BLOCK else parent
+            parent = name if span.kind == Kind.BLOCK else parent
 
     def plan(self) -> Imported:
+        named, last = zip(self._reader.spans, self._nodes, strict=True), self._nodes[-1].name
         with self._store.snapshot() as snapshot:
-            missing = [span for index, span in enumerate(self._reader.spans) if not self._is_there(snapshot, index)]
-            is_new = snapshot.entry(self._names[-1]) is None
-        return _imported(self._reader, self._names[-1].hex(), missing, is_new=is_new)
+            missing = [span for span, node in named if not _is_there(snapshot, node)]
+            is_new = snapshot.entry(last) is None
+        return _imported(self._reader, last.hex(), missing, is_new=is_new)
 
     def publications(self, advance: Advance) -> Iterator[Publication]:
         """Yields publications of the missing nodes, from the first block on. Publish each before the next is taken."""
-        manifest, last = self._manifest, len(self._names) - 1
+        manifest = self._reader.manifest
         root_record = convert(manifest, RootRecord, from_attributes=True)
         entry = convert(manifest, EntryRecord, from_attributes=True, builtin_types=(bytes,))
         nodes: list[NewNode] = []
-        for index, span in enumerate(self._reader.spans):
+        for index, node in enumerate(self._nodes):
             with self._store.snapshot() as snapshot:
-                is_there = self._is_there(snapshot, index)
+                is_there = _is_there(snapshot, node)
             if not is_there:
-                nodes.append(self._new_node(index, span))
-            advance(self._reader.payload_bytes(span))
-            if index == last or sum(len(node.payload) for node in nodes) >= _BATCH_BYTES:
+                nodes.append(replace(node, payload=self._reader.read_payload(index)))
+            advance(self._reader.payload_bytes(self._reader.spans[index]))
+            is_last = node is self._nodes[-1]
+            if is_last or sum(len(new.payload) for new in nodes) >= _BATCH_BYTES:
                 yield Publication(
                     store_id=self._store.store_id,
                     root=manifest.root,
                     root_record=root_record,
                     nodes=tuple(nodes),
-                    last_node=self._names[index],
-                    entry=entry if index == last else None,
+                    last_node=node.name,
+                    entry=entry if is_last else None,
                 )
                 nodes = []
 
-    def _new_node(self, index: int, span: NodeSpan) -> NewNode:
-        return NewNode(
-            name=self._names[index],
-            parent=self._parents[index],
-            position=span.position,
-            token_ids=self._tokens(span),
-            kind=span.kind,
-            payload=self._reader.read_payload(index),
-            pieces=self._layout.pieces(span.num_tokens, span.kind),
-            prefill_s=self._reader.prefill_s[index],
-        )
 
-    def _is_there(self, snapshot: Snapshot, index: int) -> bool:
-        span, name = self._reader.spans[index], self._names[index]
-        token_ids = self._tokens(span).tobytes()
-        try:
-            return snapshot.has(name, self._parents[index], span.position, span.kind, token_ids)
-        except StoreCorrupt as error:
-            raise _damaged(name, span, error) from error
-
-    def _tokens(self, span: NodeSpan) -> TokenIds:
-        return self._reader.token_ids[span.position : span.position + span.num_tokens]
+def _is_there(snapshot: Snapshot, node: NewNode) -> bool:
+    try:
+        return snapshot.has(node.name, node.parent, node.position, node.kind, node.token_ids.tobytes())
+    except StoreCorrupt as error:
+        raise _damaged(node.name, NodeSpan(node.position, len(node.token_ids), node.kind), error) from error
 
 
 def _imported(reader: EntryReader, id_: str | None, missing: list[NodeSpan], *, is_new: bool) -> Imported:
