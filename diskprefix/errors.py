@@ -27,6 +27,8 @@ is called, so that no other module needs to know them.
 
 from __future__ import annotations
 
+from typing import Self
+
 GOT = " (got "
 """The text before the value at fault, at the end of a message."""
 
@@ -52,6 +54,11 @@ class InvalidRequest(DiskPrefixError):
     exit_code = 2
     error_type = "invalid_request_error"
     code = "invalid_value"
+
+    @classmethod
+    def at(cls, param: str, problem: str, code: str | None = None) -> Self:
+        """Returns the error of one field of a request. The message begins with its path."""
+        return cls(f"{param}: {problem}", param=param, code=code)
 
 
 class InvalidScope(InvalidRequest):

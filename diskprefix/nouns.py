@@ -118,10 +118,8 @@ class Scope:
     def with_window(self, window: int) -> Scope:
         """Returns this `auto` scope with another window. Raises `InvalidScope`: other scopes have no window."""
         if self.kind != "auto":
-            raise InvalidScope(
-                f"prefix_cache.window: only the scope auto has a window, but the scope is {self}; leave one out",
-                param="prefix_cache.window",
-            )
+            problem = f"only the scope auto has a window, but the scope is {self}; leave one out"
+            raise InvalidScope.at("prefix_cache.window", problem)
         return Scope("auto", window)
 
 

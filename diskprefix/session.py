@@ -81,10 +81,8 @@ class PrefixCacheSession:
         `PreTrainedModel`, and `CacheError` if the folder cannot be used, but not if it is full or read-only.
         """
         if not isinstance(model, PreTrainedModel):
-            raise InvalidRequest(
-                f"model: {type(model).__name__} is not a PreTrainedModel; of a PeftModel give get_base_model()",
-                param="model",
-            )
+            problem = f"{type(model).__name__} is not a PreTrainedModel; of a PeftModel give get_base_model()"
+            raise InvalidRequest.at("model", problem)
         if cache_dir is None and settings is None:
             cache_dir = os.environ.get("DISKPREFIX_KV_CACHE_DIR") or None
         given: dict[str, Any] = {
@@ -307,13 +305,13 @@ class PrefixCacheSession:
     def _check(inputs: Mapping[str, Any], num_tokens: int) -> None:
         for name in _REFUSED:
             if inputs.get(name) is not None:
-                raise InvalidRequest(f"{name}: a session cannot take it; use model.generate", param=name)
+                raise InvalidRequest.at(name, "a session cannot take it; use model.generate")
         for name in ("num_beams", "num_return_sequences"):
             if (inputs.get(name) or 1) != 1:
-                raise InvalidRequest(f"{name}: a session answers with one sequence; use model.generate", param=name)
+                raise InvalidRequest.at(name, "a session answers with one sequence; use model.generate")
         mask = inputs.get("attention_mask")
         if mask is not None and not np.array_equal(in_main_memory(mask).reshape(-1), np.ones(num_tokens)):
-            raise InvalidRequest("attention_mask: a session takes one prompt without padding", param="attention_mask")
+            raise InvalidRequest.at("attention_mask", "a session takes one prompt without padding")
 
     def _prompt(self, token_ids: TokenIds) -> Prompt:
         """Returns the prompt with its special tokens as boundaries; with none if only its first tokens are special, as

@@ -76,11 +76,10 @@ def served_tools(tools: Sequence[CustomTool | AnthropicDefinedTool]) -> list[tup
             continue
         path, kind = f"tools.{index}.type", shown(tool.type)
         if not tool.type.startswith(_RUN_BY_ANTHROPIC):
-            message = f"{path}: {kind!r} is not known here; define the tool by name, description and input_schema"
-            raise InvalidRequest(message, param=path)
+            problem = f"{kind!r} is not known here; define the tool by name, description and input_schema"
+            raise InvalidRequest.at(path, problem)
         if not served:
-            message = f"{path}: {kind!r} is run by Anthropic's servers, and no other tool is offered"
-            raise InvalidRequest(message, param=path)
+            raise InvalidRequest.at(path, f"{kind!r} is run by Anthropic's servers, and no other tool is offered")
         skipped.add(kind)
     note_left_out(skipped, "Anthropic's servers")
     return served
@@ -178,8 +177,8 @@ class CountTokensRequest(RequestBody, Markable):
     def _no_thread(cls, thread: JsonObject | None) -> None:
         """Raises `InvalidRequest` with the code that makes Anthropic's clients go on without a thread."""
         if thread is not None:
-            message = "thread: conversations are not held here; send all messages"
-            raise InvalidRequest(message, param="thread", code="thread_unsupported_request")
+            problem = "conversations are not held here; send all messages"
+            raise InvalidRequest.at("thread", problem, code="thread_unsupported_request")
 
     @property
     def conversation(self) -> Conversation:
@@ -245,7 +244,7 @@ class MessagesRequest(CountTokensRequest):
             "" if text_format is None else text_format.path: text_format is not None,
         }
         for path in (path for path, is_asked in asked.items() if is_asked):
-            raise InvalidRequest(f"{path}: asks for a reply, and max_tokens of 0 for none", param=path)
+            raise InvalidRequest.at(path, "asks for a reply, and max_tokens of 0 for none")
 
 
 class Messages:

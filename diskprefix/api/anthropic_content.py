@@ -203,14 +203,8 @@ def require_served(block: Block, path: str, allowed: frozenset[str], place: str)
     if block.type in allowed:
         return
     known = ", ".join(sorted(allowed))
-    raise InvalidRequest(
-        f"{path}.type: {shown(block.type)!r} is not supported in {place}; {known} may stand there", param=f"{path}.type"
-    )
-
-
-def require_in_role(block: Block, path: str, role: str) -> None:
-    """Raises `InvalidRequest` for a block of a type that is not served in a message of `role`."""
-    require_served(block, path, _ALLOWED[role], f"a message of role {role}")
+    problem = f"{shown(block.type)!r} is not supported in {place}; {known} may stand there"
+    raise InvalidRequest.at(f"{path}.type", problem)
 
 
 def content_parts(
@@ -254,7 +248,7 @@ class AnthropicMessageBody(Body):
         said: list[tuple[Block, str]] = []
         for index, block in enumerate(self.content):
             block_path = f"{path}.content.{index}"
-            require_in_role(block, block_path, self.role)
+            require_served(block, block_path, _ALLOWED[self.role], f"a message of role {self.role}")
             if not isinstance(block, ToolResultBlock):
                 said.append((block, block_path))
                 continue

@@ -66,12 +66,10 @@ class ToolChoice:
         """Raises `InvalidRequest` if a tool is named that is not offered, or one must be called and there is none."""
         offered = {tool["function"]["name"] for tool in tools}
         if missing := sorted((self.names or frozenset()) - offered):
-            raise InvalidRequest(
-                f"{self.path}: names {shown(missing[0])!r}, which is not among the tools of the request",
-                param=self.path,
-            )
+            problem = f"names {shown(missing[0])!r}, which is not among the tools of the request"
+            raise InvalidRequest.at(self.path, problem)
         if self.mode == "required" and not self.allowed(tools):
-            raise InvalidRequest(f"{self.path}: asks for a tool call, but no tool is offered", param=self.path)
+            raise InvalidRequest.at(self.path, "asks for a tool call, but no tool is offered")
 
 
 def note_left_out(kinds: Collection[str], whose: str) -> None:

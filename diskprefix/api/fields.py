@@ -345,7 +345,7 @@ class RequestBody(CacheFields, SamplingFields):
     def require_stream(self, options: Body | None) -> None:
         """Raises `InvalidRequest` for options of a stream without a stream."""
         if options is not None and not self.stream:
-            raise InvalidRequest("stream_options: needs stream: true", param="stream_options")
+            raise InvalidRequest.at("stream_options", "needs stream: true")
 
     def text_format_beside(self, own: TextFormat | None) -> TextFormat | None:
         """Returns what the text must be. `own` is what the API's own field says.
@@ -353,7 +353,7 @@ class RequestBody(CacheFields, SamplingFields):
         Raises `InvalidRequest` if both say something.
         """
         if own is not None and self.structured_outputs is not None:
-            raise InvalidRequest(f"structured_outputs: is not allowed beside {own.path}", param="structured_outputs")
+            raise InvalidRequest.at("structured_outputs", f"is not allowed beside {own.path}")
         return own if self.structured_outputs is None else self.structured_outputs.text_format
 
 
@@ -397,9 +397,8 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     valid = {}
     for key, value in bias.items():
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
-            raise InvalidRequest(
-                f"logit_bias: {key[:20]!r} is not a token id of this model (0 to {vocab_size - 1})", param="logit_bias"
-            )
+            problem = f"{key[:20]!r} is not a token id of this model (0 to {vocab_size - 1})"
+            raise InvalidRequest.at("logit_bias", problem)
         valid[int(key)] = value
     return valid
 
@@ -429,6 +428,6 @@ def tenant_of(body: CacheFields, caller: Tenant) -> Tenant:
     """
     salt = body.prefix_cache.salt if body.prefix_cache else None
     if salt is not None and body.cache_salt not in (None, salt):
-        raise InvalidRequest("cache_salt: differs from prefix_cache.salt; send one of them", param="cache_salt")
+        raise InvalidRequest.at("cache_salt", "differs from prefix_cache.salt; send one of them")
     salt = salt or body.cache_salt
     return caller if salt is None else caller.with_salt(salt)

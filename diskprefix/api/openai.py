@@ -216,7 +216,7 @@ class Completions:
 
     def read(self, body: CompletionRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
         if body.best_of not in (None, body.n or 1):
-            raise InvalidRequest("best_of: must be equal to n", param="best_of")
+            raise InvalidRequest.at("best_of", "must be equal to n")
         sampling = body.sampling(vocab_size, body.max_tokens, body.logprobs)
         return Asked(prompt=body.prompt, sampling=sampling, text_format=body.text_format_beside(None))
 

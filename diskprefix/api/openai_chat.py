@@ -72,8 +72,8 @@ class ChatRequest(OpenAIBody):
         for index, message in enumerate(messages):
             says_more = message.role == "assistant" and (message.tool_calls or message.neutral("").reasoning)
             if message.content is None and not says_more:
-                param = f"messages.{index}.content"
-                raise InvalidRequest(f"{param}: is required in a message of role {message.role}", param=param)
+                problem = f"is required in a message of role {message.role}"
+                raise InvalidRequest.at(f"messages.{index}.content", problem)
         return messages
 
     @property
@@ -117,9 +117,9 @@ class ChatRequest(OpenAIBody):
         """Raises `InvalidRequest` if the reply cannot go on with the last message."""
         param = "continue_final_message"
         if self.add_generation_prompt:
-            raise InvalidRequest(f"{param}: is not allowed beside add_generation_prompt", param=param)
+            raise InvalidRequest.at(param, "is not allowed beside add_generation_prompt")
         if last.role != "assistant" or not last.content or last.tool_calls:
-            raise InvalidRequest(f"{param}: needs a last message of role assistant with text alone", param=param)
+            raise InvalidRequest.at(param, "needs a last message of role assistant with text alone")
 
 
 class Chat:
@@ -129,7 +129,7 @@ class Chat:
 
     def read(self, body: ChatRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
         if body.top_logprobs is not None and not body.logprobs:
-            raise InvalidRequest("top_logprobs: needs logprobs: true", param="top_logprobs")
+            raise InvalidRequest.at("top_logprobs", "needs logprobs: true")
         max_tokens = body.max_completion_tokens or body.max_tokens
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         sampling = body.sampling(vocab_size, max_tokens, logprobs)

@@ -303,7 +303,7 @@ class Responses:
             limit = format_size(MAX_STORED_BYTES)
             said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
             largest = max(self._echo, key=lambda name: len(bytes(self._echo[name])))
-            raise InvalidRequest(f"{largest}: {said}", param=largest)
+            raise InvalidRequest.at(largest, said)
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
         return Asked(
             prompt=self.conversation(body, ResponseStore(notes())),
@@ -347,7 +347,7 @@ class Responses:
             elif isinstance(item, SpokenItem):
                 said.append((item, path))
         if not earlier and not said:
-            raise InvalidRequest("input: must not be empty", param="input")
+            raise InvalidRequest.at("input", "must not be empty")
         if body.is_stored:
             self._input = _storable([item for item, _ in said])
         return [*earlier, *said]

@@ -314,7 +314,7 @@ class ResponseStore:
 
     def get(self, id_: str) -> StoredResponse:
         """Raises `ResponseNotFound`, also for a response of another tenant."""
-        found = self._find(id_)
+        found = _stored(self.notes.get(NoteKind.RESPONSE, id_))
         if found is None:
             raise ResponseNotFound(f"response {shown(id_)!r} is not stored here")
         return found
@@ -355,7 +355,7 @@ class ResponseStore:
             self._items[response_id] = {} if stored is None else {one["id"]: one for one in stored.items}
         found = self._items[response_id].get(item.id)
         if found is None:
-            raise InvalidRequest(f"{param}: item {shown(item.id)!r} is not stored here", param=param)
+            raise InvalidRequest.at(param, f"item {shown(item.id)!r} is not stored here")
         self._count(len(json_text(found)), param)
         return _parsed([found])[0], path
 
@@ -369,15 +369,10 @@ class ResponseStore:
                 which = f"response {shown(id_)!r} is not stored here"
                 if id_ != first:
                     which += f" any more, and {shown(first or '')!r} continues it"
-                raise InvalidRequest(
-                    f"previous_response_id: {which}", param="previous_response_id", code="previous_response_not_found"
-                )
+                raise InvalidRequest.at("previous_response_id", which, code="previous_response_not_found")
             turns.append(stored.items)
             id_ = stored.previous
         return [item for turn in reversed(turns) for item in turn]
-
-    def _find(self, id_: str) -> StoredResponse | None:
-        return _stored(self.notes.get(NoteKind.RESPONSE, id_))
 
     def _counted(self, id_: str, param: str) -> StoredResponse | None:
         """Returns a stored response. Raises `InvalidRequest` at `param` if all that were read are too large."""
@@ -388,10 +383,10 @@ class ResponseStore:
     def _count(self, num_bytes: int, param: str) -> None:
         self._num_bytes += num_bytes
         if self._num_bytes > MAX_CONVERSATION_BYTES:
-            raise InvalidRequest(
-                f"{param}: the stored responses that this request continues or refers to have more than "
+            raise InvalidRequest.at(
+                param,
+                "the stored responses that this request continues or refers to have more than "
                 f"{format_size(MAX_CONVERSATION_BYTES)}; send what is still needed as input",
-                param=param,
             )
 
 

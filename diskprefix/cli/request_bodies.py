@@ -15,10 +15,10 @@ from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.api.responses_items import ResponseStore
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.chat.replay import RecordStore
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import DEFAULT_WINDOW, SHARED, CacheOptions, Prompt, Scope, Tenant
 from diskprefix.server.body import parse_json
+from diskprefix.server.remembering import Stored
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes
 
@@ -42,19 +42,10 @@ class ParsedBody:
         """
         if not isinstance(self.wanted, Conversation):
             return renderer.completion(self.wanted)
-        is_replayed = self.options.replay and self.options.scope.kind != "off" and self.notes is not None
-        return renderer.replay(self.wanted, _Turns(self.notes) if is_replayed and self.notes else None).prompt
-
-
-@dataclass(frozen=True)
-class _Turns(RecordStore):
-    notes: ReadOnlyNotes
-
-    def get(self, id_: str) -> bytes | None:
-        return self.notes.get(NoteKind.TURN, id_)
-
-    def put(self, id_: str, record: bytes) -> None:
-        """Does nothing: a command remembers no replies."""
+        is_replayed = self.options.replay and self.options.scope.kind != "off"
+        # A command remembers no replies.
+        turns = Stored(NoteKind.TURN, self.notes, keeps=False) if is_replayed and self.notes else None
+        return renderer.replay(self.wanted, turns).prompt
 
 
 def parse_body(body: Body, caller: Tenant = SHARED, notes_of: NotesOf = lambda _tenant: None) -> ParsedBody:
@@ -87,7 +78,7 @@ def _wanted(
     if not isinstance(parsed, ResponseRequest):
         return parsed.conversation
     if notes is None and parsed.previous_response_id is not None:
-        raise InvalidRequest("previous_response_id: no stored responses are at hand", param="previous_response_id")
+        raise InvalidRequest.at("previous_response_id", "no stored responses are at hand")
     return Responses().conversation(parsed, ResponseStore(notes or ReadOnlyNotes(None, b"")))
 
 

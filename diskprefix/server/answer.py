@@ -331,10 +331,10 @@ def _sampling(asked: Asked, num_room: int) -> SamplingParams:
         return replace(sampling, max_tokens=most) if most < num_room else sampling
     if min(sampling.max_tokens, num_room) > most:
         of_choices = f" of {sampling.n} choices" if sampling.n > 1 else ""
-        raise InvalidRequest(
-            f"{asked.limit_path}: a reply may have {MAX_LOGPROBS} log probabilities; with {sampling.logprobs} "
-            f"alternatives for every token{of_choices}, that is {most} tokens",
-            param=asked.limit_path,
+        raise InvalidRequest.at(
+            asked.limit_path,
+            f"a reply may have {MAX_LOGPROBS} log probabilities; with {sampling.logprobs} alternatives for every token"
+            f"{of_choices}, that is {most} tokens",
         )
     return sampling
 

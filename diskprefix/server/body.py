@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -68,7 +67,7 @@ class Bodies:
         self._is_computing = is_computing
         self._arriving_bytes: Counter[Tenant] = Counter()
         self._memory = _Budget(_BODIES_IN_MEMORY * max_bytes)
-        self._pacing = _PartTime(lambda: _PAUSE_BESIDE if is_computing() else _PAUSE)
+        self._parsing_turn = asyncio.Lock()
         self._read_until = 0.0
         """The time, on the loop's clock, before which no more of a large body is read."""
 
@@ -87,7 +86,7 @@ class Bodies:
                 await self._memory.take(await self._threads.run(kind, _memory_of, body), place)
             # In a thread, because a large body would block the event loop.
             if place.is_large:
-                return await self._pacing.run(self._threads, partial(parse_json, body, model))
+                return await self._parse_large(body, model)
             return await self._threads.run("parsing", parse_json, body, model)
 
     async def _read(self, request: Request, arriving: ExitStack, caller: Tenant) -> bytes:
@@ -116,6 +115,26 @@ class Bodies:
             raise HTTPException(408, message, {"Connection": "close"}) from error
         return bytes(body)
 
+    async def _parse_large(self, body: bytes, model: type[Model]) -> Model:
+        """Parses one body after the other, with a pause behind each: the rest of the time is left to the engine, and to
+        the requests of others."""
+        took_s = 0.0
+
+        def timed() -> Model:
+            nonlocal took_s
+            began = time.perf_counter()
+            try:
+                return parse_json(body, model)
+            finally:
+                took_s = time.perf_counter() - began
+
+        await self._parsing_turn.acquire()
+        try:
+            return await self._threads.run("large", timed)
+        finally:
+            pause = _PAUSE_BESIDE if self._is_computing() else _PAUSE
+            asyncio.get_running_loop().call_later(pause * took_s, self._parsing_turn.release)
+
     async def _pause(self, num_bytes: int) -> None:
         """Waits until large bodies may have `num_bytes` more. The client waits too: the socket is not read."""
         now = asyncio.get_running_loop().time()
@@ -131,34 +150,6 @@ class Bodies:
 
     def _forget(self, caller: Tenant, num_bytes: int) -> None:
         self._arriving_bytes -= Counter({caller: num_bytes})
-
-
-class _PartTime:
-    """Runs one piece of work after the other, with a pause behind each: the rest of the time is left to the engine, and
-    to the requests of others."""
-
-    def __init__(self, pause: Callable[[], int]) -> None:
-        """`pause` tells how many times as long as the work a pause is."""
-        self._pause = pause
-        self._turn = asyncio.Lock()
-
-    async def run(self, threads: Threads, work: Callable[[], Model]) -> Model:
-        """Returns what `work` returns, in a thread."""
-        took_s = 0.0
-
-        def timed() -> Model:
-            nonlocal took_s
-            began = time.perf_counter()
-            try:
-                return work()
-            finally:
-                took_s = time.perf_counter() - began
-
-        await self._turn.acquire()
-        try:
-            return await threads.run("large", timed)
-        finally:
-            asyncio.get_running_loop().call_later(self._pause() * took_s, self._turn.release)
 
 
 class _Budget:
@@ -243,7 +234,7 @@ def parse_json(body: bytes, model: type[Model]) -> Model:
     try:
         found = model.model_validate_json(text)
     except ValidationError as error:
-        raise _invalid_request(error) from error
+        raise refusal_of(error.errors(include_url=False)[0]) from error
     _require_finite(text)
     return found
 
@@ -258,7 +249,7 @@ def _require_finite(text: str) -> None:
         msgspec.json.decode(text)
     except msgspec.DecodeError:
         for param in _infinite(json.loads(text), ()):
-            raise InvalidRequest(f"{param}: must be a finite number", param=param) from None
+            raise InvalidRequest.at(param, "must be a finite number") from None
 
 
 def _infinite(value: object, path: tuple[object, ...]) -> Iterator[str]:
@@ -270,10 +261,6 @@ def _infinite(value: object, path: tuple[object, ...]) -> Iterator[str]:
             yield from _infinite(part, (*path, key))
 
 
-def _invalid_request(error: ValidationError) -> InvalidRequest:
-    return refusal_of(error.errors(include_url=False)[0])
-
-
 def refusal_of(first: Any) -> InvalidRequest:
     """Returns an error of pydantic, which is a dict, in the words of this API."""
     if first["type"] == "json_invalid":
@@ -283,7 +270,7 @@ def refusal_of(first: Any) -> InvalidRequest:
     param = shown(".".join(str(part) for part in first["loc"] if not str(part).startswith("~")))
     if not param:
         return InvalidRequest("the body must be a JSON object", code="invalid_json")
-    return InvalidRequest(f"{param}: {_explain(first)}", param=param)
+    return InvalidRequest.at(param, _explain(first))
 
 
 def _explain(error: Any) -> str:

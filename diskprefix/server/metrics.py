@@ -7,6 +7,7 @@ counter.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from prometheus_client import (
@@ -211,46 +212,40 @@ class ServerMetrics:
 
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
-        self._http = Counter(
-            "diskprefix_http_requests", "HTTP requests answered.", ["route", "status"], registry=registry
-        )
-        self._requests = Counter(
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, buckets=_SECONDS, registry=registry)
+        self._http = counter("diskprefix_http_requests", "HTTP requests answered.", ["route", "status"])
+        self._requests = counter(
             "diskprefix_requests",
             "Requests for a reply, by how they ended: completed, cancelled (the client left), rejected (the queue was "
             "full, or the daemon stopped), invalid (400 and the like) or failed.",
             ["outcome"],
-            registry=registry,
         )
-        self._prompt_tokens = Counter(
+        self._prompt_tokens = counter(
             "diskprefix_prompt_tokens",
             "Prompt tokens of completed requests, by where their state came from: computed, memory, disk or remote.",
             ["source"],
-            registry=registry,
         )
-        self._reply_tokens = Counter(
-            "diskprefix_generation_tokens", "Tokens of the replies to completed requests.", registry=registry
-        )
-        self._draft_tokens = Counter(
+        self._reply_tokens = counter("diskprefix_generation_tokens", "Tokens of the replies to completed requests.")
+        self._draft_tokens = counter(
             "diskprefix_draft_tokens",
             "Guessed tokens that were computed for completed requests (--speculative), and what became of them.",
             ["result"],
-            registry=registry,
         )
-        self._first_token = Histogram(
+        self._first_token = histogram(
             "diskprefix_time_to_first_token_seconds",
             "Time from the arrival of a request in the queue to its first token: hit if something was restored.",
             ["cache"],
-            buckets=_SECONDS,
-            registry=registry,
         )
-        self._restore = Histogram(
+        self._restore = histogram(
             "diskprefix_restore_seconds",
             "Time that reading, verifying and copying stored state takes, of requests that restored something.",
-            buckets=_SECONDS,
-            registry=registry,
         )
         self._phases = {
-            phase: Histogram(f"diskprefix_{phase}_seconds", text, buckets=_SECONDS, registry=registry)
+            phase: histogram(
+                f"diskprefix_{phase}_seconds",
+                text,
+            )
             for phase, text in _PHASES.items()
         }
         self._begin_at_zero()

@@ -223,7 +223,7 @@ async def tokenize(request: Request) -> Response:
     def work(renderer: PromptRenderer, body: TokenizeRequest) -> dict[str, Any]:
         if (num_bytes := len(body.content.encode("utf-8", "surrogatepass"))) > _MOST_BYTES:
             said = f"has {format_size(num_bytes)} of UTF-8; send {format_size(_MOST_BYTES)} at most"
-            raise InvalidRequest(f"content: {said}", param="content")
+            raise InvalidRequest.at("content", said)
         tokens: list[Any] = renderer.tokenize(body.content, add_special_tokens=body.add_special)
         if body.with_pieces:
             pieces = {token: renderer.detokenize([token]) for token in set(tokens)}

@@ -17,7 +17,7 @@ from diskprefix.tokens import TokenIds
 
 if TYPE_CHECKING:
     from diskprefix.server.serving import Serving
-    from diskprefix.store.notes import TenantNotes
+    from diskprefix.store.notes import ReadOnlyNotes, TenantNotes
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Stored:
     """The notes of one kind in the store, for one tenant."""
 
     kind: NoteKind
-    notes: TenantNotes
+    notes: TenantNotes | ReadOnlyNotes
     keeps: bool = True
     """False: `put` does nothing."""
     prompt: TokenIds | None = None

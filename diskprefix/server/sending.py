@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
 
 from starlette.datastructures import Headers
 from starlette.requests import Request
@@ -88,17 +87,13 @@ async def _send_in_time(body: bytes, send: Send) -> None:
     try:
         async with patience() as extend:
             num_sent = 0
-            for piece in _pieces(body):
+            while num_sent < len(body):
+                piece = body[num_sent : num_sent + PIECE_BYTES]
                 num_sent += len(piece)
                 await send({"type": "http.response.body", "body": piece, "more_body": num_sent < len(body)})
                 extend(num_sent)
     except TimeoutError as error:
         raise TooSlow("it was not read in time") from error
-
-
-def _pieces(body: bytes) -> Iterator[bytes]:
-    for start in range(0, len(body), PIECE_BYTES):
-        yield body[start : start + PIECE_BYTES]
 
 
 def _length(head: Message) -> int:

@@ -118,7 +118,7 @@ def _page(items: list[Json], limit: int, order: Literal["asc", "desc"], after: s
         items.reverse()
     ids = [item["id"] for item in items]
     if after is not None and after not in ids:
-        raise InvalidRequest("after: is not the id of an item of this response", param="after")
+        raise InvalidRequest.at("after", "is not the id of an item of this response")
     start = 0 if after is None else ids.index(after) + 1
     page = items[start : start + limit]
     first, last = (page[0]["id"], page[-1]["id"]) if page else (None, None)

@@ -138,7 +138,13 @@ def run(
     gc.disable()
 
     def make_app() -> FastAPI:
-        app = _import_app(settings, load_engine, keys, address)
+        # Its libraries and routes are imported here, while the port answers already.
+        from diskprefix.server.guards import is_loopback
+        from diskprefix.server.http_app import create_app
+
+        if keys is None and not is_loopback(settings.host):
+            log.warning("no API keys (--api-keys): everybody who reaches %s is served", address)
+        app = create_app(settings, load_engine, keys)
         server.daemon = daemon = app.state.daemon
         daemon.prior_s = process_age_s() if began_at is None else time.perf_counter() - began_at
         daemon.on_ready = on_ready
@@ -155,16 +161,6 @@ def run(
     server = _Server(uvicorn_config(entrance, settings), entrance, keys)
     server.run(sockets=listeners)
     _end(server.daemon)
-
-
-def _import_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | None, address: str) -> FastAPI:
-    """Returns the application. Its libraries and routes are imported here, while the port answers already."""
-    from diskprefix.server.guards import is_loopback
-    from diskprefix.server.http_app import create_app
-
-    if keys is None and not is_loopback(settings.host):
-        log.warning("no API keys (--api-keys): everybody who reaches %s is served", address)
-    return create_app(settings, load_engine, keys)
 
 
 def _address_of(listener: socket.socket, host: str) -> str:
