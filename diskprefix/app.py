@@ -104,8 +104,7 @@ def _require_kernels(settings: Settings) -> None:
 def load_engine(settings: Settings, progress: Report) -> Engine:
     """Loads the model and opens its prefix cache. `progress` takes lines of text for people.
 
-    Raises `ModelError`, `SettingsError` or `CacheError`, each with a message of one line. After an error the folder of
-    the store is free again.
+    Raises `ModelError`, `SettingsError` or `CacheError`. After an error the folder of the store is free again.
     """
     started = time.perf_counter()
     from diskprefix.model.load.imports import import_transformers

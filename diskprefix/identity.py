@@ -27,8 +27,7 @@ def identity_text(
 
 
 def canonical(values: Mapping[str, Any]) -> str:
-    """Returns JSON with sorted keys, or "" for no values. Equal values give equal text, also after a round trip through
-    a file (tuples, 1.0)."""
+    """Returns JSON with sorted keys, or "" for no values. A round trip through a file (tuples, 1.0) changes nothing."""
     return json.dumps(plain(values), sort_keys=True, separators=(",", ":")) if values else ""
 
 

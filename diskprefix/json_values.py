@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 MOST_PARTS, MOST_VALUES = 1 << 18, 1 << 21
-"""Limits for the JSON of a request: objects, lists and texts (keys included), and values in all. Parsing holds the
-interpreter's lock."""
+"""Limits for a request: objects, lists and texts (keys included), and values in all. Parsing holds Python's lock."""
 
 
 class Counted(NamedTuple):

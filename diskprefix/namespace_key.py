@@ -45,10 +45,7 @@ class NamespaceKey:
 
         Raises `SettingsError`, also if other users may read the file: with the key they could plant state.
         """
-        try:
-            secret = read_private(path, _MOST_BYTES).strip()
-        except SettingsError as error:
-            raise SettingsError(f"{_FLAG}: {error.message}") from error
+        secret = read_private(_FLAG, path, _MOST_BYTES).strip()
         if not _LEAST_BYTES <= len(secret) <= _MOST_BYTES:
             raise SettingsError(
                 f"{_FLAG}: {path} must hold {_LEAST_BYTES} to {_MOST_BYTES} bytes that nobody can guess; write them "

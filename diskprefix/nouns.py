@@ -1,7 +1,6 @@
 """The values that all packages use. Each noun has one meaning.
 
-A request has a `Tenant`, a `Prompt`, and `CacheOptions` with a `Scope`. Its answer has the policy's `Selection` and the
-`CacheReport`.
+A request has a `Tenant`, a `Prompt`, and `CacheOptions` with a `Scope`, its answer a `Selection` and a `CacheReport`.
 """
 
 from __future__ import annotations
@@ -124,8 +123,7 @@ class Scope:
 
 
 class Mark(NamedTuple):
-    """A position, in tokens, that the client wants kept for `ttl_s` seconds after its last use. None leaves the time to
-    the daemon."""
+    """A position, in tokens, that the client wants kept for `ttl_s` seconds (None: the daemon's) after its last use."""
 
     position: int
     ttl_s: float | None = None
@@ -286,8 +284,7 @@ class Selection:
     def shared(self, rule: str, num_tokens: int, had: int) -> int:
         """Returns how many of the first `num_tokens` tokens to upload for other machines, by the rule `--remote-write`.
 
-        `seen-twice` uploads the `had` tokens that the store or the engine had before, or those that an earlier prompt
-        begins with.
+        `seen-twice` uploads the `had` tokens of the store or the engine, or those that an earlier prompt begins with.
         """
         if rule == "seen-twice":
             return min(num_tokens, max(had, self.common, self.seen))

@@ -9,8 +9,8 @@ from pathlib import Path
 from diskprefix.errors import SettingsError
 
 
-def read_private(path: Path, most_bytes: int) -> bytes:
-    """Returns the content of a file, up to `most_bytes` + 1 bytes.
+def read_private(flag: str, path: Path, most_bytes: int) -> bytes:
+    """Returns the content of the file that `flag` names, up to `most_bytes` + 1 bytes.
 
     Raises `SettingsError` if it cannot be read, or if other users may read or write it.
     """
@@ -18,20 +18,21 @@ def read_private(path: Path, most_bytes: int) -> bytes:
         # The open file is checked, not its name, which may lead to another file a moment later.
         # Without waiting: a named pipe to which nobody writes would block.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            _require_private(path, os.fstat(file.fileno()))
+            if (problem := _problem(path, os.fstat(file.fileno()))) is not None:
+                raise SettingsError(f"{flag}: {problem}")
             return file.read(most_bytes + 1)
     except OSError as error:
-        raise SettingsError(f"cannot read {path}: {error.strerror}") from error
+        raise SettingsError(f"{flag}: cannot read {path}: {error.strerror}") from error
 
 
-def _require_private(path: Path, status: os.stat_result) -> None:
+def _problem(path: Path, status: os.stat_result) -> str | None:
     if not stat.S_ISREG(status.st_mode):
-        raise SettingsError(f"{path} is not a file")
+        return f"{path} is not a file"
     if status.st_uid not in (0, os.geteuid()):
-        raise SettingsError(f"{path} belongs to another user (uid {status.st_uid}); chown it to the daemon's")
+        return f"{path} belongs to another user (uid {status.st_uid}); chown it to the daemon's"
     if status.st_mode & _forbidden_bits(path):
-        mode = stat.S_IMODE(status.st_mode)
-        raise SettingsError(f"others may read or write {path} (mode {mode:04o}); run `chmod 600` on it")
+        return f"others may read or write {path} (mode {stat.S_IMODE(status.st_mode):04o}); run `chmod 600` on it"
+    return None
 
 
 def _forbidden_bits(path: Path) -> int:

@@ -314,8 +314,7 @@ class PrefixCacheSession:
             raise InvalidRequest.at("attention_mask", "a session takes one prompt without padding")
 
     def _prompt(self, token_ids: TokenIds) -> Prompt:
-        """Returns the prompt with its special tokens as boundaries; with none if only its first tokens are special, as
-        nothing would be saved then."""
+        """Returns the prompt with its special tokens as boundaries. If only the first ones are, it has none."""
         boundaries = raw_boundaries(token_ids, self._special_ids)
         beginning = token_ids[:_PREVIEW_TOKENS].tolist()
         text = "" if self.tokenizer is None else str(self.tokenizer.decode(beginning))

@@ -42,8 +42,7 @@ def block_hash(secret: int, parent: bytes, token_ids: TokenIds | bytes, mark: by
 
 
 def block_hashes(secret: int, root: bytes, token_ids: bytes, block_size: int) -> list[bytes]:
-    """Returns the names of all full blocks of a prompt, one chained to the other: `block_hash` in one loop, because a
-    lookup needs hundreds at once."""
+    """Returns `block_hash` of all full blocks of a prompt: in one loop, because a lookup needs hundreds at once."""
     names, parent, size = [], root, ID_BYTES * block_size
     for start in range(0, len(token_ids) - size + 1, size):
         parent = xxhash.xxh3_128_digest(parent + token_ids[start : start + size], seed=secret)
@@ -52,8 +51,7 @@ def block_hashes(secret: int, root: bytes, token_ids: bytes, block_size: int) ->
 
 
 def beginning_hashes(secret: int, parent: bytes, token_ids: bytes, mark: bytes) -> list[bytes]:
-    """Returns `block_hash` of each beginning of the token ids (int32, little-endian), from the empty one to the whole:
-    in one loop, because a lookup needs hundreds at once."""
+    """Returns `block_hash` of each beginning of the token ids (int32, little-endian), from the empty one on."""
     whole, ends = parent + token_ids, range(len(parent), len(parent) + len(token_ids) + 1, ID_BYTES)
     return [xxhash.xxh3_128_digest(whole[:end] + mark, secret) for end in ends]
 

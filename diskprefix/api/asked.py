@@ -37,8 +37,7 @@ class TextFormat:
     def of_json(
         cls, kind: Literal["text", "json_object", "json_schema"], schema: JsonObject | None, path: str, of_schema: str
     ) -> TextFormat | None:
-        """Returns what OpenAI's formats ask for, at `path`; None for any text. `of_schema` is where a schema stands
-        below it."""
+        """Returns OpenAI's format at `path`, whose schema stands at `of_schema` below it; None for any text."""
         if kind == "json_schema":
             return cls(kind, json.dumps(schema), path + of_schema)
         return cls(kind, "", path) if kind == "json_object" else None

@@ -97,8 +97,7 @@ class BodyReader(Protocol[B]):
     def read(self, body: B, vocab_size: int, notes: Callable[[], TenantNotes], /) -> Asked:
         """Returns a body in neutral words. `notes` opens the tenant's notes in the store.
 
-        It may take long, and wait for the disk. Raises `InvalidRequest`, with the path of the field, for what is not
-        served.
+        It may take long, and wait for the disk. Raises `InvalidRequest`, with the path of the field.
         """
 
 

@@ -1,7 +1,6 @@
 """The input of OpenAI's responses API: a list of items, the messages that they become, and stored responses.
 
-What an assistant did in one turn comes as several items, and becomes one message: its reasoning, then its text, then
-its tool calls.
+The items of one turn of the assistant become one message: its reasoning, then its text, then its tool calls.
 """
 
 from __future__ import annotations
@@ -303,8 +302,7 @@ class StoredResponse(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class ResponseStore:
-    """The stored responses of one tenant, for one request. Reading waits for the disk, so not for the event loop; a
-    store that fails holds none."""
+    """One tenant's stored responses, for one request. Reading waits for the disk. A store that fails holds none."""
 
     notes: TenantNotes | ReadOnlyNotes
     _num_bytes: int = field(default=0, init=False)

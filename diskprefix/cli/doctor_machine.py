@@ -122,20 +122,11 @@ def folder_findings(settings: Settings) -> Iterator[Finding]:
         return
     yield Finding("folder", "ok", f"{folder}{'' if place == folder else ' will be created'}")
     kind = _file_system(place)
-    if kind in _VOLATILE:
-        yield Finding(
-            "file system",
-            "problem",
-            f"{kind}: what is saved is lost at the next boot",
-            "give a --kv-cache-dir on a disk",
-        )
-    elif kind in _REMOTE:
-        yield Finding(
-            "file system",
-            "problem",
-            f"{kind}: the store's file is not safe on a network",
-            "give a --kv-cache-dir on a local disk",
-        )
+    if kind in _VOLATILE | _REMOTE:
+        is_volatile = kind in _VOLATILE
+        why = "what is saved is lost at the next boot" if is_volatile else "the store's file is not safe on a network"
+        where = "disk" if is_volatile else "local disk"
+        yield Finding("file system", "problem", f"{kind}: {why}", f"give a --kv-cache-dir on a {where}")
     else:
         yield Finding("file system", "ok", kind or "not known")
     yield _space_finding(settings, place)

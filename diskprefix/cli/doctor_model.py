@@ -1,5 +1,4 @@
-"""The checks of `diskprefix doctor` that look at the model: memory, tokenizer, template, tool calls, and one request
-before and after a restart."""
+"""The checks of `diskprefix doctor` that look at the model: memory, tokenizer, template, tool calls, a restart."""
 
 from __future__ import annotations
 

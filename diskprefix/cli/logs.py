@@ -32,8 +32,7 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """Writes each message as one JSON object. That of a request has its facts under `request`, and a traceback is one
-    string, under `exception`."""
+    """Writes each message as one JSON object: a request's facts under `request`, a traceback under `exception`."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {

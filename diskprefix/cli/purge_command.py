@@ -104,17 +104,20 @@ def purge(
         chosen = [info for info in infos if bytes.fromhex(info.id) in plan.entries]
         if not as_json:
             _show_plan(plan, chosen, "would be removed" if dry_run else "to remove")
-        purged = bucket = None
+        purged = bucket = why_not = None
         if not dry_run:
             # Opened first: what is gone here can no longer be named there.
-            bucket = _bucket(purge_filter, remote_tier, namespace_key_file) if store.names.namespace else None
+            if store.names.namespace:
+                bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file)
             if plan and not yes and not _confirmed(plan, remote_tier if bucket else None):
                 click.echo("nothing was purged", err=True)
                 return 1
             with progress("purging", plan.stored_bytes) as advance:
                 purged = erase(store, purge_filter, now, advance)
         if purged is not None and store.names.namespace and (plan or yes):
-            _purge_bucket(purged, purge_filter, bucket)
+            purged.remote_error = why_not
+            if bucket is not None:
+                _purge_bucket(purged, purge_filter, bucket)
     if as_json:
         print_json(_report(plan, chosen, purged))
     elif plan and purged is not None:
@@ -122,26 +125,21 @@ def purge(
     return 1 if purged is not None and purged.left_blocks else 0
 
 
-def _bucket(purge_filter: PurgeFilter, remote_tier: str | None, namespace_key_file: Path | None) -> Bucket | None:
-    """Returns the opened bucket, None if nothing is to be removed from it."""
-    if purge_filter.older_than_s is not None or purge_filter.is_everything:
-        return None
-    if remote_tier is None or namespace_key_file is None:
-        return None
-    return hooks.open_bucket(remote_tier, namespace_key_file)
-
-
-def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket | None) -> None:
-    """Removes the same from the shared bucket, and records the result in `purged`."""
+def _bucket(
+    purge_filter: PurgeFilter, remote_tier: str | None, namespace_key_file: Path | None
+) -> tuple[Bucket | None, str | None]:
+    """Returns the opened bucket, or why nothing is removed from it."""
     if purge_filter.older_than_s is not None:
-        purged.remote_error = "what is old is removed there by `diskprefix remote sweep`"
-        return
+        return None, "what is old is removed there by `diskprefix remote sweep`"
     if purge_filter.is_everything:
-        purged.remote_error = "others share it: use `diskprefix remote purge`"
-        return
-    if bucket is None:
-        purged.remote_error = "give it with --remote-tier and --namespace-key-file, or use `diskprefix remote purge`"
-        return
+        return None, "others share it: use `diskprefix remote purge`"
+    if remote_tier is None or namespace_key_file is None:
+        return None, "give it with --remote-tier and --namespace-key-file, or use `diskprefix remote purge`"
+    return hooks.open_bucket(remote_tier, namespace_key_file), None
+
+
+def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> None:
+    """Removes the same from the shared bucket, and records the result in `purged`."""
     try:
         if purge_filter.entries:
             purged.remote_objects = bucket.forget(purged.texts)

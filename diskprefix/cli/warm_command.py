@@ -203,8 +203,7 @@ def _answer(call: Call, path: str, body: Json, say: Say) -> Answer:
 def _settled(call: Call) -> Json | None:
     """Waits until all state that is pending now is written, and returns the counts of the cache as `_state` does.
 
-    Without this, the daemon drops what does not fit into its write buffer. State that other clients add meanwhile is
-    not waited for.
+    Without this, the daemon drops what does not fit into its write buffer. Does not wait for state of other clients.
     """
     first = state = _state(call)
     deadline = time.monotonic() + _PATIENCE_S

@@ -163,8 +163,7 @@ class Submitted:
 async def answer(request: Request, dialect: Dialect[B]) -> Response:
     """Reads a request, submits it, and returns the response that sends the reply.
 
-    Raises every error that occurs before the request is submitted. An error after that, or after a long wait, is sent
-    in the reply.
+    Raises errors from before the request is submitted. A later one, or one after a long wait, is sent in the reply.
     """
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)

@@ -34,16 +34,14 @@ _SMALL_BYTES, _LARGE_BYTES = 64 * 1024, 1 << 20
 """Sizes of bodies. The length of the queue bounds the memory of small ones, and they never wait. Large ones,
 above those of agents, let all others go first."""
 _LARGE_BYTES_PER_S, _BESIDE_BYTES_PER_S = 64 << 20, 8 << 20
-"""The rates at which all large bodies together are read: alone, and while the engine computes. Reading takes
-time of the event loop."""
+"""The rates at which all large bodies are read, which takes the event loop's time: alone, and beside the engine."""
 _PAUSE, _PAUSE_BESIDE = 1, 7
 """The pause after parsing a large body, as a multiple of the time of parsing: alone, and while the engine computes."""
 _BODIES_ARRIVING, _BODIES_OF_ONE, _BODIES_IN_MEMORY = 8, 4, 8
 """Bodies of the largest size that may be arriving or wait for memory, those of one caller, and the memory of those that
 are parsed and rendered: 256, 128 and 256 MiB, if a body may have 32."""
 _MEMORY_PER_BYTE, _MEMORY_PER_PART, _MEMORY_PER_VALUE = 6, 512, 40
-"""Bytes that a byte of a body, an object, list or text in it, and a value take until its prompt is rendered. Measured
-with the bodies that take most."""
+"""Bytes that a byte of a body, a part and a value take until its prompt is rendered, at most. Measured."""
 
 
 @asynccontextmanager
@@ -116,8 +114,7 @@ class Bodies:
         return bytes(body)
 
     async def _parse_large(self, body: bytes, model: type[Model]) -> Model:
-        """Parses one body after the other, with a pause behind each: the rest of the time is left to the engine, and to
-        the requests of others."""
+        """Parses one body after the other, with a pause behind each for the engine and the requests of others."""
         took_s = 0.0
 
         def timed() -> Model:
@@ -153,8 +150,7 @@ class Bodies:
 
 
 class _Budget:
-    """Memory that is given by turns: to the caller who has had the least of it, so that many bodies of one caller delay
-    those of another by one."""
+    """Memory, given to the caller who has had the least: many bodies of one caller delay those of another by one."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes = self._free = num_bytes
@@ -199,8 +195,7 @@ class _Budget:
 
 
 def _memory_of(body: bytes) -> int:
-    """Returns the bytes that a body takes until its prompt is rendered, at most. Raises `InvalidRequest` if it has too
-    many values."""
+    """Returns the most bytes that a body takes until its prompt is rendered. Raises `InvalidRequest`."""
     counted = count_values([body])
     if counted.too_many:
         raise InvalidRequest(f"the body has {counted.too_many}", code="body_too_complex")

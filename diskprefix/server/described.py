@@ -25,8 +25,7 @@ def described(
     stream: dict[str, Any] | None = None,
     error: type[BaseModel] = ErrorBody,
 ) -> dict[str, Any]:
-    """Returns the arguments of a router's decorator: what the route takes, the `whole` or the `stream` that it answers,
-    and the errors of reading it."""
+    """Returns arguments for a router's decorator: the body, the `whole` answer or the `stream`, and the errors."""
     answer: dict[str, Any] = {"model": whole}
     if stream is not None:
         answer["description"] = "The reply; with `stream: true` server-sent events."
@@ -61,8 +60,7 @@ def _as_json(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def add_errors(document: dict[str, Any], without_key: Collection[str] | None) -> None:
-    """Adds to each route what it may be answered before it is called. With keys, `without_key` are the paths that need
-    none; otherwise it is None."""
+    """Adds the errors before a route is called. With keys, `without_key` are the paths that need none, else None."""
     for path, methods in document["paths"].items():
         error = AnthropicErrorBody if path.startswith(ANTHROPIC_PATH) else ErrorBody
         needs_key = without_key is not None and path not in without_key

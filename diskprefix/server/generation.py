@@ -116,9 +116,7 @@ def _size(event: Event | None) -> int:
 
 class Generation:
     """A request in the engine, and its events. `next` raises `ClientDisconnect` if the client left, and the engine's
-    error if the request failed. `close()` must be called in the end; it cancels what still runs, and may be called
-    twice.
-    """
+    error if the request failed. Call `close()` in the end, once or more: it cancels what still runs."""
 
     def __init__(
         self, inbox: Inbox, request: GenerateRequest, receive: Receive, on_done: Callable[[DoneEvent], None]

@@ -21,6 +21,7 @@ ADMIN = "admin"
 
 MIN_KEY_CHARS = 16
 """Names are shorter, so that a key is never taken for a name and logged."""
+_FLAG = "--api-keys"
 _MAX_FILE_BYTES = 1 << 20
 _KEY = re.compile(rf"[!-~]{{{MIN_KEY_CHARS},}}")
 """Printable ASCII characters without blanks, which a header can hold."""
@@ -29,8 +30,7 @@ _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request: a name for the log, a tenant for the cache, and whether the caller may see everybody's
-    figures."""
+    """The sender of a request, with a name for the log. `sees_all`: everybody's figures are shown to it."""
 
     name: str | None = None
     tenant: Tenant = SHARED
@@ -108,10 +108,7 @@ def _name_and_key(words: list[str], where: str) -> tuple[str | None, str]:
 
 
 def _read_private(path: Path) -> str:
-    try:
-        content = read_private(path, _MAX_FILE_BYTES)
-    except SettingsError as error:
-        raise _wrong(error.message) from error
+    content = read_private(_FLAG, path, _MAX_FILE_BYTES)
     if len(content) > _MAX_FILE_BYTES:
         raise _wrong(f"{path} is larger than {_MAX_FILE_BYTES} bytes, so it is not a file of keys")
     try:
@@ -121,4 +118,4 @@ def _read_private(path: Path) -> str:
 
 
 def _wrong(message: str) -> SettingsError:
-    return SettingsError(f"--api-keys: {message}")
+    return SettingsError(f"{_FLAG}: {message}")

@@ -1,7 +1,6 @@
 """The metrics for Prometheus: counts and times of requests, and figures of the engine that are read at each scrape.
 
-Names and units follow Prometheus' conventions: base units (seconds, bytes), the unit in the name, `_total` for a
-counter.
+Names follow Prometheus' conventions: base units (seconds, bytes), the unit in the name, `_total` for a counter.
 """
 
 from __future__ import annotations
@@ -72,14 +71,13 @@ _REMOTE = {
 class EngineCollector(Collector):
     """One scrape. `stats` is the cache's report, of the loaded model."""
 
-    def __init__(self, version: str, serving: Serving | None, stats: dict[str, Any]) -> None:
-        self._version = version
+    def __init__(self, serving: Serving | None, stats: dict[str, Any]) -> None:
         self._serving = serving
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:
         serving = self._serving
-        yield _info("build", "The version of diskprefix.", version=self._version)
+        yield _info("build", "The version of diskprefix.", version=__version__)
         yield _gauge("ready", "1 once the model is loaded.", serving is not None)
         if serving is not None:
             yield _info("model", "The served model.", **_described(serving))
@@ -285,4 +283,4 @@ class ServerMetrics:
     async def render(self, serving: Serving | None) -> bytes:
         """Returns the text that a scrape gets. `serving` is None while the model loads."""
         stats = await serving.cache_stats() if serving else {}
-        return generate_latest(self.registry) + generate_latest(EngineCollector(__version__, serving, stats))
+        return generate_latest(self.registry) + generate_latest(EngineCollector(serving, stats))

@@ -172,8 +172,7 @@ class PatientResponse(_ReplyResponse):
 
 
 async def first_signs(preparing: asyncio.Task[Response], *, is_stream: bool) -> Response:
-    """Returns the response that is being prepared. If that takes long, as while the model loads, it is one that shows
-    signs of life until then."""
+    """Returns the prepared response, or, if that takes long, one that shows signs of life until it is ready."""
     done, _ = await asyncio.wait({preparing}, timeout=KEEPALIVE_S)
     return preparing.result() if done else HeldResponse(preparing, is_stream=is_stream)
 

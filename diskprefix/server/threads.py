@@ -20,8 +20,7 @@ T = TypeVar("T")
 Kind: TypeAlias = Literal["parsing", "rendering", "large", "media", "compiling", "stopping"]
 
 _NUM_THREADS: dict[Kind, int] = {"parsing": 2, "rendering": 2, "large": 2, "media": 1, "compiling": 16, "stopping": 2}
-"""Images and sounds take seconds and hundreds of megabytes, so they are prepared one request after the other. A thread
-that compiles waits for a process."""
+"""Images and sounds take seconds and hundreds of megabytes each. A thread that compiles waits for a process."""
 _BEHIND: tuple[Kind, ...] = ("large", "media")
 """These threads let the engine go first: its own wait for each other many times in a step, and where another has the
 processor of one of them, all wait for that."""
@@ -64,8 +63,7 @@ class Threads:
         return any(not work.done() for work in tuple(self._begun))
 
     async def run(self, kind: Kind, work: Callable[..., T], *values: Any) -> T:
-        """Runs `work` in a thread and returns its result. Work that has not begun is left out if the caller is
-        cancelled."""
+        """Runs `work` in a thread and returns its result. If the caller is cancelled, it does not begin any more."""
         return await asyncio.wrap_future(self._submit(kind, work, *values))
 
     async def compile(

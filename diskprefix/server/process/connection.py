@@ -27,8 +27,7 @@ _REFUSAL_S = 1.0
 class LimitedConnection(H11Protocol):
     """uvicorn's connection. One without a request is closed after a while.
 
-    One above the limit takes the place of the connection that has been idle for the longest time. If none is idle, it
-    gets a 503 at once.
+    One above the limit takes the place of the one that has been idle for longest. If none is idle, it gets a 503.
     """
 
     def __init__(self, max_connections: int, refused: set[LimitedConnection], **options: Any) -> None:

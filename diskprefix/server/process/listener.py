@@ -69,8 +69,7 @@ def _passed(number: int) -> socket.socket:
 def listen(host: str, port: int) -> list[socket.socket]:
     """Returns listening sockets on all addresses of `host`; port 0 takes a free port of the first address.
 
-    They listen at once, before anything slow, so that a second daemon on the port is refused immediately. Raises
-    `SettingsError`.
+    They listen before anything slow, so that a second daemon on the port fails at once. Raises `SettingsError`.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -307,8 +307,7 @@ class SignsOfLife:
 
 
 def _end(daemon: Daemon) -> None:
-    """Raises the error that ended the daemon. Exits at once if a thread still loads or works for a client: it cannot be
-    stopped."""
+    """Raises the error that ended the daemon. Exits at once if a thread, which cannot be stopped, still works."""
     if daemon.failure is not None:
         raise daemon.failure
     log.info("stopped")
