@@ -263,17 +263,14 @@ class Supervisor:
 
     def _fork(self, *, is_spare: bool) -> Child | None:
         """Returns None if the system has no room for a process now. Raises `InChild` in the new process."""
+        ends: tuple[socket.socket, ...] = ()
         try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        except OSError as error:
-            log.error("[standby] no process can be started: %s", error.strerror)
-            return None
-        try:
+            ends = ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             pid = os.fork()
         except OSError as error:
             log.error("[standby] no process can be started: %s", error.strerror)
-            ours.close()
-            theirs.close()
+            for end in ends:
+                end.close()
             return None
         if pid == 0:
             self._leave()
