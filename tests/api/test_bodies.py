@@ -10,29 +10,39 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.scripted import ScriptedEngine, scripted_app
+from diskprefix.store.note_record import NoteKind
+from tests.server.agent_model import TEMPLATE, call, saying, thought
+from tests.server.chat_model import write_chat_model
+from tests.server.scripted import ScriptedEngine, say_hello, scripted_app
 from tools.real_agents.replies import Reply
 
-BODIES = sorted((Path(__file__).parent / "bodies").glob("*.json"))
+FOLDER = Path(__file__).parent / "bodies"
+BODIES = sorted(FOLDER.glob("*.json"))
 """Written by `tools/agents --bodies`, and then made small and impersonal by hand."""
 TURNS = [path for path in BODIES if path.stem.endswith("-turn")]
 Served = tuple[httpx.Client, ScriptedEngine]
 
 
 @pytest.fixture(scope="module")
-def served(chat_model: Path) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
     engine = ScriptedEngine()
     engine.model_name, engine.max_positions = "coder", 131_072
-    with scripted_app(chat_model, engine) as server, server.client() as client:
+    with scripted_app(model, engine) as server, server.client() as client:
         yield client, engine
 
 
-def sent(path: Path, served: Served) -> tuple[httpx.Response, str]:
+def recorded(path: Path) -> tuple[str, dict[str, Any]]:
+    """The route and the body of a request."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found["path"], found["body"]
+
+
+def sent(served: Served, path: str, body: dict[str, Any]) -> tuple[httpx.Response, str]:
     """The response to a body, and the prompt that was made of it."""
-    recorded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     client, engine = served
     engine.requests.clear()
-    response = client.post(recorded["path"], json=recorded["body"])
+    response = client.post(path, json=body)
     assert response.status_code == 200, response.text
     [request] = engine.requests
     return response, engine.tokenizer.decode(request.prompt.token_ids)
@@ -40,7 +50,8 @@ def sent(path: Path, served: Served) -> tuple[httpx.Response, str]:
 
 @pytest.mark.parametrize("path", BODIES, ids=lambda path: path.stem)
 def test_what_an_agent_sends_is_answered(path: Path, served: Served) -> None:
-    response, _ = sent(path, served)
+    served[1].script = say_hello
+    response, _ = sent(served, *recorded(path))
     reply = Reply()
     reply.feed(response.content)
     reply.finish()
@@ -51,9 +62,9 @@ def test_what_an_agent_sends_is_answered(path: Path, served: Served) -> None:
 
 @pytest.mark.parametrize("path", TURNS, ids=lambda path: path.stem)
 def test_nothing_that_the_model_must_read_is_left_out(path: Path, served: Served) -> None:
-    recorded = json.loads(path.read_text(encoding="utf-8"))["body"]
-    _, prompt = sent(path, served)
-    tools = [tool.get("function", tool)["name"] for tool in recorded["tools"] if _is_function(tool)]
+    route, body = recorded(path)
+    _, prompt = sent(served, route, body)
+    tools = [tool.get("function", tool)["name"] for tool in body["tools"] if _is_function(tool)]
     words = ["sums.py must print 5 and does not", "return a - b", "the sum is 5", "python3 sums.py", *tools]
     assert [word for word in words if word not in prompt] == []
     assert len(tools) >= 1
@@ -61,3 +72,36 @@ def test_nothing_that_the_model_must_read_is_left_out(path: Path, served: Served
 
 def _is_function(tool: dict[str, Any]) -> bool:
     return bool(tool.get("type", "function") == "function")
+
+
+def test_claude_code_reads_events_and_its_marks_places_and_tokens_are_its_own(served: Served) -> None:
+    path, body = recorded(FOLDER / "claude-code-turn.json")
+    response, prompt = sent(served, path, body)
+    assert response.headers["request-id"].startswith("req_")
+    names = [line.removeprefix("event: ") for line in response.text.splitlines() if line.startswith("event: ")]
+    assert (names[0], names[-1]) == ("message_start", "message_stop")
+    places = [prompt.index(text) for text in ('"Bash"', "You are a Claude agent", "sums.py must", "Available agent")]
+    assert places == sorted(places), "tools, system, user, system in its place"
+    [request] = served[1].requests
+    assert len(request.prompt.marks) == 3
+    assert request.prompt.marks[-1].position < len(request.prompt.token_ids)
+    counted = served[0].post("/v1/messages/count_tokens?beta=true", json=body).json()
+    assert counted == {"input_tokens": len(request.prompt.token_ids)}
+
+
+def test_codex_gets_items_that_it_sends_back_without_their_ids(served: Served) -> None:
+    path, body = recorded(FOLDER / "codex-turn.json")
+    engine = served[1]
+    engine.script = saying(thought("hm") + call("exec_command", cmd="ls"))
+    answer, prompt = sent(served, path, body)
+    data = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+    finished = [event["item"] for event in data if event["type"] == "response.output_item.done"]
+    assert [item["type"] for item in finished] == ["reasoning", "function_call"]
+    assert finished[0]["summary"] == [{"type": "summary_text", "text": "hm"}]
+    assert "web_search" not in prompt
+    assert {kind for _, kind, _ in engine.cache.noted} <= {NoteKind.ENCODING}, "the response is not stored"
+    items = [{name: value for name, value in item.items() if name not in ("id", "status")} for item in finished]
+    output = {"type": "function_call_output", "call_id": finished[1]["call_id"], "output": "42"}
+    _, longer = sent(served, path, body | {"input": [*body["input"], *items, output]})
+    assert longer.startswith(prompt.removesuffix("<|im_start|>assistant\n"))
+    assert longer.endswith("<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")

@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from diskprefix.cli import main
+from diskprefix.store.store import Publication
+from diskprefix.tokens import TokenIds
+from tests.store.building import is_clean, is_whole, open_store
+from tests.store.exported import entry_of
 
 
 @dataclass
 class Ended:
-    """What a command left: its exit code and what it printed."""
+    """The exit code of a command and what it printed."""
 
     exit_code: int
     stdout: str
     stderr: str
+
+    @property
+    def json(self) -> Any:
+        assert self.stdout, self.stderr
+        return json.loads(self.stdout)
+
+    def assert_refused(self, exit_code: int, *words: str) -> None:
+        """Checks that it printed one line, an error with these words."""
+        found = (self.exit_code, self.stdout, self.stderr.startswith("error: "), self.stderr.count("\n"))
+        assert found == (exit_code, "", True, 1), self
+        assert [word for word in words if word not in self.stderr] == [], self.stderr
 
 
 Run = Callable[..., Ended]
@@ -28,14 +47,77 @@ Run = Callable[..., Ended]
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Runs `diskprefix` with some arguments; neither standard input nor standard error is a terminal."""
 
-    def call(*args: str | Path) -> Ended:
+    def call(*args: object) -> Ended:
         with pytest.raises(SystemExit) as end:
             main(list(map(str, args)))
         out = capsys.readouterr()
         assert isinstance(end.value.code, int)
-        return Ended(end.value.code, out.out, out.err)
+        # click ends the ^C of a terminal with a newline of its own.
+        return Ended(end.value.code, out.out, out.err.removeprefix("\n"))
 
     return call
+
+
+def run_fresh(*commands: list[str]) -> tuple[list[str], set[str]]:
+    """Runs commands in a new interpreter, one after the other.
+
+    Returns the lines that they printed, and which of the packages that take long to import were imported.
+    """
+    code = (
+        "import json, sys\n"
+        "from diskprefix.cli import _run\n"
+        "assert not any(map(_run, json.loads(sys.argv[1])))\n"
+        "print(*sys.modules, file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", code, json.dumps(commands)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    imported = set(ended.stderr.splitlines()[-1].split())
+    return ended.stdout.splitlines(), imported & {
+        *("torch", "transformers", "tokenizers", "uvicorn", "fastapi", "pydantic", "jinja2", "matplotlib", "rich"),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a store that is not there yet."""
+    return tmp_path / "kv"
+
+
+def saved(folder: Path, token_ids: TokenIds, *, budget_bytes: int = 32 << 20, **fields: Any) -> Publication:
+    """Saves a prompt in the store of a folder."""
+    with closing(open_store(folder, budget_bytes=budget_bytes)) as store:
+        made = entry_of(store, token_ids, **fields)
+        store.publish(made)
+    return made
+
+
+def holds(folder: Path, made: Publication) -> bool:
+    """Says whether a store is sound and has all of a publication."""
+    with closing(open_store(folder)) as store:
+        return is_clean(store) and is_whole(store, made)
+
+
+def overwrite(folder: Path) -> bytes:
+    """Damages the file of a store behind its first pages, and returns what it then holds."""
+    file = folder / "data.mdb"
+    data = file.read_bytes()
+    file.write_bytes(data[: 2 * 4096] + b"\xff" * (len(data) - 2 * 4096))
+    return file.read_bytes()
+
+
+@contextmanager
+def opened_elsewhere(folder: Path) -> Iterator[None]:
+    """Another process has the store open meanwhile."""
+    code = (
+        "import sys; from pathlib import Path; from diskprefix.store.store import Store; "
+        "s = Store(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(folder)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "open\n"
+        yield
+        other.communicate("")
 
 
 @pytest.fixture

@@ -91,7 +91,7 @@ def test_clients_that_can_know_the_context_are_told_it(name: str) -> None:
 def test_the_settings_are_those_of_the_running_daemon(run: Run, daemon: FakeDaemon) -> None:
     ended = run("clients", "codex", "--url", "http://10.0.0.1:9/v1/", "--api-key", "secret", "--json")
     assert (ended.exit_code, ended.stderr) == (0, "")
-    [told] = json.loads(ended.stdout)["clients"]
+    [told] = ended.json["clients"]
     settings = tomllib.loads(told["files"][0]["text"])
     assert (settings["model"], settings["model_context_window"]) == ("model-1", 4096)
     assert settings["model_providers"]["diskprefix"]["base_url"] == "http://10.0.0.1:9/v1"

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import signal
 import subprocess
 import sys
@@ -9,13 +8,8 @@ from pathlib import Path
 import pytest
 
 from diskprefix.store.store import Publication
-from tests.cli.conftest import Run
-from tests.store.building import BLOCK, is_whole, open_store, prompt, publication
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
+from tests.cli.conftest import Run, holds, opened_elsewhere
+from tests.store.building import BLOCK, open_store, prompt, publication
 
 
 @pytest.fixture
@@ -37,41 +31,21 @@ def test_it_prints_before_and_after(run: Run, folder: Path, kept: Publication) -
     ended = run("compact", "--json", "--kv-cache-dir", folder)
     after = (folder / "data.mdb").stat().st_size
     assert ended.exit_code == 0
-    assert json.loads(ended.stdout) == {
+    assert ended.json == {
         "file": str(folder / "data.mdb"), "before_bytes": before, "after_bytes": after,
     }  # fmt: skip
     assert after < before / 2
     ended = run("compact", "--kv-cache-dir", folder)
     assert ended.stdout.startswith(f"compacted {folder / 'data.mdb'}: ")
     assert "→" in ended.stdout
-    store = open_store(folder)
-    assert is_whole(store, kept)
-    store.close()
+    assert holds(folder, kept)
 
 
 @pytest.mark.usefixtures("kept")
 def test_beside_a_daemon_it_refuses_in_one_line_that_says_how_to_go_on(run: Run, folder: Path) -> None:
-    # A descriptor of its own, as another process has one.
-    code = (
-        "import sys; from pathlib import Path; from diskprefix.store.store import Store; "
-        "s = Store(Path(sys.argv[1])); print('open', flush=True); sys.stdin.read()"
-    )
-    command = [sys.executable, "-c", code, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as daemon:
-        assert daemon.stdout is not None
-        assert daemon.stdout.readline() == "open\n"
+    with opened_elsewhere(folder):
         ended = run("compact", "--kv-cache-dir", folder)
-        daemon.communicate("")
-    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (4, "", 1)
-    assert "stop it, or write a compacted copy with `diskprefix backup FOLDER`" in ended.stderr
-
-
-def test_a_folder_without_a_store_is_one_line(run: Run, tmp_path: Path) -> None:
-    for args in (["compact"], ["backup", tmp_path / "copy"]):
-        ended = run(*args, "--kv-cache-dir", tmp_path)
-        assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (4, "", 1)
-        assert "holds no diskprefix store" in ended.stderr
-    assert not list(tmp_path.iterdir())
+    ended.assert_refused(4, "stop it, or write a compacted copy with `diskprefix backup FOLDER`")
 
 
 def test_ctrl_c_leaves_the_old_file_and_nothing_else(folder: Path, kept: Publication) -> None:
@@ -94,17 +68,14 @@ main(["compact", "--kv-cache-dir", {str(folder)!r}])
     assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (128 + signal.SIGINT, "", "error: interrupted")
     assert (folder / "data.mdb").read_bytes() == before
     assert not (folder / "replacement").exists()
-    store = open_store(folder)
-    assert is_whole(store, kept)
-    store.close()
+    assert holds(folder, kept)
 
 
 def test_a_read_only_disk_is_named_as_such(run: Run, disk: Path) -> None:
     open_store(disk).close()
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     ended = run("compact", "--kv-cache-dir", disk)
-    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (4, "", 1)
-    assert "Read-only file system" in ended.stderr
+    ended.assert_refused(4, "Read-only file system")
 
 
 def test_a_disk_without_room_for_both_says_how_much_is_missing(run: Run, disk: Path, tmp_path: Path) -> None:
@@ -113,8 +84,7 @@ def test_a_disk_without_room_for_both_says_how_much_is_missing(run: Run, disk: P
         store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=60_000))
     store.close()
     ended = run("compact", "--kv-cache-dir", disk)
-    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (4, "", 1)
-    assert "MiB are missing; free them, or write the copy elsewhere with `diskprefix backup`" in ended.stderr
+    ended.assert_refused(4, "MiB are missing; free them, or write the copy elsewhere with `diskprefix backup`")
     assert run("verify", "--kv-cache-dir", disk).exit_code == 0
     assert run("backup", tmp_path / "copy", "--kv-cache-dir", disk).exit_code == 0
     assert run("verify", "--kv-cache-dir", tmp_path / "copy").exit_code == 0

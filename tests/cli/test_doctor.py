@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -67,7 +66,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_it_checks_everything_without_the_weights(run: Run, chat_model: Path, tmp_path: Path) -> None:
     ended = run("doctor", "--model", chat_model, "--kv-cache-dir", tmp_path / "kv", "--port", "0", "--json")
-    report = json.loads(ended.stdout)
+    report = ended.json
     findings = {one["check"]: one for one in report["findings"]}
     assert set(findings) == CHECKS
     problems = [one for one in report["findings"] if one["level"] == "problem"]
@@ -79,7 +78,7 @@ def test_it_checks_everything_without_the_weights(run: Run, chat_model: Path, tm
 def test_a_client_is_served_and_a_restart_loses_nothing(run: Run, chat_model: Path, tmp_path: Path) -> None:
     args = ["--block-size", "16", "--kv-cache-min-tokens", "16", "--kv-cache-budget", "64MiB", "--device", "cpu"]
     ended = run("doctor", "--request", "--json", "--model", chat_model, "--kv-cache-dir", tmp_path / "kv", *args)
-    findings = {one["check"]: one for one in json.loads(ended.stdout)["findings"]}
+    findings = {one["check"]: one for one in ended.json["findings"]}
     assert "tokens from memory" in findings["repeated"]["text"] or "from disk" in findings["repeated"]["text"]
     assert "tokens from disk in " in findings["restart"]["text"]
     assert findings["same reply"]["level"] == findings["request"]["level"] == "ok"
@@ -287,11 +286,11 @@ def test_a_daemon_at_the_port_is_no_problem(daemon: DaemonProcess) -> None:
 def test_a_model_that_is_not_here_is_not_fetched(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     ended = run("doctor", "--model", "org/absent", "--kv-cache-dir", tmp_path, "--port", "0", "--json")
-    findings = {one["check"]: one for one in json.loads(ended.stdout)["findings"]}
+    findings = {one["check"]: one for one in ended.json["findings"]}
     assert findings["model"]["level"] == "skipped"
     assert "tokenizer" not in findings
 
 
 def test_a_wrong_setting_is_one_line(run: Run) -> None:
     ended = run("doctor", "--port", "99999")
-    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    ended.assert_refused(2)

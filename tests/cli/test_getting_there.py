@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -52,7 +51,7 @@ def test_init_asks_three_questions_at_a_terminal(home: Path) -> None:
 
 
 def test_init_writes_a_unit_that_serves_with_the_settings(run: Run, home: Path) -> None:
-    files = json.loads(run("init", "--yes", "--unit", "--json").stdout)["files"]
+    files = run("init", "--yes", "--unit", "--json").json["files"]
     unit = (home / "config/systemd/user/diskprefix.service").read_text()
     assert files == [
         str(home / "config/diskprefix/settings.toml"),
@@ -92,7 +91,7 @@ def test_a_unit_can_be_added_to_settings_that_are_there(run: Run, home: Path) ->
 @pytest.mark.parametrize("args", [["--yes", "--budget", "soon"], ["--yes", "--budget", "1KiB"], []])
 def test_init_refuses_what_it_cannot_write_in_one_line(run: Run, home: Path, args: list[str]) -> None:
     ended = run("init", *args)
-    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    ended.assert_refused(2)
     assert not (home / "config").exists()
 
 

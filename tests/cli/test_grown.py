@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-
-import pytest
 
 from tests.cli.conftest import Run
 from tests.store.building import BLOCK, open_store, prompt
 from tests.store.exported import entry_of
 
 TOKENS = prompt(1, 3 * BLOCK)
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tmp_path / "kv"
 
 
 def saved(folder: Path, *, end: int, seed: int = 0) -> str:
@@ -37,7 +29,7 @@ def test_a_former_id_is_read_with_a_line_that_says_so_and_not_removed(run: Run, 
     line = f"entry {former[:12]} has grown; its id is now {present}\n"
     shown = run("inspect", former[:12], "--json", *where)
     assert (shown.exit_code, shown.stderr) == (0, line)
-    assert json.loads(shown.stdout)["id"] == present
+    assert shown.json["id"] == present
     exported = run("export", former[:12], "-o", tmp_path / "e.safetensors", *where)
     assert (exported.exit_code, exported.stderr) == (0, line)
     assert present[:12] in exported.stdout

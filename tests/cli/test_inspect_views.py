@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import io
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.conftest import Ended, Run
+from tests.cli.conftest import Run, run_fresh
 from tests.extras.watch.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat
 from tests.store.building import open_store
 
@@ -36,7 +35,7 @@ def inspect(run: Run, folder: Path) -> Any:
 
 
 def first_id(inspect: Any, text: str) -> str:
-    entries = json.loads(inspect("--json").stdout)["entries"]
+    entries = inspect("--json").json["entries"]
     return next(str(entry["id"]) for entry in entries if text in entry["preview"])
 
 
@@ -49,7 +48,7 @@ def test_an_entry_shows_its_text_who_shares_it_and_how_it_is_stored(inspect: Any
     at = lines.index("shared with 1")
     assert QUESTION in lines[at + 1]
     assert any("in 2 prompts" in line for line in lines)
-    shown = json.loads(inspect(name, "--json").stdout)
+    shown = inspect(name, "--json").json
     assert shown["text"].count("<|im_start|>") == 3
     assert [one["num_tokens"] for one in shown["shared_with"]] == [
         max(b["position"] + b["num_tokens"] for b in shown["blocks"] if b["entries"] == 2)
@@ -63,11 +62,11 @@ def test_an_entry_whose_tokenizer_is_gone_shows_its_preview(run: Run, tmp_path: 
     chats.store.close()
     (tmp_path / "tokenizer").rename(tmp_path / "gone")
     assert made.last_node is not None
-    shown = run("inspect", made.last_node.hex(), "--kv-cache-dir", tmp_path / "kv").stdout
-    assert "preview     You look after" in shown
-    asked = run("inspect", "--why", str(_written(tmp_path, chat(QUESTION))), "--kv-cache-dir", tmp_path / "kv")
-    assert (asked.exit_code, asked.stdout, asked.stderr.count("\n")) == (2, "", 1)
-    assert "give it with --model" in asked.stderr
+    assert (
+        "preview     You look after" in run("inspect", made.last_node.hex(), "--kv-cache-dir", tmp_path / "kv").stdout
+    )
+    asked = run("inspect", "--why", _written(tmp_path, chat(QUESTION)), "--kv-cache-dir", tmp_path / "kv")
+    asked.assert_refused(2, "give it with --model")
 
 
 def test_the_tree_folds_what_is_shared_and_names_each_prompt(inspect: Any) -> None:
@@ -80,7 +79,7 @@ def test_the_tree_folds_what_is_shared_and_names_each_prompt(inspect: Any) -> No
         "Which birds nest on the pier?",
     }
     assert any(line.startswith("tiny, tenant ") for line in lines)
-    roots = json.loads(inspect("--tree", "--json").stdout)["roots"]
+    roots = inspect("--tree", "--json").json["roots"]
     assert [root["num_entries"] for root in roots] == [2, 1]
 
 
@@ -90,7 +89,7 @@ def test_the_figures_tell_what_is_saved_and_what_goes_next(inspect: Any) -> None
     assert "4 requests, 50% hits; 50% of their tokens restored" in shown
     assert "computing saved: " in shown
     assert "never used again" in shown
-    figures = json.loads(inspect("--stats", "--json").stdout)
+    figures = inspect("--stats", "--json").json
     main = figures["roots"][0]
     assert (main["total"]["requests"], main["hit_rate"], main["total"]["saved_s"]) == (4, 0.5, 3.0)
     assert main["shared_bytes"] > 0 < figures["budget_bytes"]
@@ -111,47 +110,38 @@ def test_why_shows_the_text_around_the_difference_and_the_cause(inspect: Any, tm
     saved, here, caret = lines[-3:]
     at = caret.index("^")
     assert (saved[at - 1 : at + 3], here[at - 1 : at + 3]) == ("Satu", "Sund")
-    found = json.loads(inspect("--why", _written(tmp_path, chat(QUESTION, changed)), "--json").stdout)
+    found = inspect("--why", _written(tmp_path, chat(QUESTION, changed)), "--json").json
     assert (found["cause"]["kind"], found["parting"]["at"]) == ("date", found["restored"])
 
 
 def test_why_reads_a_body_from_standard_input(inspect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     body = json.dumps(chat(QUESTION) | {"prefix_cache": {"salt": "nobody"}})
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(body.encode())))
-    assert json.loads(inspect("--why", "-", "--json").stdout)["cause"]["kind"] == "tenant"
+    assert inspect("--why", "-", "--json").json["cause"]["kind"] == "tenant"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"messages": 3}', '{"messages": [{"role": "user"}]}'])
 def test_a_file_that_is_no_request_is_one_line(inspect: Any, tmp_path: Path, text: str) -> None:
-    file = tmp_path / "body.json"
-    file.write_text(text)
-    ended: Ended = inspect("--why", file)
-    assert (ended.exit_code, ended.stdout, ended.stderr.count("\n")) == (2, "", 1)
+    (tmp_path / "body.json").write_text(text)
+    inspect("--why", tmp_path / "body.json").assert_refused(2)
 
 
 @pytest.mark.parametrize("args", [["--tree", "--stats"], ["3fa9", "--tree"], ["--stats", "--why", "-"]])
 def test_one_view_at_a_time(inspect: Any, args: list[str]) -> None:
-    ended: Ended = inspect(*args)
-    assert (ended.exit_code, ended.stderr.count("\n")) == (2, 1)
+    inspect(*args).assert_refused(2)
 
 
 def test_an_empty_store_has_every_view(run: Run, tmp_path: Path) -> None:
     open_store(tmp_path / "kv").close()
     for view, said in (("--tree", "nothing is saved"), ("--stats", "of a budget of ")):
-        ended = run("inspect", view, "--kv-cache-dir", tmp_path / "kv")
-        assert (ended.exit_code, said in ended.stdout) == (0, True)
+        assert said in run("inspect", view, "--kv-cache-dir", tmp_path / "kv").stdout
     ended = run("inspect", "--why", _written(tmp_path, chat("x")), "--kv-cache-dir", tmp_path / "kv")
-    assert (ended.exit_code, ended.stderr.count("\n"), "the store is empty" in ended.stderr) == (2, 1, True)
+    ended.assert_refused(2, "the store is empty")
 
 
 def test_the_plain_views_start_without_what_takes_long_to_import(folder: Path) -> None:
-    code = (
-        "import sys; from diskprefix.cli import cli\n"
-        "for view in ([], ['--tree'], ['--stats']):\n"
-        f"    cli.main(['inspect', *view, '--kv-cache-dir', {str(folder)!r}], standalone_mode=False)\n"
-        "print(*sorted({'torch', 'transformers', 'tokenizers', 'fastapi', 'pydantic', 'jinja2'} & set(sys.modules)), "
-        "file=sys.stderr)"
+    shown, imported = run_fresh(
+        *(["inspect", *view, "--kv-cache-dir", str(folder)] for view in ([], ["--tree"], ["--stats"]))
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stderr.split() == []
-    assert "computing saved" in ended.stdout
+    assert imported <= {"rich"}
+    assert any("computing saved" in line for line in shown)

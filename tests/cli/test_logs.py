@@ -29,6 +29,16 @@ def test_a_message_is_one_line_whatever_a_client_put_into_it(formatter: logging.
     assert line.isprintable()
 
 
+def test_a_traceback_keeps_its_lines_and_cannot_steer_the_terminal() -> None:
+    try:
+        raise ValueError("\x1b[2J\x9b31m")
+    except ValueError:
+        lines = TextFormatter().format(record("failed", exc_info=sys.exc_info())).split("\n")
+    assert all(line.isprintable() for line in lines)
+    assert "Traceback" in lines[1]
+    assert lines[-1] == r"ValueError: \x1b[2J\x9b31m"
+
+
 def test_a_line_in_json_has_what_was_said_when_and_how_bad_it_is() -> None:
     made = record("client says %s", NASTY)
     line = json.loads(JsonFormatter().format(made))

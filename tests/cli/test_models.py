@@ -43,9 +43,7 @@ def listed(run: Run) -> Listed:
     """The rows that `diskprefix models NAME… --json` prints, by architecture."""
 
     def call(*names: str | Path) -> dict[str, Row]:
-        ended = run("models", *names, "--json")
-        assert ended.exit_code == 0, ended.stderr
-        return {row["architecture"]: row for row in json.loads(ended.stdout)["models"]}
+        return {row["architecture"]: row for row in run("models", *names, "--json").json["models"]}
 
     return call
 
@@ -120,24 +118,17 @@ def test_a_rope_that_moves_is_not_cached_whatever_was_verified(listed: Listed, t
 def test_a_folder_that_is_not_served_is_an_error(run: Run, tmp_path: Path, config: Any, kind: str) -> None:
     config.save_pretrained(tmp_path / "other")
     ended = run("models", tmp_path / "other")
-    assert ended.exit_code == 3
-    assert ended.stderr.startswith("error: ")
-    assert kind in ended.stderr
+    ended.assert_refused(3, kind)
 
 
 def test_a_folder_without_a_model_is_an_error(run: Run, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    ended = run("models", tmp_path / "empty")
-    assert (ended.exit_code, ended.stderr.count("\n")) == (3, 1)
-    assert str(tmp_path / "empty") in ended.stderr
+    run("models", tmp_path / "empty").assert_refused(3, str(tmp_path / "empty"))
 
 
 @pytest.mark.parametrize("name", ["lama", "no/such-model"])
 def test_an_unknown_name_is_an_error_that_helps(run: Run, name: str) -> None:
-    ended = run("models", "llama", name)
-    assert (ended.exit_code, ended.stdout) == (2, "")
-    assert name in ended.stderr
-    assert "`diskprefix models` lists" in ended.stderr
+    run("models", "llama", name).assert_refused(2, name, "`diskprefix models` lists")
 
 
 def test_the_table_says_in_which_dtypes_a_model_is_exact_at_every_token(run: Run) -> None:

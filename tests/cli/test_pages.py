@@ -137,7 +137,7 @@ def test_a_command_of_a_page_works(page: str, command: str, at_home: Path, run: 
     assert command.startswith("diskprefix "), f"{page}: run {command!r} here, or give a reason in _NOT_RUN"
     args = shlex.split(command)[1:]
     if "3fa9" in args:
-        entries = json.loads(run("inspect", "--json").stdout)["entries"]
+        entries = run("inspect", "--json").json["entries"]
         args[args.index("3fa9")] = entries[0]["id"][:12]
     if args[0] == "serve":
         args.append("--print-config")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +17,7 @@ from diskprefix.cli import cli, command_names, main
 from diskprefix.cli.options import variable_of
 from diskprefix.errors import ModelError
 from diskprefix.settings import SETTINGS, Settings, flag_of
+from tests.cli.conftest import Run
 
 SettingsOf = Callable[..., Settings]
 
@@ -44,18 +43,6 @@ def settings_of(monkeypatch: pytest.MonkeyPatch) -> SettingsOf:
         return seen[-1]
 
     return run
-
-
-def error_line(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str]:
-    with pytest.raises(SystemExit) as end:
-        main(args)
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    # click ends the terminal's ^C with a newline of its own.
-    message = captured.err.removeprefix("\n")
-    assert message.count("\n") == 1
-    assert message.startswith("error: ")
-    return end.value.code, message
 
 
 def test_without_arguments_the_settings_are_the_defaults(settings_of: SettingsOf) -> None:
@@ -163,20 +150,15 @@ def test_an_empty_variable_is_no_variable(monkeypatch: pytest.MonkeyPatch, setti
 
 
 def test_an_empty_file_of_keys_is_refused_wherever_it_comes_from(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Without keys anybody is served: a variable that came out empty must not mean that."""
     policy = tmp_path / "mine.toml"
     policy.write_text('api_keys = ""\n')
-    found = [error_line(capsys, "serve", "--api-keys", ""), error_line(capsys, "serve", "--policy", str(policy))]
+    run("serve", "--api-keys", "").assert_refused(2, "'--api-keys'", "it is empty")
+    run("serve", "--policy", policy).assert_refused(2, "mine.toml:1: api_keys:", "it is empty")
     monkeypatch.setenv("DISKPREFIX_API_KEYS", "")
-    found.append(error_line(capsys, "serve"))
-    for (code, line), source in zip(
-        found, ("'--api-keys'", "mine.toml:1: api_keys:", "'DISKPREFIX_API_KEYS'"), strict=True
-    ):
-        assert code == 2
-        assert source in line
-        assert "it is empty" in line
+    run("serve").assert_refused(2, "'DISKPREFIX_API_KEYS'", "it is empty")
 
 
 def test_a_flag_wins_over_an_empty_variable_of_keys(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
@@ -193,7 +175,6 @@ def test_a_home_folder_is_expanded(settings_of: SettingsOf, monkeypatch: pytest.
     ("args", "words"),
     [
         (("--disk-prefix-cache", "auto:0"), ("--disk-prefix-cache", "auto:0")),
-        (("--disk-prefix-cache", "sometimes"), ("--disk-prefix-cache", "sometimes")),
         (("--disk-prefix-cache", ""), ("--disk-prefix-cache",)),
         (("--kv-cache-budget", "lots"), ("--kv-cache-budget", "lots")),
         (("--kv-cache-budget", "1MiB"), ("--kv-cache-budget", "out of range")),
@@ -201,123 +182,78 @@ def test_a_home_folder_is_expanded(settings_of: SettingsOf, monkeypatch: pytest.
         (("--port", "http"), ("--port", "http")),
         (("--block-size", "0"), ("--block-size",)),
         (("--max-queue", "0"), ("--max-queue",)),
-        (("--dtype", "int4"), ("--dtype", "int4")),
         (("--fingerprint", "loose"), ("--fingerprint",)),
+        (("--dtype", "int4"), ("--dtype", "int4")),
         (("--policy", "no-such-preset"), ("--policy", "agent, batch, chat, rag")),
         (("--no-such-flag",), ("--no-such-flag",)),
         (("extra",), ("extra",)),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_it_and_exit_code_2(
-    capsys: pytest.CaptureFixture[str], args: tuple[str, ...], words: tuple[str, ...]
+    run: Run, args: tuple[str, ...], words: tuple[str, ...]
 ) -> None:
-    code, line = error_line(capsys, "serve", *args)
-    assert code == 2
-    assert all(word in line for word in words)
+    run("serve", *args).assert_refused(2, *words)
 
 
 @pytest.mark.parametrize(
     ("variable", "value"), [("DISKPREFIX_PORT", "http"), ("DISKPREFIX_REUSE_GENERATED", "sometimes")]
 )
-def test_a_wrong_variable_is_named(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
+def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
-    code, line = error_line(capsys, "serve")
-    assert code == 2
-    assert variable in line
-    assert value in line
+    run("serve").assert_refused(2, variable, value)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
-        ("port", '"http"', "'http' is not a valid integer"),
-        ("port", "8642.5", "'8642.5' is not a valid integer"),
-        ("port", "inf", "'inf' is not a valid integer"),
-        ("port", "99999", "99999 is out of range (0 to 65535)"),
-        ("kv_cache_budget", '"lots"', "'lots' is not a size; write for example 4GiB"),
-        ("kv-cache-budget", "1024", "1024 is out of range"),
-        ("kv_cache_ttl", '"5M"', "'5M' is not a duration; write for example 90s, 15m, 12h, 7d or 2w, in lower case"),
-        ("kv_cache_ttl", "-1", "'-1' is not a duration"),
-        ("disk_prefix_cache", '"auto:0"', "'auto:0' is not a cache scope"),
-        ("kv_cache_codec", '"zip"', "'zip' is not one of"),
-        ("api_keys", '""', "it is empty"),
-        ("kv_cache_dir", f'"{__file__}"', f"Directory '{__file__}' is a file"),
+        ("port", '"http"', "port: 'http' is not a valid integer"),
+        ("port", "8642.5", "port: '8642.5' is not a valid integer"),
+        ("port", "inf", "port: 'inf' is not a valid integer"),
+        ("port", "99999", "port: 99999 is out of range (0 to 65535)"),
+        ("port", "true", "port: must be a number or a text"),
+        ("kv_cache_budget", '"lots"', "kv_cache_budget: 'lots' is not a size; write for example 4GiB"),
+        ("kv-cache-budget", "1024", "kv-cache-budget: 1024 is out of range"),
+        ("kv_cache_ttl", '"5M"', "kv_cache_ttl: '5M' is not a duration; write for example 90s, 15m, 12h, 7d or 2w"),
+        ("kv_cache_ttl", "-1", "kv_cache_ttl: '-1' is not a duration"),
+        ("disk_prefix_cache", '"auto:0"', "disk_prefix_cache: 'auto:0' is not a cache scope"),
+        ("kv_cache_codec", '"zip"', "kv_cache_codec: 'zip' is not one of"),
+        ("api_keys", '""', "api_keys: it is empty"),
+        ("kv_cache_dir", f'"{__file__}"', f"kv_cache_dir: Directory '{__file__}' is a file"),
+        ("reuse_generated", '"yes"', "reuse_generated: must be true or false"),
+        ("reuse-generated", "1", "reuse-generated: must be true or false"),
+        ("host", "[]", "host: must be a number or a text"),
+        ("max_queues", "3", "unknown key 'max_queues'"),
+        ("log-level", "'info'", "log-level: is there twice, with - and with _"),
     ],
 )
 @pytest.mark.parametrize("command", [["serve"], ["warm", "--alone", __file__]])
 def test_a_wrong_value_in_a_policy_file_is_named_with_its_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: list[str], key: str, value: str, expected: str
+    run: Run, tmp_path: Path, command: list[str], key: str, value: str, expected: str
 ) -> None:
     policy = tmp_path / "mine.toml"
-    policy.write_text(f"# mine\n\n{key} = {value}\n")
-    code, line = error_line(capsys, *command, "--policy", str(policy))
-    assert code == 2
-    assert line.startswith(f"error: --policy: {policy}:3: {key}: {expected}")
+    policy.write_text(f"# mine\nlog_level = 'debug'\n{key} = {value}\n")
+    run(*command, "--policy", policy).assert_refused(2, f"error: --policy: {policy}:3: {expected}")
 
 
 @pytest.mark.parametrize(
     "text", ["port = ", f"port = {'9' * 5000}", "host = " + "[" * 100_000, "port = 1\nport = 2", "host = '\udc80'"]
 )
-def test_a_policy_file_that_is_no_toml_is_one_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str
-) -> None:
+def test_a_policy_file_that_is_no_toml_is_one_line(run: Run, tmp_path: Path, text: str) -> None:
     policy = tmp_path / "mine.toml"
     policy.write_text(text, errors="surrogateescape")
-    code, line = error_line(capsys, "serve", "--policy", str(policy))
-    assert code == 2
-    assert f"{policy} is not valid TOML: " in line
-
-
-def test_a_key_in_both_spellings_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    policy = tmp_path / "mine.toml"
-    policy.write_text("kv_cache_interval = 512\nkv-cache-interval = 1024\n")
-    code, line = error_line(capsys, "serve", "--policy", str(policy))
-    assert code == 2
-    assert f"{policy}:2: kv-cache-interval: is there twice" in line
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "expected"),
-    [
-        ("reuse_generated", '"yes"', "true or false"),
-        ("reuse-generated", "1", "true or false"),
-        ("port", "true", "a number or a text"),
-        ("host", "[]", "a number or a text"),
-    ],
-)
-def test_a_value_of_the_wrong_kind_in_a_policy_file_is_named_with_its_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, key: str, value: str, expected: str
-) -> None:
-    policy = tmp_path / "mine.toml"
-    policy.write_text(f"# mine\n\n{key} = {value}\n")
-    code, line = error_line(capsys, "serve", "--policy", str(policy))
-    assert code == 2
-    assert f"{policy}:3: {key}: must be {expected}" in line
-
-
-def test_a_wrong_key_in_a_policy_file_is_named_with_its_line(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    policy = tmp_path / "mine.toml"
-    policy.write_text("# mine\nmax_queues = 3\n")
-    code, line = error_line(capsys, "serve", "--policy", str(policy))
-    assert code == 2
-    assert f"{policy}:2" in line
-    assert "max_queues" in line
+    run("serve", "--policy", policy).assert_refused(2, f"{policy} is not valid TOML: ")
 
 
 @pytest.mark.parametrize(("error", "code"), [(ModelError("no\nmodel"), 3), (KeyboardInterrupt(), 130)])
 def test_an_error_of_the_daemon_is_one_line_and_its_exit_code(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
 ) -> None:
     def fail(_settings: Settings) -> None:
         raise error
 
     monkeypatch.setattr(diskprefix.app, "serve", fail)
     monkeypatch.setattr(diskprefix.cli.serve_command, "configure_logging", lambda *_: None)
-    assert error_line(capsys, "serve")[0] == code
+    run("serve").assert_refused(code)
 
 
 def test_help_shows_the_common_flags_on_two_screens_and_help_all_shows_every_flag() -> None:
@@ -333,68 +269,16 @@ def test_help_shows_the_common_flags_on_two_screens_and_help_all_shows_every_fla
         assert heading in common
 
 
-def test_the_group_lists_its_commands_and_its_version(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    text = capsys.readouterr().out
+def test_the_group_lists_its_commands_and_its_version(run: Run) -> None:
+    text = run("--help").stdout
     assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in command_names())
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert __version__ in capsys.readouterr().out
+    assert __version__ in run("--version").stdout
 
 
-def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        main([])
-    assert end.value.code == 2
-    assert "Commands:" in capsys.readouterr().err
+def test_without_a_command_the_help_is_shown(run: Run) -> None:
+    ended = run()
+    assert (ended.exit_code, "Commands:" in ended.stderr) == (2, True)
 
 
-def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert error_line(capsys, "bogus")[0] == 2
-
-
-def test_every_command_of_the_table_exists() -> None:
-    context = cli.make_context("diskprefix", [], resilient_parsing=True)
-    for name in command_names():
-        command = cli.get_command(context, name)
-        assert command is not None
-        assert command.name == name
-
-
-def test_help_needs_neither_torch_nor_fastapi() -> None:
-    code = (
-        "import sys; from diskprefix.cli import main\n"
-        "try: main(['serve', '--help'])\n"
-        "except SystemExit: pass\n"
-        "print({'torch', 'transformers', 'fastapi', 'uvicorn', 'pydantic'} & set(sys.modules))"
-    )
-    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert output.splitlines()[-1] == "set()"
-
-
-def test_a_message_is_one_line_of_the_log_and_a_traceback_cannot_steer_the_terminal() -> None:
-    program = """
-import logging
-from diskprefix.cli.logs import configure_logging
-configure_logging("info")
-log = logging.getLogger("diskprefix")
-log.info("client says %s", "x\\n2026-01-01 ERROR forged \\x1b[31m")
-try:
-    raise ValueError("\\x1b[2J\\x9b31m")
-except ValueError:
-    log.exception("failed")
-"""
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stderr
-    lines = shown.splitlines()
-    assert all(line.isprintable() for line in lines)
-    assert lines[0].endswith(r"INFO client says x\n2026-01-01 ERROR forged \x1b[31m")
-    assert "Traceback" in lines[2]
-    assert lines[-1] == r"ValueError: \x1b[2J\x9b31m"
-
-
-def test_the_module_is_the_command() -> None:
-    answer = subprocess.run(
-        [sys.executable, "-m", "diskprefix", "--version"], capture_output=True, text=True, check=True
-    )
-    assert __version__ in answer.stdout
+def test_an_unknown_command_is_one_line(run: Run) -> None:
+    run("bogus").assert_refused(2)

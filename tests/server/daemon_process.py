@@ -20,6 +20,7 @@ import httpx
 from tests.forked import ForkedCommand
 
 START_TIMEOUT_S = 120.0
+CHAT = "/v1/chat/completions"
 _LISTENING = re.compile(r"listening on (http://\S+);")
 
 
@@ -154,6 +155,14 @@ def running_daemon(model: Path, cache: Path, **changes: Any) -> Iterator[DaemonP
     """A daemon that is ready; killed in the end if it still runs."""
     with DaemonProcess(*serve_flags(model, cache, **changes)) as daemon:
         yield daemon.wait_ready()
+
+
+def reply_to(client: httpx.Client, body: dict[str, Any], path: str = CHAT, **cache: Any) -> dict[str, Any]:
+    """The reply to a request, which must succeed. `cache` are the fields of `prefix_cache`."""
+    answer = client.post(path, json=body | ({"prefix_cache": cache} if cache else {}))
+    assert answer.status_code == 200, answer.text
+    reply: dict[str, Any] = answer.json()
+    return reply
 
 
 def wait_until(condition: Any, what: str, timeout_s: float = 30) -> Any:

@@ -136,6 +136,12 @@ class ScriptedEngine:
         self.figures = EngineFigures()
         self.pool = SimpleNamespace(stats=self.memory_stats, allocations=[])
 
+    @property
+    def last_prompt(self) -> str:
+        """The text of the newest prompt."""
+        text: str = self.tokenizer.decode(self.requests[-1].prompt.token_ids)
+        return text
+
     def load(self, settings: Settings, progress: Callable[[str], None]) -> Engine:
         """Stands in for `app.load_engine`."""
         from transformers import AutoTokenizer
@@ -249,6 +255,12 @@ class AppServer:
     def start(self) -> None:
         self._thread.start()
 
+    @property
+    def engine(self) -> Any:
+        """The engine of a ready server."""
+        assert self.daemon.serving is not None
+        return self.daemon.serving.engine
+
     def wait_ready(self) -> None:
         wait_until(lambda: self.daemon.serving, "the scripted engine is loaded")
 
@@ -276,3 +288,14 @@ def started_app(model: Path, load_engine: Any, **changes: Any) -> Iterator[AppSe
         yield server
     finally:
         server.stop()
+
+
+@contextmanager
+def real_app(model: Path, folder: Path, **changes: Any) -> Iterator[AppServer]:
+    """A ready server over the real engine, with small blocks. Prompts of any length are saved in `folder`."""
+    from diskprefix.app import load_engine
+
+    settings: dict[str, Any] = {"kv_cache_dir": folder, "block_size": 16, "kv_cache_min_tokens": 16}
+    with started_app(model, load_engine, **settings | {"kv_cache_budget": 64 << 20} | changes) as server:
+        server.wait_ready()
+        yield server

@@ -14,11 +14,9 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
-from diskprefix.app import load_engine
 from diskprefix.server import generation
-from tests.server.agent_model import TEMPLATE, call, saying, thought
-from tests.server.chat_model import write_chat_model
-from tests.server.scripted import AppServer, ScriptedEngine, scripted_app, started_app
+from tests.server.agent_model import call, saying, thought
+from tests.server.scripted import AppServer, ScriptedEngine, real_app, scripted_app
 
 PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
 TOOLS: list[Any] = [
@@ -31,18 +29,8 @@ CALLS = [("read", {"path": "a.py"}), ("write", {"path": 'b "2".py'})]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
-    with scripted_app(model, engine) as running:
+def server(agent_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+    with scripted_app(agent_model, engine) as running:
         yield running
 
 
@@ -149,11 +137,6 @@ def test_each_choice_has_calls_of_its_own(client: OpenAI, engine: ScriptedEngine
     assert choices[0].message.content is None
 
 
-def test_a_call_that_was_cut_off_ends_with_length(client: OpenAI, engine: ScriptedEngine) -> None:
-    engine.script = saying(call("write", path="a")[:40], reason="length")
-    assert ask(client).choices[0].finish_reason == "length"
-
-
 @pytest.mark.parametrize("fields", [{"tools": openai.NOT_GIVEN}, {"tool_choice": "none"}])
 def test_where_no_tool_is_offered_a_call_is_text(client: OpenAI, engine: ScriptedEngine, fields: Any) -> None:
     text = call("read", path="a.py")
@@ -168,7 +151,7 @@ def test_the_client_sends_back_what_it_got(client: OpenAI, engine: ScriptedEngin
     message = ask(client).choices[0].message
     results = [{"role": "tool", "tool_call_id": item.id, "content": "done"} for item in message.tool_calls]
     assert ask(client, messages=[*MESSAGES, message.model_dump(), *results]).usage.prompt_tokens > 0
-    text = engine.tokenizer.decode(engine.requests[-1].prompt.token_ids)
+    text = engine.last_prompt
     assert call("read", path="a.py") in text
     assert "<think>\nI must look.\n</think>" in text
     assert text.count("<tool_response>\ndone\n</tool_response>") == 2
@@ -188,7 +171,7 @@ def test_thinking_is_turned_off_by_the_effort_none(client: OpenAI, engine: Scrip
     engine.script = saying("hello")
     for effort, is_closed in (("none", True), ("low", False)):
         ask(client, reasoning_effort=effort)
-        text = engine.tokenizer.decode(engine.requests[-1].prompt.token_ids)
+        text = engine.last_prompt
         assert text.endswith("<think>\n\n</think>\n\n") is is_closed
 
 
@@ -196,7 +179,7 @@ def test_a_reply_that_was_begun_goes_on(client: OpenAI, engine: ScriptedEngine) 
     engine.script = saying(" prints 2.")
     reply = ask(client, messages=[*MESSAGES, {"role": "assistant", "content": "a.py"}])
     assert reply.choices[0].message.content == " prints 2."
-    assert engine.tokenizer.decode(engine.requests[-1].prompt.token_ids).endswith("<|im_start|>assistant\na.py")
+    assert engine.last_prompt.endswith("<|im_start|>assistant\na.py")
 
 
 CITY = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
@@ -207,11 +190,9 @@ CITY_TOOLS: list[Any] = [
 
 
 @pytest.fixture(scope="module")
-def daemon(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+def daemon(agent_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
     """A real engine over random weights: it writes what it must, and nothing sensible besides."""
-    settings: Any = {"block_size": 16, "kv_cache_min_tokens": 16, "kv_cache_gate": "off"}
-    with started_app(model, load_engine, kv_cache_dir=tmp_path_factory.mktemp("kv"), **settings) as server:
-        server.wait_ready()
+    with real_app(agent_model, tmp_path_factory.mktemp("kv"), kv_cache_gate="off") as server:
         yield server
 
 

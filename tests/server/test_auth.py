@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
 import pytest
 
-from diskprefix.errors import SettingsError
 from diskprefix.nouns import SHARED, Tenant
-from diskprefix.server.http_app import create_app
-from diskprefix.settings import Settings
 from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 
@@ -46,26 +42,9 @@ def write_keys(path: Path, *lines: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("keys") / "keys"
-    return write_keys(path, f"alice {ALICE}", f"bob {BOB}", f"admin {ADMIN}", NAMELESS)
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
 def server(chat_model: Path, keys_file: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
     with scripted_app(chat_model, engine, api_keys=keys_file) as running:
         yield running
-
-
-@pytest.fixture
-def client(server: AppServer) -> Iterator[httpx.Client]:
-    with server.client() as client:
-        yield client
 
 
 def assert_unauthorized(answer: httpx.Response) -> None:
@@ -167,16 +146,6 @@ def test_another_sites_page_is_refused_before_a_key_is_looked_at(client: httpx.C
     assert client.post(CHAT, json=HELLO, headers=headers).status_code == 403
 
 
-def test_the_openai_client_works_with_its_api_key(server: AppServer) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=ALICE, max_retries=0) as client:
-        model = client.models.list().data[0].id
-        messages: Any = HELLO["messages"]
-        assert client.chat.completions.create(model=model, messages=messages).choices
-        with pytest.raises(openai.AuthenticationError) as caught:
-            client.with_options(api_key="sk-0123456789abcdef").models.list()
-    assert caught.value.code == "invalid_api_key"
-
-
 def tenant_of(client: httpx.Client, engine: ScriptedEngine, key: str | None, **fields: Any) -> Tenant:
     answer = client.post(CHAT, json=HELLO | fields, headers=bearer(key) if key else {})
     assert answer.status_code == 200, answer.text
@@ -213,11 +182,6 @@ def test_openapi_says_that_a_key_is_needed(client: httpx.Client) -> None:
         path for path, methods in schema["paths"].items() if all("401" in one["responses"] for one in methods.values())
     }
     assert asks == schema["paths"].keys() - {"/", "/health"}
-
-
-def test_an_application_over_a_wrong_file_of_keys_is_not_made(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="holds no key"):
-        create_app(Settings(api_keys=write_keys(tmp_path / "keys")), ScriptedEngine().load)
 
 
 def test_a_daemon_does_not_start_over_a_file_that_others_may_read(chat_model: Path, tmp_path: Path) -> None:

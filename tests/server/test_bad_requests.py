@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,8 +13,6 @@ import jsonschema
 import pytest
 
 from diskprefix.api import asked
-from tests.server.agent_model import TEMPLATE
-from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import scripted_app
 
@@ -38,9 +37,8 @@ MAX_BYTES = 100_000
 
 
 @pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    model = write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
-    with scripted_app(model, max_body_bytes=MAX_BYTES) as server, server.client() as client:
+def client(agent_model: Path) -> Iterator[httpx.Client]:
+    with scripted_app(agent_model, max_body_bytes=MAX_BYTES) as server, server.client() as client:
         yield client
 
 
@@ -146,6 +144,11 @@ def test_a_body_that_cannot_be_read_is_refused(
     answer = client.post(path, content=content, headers=headers)
     assert answer.status_code == status
     assert error_of(path, answer)["code"] == code
+
+
+def test_a_body_in_chunks_of_unknown_length_has_the_same_bound(client: httpx.Client) -> None:
+    answer = client.post("/v1/completions", content=iter([b"x" * (MAX_BYTES // 4)] * 5), headers=JSON)
+    assert answer.status_code == 413
 
 
 @pytest.mark.parametrize("path", ROUTES)

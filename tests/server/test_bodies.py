@@ -16,7 +16,7 @@ from diskprefix.json_values import MOST_PARTS, MOST_VALUES
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.server.body import Bodies
 from diskprefix.server.threads import QueuePlace, Threads
-from tests.server.scripted import AppServer, scripted_app
+from tests.server.scripted import AppServer
 
 MIB = 1 << 20
 
@@ -156,12 +156,6 @@ def test_what_stands_in_a_text_is_no_value(text: str) -> None:
         read(Bodies(32 * MIB, Threads()), json.dumps({"a": [value, [value[:100]]]}).encode(), QueuePlace(SHARED))
     )
     assert found.a == [value, [value[:100]]]
-
-
-@pytest.fixture(scope="module")
-def server(chat_model: Any) -> Any:
-    with scripted_app(chat_model) as running:
-        yield running
 
 
 USER = {"role": "user", "content": "x"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 
 import httpx
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from diskprefix.server.guards import BrowserGuard, is_loopback
 from tests.server.daemon_process import DaemonProcess, running_daemon
-from tests.server.scripted import AppServer, scripted_app
+from tests.server.scripted import AppServer
 
 CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "hello"}]}
@@ -26,12 +26,6 @@ async def nothing(_scope: Scope, _receive: Receive, _send: Send) -> None:
 def refusal(bound: str, method: str, /, *, allowed: Collection[str] = (), **headers: str) -> str | None:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     return BrowserGuard(nothing, bound, allowed).refusal(method, Headers(named))
-
-
-@pytest.fixture(scope="module")
-def server(chat_model: Path) -> Iterator[AppServer]:
-    with scripted_app(chat_model) as running:
-        yield running
 
 
 @pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "127.0.0.2"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,26 +11,17 @@ from diskprefix.cache.resources import open_store
 from diskprefix.errors import SettingsError
 from diskprefix.settings import Settings
 from tests.agent_bodies import words
-from tests.server.daemon_process import wait_until
-from tests.server.scripted import started_app
-
-CHAT = "/v1/chat/completions"
+from tests.server.daemon_process import reply_to, wait_until
+from tests.server.scripted import real_app, started_app
 
 
 def test_a_session_goes_on_beyond_the_models_positions_and_its_turns_hit(chat_model: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"kv_cache_dir": tmp_path / "kv", "block_size": 16, "kv_cache_min_tokens": 16}
     messages = [{"role": "system", "content": words(0, 20)}]
     for turn in range(12):
         messages += [{"role": "user", "content": words(turn, 40)}, {"role": "assistant", "content": words(turn, 30)}]
-    replies = []
-    with started_app(chat_model, load_engine, prefill_compression="auto", **settings) as server:
-        server.wait_ready()
-        with server.client() as client:
-            for length in (22, 24):
-                body = {"messages": messages[:length], "max_tokens": 2, "temperature": 0}
-                answer = client.post(CHAT, json=body)
-                assert answer.status_code == 200, answer.text
-                replies.append(answer.json())
+    with real_app(chat_model, tmp_path / "kv", prefill_compression="auto") as server, server.client() as client:
+        bodies = [{"messages": messages[:length], "max_tokens": 2, "temperature": 0} for length in (22, 24)]
+        replies = [reply_to(client, body) for body in bodies]
     first, second = (reply["prefix_cache"] for reply in replies)
     assert first["left_out"] == second["left_out"]
     assert first["left_out"]["messages"] > 4
@@ -45,9 +35,8 @@ def test_a_session_goes_on_beyond_the_models_positions_and_its_turns_hit(chat_mo
 def test_a_threshold_that_no_prompt_can_exceed_ends_the_start_with_an_error(
     chat_model: Path, tmp_path: Path, threshold: str
 ) -> None:
-    changes: dict[str, Any] = {"prefill_compression": threshold}
-    changes["kv_cache_dir"] = tmp_path / "kv"
-    with started_app(chat_model, load_engine, **changes) as server:
+    folder = tmp_path / "kv"
+    with started_app(chat_model, load_engine, prefill_compression=threshold, kv_cache_dir=folder) as server:
         wait_until(lambda: server.daemon.failure, "the start failed")
         assert isinstance(server.daemon.failure, SettingsError)
-    open_store(Settings(kv_cache_dir=tmp_path / "kv")).close()
+    open_store(Settings(kv_cache_dir=folder)).close()

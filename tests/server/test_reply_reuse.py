@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from diskprefix.app import load_engine
-from tests.server.scripted import AppServer, started_app
+from tests.server.daemon_process import reply_to
+from tests.server.scripted import AppServer, real_app
 
-CHAT = "/v1/chat/completions"
-BLOCK = 16
 REPLY = 60
 QUESTION = "Name three rivers and tell me where each of them begins and where it ends. "
 
@@ -20,36 +18,17 @@ QUESTION = "Name three rivers and tell me where each of them begins and where it
 @pytest.fixture
 def server(chat_model: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[AppServer]:
     """The real engine; the parameter is the daemon's own setting."""
-    settings: dict[str, Any] = {
-        "kv_cache_dir": tmp_path / "kv",
-        "block_size": BLOCK,
-        "kv_cache_min_tokens": BLOCK,
-        "kv_cache_budget": 64 << 20,
-        "kv_memory_entries": 0,
-        "reuse_generated": request.param,
-    }
-    with started_app(chat_model, load_engine, **settings) as server:
-        server.wait_ready()
+    with real_app(chat_model, tmp_path / "kv", kv_memory_entries=0, reuse_generated=request.param) as server:
         yield server
 
 
 def say(server: AppServer, messages: list[dict[str, str]], **options: Any) -> dict[str, Any]:
     """A greedy reply of digits: their text is tokenised again as it was generated."""
-    assert server.daemon.serving is not None
-    tokenizer = server.daemon.serving.engine.tokenizer
-    digits = tokenizer.convert_tokens_to_ids(["3", "5", "7", "9"])
-    body = {
-        "messages": messages,
-        "max_tokens": REPLY,
-        "temperature": 0,
-        "logit_bias": {str(digit): 100 for digit in digits},
-        "prefix_cache": {"scope": "full"} | options,
-    }
+    digits = server.engine.tokenizer.convert_tokens_to_ids(["3", "5", "7", "9"])
+    bias = {str(digit): 100 for digit in digits}
+    body = {"messages": messages, "max_tokens": REPLY, "temperature": 0, "logit_bias": bias}
     with server.client() as client:
-        answer = client.post(CHAT, json=body)
-    assert answer.status_code == 200, answer.text
-    reply: dict[str, Any] = answer.json()
-    return reply
+        return reply_to(client, body, **{"scope": "full"} | options)
 
 
 def two_turns(server: AppServer, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -72,12 +51,3 @@ def test_the_second_turn_is_restored_into_the_reply(server: AppServer, options: 
     assert "exact" not in cache, "the model is exact at every token"
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == reached
     assert two_turns(server, scope="off")[1]["choices"] == second["choices"]
-
-
-@pytest.mark.parametrize("server", [True], indirect=True)
-def test_props_and_openapi_tell_of_it(server: AppServer) -> None:
-    with server.client() as client:
-        assert client.get("/props").json()["settings"]["reuse_generated"] is True
-        schemas = client.get("/openapi.json").json()["components"]["schemas"]
-    assert schemas["PrefixCacheOptions"]["properties"]["reuse_generated"]["type"] == "boolean"
-    assert schemas["CacheReply"]["properties"]["exact"]["type"] == "boolean"

@@ -16,10 +16,9 @@ from pydantic import BaseModel
 from diskprefix.api import responses_items as stored_module
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError
-from tests.server.agent_model import TEMPLATE, call, thought
-from tests.server.chat_model import write_chat_model
+from tests.server.agent_model import call, thought
 from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
-from tests.server.test_auth import ALICE, BOB, write_keys
+from tests.server.test_auth import ALICE, BOB
 
 ROUTE = "/v1/responses"
 MODEL = "scripted"
@@ -44,23 +43,8 @@ def saying(*texts: str, reason: Any = "stop") -> Callable[..., None]:
 
 
 @pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
-def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_keys(tmp_path_factory.mktemp("keys") / "keys", f"alice {ALICE}", f"bob {BOB}")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_chat_model(tmp_path_factory.mktemp("agent") / "model", chat_template=TEMPLATE)
-
-
-@pytest.fixture(scope="module")
-def server(model: Path, engine: ScriptedEngine, keys_file: Path) -> Iterator[AppServer]:
-    with scripted_app(model, engine, api_keys=keys_file) as server:
+def server(agent_model: Path, engine: ScriptedEngine, keys_file: Path) -> Iterator[AppServer]:
+    with scripted_app(agent_model, engine, api_keys=keys_file) as server:
         yield server
 
 
@@ -87,14 +71,7 @@ def http(server: AppServer) -> Iterator[httpx.Client]:
         yield client
 
 
-def prompt_of(server: AppServer, engine: ScriptedEngine) -> str:
-    """The text of the last prompt."""
-    del server
-    text: str = engine.tokenizer.decode(engine.requests[-1].prompt.token_ids)
-    return text
-
-
-def test_a_text_is_answered(client: OpenAI, server: AppServer, engine: ScriptedEngine) -> None:
+def test_a_text_is_answered(client: OpenAI, engine: ScriptedEngine) -> None:
     response = client.responses.create(model=MODEL, input="Name three rivers.", instructions="Be brief.")
     assert response.output_text == "Hello world"
     assert response.status == "completed"
@@ -105,7 +82,7 @@ def test_a_text_is_answered(client: OpenAI, server: AppServer, engine: ScriptedE
     assert response.model_extra is not None
     assert {"prefix_cache", "timings"} <= response.model_extra.keys()
     wanted = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName three rivers.<|im_end|>\n"
-    assert prompt_of(server, engine) == f"{wanted}<|im_start|>assistant\n"
+    assert engine.last_prompt == f"{wanted}<|im_start|>assistant\n"
 
 
 def test_the_stream_helper_assembles_what_the_whole_response_says(client: OpenAI, engine: ScriptedEngine) -> None:
@@ -157,7 +134,7 @@ def test_the_sdk_parses_a_format_and_the_reply_is_constrained_by_it(client: Open
     assert json.loads(constraint.source)["required"] == ["river"]
 
 
-def test_the_result_of_a_call_comes_back_as_items(client: OpenAI, server: AppServer, engine: ScriptedEngine) -> None:
+def test_the_result_of_a_call_comes_back_as_items(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = saying(CALL[:20], CALL[20:])
     first = client.responses.create(model=MODEL, input="Weather?", tools=[WEATHER])
     call = cast("Any", first.output[0])
@@ -167,20 +144,18 @@ def test_the_result_of_a_call_comes_back_as_items(client: OpenAI, server: AppSer
     for fields in ({"input": history}, {"input": [output], "previous_response_id": first.id}):
         second = client.responses.create(model=MODEL, tools=[WEATHER], **cast("Any", fields))
         assert second.output_text == "It rains."
-        prompt = prompt_of(server, engine)
+        prompt = engine.last_prompt
         assert f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n" in prompt
         assert prompt.count("Weather?") == 1
 
 
-def test_a_conversation_goes_on_from_a_stored_response(
-    client: OpenAI, server: AppServer, engine: ScriptedEngine
-) -> None:
+def test_a_conversation_goes_on_from_a_stored_response(client: OpenAI, engine: ScriptedEngine) -> None:
     engine.script = saying("One.")
     first = client.responses.create(model=MODEL, input="Count.", instructions="Be brief.")
     engine.script = saying("Two.")
     second = client.responses.create(model=MODEL, input="On.", previous_response_id=first.id)
     events = list(client.responses.create(model=MODEL, input="On!", previous_response_id=second.id, stream=True))
-    said = [line for line in prompt_of(server, engine).splitlines() if not line.startswith("<|im_start|>")]
+    said = [line for line in engine.last_prompt.splitlines() if not line.startswith("<|im_start|>")]
     # Instructions are those of one request.
     assert said == ["Count.<|im_end|>", "One.<|im_end|>", "On.<|im_end|>", "Two.<|im_end|>", "On!<|im_end|>"]
     last = cast("Any", events[-1]).response
@@ -218,14 +193,12 @@ def test_the_items_of_the_input_are_listed_page_by_page(client: OpenAI) -> None:
     assert caught.value.param == "after"
 
 
-def test_an_item_of_a_stored_response_can_be_referred_to(
-    client: OpenAI, server: AppServer, engine: ScriptedEngine
-) -> None:
+def test_an_item_of_a_stored_response_can_be_referred_to(client: OpenAI, engine: ScriptedEngine) -> None:
     first = client.responses.create(model=MODEL, input="Count.")
     ids = [client.responses.input_items.list(first.id).data[0].id, cast("Any", first.output[0]).id]
     items: Any = [*({"type": "item_reference", "id": id_} for id_ in ids), {"role": "user", "content": "On."}]
     client.responses.create(model=MODEL, input=items)
-    assert "Count.<|im_end|>\n<|im_start|>assistant\nHello world<|im_end|>" in prompt_of(server, engine)
+    assert "Count.<|im_end|>\n<|im_start|>assistant\nHello world<|im_end|>" in engine.last_prompt
     for unknown in (f"{ids[1]}9", "msg_1", "x", "_", f"rs{ids[1][3:]}"):
         with pytest.raises(openai.BadRequestError) as caught:
             client.responses.create(model=MODEL, input=[{"type": "item_reference", "id": unknown}])
@@ -325,64 +298,6 @@ def test_the_tokens_of_an_input_are_counted_as_the_request_then_has_them(
     assert counted.input_tokens == len(engine.requests[-1].prompt.token_ids)
     refused = http.post(f"{ROUTE}/input_tokens", json={"input": []})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
-
-
-CODEX: dict[str, Any] = {
-    "model": MODEL,
-    "input": [
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "You are Codex. " * 30}]},
-        {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "Sandbox: none."}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "<environment_context/>"}]},
-        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "What does a.py print?"}]},
-    ],
-    "tools": [
-        WEATHER | {"name": "exec_command", "strict": False},
-        WEATHER | {"name": "write_stdin", "strict": False},
-        WEATHER | {"name": "update_plan", "strict": False},
-        WEATHER | {"name": "request_user_input", "strict": False},
-        WEATHER | {"name": "view_image", "strict": False},
-        {"type": "namespace", "name": "multi_agent", "description": "Agents.", "tools": [WEATHER]},
-        {"type": "namespace", "name": "other", "description": "Others.", "tools": [WEATHER]},
-        {"type": "web_search", "external_web_access": False},
-        WEATHER | {"name": "apply_patch", "strict": False},
-    ],
-    "tool_choice": "auto",
-    "parallel_tool_calls": True,
-    "reasoning": {"effort": "medium", "summary": "auto"},
-    "store": False,
-    "stream": True,
-    "include": ["reasoning.encrypted_content"],
-    "service_tier": None,
-    "prompt_cache_key": "0199-session",
-    "text": {"verbosity": "medium"},
-    "client_metadata": {"x-codex-installation-id": "1", "turn": "2"},
-}
-"""What Codex 0.169 sends for one question: types and fields as seen, texts shortened."""
-
-
-def test_what_codex_sends_is_served(http: httpx.Client, server: AppServer, engine: ScriptedEngine) -> None:
-    engine.script = saying(thought("hm"), CALL.replace("get_weather", "exec_command"))
-    with http.stream("POST", ROUTE, json=CODEX) as answer:
-        assert answer.status_code == 200
-        data = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: ")]
-    finished = [event["item"] for event in data if event["type"] == "response.output_item.done"]
-    assert [item["type"] for item in finished] == ["reasoning", "function_call"]
-    assert finished[0]["summary"] == [{"type": "summary_text", "text": "hm"}]
-    assert data[-1]["response"]["usage"]["input_tokens_details"]["cached_tokens"] == 7
-    prompt = prompt_of(server, engine)
-    assert prompt.count('"name": "') == 6
-    assert "web_search" not in prompt
-    assert prompt.index("You are Codex.") < prompt.index("Sandbox: none.") < prompt.index("What does a.py print?")
-    assert engine.cache.noted == {}
-    # The next turn: Codex sends all items back, without their ids, and the output of the call.
-    sent = [{name: value for name, value in item.items() if name not in ("id", "status")} for item in finished]
-    output = {"type": "function_call_output", "call_id": finished[1]["call_id"], "output": "42"}
-    engine.script = saying("It prints 42.")
-    answer = http.post(ROUTE, json=CODEX | {"input": [*CODEX["input"], *sent, output], "stream": False})
-    assert answer.status_code == 200, answer.text
-    longer = prompt_of(server, engine)
-    assert longer.startswith(prompt.removesuffix("<|im_start|>assistant\n"))
-    assert longer.endswith("<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n")
 
 
 @pytest.mark.parametrize(

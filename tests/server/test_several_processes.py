@@ -8,21 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon
-
-CHAT = "/v1/chat/completions"
+from tests.server.daemon_process import DaemonProcess, clean_environment, reply_to, running_daemon
 
 
-def ask(daemon: DaemonProcess, question: str, scope: str = "full") -> dict[str, Any]:
-    body = {
-        "messages": [{"role": "user", "content": question * 6}],
-        "max_tokens": 6,
-        "temperature": 0,
-        "prefix_cache": {"scope": scope},
-    }
+def ask(daemon: DaemonProcess, question: str, scope: str = "full", salt: str | None = None) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": question * 6}], "max_tokens": 6, "temperature": 0}
     with daemon.client() as client:
-        answer: dict[str, Any] = client.post(CHAT, json=body).raise_for_status().json()
-    return answer
+        return reply_to(client, body, scope=scope, salt=salt)
 
 
 def text_of(answer: dict[str, Any]) -> str:
@@ -59,17 +51,3 @@ def test_two_daemons_see_each_other_and_commands_run_beside_them(chat_model: Pat
             assert command("verify", folder)["problems"] == []
         assert one.stop() == 0
         assert ask(other, "Where does river number 0 rise, and where does it end? ")["prefix_cache"]["restored"] > 0
-
-
-def test_a_purge_beside_a_daemon_is_seen_by_it_and_does_it_no_harm(chat_model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "kv"
-    with running_daemon(chat_model, folder) as daemon:
-        question = "Which of the rivers is the longest one? "
-        first = ask(daemon, question)
-        daemon.wait_saved()
-        command("purge", folder, "--all", "--yes")
-        again = ask(daemon, question)
-        assert again["prefix_cache"]["restored"] == 0
-        assert text_of(first) == text_of(again)
-        daemon.wait_saved()
-        assert ask(daemon, question)["prefix_cache"]["restored"] == first["usage"]["prompt_tokens"]

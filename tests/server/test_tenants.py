@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.server.daemon_process import DaemonProcess, running_daemon
-from tests.server.test_auth import ADMIN, ALICE, BOB, CHAT, write_keys
+from tests.server.test_auth import ADMIN, ALICE, BOB, CHAT
 
 SALT_A: dict[str, Any] = {"prefix_cache": {"salt": "a"}}
 SALT_B: dict[str, Any] = {"prefix_cache": {"salt": "b"}}
@@ -29,11 +29,6 @@ def unique(test: str) -> str:
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("tenants") / "kv"
-
-
-@pytest.fixture(scope="module")
-def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_keys(tmp_path_factory.mktemp("keys") / "keys", f"alice {ALICE}", f"bob {BOB}", f"admin {ADMIN}")
 
 
 @pytest.fixture(scope="module")
@@ -145,18 +140,6 @@ def test_what_one_tenant_sent_moves_no_boundary_of_another(daemon: DaemonProcess
     assert reports("window-2") == alone
     reports(None)
     assert reports("window-3") == alone
-
-
-def test_what_one_key_saved_is_restored_for_it_alone(keyed: DaemonProcess) -> None:
-    alice, bob, text = Chat(keyed, ALICE), Chat(keyed, BOB), unique("one key")
-    first = alice(text)
-    assert_miss(first)
-    other = bob(text)
-    assert_miss(other)
-    again = alice(text)
-    assert_hit(again)
-    assert_hit(bob(text))
-    assert again["choices"] == other["choices"] == first["choices"]
 
 
 def test_a_salt_separates_the_users_of_a_key_and_reaches_no_other_key(keyed: DaemonProcess) -> None:

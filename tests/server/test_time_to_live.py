@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from diskprefix.app import load_engine
 from diskprefix.cache.cache import PrefixCache
-from tests.server.daemon_process import wait_until
+from tests.server.daemon_process import reply_to, wait_until
 from tests.server.remains import left_in, records_in, traces
-from tests.server.scripted import AppServer, started_app
+from tests.server.scripted import AppServer, real_app
 
-BLOCK = 16
 TTL_S = 300
 BODY: dict[str, Any] = {
     "messages": [{"role": "user", "content": "Name three rivers and tell me where each of them begins. " * 2}],
@@ -28,18 +26,13 @@ BODY: dict[str, Any] = {
 @pytest.fixture
 def server(chat_model: Path, tmp_path: Path) -> Iterator[AppServer]:
     """A daemon that keeps what asks for no other time for ever."""
-    settings: dict[str, Any] = {"kv_cache_dir": tmp_path / "kv", "block_size": BLOCK, "kv_cache_min_tokens": BLOCK}
-    settings["kv_memory_entries"] = 0
-    with started_app(chat_model, load_engine, kv_cache_budget=64 << 20, kv_cache_gate="off", **settings) as server:
-        server.wait_ready()
+    with real_app(chat_model, tmp_path / "kv", kv_memory_entries=0, kv_cache_gate="off") as server:
         yield server
 
 
 def ask(server: AppServer) -> dict[str, Any]:
     with server.client() as client:
-        answer = client.post("/v1/chat/completions", json=BODY)
-    assert answer.status_code == 200, answer.text
-    report: dict[str, Any] = answer.json()["prefix_cache"]
+        report: dict[str, Any] = reply_to(client, BODY)["prefix_cache"]
     return report
 
 
@@ -51,8 +44,7 @@ def records(cache: PrefixCache) -> Any:
 def test_an_entry_with_a_time_to_live_expires_although_it_was_reused(
     server: AppServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert server.daemon.serving is not None
-    cache = server.daemon.serving.engine.cache
+    cache = server.engine.cache
     assert ask(server)["saved"] == "queued"
     wait_until(lambda: len(records(cache)) and not cache.writer.pending, "the prompt is stored")
     num_nodes = len(records(cache))

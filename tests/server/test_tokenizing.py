@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,20 +9,9 @@ import pytest
 
 from diskprefix.chat.renderer import PromptRenderer
 from tests.server.chat_model import VOCAB_SIZE
-from tests.server.scripted import ScriptedEngine, scripted_app
+from tests.server.scripted import ScriptedEngine
 
 TEXT = "<|im_start|>user\nName three rivers 🦀<|im_end|>"
-
-
-@pytest.fixture(scope="module")
-def engine() -> ScriptedEngine:
-    return ScriptedEngine()
-
-
-@pytest.fixture(scope="module")
-def client(chat_model: Path, engine: ScriptedEngine) -> Iterator[httpx.Client]:
-    with scripted_app(chat_model, engine) as server, server.client() as client:
-        yield client
 
 
 def test_a_text_comes_back_from_its_tokens(client: httpx.Client) -> None:

@@ -11,7 +11,6 @@ from diskprefix.errors import SettingsError
 from diskprefix.server.process import listener as listening
 from diskprefix.server.process.listener import listen, open_listeners
 from diskprefix.settings import Settings
-from tests.server.daemon_process import wait_until
 
 
 @pytest.mark.parametrize("host", ["300.1.1.1", "no such host"])
@@ -68,26 +67,6 @@ def test_small_writes_are_sent_at_once() -> None:
         accepted, _ = listener.accept()
         with accepted:
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-
-
-def test_a_connection_whose_client_reads_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "STALLED_S", 1)
-    (listener,) = listen("127.0.0.1", 0)
-    with listener, socket.create_connection(listener.getsockname()):
-        accepted, _ = listener.accept()
-        accepted.setblocking(False)
-
-        def is_closed() -> bool:
-            try:
-                accepted.send(b"x" * 65536)
-            except BlockingIOError:
-                return False
-            except TimeoutError:
-                return True
-            return False
-
-        with accepted:
-            wait_until(is_closed, "the kernel closes the connection")
 
 
 def test_the_client_of_an_idle_connection_is_probed() -> None:

@@ -12,15 +12,9 @@ import pytest
 
 from diskprefix.server.process import local_user
 from diskprefix.server.process.local_user import is_of_another_user
-from tests.server.scripted import AppServer, scripted_app
+from tests.server.scripted import AppServer
 
 ANOTHER = 54321
-
-
-@pytest.fixture(scope="module")
-def server(chat_model: Path) -> Iterator[AppServer]:
-    with scripted_app(chat_model) as running:
-        yield running
 
 
 @pytest.fixture(params=["127.0.0.1", "::1", "::"])

@@ -1,0 +1,45 @@
+"""What most tests of the server need: a model that calls tools, keys, and the application over a scripted engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.server.agent_model import TEMPLATE
+from tests.server.chat_model import write_chat_model
+from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
+
+
+@pytest.fixture(scope="session")
+def agent_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the chat model, with a template that writes calls and thoughts."""
+    return write_chat_model(tmp_path_factory.mktemp("models") / "agent", chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="session")
+def keys_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The keys of alice, bob and the administrator, and one without a name."""
+    from tests.server.test_auth import ADMIN, ALICE, BOB, NAMELESS, write_keys
+
+    path = tmp_path_factory.mktemp("keys") / "keys"
+    return write_keys(path, f"alice {ALICE}", f"bob {BOB}", f"admin {ADMIN}", NAMELESS)
+
+
+@pytest.fixture(scope="module")
+def engine() -> ScriptedEngine:
+    return ScriptedEngine()
+
+
+@pytest.fixture(scope="module")
+def server(chat_model: Path, engine: ScriptedEngine) -> Iterator[AppServer]:
+    with scripted_app(chat_model, engine) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: AppServer) -> Iterator[httpx.Client]:
+    with server.client() as client:
+        yield client
