@@ -85,11 +85,7 @@ class Computation {
     static thread_local Memory of_tasks, of_partials;
     if (!plan(of_tasks) || !give_partials(of_partials)) return false;
     const int64_t threads = total_tiles_ < ALONE ? 1 : least(call_.num_threads, num_units_);
-    const Work work_of = [](int64_t, int64_t, void* self) { ((Computation*)self)->work(); };
-    if (threads > 1)
-      return !call_.parallel_for(0, threads, 1, work_of, this) && !failed_;
-    work();
-    return !failed_;
+    return spread(threads, call_.parallel_for, threads, 1, [this](int64_t, int64_t) { work(); }) && !failed_;
   }
 
  private:
@@ -353,13 +349,7 @@ class Computation {
       for (int64_t i = 0; i < call_.value_dim; i += LANES) {
         // A zero is always +0, whatever was added to it.
         const Floats found = loaded<Floats>(state.taken + row * columns_ + i) / total + all(0.0f);
-        if (i + LANES <= call_.value_dim) {
-          Type::put(to + i, found);
-        } else {
-          Stored rest[LANES];
-          Type::put(rest, found);
-          memcpy(to + i, rest, (call_.value_dim - i) * sizeof(Stored));
-        }
+        put_some<Type>(to + i, found, call_.value_dim - i);
       }
     }
   }

@@ -1,6 +1,8 @@
 // The functions that Python calls. Compiled for the oldest CPU. VARIANTS lists the variants that were compiled, the
 // best one first: V(amx) V(avx512_bf16) ... SOURCE is the digest of the sources, and COMPILER names the compiler.
 
+#include <cstring>
+
 #include "interface.h"
 
 #if defined(__x86_64__)
@@ -63,11 +65,6 @@ Level level_of_cpu() { return baseline_level; }
 
 #endif
 
-bool is_named(const char* one, const char* other) {
-  while (*one && *one == *other) ++one, ++other;
-  return *one == *other;
-}
-
 }  // namespace
 }  // namespace diskprefix
 
@@ -84,7 +81,7 @@ EXPORTED const diskprefix::Operators* diskprefix_operators(const char* name) {
   const diskprefix::Level level = diskprefix::level_of_cpu();
 #define V(variant)                                              \
   if (level >= diskprefix::variant##_level &&                   \
-      (!name || diskprefix::is_named(name, diskprefix::variant.name))) \
+      (!name || !strcmp(name, diskprefix::variant.name))) \
     return &diskprefix::variant;
   VARIANTS
 #undef V

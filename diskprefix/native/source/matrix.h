@@ -9,18 +9,12 @@
 #include <atomic>
 
 #include "memory.h"
+#include "product.h"
 #include "weights.h"
 
 namespace diskprefix {
 namespace {
 namespace matrices {
-
-inline SixteenHalves to_bfloat16(Sixteen numbers) {
-  const SixteenWords bits = (SixteenWords)numbers;
-  const SixteenWords rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-  const SixteenWords is_number = (SixteenWords)(numbers == numbers);
-  return __builtin_convertvector((SixteenWords)((is_number & rounded) | (~is_number & 0x7fc0)), SixteenHalves);
-}
 
 // The rows of a call: `rows` as they are, `packed` in the form of `Multiply`.
 struct Part {
@@ -39,39 +33,21 @@ struct Part {
 
   void put(Sixteen sums, int64_t row, int64_t column) const {
     if (matrix->bias) sums += loaded<Sixteen>(matrix->bias + column);
-    store(out + row * matrix->rows + column, to_bfloat16(sums));
+    for (int64_t first = 0; first < STRIP; first += LANES)
+      BFloat16::put(out + row * matrix->rows + column + first, loaded<Floats>((const char*)&sums + 4 * first));
   }
 };
 
 #if defined(__AMX_BF16__)
 
-// Tiles 0 to 3 hold sums, 4 and 5 left factors, 6 and 7 right ones. The rows are the left factors, but for few rows and a
-// matrix in bfloat16: its rows are left factors as they lie in memory.
+// The rows are the left factors, but for few rows and a matrix in bfloat16: its rows are left factors as they lie in memory.
 struct Multiply {
   static constexpr int64_t ROWS = 32, FEW_ROWS = 16;
   static constexpr int64_t AT_ONCE = 2;  // blocks, if there are few rows
 
-  struct Scope {
-    // The rows and columns in use of left factors, and of right factors and sums.
-    Scope(int64_t num_rows, int64_t num_columns) {
-      struct {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {};
-        uint8_t rows[16] = {};
-      } tiles;
-      for (int tile = 0; tile < 8; ++tile) {
-        tiles.row_bytes[tile] = tile == 4 || tile == 5 ? 64 : 4 * num_columns;
-        tiles.rows[tile] = tile < 6 ? num_rows : 16;
-      }
-      written();
-      _tile_loadconfig(&tiles);
-    }
-    ~Scope() { _tile_release(); }
-  };
-
-  static Scope scope_of(const Part& part) {
-    if (part.num_rows > FEW_ROWS) return Scope(16, 16);
-    return part.form.stride ? Scope(16, part.num_rows) : Scope(part.num_rows, 16);
+  static TileScope scope_of(const Part& part) {
+    const int64_t few = part.num_rows > FEW_ROWS ? 16 : part.num_rows, rows = part.form.stride ? 16 : few;
+    return TileScope(rows, rows, part.form.stride ? few : 16);
   }
 
   // Few rows are used as they are. A single one is used by all tiles.
@@ -81,21 +57,12 @@ struct Multiply {
 
   // More than 16 rows: 32 columns of 16 rows behind each other. Fewer: pairs of columns, in each all rows.
   static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t num_rows, int64_t columns, uint8_t* packed) {
-    if (num_rows <= FEW_ROWS) return turn(rows, num_rows, columns, packed);
+    if (num_rows <= FEW_ROWS) return TileProduct::turn_rows(rows, num_rows, columns, (uint16_t*)packed);
     for (int64_t row = begin; row < end; ++row) {
       uint16_t* to = (uint16_t*)packed + (row / 16) * 16 * columns + (row % 16) * INNER;
       const uint16_t* from = rows + row * columns;
       for (int64_t column = 0; column < columns; column += INNER, to += 16 * INNER)
         store(to, loaded<__m512i>(from + column));
-    }
-  }
-
-  static void turn(const uint16_t* rows, int64_t num_rows, int64_t columns, uint8_t* packed) {
-    for (int64_t column = 0; column < columns; column += INNER, packed += BLOCK_BYTES) {
-      Floats square[16] = {};
-      for (int64_t row = 0; row < num_rows; ++row) square[row] = loaded<Floats>(rows + row * columns + column);
-      transpose(square);
-      for (int64_t pair = 0; pair < 16; ++pair) store(packed + 64 * pair, square[pair]);
     }
   }
 
@@ -105,40 +72,9 @@ struct Multiply {
   }
 
   template <int ROWS, int STRIPS>
-  static void add(const void* a, const void* a_next, int64_t stride, int64_t step, const uint8_t* weights,
-                  const uint8_t* next, int64_t blocks) {
-    written();
-    for (int64_t block = 0; block < blocks; ++block) {
-      _tile_loadd(6, weights + block * BLOCK_BYTES, 64);
-      _tile_loadd(4, (const uint8_t*)a + block * step, stride);
-      _tile_dpbf16ps(0, 4, 6);
-      if (ROWS == 2) {
-        _tile_loadd(5, (const uint8_t*)a_next + block * step, stride);
-        _tile_dpbf16ps(2, 5, 6);
-      }
-      if (STRIPS == 2) {
-        _tile_loadd(7, next + block * BLOCK_BYTES, 64);
-        _tile_dpbf16ps(1, 4, 7);
-        if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
-      }
-    }
-  }
-
-  template <int ROWS, int STRIPS>
-  static void clear() {
-    _tile_zero(0);
-    if (STRIPS == 2) _tile_zero(1);
-    if (ROWS == 2) _tile_zero(2);
-    if (ROWS == 2 && STRIPS == 2) _tile_zero(3);
-  }
-
-  template <int ROWS, int STRIPS>
   static void finish(const Part& part, int64_t row, int64_t strip) {
     alignas(64) float sums[4][256];
-    _tile_stored(0, sums[0], 64);
-    if (STRIPS == 2) _tile_stored(1, sums[1], 64);
-    if (ROWS == 2) _tile_stored(2, sums[2], 64);
-    if (ROWS == 2 && STRIPS == 2) _tile_stored(3, sums[3], 64);
+    TileSums<ROWS, STRIPS>::put(sums[0], 256, 512, 64);
     for (int tile = 0; tile < ROWS; ++tile)
       for (int half = 0; half < STRIPS; ++half)
         for (int64_t i = 0; i < least(16, part.num_rows - row - 16 * tile); ++i)
@@ -156,12 +92,12 @@ struct Multiply {
   // A block is unpacked while the one before is multiplied, because the load of a tile waits for the stores before it.
   // Memory is read from its beginning to its end.
   static void few_unpacked(const Part& part, int64_t strip, uint8_t* factors) {
-    clear<1, 1>();
+    TileSums<1, 1>::clear();
     for (int64_t block = 0; block <= part.blocks; ++block) {
       if (block < part.blocks) part.unpack(strip, block, factors + block % 2 * BLOCK_BYTES);
       if (!block) continue;
       const uint16_t* rows = part.rows + (block - 1) * INNER;
-      add<1, 1>(rows, nullptr, part.matrix->columns * 2, 0, factors + (block - 1) % 2 * BLOCK_BYTES, nullptr, 1);
+      TileSums<1, 1>::add(rows, nullptr, part.matrix->columns * 2, 0, factors + (block - 1) % 2 * BLOCK_BYTES, nullptr, 1);
     }
     finish<1, 1>(part, 0, strip);
   }
@@ -172,7 +108,7 @@ struct Multiply {
     const int64_t stride = part.form.stride;
     const bool is_one = part.num_rows == 1;
     const uint8_t *left = part.strip(strip), *right = is_one ? (const uint8_t*)part.rows : part.packed;
-    clear<STRIPS, 1>();
+    TileSums<STRIPS, 1>::clear();
     written();
     for (int64_t block = 0; block < part.blocks; ++block, left += INNER * 2, right += is_one ? INNER * 2 : BLOCK_BYTES) {
       for (int64_t row = 0; row < STRIPS * STRIP; ++row) fetch(left + row * stride + 2 * part.form.strip_bytes, INNER * 2);
@@ -196,16 +132,17 @@ struct Multiply {
   template <int STRIPS>
   static void many(const Part& part, int64_t row, int64_t strip, const uint8_t* weights) {
     const int64_t of_tile = part.blocks * 1024;
-    const uint8_t *a = part.packed + row / 16 * of_tile, *next = weights + part.blocks * BLOCK_BYTES;
-    if (row + 16 < part.num_rows) {
-      clear<2, STRIPS>();
-      add<2, STRIPS>(a, a + of_tile, 64, 1024, weights, next, part.blocks);
-      finish<2, STRIPS>(part, row, strip);
-    } else {
-      clear<1, STRIPS>();
-      add<1, STRIPS>(a, nullptr, 64, 1024, weights, next, part.blocks);
-      finish<1, STRIPS>(part, row, strip);
-    }
+    const uint8_t *left = part.packed + row / 16 * of_tile, *next = weights + part.blocks * BLOCK_BYTES;
+    if (row + 16 < part.num_rows) multiply<2, STRIPS>(part, row, strip, left, weights, next);
+    else multiply<1, STRIPS>(part, row, strip, left, weights, next);
+  }
+
+  template <int ROWS, int STRIPS>
+  static void multiply(const Part& part, int64_t row, int64_t strip, const uint8_t* left, const uint8_t* weights,
+                       const uint8_t* next) {
+    TileSums<ROWS, STRIPS>::clear();
+    TileSums<ROWS, STRIPS>::add(left, left + part.blocks * 1024, 64, 1024, weights, next, part.blocks);
+    finish<ROWS, STRIPS>(part, row, strip);
   }
 };
 
@@ -217,11 +154,7 @@ struct Multiply {
   static constexpr int64_t ROWS = 6, FEW_ROWS = FEW;
   static constexpr int64_t AT_ONCE = 1;
 
-  struct Scope {
-    ~Scope() {}
-  };
-
-  static Scope scope_of(const Part&) { return Scope(); }
+  static NoScope scope_of(const Part& part) { return NoScope(part.num_rows); }
 
   static bool takes_packed(const Part& part) { return part.form.has_zeros; }
 
@@ -294,11 +227,7 @@ struct Multiply {
   static constexpr int64_t ROWS = 32, FEW_ROWS = 4;
   static constexpr int64_t AT_ONCE = 1;
 
-  struct Scope {
-    ~Scope() {}
-  };
-
-  static Scope scope_of(const Part&) { return Scope(); }
+  static NoScope scope_of(const Part& part) { return NoScope(part.num_rows); }
 
   static bool takes_packed(const Part&) { return true; }
 
@@ -394,11 +323,14 @@ class Products {
       if (!memory.reserve(needed)) return false;
       packed_ = memory.take<uint8_t>(needed);
       for (Part& part : parts_) part.packed = packed_;
-      if (!spread(call_.num_rows, 16, &Products::pack)) return false;
+      if (!spread(call_.num_threads, call_.parallel_for, call_.num_rows, 16,
+                  [this](int64_t begin, int64_t end) { pack(begin, end); }))
+        return false;
     }
-    const bool is_done = call_.num_rows <= Multiply::FEW_ROWS ? spread(pairs_, least(pairs_, 4), &Products::multiply)
-                                                             : spread(call_.num_threads, 1, &Products::take);
-    return is_done && !failed_;
+    const bool is_few = call_.num_rows <= Multiply::FEW_ROWS;
+    const int64_t count = is_few ? pairs_ : call_.num_threads, grain = is_few ? least(pairs_, 4) : 1;
+    const auto work = [=](int64_t begin, int64_t end) { is_few ? multiply(begin, end) : take(); };
+    return spread(call_.num_threads, call_.parallel_for, count, grain, work) && !failed_;
   }
 
  private:
@@ -409,20 +341,6 @@ class Products {
   std::atomic<int64_t> next_{0};
   uint8_t* packed_ = nullptr;
   volatile bool failed_ = false;
-  void (Products::*work_)(int64_t, int64_t) = nullptr;
-
-  bool spread(int64_t count, int64_t grain, void (Products::*work)(int64_t, int64_t)) {
-    work_ = work;
-    if (call_.num_threads == 1 || count <= grain) {
-      (this->*work)(0, count);
-      return true;
-    }
-    const Work call = [](int64_t begin, int64_t end, void* self) {
-      Products* products = (Products*)self;
-      (products->*products->work_)(begin, end);
-    };
-    return !call_.parallel_for(0, count, grain, call, this);
-  }
 
   void pack(int64_t begin, int64_t end) {
     Multiply::pack((const uint16_t*)call_.rows, begin, end, call_.num_rows, columns_, packed_);
@@ -430,7 +348,7 @@ class Products {
 
   // A thread takes part of the remaining pairs, again and again, so that slow and fast threads end at about the same
   // time.
-  void take(int64_t, int64_t) {
+  void take() {
     for (int64_t begin = next_; begin < pairs_;) {
       const int64_t end = begin + most(1, (pairs_ - begin) / (2 * call_.num_threads));
       if (!next_.compare_exchange_weak(begin, end)) continue;

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "vector.h"
+#include "parts.h"
 
 namespace diskprefix {
 namespace {
@@ -54,23 +54,23 @@ void blocks(const Factor* left, int64_t left_stride, const Factor* matrix, int64
   }
 }
 
+// Exists while `multiply` is called for a number of rows or less.
+struct NoScope {
+  explicit NoScope(int64_t) {}
+  ~NoScope() {}
+};
+
 // In float32, whatever the type of the model: a number is one chain of multiply-and-add, in the order of the inner index.
 template <class Type>
 struct VectorProduct {
   typedef typename Type::Stored Stored;
   typedef float Factor;
-  static constexpr int ROWS = 1;   // rows, inner sizes and columns are padded to multiples of these
-  static constexpr int INNER = 1;
+  typedef NoScope Scope;
+  static constexpr int INNER = 1;  // inner sizes and columns are padded to multiples of these
   static constexpr int COLUMNS = LANES;
   static constexpr int FEW_ROWS = 0;
   static constexpr bool TAKES_VALUES = false;
   static constexpr int STEP = 1;
-
-  // Exists while `multiply` is called for `num_rows` rows or less.
-  struct Scope {
-    explicit Scope(int64_t) {}
-    ~Scope() {}
-  };
 
   // Rows of `dim` numbers, the rest up to `inner` is 0.
   static void pack_row(const Stored* from, int64_t dim, int64_t inner, float* to) {
@@ -106,11 +106,7 @@ struct VectorProduct {
   }
 
   static Floats part_of(const Stored* from, int64_t width, bool is_present) {
-    if (!is_present) return Floats{};
-    if (width >= LANES) return Type::load(from);
-    Stored padded[LANES] = {};
-    for (int64_t i = 0; i < width; ++i) padded[i] = from[i];
-    return Type::load(padded);
+    return is_present && width > 0 ? some_of<Type>(from, width) : Floats{};
   }
 
   // out [rows, columns] = left [rows, inner] × the first rows and columns of a packed matrix [all_inner, all_columns].
@@ -195,15 +191,10 @@ struct Pairs {
 // Products of bfloat16 by vectors: a number is one chain, in the order of the inner index, to which each pair adds the
 // product of its second numbers, then that of its first.
 struct PairProduct : Pairs {
-  static constexpr int ROWS = 1;
+  typedef NoScope Scope;
   static constexpr int FEW_ROWS = 8;  // or fewer are multiplied with tokens as they lie in memory, and with their values
   static constexpr bool TAKES_VALUES = true;
   static constexpr int STEP = 2;
-
-  struct Scope {
-    explicit Scope(int64_t) {}
-    ~Scope() {}
-  };
 
   static void multiply(const uint16_t* left, int64_t left_stride, const uint16_t* matrix, int64_t all_inner, int64_t,
                        float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns) {
@@ -307,98 +298,95 @@ struct PairProduct : Pairs {
 
 #if defined(__AMX_BF16__)
 
+// The use of the registers of AMX, up to the end of the scope, as another library may use them after us. Tiles 0 to 3 hold
+// sums, 4 and 5 left factors, 6 and 7 right ones. `first` and `second` are the rows in use of left factors and their sums:
+// of tiles 0, 1 and 4, and of 2, 3 and 5. `columns` are those of right factors and sums.
+struct TileScope {
+  TileScope(int64_t first, int64_t second, int64_t columns) {
+    struct {
+      uint8_t palette = 1, start = 0, reserved[14] = {};
+      uint16_t row_bytes[16] = {};
+      uint8_t rows[16] = {};
+    } tiles;
+    for (int tile = 0; tile < 8; ++tile) {
+      tiles.row_bytes[tile] = tile == 4 || tile == 5 ? 64 : 4 * columns;
+      tiles.rows[tile] = tile > 5 ? 16 : tile == 2 || tile == 3 || tile == 5 ? second : first;
+    }
+    written();
+    _tile_loadconfig(&tiles);
+  }
+  ~TileScope() { _tile_release(); }
+};
+
+// Sums of ROWS × COLUMNS tiles.
+template <int ROWS, int COLUMNS>
+struct TileSums {
+  static void clear() {
+    _tile_zero(0);
+    if (COLUMNS == 2) _tile_zero(1);
+    if (ROWS == 2) _tile_zero(2);
+    if (ROWS == 2 && COLUMNS == 2) _tile_zero(3);
+  }
+
+  // Adds the products of 32 inner numbers for each of `blocks`. Left factors have rows `stride` bytes apart, and blocks
+  // `step` bytes apart; right factors have blocks of 1024 bytes.
+  static void add(const void* left, const void* below, int64_t stride, int64_t step, const void* right, const void* beside,
+                  int64_t blocks) {
+    written();
+    for (int64_t block = 0; block < blocks; ++block) {
+      _tile_loadd(6, (const char*)right + block * 1024, 64);
+      _tile_loadd(4, (const char*)left + block * step, stride);
+      _tile_dpbf16ps(0, 4, 6);
+      if (ROWS == 2) {
+        _tile_loadd(5, (const char*)below + block * step, stride);
+        _tile_dpbf16ps(2, 5, 6);
+      }
+      if (COLUMNS == 2) {
+        _tile_loadd(7, (const char*)beside + block * 1024, 64);
+        _tile_dpbf16ps(1, 4, 7);
+        if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
+      }
+    }
+  }
+
+  // Stores the tiles `across` and `down` numbers apart. Their rows are `stride` bytes apart.
+  static void put(float* to, int64_t across, int64_t down, int64_t stride) {
+    _tile_stored(0, to, stride);
+    if (COLUMNS == 2) _tile_stored(1, to + across, stride);
+    if (ROWS == 2) _tile_stored(2, to + down, stride);
+    if (ROWS == 2 && COLUMNS == 2) _tile_stored(3, to + down + across, stride);
+  }
+};
+
 // Products of bfloat16 by tiles of 16 rows and 32 inner numbers.
 struct TileProduct : Pairs {
-  static constexpr int ROWS = 16;
   static constexpr int FEW_ROWS = 16;  // or fewer may be multiplied with tokens as they lie in memory
   static constexpr bool TAKES_VALUES = false;
 
-  // Tiles 0 to 3 hold sums, 4 and 5 rows, 6 and 7 the matrix. Another library may use them after us.
-  struct Scope {
-    explicit Scope(int64_t num_rows) {
-      struct {
-        uint8_t palette = 1, start = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {};
-        uint8_t rows[16] = {};
-      } tiles;
-      for (int tile = 0; tile < 8; ++tile) {
-        tiles.row_bytes[tile] = 64;
-        const bool is_of_rows = tile == 0 || tile == 1 || tile == 4;
-        tiles.rows[tile] = is_of_rows && num_rows < 16 ? num_rows : 16;
-      }
-      written();
-      _tile_loadconfig(&tiles);
-    }
-    ~Scope() { _tile_release(); }
+  struct Scope : TileScope {
+    explicit Scope(int64_t num_rows) : TileScope(least(num_rows, 16), 16, 16) {}
   };
 
   // The memory behind `left` and `out` has whole tiles of rows.
   static void multiply(const uint16_t* left, int64_t left_stride, const uint16_t* matrix, int64_t all_inner, int64_t,
                        float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns) {
     const int64_t panel = all_inner * 16;
-    written();
-    for (int64_t column = 0; column < columns; column += 32) {
-      const uint16_t* right = matrix + column / 16 * panel;
-      const bool is_pair = column + 16 < columns;
+    for (int64_t column = 0; column < columns; column += 32)
       for (int64_t row = 0; row < num_rows; row += 32) {
-        const uint16_t* a = left + row * left_stride;
-        float* c = out + row * out_stride + column;
-        if (row + 16 < num_rows) {
-          if (is_pair) four(a, left_stride, right, panel, c, out_stride, inner);
-          else two_rows(a, left_stride, right, c, out_stride, inner);
-        } else {
-          if (is_pair) two_columns(a, left_stride, right, panel, c, out_stride, inner);
-          else single(a, left_stride, right, c, out_stride, inner);
-        }
+        const bool is_tall = row + 16 < num_rows, is_wide = column + 16 < columns;
+        const auto one = is_tall ? (is_wide ? tiles<2, 2> : tiles<2, 1>) : (is_wide ? tiles<1, 2> : tiles<1, 1>);
+        one(left + row * left_stride, left_stride, matrix + column / 16 * panel, panel, out + row * out_stride + column,
+            out_stride, inner);
       }
-    }
   }
 
-  static void four(const uint16_t* a, int64_t a_stride, const uint16_t* b, int64_t panel, float* c, int64_t c_stride,
-                   int64_t inner) {
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-    for (int64_t i = 0; i < inner; i += 32) {
-      _tile_loadd(4, a + i, a_stride * 2);
-      _tile_loadd(6, b + i * 16, 64);
-      _tile_loadd(7, b + panel + i * 16, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_loadd(5, a + 16 * a_stride + i, a_stride * 2);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, c, c_stride * 4);
-    _tile_stored(1, c + 16, c_stride * 4);
-    _tile_stored(2, c + 16 * c_stride, c_stride * 4);
-    _tile_stored(3, c + 16 * c_stride + 16, c_stride * 4);
-  }
-
-  static void two_rows(const uint16_t* a, int64_t a_stride, const uint16_t* b, float* c, int64_t c_stride,
-                       int64_t inner) {
-    _tile_zero(0); _tile_zero(2);
-    for (int64_t i = 0; i < inner; i += 32) {
-      _tile_loadd(4, a + i, a_stride * 2);
-      _tile_loadd(5, a + 16 * a_stride + i, a_stride * 2);
-      _tile_loadd(6, b + i * 16, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(2, 5, 6);
-    }
-    _tile_stored(0, c, c_stride * 4);
-    _tile_stored(2, c + 16 * c_stride, c_stride * 4);
-  }
-
-  static void two_columns(const uint16_t* a, int64_t a_stride, const uint16_t* b, int64_t panel, float* c,
-                          int64_t c_stride, int64_t inner) {
-    _tile_zero(0); _tile_zero(1);
-    for (int64_t i = 0; i < inner; i += 32) {
-      _tile_loadd(4, a + i, a_stride * 2);
-      _tile_loadd(6, b + i * 16, 64);
-      _tile_loadd(7, b + panel + i * 16, 64);
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-    }
-    _tile_stored(0, c, c_stride * 4);
-    _tile_stored(1, c + 16, c_stride * 4);
+  template <int ROWS, int COLUMNS>
+  static void tiles(const uint16_t* left, int64_t left_stride, const uint16_t* right, int64_t panel, float* out,
+                    int64_t out_stride, int64_t inner) {
+    typedef TileSums<ROWS, COLUMNS> Sums;
+    Sums::clear();
+    Sums::add(left, left + 16 * left_stride, left_stride * 2, 64, right, right + panel, inner / 32);
+    Sums::put(out, 16, 16 * out_stride, out_stride * 4);
   }
 
   // 16 rows or fewer, [rows, inner], as right factors: pairs of inner numbers, in each all rows.
@@ -435,17 +423,6 @@ struct TileProduct : Pairs {
         for (int64_t row = 0; row < num_rows; ++row) store(out + row * out_stride + token + 16 * half, sums[half][row]);
       }
     }
-  }
-
-  static void single(const uint16_t* a, int64_t a_stride, const uint16_t* b, float* c, int64_t c_stride,
-                     int64_t inner) {
-    _tile_zero(0);
-    for (int64_t i = 0; i < inner; i += 32) {
-      _tile_loadd(4, a + i, a_stride * 2);
-      _tile_loadd(6, b + i * 16, 64);
-      _tile_dpbf16ps(0, 4, 6);
-    }
-    _tile_stored(0, c, c_stride * 4);
   }
 };
 

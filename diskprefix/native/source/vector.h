@@ -86,24 +86,19 @@ inline Floats rotated(Floats vector, std::integer_sequence<int, LANE...>) {
   return __builtin_shufflevector(vector, vector, ((LANE + BY) % LANES)...);
 }
 
-// In a fixed order: halves of the vector are added up.
-template <int HALF = LANES / 2>
-inline float sum_of(Floats vector) {
-  const Floats sums = vector + rotated<HALF>(vector, std::make_integer_sequence<int, LANES>());
+// In a fixed order: halves of the vector are combined.
+template <int HALF = LANES / 2, class Combine>
+inline float folded(Floats vector, const Combine& combine) {
+  const Floats found = combine(vector, rotated<HALF>(vector, std::make_integer_sequence<int, LANES>()));
   if constexpr (HALF > 1)
-    return sum_of<HALF / 2>(sums);
-  else
-    return sums[0];
-}
-
-template <int HALF = LANES / 2>
-inline float largest_of(Floats vector) {
-  const Floats found = larger(vector, rotated<HALF>(vector, std::make_integer_sequence<int, LANES>()));
-  if constexpr (HALF > 1)
-    return largest_of<HALF / 2>(found);
+    return folded<HALF / 2>(found, combine);
   else
     return found[0];
 }
+
+inline float sum_of(Floats vector) { return folded(vector, [](Floats a, Floats b) { return a + b; }); }
+
+inline float largest_of(Floats vector) { return folded(vector, larger); }
 
 // 2^x for x up to 126, with an error of 2 units in the last place. Exactly 1 for 0, and 0 below -126.
 inline Floats exp2(Floats x) {

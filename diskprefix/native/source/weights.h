@@ -9,8 +9,6 @@
 
 #pragma once
 
-#include <cstdlib>
-
 #include "interface.h"
 #include "vector.h"
 
@@ -25,32 +23,21 @@ typedef float Sixteen __attribute__((vector_size(64)));
 typedef uint32_t SixteenWords __attribute__((vector_size(64)));
 typedef int32_t SixteenInts __attribute__((vector_size(64)));
 typedef int8_t SixteenBytes __attribute__((vector_size(16)));
-typedef uint16_t SixteenHalves __attribute__((vector_size(32)));
 typedef int64_t EightLongs __attribute__((vector_size(64)));
 
+// 16 scales or zeros, stored in float32 or float16.
 template <class Stored>
-struct Scales;
-
-template <>
-struct Scales<float> {
-  static Sixteen load(const uint8_t* from) { return loaded<Sixteen>(from); }
-};
-
-template <>
-struct Scales<uint16_t> {
-  static Sixteen load(const uint8_t* from) {
+inline Sixteen scales_at(const uint8_t* from) {
+  if constexpr (sizeof(Stored) == 4) return loaded<Sixteen>(from);
 #if defined(__AVX512F__)
-    return (Sixteen)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+  return (Sixteen)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #else
-    Sixteen numbers;
-    for (int64_t first = 0; first < 16; first += LANES) {
-      const Floats part = Float16::load((const uint16_t*)from + first);
-      memcpy((char*)&numbers + first * 4, &part, sizeof part);
-    }
-    return numbers;
+  Sixteen numbers;
+  for (int64_t first = 0; first < 16; first += LANES)
+    store((char*)&numbers + first * 4, Float16::load((const uint16_t*)from + first));
+  return numbers;
 #endif
-  }
-};
+}
 
 inline Sixteen rounded(Sixteen numbers) {
   const SixteenWords bits = (SixteenWords)numbers;
@@ -138,7 +125,7 @@ struct Block {
   }
 
   static inline __attribute__((always_inline)) Sixteen scale(const uint8_t* block, int number) {
-    return Scales<Stored>::load(block + CODES + number * STRIP * sizeof(Stored));
+    return scales_at<Stored>(block + CODES + number * STRIP * sizeof(Stored));
   }
 
   // Of four pairs of 4 bits the one with this number. Even words hold the first two pairs, odd words the others; in each
@@ -166,8 +153,8 @@ struct Block {
     Sixteen scales[GROUPS][2], zeros[GROUPS][2];
     for (int group = 0; group < GROUPS; ++group) {
       const uint8_t* at = block + CODES + group * STRIP * sizeof(Stored);
-      spread(Scales<Stored>::load(at), scales[group]);
-      if (HAS_ZEROS) spread(Scales<Stored>::load(at + NUMBERS), zeros[group]);
+      spread(scales_at<Stored>(at), scales[group]);
+      if (HAS_ZEROS) spread(scales_at<Stored>(at + NUMBERS), zeros[group]);
     }
 #if defined(__AVX512F__)
 #pragma GCC unroll 16
