@@ -40,30 +40,28 @@ def bound(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
 
 def template_boundaries(
     token_ids: TokenIds | Sequence[int],
-    offsets: Offsets | None,
+    offsets: Offsets,
     marker_ids: Collection[int],
     rendered: str,
     neutral_rendered: str | None,
 ) -> tuple[int, ...]:
     """Returns the positions behind the markers that the chat template wrote, ascending, each at most len(token_ids).
 
-    `token_ids` and `offsets` belong to `rendered`. `neutral_rendered` is None if `neutralise` changed nothing: then
-    every marker is the template's, and `offsets` may be None. If a template trims or escapes text, the two texts may
-    differ in length; then only markers before the first difference are trusted. Tokens without text (offsets (0, 0)),
-    which the tokenizer adds, count as the template's.
+    `token_ids` and `offsets` belong to `rendered`. `neutral_rendered` is None if `neutralise` changed nothing. If it
+    differs in length, because a template trims or escapes text, only markers before the first difference are trusted.
+    Tokens without text (offsets (0, 0)), which the tokenizer adds, count as the template's.
     """
     positions = raw_boundaries(token_ids, marker_ids)
     if neutral_rendered is None:
         return positions
-    assert offsets is not None, "a neutral rendering can only be compared by character offsets"
     same_length = len(rendered) == len(neutral_rendered)
     trusted_chars = len(rendered) if same_length else common_chars(rendered, neutral_rendered)
-    boundaries = []
-    for position in positions:
+
+    def is_trusted(position: int) -> bool:
         start, end = offsets[position - 1]
-        if end <= trusted_chars and rendered[start:end] == neutral_rendered[start:end]:
-            boundaries.append(position)
-    return tuple(boundaries)
+        return bool(end <= trusted_chars and rendered[start:end] == neutral_rendered[start:end])
+
+    return tuple(filter(is_trusted, positions))
 
 
 def text_boundaries(
@@ -71,8 +69,8 @@ def text_boundaries(
 ) -> tuple[int, ...]:
     """Returns the positions behind special tokens and markers in a text without a template.
 
-    A token that the tokenizer adds (BOS) is no boundary. It would be the only one of a plain text, and then only that
-    token could be saved. `num_added` are the numbers of added tokens before and behind the text.
+    Of the `num_added` tokens that the tokenizer adds before and behind the text, none is a boundary: BOS would be the
+    only one of a plain text, and then only that token could be saved.
     """
     begin, end = num_added[0], len(token_ids) - num_added[1]
     boundaries = tuple(position for position in raw_boundaries(token_ids, marker_ids) if begin < position <= end)
@@ -83,10 +81,9 @@ def text_boundaries(
 def system_end(boundaries: Sequence[int], offsets: Offsets, rendered: str, probe_rendered: str) -> int:
     """Returns the last of `boundaries` before the first message that is not a system message; 0 if there is none.
 
-    `boundaries` and `offsets` belong to `rendered`. `probe_rendered` is the template's output for the same tools and
-    leading system and developer messages, followed by one user message of plain text that begins with another character
-    than the real one. The text up to the first difference does not depend on the later messages. A template that writes
-    the system message inside the first user turn has no boundary behind it: the result is then the start of that turn.
+    `boundaries` and `offsets` belong to `rendered`. `probe_rendered` is the template's output for `probe_of` its input:
+    the text up to the first difference does not depend on the later messages. A template that writes the system message
+    inside the first user turn has no boundary behind it: the result is then the start of that turn.
     """
     agreed_chars = common_chars(rendered, probe_rendered)
     return max(takewhile(lambda end: offsets[end - 1][1] <= agreed_chars, boundaries), default=0)

@@ -1,12 +1,7 @@
-"""Leaves aged messages out of a conversation that has become too long, so that its session can go on.
+"""Leaves aged messages out of a conversation that has become too long. README.md says which, and has an example.
 
-The choice depends on the conversation alone: its growth is replayed, request by request. When it exceeds the threshold
-at one of them, the oldest exchanges are left out until half of the threshold remains. Every later conversation has the
-same requests. So an exchange that was left out once stays left out, also after a restart, and the requests in between
-only add to the prompt, whose beginning is in the cache.
-
-An exchange is a message of the assistant with the results of its calls. The system prompt, tools, the user's messages
-before the first reply, and the newest exchange stay. README.md has an example.
+The choice depends on the conversation alone: its growth is replayed, request by request. So an exchange (a message of
+the assistant with the results of its calls) that was left out once stays left out, also after a restart.
 """
 
 from __future__ import annotations
@@ -60,10 +55,8 @@ def fit(write: Sequence[DraftStep], limit: int, count: CountTokens, draft: Promp
 
 
 def shortened(conversation: Conversation, threshold: int, count: CountTokens) -> tuple[Conversation, LeftOut | None]:
-    """Returns the conversation without its aged exchanges, if it has more than `threshold` tokens.
-
-    Sizes are estimated from the texts of the messages, rather too large than too small.
-    """
+    """Returns the conversation without its aged exchanges, if it has more than `threshold` tokens. Sizes are estimated
+    from the texts of the messages, rather too large than too small."""
     messages = conversation.messages
     rounds = _rounds(messages)
     if not rounds:
@@ -73,8 +66,7 @@ def shortened(conversation: Conversation, threshold: int, count: CountTokens) ->
         for size, message in zip(count([_text(message) for message in messages]), messages, strict=True)
     ]
     around = count([json.dumps(conversation.tools)])[0] if conversation.tools else 0
-    units = [unit for round_ in rounds for unit in round_.units]
-    left_out = {index for unit in units[: _num_left_out(messages, rounds, sizes, around, threshold)] for index in unit}
+    left_out = {index for unit in _left_out(messages, rounds, sizes, around, threshold) for index in unit}
     if not left_out:
         return conversation, None
     first, last = messages[min(left_out)].path, messages[max(left_out)].path
@@ -103,10 +95,10 @@ def _rounds(messages: Sequence[Message]) -> list[_Round]:
     return rounds
 
 
-def _num_left_out(
+def _left_out(
     messages: Sequence[Message], rounds: Sequence[_Round], sizes: Sequence[int], around: int, threshold: int
-) -> int:
-    """Returns how many units are left out. Replays the requests of this conversation."""
+) -> list[list[int]]:
+    """Returns the units that are left out. Replays the requests of this conversation."""
     units = [unit for round_ in rounds for unit in round_.units]
     starts = {part[0] for round_ in rounds for part in (round_.opening, *round_.exchanges) if part}
     total, newest, num_left_out = around, 0, 0
@@ -121,7 +113,7 @@ def _num_left_out(
         while total > threshold // 2 and num_left_out < len(units) and units[num_left_out][-1] < newest:
             total -= sum(sizes[left_out] for left_out in units[num_left_out])
             num_left_out += 1
-    return num_left_out
+    return units[:num_left_out]
 
 
 def _joined(messages: Sequence[Message], left_out: set[int]) -> list[Message]:

@@ -27,20 +27,15 @@ _SHOWN_CHARS = 40
 
 
 def read_media(processor: MediaProcessor | None, draft: PromptDraft) -> PromptDraft:
-    """Reads the images and sounds of the conversation, each kind in its order.
-
-    `processor` is None for a model that takes text only. Raises `InvalidRequest`, which names the content part, for a
-    part that the model does not take or that cannot be read.
-    """
+    """Reads the images and sounds of the conversation, each kind in its order. `processor` is None for a model that
+    takes text only. Raises `InvalidRequest` for a part that the model does not take or that cannot be read."""
     images: list[Any] = []
     audio: list[Any] = []
-    num_parts = 0
     for part in (part for message in draft.conversation.messages for part in message.content):
         if isinstance(part, TextPart):
             _refuse_placeholders(part, processor)
             continue
-        num_parts += 1
-        if num_parts > _MOST_PARTS:
+        if len(images) + len(audio) == _MOST_PARTS:
             raise InvalidRequest(
                 f"{part.path}: a request may hold at most {_MOST_PARTS} images and sounds", param=part.path
             )

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diskprefix.chat.messages import Conversation, Ending
-from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, with_turns
+from diskprefix.chat.replay import ConversationHash, RecordStore, SampledTurn, with_turn
 from diskprefix.chat.template_input import TemplateInput
 from diskprefix.nouns import Prompt
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -33,10 +33,8 @@ class ReplySpan(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PromptDraft:
-    """A prompt while it is made. Comments name the step that sets the fields.
-
-    `replies` and `encodings` are records of earlier requests; None if the request does without them.
-    """
+    """A prompt while it is made. Comments name the step that sets the fields. `replies` and `encodings` are records of
+    earlier requests; None if the request does without them."""
 
     conversation: Conversation
     """Set by the caller; `place`, `normalise` and `fit` change it."""
@@ -61,8 +59,7 @@ class PromptDraft:
 
     # encode
     offsets: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
-    """First and last character (exclusive) of each token, shape (num_tokens, 2). A sampled token has those of its whole
-    span; (0, 0) is a token that the tokenizer added."""
+    """As in `Encoding`. A sampled token has the characters of its whole span."""
     written_ids: TokenIds = field(default_factory=lambda: as_token_ids([]))
     """The prompt's token ids, -1 for sampled ones: the template did not write those."""
 
@@ -78,7 +75,10 @@ class PromptDraft:
         """The conversation in the words of the remembered replies."""
         if not self.remembered:
             return self.conversation
-        return replace(self.conversation, messages=with_turns(self.conversation.messages, self.remembered))
+        messages = list(self.conversation.messages)
+        for index, sampled in self.remembered.items():
+            messages[index] = with_turn(messages[index], sampled.turn)
+        return replace(self.conversation, messages=messages)
 
     @property
     def ending(self) -> Ending:

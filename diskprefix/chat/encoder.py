@@ -27,11 +27,8 @@ if TYPE_CHECKING:
 PART_CHARS = 4096
 """The least length of a part, except the last. A shorter one is encoded as fast as it is found in the store."""
 _PROBE = "user\n  Hello wörld, it's  1234 {}  \n\n\tx = [1];{}\n \n 日本語 e\u0301 "
-
-
 _PROBED_CHARS_PER_POSITION = 32
 """The characters that are encoded first in a longer text. Real text has about four characters per token."""
-
 _RECORD_VERSION = 1
 """The version of `Encoding.record`."""
 
@@ -78,10 +75,8 @@ def joined(parts: Iterable[tuple[int, Encoding]]) -> Encoding:
 
 
 def encode(encoder: Encoder, template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
-    """Encodes the rendered text, with sampled tokens in the place of its spans.
-
-    Reasoning that the client left out may make the prompt too long. Then all replies stand as the client sent them.
-    """
+    """Encodes the rendered text, with sampled tokens in the place of its spans. Reasoning that the client left out may
+    make the prompt too long. Then all replies stand as the client sent them."""
     try:
         return _with_tokens(encoder, draft)
     except ContextTooLong:
@@ -130,13 +125,11 @@ class TextParts:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
-        found = [
-            text for text in _separating(tokenizer.added_tokens_decoder.values()) if not tokenizer.split_special_tokens
-        ]
+        found = [] if tokenizer.split_special_tokens else _separating(tokenizer.added_tokens_decoder.values())
+        if found and not self._holds(tokenizer, found):
+            found = []
         # Longest first makes no difference to where one begins.
         self._separator = re.compile("|".join(map(re.escape, found)) or "(?!)")
-        if found and not self._holds(tokenizer, found):
-            self._separator = re.compile("(?!)")
 
     def of(self, text: str) -> list[str]:
         """Returns the parts of a text. A longer text that begins with this one has the same parts, except the last."""
@@ -173,11 +166,8 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
 
 
 class Encoder:
-    """Encodes the prompts of one model. Errors name the field `param`. Thread-safe.
-
-    `needs_bos`: each prompt begins with a BOS, as the processors of multimodal models write it. Otherwise a text would
-    begin differently with and without an image.
-    """
+    """Encodes the prompts of one model. Errors name the field `param`. Thread-safe. `needs_bos`: each prompt begins
+    with a BOS, as with an image, where the processors of multimodal models write it."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, max_positions: int, needs_bos: bool = False
@@ -211,9 +201,8 @@ class Encoder:
     ) -> Encoding:
         """Returns the tokens of `text`, and with `adds_special` those that the tokenizer adds, such as BOS.
 
-        Long parts of the text are looked up in `store`, and recorded there.
-
-        Raises `InvalidRequest` for a text without tokens or with half a character, and `ContextTooLong`.
+        Long parts of the text are looked up in `store`, and recorded there. Raises `InvalidRequest` for a text without
+        tokens or with half a character, and `ContextTooLong`.
         """
         if (least := self._least(text)) >= self._max_positions:
             raise self._too_long(f"at least {least}", param)
@@ -236,7 +225,9 @@ class Encoder:
         encoding = joined(zip(begins, map(encodings.__getitem__, range(len(parts))), strict=False))
         if adds_special:
             encoding = encoding.between(*self.added)
-        self._check(len(encoding.token_ids), param)
+        if not len(encoding.token_ids):
+            raise InvalidRequest(f"{param}: the prompt has no tokens", param=param)
+        self.check_positions(len(encoding.token_ids), param)
         if store is not None:
             for k in ids.keys() & fresh.keys():
                 store.put(ids[k], fresh[k].record())
@@ -256,28 +247,18 @@ class Encoder:
         return max(map(len, self._tokenizer.get_vocab()))
 
     def _least(self, text: str) -> int:
-        """Returns a lower bound of the number of tokens, without encoding.
-
-        To encode megabytes of blanks, which are few tokens, takes a minute and gigabytes of memory.
-        """
+        """Returns a lower bound of the number of tokens. To encode megabytes of blanks, which are few tokens, takes a
+        minute and gigabytes of memory."""
         return len(text) // self._longest_token
 
     def _probe(self, text: str, param: str) -> None:
-        """Raises `ContextTooLong` if the beginning of a long text has too many tokens.
-
-        To encode megabytes of text takes many seconds and gigabytes of memory.
-        """
+        """Raises `ContextTooLong` if the beginning of a long text has too many tokens, before all of it is encoded."""
         limit = self._max_positions * _PROBED_CHARS_PER_POSITION
         if len(text) > limit:
             begins = self._tokenizer(text[:limit], add_special_tokens=False, verbose=False)["input_ids"]
             # Twice as many, because the last tokens of a cut text differ from those of the whole text.
             if len(begins) >= 2 * self._max_positions:
                 raise self._too_long(f"more than {len(begins) // 2}", param)
-
-    def _check(self, num_tokens: int, param: str) -> None:
-        if not num_tokens:
-            raise InvalidRequest(f"{param}: the prompt has no tokens", param=param)
-        self.check_positions(num_tokens, param)
 
     def check_positions(self, num_tokens: int, param: str) -> None:
         if num_tokens >= self._max_positions:

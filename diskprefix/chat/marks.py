@@ -1,8 +1,7 @@
 """Finds the positions that a client marks with `cache_control`: on tools, messages and content parts.
 
-The conversation is rendered once more, cut off at the mark; `README.md` gives the reason. Some templates refuse such a
-conversation, or write its end differently. Then it is rendered with another user message behind the mark: the position
-may then include the header of the next message, but never its text.
+The conversation is rendered once more, cut off at the mark, or with another user message behind it; `README.md` gives
+the reason. In the second case the position may include the header of the next message, but never its text.
 """
 
 from __future__ import annotations
@@ -85,11 +84,8 @@ def find_marks(
     offsets: Offsets,
     render: Render,
 ) -> tuple[Mark, ...]:
-    """Returns the positions behind `targets`, ascending and without repeats. The longest time to live counts.
-
-    `rendered` is the rendering of `template_input`, `offsets` belong to its tokens. A target is left out if its
-    position is 0 or cannot be found.
-    """
+    """Returns the positions behind `targets`, ascending and without repeats. The longest time to live counts. A target
+    without a position is left out. `rendered` is the rendering of `template_input`, `offsets` belong to its tokens."""
     found: dict[int, float | None] = {}
     of_messages = [target for target in targets if target.kind == "messages"]
     # An empty list, not None: some tokenizers have one template for requests with tools and another for those without.
@@ -118,10 +114,8 @@ def _num_chars_before(target: MarkTarget, template_input: TemplateInput, rendere
 
 
 def _contains_target(text: str, target: MarkTarget, ending: TemplateInput) -> bool:
-    """Returns whether `text`, the rendering of `ending`, contains the marked object.
-
-    Some templates write system messages and tools only together with the first user message.
-    """
+    """Returns whether `text`, the rendering of `ending`, contains the marked object. Some templates write system
+    messages and tools only together with the first user message."""
     if target.kind == "tools":
         return any(tool["function"]["name"] in text for tool in (ending.tools or [])[-1:])
     # A message that is cut inside its text ends in a character that the prompt does not have there.
@@ -146,10 +140,7 @@ def _cut(target: MarkTarget, template_input: TemplateInput) -> tuple[TemplateInp
 
 
 def _tokens_within(num_chars: int, offsets: Offsets, num_all_chars: int) -> int:
-    """Returns how many leading tokens end at or before character `num_chars`.
-
-    A character of several tokens ends with the last of them.
-    """
+    """Returns how many leading tokens end at or before character `num_chars`."""
 
     def end_of(index: int) -> int:
         # The tokenizer added a token without text (0, 0) at the beginning or at the end.

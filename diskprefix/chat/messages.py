@@ -1,7 +1,5 @@
-"""A conversation in one form for all APIs: messages, content parts, tool calls, tools and marks.
-
-`path` is the place of an object in the client's body, for errors that are found later.
-"""
+"""A conversation in one form for all APIs: messages, content parts, tool calls, tools and marks. `path` is the place of
+an object in the client's body, for errors that are found later."""
 
 from __future__ import annotations
 
@@ -18,10 +16,7 @@ the last message."""
 
 @dataclass(frozen=True)
 class CacheMark:
-    """A client's request to keep the prompt up to the end of the marked object.
-
-    `ttl_s` is the time to live after the last use, in seconds; None leaves it to the daemon.
-    """
+    """A client's wish to keep the prompt up to the end of the marked object. `ttl_s` is None if the daemon decides."""
 
     ttl_s: float | None = None
 

@@ -1,7 +1,7 @@
 """Changes a conversation before it is rendered: `place` for the template, `normalise` so that the cache finds it again.
 
-Each normaliser was made for a client's real requests. Its mode is `off`, `report` (it changes nothing, and the reply
-says what it would have changed) or `on`. The result depends on the conversation alone. The reply lists all changes.
+Each normaliser was made for a client's real requests. The result depends on the conversation alone. The mode `report`
+changes nothing: the reply says what would have changed.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ Mode: TypeAlias = Literal["off", "report", "on"]
 
 @dataclass(frozen=True)
 class Normaliser:
-    """A change of conversations.
-
-    `apply` returns the changed conversation and the paths of the changes in the client's body. `is_in` returns whether
-    a line of a rendered prompt holds text that it changes.
-    """
+    """A change of conversations. `apply` returns the changed conversation and the paths of the changes in the client's
+    body. `is_in` returns whether a line of a rendered prompt holds text that it changes."""
 
     name: str
     apply: Callable[[Conversation], tuple[Conversation, Sequence[str]]]
@@ -40,10 +37,8 @@ _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*", re.IGNORECASE)
 
 
 def _without_billing_header(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
-    """Removes the first line of Claude Code's system prompt, `x-anthropic-billing-header: … cch=00c6e;`.
-
-    Its last letters and digits differ in every request, or with every first question.
-    """
+    """Removes the first line of Claude Code's system prompt, `x-anthropic-billing-header: … cch=00c6e;`. Its end
+    differs in every request, or with every first question."""
     first = conversation.messages[0]
     part = first.content[0] if _is_system(first) and first.content else None
     match = _BILLING.match(part.text) if isinstance(part, TextPart) else None
@@ -61,11 +56,8 @@ _CLOCK = re.compile(r"(?<![\d:.])([01]?\d|2[0-3])((?::[0-5]\d){1,2}(?:\.\d+)?)(?
 
 
 def _with_full_hours(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
-    """Sets minutes and seconds to zero in lines of the system prompt about a time or a date.
-
-    For clients such as AnythingLLM (`The current date and time is Saturday, November 21, 2026 5:04 AM.`). The prompt
-    then changes once an hour only.
-    """
+    """Sets minutes and seconds to zero in lines of the system prompt about a time or a date, so that it changes once an
+    hour only. For clients such as AnythingLLM (`The current date and time is Saturday, November 21, 2026 5:04 AM.`)."""
     messages, paths = list(conversation.messages), []
     for index, message in enumerate(takewhile(_is_system, conversation.messages)):
         content = [_with_full_hours_in(part) if isinstance(part, TextPart) else part for part in message.content]
@@ -90,10 +82,7 @@ _LAST_KEYS = ("properties", "required", "items", "additionalProperties", "$defs"
 
 def _with_ordered_keys(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
     """Sorts the keys in the schemas of tools: keywords in their usual order, properties by `required`, then by name.
-
-    For clients that write schemas from hash tables, with another order in each process or request. The order of keys
-    has no meaning in JSON. The order of tools and of lists stays.
-    """
+    For clients that write schemas from hash tables, with another order in each process or request."""
     tools = [_ordered(tool) for tool in conversation.tools or []]
     changed = [index for index, tool in enumerate(tools) if _keys(tool) != _keys((conversation.tools or [])[index])]
     if not changed:
@@ -131,10 +120,8 @@ def _keys(value: Any) -> Any:
 
 
 def _with_ordered_tools(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
-    """Sorts tools by name, for clients that list tools in the order in which their tool servers answer.
-
-    Marks keep their index: a mark on the last tool still covers all of them.
-    """
+    """Sorts tools by name, for clients that list tools in the order in which their tool servers answer. Marks keep
+    their index: a mark on the last tool still covers all of them."""
     tools = sorted(conversation.tools or [], key=_tool_name)
     moved = [i for i, (new, old) in enumerate(zip(tools, conversation.tools or [], strict=True)) if new is not old]
     if not moved:
@@ -242,23 +229,19 @@ def normalise(normalisers: Normalisers, draft: PromptDraft) -> PromptDraft:
 
 def has_late_system(messages: Sequence[Message]) -> bool:
     """Returns whether a system message stands behind a message of another role."""
-    are_system = [message.role in ("system", "developer") for message in messages]
+    are_system = list(map(_is_system, messages))
     return not all(are_system[: sum(are_system)])
 
 
 def late_system_as_user(conversation: Conversation) -> Conversation:
-    """Returns the conversation with each late system message given to the user, in its place.
-
-    It is joined with adjacent messages of the user, because many templates want user and assistant to alternate.
-    """
+    """Returns the conversation with each late system message given to the user, in its place. It is joined with
+    adjacent messages of the user, because many templates want user and assistant to alternate."""
     runs: list[list[Message]] = []
     """Each run becomes one message."""
-    can_join = False
-    is_leading = True
+    can_join, is_leading = False, True
     for message in conversation.messages:
-        is_system = message.role in ("system", "developer")
-        is_leading = is_leading and is_system
-        is_late = is_system and not is_leading
+        is_leading = is_leading and _is_system(message)
+        is_late = _is_system(message) and not is_leading
         said = replace(message, role="user") if is_late else message
         if runs and said.role == runs[-1][0].role == "user" and (is_late or can_join):
             runs[-1].append(said)
@@ -269,24 +252,18 @@ def late_system_as_user(conversation: Conversation) -> Conversation:
 
 
 _LABEL = re.compile(r"\W*[A-Za-z][\w .'/-]{0,40}[:=]")
-_KEY = re.compile(r"[A-Za-z][\w.-]{0,40}(?==|\":)")
+_KEY = re.compile(r"([A-Za-z][\w.-]{0,40}(?==|\":))")
 _SHAPE_CHARS = 100
 
 
 def shape_of(line: str) -> str:
-    """Returns a line with only its label and its keys (`key=`, `"key":`); all other digits are 0, letters are a.
-
-    The result is written to the log, and a prompt may hold secrets.
-    """
+    """Returns a line with only its label and its keys (`key=`, `"key":`); all other digits are 0, letters are a. The
+    result is written to the log, and a prompt may hold secrets."""
     line = " ".join(line[: 4 * _SHAPE_CHARS].split())
     label = _LABEL.match(line)
     end = label.end() if label else 0
-    shaped, at = [line[:end]], end
-    for key in [*_KEY.finditer(line, end), None]:
-        value = line[at : key.start() if key else len(line)]
-        shaped.append(re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "0", value)))
-        if key:
-            shaped.append(key[0])
-            at = key.end()
-    text = "".join(char for char in "".join(shaped) if char.isprintable())
+    # Values and keys in turn.
+    pieces = _KEY.split(line[end:])
+    pieces[::2] = [re.sub(r"[^\W\d_]", "a", re.sub(r"\d", "0", value)) for value in pieces[::2]]
+    text = "".join(char for char in line[:end] + "".join(pieces) if char.isprintable())
     return text if len(text) <= _SHAPE_CHARS else f"{text[: _SHAPE_CHARS - 1]}…"

@@ -1,7 +1,5 @@
-"""Renders a conversation or a text into a `Prompt`: chat template, token ids, safe boundaries and marks.
-
-`README.md` draws the steps. This is CPU work that may take long for a long prompt; the server calls it in a thread.
-"""
+"""Renders a conversation or a text into a `Prompt`: chat template, token ids, safe boundaries and marks. `README.md`
+draws the steps. It may take long for a long prompt, so the server calls it in a thread."""
 
 from __future__ import annotations
 
@@ -42,9 +40,8 @@ _SCANNED_CHARS = 10_000
 class PromptRenderer:
     """Renders and tokenises the prompts of one model. May be called from several threads.
 
-    `media` is the processor of a multimodal model. `normalisers` change conversations before they are rendered.
-    Aged messages of a conversation with more than `compress_above` tokens are left out. `end_ids` are the tokens with
-    which the model ends a reply.
+    `media` is the processor of a multimodal model. Aged messages of a conversation with more than `compress_above`
+    tokens are left out. `end_ids` are the tokens with which the model ends a reply.
     """
 
     def __init__(
@@ -101,10 +98,8 @@ class PromptRenderer:
     def replay(
         self, conversation: Conversation, replies: RecordStore | None, encodings: RecordStore | None = None
     ) -> Replayed:
-        """Returns the prompt of a conversation, with the sampled tokens of the replies that `replies` remembers.
-
-        Texts in `encodings` are not encoded again. Raises as `chat` does.
-        """
+        """Returns the prompt of a conversation, with the sampled tokens of the replies that `replies` remembers. Texts
+        in `encodings` are not encoded again. Raises as `chat` does."""
         require_few_arguments(conversation)
         steps = self._media_steps() if holds_media(conversation.messages) else self._text_steps()
         draft = run_steps(steps, PromptDraft(conversation=conversation, replies=replies, encodings=encodings))
@@ -153,11 +148,7 @@ class PromptRenderer:
 
     def completion(self, prompt: str | list[int], encodings: RecordStore | None = None) -> Prompt:
         """Returns the prompt of a text or of token ids, without a chat template. Texts in `encodings` are not encoded
-        again.
-
-        Raises `InvalidRequest` for an unknown token id or an empty prompt, and `ContextTooLong` if the prompt exceeds
-        the model's positions.
-        """
+        again. Raises `InvalidRequest` for an unknown token id or an empty prompt, and `ContextTooLong`."""
         num_added = 0, 0
         if isinstance(prompt, str):
             text = prompt

@@ -61,18 +61,14 @@ class Turn:
 def _canonical_arguments(arguments: str | Mapping[str, Any]) -> str:
     """Returns JSON text with sorted keys, without blanks. 1.0 is 1. Text that is not JSON stays as it is."""
     try:
-        value = json.loads(arguments) if isinstance(arguments, str) else arguments
-        return json.dumps(_canonical_numbers(value), sort_keys=True, separators=(",", ":"))
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+        return json.dumps(json.loads(text, parse_float=_number), sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
         return str(arguments)
 
 
-def _canonical_numbers(value: Any) -> Any:
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else value
-    if isinstance(value, dict):
-        return {name: _canonical_numbers(member) for name, member in value.items()}
-    return [_canonical_numbers(member) for member in value] if isinstance(value, list) else value
+def _number(text: str) -> float:
+    return int(value) if (value := float(text)).is_integer() else value
 
 
 class ConversationHash:
@@ -96,11 +92,8 @@ class ConversationHash:
         self._add("assistant", content, calls)
 
     def ids(self, call_ids: Sequence[str | None]) -> list[str]:
-        """Returns the ids of the last message with all messages before it.
-
-        The first includes the ids of its calls, which tell two equal conversations apart. The second does not, for
-        clients that change them.
-        """
+        """Returns the ids of the last message with all messages before it: one with the ids of its calls, which tell
+        two equal conversations apart, and one without them, for clients that change them."""
         with_calls = self._hash.copy()
         with_calls.update(json.dumps(call_ids).encode())
         without = self._hash.hexdigest()
@@ -180,18 +173,9 @@ def _says(message: Message, turn: Turn) -> bool:
     return not kept or kept == turn.reasoning.strip()
 
 
-def with_turns(messages: Sequence[Message], found: Mapping[int, SampledTurn]) -> list[Message]:
-    """Returns `messages`, those of recorded replies (by their index) in the recorded words."""
-    return [
-        with_turn(message, found[index].turn) if index in found else message for index, message in enumerate(messages)
-    ]
-
-
 def with_turn(message: Message, turn: Turn) -> Message:
-    """Returns `message` in the recorded words, with the reasoning that the client may have left out.
-
-    The ids of calls stay those of the client, because the results refer to them.
-    """
+    """Returns `message` in the recorded words, with the reasoning that the client may have left out. The ids of calls
+    stay those of the client, because the results refer to them."""
     sent = zip(message.tool_calls, turn.calls, strict=True)
     calls = tuple(ToolCall(call.id, name, arguments) for call, (name, arguments) in sent)
     marks = [part.mark for part in message.content if isinstance(part, TextPart) and part.mark is not None]
@@ -226,16 +210,14 @@ class ReplyMemory:
         self._end_ids = end_ids
 
     def remember(self, turn: Turn, call_ids: Sequence[str], token_ids: Sequence[int]) -> None:
-        """Records a reply with its sampled tokens, of which the last may be one that ends a reply.
-
-        An empty reply is not recorded: any empty message would be taken for it.
-        """
+        """Records a reply with its sampled tokens, of which the last may be one that ends a reply. An empty reply is
+        not recorded: any empty message would be taken for it."""
         has_end = bool(token_ids) and token_ids[-1] in self._end_ids
+        sampled = SampledTurn(turn, tuple(token_ids[:-1] if has_end else token_ids), self._origin.place)
+        if not sampled.token_ids or not any(turn.canonical()):
+            return
         conversation = self._origin.conversation.copy()
         conversation.add_reply(turn)
-        sampled = SampledTurn(turn, tuple(token_ids[:-1] if has_end else token_ids), self._origin.place)
-        content, reasoning, calls = turn.canonical()
-        if sampled.token_ids and (content or reasoning or calls):
-            record = sampled.encode()
-            for id_ in conversation.ids(call_ids):
-                self._turns.put(id_, record)
+        record = sampled.encode()
+        for id_ in conversation.ids(call_ids):
+            self._turns.put(id_, record)

@@ -31,10 +31,7 @@ def recall(draft: PromptDraft) -> PromptDraft:
 
 
 def splice(template: ChatTemplate, output_format: OutputFormat, draft: PromptDraft) -> PromptDraft:
-    """Finds the places of the remembered replies in the rendered text.
-
-    Those that do not fit are rendered as the client sent them. That changes the text before later ones.
-    """
+    """Finds the places of the remembered replies in the text. Those that do not fit are rendered as they were sent."""
     for tries_left in reversed(range(_MOST_TRIES)):
         if not draft.remembered:
             return draft
@@ -67,16 +64,11 @@ def find_spans(
             continue
         wanted = sampled.turn.canonical()
         ends = (match.start() for match in islice(pattern.finditer(rendered, begin), _ENDS_TRIED))
-        read = partial(_reads, readings, wanted, begin)
-        end = next(filter(read, ends), None)
+        end = next((end for end in ends if any(turn.canonical() == wanted for turn in readings(begin, end))), None)
         if end is not None:
             spans[index] = ReplySpan(begin, end, sampled.token_ids)
             end_of_last = end
     return spans
-
-
-def _reads(readings: Callable[[int, int], Iterable[Turn]], wanted: object, begin: int, end: int) -> bool:
-    return any(turn.canonical() == wanted for turn in readings(begin, end))
 
 
 def readings(

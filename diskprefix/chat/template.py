@@ -31,16 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_TEMPLATE_FAULTS = (
-    TemplateError,
-    TypeError,
-    ValueError,
-    KeyError,
-    AttributeError,
-    IndexError,
-    ArithmeticError,
-    RecursionError,
-)
+_TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Raised by templates for messages that they were not written for."""
 
 _REASON_CHARS = 200
@@ -70,10 +61,7 @@ _GROWING = (
 
 
 class ChatTemplate:
-    """The chat template of one model. Thread-safe.
-
-    `end_ids` are the tokens with which the model ends a reply.
-    """
+    """The chat template of one model. Thread-safe. `end_ids` are the tokens with which the model ends a reply."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, end_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
@@ -201,11 +189,11 @@ def render(template: ChatTemplate, draft: PromptDraft) -> PromptDraft:
 
 
 def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
-    """Returns a copy of `value` without marker texts, and whether anything was replaced.
+    """Returns a copy of `value` without marker texts, and whether anything was replaced: in strings in lists, tuples
+    and dicts (keys too).
 
-    Looks into strings in lists, tuples and dicts (keys too). A marker text is replaced by ASCII letters or digits of
-    the same length, so that the template writes as many characters as before. Of overlapping texts the leftmost is
-    replaced, then the longest, as tokenizers do. A text that arises where the template joins two strings is not found.
+    A marker text is replaced by letters or digits of the same length, so that the template writes as many characters as
+    before. Of overlapping texts the leftmost is replaced, then the longest, as tokenizers do.
     """
     texts = sorted({text for text in marker_texts if text}, key=len, reverse=True)
     if not texts:
@@ -231,11 +219,10 @@ def neutralise(value: Any, marker_texts: Collection[str]) -> tuple[Any, bool]:
 def template_markers(special_texts: Collection[str], other_texts: Collection[str], write: Write) -> frozenset[str]:
     """Returns the texts of the added tokens behind which a conversation of this template may be cut.
 
-    `special_texts` are the tokenizer's special tokens, `other_texts` its other added tokens. Other added tokens count
-    only if the special ones do not separate messages, if the template writes them around messages, and if they stay
-    when the conversation continues. A token does not count if its text in a message changes the rendering (templates
-    move or drop reasoning), except special tokens that separate messages. For a template that refuses plain
-    conversations, all special tokens count.
+    Other added tokens than special ones count only if those do not separate messages, if the template writes them
+    around messages, and if they stay when the conversation continues. A token does not count if its text in a message
+    changes the rendering (templates move or drop reasoning), except special tokens that separate messages. For a
+    template that refuses plain conversations, all special tokens count.
     """
     special = frozenset(filter(None, special_texts))
     prompts = [[write(messages, True) for messages in pair] for pair in _GROWING]
@@ -284,11 +271,8 @@ def _makes_a_difference(tokens: list[str], suffix: str, write: Write) -> bool:
 def end_texts(
     added: Mapping[str, int], end_ids: Collection[int], write: Write, first_token: Callable[[str], int | None]
 ) -> frozenset[str]:
-    """Returns the texts of the tokens that may end a reply: `end_ids`, and the token that the template writes there.
-
-    `added` are the tokenizer's added tokens. `first_token` returns the first token id of a text. A token counts only if
-    it is that of its own text: then the tokens before it cannot merge with it.
-    """
+    """Returns the texts of the tokens that may end a reply: `end_ids`, and the token that the template writes there. A
+    token counts only if it is the `first_token` of its own text: then the tokens before it cannot merge with it."""
     texts = {text for text, token_id in added.items() if token_id in end_ids}
     user = {"role": "user", "content": "A question?"}
     behind = write([user, {"role": "assistant", "content": _ANSWER}, user], False).partition(_ANSWER)[2].lstrip()

@@ -60,9 +60,7 @@ def variables_for_template(conversation: Conversation) -> JsonObject:
 
 def require_few_arguments(conversation: Conversation) -> None:
     """Raises `InvalidRequest` if the arguments of calls, as JSON text, have too many values: all of them are parsed.
-
-    Arguments that are objects were counted with the body.
-    """
+    Arguments that are objects were counted with the body."""
     calls = (call for message in conversation.messages for call in message.tool_calls)
     texts = [call.arguments.encode("utf-8", "replace") for call in calls if isinstance(call.arguments, str)]
     if too_many := count_values(texts).too_many:
@@ -71,10 +69,8 @@ def require_few_arguments(conversation: Conversation) -> None:
 
 
 def _tool_call(call: ToolCall) -> JsonObject:
-    """Returns a call with its arguments as an object: templates iterate over them or write them as JSON.
-
-    Some clients send an empty text for no arguments. Arguments that are no JSON stay text.
-    """
+    """Returns a call with its arguments as an object: templates iterate over them or write them as JSON. Some clients
+    send an empty text for no arguments. Arguments that are no JSON stay text."""
     arguments = call.arguments or {}
     if isinstance(arguments, str):
         try:

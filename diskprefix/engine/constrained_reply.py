@@ -43,8 +43,7 @@ class ConstraintCompiler:
 
     @property
     def tokenizer(self) -> LLTokenizer:
-        """The tokenizer of llguidance, made at first use, which takes a second for a large vocabulary. Raises
-        `InvalidRequest` if it cannot be made."""
+        """The tokenizer of llguidance, made at first use. Raises `InvalidRequest` if it cannot be made."""
         with self._lock:
             if self._tokenizer is None:
                 self._tokenizer = self._read_tokenizer()
@@ -53,20 +52,16 @@ class ConstraintCompiler:
     def check(
         self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = MappingProxyType({})
     ) -> Constraint:
-        """Returns a checked constraint for the engine. A grammar is converted to Lark.
-
-        Raises the errors of `Trials.run`. Takes at most seconds, so it is not for the event loop.
-        """
+        """Returns a checked constraint for the engine. A grammar is converted to Lark. Raises the errors of
+        `Trials.run`. Takes at most seconds, so it is not for the event loop."""
         # Raises if the tokenizer cannot be used. The process of the trials would only end.
         _ = self.tokenizer
         lark = self._trials.run(constraint, param, parts)
         return constraint if lark is None else replace(constraint, kind="lark", source=lark)
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
-        """Returns a matcher at its beginning. Raises `InvalidRequest` for a constraint that `check` refuses.
-
-        A constraint that `check` did not return may take any time and memory.
-        """
+        """Returns a matcher at its beginning. Raises `InvalidRequest` for a constraint that `check` refuses. One that
+        `check` did not return may take any time and memory."""
         matcher = matcher_of(self.tokenizer, grammar_of(constraint, "constraint"))
         if matcher.is_error():
             raise explained(constraint, "constraint", matcher.get_error())
@@ -113,10 +108,8 @@ class ConstraintCompiler:
 
 
 class _Beginning:
-    """The thread and the compiled constraint that the replies to one request share.
-
-    So a client's grammar delays no other request. The thread ends with the last reference to this object.
-    """
+    """The thread and the compiled constraint that the replies to one request share, so that a client's grammar delays
+    no other request. The thread ends with the last reference to this object."""
 
     def __init__(self, compiler: ConstraintCompiler, constraint: Constraint) -> None:
         self._compiler = compiler
@@ -132,19 +125,15 @@ class _Beginning:
 
 
 class ConstrainedReply:
-    """A reply under a constraint. For each token, call `forbidden`, then `accept` with the chosen token.
-
-    Both raise `InvalidRequest` for a constraint that is too complex at this point, or does not compile. Both wait until
-    `is_ready`.
-    """
+    """A reply under a constraint. For each token, call `forbidden`, then `accept` with the chosen token. Both wait
+    until `is_ready`, and raise `InvalidRequest` for a constraint that is too complex here, or does not compile."""
 
     def __init__(self, compiler: ConstraintCompiler, constraint: Constraint, beginning: _Beginning) -> None:
         self._compiler = compiler
         self._constraint = constraint
         self._beginning = beginning
         self._matcher: LLMatcher
-        """The matcher, set by the first task. Later only one thread uses it at a time, as each waits for the one
-        before."""
+        """The matcher, set by the first task. Only one thread uses it at a time: each waits for the one before."""
         self._before = constraint.before
         self._free: _FreeText | None = None
         """The free text, while the reply is in it."""
@@ -164,13 +153,11 @@ class ConstrainedReply:
 
     @property
     def is_ready(self) -> bool:
-        """True if `forbidden` and `accept` return at once. `ConstraintCompiler.on_ready` is called when it becomes
-        true."""
+        """True if `forbidden` and `accept` return at once. `ConstraintCompiler.on_ready` tells when."""
         return self._next.done()
 
     def forbidden(self) -> torch.Tensor:
-        """Returns a mask, bool of shape [vocab_size], True for each token that must not come next. The caller may
-        change it."""
+        """Returns a mask, bool [vocab_size], True for tokens that must not come next. The caller may change it."""
         if self._free is not None:
             return self._compiler.all_but_end()
         forbidden = self._next.result()
@@ -178,11 +165,8 @@ class ConstrainedReply:
         return forbidden
 
     def accept(self, token: int) -> bool:
-        """Moves past a token that is not forbidden.
-
-        Returns False, and does not move, for a token that ends the free text and continues with text that the
-        constraint does not allow. Then another token must be chosen.
-        """
+        """Moves past a token that is not forbidden. Returns False, and does not move, for a token that ends the free
+        text and continues with text that the constraint does not allow. Then another token must be chosen."""
         if self._free is not None:
             return self._accept_free(self._free, token)
         if self._before is not None and self._opening[:1] == [token]:
@@ -238,10 +222,8 @@ class ConstrainedReply:
 
 
 def forbidden_by(matcher: LLMatcher, vocab_size: int) -> torch.Tensor:
-    """Returns the mask of tokens that may not come next, bool of shape [vocab_size].
-
-    If it is too complex to compute, only the end may come, and the matcher refuses that.
-    """
+    """Returns the mask of tokens that may not come next, bool of shape [vocab_size]. If it is too complex to compute,
+    only the end may come, and the matcher refuses that."""
     bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
     return torch.from_numpy(np.unpackbits(bits, count=vocab_size, bitorder="little") == 0)
 
@@ -259,8 +241,7 @@ class _FreeText:
         self._tail = b""
 
     def rest_behind(self, piece: bytes) -> bytes | None:
-        """Adds a piece and returns None. If it completes `end`, returns the bytes after `end` and does not add the
-        piece."""
+        """Adds a piece and returns None; if it completes `end`, adds nothing and returns the bytes after `end`."""
         text = self._tail + piece
         at = text.find(self._end)
         if at >= 0:

@@ -76,10 +76,8 @@ def grammar_of(constraint: Constraint, param: str) -> str:
 
 
 def reason_against(tokenizer: LLTokenizer, constraint: Constraint, param: str) -> str:
-    """Returns the reason why a constraint cannot be compiled, "" if it can. Raises the errors of `grammar_of`.
-
-    May take any time and memory.
-    """
+    """Returns the reason why a constraint cannot be compiled, "" if it can. Raises the errors of `grammar_of`. May take
+    any time and memory."""
     matcher = matcher_of(tokenizer, grammar_of(constraint, param))
     return matcher.get_error() if matcher.is_error() else ""
 
@@ -98,10 +96,8 @@ def lark_of(constraint: Constraint) -> str | None:
 
 
 def explained(constraint: Constraint, param: str, reason: str) -> InvalidRequest:
-    """Returns the error of a constraint that llguidance cannot compile for `reason`.
-
-    For a schema, it names the innermost part that alone fails for the same reason.
-    """
+    """Returns the error of a constraint that llguidance cannot compile for `reason`. For a schema, it names the
+    innermost part that alone fails for the same reason."""
     place: Path = ()
     reason = _reason(reason)
     if constraint.kind == "json_schema":
@@ -140,8 +136,7 @@ def _require_short(source: str, param: str) -> None:
 
 
 def _require_bounded(schema: Any, param: str) -> None:
-    """Raises `InvalidRequest`, with the path of the part at fault, for a schema that is too costly or not
-    guaranteed."""
+    """Raises `InvalidRequest`, with the path of the part, for a schema that is too costly or not guaranteed."""
     num_parts = 0
 
     def check(part: Any, place: str) -> None:
@@ -184,8 +179,7 @@ def _require_few_repetitions(pattern: str, place: str) -> None:
 
 
 def repeated(pattern: str) -> int:
-    """Returns the largest product of nested repetitions in a regex: 30 for `((a{2}){3}|b{4}){5}`. `*` and `+` count as
-    1."""
+    """Returns the largest product of nested repetitions in a regex, 30 for `((a{2}){3}|b{4}){5}`. `*` counts as 1."""
     groups, last, is_class = [1], 1, False
     for found in _REGEX_PIECE.finditer(pattern):
         piece, counts = found[0], found[1] or found[2]

@@ -22,9 +22,7 @@ def special_tokens(tokenizer: Any) -> dict[str, int]:
 
 class TextStream:
     """The text of one reply. Holds back an incomplete character, and text that may be the start of a stop string.
-
-    `hidden` tokens have no text. `ends` are the tokens that end a reply; those that are not special must be hidden.
-    """
+    `hidden` tokens have no text. `ends` are the tokens that end a reply; those that are not special must be hidden."""
 
     def __init__(
         self, tokenizer: Any, stop: tuple[str, ...], hidden: Collection[int], ends: Collection[int] = ()
@@ -44,10 +42,8 @@ class TextStream:
     def event(
         self, choice: int, token: int, logprobs: tuple[TokenLogprob, ...], end: FinishReason | None
     ) -> tuple[TextEvent, FinishReason | None]:
-        """Returns the event of one token, and why the reply ends with it; None if it does not.
-
-        `end` is why the reply ends here whatever the token is, None if it does not.
-        """
+        """Returns the event of one token, and why the reply ends with it, None if it does not. `end` is why it ends
+        here whatever the token is."""
         if token in self._ends:
             return TextEvent(choice, self.push(token) + self.finish(), (token,)), "stop"
         text = self.push(token)
@@ -93,11 +89,9 @@ class TextStream:
         return text
 
     def _step(self, token: int) -> str | None:
-        """Returns the text up to `token`, None while a character is incomplete.
-
-        An invalid byte makes a byte-fallback decoder replace its whole run of bytes. The stream fails if it has
-        returned a part of the run before. Then the rest is decoded by itself, and a new stream continues.
-        """
+        """Returns the text up to `token`, None while a character is incomplete. An invalid byte makes a byte-fallback
+        decoder replace its whole run of bytes. The stream fails if it has returned a part of the run before. Then the
+        rest is decoded by itself, and a new stream continues."""
         try:
             text: str | None = self._stream.step(self._backend, token)
         except Exception:  # noqa: BLE001 (tokenizers raises nothing narrower)

@@ -21,12 +21,9 @@ _ACCELERATOR_ERROR: type[Exception] | None = getattr(torch, "AcceleratorError", 
 
 
 def is_device_lost(error: BaseException) -> bool:
-    """Returns True if `error` comes from the accelerator's driver and the accelerator can compute nothing more.
-
-    A driver's error may also concern one call only, for example an argument out of range. So the devices are tried:
-    after an error that only a new process can mend, CUDA fails at every later call. Missing memory is no such error,
-    because the next request may fit.
-    """
+    """Returns True if `error` comes from the accelerator's driver and the accelerator can compute nothing more. A
+    driver's error may concern one call only, so the devices are tried: after an error that only a new process can mend,
+    CUDA fails at every later call. Missing memory is no such error, because the next request may fit."""
     if not _follows_from_driver(error):
         return False
     try:

@@ -1,8 +1,7 @@
 """A draft model: a small model with the vocabulary of the served one, which guesses its next tokens.
 
-It has its own KV memory, and its own prefix cache in the same store, so its state is restored like that of the served
-model. A reply is not guessed if there is no memory for it, after an error, or near the last position of the draft
-model.
+It has its own KV memory, and its own prefix cache in the same store. A reply is not guessed if there is no memory for
+it, after an error, or near the last position of the draft model.
 """
 
 from __future__ import annotations
@@ -118,8 +117,7 @@ class DraftModel:
         return True
 
     def compute(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> torch.Tensor:
-        """Computes more tokens, int64 of shape [1, n], of some replies. Returns the next-token logits, shape [replies,
-        vocab]."""
+        """Computes more tokens, int64 [1, n], of some replies. Returns the next-token logits, [replies, vocab]."""
         rows = [runner.Rows(self.sequences[reply].arena, ids) for reply, ids in step]
         groups = [rows] if self._packs else [[one] for one in rows]
         logits = [one for group in groups for one in runner.run(self._model, group)]

@@ -1,9 +1,7 @@
 """Decides which replies a draft model guesses, and how many tokens: as long as that makes decoding faster.
 
-The draft model guesses one token after the other, for all replies in one forward. The time of a guess is measured, and
-so is how often guesses are right. Before it can guess, it must compute the tokens of the reply. A prompt that is not
-restored is computed in parts, between the steps of the served model. That begins when the reply is so long that guesses
-would have saved the time that it takes.
+It guesses one token after the other, for all replies in one forward, whose time is measured. A prompt that is not
+restored is first computed in parts, once the reply is so long that guesses would have saved the time that it takes.
 """
 
 from __future__ import annotations
@@ -168,8 +166,10 @@ class Draft:
     """The guesses for one reply in one step."""
 
     def __init__(self, reply: Reply, sequence: DraftSequence, most: int) -> None:
-        self.reply = reply
-        self._sequence = sequence
+        assert reply.guesser is not None
+        assert reply.guesser.draft_rate is not None
+        self.reply, self._sequence = reply, sequence
+        self._guesser, self._rate = reply.guesser, reply.guesser.draft_rate
         self.tokens: list[tuple[int, float]] = []
         """The guesses, with their probabilities."""
         self.chance = 1.0
@@ -180,13 +180,10 @@ class Draft:
     @property
     def chance_of_next(self) -> float:
         """The chance that one more guess is right, with all before it."""
-        assert self.reply.guesser is not None
-        assert self.reply.guesser.draft_rate is not None
-        return self.chance * self.reply.guesser.draft_rate.value
+        return self.chance * self._rate.value
 
     def next_ids(self) -> torch.Tensor:
-        """Returns the tokens to compute next, int64 of shape [1, n]: known tokens that are not computed, or the last
-        guess."""
+        """Returns the tokens to compute next, int64 [1, n]: known ones that are not computed, or the last guess."""
         if not self.tokens:
             return self.reply.ids(self._sequence.arena.num_tokens, self.reply.num_known)
         return torch.tensor([[self.tokens[-1][0]]], device=self.reply.running.prompt_ids.device)
@@ -198,28 +195,23 @@ class Draft:
         if not math.isfinite(probability):
             self.may_continue = False
             return
-        guesser = self.reply.guesser
-        assert guesser is not None
+        rates = self._guesser.rates
         self.tokens.append((int(token), probability))
-        self.chance *= guesser.rates.of(guesser.rates.of_draft(probability))
+        self.chance *= rates.of(rates.of_draft(probability))
         self.may_continue = len(self.tokens) < self._most
 
     def end(self) -> None:
         """Gives the guesses to the reply's guesser."""
-        sequence, guesser = self._sequence, self.reply.guesser
-        assert guesser is not None
+        sequence = self._sequence
         sequence.num_known, sequence.drafted = self.reply.num_known, [token for token, _ in self.tokens]
         sequence.allocation.num_computed = min(sequence.arena.num_tokens, self.reply.num_known)
         if self.tokens:
-            guesser.use_drafted(self.tokens)
+            self._guesser.use_drafted(self.tokens)
 
 
 def speedup(rate: float, num_sequences: int, row_cost: float, draft_cost: float) -> float:
-    """Returns how many times as fast decoding is with a draft model, at the best number of guesses.
-
-    Each guess is right with the chance `rate`. `draft_cost` is the time to guess one token for all sequences, as a
-    share of a step without rows, as is `row_cost`.
-    """
+    """Returns how many times as fast decoding is with a draft model, at the best number of guesses. Each is right with
+    the chance `rate`. `draft_cost` (one token for all sequences) and `row_cost` are shares of a step without rows."""
     plain = best = 1 / (1 + row_cost * num_sequences)
     tokens = chance = 1.0
     for count in range(1, MOST_ROWS // num_sequences + 1):

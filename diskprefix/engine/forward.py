@@ -34,13 +34,12 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[torch.Tens
     try:
         logits = runner.run(model, [_rows(chunk) for chunk in step])
         synchronize(model.device)
+        return list(logits)
     except Exception as error:  # noqa: BLE001 (it is returned)
         raise_if_lost(error)
         if len(step) == 1:
             return [_naming_media(error, step[0].sequence.running.request)]
         log.warning("[engine] a step of %d sequences failed, now each alone: %s", len(step), first_line(error))
-    else:
-        return list(logits)
     for chunk in step:
         assert isinstance(chunk.sequence.state, KVArena)
         chunk.sequence.state.truncate(chunk.start)
@@ -78,10 +77,9 @@ def prefill(
 ) -> torch.Tensor:
     """Computes a prompt from position `start` to its end. Returns the next-token logits, shape [vocab].
 
-    Steps have `block_size` tokens counted from position 0, and the last one is partial. So a run that was restored to a
-    grid point has the steps of a cold run. For most models, other steps would change the last bits of the logits.
-    `start` is a grid point unless the model is exact at every token: then the first step ends at the next grid point. A
-    one-pass model computes the whole prompt in one step. `after_step` is called after each step.
+    Steps have `block_size` tokens counted from position 0, as in a cold run: other steps could change the last bits.
+    `start` is a grid point unless the model is exact at every token. A one-pass model computes the whole prompt in one
+    step. `after_step` is called after each step.
     """
     assert arena.layout.state_kind == "token" or start % block_size == 0, "state enters at grid points only"
     assert start < len(token_ids), "at least one token must be computed"

@@ -1,7 +1,5 @@
 """Values that other threads read: the activity of each request, the heartbeat of the engine's thread, and its counts.
-
-Nothing is locked. One number may be a step behind another.
-"""
+Nothing is locked. One number may be a step behind another."""
 
 from __future__ import annotations
 
@@ -70,10 +68,8 @@ class Heartbeat:
         return 0.0 if working is None else self._clock() - working[0]
 
     def has_stopped(self) -> bool:
-        """Returns True if nothing happened since the last call, although the work should be done by now.
-
-        A step of many rows may take long: a one-pass model computes a whole prompt in one step.
-        """
+        """Returns True if nothing happened since the last call, although the work should be done by now. A step of many
+        rows may take long: a one-pass model computes a whole prompt in one step."""
         working, seen, self._num_seen = self._working, self._num_seen, self._num_beats
         if working is None or self._num_seen != seen:
             return False

@@ -31,10 +31,8 @@ class Guess(NamedTuple):
 
 
 class NgramIndex:
-    """The tokens of one sequence, and for each pair of them the place where it came last.
-
-    Each place links to the one before it with the same pair. So adding a token takes constant time and memory.
-    """
+    """The tokens of one sequence, and for each pair of them the place where it came last, which links to the one
+    before. So adding a token takes constant time and memory."""
 
     def __init__(self) -> None:
         self._token_ids: list[int] = []
@@ -117,11 +115,8 @@ class AcceptanceRates:
 
 
 class DraftRate:
-    """The recent rate at which the draft model's guesses are right, in one sequence or in all.
-
-    While the model is not asked, the rate of a sequence fades to that of all, and that to the first assumption. So the
-    model is asked again some time.
-    """
+    """The recent rate at which the draft model's guesses are right, in one sequence or in all. While the model is not
+    asked, the rate of a sequence fades to that of all, and that to the first assumption. So it is asked again."""
 
     _FIRST, _WEIGHT, _FADING = 0.7, 1 / 32, 1 / 512
 
@@ -148,9 +143,8 @@ class Guesser:
     def __init__(
         self, prompt: TokenIds, most_computed: int, *, looks_back: bool = True, draft_rate: DraftRate | None = None
     ) -> None:
-        """Makes a guesser. `most_computed` is the number of tokens of the finished sequence without its last one,
-        which is not computed. `looks_back`: guesses come from the tokens before. `draft_rate` is None without a
-        draft model."""
+        """Makes a guesser. `most_computed` is the number of tokens of the finished sequence without its last one.
+        `looks_back`: guesses come from the tokens before. `draft_rate` is None without a draft model."""
         self.most_computed = most_computed
         self.draft_rate = draft_rate
         self.is_computing = False

@@ -33,14 +33,10 @@ class Ticket:
     request: GenerateRequest
     emit: Callable[[Event], None]
     arrived_at: float = field(default_factory=time.perf_counter)
-    _cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled: bool = False
 
     def cancel(self) -> None:
-        self._cancelled.set()
-
-    @property
-    def cancelled(self) -> bool:
-        return self._cancelled.is_set()
+        self.cancelled = True
 
     def waiting_activity(self) -> Activity:
         """Returns the activity of a request that waits."""
@@ -120,11 +116,8 @@ class Inbox:
         return ticket
 
     def require_room(self, arriving: Sequence[Tenant], caller: Tenant) -> None:
-        """Raises the errors of `submit` for a request that follows those of the callers `arriving`.
-
-        Raises `ShareFull` if a caller with an API key has filled the half of the queue that it may use. All callers
-        without keys are one: `SHARED`.
-        """
+        """Raises the errors of `submit` for a request that follows those of the callers `arriving`, and `ShareFull` if
+        a caller with an API key has filled the half of the queue that it may use. All without keys are `SHARED`."""
         with self._changed:
             free = max(0, self._max_running - len(self._running))
             ahead = [*(ticket.request.cache.tenant for ticket in self._still_waiting()), *arriving]
@@ -169,16 +162,14 @@ class Inbox:
             self._notify()
 
     def wait(self) -> bool:
-        """Waits until something has changed since the last call of `waiting`. Returns False when the inbox is stopped
-        and no request runs any more."""
+        """Waits until something has changed since the last call of `waiting`. Returns False when all is over."""
         with self._changed:
             self.heartbeat.rest()
             self._changed.wait_for(lambda: self._has_news or (self._stopping and not self._running))
             return self._has_news or bool(self._running)
 
     def stop(self, timeout_s: float) -> bool:
-        """Refuses waiting requests, and cancels running ones after `timeout_s` seconds. Returns True if they
-        finished."""
+        """Refuses waiting requests, and cancels running ones after `timeout_s`. Returns True if they finished."""
         with self._changed:
             self._refuse_all()
             finished = self._changed.wait_for(lambda: not self._running, timeout_s)

@@ -26,8 +26,7 @@ class Engine(ServedModel):
 
 
 class Loop:
-    """Serves the requests of one inbox, on the thread that calls `run`. A second thread restores state, and others wait
-    for the shared tier."""
+    """Serves the requests of one inbox, on the thread that calls `run`. Other threads restore state."""
 
     def __init__(self, served: ServedModel, inbox: Inbox) -> None:
         self._served = served
@@ -37,8 +36,7 @@ class Loop:
         self._fetched: deque[RunningRequest] = deque()
         """Requests whose fetch is over. Filled by the fetch thread."""
         self._early_logits: deque[tuple[RunningRequest, torch.Tensor]] = deque()
-        """The fully cached requests with their final logits: their first token is sampled before the restore ends.
-        Filled by the fetch thread."""
+        """Fully cached requests with their final logits, to sample before the restore ends. Filled as `_fetched`."""
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="kv-fetch")
         self._prefetchers = ThreadPoolExecutor(served.max_sequences, thread_name_prefix="kv-prefetch")
         """Each thread waits for the shared tier for one request."""

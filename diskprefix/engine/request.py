@@ -14,12 +14,9 @@ FinishReason: TypeAlias = Literal["stop", "length"]
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Parameters of sampling. Names, ranges and defaults follow OpenAI; top_k, min_p and repetition_penalty follow
-    vLLM.
-
-    `logprobs` k reports the chosen token and its k most likely alternatives. A `temperature` of 0 is greedy. With
-    `max_tokens` of 0 the prompt is computed and saved, and there is no reply.
-    """
+    """Parameters of sampling: those of OpenAI, and `top_k`, `min_p` and `repetition_penalty` of vLLM. A `temperature`
+    of 0 is greedy. With `max_tokens` of 0 the prompt is computed and saved, and there is no reply. `logprobs` k reports
+    the chosen token and its k most likely alternatives."""
 
     max_tokens: int | None = None
     temperature: float = 1.0
@@ -38,10 +35,8 @@ class SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class FreeText:
-    """A piece of free text before a constrained one: a thought. It ends with the first occurrence of `end`.
-
-    With `begin`, it is optional: the reply has it if it begins with this text. Without `begin`, every reply has it.
-    """
+    """A piece of free text before a constrained one: a thought. It ends with the first occurrence of `end`. A reply has
+    it if it begins with `begin`; every reply has it if that is None."""
 
     end: str
     begin: str | None = None
@@ -49,11 +44,11 @@ class FreeText:
 
 @dataclass(frozen=True, kw_only=True)
 class Constraint:
-    """A constraint of a reply.
+    """A constraint of a reply, behind the free text `before`.
 
     `source` is the JSON text of the schema, the regex (syntax of Rust's `regex`, without anchors), the grammar (Lark as
     llguidance has it, or GBNF; of kind "lark" it is never GBNF), or a JSON list of the strings to choose from; "" for
-    any JSON object. `before` describes the free text in front of it.
+    any JSON object.
     """
 
     kind: Literal["json_schema", "json_object", "regex", "grammar", "lark", "choice"]
@@ -62,10 +57,8 @@ class Constraint:
 
 
 class Stage(NamedTuple):
-    """A stage of a request, for traces: queue, match, restore, prefill, decode or save.
-
-    `began` and `ended` are seconds on the clock of `time.perf_counter`. `facts` are attributes of the trace.
-    """
+    """A stage of a request, for traces: queue, match, restore, prefill, decode or save. `began` and `ended` are seconds
+    on the clock of `time.perf_counter`. `facts` are attributes of the trace."""
 
     name: str
     began: float
@@ -116,10 +109,8 @@ class TextEvent:
 
 @dataclass(frozen=True)
 class ProgressEvent:
-    """The progress of a prompt of `total` tokens: `cached` were restored, `processed` were restored or computed.
-
-    The request saves the first `kept` tokens if nothing fails. `elapsed_ms` runs since the engine accepted the request.
-    """
+    """The progress of a prompt of `total` tokens: `cached` were restored, `processed` were restored or computed, and
+    the first `kept` are to be saved. `elapsed_ms` runs since the engine accepted the request."""
 
     total: int
     cached: int

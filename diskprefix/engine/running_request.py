@@ -60,8 +60,7 @@ class HeldLogits:
 
 @dataclass(eq=False, kw_only=True)
 class Reply(Sequence):
-    """A reply of the `n` to a request. It has a `state` while it is computed, and an `allocation` if that is a
-    `KVArena`."""
+    """A reply of the `n` to a request. It has a `state` while it is computed, and if in a `KVArena` an `allocation`."""
 
     running: RunningRequest
     index: int
@@ -108,10 +107,8 @@ class Reply(Sequence):
     # Each of these takes logits and returns the state of the reply after them.
 
     def take_step(self, chunk: Chunk[Reply], logits: torch.Tensor, seconds: float) -> ReplyState:
-        """Saves what a step has computed, and samples if all known tokens are computed.
-
-        `logits` are those that `forward` returns. `seconds` is the part of the step's time that `chunk` took.
-        """
+        """Saves what a step has computed, and samples if all known tokens are computed. `logits` are those that
+        `forward` returns. `seconds` is the part of the step's time that `chunk` took."""
         running, arena = self.running, self.state
         if self.allocation is not None:
             self.allocation.num_computed = self.num_computed

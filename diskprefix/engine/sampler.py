@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from transformers.generation.logits_process import (
@@ -22,18 +23,17 @@ from diskprefix.errors import DiskPrefixError, InvalidRequest, NonFiniteLogits
 from diskprefix.tokens import TokenIds
 
 
+@dataclass(frozen=True)
 class PresenceFrequencyPenalty(LogitsProcessor):  # type: ignore[misc]
     """OpenAI's penalties, for generated tokens only: `presence` once and `frequency` for each occurrence."""
 
-    def __init__(self, presence: float, frequency: float, prompt_tokens: int) -> None:
-        self._presence = presence
-        self._frequency = frequency
-        self._prompt_tokens = prompt_tokens
+    presence: float
+    frequency: float
+    prompt_tokens: int
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        generated = input_ids[0, self._prompt_tokens :]
-        counts = torch.bincount(generated, minlength=scores.shape[-1])[: scores.shape[-1]]
-        return scores - self._frequency * counts - self._presence * (counts > 0)
+        counts = torch.bincount(input_ids[0, self.prompt_tokens :], minlength=scores.shape[-1])[: scores.shape[-1]]
+        return scores - self.frequency * counts - self.presence * (counts > 0)
 
 
 class Sampler:

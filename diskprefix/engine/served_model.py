@@ -57,11 +57,9 @@ class ServedModel:
         identity: dict[str, Any] | None = None,
         draft: LoadedDraft | None = None,
     ) -> None:
-        """Allocates KV memory. `close` closes `cache`, `recorder` and `draft`.
-
-        `identity` holds the fields of the fingerprint, for `/props`. Raises `ModelError` for a model that transformers
-        cannot run step by step, and the errors of torch when memory runs out.
-        """
+        """Allocates KV memory. `close` closes `cache`, `recorder` and `draft`. `identity` holds the fields of the
+        fingerprint, for `/props`. Raises `ModelError` for a model that transformers cannot run step by step, and the
+        errors of torch when memory runs out."""
         self.model: PreTrainedModel = loaded.model
         self.tokenizer: Any = loaded.tokenizer
         self.media = loaded.media

@@ -1,17 +1,12 @@
-"""Chooses the guessed tokens that are computed behind the last known one, in the same forward.
+"""Chooses the guessed tokens that are computed behind the last known one, in the same forward: those that make
+decoding faster, which may be none. README.md says why the reply stays the same.
 
-The next token is sampled from the logits behind each row, as without speculation, until one is not the guessed token.
-The state behind that is taken back. A model that is exact at every token gives each row the bits that it has alone, so
-the reply and its saved state are the same.
-
-A right guess saves a step, and each row takes time. Each sequence counts how often its guesses are right, also while
-none is computed, because each sampled token shows if it was guessed. The time of a row is measured. So each step
-computes the guesses that make it faster, which may be none.
+A right guess saves a step, and each row takes time, which is measured. Each sequence counts how often its guesses are
+right, also while none is computed, because each sampled token shows if it was guessed.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Hashable, Sequence
 
 from diskprefix.engine.drafting import ModelDrafter
@@ -38,18 +33,14 @@ class RowCost:
         self._over = self._FIRST * self._FIRST_WEIGHT
         self._weight = self._FIRST_WEIGHT
         self._sequences: Hashable = None
-        self._plain_s = 0.0
+        self.plain_s = 0.0
+        """The seconds of recent steps without guesses, 0 if that is not known."""
         self._age = 0
         """The number of steps since the last one without guesses."""
 
     @property
     def value(self) -> float:
         return max(self._LEAST, self._over / self._weight)
-
-    @property
-    def plain_s(self) -> float:
-        """The seconds of recent steps without guesses, 0 if that is not known."""
-        return self._plain_s
 
     def needs_plain_step(self, sequences: Hashable) -> bool:
         """Returns True if a step of these sequences without guesses is needed for comparison."""
@@ -59,13 +50,13 @@ class RowCost:
         """Records a step. `num_rows` counts all of its rows, with guesses. `sequences` identifies its sequences."""
         if not num_guessed:
             same = sequences == self._sequences
-            self._plain_s += (seconds - self._plain_s) * (0.25 if same else 1.0)
+            self.plain_s += (seconds - self.plain_s) * (0.25 if same else 1.0)
             self._sequences, self._age = sequences, 0
             self._over += (1 - self._KEPT_UNUSED) * (self._FIRST * self._FIRST_WEIGHT - self._over)
             self._weight += (1 - self._KEPT_UNUSED) * (self._FIRST_WEIGHT - self._weight)
-        elif sequences == self._sequences and self._plain_s > 0:
+        elif sequences == self._sequences and self.plain_s > 0:
             self._age += 1
-            longer, others = seconds / self._plain_s - 1, num_rows - num_guessed
+            longer, others = seconds / self.plain_s - 1, num_rows - num_guessed
             # The time is a linear function of the rows.
             slope = num_guessed - longer * others
             cost = min(max(longer / slope, -self._MOST), self._MOST) if slope > 0 else self._MOST
@@ -126,24 +117,16 @@ def _names(sequences: Sequence[Reply]) -> Hashable:
     return frozenset(sequence.arrived for sequence in sequences)
 
 
-def worth_computing(chances: Sequence[Sequence[float]], row_cost: float, most: int = MOST_ROWS) -> list[int]:
-    """Returns how many guessed tokens of each sequence to compute, for the most tokens in the step's time.
-
-    `chances` are the chances that each guessed token and all before it are right. `row_cost`: see `RowCost`.
-    """
-    counts, num_rows, num_tokens = [0] * len(chances), len(chances), float(len(chances))
-    likeliest = [(-of_one[0], number) for number, of_one in enumerate(chances) if of_one]
-    heapq.heapify(likeliest)
-    while likeliest and sum(counts) < most:
-        chance, number = -likeliest[0][0], likeliest[0][1]
+def worth_computing(chances: Sequence[Sequence[float]], row_cost: float) -> list[int]:
+    """Returns how many guessed tokens of each sequence to compute, for the most tokens in the step's time. `chances`
+    are the chances that each guessed token and all before it are right. `row_cost`: see `RowCost`."""
+    counts, num_tokens = [0] * len(chances), float(len(chances))
+    # The chances of a sequence descend.
+    likeliest = sorted((-chance, number) for number, of_one in enumerate(chances) for chance in of_one)
+    for num_rows, (chance, number) in enumerate(likeliest[:MOST_ROWS], start=len(chances)):
         # It must add more to the tokens than to the time, as a share.
-        if chance * (1 + row_cost * num_rows) <= row_cost * num_tokens:
+        if -chance * (1 + row_cost * num_rows) <= row_cost * num_tokens:
             break
         counts[number] += 1
-        num_rows, num_tokens = num_rows + 1, num_tokens + chance
-        following = chances[number][counts[number] : counts[number] + 1]
-        if following:
-            heapq.heapreplace(likeliest, (-following[0], number))
-        else:
-            heapq.heappop(likeliest)
+        num_tokens -= chance
     return counts

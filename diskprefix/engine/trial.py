@@ -65,9 +65,8 @@ class Trials:
     def run(self, constraint: Constraint, param: str, parts: Mapping[str, str]) -> str | None:
         """Returns the grammar in Lark if the constraint had another syntax, else None.
 
-        Raises `InvalidRequest`, with a path below `param`, for a constraint that cannot be compiled within the limits.
-        If one of the schemas in `parts` is at fault, the path is below its key. Raises `DiskPrefixError` if no trial is
-        possible.
+        Raises `InvalidRequest`, with a path below `param` or the key of the schema in `parts` that is at fault, for a
+        constraint that cannot be compiled within the limits, and `DiskPrefixError` if no trial is possible.
         """
         question = {"kind": constraint.kind, "source": constraint.source, "param": param, "parts": dict(parts)}
         answers = self._ask(json.dumps(question).encode())
@@ -78,15 +77,11 @@ class Trials:
             raise InvalidRequest(last["error"], param=last["param"])
         if "failed" in last:
             raise DiskPrefixError(f"the constraint could not be tried: {last['failed']}")
-        if "grammar" not in last:
-            limits = f"{_MOST_CPU_S} s or {_MOST_BYTES >> 20} MiB"
-            raise InvalidRequest(
-                f"{param}: is too complex to be compiled: it takes more than {limits}",
-                param=param,
-                code="constraint_too_complex",
-            )
-        grammar: str | None = last["grammar"]
-        return grammar
+        if "grammar" in last:
+            grammar: str | None = last["grammar"]
+            return grammar
+        message = f"is too complex to be compiled: it takes more than {_MOST_CPU_S} s or {_MOST_BYTES >> 20} MiB"
+        raise InvalidRequest(f"{param}: {message}", param=param, code="constraint_too_complex")
 
     def close(self) -> None:
         """Ends the server and its trials."""
@@ -148,8 +143,9 @@ class Trials:
                 pass_fds=[theirs.fileno()],
                 process_group=0,
             )
+        data = json.dumps(tokenizer).encode()
         with suppress(OSError):
-            _send_tokenizer(self._control, *tokenizer)
+            self._control.sendall(len(data).to_bytes(_LENGTH_BYTES) + data)
 
     def _end_server(self) -> None:
         server, self._server = self._server, None
@@ -171,12 +167,6 @@ def _received(channel: socket.socket) -> bytes:
         while piece := channel.recv(1 << 16):
             data += piece
     return bytes(data)
-
-
-def _send_tokenizer(control: socket.socket, text: str, num_tokens: int, eos: list[int] | None) -> None:
-    """Sends the arguments of the server's tokenizer."""
-    data = json.dumps([text, num_tokens, eos]).encode()
-    control.sendall(len(data).to_bytes(_LENGTH_BYTES) + data)
 
 
 # The process of the server, and a trial in a fork of it.

@@ -14,11 +14,7 @@ _RUN = struct.Struct("@3q P2q P2q")
 """`Attention` and `Run` of `source/interface.h`."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-
-
-def can_attend(dtype: torch.dtype) -> bool:
-    """Returns whether the compiled attention takes numbers of that kind."""
-    return dtype in DTYPES
+"""What the compiled attention and norms take. The numbers are those of `DType`."""
 
 
 def attention(

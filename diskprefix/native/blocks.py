@@ -50,8 +50,7 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class Gated:
-    """down × (curve(gate × row) × (up × row)). `curve` holds a value for each bfloat16 number, by its bits, and one
-    more: bfloat16 [65 537]."""
+    """down × (curve(gate × row) × (up × row)). `curve`: bfloat16 [65 537], by the bits of a number, and one more."""
 
     gate: Matrix
     up: Matrix

@@ -31,8 +31,7 @@ class Unavailable(Exception):
 
 @dataclass(frozen=True)
 class Operators:
-    """The addresses of the operators of one variant. `parallel_for` is that of torch, so that there is one pool of
-    threads."""
+    """The addresses of the operators of one variant, and that of torch's `parallel_for`, to share its threads."""
 
     variant: str
     compiler: str
@@ -76,10 +75,8 @@ class _Table(ctypes.Structure):
 
 
 def choose(kernels: str) -> None:
-    """Sets the kernels that this process uses: `auto` (the best, or torch's), `torch`, or one of `VARIANTS`.
-
-    Raises `Unavailable` if those are not there.
-    """
+    """Sets the kernels that this process uses: `auto` (the best, or torch's), `torch`, or one of `VARIANTS`. Raises
+    `Unavailable` if those are not there."""
     global _chosen
     if kernels not in ("auto", "torch"):
         found, why = _loaded(kernels)

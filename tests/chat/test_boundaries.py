@@ -153,7 +153,7 @@ def test_every_special_token_is_the_templates_when_no_string_holds_one() -> None
     ids = set(SPECIAL_IDS.values())
     expected = raw_boundaries(encoded.token_ids, ids)
     assert len(expected) == 5
-    assert template_boundaries(encoded.token_ids, None, ids, chatml(messages), None) == expected
+    assert template_boundaries(encoded.token_ids, encoded.offsets, ids, chatml(messages), None) == expected
 
 
 @pytest.mark.parametrize(

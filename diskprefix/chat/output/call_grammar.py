@@ -40,7 +40,8 @@ class _Grammar:
         self._functions: list[JsonObject] = [tool["function"] for tool in tools]
         self._tools = OfferedTools(tools)
         self._token_ids = token_ids
-        self._special = re.compile("|".join(map(re.escape, sorted(token_ids, key=len, reverse=True))) or r"(?!)")
+        special = "|".join(map(re.escape, sorted(token_ids, key=len, reverse=True))) or r"(?!)"
+        self._special = re.compile(f"({special})")
         self._rules: list[str] = []
         self._num_chars = 0
 
@@ -118,15 +119,9 @@ class _Grammar:
 
     def _terminals(self, text: str) -> str:
         """Returns `text` as terminals; the empty text as none."""
-        pieces = []
-        at = 0
-        for found in self._special.finditer(text):
-            pieces += [text[at : found.start()], found[0]]
-            at = found.end()
-        pieces.append(text[at:])
         return " ".join(
             f"<[{self._token_ids[piece]}]>" if piece in self._token_ids else json.dumps(piece, ensure_ascii=False)
-            for piece in pieces
+            for piece in self._special.split(text)
             if piece
         )
 

@@ -119,10 +119,8 @@ class CallReader:
         return True
 
     def objects(self, *, known_only: bool) -> Parsing[bool]:
-        """Reads calls that are JSON objects, in a row or in an array. Returns whether there was one.
-
-        `known_only`: an object is a call only if it has arguments and the name of a tool of the request.
-        """
+        """Reads calls that are JSON objects, in a row or in an array. Returns whether there was one. `known_only`: an
+        object is a call only if it has arguments and the name of a tool of the request."""
         reader, found = self._reader, False
         if in_array := (yield from reader.peek()) == "[":
             reader.at += 1
@@ -141,9 +139,7 @@ class CallReader:
 
     def _object(self, known_only: bool, *, is_inner: bool = False) -> Parsing[bool]:
         """Reads one call that is an object. Returns whether a call has begun; the rest of the object belongs to it.
-
-        `is_inner`: it stands in another object, {"function": {…}}, and has no object of this kind in it.
-        """
+        `is_inner`: it stands in another object, {"function": {…}}, and has no object of this kind in it."""
         reader = self._reader
         name, early, begun = "", "", False
         reader.at += 1
@@ -242,10 +238,9 @@ class CallReader:
             self._reader.at = found.end()
         text = "".join(pieces)
         try:
-            value = _json(self._tools.value(name, key, text))
+            self._calls.arguments(_json(self._tools.value(name, key, text)))
         except RecursionError:
-            value = _json(text)
-        self._calls.arguments(value)
+            self._calls.arguments(_json(text))
         return found is not None
 
     def _braces(self, name: str) -> Parsing[bool]:
@@ -265,20 +260,19 @@ class CallReader:
 
     def _python_call(self, name: str) -> Parsing[bool]:
         source = yield from self._reader.brackets()
-        calls = python_calls(f"{name}{source}", self._tools) if source else []
-        for call in calls:
-            self._calls.whole(call)
-        return bool(calls)
+        return self._calls_in(source and f"{name}{source}")
 
-    def _python(self) -> Parsing[None]:
+    def _python(self) -> Parsing[bool]:
         yield from self._reader.space()
         if self._syntax.ends:
-            source = yield from self._reader.before(self._ends)
-        else:
-            source = yield from self._reader.brackets()
+            return self._calls_in((yield from self._reader.before(self._ends)))
+        return self._calls_in((yield from self._reader.brackets()))
+
+    def _calls_in(self, source: str | None) -> bool:
         calls = python_calls(source, self._tools) if source else []
         for call in calls:
             self._calls.whole(call)
+        return bool(calls)
 
 
 def _nowhere(text: str) -> None:

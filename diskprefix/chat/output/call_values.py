@@ -57,10 +57,8 @@ class OfferedTools:
         return set(_types(known[key])) == {"string"} if key in known else False
 
     def value(self, name: str, key: str, text: str) -> object:
-        """Returns the value of `text`, an argument without quotes.
-
-        A text that does not fit the schema stays text: the client, which runs the tool, can say what is wrong.
-        """
+        """Returns the value of `text`, an argument without quotes. A text that does not fit the schema stays text: the
+        client, which runs the tool, can say what is wrong."""
         return value_of(text, self.properties(name).get(key))
 
 
@@ -157,8 +155,7 @@ def _calls_of(node: ast.expr, lines: list[bytes], tools: OfferedTools) -> list[P
 
 
 def _literal(node: ast.expr, lines: list[bytes]) -> Any:
-    """Returns the value of a literal in `lines` of source. A string that is JSON too is read as JSON, whose escapes
-    differ."""
+    """Returns the value of a literal in `lines` of source. A string that is JSON too is read as JSON."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         if node.end_lineno != node.lineno:
             return node.value

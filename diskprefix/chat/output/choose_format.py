@@ -1,7 +1,5 @@
-"""Chooses the format that a chat template writes: a known call is rendered, and must be parsed back.
-
-The same renderings show the form in which the template takes calls.
-"""
+"""Chooses the format that a chat template writes: a known call is rendered, and must be parsed back. The same
+renderings show the form in which the template takes calls."""
 
 from __future__ import annotations
 
@@ -16,12 +14,7 @@ from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.call_grammar import call_grammar
 from diskprefix.chat.output.call_values import OfferedTools
 from diskprefix.chat.output.families import ATEM, FAMILIES, NONE, THOUGHTS, Body, Family, Written
-from diskprefix.chat.output.format import (
-    OutputFormat,
-    OutputParser,
-    ThoughtTags,
-    ToolCallBegin,
-)
+from diskprefix.chat.output.format import OutputFormat, OutputParser, ThoughtTags, ToolCallBegin
 from diskprefix.chat.output.parsers import ChannelParser, FamilyParser, FunctionaryParser, HarmonyParser, MuseParser
 from diskprefix.chat.replay import Turn
 from diskprefix.chat.template_input import MessageForm, common_chars
@@ -131,10 +124,8 @@ class Chosen(NamedTuple):
 
 
 def choose_format(template: str, render: Render, *, special: Collection[str], added: Mapping[str, int]) -> Chosen:
-    """Returns the format of a chat template.
-
-    `added` are the tokenizer's added tokens with their ids. Of these, `special` are not shown as text.
-    """
+    """Returns the format of a chat template. `added` are the tokenizer's added tokens with their ids. Of these,
+    `special` are not shown as text."""
     written = []
     for form in _FORMS:
         if not (replies := list(_replies(render, form))):
@@ -177,10 +168,8 @@ def _completed(form: MessageForm, render: Render) -> MessageForm:
 
 
 def _parted(prompt: str, whole: str) -> tuple[str, str]:
-    """Splits a text into its prompt and its reply: behind the text shared with `prompt`, but not inside a tag.
-
-    The end of the prompt, if it is repeated there, is no part of the reply: the name of a role, the end of a thought.
-    """
+    """Splits a text into its prompt and its reply: behind the text shared with `prompt`, but not inside a tag. The end
+    of the prompt, if it is repeated there, is no part of the reply: the name of a role, the end of a thought."""
     if whole.startswith(prompt):
         return prompt, whole[len(prompt) :]
     common = common_chars(prompt, whole)
@@ -191,9 +180,7 @@ def _parted(prompt: str, whole: str) -> tuple[str, str]:
 
 def _named_family(template: str, special: Iterable[str]) -> Family:
     """Returns the family whose tags stand in a template that does not write calls, or among the special tokens.
-
-    Families with tags at both ends come first, since others have a part of these tags.
-    """
+    Families with tags at both ends come first, since others have a part of these tags."""
     named = "\n".join([template, *special])
     for family in sorted(FAMILIES, key=lambda family: not family.calls.ends):
         calls = family.calls

@@ -21,11 +21,8 @@ braces      the head has the name; the body is JSON with bare keys and other quo
 
 @dataclass(frozen=True)
 class Written:
-    """The syntax of forced calls, from which `call_grammar.py` makes grammars.
-
-    `call` has the placeholders NAME, ARGUMENTS and INDEX (any number); `argument` has KEY, VALUE, IS_TEXT (true or
-    false) and TYPE (the JSON type).
-    """
+    """The syntax of forced calls, for `call_grammar.py`. `call` has the placeholders NAME, ARGUMENTS and INDEX (any
+    number); `argument` has KEY, VALUE, IS_TEXT (true or false) and TYPE (the JSON type)."""
 
     call: str
     argument: str = ""

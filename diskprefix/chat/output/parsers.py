@@ -36,7 +36,8 @@ class StreamParser(ABC):
     def __init__(self) -> None:
         self.reader = Reader()
         self._out: list[OutputDelta] = []
-        self._space: list[str] = []
+        self.space: list[str] = []
+        """White space that is held, because it is dropped before a tag."""
         self._space_is: Callable[[str], OutputDelta] = ContentDelta
         self._running = self.reply()
 
@@ -61,11 +62,11 @@ class StreamParser(ABC):
     def emit(self, delta: OutputDelta) -> None:
         """Adds `delta` to the result. White space before a call is dropped."""
         if isinstance(delta, ToolCallBegin):
-            self.drop_space()
+            self.space.clear()
         self._out.append(delta)
 
     def content(self, text: str) -> None:
-        """Adds text to the answer. White space at its end is held, because it is dropped before a tag."""
+        """Adds text to the answer. White space at its end is held."""
         self._text(ContentDelta, text)
 
     def reasoning(self, text: str) -> None:
@@ -75,18 +76,14 @@ class StreamParser(ABC):
     def _text(self, delta: Callable[[str], OutputDelta], text: str) -> None:
         shown = text.rstrip()
         if shown:
-            self.emit(delta("".join([*self._space, shown])))
-            self._space.clear()
-        self._space.append(text[len(shown) :])
+            self.emit(delta("".join([*self.space, shown])))
+            self.space.clear()
+        self.space.append(text[len(shown) :])
         self._space_is = delta
-
-    def drop_space(self) -> None:
-        """Drops the held white space."""
-        self._space.clear()
 
     def end(self) -> None:
         """Ends the reply. Held white space belongs to it."""
-        if space := "".join(self._space):
+        if space := "".join(self.space):
             self.emit(self._space_is(space))
 
 
@@ -107,10 +104,8 @@ class FamilyParser(StreamParser):
 
     @staticmethod
     def _openers(family: Family, *, is_offered: bool) -> regex.Pattern[str]:
-        """Returns a pattern of the beginnings of calls, and of tags around content.
-
-        The names of the tools are not in it: a thousand long ones take a second to compile.
-        """
+        """Returns a pattern of the beginnings of calls, and of tags around content. The names of the tools are not in
+        it: a thousand long ones take a second to compile."""
         kinds = [rf"(?P<drop>{alternatives(family.dropped)})"]
         if is_offered:
             own = {*family.calls.begins, *family.dropped}
@@ -172,7 +167,7 @@ class FamilyParser(StreamParser):
 
     def _behind_tag(self) -> Parsing[None]:
         """Drops the white space beside a tag, which belongs to the tag."""
-        self.drop_space()
+        self.space.clear()
         yield from self.reader.space()
         self.reader.forget(at_line_start=True)
 
@@ -233,35 +228,20 @@ class ChannelParser(StreamParser):
         """Reads the text of a message."""
 
     def reply(self) -> Parsing[None]:
-        header = self._header.fullmatch(self._begun)
+        header = self._header.fullmatch(self._begun) or (yield from self.reader.match(self._header))
         while True:
-            if header is None:
-                header = yield from self.reader.match(self._header)
             if header is not None:
-                yield from self._begin(header)
-                header = None
-            elif not (yield from self._stray()):
+                self.space.clear()
+                self.reader.forget(at_line_start=True)
+                yield from self.message(header)
+            elif (found := (yield from self.reader.until(self._tag, self.content))) is None:
                 break
+            elif not (yield from self.reader.looks_at(self._header)):
+                self.reader.at = found.end()
+                if found[0] in self.kept:
+                    self.content(found[0])
+            header = yield from self.reader.match(self._header)
         self.end()
-
-    def _begin(self, header: regex.Match[str]) -> Parsing[None]:
-        self.drop_space()
-        self.reader.forget(at_line_start=True)
-        yield from self.message(header)
-
-    def _stray(self) -> Parsing[bool]:
-        """Emits text without a header as content, up to the next header or tag. Returns False at the end."""
-        found = yield from self.reader.until(self._tag, self.content)
-        if found is None:
-            return False
-        header = yield from self.reader.match(self._header)
-        if header is not None:
-            yield from self._begin(header)
-        else:
-            self.reader.at = found.end()
-            if found[0] in self.kept:
-                self.content(found[0])
-        return True
 
     def call(self, name: str) -> Parsing[None]:
         """Reads a message that is the JSON of a call's arguments. Text behind the JSON is content."""

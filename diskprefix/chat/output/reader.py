@@ -16,7 +16,7 @@ Take: TypeAlias = Callable[[str], None]
 
 _SPACE = re.compile(r"\s*")
 _STRING = regex.compile(r'"(?:[^"\\]|\\.)*"', regex.DOTALL)
-_SCALAR = re.compile(r"[^\s,;:\[\]{}\"<]*")
+_SCALAR_END = regex.compile(r"[\s,;:\[\]{}\"<]")
 _DELIMITERS = re.compile(r'["\\{}\[\]<`\x00-\x1f]')
 _BRACKETS = re.compile(r"""["'\\()\[\]{}]""")
 _SHORT, _SHARE = 256, 8
@@ -26,10 +26,7 @@ _LITTLE, _MOST_IN_VAIN = 4096, 2
 
 
 class Reader:
-    """The text that has come and is not used yet. `text[at:]` is unread. `ended`: no more text comes.
-
-    Positions are valid until `forget` is called.
-    """
+    """The text that has come and is not used yet. `text[at:]` is unread. Positions are valid until `forget`."""
 
     def __init__(self) -> None:
         self.text = "\n"
@@ -43,11 +40,8 @@ class Reader:
         self._furthest = 1
 
     def add(self, text: str) -> bool:
-        """Adds more text. Returns whether to read on.
-
-        Held text may be read again from its beginning. So a long text is read again only when an eighth more of it has
-        come: then all readings together cost as much as a few of the whole.
-        """
+        """Adds more text. Returns whether to read on. Held text may be read again from its beginning, so a long one is
+        read again only when an eighth more has come: then all readings together cost as much as a few of the whole."""
         self._coming.append(text)
         self._num_coming += len(text)
         if self._num_coming * _SHARE < len(self.text) - _SHORT:
@@ -78,10 +72,8 @@ class Reader:
         self.at = at
 
     def give_up(self, at: int) -> None:
-        """Goes back to a position, to look for other calls behind it.
-
-        After much text was read in vain, stays behind that text: otherwise nested values would be read over and over.
-        """
+        """Goes back to a position, to look for other calls behind it. After much text was read in vain, stays behind
+        that text: otherwise nested values would be read over and over."""
         self.back_to(at)
         if self._num_in_vain > _MOST_IN_VAIN * self._num_read + _LITTLE:
             self.at = max(at, self._furthest)
@@ -108,10 +100,8 @@ class Reader:
         return self.text[self.at : self.at + 1]
 
     def match(self, pattern: regex.Pattern[str]) -> Parsing[regex.Match[str] | None]:
-        """Reads a match of `pattern` at this position. Returns None, and reads nothing, if there is none.
-
-        A match counts as soon as it is whole, so a pattern must not end with something that may grow.
-        """
+        """Reads a match of `pattern` at this position. Returns None, and reads nothing, if there is none. A match
+        counts as soon as it is whole, so a pattern must not end with something that may grow."""
         while True:
             found = pattern.match(self.text, self.at, partial=not self.ended)
             if found is None:
@@ -130,9 +120,7 @@ class Reader:
 
     def until(self, pattern: regex.Pattern[str], take: Take) -> Parsing[regex.Match[str] | None]:
         """Hands the text before a match of `pattern` to `take`. Returns the match, which is not read; None at the end.
-
-        Only text that may be the beginning of a match is held back.
-        """
+        Only text that may be the beginning of a match is held back."""
         while True:
             found = pattern.search(self.text, self.at, partial=not self.ended)
             end = len(self.text) if found is None else found.start()
@@ -163,10 +151,9 @@ class Reader:
     def json(self, take: Take, *, forgets: bool = False) -> Parsing[bool]:
         """Reads a JSON value and hands its text to `take` as it comes. Returns whether it is complete.
 
-        `forgets`: no caller goes back to a position before it, so its text is not held.
-
         An object or an array is complete when its brackets are closed. One with a tag in it is broken. Control
-        characters in strings, which JSON forbids and small models write, are escaped.
+        characters in strings, which JSON forbids and small models write, are escaped. `forgets`: no caller goes back to
+        a position before it, so its text is not held.
         """
         first = yield from self.peek()
         if first == '"':
@@ -175,20 +162,13 @@ class Reader:
             return text is not None
         if first and first in "{[":
             return (yield from self._nested(take, forgets))
-        return (yield from self._scalar(take))
+        text = yield from self.before(_SCALAR_END)
+        take(text or "")
+        return text is not None
 
     def _rest(self) -> str:
         rest, self.at = self.text[self.at :], len(self.text)
         return rest
-
-    def _scalar(self, take: Take) -> Parsing[bool]:
-        while True:
-            found = _SCALAR.match(self.text, self.at)
-            assert found is not None
-            if found.end() < len(self.text) or not (yield from self.more()):
-                take(found[0])
-                self.at = found.end()
-                return bool(found[0])
 
     def _nested(self, take: Take, forgets: bool) -> Parsing[bool]:
         depth, in_string, escaped = 0, False, 0

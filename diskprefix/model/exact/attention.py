@@ -1,9 +1,7 @@
 """Attention whose result for a token does not depend on the rest of the batch, nor on the steps of the prompt, bit for
-bit.
+bit. `model.exact.invariant` gives it to a model.
 
-`model.exact.invariant` gives it to a model. Keys and values are the memory of a layer up to the
-last tile of the step, as the cache layers of `kv.layers` return it. The `Step` says which rows of the query belong
-where. The compiled operator (`native`) computes all sequences in one call; where there is none, torch's kernels do
+The compiled operator (`native`) computes all sequences of a `Step` in one call; where there is none, torch's kernels do
 (`model.exact.torch_attention`). The two differ in the last bits.
 """
 
@@ -41,13 +39,11 @@ def attend(
     """Returns the attention's output, shape [1, rows, heads, value_dim], and None for the weights.
 
     `query` has shape [1, heads, rows, key_dim]; `key` and `value` are a layer's memory, [1, kv_heads, tokens, dim], or
-    a list of it for several sequences. It ends with the last tile of the step.
-    `attention_mask` is a `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for what it cannot do.
+    a list of it for several sequences. It ends with the last tile of the step (`kv.layers`). `attention_mask` is a
+    `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for what it cannot do.
     """
-    if not others.keys() <= HARMLESS:
-        found = [name for name in sorted(others.keys() - HARMLESS) if others[name] is not None]
-        if found:
-            raise NotInvariant(f"attention with {', '.join(found)}")
+    if found := [name for name in sorted(others.keys() - HARMLESS) if others[name] is not None]:
+        raise NotInvariant(f"attention with {', '.join(found)}")
     step = current_step()
     if step is None or not isinstance(attention_mask, Pattern):
         raise NotInvariant("attention without a step or with a mask of its own")
@@ -57,7 +53,7 @@ def attend(
     _check_memory(step, attention_mask, query, keys, values)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     compiled = operators()
-    if compiled is not None and native.can_attend(query.dtype):
+    if compiled is not None and query.dtype in native.DTYPES:
         out = native.attention(
             compiled,
             query[0],

@@ -1,9 +1,8 @@
 """Parts of a model that the compiled operators compute in one call: norms, gated products, attention with what is
 around it, and whole layers of them.
 
-Nothing rests on a model's name. A module is taken for such a part if it has the children of one, and if it gives what
-the operator gives for rows made up for that: the same bits, but for norms, whose sums have another order. Any other
-module computes as it did.
+A module is taken for such a part if it has the children of one, and if it gives what the operator gives for made-up
+rows: the same bits, but for norms, whose sums have another order. Any other module computes as it did.
 """
 
 from __future__ import annotations
@@ -93,8 +92,7 @@ def gated_of(module: nn.Module, operators: Operators, curves: list[torch.Tensor]
 
 
 def attention_of(module: nn.Module, operators: Operators, parts: dict[nn.Module, Any]) -> AttentionBlock | None:
-    """Returns the attention that a module computes, with the products and norms around it. `parts` are the known
-    modules."""
+    """Returns the attention of a module with the products and norms around it. `parts` are the known modules."""
     children = dict(module.named_children())
     if not {*_PROJECTIONS} <= children.keys() <= {*_PROJECTIONS, *_NORMS} or list(module.buffers(recurse=False)):
         return None
@@ -227,8 +225,7 @@ def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
 
 
 def _table(curve: Callable[[torch.Tensor], torch.Tensor], known: list[torch.Tensor]) -> torch.Tensor:
-    """Returns the curve of each bfloat16 number, by its bits, and one number more: bfloat16 [65 537]. Layers share
-    equal tables."""
+    """Returns the curve as bfloat16 [65 537], see `Gated`. Layers share equal tables."""
     numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     table = nn.functional.pad(in_whole_vectors(curve, numbers), (0, 1))
     for one in known:

@@ -73,9 +73,8 @@ _MAX_ERROR = 0.3
 def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tuple[Layout, str]:
     """Returns the layout with `exact_at`, and why that is not `token` ("" if it is).
 
-    With `token` the model is changed to compute so (`model.exact.invariant`), with `grid` it is as it was. Takes
-    seconds. The result is remembered for `identity`, the model's fingerprint, if it is given. Raises only what torch
-    raises when memory runs out.
+    With `token` the model is changed to compute so (`model.exact.invariant`). Takes seconds. The result is remembered
+    for `identity`, the model's fingerprint, if it is given. Raises only what torch raises when memory runs out.
     """
     reason, forms = _why_not(model, layout), frozenset[Form]()
     if not reason:

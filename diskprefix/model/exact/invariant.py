@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -39,14 +38,8 @@ _NUMBER_BY_NUMBER = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Installed:
-    undo: Callable[[], None]
-    products: str
-
-
-_installed: WeakKeyDictionary[PreTrainedModel, _Installed] = WeakKeyDictionary()
-"""The models that were changed."""
+_installed: WeakKeyDictionary[PreTrainedModel, tuple[ExitStack, str]] = WeakKeyDictionary()
+"""The models that were changed: how it is undone, and the digest of their products."""
 _ForwardOf: TypeAlias = Callable[[nn.Module], Callable[..., Any] | None]
 _Forwards: TypeAlias = list[tuple[nn.Module, Callable[..., Any]]]
 _forwards: WeakKeyDictionary[PreTrainedModel, dict[str, _Forwards]] = WeakKeyDictionary()
@@ -56,7 +49,7 @@ _forwards: WeakKeyDictionary[PreTrainedModel, dict[str, _Forwards]] = WeakKeyDic
 def install(model: PreTrainedModel, products: str = "") -> None:
     """Gives the model's decoder our attention, experts and products. `products` is the digest of their calls."""
     undo = ExitStack()
-    _installed[model] = _Installed(undo.close, products)
+    _installed[model] = undo, products
     config = model.config.get_text_config(decoder=True)
     forwards = _forwards.setdefault(model, {})
     if described() not in forwards:
@@ -96,14 +89,13 @@ def uninstall(model: PreTrainedModel) -> bool:
     """Undoes `install`. Returns whether the model was changed."""
     installed = _installed.pop(model, None)
     if installed is not None:
-        installed.undo()
+        installed[0].close()
     return installed is not None
 
 
 def products_of(model: PreTrainedModel) -> str:
     """Returns the digest of the model's products, "" if they are those of transformers."""
-    installed = _installed.get(model)
-    return installed.products if installed is not None else ""
+    return _installed[model][1] if model in _installed else ""
 
 
 @contextmanager
@@ -172,11 +164,8 @@ class _Rows(TorchFunctionMode):
 def experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Returns what the experts of transformers' modules do, [tokens, hidden_size]; for its experts interface.
-
-    However few rows an expert has, its products are safe (`model.exact.rows`). A token's experts are added up in the
-    order in which the router names them.
-    """
+    """Returns what the experts of transformers' modules do, [tokens, hidden_size]; for its experts interface. A token's
+    experts are added up in the order in which the router names them."""
     num_tokens, num_chosen = top_k_index.shape
     chosen = top_k_index.reshape(-1)
     out = hidden_states.new_empty(len(chosen), hidden_states.shape[-1])

@@ -43,8 +43,7 @@ class Form:
 
     @classmethod
     def parse(cls, described: Any) -> Form:
-        """Returns the form that `describe` described, with the present number of threads. Raises `ValueError` for other
-        values."""
+        """Returns the form that `describe` described, with the present number of threads. Raises `ValueError`."""
         match described:
             case [int(inner), int(outer), str(name), bool(has_bias), bool(is_plain)]:
                 dtype = getattr(torch, name, None)
@@ -102,10 +101,8 @@ def calls_of(form: Form, num_rows: int) -> tuple[KernelCall, ...]:
 
 @lru_cache(maxsize=1024)
 def safe_calls(form: Form) -> tuple[KernelCall, ...]:
-    """Returns calls that give a row of a product of this form the same bits, whatever its place among the rows.
-
-    The inputs of the measurement nearly cancel. What remains is rounding error, which reveals the summation order.
-    """
+    """Returns calls that give a row of a product of this form the same bits, whatever its place among the rows. The
+    inputs of the measurement nearly cancel. What remains is rounding error, which reveals the summation order."""
     key = f"{form} {_kernels()}"
     known = {str([*call]): call for call in _candidates(form)}
     remembered = _measured.get(key)
@@ -182,8 +179,7 @@ def _classes(form: Form) -> list[tuple[KernelCall, ...]]:
 def _at_several_places(
     call: KernelCall, is_plain: bool, rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """Returns the first and last columns of such calls, which rows are known, and whether each row is the same in every
-    place."""
+    """Returns the first and last columns of such calls, which rows are known, and whether each is the same anywhere."""
 
     def compute(some: torch.Tensor) -> torch.Tensor:
         product = call.compute(some, matrix, bias, is_plain)

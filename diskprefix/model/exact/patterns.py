@@ -18,10 +18,8 @@ class NotInvariant(Exception):
 
 @dataclass(frozen=True)
 class Pattern:
-    """The tokens that a token sees: all up to itself, or the last `window`, or those of its chunk of `chunk` tokens.
-
-    A model passes it from the mask interface to its layers instead of a mask.
-    """
+    """The tokens that a token sees: all up to itself, or the last `window`, or those of its chunk of `chunk` tokens. A
+    model passes it from the mask interface to its layers instead of a mask."""
 
     window: int | None = None
     chunk: int | None = None

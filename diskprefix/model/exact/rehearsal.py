@@ -79,11 +79,11 @@ class _Unsupported(Exception):
 
 
 def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
-    """Returns the layout of the model's state, after a rehearsed restore.
+    """Returns the layout of the model's state, after a rehearsed restore. For a model that cannot be cached,
+    `unsupported` has the reasons.
 
     A rehearsal takes a dozen forwards. One that succeeded is remembered for `identity`, the model's fingerprint, if it
-    is given. For a model that cannot be cached, `unsupported` in the layout has the reasons. Raises only what torch
-    raises when memory runs out.
+    is given. Raises only what torch raises when memory runs out.
     """
     try:
         with torch.inference_mode():
@@ -137,11 +137,8 @@ def _own_kind(model: PreTrainedModel) -> CacheKind | None:
 
 
 def moving_ropes(kinds: Iterable[str]) -> list[str]:
-    """Returns the kinds of RoPE whose frequencies depend on more than the position.
-
-    Dynamic frequencies depend on earlier runs. Those of longrope change for all positions when a sequence outgrows the
-    original length; keys that were computed before are then wrong.
-    """
+    """Returns the kinds of RoPE whose frequencies depend on more than the position. Dynamic frequencies depend on
+    earlier runs. Those of longrope change for all positions when a sequence outgrows the original length."""
     return sorted(f"{kind} RoPE" for kind in set(kinds) if "dynamic" in kind or kind == "longrope")
 
 
@@ -265,8 +262,8 @@ def _compared_with_one_pass(
 ) -> Layout:
     """Returns the layout, marked as one-pass if the model ignores the earlier state when it adds several tokens to it.
 
-    `logits` and `states` come from two steps. The states of the first layer are compared, as both runs have nearly the
-    same input there. Raises `_Unsupported` if only the logits are wrong, or if a token depends on later tokens.
+    `logits` and `states` come from two steps. Of the states those of the first layer are compared, where both runs have
+    nearly the same input. Raises `_Unsupported` if only the logits are wrong, or if a token depends on later tokens.
     """
     dropped = _arena(model, layout)
     second_alone = dropped.forward(model, token_ids[:, _STEP:])

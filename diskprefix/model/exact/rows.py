@@ -1,8 +1,5 @@
-"""Matrix products whose rows do not depend on how many rows are computed with them.
-
-A product is computed by calls that give each row the same bits (`model.exact.kernel_calls`). The last call is filled
-up. A function of one number is computed by the same code for every number.
-"""
+"""Matrix products whose rows do not depend on how many rows are computed with them: by calls that give each row the
+same bits (`model.exact.kernel_calls`). A function of one number is computed by the same code for every number."""
 
 from __future__ import annotations
 
@@ -121,8 +118,7 @@ class _Calls:
 
 
 class _MatrixFirst:
-    """One prepared call with the matrix first. Most products of a step of few rows are of this kind, a few microseconds
-    each."""
+    """One prepared call with the matrix first, as for most products of a step of few rows: a few microseconds each."""
 
     def __init__(self, form: Form, shape: torch.Size, count: int, filled: Callable[[int], torch.Tensor]) -> None:
         self._num_rows, self._form = math.prod(shape[:-1]), form
@@ -172,7 +168,7 @@ class _Plans(threading.local):
     def _filled(self, count: int, inner: int, dtype: torch.dtype) -> torch.Tensor:
         name = (count, inner, dtype)
         if name not in self._buffers:
-            # Not in inference mode, as it is written to outside that too.
+            # As in `make`.
             with torch.inference_mode(False):
                 self._buffers[name] = torch.zeros(count, inner, dtype=dtype)
         return self._buffers[name]

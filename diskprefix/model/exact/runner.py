@@ -1,8 +1,7 @@
-"""Runs a model over the rows of one step: those of one sequence, or of several in one packed forward.
+"""Runs a model over the rows of one step: those of one sequence, or of several in one packed forward, input [1, rows].
 
-In a packed forward the rows of all sequences stand one behind the other, input [1, rows]. Each row has its position in
-its own sequence, and attention (`model.exact.attention`) reads that sequence's own memory. Everything else in a model
-works row by row. Packing is for models that are exact at every token, so each row has the bits that it has alone.
+In that, each row has its position in its own sequence, and attention reads that sequence's own memory. All else works
+row by row. Packing is for models that are exact at every token, so each row has the bits that it has alone.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ State: TypeAlias = KVArena | TransformersState
 
 @dataclass(frozen=True)
 class Rows:
-    """The next tokens of one sequence, int64 of shape [1, num_rows], and where its state is. Logits are computed for
-    the last `num_logits` of them."""
+    """The next tokens of one sequence, int64 [1, num_rows], and its state. The last `num_logits` get logits."""
 
     state: State
     token_ids: torch.Tensor
@@ -44,9 +42,7 @@ class Rows:
 
 def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
     """Computes one step. Returns each sequence's next-token logits, shape [num_logits, vocab], in the model's dtype.
-
-    Several sequences must be in `KVArena`s of their own, of a layout that is exact at every token.
-    """
+    Several sequences must be in `KVArena`s of their own, of a layout that is exact at every token."""
     if len(step) == 1:
         (rows,) = step
         if isinstance(rows.state, KVArena):
@@ -94,8 +90,7 @@ def can_pack(model: PreTrainedModel, layout: Layout) -> bool:
 
 
 class _PackedCache(Cache):  # type: ignore[misc]
-    """The cache of a packed forward. Its lengths are those of the first sequence: positions and masks come from
-    elsewhere."""
+    """The cache of a packed forward. Its lengths, those of the first sequence, are not used for positions or masks."""
 
     def __init__(self, arenas: Sequence[KVArena], step: Step) -> None:
         of_layers = zip(*(arena.layers for arena in arenas), strict=True)

@@ -1,14 +1,11 @@
-"""Attention by torch's kernels, called so that the bits of a token do not depend on the rest of the batch.
+"""Attention by torch's kernels, for a machine without the compiled operator (`native`), called so that the bits of a
+token do not depend on the rest of the batch.
 
-For a machine without the compiled operator (`native`). Keys are read in tiles of `TILE` tokens counted from
-position 0 of a sequence. The products of a row of queries with a tile always have the same shape, so the kernels sum
-them in the same order. A row goes through its tiles in ascending order with a running maximum (flash attention). A tile
-that a row does not see leaves it exactly as it is. So neither other rows nor the length of the memory matter.
-
-torch's own flash attention for the CPU does that: its tiles have 512 keys, and it splits the queries of a call in
-blocks, of 32 rows for calls of less than 192. Here each block is full, and the calls end with a tile. Soft caps and
-values of another size than keys are not for that kernel, nor are forms for which it is measured to be unsafe; `_tiled`
-computes them from products of `model.exact.rows`.
+Keys are read in tiles of `TILE` tokens counted from position 0 of a sequence, in ascending order, with products of one
+shape. A tile that a row does not see leaves it exactly as it is. torch's own flash attention for the CPU does that: it
+splits the queries of a call in blocks, of 32 rows for calls of less than 192. Here each block is full, and the calls
+end with a tile. Soft caps, values of another size than keys, and forms for which that kernel is measured to be unsafe
+are computed by `_tiled` from products of `model.exact.rows`.
 """
 
 from __future__ import annotations
@@ -99,8 +96,7 @@ class TorchAttention:
         return self._with_sinks(out, sums)
 
     def _with_sinks(self, out: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
-        """`sums` are the logarithms of the sums of weights, of these rows and of others behind them. A sink takes its
-        share."""
+        """Gives a sink its share. `sums` are the logarithms of the sums of weights of these rows, and others behind."""
         if self.sinks is None:
             return out
         groups, heads, num_rows, _ = out.shape
@@ -222,8 +218,7 @@ class _Probe:
 
 @lru_cache
 def _probes(dtype: torch.dtype, dim: int, _threads: int) -> tuple[tuple[_Probe, torch.Tensor], ...]:
-    """Returns a probe for the order of the sums of the scores, and one for that of the values, each with the result of
-    calls of one block."""
+    """Returns probes for the order of the sums of scores and of values, each with the result of calls of one block."""
     generator = torch.Generator().manual_seed(0)
     queries, keys, values = (torch.randn(num, dim, generator=generator) for num in (_MAX_WIDE, 2 * TILE, 2 * TILE))
     half = dim // 2

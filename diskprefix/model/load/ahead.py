@@ -18,8 +18,7 @@ class ReadAhead(Generic[T]):
         self._read: dict[Hashable, T] = {}
 
     def read(self, folders: Sequence[Path], how: Hashable, read: Callable[[], T]) -> None:
-        """Keeps the result of `read`. `how` names what else it depends on. Raises the errors of `read`, and
-        `OSError`."""
+        """Keeps the result of `read`. `how` names what else it depends on. Raises its errors, and `OSError`."""
         # First: a file may be written while it is read.
         key = self._key(folders, how)
         self._read[key] = read()

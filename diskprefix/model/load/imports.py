@@ -1,9 +1,7 @@
 """Imports transformers without libraries that are never used here.
 
-A model's class comes with `torch._dynamo`, `torch.distributed.tensor`, `torch.distributed.fsdp` and sympy: transformers
-imports them for compiled graphs, for several machines and for its own continuous batching. They take more time than all
-the rest. Stand-ins replace them. An attribute that a stand-in does not have loads the real module.
-
+A model's class comes with `torch._dynamo`, `torch.distributed.tensor`, `torch.distributed.fsdp` and sympy, which take
+more time than all the rest. Stand-ins replace them. An attribute that a stand-in does not have loads the real module.
 transformers also reads the source of all its models, to know which file has which class. What it finds is remembered.
 """
 
@@ -49,14 +47,11 @@ _NUMBERS: dict[str, Any] = {
     "sym_eq": operator.eq,
 }
 """Functions that torch calls on sizes that may be symbols, for sizes that are all numbers."""
-_SYMBOLS = {"Basic": _Symbol}
 
 
 def import_transformers() -> None:
-    """Imports torch, transformers and what all its decoders need. Does nothing where transformers is imported.
-
-    In this process transformers then works as with a torch that was built without its package for several machines.
-    """
+    """Imports torch, transformers and what all its decoders need, unless transformers is imported. It then works as
+    with a torch that was built without its package for several machines."""
     if "transformers" in sys.modules:
         return
     with without_collections(), _without_distributed(), without_tracer(), _remembering_classes():
@@ -83,18 +78,12 @@ def without_collections() -> Iterator[None]:
 
 @contextmanager
 def without_tracer() -> Iterator[None]:
-    """Gives a context for code of torch and transformers that compiles nothing. It does not import the tracer and sympy
-    then.
-
-    Besides imports, this is a model that is made without memory for its weights: torch computes shapes in Python.
-    """
+    """Gives a context without the tracer and sympy for code of torch and transformers that compiles nothing: imports,
+    and a model that is made without memory for its weights, where torch computes shapes in Python."""
     import torch
 
-    stand_ins = [
-        _StandIn(_TRACER, _MARKS, file=torch.__file__),
-        _StandIn(_SHAPES, _NUMBERS),
-        _StandIn("sympy", _SYMBOLS),
-    ]
+    tracer = _StandIn(_TRACER, _MARKS, file=torch.__file__)
+    stand_ins = [tracer, _StandIn(_SHAPES, _NUMBERS), _StandIn("sympy", {"Basic": _Symbol})]
     for stand_in in stand_ins:
         sys.modules.setdefault(stand_in.__name__, stand_in)
     try:
@@ -106,8 +95,7 @@ def without_tracer() -> Iterator[None]:
 
 
 class _StandIn(ModuleType):
-    """A stand-in for a package, with the attributes in `known` and its submodules. Any other attribute loads the real
-    package."""
+    """A stand-in for a package, with its submodules and the attributes in `known`. Any other loads the real package."""
 
     def __init__(self, name: str, known: dict[str, Any] | None = None, *, file: str | None = None) -> None:
         """`file` is the `__init__.py` of the package above, for a package whose submodules are imported."""

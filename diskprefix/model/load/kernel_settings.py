@@ -123,10 +123,8 @@ def device_kind(device: torch.device) -> str:
 
 
 def cpu_kind() -> str:
-    """Returns the vector instructions that torch uses, and a digest of all it knows of this CPU but its cores.
-
-    oneDNN and MKL choose their kernels by vendor, instruction set (AMX, bf16) and cache sizes themselves.
-    """
+    """Returns the vector instructions that torch uses, and a digest of all it knows of this CPU but its cores: oneDNN
+    and MKL choose their kernels by vendor, instruction set (AMX, bf16) and cache sizes themselves."""
     import torch
 
     name = str(torch.backends.cpu.get_cpu_capability())

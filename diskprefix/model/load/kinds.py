@@ -25,10 +25,8 @@ class ModelKind:
 
 
 def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
-    """Returns the kind of the model in `folder`. Imports the model's code as a side effect.
-
-    Raises `ModelError` for a model that is not a decoder that generates text. The message says what it is.
-    """
+    """Returns the kind of the model in `folder`. Imports the model's code as a side effect. Raises `ModelError` for a
+    model that is not a decoder that generates text. The message says what it is."""
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto import modeling_auto as registry
 
@@ -48,8 +46,7 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
 
 
 def _served(folder: Path, config: PreTrainedConfig, loader: Any, mapping: Any) -> ModelKind:
-    """Returns the kind. The multimodal registry holds models that generate no text: diffusion models, robot
-    policies."""
+    """Returns the kind. The multimodal registry holds diffusion models and robot policies too."""
     from transformers import AutoModelForMultimodalLM, GenerationMixin
 
     found = mapping[type(config)]

@@ -1,9 +1,8 @@
 """The prompt and the model that a user of the library gives to a session.
 
-A prompt comes in any of the forms that transformers and its tokenizers use. A view of the model takes the state of the
-prompt from elsewhere: transformers asks the model for the first forward in `_prefill`, and the view is an object of a
-subclass that answers there. The model itself is not changed, so other threads and sessions may use it meanwhile. The
-user may have changed the model since it was read, so it is identified by its tensors.
+A view of the model takes the state of the prompt from elsewhere: transformers asks the model for the first forward in
+`_prefill`, and the view is an object of a subclass that answers there. The model itself is not changed. The user may
+have changed it since it was read, so it is identified by its tensors.
 """
 
 from __future__ import annotations
@@ -30,10 +29,8 @@ Ids: TypeAlias = "torch.Tensor | npt.NDArray[Any] | Sequence[int] | Mapping[str,
 
 
 def unpacked(input_ids: Ids, tokenizer: Any) -> tuple[TokenIds, dict[str, Any]]:
-    """Returns the token ids, and what else a tokenizer returned with them.
-
-    Raises `InvalidRequest` unless it is one prompt of at least one token. Text needs a `tokenizer`.
-    """
+    """Returns the token ids, and what else a tokenizer returned with them. Raises `InvalidRequest` unless it is one
+    prompt of at least one token. Text needs a `tokenizer`."""
     if isinstance(input_ids, str):
         if tokenizer is None:
             raise InvalidRequest("input_ids: text needs a session with a tokenizer", param="input_ids")
@@ -103,10 +100,8 @@ _PIECE_BYTES = 64 << 20
 
 
 def memory_digest(model: PreTrainedModel) -> str:
-    """Returns the identity of the content of all parameters and buffers, on any device: 32 hex digits.
-
-    Raises `ModelError` for weights that are not in memory (offloaded ones) or cannot be read as bytes.
-    """
+    """Returns the identity of the content of all parameters and buffers, on any device: 32 hex digits. Raises
+    `ModelError` for weights that are not in memory (offloaded ones) or cannot be read as bytes."""
     digest = hashlib.sha256()
     try:
         for name, tensor in _distinct(model):
@@ -122,10 +117,8 @@ def memory_digest(model: PreTrainedModel) -> str:
 
 
 def stamp(model: PreTrainedModel) -> tuple[object, ...]:
-    """Returns a value that stays equal as long as no tensor of the model is replaced or written to.
-
-    It does not read the weights: torch counts the writes to a tensor. Writes through `tensor.data` are not counted.
-    """
+    """Returns a value that stays equal as long as no tensor of the model is replaced or written to. It does not read
+    the weights: torch counts the writes to a tensor, but not those through `tensor.data`."""
     tensors = [*model.parameters(), *model.buffers()]
     return tuple((t.data_ptr(), t.dtype, t.device, 0 if t.is_inference() else t._version) for t in tensors)
 

@@ -61,9 +61,8 @@ _HUB_SUBFOLDERS = ["*/*"]
 class LoadedModel:
     """A decoder model in evaluation mode on its device.
 
-    `media` is the processor of a multimodal model, None for a model of text alone. `name` is the name for clients.
-    `timings` holds seconds by step: `source` (with download and conversion), `imports`, `quantising`, `digest`,
-    `tokenizer` (with the processor), `weights`.
+    `media` is None for a model of text alone. `name` is the name for clients. `timings` holds seconds by step: `source`
+    (with download and conversion), `imports`, `quantising`, `digest`, `tokenizer` (with the processor), `weights`.
     """
 
     model: PreTrainedModel
@@ -100,9 +99,8 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model", *, k
     """Finds, fetches, converts, checks and loads the model that `settings` name.
 
     `progress` takes lines of text for people, `flag` is what named the model. Up to `kv_ahead_bytes` of memory are made
-    ahead for KV, see `kv_ahead`. Raises `ModelError` if it cannot be
-    found, fetched or read, or does not fit in memory, and `SettingsError` for --device and --chat-template, each with a
-    message of one line.
+    ahead for KV, see `kv_ahead`. Raises `ModelError` if it cannot be found, fetched or read, or does not fit in memory,
+    and `SettingsError` for --device and --chat-template, each with a message of one line.
     """
     timings: dict[str, float] = {}
 
@@ -128,14 +126,8 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model", *, k
         media = _load_media(folder, source.config, source.kind) if source.kind.is_multimodal else None
     with clock("weights"):
         model = _load_weights(source, memory)
-    return LoadedModel(
-        model=model,
-        tokenizer=tokenizer,
-        media=media,
-        name=settings.served_model_name or source.name,
-        weights_digest=digest,
-        timings=timings,
-    )
+    name = settings.served_model_name or source.name
+    return LoadedModel(model=model, tokenizer=tokenizer, media=media, name=name, weights_digest=digest, timings=timings)
 
 
 def _source(settings: Settings, progress: Report, clock: Clock, flag: str = "--model") -> _ModelSource:
@@ -183,10 +175,8 @@ def import_model(settings: Settings) -> None:
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of a model with its chat template. The weights of a hub id are not fetched.
-
-    `model` and the errors are those of `load_model`. A .gguf file and the embedded model are converted on first use.
-    """
+    """Returns the tokenizer of a model with its chat template. The weights of a hub id are not fetched. `model` and the
+    errors are those of `load_model`. A .gguf file and the embedded model are converted on first use."""
     template = read_template(chat_template)
     folder, _ = _find(model, progress, partial(_pick_weights, "auto", "auto", "auto"), with_weights=False)
     quiet_transformers()
@@ -412,8 +402,7 @@ def _copy_into(memory: torch.Tensor, model: PreTrainedModel) -> None:
 
 
 def _computes_with_packed() -> bool:
-    """Returns whether quantised matrices are computed with as they are packed. torch's kernels have copies of their
-    own."""
+    """Returns whether quantised matrices are computed with as they are packed. torch's kernels have own copies."""
     from diskprefix.model.quants.products import TORCH, kernel
 
     return kernel() != TORCH

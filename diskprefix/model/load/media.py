@@ -1,7 +1,5 @@
 """Images and audio for a multimodal model: read from bytes under limits, and prepared by the model's own processor.
-
-Nothing here opens a path or a URL. Without Pillow, or without the processor's files, a model still takes text.
-"""
+Nothing here opens a path or a URL. Without Pillow, or without the processor's files, a model still takes text."""
 
 from __future__ import annotations
 
@@ -50,10 +48,8 @@ class MediaPrompt:
 
 
 class MediaProcessor:
-    """A multimodal model's own processor. Safe to call from several threads.
-
-    `kinds` are those of the media that the model takes; `problem` says why it takes none.
-    """
+    """A multimodal model's own processor. Safe to call from several threads. `kinds` are those of the media that the
+    model takes; `problem` says why it takes none."""
 
     def __init__(self, processor: Any, problem: str | None = None) -> None:
         self._processor = processor
@@ -67,10 +63,8 @@ class MediaProcessor:
 
     @classmethod
     def load(cls, folder: Path, config: PreTrainedConfig) -> MediaProcessor:
-        """Returns the processor in a model's folder. If it cannot be used, `problem` says why.
-
-        Raises only what torch raises when memory runs out.
-        """
+        """Returns the processor in a model's folder. If it cannot be used, `problem` says why. Raises only what torch
+        raises when memory runs out."""
         from transformers.utils import is_vision_available
 
         from diskprefix.kv.layout import is_out_of_memory
@@ -88,11 +82,8 @@ class MediaProcessor:
         return media
 
     def read_image(self, content: bytes, *, param: str, beside: Sequence[Image] = ()) -> Image:
-        """Returns the first frame of an image file (PNG, JPEG, WebP, GIF, BMP) in RGB, turned upright.
-
-        Raises `InvalidRequest` if `content` is not an image, is damaged, has sides that differ too much, or has more
-        than `MAX_PIXELS` pixels together with the images `beside` it.
-        """
+        """Returns the first frame of an image file in RGB, turned upright. Raises `InvalidRequest` if `content` is not
+        an image, is damaged, has sides that differ too much, or has too many pixels with the images `beside` it."""
         from PIL import Image, ImageOps, UnidentifiedImageError
 
         try:
@@ -116,11 +107,9 @@ class MediaProcessor:
             raise InvalidRequest(problem, param=param) from error
 
     def read_audio(self, content: bytes, *, param: str, beside: Sequence[Samples] = ()) -> Samples:
-        """Returns a WAV file as mono samples in [-1, 1] at the rate that the model wants, shape [samples].
-
-        Raises `InvalidRequest`, before anything is decoded, if `content` is not a PCM WAV file or is too short or too
-        long, also together with the sounds `beside` it.
-        """
+        """Returns a WAV file as mono samples in [-1, 1] at the rate that the model wants, shape [samples]. Raises
+        `InvalidRequest`, before anything is decoded, if `content` is not a PCM WAV file or is too short or too long,
+        also together with the sounds `beside` it."""
         try:
             sound = Wav(content)
         except ValueError as error:
@@ -139,9 +128,7 @@ class MediaProcessor:
 
     def prepare(self, text: str, images: Sequence[Image], audio: Sequence[Samples]) -> MediaPrompt:
         """Returns the model's input for a rendered conversation and its media, in the order of their placeholders.
-
-        Raises `InvalidRequest` if the processor refuses them, or if the tensors exceed `MAX_PREPARED_BYTES`.
-        """
+        Raises `InvalidRequest` if the processor refuses them, or if the tensors exceed `MAX_PREPARED_BYTES`."""
         from diskprefix.kv.layout import is_out_of_memory
 
         bos = self._processor.tokenizer.bos_token

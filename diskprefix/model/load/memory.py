@@ -118,9 +118,7 @@ def move(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
 
 def weights_bytes(files: Sequence[Path], dtype_bytes: int) -> int:
     """Returns the bytes that the weights in `files` take when loaded in a dtype of `dtype_bytes` bytes an element.
-
-    Pickled files count with the size of the file. Raises `ModelError` for safetensors that are damaged or cut short.
-    """
+    Pickled files count with their size. Raises `ModelError` for safetensors that are damaged or cut short."""
     return sum(
         _safetensors_bytes(file, dtype_bytes) if file.suffix == ".safetensors" else file.stat().st_size
         for file in files
@@ -163,8 +161,7 @@ def kv_bytes(device: torch.device) -> int:
 
 def available_ram_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Returns the RAM that this process can still take, in bytes: MemAvailable of the machine, or what its control
-    groups leave, whichever is less. Without /proc (macOS) it is the RAM of the machine.
-    """
+    groups leave, whichever is less. Without /proc (macOS) it is the RAM of the machine."""
     return min([_machine_ram(proc), *_cgroup_rests(proc, cgroups)])
 
 

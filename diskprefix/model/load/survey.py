@@ -16,11 +16,8 @@ if TYPE_CHECKING:
 
 
 def survey(config: PreTrainedConfig) -> tuple[tuple[LayerSpec, ...], tuple[str, ...]]:
-    """Returns the layers of transformers' own cache for a configuration, and the names of unknown classes of layers.
-
-    A model may leave some of its layers empty; `model.exact.rehearsal` asks the model itself. Raises what transformers
-    raises for a configuration that it can make no cache for.
-    """
+    """Returns the layers of transformers' own cache for a configuration, and the names of unknown classes of layers. A
+    model may leave some of its layers empty. Raises what transformers raises if it can make no cache."""
     layers = DynamicCache(config=config).layers
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
     specs = (

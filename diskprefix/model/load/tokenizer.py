@@ -30,10 +30,7 @@ def read_template(path: Path | None) -> str | None:
 
 def read_tokenizer(folder: Path, template: str | None) -> PreTrainedTokenizerFast:
     """Returns the tokenizer of a folder: the one that was read ahead, unless a file of the folder was written since.
-
-    `template` replaces its chat template. Raises `ModelError`, and `SettingsError` for a template that does
-    not compile.
-    """
+    `template` replaces its chat template. Raises `ModelError`, and `SettingsError` for a bad template."""
     tokenizer = _ahead.take([folder], template)
     return _read(folder, template) if tokenizer is None else tokenizer
 

@@ -137,10 +137,8 @@ def quantise_and_save(
     report: Report,
     own: Callable[[torch.Tensor], Quants | None] | None = None,
 ) -> None:
-    """Quantises a loaded model in place, and writes it to the folder `made`.
-
-    Raises `ModelError` if it has no matrix that can be quantised, `OSError` if the disk is full.
-    """
+    """Quantises a loaded model in place, and writes it to the folder `made`. Raises `ModelError` if it has no matrix
+    that can be quantised, `OSError` if the disk is full."""
     choose = chooser(model, weights, own)
     total = sum(parameter.numel() for parameter in model.parameters())
     with progress_bar("quantising", total, report) as advance, torch.inference_mode(), one_thread():

@@ -31,10 +31,8 @@ def weight_files_in(
     device: torch.device,
     report: Report,
 ) -> list[Path]:
-    """Returns the weight files of a model in the form `weights`, which are made on first use.
-
-    Raises `SettingsError` if the form does not fit the dtype or the device, `ModelError` if the model cannot have it.
-    """
+    """Returns the weight files of a model in the form `weights`, which are made on first use. Raises `SettingsError` if
+    the form does not fit the dtype or the device, `ModelError` if the model cannot have it."""
     if is_quantised(files) or weights in ("int8", "int4"):
         if dtype is not torch.bfloat16:
             name = str(dtype).removeprefix("torch.")
