@@ -103,11 +103,8 @@ class Planner:
         return tuple(missing), block
 
     def saved_tokens(self, nodes: Sequence[Node]) -> Iterator[int]:
-        """Yields the number of tokens whose prefill each node saves.
-
-        If states cannot be cut, a checkpoint or a tail saves all tokens since the one before, and blocks alone save
-        nothing; they count their own tokens, so that they have a cost too.
-        """
+        """Yields the number of tokens whose prefill each node saves. If states cannot be cut, a checkpoint or a tail
+        saves all tokens since the one before; blocks save nothing, but count their own tokens to have a cost."""
         for node in nodes:
             if node.kind == Kind.BLOCK or self.state in _SLICEABLE:
                 yield node.num_tokens
@@ -137,11 +134,8 @@ class Planner:
 
 def ttl_at(position: int, marks: Sequence[Mark], ttl_s: float | None) -> float | None:
     """Returns the time to live, after its last use, of a node that ends at `position`, in seconds; None leaves it to
-    the daemon.
-
-    A mark holds for all positions before it, and the longest time wins. Without a mark, `ttl_s` of the request holds.
-    Marks that leave the time to the daemon count by `marked_nodes`.
-    """
+    the daemon. A mark holds for all positions before it, and the longest time wins. Without a mark, `ttl_s` of the
+    request holds. Marks that leave the time to the daemon count by `marked_nodes`."""
     asked = [ttl for at, ttl in _asked(marks, ttl_s) if at >= position and ttl is not None]
     return max(asked, default=ttl_s)
 

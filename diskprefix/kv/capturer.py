@@ -60,9 +60,7 @@ class Capturer:
 
     def settle(self, memory: object = None, *, drop: bool = False, timeout_s: float | None = None) -> bool:
         """Waits until no capture of `memory` (None: of any memory) is left. Returns False if the time runs out first.
-
-        With `drop`, captures that the buffer has no room for are dropped.
-        """
+        With `drop`, captures that the buffer has no room for are dropped."""
         with self._changed:
             if drop:
                 self._wanted.append(memory)

@@ -125,10 +125,8 @@ class KVPool:
         return later if later.later >= now.num_tokens + LEAST_TOKENS else now
 
     def allocate(self, num_tokens: int) -> KVAllocation | None:
-        """Returns an empty allocation with room for `num_tokens` tokens; None if others must end first.
-
-        Raises `ContextTooLong` if they never fit.
-        """
+        """Returns an empty allocation with room for `num_tokens` tokens; None if others must end first. Raises
+        `ContextTooLong` if they never fit."""
         fitting = (arena for arena in self._spare if arena.capacity >= num_tokens)
         arena = min(fitting, key=lambda arena: arena.capacity, default=None)
         if arena is not None:

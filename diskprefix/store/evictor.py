@@ -41,11 +41,9 @@ class Evictor:
         self._pins_lock = threading.Lock()
 
     def pin(self, name: bytes) -> None:
-        """Keeps a node, and so all its ancestors, from eviction by this process until `unpin`.
-
-        Does not wait for the disk: the transaction that is being written may still delete the node, though a snapshot
-        has it. To publish what continues it then raises `PrefixGone`.
-        """
+        """Keeps a node, and so all its ancestors, from eviction by this process until `unpin`. Does not wait for the
+        disk: the transaction that is being written may still delete the node. Publishing what continues it then raises
+        `PrefixGone`."""
         with self._pins_lock:
             self._pins[name] += 1
 
@@ -60,10 +58,8 @@ class Evictor:
             return frozenset(self._pins)
 
     def make_room(self, need_bytes: int, keep: frozenset[bytes]) -> int:
-        """Evicts until `need_bytes` more fit. Nodes named in `keep` stay. Returns the number of evicted nodes.
-
-        Raises `StoreFull`, and evicts nothing, if evicting all that may be evicted is not enough.
-        """
+        """Evicts until `need_bytes` more fit. Nodes named in `keep` stay. Returns the number of evicted nodes. Raises
+        `StoreFull`, and evicts nothing, if evicting all that may be evicted is not enough."""
         with self._file.snapshot() as snapshot:
             used, usable, budget = snapshot.used_bytes(), self.usable_bytes(), self._file.budget_bytes
             wanted = bytes_to_free(used=used, need=need_bytes, usable=usable, budget=budget)
@@ -92,11 +88,8 @@ class Evictor:
         return len(victims)
 
     def expire(self, ttl_s: float) -> int:
-        """Removes nodes and remembered prompts that were not used for `ttl_s` seconds; with 0 they stay.
-
-        What a request asked to keep for another time goes after that time, and so does each note. Returns the number of
-        removed nodes.
-        """
+        """Removes nodes and remembered prompts that were not used for `ttl_s` seconds (0: they stay), or for the time
+        that a request asked for, and notes after their time. Returns the number of removed nodes."""
         with self._file.snapshot() as snapshot:
             table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)

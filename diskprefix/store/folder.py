@@ -36,10 +36,8 @@ PASSING = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 
 
 class FolderUnavailable(StoreUnavailable):
-    """The file system refuses what the store needs.
-
-    `passing` tells whether this may end by itself: a read-only or full file system may, a wrong path does not.
-    """
+    """The file system refuses what the store needs. `passing` tells whether this may end by itself: a read-only or full
+    file system may, a wrong path does not."""
 
     def __init__(self, path: Path, error: OSError) -> None:
         super().__init__(f"--kv-cache-dir {path}: {error.strerror or error}; repair it or choose another folder")
@@ -118,21 +116,16 @@ class FolderLock:
     """
 
     def __init__(self, path: Path, patience_s: float, *, create: bool = True) -> None:
-        """Takes the lock shared. Waits up to `patience_s` seconds for a process that replaces the file.
-
-        With `create`, the lock file is created. Raises `FolderUnavailable` if it cannot be written then, and
-        `StoreUnavailable` if the wait was too short.
-        """
+        """Takes the lock shared. Waits up to `patience_s` seconds for a process that replaces the file. Raises
+        `FolderUnavailable` if, with `create`, the lock file cannot be written, and `StoreUnavailable` if the wait was
+        too short."""
         self._path, self._patience_s, self._create = path, patience_s, create
         self._fd: int | None = None
         self._take_shared()
 
     def try_exclusive(self) -> bool:
         """Makes the lock exclusive. Returns False, and the lock is shared as before, if another process has the store
-        open.
-
-        Raises `StoreUnavailable` if another process takes the lock exclusively meanwhile and keeps it.
-        """
+        open. Raises `StoreUnavailable` if that process takes the lock exclusively meanwhile and keeps it."""
         if self._fd is None:
             return False
         try:
@@ -198,10 +191,8 @@ def _open_regular(file: Path, flags: int) -> int:
 
 
 def put_in_place(folder: Path) -> None:
-    """Makes the file that was written in `REPLACEMENT` durable and replaces the store's file by it.
-
-    The caller holds the folder's lock exclusively. Raises `OSError`.
-    """
+    """Makes the file that was written in `REPLACEMENT` durable and replaces the store's file by it. The caller holds
+    the folder's lock exclusively. Raises `OSError`."""
     new = folder / REPLACEMENT / DATA
     sync(new)
     new.replace(folder / DATA)
@@ -260,9 +251,7 @@ def _become(uid: int, gid: int, path: Path) -> None:
 
 def require_trusted_path(path: Path, trusted: set[int]) -> None:
     """Raises `StoreUnavailable` if a user who is not in `trusted` could replace a part of `path`, or of a link on it.
-
-    Parts that do not exist pass.
-    """
+    Parts that do not exist pass."""
     problem = distrusted_part(path, trusted)
     if problem:
         raise StoreUnavailable(

@@ -31,8 +31,8 @@ SHORT_TTL_S = 86400
 """Notes with a shorter time to live than this are looked for as often as what a request asked to keep for its own
 time."""
 _RECORD_HOLDS = 1 / 16
-"""The part of its time to live for which a note's recorded last use holds. Later uses are recorded: an agent uses the
-notes of all its turns in each one."""
+"""The part of its time to live after which a use of a note is recorded: an agent uses those of all its turns each
+turn."""
 _TIMES = struct.Struct("<ddI")
 _PROMPT = struct.Struct(f"<I{HASH_BYTES}s")
 _HEADER = _TIMES.size + _PROMPT.size

@@ -62,10 +62,8 @@ _NAME_MARKS = (b"", b"t", b"c")
 
 
 def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: Kind, *, generated: bool = False) -> bytes:
-    """Returns the name of the node that continues `parent` with these token ids (see `tokens.block_hash`).
-
-    A mark in the name tells tails, checkpoints and generated nodes from the others with the same tokens.
-    """
+    """Returns the name of the node that continues `parent` with these token ids (see `tokens.block_hash`). A mark in it
+    tells tails, checkpoints and generated nodes from the others with the same tokens."""
     return block_hash(secret, parent, token_ids, _NAME_MARKS[kind] + (b"g" if generated else b""))
 
 

@@ -65,10 +65,7 @@ class Snapshot:
         self, name: bytes, parent: bytes, position: int, kind: Kind, token_ids: bytes, *, generated: bool = False
     ) -> bool:
         """Returns whether this node is stored: these token ids (int32, little-endian), at this place, after this
-        parent.
-
-        Raises `StoreCorrupt` if there is a node of this name that is another.
-        """
+        parent. Raises `StoreCorrupt` if there is a node of this name that is another."""
         value = self.record("nodes", name)
         if value is None:
             return False
@@ -117,11 +114,8 @@ class Snapshot:
         return UsageTable(list(usages), np.frombuffer(b"".join(usages.values()), USAGE_DTYPE))
 
     def saves_nothing(self) -> Callable[[bytes], bool] | None:
-        """Returns a function that tells whether nothing can be restored from a node that nothing continues. Returns
-        None if this holds for no node.
-
-        It holds for the blocks of a layout with states, because only their checkpoints and tails can be restored.
-        """
+        """Returns a function that tells whether nothing can be restored from a node that nothing continues: a block of
+        a layout with states, because only checkpoints and tails can be restored. None if this holds for no node."""
         roots = {root for root, value in self.records("roots") if _has_states(root, value)}
         if not roots:
             return None

@@ -84,7 +84,14 @@ def test_pieces_follow_the_layers_so_that_a_load_can_go_layer_by_layer() -> None
 
 @pytest.mark.parametrize(
     "change",
-    [{"page": 0}, {"axes": []}, {"axes": ["head", "token", "dim"]}, {"axes": ["token"]}, {"axes": ["layer", "dim"]}],
+    [
+        {"page": 0},
+        {"axes": []},
+        {"axes": ["head", "token", "dim"]},
+        {"axes": ["token"]},
+        {"axes": ["layer", "dim"]},
+        {"axes": ["head", "token", "dim"], "page": 1, "heads": 0},
+    ],
 )
 def test_pages_that_cannot_be_are_no_layout(change: dict[str, Any]) -> None:
     with pytest.raises(StoreCorrupt, match="layout cannot be read"):

@@ -20,11 +20,9 @@ _MASK = (1 << 64) - 1
 
 
 def find_break(token_ids: TokenIds, recent: Sequence[TokenIds], known: int) -> Break | None:
-    """Returns the break that costs most; None if none of the `recent` prompts, newest first, shows one.
-
-    `known` tokens from the first one on are found anyway. A break counts if at least 256 more would be found without
-    it, and if at least half of what followed in the earlier prompt follows here too.
-    """
+    """Returns the break that costs most; None if none of the `recent` prompts, newest first, shows one. `known` tokens
+    from the first one on are found anyway. A break counts if at least 256 more would be found without it, and if at
+    least half of what followed in the earlier prompt follows here too."""
     commons = [common_prefix_length(token_ids, earlier) for earlier in recent]
     candidates = [
         (common, earlier)
