@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from diskprefix import hooks
 from diskprefix.chat.output.format import PlainText
 from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import ModelError
@@ -635,6 +636,16 @@ def test_the_daemons_word_on_replies_holds_for_requests_that_say_nothing(
             assert client.post(CHAT, json=HELLO | fields).status_code == 200
             assert client.post("/v1/completions", json={"prompt": "hello"} | fields).status_code == 200
     assert [request.cache.reuse_generated for request in engine.requests] == [True] * 4 + [False] * 2
+
+
+def test_without_extras_every_client_gets_the_daemons_own_welcome(
+    chat_model: Path, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "extras", lambda: ())
+    with scripted_app(chat_model, engine) as server, server.client() as client:
+        answer = client.get("/", headers={"Accept": "text/html"})
+        assert (answer.status_code, answer.json()) == (200, {"name": "diskprefix", "docs": "/docs"})
+        assert client.head("/").status_code == 200
 
 
 def test_a_body_that_waits_until_the_end_of_a_stop_is_refused_and_leaves_no_traceback(
