@@ -27,9 +27,13 @@ def test_the_newest_records_are_kept() -> None:
     assert [memo.get(str(number)) for number in range(4)] == [None, None, 2, 3]
 
 
-def test_a_file_that_is_no_memo_is_replaced(home: Path) -> None:
+CONTENTS = [b"[", b"", b"\xff\xfe", b"[]", b"null", b'{"format": 1}', b'{"format": 1, "records": []}']
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_file_that_is_no_memo_is_replaced(content: bytes, home: Path) -> None:
     home.mkdir()
-    (home / "speed.json").write_text("[")
+    (home / "speed.json").write_bytes(content)
     memo = Memo("speed", version=1)
     assert memo.get("a") is None
     memo.put("a", 1)

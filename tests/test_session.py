@@ -17,16 +17,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, AutoTokenizer, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
 from tests import forked, session_worker
 from tests.exactness.architectures import tiny_model
-from tests.runner import BLOCK, DEVICES, VOCAB, random_prompt, tiny_llama, tiny_settings
+from tests.runner import BLOCK, DEVICES, random_prompt, tiny_llama, tiny_settings
 from tests.server import media_models
-from tests.server.chat_model import write_chat_model
 from tests.session_worker import LENGTH, SEED
 
 KINDS = ["llama", "gemma3", "qwen3_next", "falcon_h1", "mamba2", "minimax", "rwkv", "xlstm"]
@@ -63,11 +62,29 @@ def rest(session: PrefixCacheSession, cache: Any, position: int, token_ids: list
     return logits.clone()
 
 
+def restored(session: PrefixCacheSession) -> int:
+    assert session.report is not None
+    return session.report.restored
+
+
 def on_the_grid(model: PreTrainedModel, token_ids: list[int]) -> Any:
     """Transformers alone, prefilling in the same steps."""
     return model.generate(
         one(token_ids), attention_mask=torch.ones(1, len(token_ids)), prefill_chunk_size=BLOCK, **REPLY
     )
+
+
+class Streamer(BaseStreamer):  # type: ignore[misc]
+    """Calls `on_put` before the prompt's forward and after each token, and `on_end`."""
+
+    def __init__(self, on_put: Callable[[torch.Tensor], object], on_end: Callable[[], object] = lambda: None) -> None:
+        self._on_put, self._on_end = on_put, on_end
+
+    def put(self, value: torch.Tensor) -> None:
+        self._on_put(value)
+
+    def end(self) -> None:
+        self._on_end()
 
 
 @pytest.fixture
@@ -95,7 +112,7 @@ def test_a_forward_after_a_restored_prefill_gives_the_bits_of_a_cold_one(
 def test_generate_is_the_same_cold_restored_and_repeated(name: str, tmp_path: Path) -> None:
     model = tiny_model(name, torch.bfloat16)
     longer = PROMPT + PROMPT[:BLOCK]
-    outputs, restored = [], []
+    outputs, counts = [], []
     with open_session(model, tmp_path / "cold") as session:
         expected = session.generate(longer, **REPLY)
     for _ in range(2):
@@ -103,11 +120,10 @@ def test_generate_is_the_same_cold_restored_and_repeated(name: str, tmp_path: Pa
             session.generate(PROMPT, **REPLY)
             for _ in range(2):
                 outputs.append(session.generate(one(longer), **REPLY))
-                assert session.report is not None
-                restored.append(session.report.restored)
+                counts.append(restored(session))
     assert all(torch.equal(bits(output), bits(expected)) for output in outputs)
     assert all(torch.equal(output.sequences, expected.sequences) for output in outputs)
-    assert restored == [0 if name in ONE_PASS else GRID_END, *[len(longer)] * 3]
+    assert counts == [0 if name in ONE_PASS else GRID_END, *[len(longer)] * 3]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1", "deepseek_v32"])
@@ -130,8 +146,7 @@ def test_a_one_pass_model_answers_as_transformers_and_restores_exact_repeats_alo
         assert (cache.get_seq_length(), num_cached, session.report) == (0, 0, None)
         assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
         assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
-        assert session.report is not None
-        assert session.report.restored == len(PROMPT)
+        assert restored(session) == len(PROMPT)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3_next", "falcon_h1", "minimax"])
@@ -176,29 +191,16 @@ def test_sampling_draws_the_same_tokens_from_a_restored_prompt(model: PreTrained
     assert torch.equal(replies[0], replies[2])
 
 
-class _Collected(BaseStreamer):  # type: ignore[misc]
-    def __init__(self) -> None:
-        self.values: list[int] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.values += value.flatten().tolist()
-
-    def end(self) -> None:
-        self.values.append(-1)
-
-
-def test_streamers_and_stop_strings_work(tmp_path: Path) -> None:
-    folder = write_chat_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    streamer = _Collected()
+def test_streamers_and_stop_strings_work(chat_model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    model = AutoModelForCausalLM.from_pretrained(chat_model)
+    values: list[int] = []
+    streamer = Streamer(lambda value: values.extend(value.flatten().tolist()), lambda: values.append(-1))
     with PrefixCacheSession(model, tokenizer, scope="full", settings=tiny_settings(tmp_path / "kv")) as session:
         for _ in range(2):
             reply = session.generate("Name three rivers. " * 20, max_new_tokens=6, do_sample=False, streamer=streamer)
         sequence = reply[0].tolist()
-        assert streamer.values == [*sequence, -1] * 2
+        assert values == [*sequence, -1] * 2
         stop = tokenizer.decode(sequence[-4:-3])
         stopped = session.generate(
             "Name three rivers. " * 20, max_new_tokens=6, do_sample=False, stop_strings=[stop], tokenizer=tokenizer
@@ -232,8 +234,7 @@ def test_a_prompt_may_come_in_many_forms(given: Any, model: PreTrainedModel, tmp
         assert session.prefill(given)[1] == GRID_END
         session.generate(PROMPT, max_new_tokens=2)
         assert session.generate(given, max_new_tokens=2)[0, : len(PROMPT)].tolist() == PROMPT
-        assert session.report is not None
-        assert session.report.restored == len(PROMPT)
+        assert restored(session) == len(PROMPT)
 
 
 @pytest.mark.parametrize(
@@ -322,19 +323,16 @@ def test_another_thread_may_use_the_model_meanwhile(model: PreTrainedModel, tmp_
     expected = model.generate(one(other), max_new_tokens=4, do_sample=False)
     found: list[torch.Tensor] = []
 
-    class Meanwhile(BaseStreamer):  # type: ignore[misc]
-        def put(self, _value: torch.Tensor) -> None:
-            """Called before the prompt's forward, and after each token."""
-            thread = threading.Thread(
-                target=lambda: found.append(model.generate(one(other), max_new_tokens=4, do_sample=False))
-            )
-            thread.start()
-            thread.join()
+    def generate() -> None:
+        found.append(model.generate(one(other), max_new_tokens=4, do_sample=False))
 
-        def end(self) -> None: ...
+    def meanwhile(_: torch.Tensor) -> None:
+        thread = threading.Thread(target=generate)
+        thread.start()
+        thread.join()
 
     with open_session(model, tmp_path / "kv") as session:
-        reply = session.generate(PROMPT, max_new_tokens=2, do_sample=False, streamer=Meanwhile())
+        reply = session.generate(PROMPT, max_new_tokens=2, do_sample=False, streamer=Streamer(meanwhile))
     assert len(found) == 3
     assert all(torch.equal(sequence, expected) for sequence in found)
     assert reply[0, : len(PROMPT)].tolist() == PROMPT
@@ -401,8 +399,7 @@ def test_a_model_may_be_called_outside_no_grad(name: str, tmp_path: Path) -> Non
         session.save()
     with open_session(model, tmp_path / "kv") as session:
         assert torch.equal(bits(session.generate(PROMPT[::-1], **REPLY)), bits(other))
-        assert session.report is not None
-        assert session.report.restored == len(PROMPT)
+        assert restored(session) == len(PROMPT)
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if name not in ("rwkv", "xlstm")])
@@ -457,14 +454,12 @@ def test_a_changed_model_never_sees_what_was_saved_before(
         session.generate(PROMPT, max_new_tokens=2)
         change(model)
         expected = on_the_grid(model, PROMPT)
-        for restored in (0, len(PROMPT)):
+        for num_cached in (0, len(PROMPT)):
             assert torch.equal(bits(session.generate(PROMPT, **REPLY)), bits(expected))
-            assert session.report is not None
-            assert session.report.restored == restored
+            assert restored(session) == num_cached
     with open_session(model, tmp_path / "kv") as session:
         session.generate(PROMPT, max_new_tokens=2)
-        assert session.report is not None
-        assert session.report.restored == len(PROMPT)
+        assert restored(session) == len(PROMPT)
 
 
 def test_a_model_in_training_mode_is_not_cached(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -488,12 +483,12 @@ def test_the_same_weights_share_wherever_they_came_from(model: PreTrainedModel, 
 
 
 def test_a_scope_limits_what_is_saved(model: PreTrainedModel, tmp_path: Path) -> None:
-    for scope, restored in (("off", 0), (2 * BLOCK, 2 * BLOCK), ("auto:30", GRID_END)):
+    for scope, expected in (("off", 0), (2 * BLOCK, 2 * BLOCK), ("auto:30", GRID_END)):
         folder = tmp_path / str(scope).replace(":", "-")
         with open_session(model, folder, scope) as session:
             session.prefill(PROMPT)
             session.prefill(PROMPT)
-            assert session.prefill(PROMPT)[1] == restored
+            assert session.prefill(PROMPT)[1] == expected
 
 
 @pytest.mark.parametrize("length", [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 1])
@@ -508,12 +503,9 @@ def test_at_least_one_token_is_left_to_compute(length: int, model: PreTrainedMod
         assert torch.equal(logits.float(), bits(session.generate(prompt, **REPLY))[0])
 
 
-def test_special_tokens_part_a_prompt(tmp_path: Path) -> None:
-    folder = write_chat_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder)
+def test_special_tokens_part_a_prompt(chat_model: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
+    model = AutoModelForCausalLM.from_pretrained(chat_model)
     shared = "<|im_start|>system\n" + "You are a careful assistant. " * 8 + "<|im_end|>\n"
     with PrefixCacheSession(model, tokenizer, settings=tiny_settings(tmp_path / "kv")) as session:
         for city in ("Oslo", "Rome"):
@@ -571,17 +563,15 @@ def test_a_failing_store_fails_no_request_but_save(model: PreTrainedModel, tmp_p
 
 
 def test_an_error_in_generate_leaves_the_session_usable(model: PreTrainedModel, tmp_path: Path) -> None:
-    class Interrupted(BaseStreamer):  # type: ignore[misc]
-        def put(self, value: torch.Tensor) -> None:
-            if value.numel() == 1:
-                raise KeyboardInterrupt
+    def interrupt(value: torch.Tensor) -> None:
+        if value.numel() == 1:
+            raise KeyboardInterrupt
 
     with open_session(model, tmp_path / "kv") as session:
         with pytest.raises(KeyboardInterrupt):
-            session.generate(PROMPT, streamer=Interrupted(), max_new_tokens=2)
+            session.generate(PROMPT, streamer=Streamer(interrupt), max_new_tokens=2)
         session.generate(PROMPT, max_new_tokens=2)
-        assert session.report is not None
-        assert session.report.restored == len(PROMPT)
+        assert restored(session) == len(PROMPT)
 
 
 def test_a_folder_has_one_session_in_a_process(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -709,25 +699,14 @@ def test_the_example_runs_and_finds_its_prefix_again(example: str, chat_model: P
     assert printed[0].partition(": ")[2] == printed[1].partition(": ")[2]
 
 
-def test_the_prompts_of_these_tests_are_in_the_vocabulary() -> None:
-    assert max(PROMPT) < VOCAB
-
-
 def test_two_sessions_may_generate_with_one_model_at_once(model: PreTrainedModel, tmp_path: Path) -> None:
     alone = model.generate(one(PROMPT), prefill_chunk_size=BLOCK, **REPLY)
     replies: list[Any] = []
 
-    class Meanwhile(BaseStreamer):  # type: ignore[misc]
-        def put(self, _value: torch.Tensor) -> None:
-            """Called before the prompt's forward, and after each token."""
-            replies.append(other.generate(PROMPT, **REPLY))
-
-        def end(self) -> None: ...
-
     with open_session(model, tmp_path / "a") as session, open_session(model, tmp_path / "b") as other:
-        replies.append(session.generate(PROMPT, streamer=Meanwhile(), **REPLY))
-        assert other.report is not None
-        assert other.report.restored == len(PROMPT)
+        meanwhile = Streamer(lambda _: replies.append(other.generate(PROMPT, **REPLY)))
+        replies.append(session.generate(PROMPT, streamer=meanwhile, **REPLY))
+        assert restored(other) == len(PROMPT)
     assert len(replies) > 2
     assert all(torch.equal(bits(reply), bits(alone)) for reply in replies)
 
@@ -747,6 +726,5 @@ def test_text_of_a_multimodal_model_is_restored(write: Callable[[Path], Path], t
         cold = session.generate(prompt, **REPLY)
         session.save()
         warm = session.generate(prompt, **REPLY)
-        assert session.report is not None
-        assert session.report.restored == len(prompt)
+        assert restored(session) == len(prompt)
         assert torch.equal(bits(cold), bits(warm))

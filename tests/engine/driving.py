@@ -1,23 +1,95 @@
-"""Drives an engine from a test: one request to its end, and an engine thread that runs a function a request."""
+"""Loads an engine, makes requests, and drives the engine: one request to its end, several together, step by step."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
+from diskprefix.app import load_engine
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.inbox import Inbox, Serve, error_event
 from diskprefix.engine.loop import Engine, Loop
-from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, TextEvent
+from diskprefix.engine.request import (
+    Constraint,
+    DoneEvent,
+    ErrorEvent,
+    Event,
+    GenerateRequest,
+    SamplingParams,
+    TextEvent,
+)
 from diskprefix.extras.simulate.recording import RecordedRequest
 from diskprefix.kv import arena
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVPool
+from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
+from diskprefix.settings import Settings
+from diskprefix.tokens import TokenIds
+from tests.exactness.architectures import tiny_model
+from tests.model import tiny
+
+BLOCK = 64
+BIAS = {2: -100.0}
+"""No reply ends by itself."""
+WORDS = Constraint(kind="regex", source="([a-z]{3} )+")
+
+
+def write_model(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Writes the tiny model of an architecture and a tokenizer."""
+    tiny_model(name, dtype).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    return folder
+
+
+def load(model: Path, kv: Path, *, block_size: int = BLOCK, **settings: Any) -> Engine:
+    given: dict[str, Any] = {
+        "kv_cache_min_tokens": block_size,
+        "kv_cache_budget": 32 << 20,
+        "kv_cache_gate": "off",
+    } | settings
+    return load_engine(Settings(model=str(model), kv_cache_dir=kv, block_size=block_size, **given), lambda _: None)
+
+
+def tokens(num_tokens: int, seed: int = 0) -> TokenIds:
+    return np.random.default_rng(seed).integers(3, 250, num_tokens).astype(np.int32)
+
+
+def request(
+    token_ids: TokenIds,
+    *,
+    name: str = "",
+    scope: str = "full",
+    tenant: Tenant = SHARED,
+    save: bool = True,
+    reuse: bool = False,
+    constraint: Constraint | None = None,
+    shown: frozenset[str] = frozenset(),
+    **params: Any,
+) -> GenerateRequest:
+    """A greedy request of 12 tokens, unless the sampling parameters `params` say otherwise."""
+    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "logit_bias": BIAS} | params
+    return GenerateRequest(
+        id=name or f"{len(token_ids)} tokens",
+        prompt=Prompt(token_ids),
+        sampling=SamplingParams(**sampling),
+        cache=CacheOptions(scope=parse_scope(scope, param="scope"), tenant=tenant, save=save, reuse_generated=reuse),
+        constraint=constraint,
+        shown_special_tokens=shown,
+    )
+
+
+def tokens_of(events: Iterable[Event], choice: int = 0) -> list[int]:
+    texts = [event for event in events if isinstance(event, TextEvent) and event.choice == choice]
+    return [token for event in texts for token in event.token_ids]
 
 
 class Cancelled(Exception):
@@ -68,8 +140,7 @@ class Client:
         return self.tokens_of(0)
 
     def tokens_of(self, choice: int) -> list[int]:
-        texts = [event for event in self.events if isinstance(event, TextEvent) and event.choice == choice]
-        return [token for event in texts for token in event.token_ids]
+        return tokens_of(self.events, choice)
 
     @property
     def done(self) -> DoneEvent:
@@ -99,6 +170,12 @@ def run_together(engine: Engine, requests: Iterable[GenerateRequest]) -> list[Cl
     wait_until_idle(inbox)
     inbox.stop(0)
     return clients
+
+
+def alone(engine: Engine, one: GenerateRequest) -> Client:
+    """Computes the request from its beginning, with nobody else."""
+    (client,) = run_together(engine, [replace(one, cache=replace(one.cache, scope=parse_scope("off", param="scope")))])
+    return client
 
 
 def run_request(engine: Engine, request: GenerateRequest, *, steps: int | None = None) -> list[Event]:

@@ -6,8 +6,7 @@ from typing import Any
 
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.tokens import TokenIds
-from tests.engine.driving import Client
-from tests.engine.test_concurrency import WORDS, request
+from tests.engine.driving import WORDS, Client, request
 
 POSITIONS = 1024
 REPLY = 40

@@ -14,59 +14,39 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from diskprefix.app import load_engine
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest
 from diskprefix.engine.constrained_reply import forbidden_by
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import Constraint, DoneEvent, GenerateRequest, SamplingParams
+from diskprefix.engine.request import Constraint, DoneEvent
 from diskprefix.errors import ContextTooLong, DiskPrefixError
 from diskprefix.kv.arena import bytes_for
 from diskprefix.model.exact import runner
-from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
-from diskprefix.settings import Settings
+from diskprefix.nouns import Tenant
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import (
+    BLOCK,
+    WORDS,
     Client,
     after_steps,
+    alone,
     forget_idle,
+    load,
     recorded_requests,
+    request,
     run_together,
     running,
+    tokens,
     wait_until_idle,
+    write_model,
 )
-from tests.exactness.architectures import tiny_model
-from tests.model import tiny
 from tests.waiting import wait_for
-
-BLOCK, POSITIONS = 64, 4096
-BIAS = {2: -100.0}
-"""No reply ends by itself."""
-WORDS = Constraint(kind="regex", source="([a-z]{3} )+")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_folder(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16, max_position_embeddings=POSITIONS)
 
 
 @pytest.fixture(scope="module")
 def grid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose layers cannot be packed."""
-    folder = tmp_path_factory.mktemp("qwen3_next")
-    tiny_model("qwen3_next", torch.float32).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
-
-
-def load(model: Path, kv: Path, **settings: Any) -> Engine:
-    given: dict[str, Any] = {
-        "kv_cache_min_tokens": BLOCK,
-        "kv_cache_budget": 32 << 20,
-        "kv_cache_gate": "off",
-    } | settings
-    return load_engine(Settings(model=str(model), kv_cache_dir=kv, block_size=BLOCK, **given), lambda _: None)
+    return write_model(tmp_path_factory.mktemp("qwen3_next"), "qwen3_next", torch.float32)
 
 
 class Asked:
@@ -89,35 +69,6 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     assert engine.cache.layout.exact_at == "token"
     yield engine
     engine.close()
-
-
-def tokens(num_tokens: int, seed: int = 0) -> TokenIds:
-    return np.random.default_rng(seed).integers(3, 250, num_tokens).astype(np.int32)
-
-
-def request(
-    token_ids: TokenIds,
-    *,
-    scope: str = "full",
-    tenant: Tenant = SHARED,
-    save: bool = True,
-    constraint: Constraint | None = None,
-    **params: Any,
-) -> GenerateRequest:
-    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": 12, "logit_bias": BIAS} | params
-    return GenerateRequest(
-        id=f"{len(token_ids)} tokens",
-        prompt=Prompt(token_ids),
-        sampling=SamplingParams(**sampling),
-        cache=CacheOptions(scope=parse_scope(scope, param="scope"), tenant=tenant, save=save),
-        constraint=constraint,
-    )
-
-
-def alone(engine: Engine, one: GenerateRequest) -> Client:
-    """The request computed from its beginning, with nobody else."""
-    (client,) = run_together(engine, [replace(one, cache=replace(one.cache, scope=parse_scope("off", param="scope")))])
-    return client
 
 
 def test_each_request_gets_the_reply_that_it_gets_alone(engine: Engine) -> None:
@@ -201,9 +152,7 @@ def test_a_constraint_is_compiled_once_for_all_choices(engine: Engine, monkeypat
 def test_models_that_cannot_be_packed_take_turns(
     name: str, exact_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tiny_model(name, torch.float32).save_pretrained(tmp_path / name)
-    tiny.tokenizer().save_pretrained(tmp_path / name)
-    engine = load(tmp_path / name, tmp_path / "kv")
+    engine = load(write_model(tmp_path / name, name, torch.float32), tmp_path / "kv")
     assert engine.cache.layout.exact_at == exact_at
     requests = [request(tokens(100 + 90 * i, i), n=1 + i % 2, max_tokens=8) for i in range(4)]
     for one, client in zip(requests, run_together(engine, requests), strict=True):

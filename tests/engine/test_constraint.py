@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
@@ -23,17 +22,9 @@ from diskprefix.errors import InvalidRequest
 from tests.model import tiny
 from tests.random_schemas import random_schema
 
-EOS = 2
-VOCAB = 300
-"""More logits than the tokenizer has tokens, as many models have."""
+EOS, VOCAB = 2, 300
+"""Those of `compiler`: more logits than the tokenizer has tokens, as many models have."""
 PROMPT = np.array([5, 6], np.int32)
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[ConstraintCompiler]:
-    compiler = ConstraintCompiler(tiny.tokenizer(), {EOS}, VOCAB)
-    yield compiler
-    compiler.close()
 
 
 @dataclass

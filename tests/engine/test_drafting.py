@@ -23,10 +23,19 @@ from diskprefix.errors import ModelError
 from diskprefix.kv.step import TILE
 from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED
-from tests.engine.driving import Client, forget_idle, run_together, running, wait_until_idle
+from tests.engine.driving import (
+    BLOCK,
+    Client,
+    forget_idle,
+    load,
+    request,
+    run_together,
+    running,
+    tokens,
+    wait_until_idle,
+    write_model,
+)
 from tests.engine.guesses import POSITIONS, REPLY, asked_of, said, some_are_wrong
-from tests.engine.test_concurrency import BLOCK, load, request, tokens
-from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 
 SIZES = (
@@ -333,10 +342,9 @@ def test_a_draft_model_of_another_vocabulary_is_refused(folders: tuple[Path, Pat
 
 
 def test_a_draft_model_that_is_not_exact_at_every_token_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    tiny_model("qwen3_next", torch.float32).save_pretrained(tmp_path / "grid")
-    tiny.tokenizer().save_pretrained(tmp_path / "grid")
+    grid = write_model(tmp_path / "grid", "qwen3_next", torch.float32)
     with pytest.raises(ModelError, match="--draft-model: grid cannot guess, it is not exact at every token"):
-        load(folders[0], tmp_path / "kv", draft_model=str(tmp_path / "grid"))
+        load(folders[0], tmp_path / "kv", draft_model=str(grid))
 
 
 def test_a_draft_model_that_is_not_there_is_named_by_its_flag(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -4,78 +4,47 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from diskprefix.app import load_engine
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import Write
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import (
-    DoneEvent,
-    Event,
-    FinishEvent,
-    GenerateRequest,
-    ProgressEvent,
-    SamplingParams,
-    TextEvent,
-)
+from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, ProgressEvent, TextEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest, StoreCorrupt, StoreUnavailable
-from diskprefix.nouns import CacheOptions, Prompt
-from diskprefix.settings import Settings
 from diskprefix.store.pieces import Cut
-from tests.engine.driving import Client, forget_idle, run_request, wait_until_idle
-from tests.model import tiny
+from tests.engine.driving import Client, forget_idle, load, request, run_request, tokens, wait_until_idle
 
 BLOCK = 16
-PROMPT = np.random.default_rng(7).integers(3, 250, 6 * BLOCK + 5).astype(np.int32)
+PROMPT = tokens(6 * BLOCK + 5, 7)
 PATIENCE_S = 60.0
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_folder(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16, max_position_embeddings=512)
 
 
 @pytest.fixture
 def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
-    settings = Settings(
-        model=str(folder),
-        kv_cache_dir=tmp_path / "kv",
-        block_size=BLOCK,
-        kv_cache_min_tokens=BLOCK,
-        kv_cache_gate="off",
-    )
-    engine = load_engine(settings, lambda _: None)
+    engine = load(folder, tmp_path / "kv", block_size=BLOCK)
     yield engine
     engine.close()
 
 
-def request(**params: Any) -> GenerateRequest:
-    defaults: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "logit_bias": {2: -100.0}}
-    return GenerateRequest(
-        id="test",
-        prompt=Prompt(PROMPT),
-        sampling=SamplingParams(**(defaults | params)),
-        cache=CacheOptions(scope=parse_scope("full", param="scope")),
-    )
+def asked(**params: Any) -> GenerateRequest:
+    few: dict[str, Any] = {"max_tokens": 6}
+    return request(PROMPT, **(few | params))
 
 
 def said(events: list[Event]) -> list[Event]:
     return [event for event in events if not isinstance(event, DoneEvent | ProgressEvent)]
 
 
-def stored(engine: Engine, asked: GenerateRequest) -> list[Event]:
+def stored(engine: Engine, one: GenerateRequest) -> list[Event]:
     """Returns what a cold run says, of which nothing stays but what is on the disk."""
-    cold = run_request(engine, asked)
+    cold = run_request(engine, one)
     assert engine.cache.capturer.settle(timeout_s=PATIENCE_S)
     assert engine.cache.writer.flush(PATIENCE_S)
     forget_idle(engine.pool)
@@ -90,7 +59,7 @@ class Watched(Client):
     """A client of whose prompt nothing but logits is loaded before its first text has come. `load` then loads it, or
     fails."""
 
-    def __init__(self, engine: Engine, asked: GenerateRequest, patch: pytest.MonkeyPatch, load: Load = _load) -> None:
+    def __init__(self, engine: Engine, one: GenerateRequest, patch: pytest.MonkeyPatch, load: Load = _load) -> None:
         self.events = []
         self.came_first: list[bool] = []
         has_text = threading.Event()
@@ -110,7 +79,7 @@ class Watched(Client):
         with patch.context() as patched:
             patched.setattr(Loader, "_load", loaded)
             inbox = Inbox(engine.serve, 8)
-            self.ticket = inbox.submit(asked, emit)
+            self.ticket = inbox.submit(one, emit)
             inbox.start()
             wait_until_idle(inbox)
         inbox.stop(0)
@@ -122,8 +91,8 @@ class Watched(Client):
 def test_the_first_token_comes_before_the_state_is_loaded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any]
 ) -> None:
-    cold = stored(engine, request(**params))
-    warm = Watched(engine, request(**params), monkeypatch)
+    cold = stored(engine, asked(**params))
+    warm = Watched(engine, asked(**params), monkeypatch)
     assert warm.came_first
     assert all(warm.came_first)
     assert sorted(map(repr, said(warm.events))) == sorted(map(repr, said(cold)))
@@ -151,22 +120,22 @@ def unavailable(*_: Any) -> None:
 def test_a_reply_whose_first_token_was_sent_goes_on_right_when_its_state_cannot_be_loaded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, load: Load, params: dict[str, Any]
 ) -> None:
-    cold = stored(engine, request(**params))
-    warm = Watched(engine, request(**params), monkeypatch, load)
+    cold = stored(engine, asked(**params))
+    warm = Watched(engine, asked(**params), monkeypatch, load)
     assert warm.came_first
     assert all(warm.came_first)
     assert sorted(map(repr, said(warm.events))) == sorted(map(repr, said(cold)))
     assert warm.done.usage.cached_tokens < len(PROMPT)
     assert warm.done.usage.completion_tokens == sum(isinstance(event, TextEvent) for event in warm.events)
     # What was computed again is kept again.
-    again = stored(engine, request(**params))
+    again = stored(engine, asked(**params))
     assert sorted(map(repr, said(again))) == sorted(map(repr, said(cold)))
 
 
 def test_a_first_token_that_cannot_be_sampled_fails_the_request_when_its_memory_is_free(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cold = stored(engine, request())
+    cold = stored(engine, asked())
     refusing = threading.Event()
 
     def sample(*_: Any) -> int:
@@ -182,15 +151,14 @@ def test_a_first_token_that_cannot_be_sampled_fails_the_request_when_its_memory_
         patch.setattr(Sampler, "sample", sample)
         patch.setattr(Loader, "_load", load)
         with pytest.raises(InvalidRequest, match="no token has a score"):
-            run_request(engine, request())
+            run_request(engine, asked())
     assert not any(allocation.is_busy for allocation in engine.pool.allocations)
-    assert said(run_request(engine, request())) == said(cold)
+    assert said(run_request(engine, asked())) == said(cold)
 
 
 def test_progress_is_told_before_the_first_token(engine: Engine) -> None:
-    asked = request()
-    cold = stored(engine, asked)
-    warm = run_request(engine, GenerateRequest(**(vars(asked) | {"reports_progress": True})))
+    cold = stored(engine, asked())
+    warm = run_request(engine, replace(asked(), reports_progress=True))
     assert isinstance(warm[0], ProgressEvent)
     assert warm[0].processed == len(PROMPT)
     assert said(warm) == said(cold)

@@ -9,34 +9,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import lmdb
-import numpy as np
 import pytest
 import torch
-from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from diskprefix.app import load_engine
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine import measured_model
 from diskprefix.engine import served_model as generate
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import (
-    Constraint,
-    DoneEvent,
-    Event,
-    FinishEvent,
-    GenerateRequest,
-    SamplingParams,
-    TextEvent,
-)
+from diskprefix.engine.request import Constraint, DoneEvent, Event, FinishEvent, TextEvent
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError, NonFiniteLogits, StoreUnavailable
 from diskprefix.kv.arena import KVArena
-from diskprefix.model.exact import rehearsal as probe
 from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.load import memory
-from diskprefix.nouns import CacheOptions, Prompt
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds
-from tests.engine.driving import Cancelled, run_request
+from tests.engine import driving
+from tests.engine.driving import Cancelled, request, run_request, tokens, tokens_of
 from tests.model import tiny
 
 BLOCK = 16
@@ -49,15 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def load(model: Path, kv: Path) -> Engine:
-    settings = Settings(
-        model=str(model),
-        kv_cache_dir=kv,
-        block_size=BLOCK,
-        kv_cache_min_tokens=BLOCK,
-        kv_cache_budget=32 << 20,
-        kv_cache_gate="off",
-    )
-    return load_engine(settings, lambda _: None)
+    return driving.load(model, kv, block_size=BLOCK)
 
 
 @pytest.fixture
@@ -67,33 +46,8 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
     engine.close()
 
 
-def prompt(num_tokens: int, seed: int = 0) -> TokenIds:
-    return np.random.default_rng(seed).integers(3, 250, num_tokens).astype(np.int32)
-
-
-def run(
-    engine: Engine,
-    token_ids: TokenIds,
-    *,
-    scope: str = "full",
-    steps: int | None = None,
-    constraint: Constraint | None = None,
-    shown: frozenset[str] = frozenset(),
-    **params: Any,
-) -> list[Event]:
-    request = GenerateRequest(
-        id="test",
-        prompt=Prompt(token_ids),
-        sampling=SamplingParams(**({"temperature": 0, "max_tokens": 12} | params)),
-        cache=CacheOptions(scope=parse_scope(scope, param="scope")),
-        constraint=constraint,
-        shown_special_tokens=shown,
-    )
-    return run_request(engine, request, steps=steps)
-
-
-def tokens_of(events: list[Event], choice: int = 0) -> list[int]:
-    return [token for e in events if isinstance(e, TextEvent) and e.choice == choice for token in e.token_ids]
+def run(engine: Engine, token_ids: TokenIds, *, steps: int | None = None, **options: Any) -> list[Event]:
+    return run_request(engine, request(token_ids, **options), steps=steps)
 
 
 def done(events: list[Event]) -> DoneEvent:
@@ -102,51 +56,24 @@ def done(events: list[Event]) -> DoneEvent:
     return last
 
 
-def test_a_restart_changes_nothing_but_the_time(folder: Path, tmp_path: Path) -> None:
-    answers = []
-    for _ in range(2):
-        engine = load(folder, tmp_path)
-        answers.append(run(engine, prompt(100), logprobs=3))
-        assert engine.close()
-    cold, warm = answers
-    assert [e for e in cold if not isinstance(e, DoneEvent)] == [e for e in warm if not isinstance(e, DoneEvent)]
-    assert (done(cold).usage.cached_tokens, done(warm).usage.cached_tokens) == (0, 100)
-    assert done(warm).cache.source == "disk"
-    assert done(warm).timings.ttft_ms > 0
-
-
-def test_an_exact_repeat_calls_the_model_for_decoding_only(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(engine, prompt(100))
-    lengths: list[int] = []
-    forward = engine.model.forward
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        lengths.append(kwargs["input_ids"].shape[1])
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(engine.model, "forward", counted)
-    run(engine, prompt(100), max_tokens=4)
-    assert lengths == [1, 1, 1]
-
-
 def test_the_reply_ends_at_max_tokens_or_at_the_positions(engine: Engine) -> None:
-    events = run(engine, prompt(20), max_tokens=5, logit_bias={2: -100.0})
+    events = run(engine, tokens(20), max_tokens=5)
     assert (len(tokens_of(events)), events[-2]) == (5, FinishEvent(0, "length"))
     assert done(events).usage.completion_tokens == 5
-    events = run(engine, prompt(POSITIONS - 3), max_tokens=None, logit_bias={2: -100.0})
+    events = run(engine, tokens(POSITIONS - 3), max_tokens=None)
     assert (len(tokens_of(events)), events[-2]) == (3, FinishEvent(0, "length"))
 
 
 def test_a_request_for_no_tokens_has_its_prompt_kept(engine: Engine) -> None:
-    events = run(engine, prompt(100), max_tokens=0, n=2)
+    events = run(engine, tokens(100), max_tokens=0, n=2)
     assert events[:-1] == [FinishEvent(0, "length"), FinishEvent(1, "length")]
     assert done(events).usage.completion_tokens == 0
     assert done(events).timings.ttft_ms > 0
-    assert done(run(engine, prompt(100), max_tokens=1)).usage.cached_tokens == 100
+    assert done(run(engine, tokens(100), max_tokens=1)).usage.cached_tokens == 100
 
 
 def test_the_end_of_sequence_token_stops_and_has_no_text(engine: Engine) -> None:
-    events = run(engine, prompt(20), logit_bias={2: 100.0})
+    events = run(engine, tokens(20), logit_bias={2: 100.0})
     assert events[:-1] == [TextEvent(0, "", (2,)), FinishEvent(0, "stop")]
 
 
@@ -154,7 +81,7 @@ def test_special_tokens_have_a_text_where_the_request_asks_for_it(engine: Engine
     asked = frozenset({"<|im_start|>", "<|im_end|>", "<|no such token|>"})
     for shown, text in ((asked, "<|im_start|><|im_end|>"), (frozenset[str](), "")):
         grammar = Constraint(kind="grammar", source="start: <|im_start|>+")
-        events = run(engine, prompt(20), constraint=grammar, shown=shown, logit_bias={2: 100.0})
+        events = run(engine, tokens(20), constraint=grammar, shown=shown, logit_bias={2: 100.0})
         assert tokens_of(events) == [1, 2]
         assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text
 
@@ -173,38 +100,21 @@ def test_special_tokens_have_a_text_where_the_request_asks_for_it(engine: Engine
 def test_a_constrained_reply_ends_where_nothing_may_follow_and_where_any_reply_ends(
     engine: Engine, params: dict[str, Any], text: str, end: FinishEvent
 ) -> None:
-    events = run(engine, prompt(20), constraint=Constraint(kind="regex", source="abcab"), **params)
+    events = run(engine, tokens(20), constraint=Constraint(kind="regex", source="abcab"), **params)
     assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text
     assert events[-2] == end
     assert done(events).usage.completion_tokens == len(tokens_of(events))
 
 
-def test_a_stop_string_ends_the_reply(engine: Engine) -> None:
-    text = "".join(e.text for e in run(engine, prompt(20), logit_bias={2: -100.0}) if isinstance(e, TextEvent))
-    stop = text[2:4]
-    events = run(engine, prompt(20), stop=(stop,), logit_bias={2: -100.0})
-    assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text[: text.index(stop)]
-    assert events[-2] == FinishEvent(0, "stop", stop)
-
-
-def test_choices_share_one_prefill_and_each_equals_its_own_run(engine: Engine) -> None:
-    together = run(engine, prompt(60), n=3, seed=5, temperature=1.0)
-    assert [e.choice for e in together if isinstance(e, FinishEvent)] == [0, 1, 2]
-    alone = run(engine, prompt(60), n=1, seed=6, temperature=1.0, scope="off")
-    assert tokens_of(together, 1) == tokens_of(alone)
-    assert tokens_of(together, 0) != tokens_of(together, 1)
-    assert done(together).usage.completion_tokens == sum(len(tokens_of(together, i)) for i in range(3))
-
-
 @pytest.mark.parametrize("length", [POSITIONS, POSITIONS + 100])
 def test_a_prompt_that_leaves_no_position_is_refused(engine: Engine, length: int) -> None:
     with pytest.raises(ContextTooLong, match=f"{length} tokens; this model has {POSITIONS} positions"):
-        run(engine, prompt(length))
+        run(engine, tokens(length))
 
 
 def test_an_empty_prompt_is_refused(engine: Engine) -> None:
     with pytest.raises(InvalidRequest, match=r"^the prompt is empty$"):
-        run(engine, prompt(0))
+        run(engine, tokens(0))
 
 
 @pytest.fixture
@@ -227,9 +137,9 @@ def test_a_prompt_whose_state_exceeds_the_memory_is_refused_and_the_next_is_serv
     free[0] = 200 << 10
     refusal = "2000 tokens need 264.0 KiB of KV memory, 180.0 KiB are available; use a shorter prompt or a machine with"
     with pytest.raises(ContextTooLong, match=re.escape(refusal)):
-        run(engine, prompt(2000))
+        run(engine, tokens(2000))
     free[0] = 300 << 10
-    assert len(tokens_of(run(engine, prompt(2000), max_tokens=2, logit_bias={2: -100.0}))) == 2
+    assert len(tokens_of(run(engine, tokens(2000), max_tokens=2))) == 2
     engine.close()
 
 
@@ -243,7 +153,7 @@ def test_a_reply_that_exceeds_the_memory_ends_with_an_error(
     engine.pool._spare[0].reserve(1020)
     free[0] = 0
     with pytest.raises(ContextTooLong, match=r"^1025 tokens need"):
-        run(engine, prompt(1010), max_tokens=100, logit_bias={2: -100.0})
+        run(engine, tokens(1010), max_tokens=100)
     engine.close()
 
 
@@ -277,10 +187,10 @@ def test_what_a_cancelled_request_computed_is_there_after_a_restart(scope: str, 
     engine = load(folder, tmp_path / "kv")
     engine.max_rows = BLOCK
     with pytest.raises(Cancelled):
-        run(engine, prompt(100), scope=scope, steps=2)
+        run(engine, tokens(100), scope=scope, steps=2)
     engine.close()
     engine = load(folder, tmp_path / "kv")
-    again = done(run(engine, prompt(100)))
+    again = done(run(engine, tokens(100)))
     expected = (0, "none") if scope == "off" else (2 * BLOCK, "disk")
     assert (again.usage.cached_tokens, again.cache.source) == expected
     engine.close()
@@ -292,7 +202,7 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
     engine: Engine, temperature: float, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the logits alone are not finite, the blocks before them are what they should be."""
-    cold = tokens_of(run(engine, prompt(100), temperature=temperature, seed=1, scope="off"))
+    cold = tokens_of(run(engine, tokens(100), temperature=temperature, seed=1, scope="off"))
     module = engine.model.lm_head if where == "logits" else engine.model.model.layers[0].self_attn.v_proj
     forward, sound = module.forward, module.weight.data.clone()
     with monkeypatch.context() as patch:
@@ -302,26 +212,12 @@ def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_sta
             # A compiled layer reads the weights, and does not call the module.
             module.weight.data.fill_(float("nan"))
         with pytest.raises(NonFiniteLogits):
-            run(engine, prompt(100), temperature=temperature)
+            run(engine, tokens(100), temperature=temperature)
     module.weight.data.copy_(sound)
     engine.cache.settle()
     assert engine.cache.writer.flush(30)
     assert (engine.cache.stats()["blocks"] > 0, engine.cache.stats()["entries"]) == (where == "logits", 0)
-    assert tokens_of(run(engine, prompt(100), temperature=temperature, seed=1)) == cold
-
-
-def test_a_model_with_unknown_layers_bypasses_the_cache_and_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(probe.KINDS, DynamicSlidingWindowLayer)
-    tiny.write_sliding(tmp_path / "model")
-    engine = load(tmp_path / "model", tmp_path / "kv")
-    assert "DynamicSlidingWindowLayer" in caplog.text
-    first, second = run(engine, prompt(100), n=2), run(engine, prompt(100), n=2)
-    assert tokens_of(first) == tokens_of(second) == tokens_of(first, 1)
-    assert (done(second).cache.miss_reason, done(second).usage.cached_tokens) == ("unsupported", 0)
-    assert engine.cache.stats()["state"] == "unsupported"
-    engine.close()
+    assert tokens_of(run(engine, tokens(100), temperature=temperature, seed=1)) == cold
 
 
 def test_the_file_of_another_program_is_refused_before_the_model_is_loaded(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
@@ -22,14 +21,18 @@ from diskprefix.engine.served_model import ServedModel
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.pool import KVPool
-from tests.engine.driving import Client, after_steps, forget_idle, run_together, running, wait_until_idle
-from tests.engine.test_concurrency import POSITIONS, alone, load, request, tokens
-from tests.model import tiny
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_folder(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16, max_position_embeddings=POSITIONS)
+from tests.engine.driving import (
+    Client,
+    after_steps,
+    alone,
+    forget_idle,
+    load,
+    request,
+    run_together,
+    running,
+    tokens,
+    wait_until_idle,
+)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,16 +12,8 @@ from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.constraint_grammar import repeated
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import InvalidRequest
-from tests.model import tiny
 
 OBJECT = {"type": "object", "additionalProperties": False}
-
-
-@pytest.fixture(scope="module")
-def compiler() -> Iterator[ConstraintCompiler]:
-    compiler = ConstraintCompiler(tiny.tokenizer(), {2}, 300)
-    yield compiler
-    compiler.close()
 
 
 def refusal(compiler: ConstraintCompiler, kind: Any, source: str) -> InvalidRequest:

@@ -23,7 +23,6 @@ from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.request import (
-    Constraint,
     ErrorEvent,
     Event,
     FinishEvent,
@@ -36,11 +35,8 @@ from diskprefix.kv.arena import bytes_for
 from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
-from tests.engine.driving import Client, forget_idle, memory_in_steps_of
-from tests.engine.test_concurrency import BIAS, load, tokens
-from tests.exactness.architectures import tiny_model
+from tests.engine.driving import BIAS, WORDS, Client, forget_idle, load, memory_in_steps_of, tokens, write_model
 from tests.examples import examples
-from tests.model import tiny
 
 CAPACITY = 256
 """Memory grows in small steps, so that much happens while there are few tokens."""
@@ -50,11 +46,8 @@ TENANTS = (SHARED, SHARED, Tenant.of_key("somebody"))
 
 @pytest.fixture(scope="module", params=["gemma3", "qwen3_next"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
     dtype = torch.float32 if request.param == "qwen3_next" else torch.bfloat16
-    tiny_model(request.param, dtype).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
+    return write_model(tmp_path_factory.mktemp(request.param), request.param, dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +165,7 @@ SAMPLING = st.sampled_from(
         {"temperature": 1.0, "seed": 5, "n": 3, "logprobs": 0},
         {"temperature": 0.7, "seed": 1, "n": 2, "frequency_penalty": 0.6, "presence_penalty": 0.2},
         {"temperature": 0, "n": 2, "repetition_penalty": 1.2},
-        {"temperature": 1.0, "seed": 3, "n": 2, "constraint": Constraint(kind="regex", source="([a-z]{3} )+")},
+        {"temperature": 1.0, "seed": 3, "n": 2, "constraint": WORDS},
     ]
 )
 

@@ -5,15 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
-from diskprefix.app import load_engine
 from diskprefix.engine.forward import forward
 from diskprefix.engine.scheduler import LEAST_ROWS, Pace
-from diskprefix.settings import Settings
-from tests.engine.driving import run_together
-from tests.engine.test_concurrency import request, tokens
-from tests.model import tiny
+from tests.engine.driving import load, request, run_together, tokens
 
 MOST_ROWS = 256
 
@@ -91,11 +86,9 @@ def test_the_first_step_beside_a_reply_goes_by_the_steps_of_prompts_before_it() 
 
 
 def test_steps_beside_replies_keep_the_pace_and_the_replies_are_those_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, max_position_embeddings=4096)
-    settings = Settings(model=str(folder), kv_cache_dir=tmp_path / "kv", kv_cache_budget=32 << 20, kv_cache_gate="off")
-    engine = load_engine(settings, lambda _: None)
+    engine = load(folder, tmp_path / "kv", block_size=256)
     steps = list[tuple[int, int]]()
 
     def noted(model: object, step: list[object]) -> object:

@@ -3,86 +3,57 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
-from diskprefix.app import load_engine
-from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
+from diskprefix.engine.request import DoneEvent
 from diskprefix.extras.simulate.geometry import SLICEABLE
 from diskprefix.extras.simulate.simulator import Policy, simulate
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.model.exact import rehearsal as probe
-from diskprefix.nouns import CacheOptions, Prompt, Scope
-from diskprefix.settings import Settings
-from tests.engine.driving import Cancelled, recorded_requests, run_request
+from diskprefix.nouns import Scope
+from tests.engine.driving import Cancelled, load, recorded_requests, request, run_request, tokens
 from tests.model import tiny
 
 BLOCK = 16
 
 
-def recorded(model: Path, folder: Path, *, scope: str = "off", cancelled: bool = False) -> Trace:
+def recorded(model: Path, at: Path, *, scope: str = "off", cancelled: bool = False) -> Trace:
     """What a daemon recorded of the same prompt twice, each sent with the scope of the daemon."""
-    settings = Settings(
-        model=str(model),
-        kv_cache_dir=folder / "kv",
-        disk_prefix_cache=scope,
-        block_size=BLOCK,
-        kv_cache_min_tokens=BLOCK,
-        kv_cache_gate="off",
-        record=folder / "trace.jsonl",
-    )
-    engine = load_engine(settings, lambda _: None)
-    request = GenerateRequest(
-        id="test",
-        prompt=Prompt(np.random.default_rng(0).integers(3, 250, 100).astype(np.int32)),
-        sampling=SamplingParams(temperature=0, max_tokens=3),
-        cache=CacheOptions(scope=parse_scope(scope, param="scope")),
-    )
+    record = at / "trace.jsonl"
+    engine = load(model, at / "kv", block_size=BLOCK, disk_prefix_cache=scope, record=record)
     engine.max_rows = BLOCK
     for _ in range(2):
         try:
-            run_request(engine, request, steps=2 if cancelled else None)
+            run_request(engine, request(tokens(100), scope=scope, max_tokens=3), steps=2 if cancelled else None)
         except Cancelled:
             assert cancelled
     engine.close()
-    return read_trace(folder / "trace.jsonl")
+    return read_trace(record)
 
 
 def test_a_request_that_is_computed_because_restoring_would_be_slower_is_recorded_with_that_reason(
-    llama: Path, tmp_path: Path
+    folder: Path, tmp_path: Path
 ) -> None:
-    settings = Settings(
-        model=str(llama),
-        kv_cache_dir=tmp_path / "kv",
-        block_size=BLOCK,
-        kv_cache_min_tokens=BLOCK,
-        kv_memory_entries=0,
-        record=tmp_path / "trace.jsonl",
-    )
-    engine = load_engine(settings, lambda _: None)
-    request = GenerateRequest(
-        id="test",
-        prompt=Prompt(np.random.default_rng(0).integers(3, 250, 100).astype(np.int32)),
-        sampling=SamplingParams(temperature=0, max_tokens=3),
-        cache=CacheOptions(scope=Scope("full")),
-    )
-    first = run_request(engine, request)
+    record = tmp_path / "trace.jsonl"
+    options: dict[str, Any] = {"kv_memory_entries": 0, "kv_cache_gate": "auto", "record": record}
+    engine = load(folder, tmp_path / "kv", block_size=BLOCK, **options)
+    one = request(tokens(100), max_tokens=3)
+    first = run_request(engine, one)
     engine.cache.settle()
     assert engine.cache.writer.flush(30)
-    again = run_request(engine, request)
+    again = run_request(engine, one)
     for _ in range(32):
         engine.cache.cost_model.record_prefill(1000, 1e-3)
         engine.cache.cost_model.record_restore(1 << 20, 10.0)
     assert (engine.cache.cost_model.break_even_tokens or 0) > 100
-    closed = run_request(engine, request)
+    closed = run_request(engine, one)
     engine.close()
     assert closed[:-1] == again[:-1] == first[:-1]
-    noted = [(line.restored, line.source, line.miss_reason) for line in recorded_requests(tmp_path / "trace.jsonl")]
+    noted = [(line.restored, line.source, line.miss_reason) for line in recorded_requests(record)]
     assert noted == [(0, "none", "not_stored"), (100, "disk", None), (0, "none", "faster_to_compute")]
     reports = [events[-1].cache for events in (first, again, closed) if isinstance(events[-1], DoneEvent)]
     assert [(report.restored, report.source, report.miss_reason) for report in reports] == noted
@@ -93,14 +64,9 @@ def restored(trace: Trace) -> int:
     return simulate(trace, policy, SLICEABLE).restored_tokens
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_folder(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16, max_position_embeddings=512)
-
-
 @pytest.mark.parametrize("scope", ["off", "full"])
-def test_what_was_recorded_without_a_cache_tells_what_one_would_do(llama: Path, tmp_path: Path, scope: str) -> None:
-    trace = recorded(llama, tmp_path, scope=scope)
+def test_what_was_recorded_without_a_cache_tells_what_one_would_do(folder: Path, tmp_path: Path, scope: str) -> None:
+    trace = recorded(folder, tmp_path, scope=scope)
     assert [(request.scope, request.remembered) for request in trace] == [(None, True)] * 2
     assert restored(trace) == 100
     daemon = trace.daemon
@@ -110,18 +76,19 @@ def test_what_was_recorded_without_a_cache_tells_what_one_would_do(llama: Path, 
     assert min(daemon.geometry.bytes_per_token, daemon.geometry.logits_bytes, daemon.tokens_per_s) > 0
 
 
-def test_what_was_cancelled_before_its_end_is_not_remembered(llama: Path, tmp_path: Path) -> None:
-    trace = recorded(llama, tmp_path, scope="full", cancelled=True)
+def test_what_was_cancelled_before_its_end_is_not_remembered(folder: Path, tmp_path: Path) -> None:
+    trace = recorded(folder, tmp_path, scope="full", cancelled=True)
     assert [request.remembered for request in trace] == [False, False]
     assert restored(trace) == 0
 
 
 def test_a_model_that_cannot_be_cached_is_recorded_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delitem(probe.KINDS, DynamicSlidingWindowLayer)
     tiny.write_sliding(tmp_path / "model")
     trace = recorded(tmp_path / "model", tmp_path, scope="full")
+    assert "DynamicSlidingWindowLayer" in caplog.text, "it says why it bypasses the cache"
     assert restored(trace) == 100
     assert trace.daemon is not None
     assert trace.daemon.geometry is None, "nobody knows"

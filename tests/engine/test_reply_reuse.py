@@ -8,72 +8,30 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from diskprefix.app import load_engine
-from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, SamplingParams, TextEvent
-from diskprefix.nouns import CacheOptions, CacheReport, Prompt
-from diskprefix.settings import Settings
+from diskprefix.engine.request import DoneEvent, Event, FinishEvent
+from diskprefix.nouns import CacheReport
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import decode_node
 from diskprefix.tokens import TokenIds
-from tests.engine.driving import Cancelled, run_request
-from tests.model import tiny
+from tests.engine.driving import Cancelled, load, request, run_request, tokens, tokens_of
 
 BLOCK = 16
 PROMPT = 3 * BLOCK + 4
 NO_END = {0: -100.0, 2: -100.0}
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.write_folder(tmp_path_factory.mktemp("llama"), dtype=torch.bfloat16, max_position_embeddings=512)
-
-
 @pytest.fixture
 def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
-    kv = tmp_path / "kv"
-    settings = Settings(
-        model=str(folder),
-        kv_cache_dir=kv,
-        block_size=BLOCK,
-        kv_cache_min_tokens=BLOCK,
-        kv_cache_budget=32 << 20,
-        kv_cache_gate="off",
-        kv_memory_entries=0,
-    )
-    engine = load_engine(settings, lambda _: None)
+    engine = load(folder, tmp_path / "kv", block_size=BLOCK, kv_memory_entries=0)
     yield engine
     engine.close()
 
 
-def prompt(seed: int) -> TokenIds:
-    return np.random.default_rng(seed).integers(3, 250, PROMPT).astype(np.int32)
-
-
-def run(
-    engine: Engine,
-    token_ids: TokenIds,
-    *,
-    reuse: bool = True,
-    scope: str = "full",
-    steps: int | None = None,
-    **params: Any,
-) -> list[Event]:
-    sampling: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": 40, "logit_bias": NO_END} | params
-    request = GenerateRequest(
-        id="test",
-        prompt=Prompt(token_ids),
-        sampling=SamplingParams(**sampling),
-        cache=CacheOptions(scope=parse_scope(scope, param="scope"), reuse_generated=reuse),
-    )
-    return run_request(engine, request, steps=steps)
-
-
-def tokens_of(events: list[Event], choice: int = 0) -> list[int]:
-    return [token for e in events if isinstance(e, TextEvent) and e.choice == choice for token in e.token_ids]
+def run(engine: Engine, token_ids: TokenIds, *, steps: int | None = None, **options: Any) -> list[Event]:
+    defaults: dict[str, Any] = {"reuse": True, "temperature": 1.0, "seed": 1, "max_tokens": 40, "logit_bias": NO_END}
+    return run_request(engine, request(token_ids, **(defaults | options)), steps=steps)
 
 
 def report_of(events: list[Event]) -> CacheReport:
@@ -101,7 +59,7 @@ def reply_ends(engine: Engine) -> list[int]:
 def test_the_next_turn_goes_on_from_the_last_computed_token_of_the_reply(
     engine: Engine, scope: str, reuse: bool
 ) -> None:
-    token_ids = prompt(1)
+    token_ids = tokens(PROMPT, 1)
     first = run(engine, token_ids, scope=scope, reuse=reuse)
     assert len(tokens_of(first)) == 40
     assert report_of(first).saved == "queued"
@@ -114,7 +72,7 @@ def test_the_next_turn_goes_on_from_the_last_computed_token_of_the_reply(
 
 
 def test_a_reply_is_kept_up_to_as_many_tokens_as_the_scope_says(engine: Engine) -> None:
-    run(engine, prompt(7), scope=str(PROMPT + 20))
+    run(engine, tokens(PROMPT, 7), scope=str(PROMPT + 20))
     assert reply_ends(engine) == [4 * BLOCK, PROMPT + 20]
 
 
@@ -122,12 +80,12 @@ def test_a_reply_is_kept_up_to_as_many_tokens_as_the_scope_says(engine: Engine) 
 def test_where_the_scope_does_not_reach_beyond_the_prompt_nothing_is_kept_of_its_reply(
     engine: Engine, scope: str
 ) -> None:
-    run(engine, prompt(2), scope=scope)
+    run(engine, tokens(PROMPT, 2), scope=scope)
     assert reply_ends(engine) == []
 
 
 def test_of_several_choices_the_first_is_kept_and_the_others_are_what_they_would_be_alone(engine: Engine) -> None:
-    token_ids = prompt(3)
+    token_ids = tokens(PROMPT, 3)
     together = run(engine, token_ids, n=3)
     assert [e.choice for e in together if isinstance(e, FinishEvent)] == [0, 1, 2]
     assert reply_ends(engine) == [4 * BLOCK, 5 * BLOCK, PROMPT + 39]
@@ -146,15 +104,15 @@ def test_of_several_choices_the_first_is_kept_and_the_others_are_what_they_would
 def test_a_reply_that_is_cancelled_is_not_kept(engine: Engine, steps: int) -> None:
     """One step of prefill, then one for each token: the prompt is saved by then, and a block complete."""
     with pytest.raises(Cancelled):
-        run(engine, prompt(4), steps=steps)
+        run(engine, tokens(PROMPT, 4), steps=steps)
     assert reply_ends(engine) == []
     assert engine.cache.stats()["pending_bytes"] == 0
-    again = report_of(run(engine, prompt(4)))
+    again = report_of(run(engine, tokens(PROMPT, 4)))
     assert (again.restored, again.exact) == (PROMPT, True)
 
 
 def test_a_reply_that_ends_by_itself_or_by_a_stop_string_is_kept_as_far_as_it_was_run(engine: Engine) -> None:
-    token_ids = prompt(5)
+    token_ids = tokens(PROMPT, 5)
     free = run(engine, token_ids, scope="off")
     reply = tokens_of(free)
     end = reply.index(next(token for token in reply[20:] if token not in reply[:20]))
@@ -162,6 +120,6 @@ def test_a_reply_that_ends_by_itself_or_by_a_stop_string_is_kept_as_far_as_it_wa
     stopped = tokens_of(run(engine, token_ids, stop=(stop,)))
     last = PROMPT + len(stopped) - 1
     assert reply_ends(engine) == sorted({*range(4 * BLOCK, last, BLOCK), last})
-    at_once = run(engine, prompt(6), logit_bias={2: 100.0})
+    at_once = run(engine, tokens(PROMPT, 6), logit_bias={2: 100.0})
     assert tokens_of(at_once) == [2]
     assert reply_ends(engine) == sorted({*range(4 * BLOCK, last, BLOCK), last})

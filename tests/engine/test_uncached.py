@@ -15,8 +15,8 @@ from diskprefix.engine.loop import Engine
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import ModelError
 from diskprefix.kv.group import make_ahead, zeros
-from tests.engine.driving import Cancelled
-from tests.engine.test_engine import done, load, prompt, run, tokens_of
+from tests.engine.driving import Cancelled, tokens, tokens_of
+from tests.engine.test_engine import done, load, run
 from tests.model import tiny
 
 NUM_TOKENS = 37
@@ -95,7 +95,7 @@ def test_the_reply_is_what_generate_gives(engine: Engine, monkeypatch: pytest.Mo
         return sample(self, logits)
 
     monkeypatch.setattr(Sampler, "sample", spied)
-    token_ids = prompt(NUM_TOKENS)
+    token_ids = tokens(NUM_TOKENS)
     ids = torch.from_numpy(token_ids).long().unsqueeze(0)
     # Without the tokens that would end a reply.
     special = range(len(tiny.SPECIAL_TOKENS))
@@ -105,13 +105,14 @@ def test_the_reply_is_what_generate_gives(engine: Engine, monkeypatch: pytest.Mo
     assert tokens_of(events) == tokens_of(events, 1) == expected[0, NUM_TOKENS:].tolist()
     assert torch.equal(seen[0], one_pass(engine.model, ids))
     assert (done(events).cache.miss_reason, done(events).usage.cached_tokens) == ("unsupported", 0)
+    assert engine.cache.stats()["state"] == "unsupported"
     assert tokens_of(run(engine, token_ids, max_tokens=REPLY, logit_bias=unwanted)) == tokens_of(events)
 
 
 def test_a_reply_can_be_cancelled_between_its_steps(tmp_path: Path) -> None:
     engine = load(write_folder(tmp_path / "model", "recurrent_gemma"), tmp_path / "kv")
     with pytest.raises(Cancelled):
-        run(engine, prompt(NUM_TOKENS), steps=2)
+        run(engine, tokens(NUM_TOKENS), steps=2)
     engine.close()
 
 

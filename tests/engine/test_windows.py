@@ -7,27 +7,32 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from diskprefix.engine.loop import Engine
 from diskprefix.kv.arena import bytes_for
 from diskprefix.tokens import TokenIds
-from tests.engine.driving import Client, after_steps, forget_idle, run_together, running
-from tests.engine.test_concurrency import BLOCK, alone, load, request, tokens
+from tests.engine.driving import (
+    BLOCK,
+    Client,
+    after_steps,
+    alone,
+    forget_idle,
+    load,
+    request,
+    run_together,
+    running,
+    tokens,
+    write_model,
+)
 from tests.engine.test_drafts import scripted
-from tests.exactness.architectures import tiny_model
-from tests.model import tiny
 
 PROMPT, REPLY = 1450, 1130
 """The reply is so long that the window at the prompt's end slides out."""
 
 
-@pytest.fixture(scope="module", params=["gemma3"])
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp(request.param)
-    tiny_model(request.param, torch.bfloat16).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
-    return folder
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
 
 
 @pytest.fixture

@@ -1,11 +1,11 @@
-"""Each protection is taken away, and the check that rests on it must fail: otherwise it would protect nothing, or
-nothing would notice."""
+"""What keeps states, windows and checkpoints apart is taken away, and the check that rests on it must fail.
+
+`test_exactness.py` does so with the protections of every model.
+"""
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,11 @@ import pytest
 import torch
 
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.cache.matching import Matcher
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layers import SlidingWindowLayer
-from diskprefix.kv.layout import Group
 from diskprefix.model.exact.rehearsal import rehearse
-from diskprefix.store import snapshot
-from diskprefix.store.schema import Kind
-from diskprefix.tokens import HASH_BYTES, TokenIds
-from tests import runner
 from tests.exactness.architectures import tiny_model
-from tests.naming import name_nodes
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_settings
 
 PROMPT = random_prompt(1, 9 * BLOCK + 5)
@@ -113,23 +106,6 @@ def test_without_the_copy_for_several_choices_they_are_not_all_the_same(architec
         assert not torch.equal(arena.forward(model, token_ids[:, :1]), first)
 
 
-def test_without_the_grid_it_is_not(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that goes on in other steps rounds otherwise. Of a recurrent state, other steps are other chunks."""
-
-    def off_the_grid(
-        model: Any, arena: KVArena, token_ids: TokenIds, *, start: int, after_step: Callable[[KVArena], None], **_: Any
-    ) -> torch.Tensor:
-        ids = torch.from_numpy(token_ids).to(torch.long).unsqueeze(0)
-        ends = [start + 5, len(token_ids)] if start else [*range(BLOCK, len(token_ids), BLOCK), len(token_ids)]
-        for end in ends:
-            logits = arena.forward(model, ids[:, arena.num_tokens : end])
-            after_step(arena)
-        return logits
-
-    monkeypatch.setattr(runner, "prefill", off_the_grid)
-    assert not is_exact(runner_of(architecture, tmp_path))
-
-
 @pytest.mark.parametrize("architecture", ["gemma3"], indirect=True)
 def test_without_what_slid_out_of_the_window_it_is_not(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -146,53 +122,6 @@ def test_without_what_slid_out_of_the_window_it_is_not(
     capture_late(monkeypatch)
     monkeypatch.setattr(SlidingWindowLayer, "update", forgetful)
     assert not is_exact(runner_of(architecture, tmp_path))
-
-
-@pytest.mark.parametrize("architecture", ["gemma3"], indirect=True)
-def test_with_too_few_blocks_under_the_window_it_is_not(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    late = Group.first_needed
-    monkeypatch.setattr(Group, "first_needed", lambda self, position: min(late(self, position) + BLOCK, position))
-    assert not is_exact(runner_of(architecture, tmp_path))
-
-
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"], indirect=True)
-def test_without_the_last_token_there_is_nothing_to_compute_logits_from(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    restorable = Matcher.restorable
-    monkeypatch.setattr(
-        Matcher, "restorable", lambda self: (self.blocks, self.blocks[-1].end) if self.blocks else restorable(self)
-    )
-    runner = runner_of(architecture, tmp_path)
-    runner.run(PROMPT, "full")
-    with pytest.raises(AssertionError, match="at least one token must be computed"):
-        runner.run(PROMPT[: 4 * BLOCK].copy(), "full")
-    runner.close()
-
-
-def test_without_the_comparison_of_tokens_it_is_not(
-    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All nodes of the same length have the same name at the same place: a name would be taken for a proof."""
-
-    def colliding(_secret: int, parent: bytes, token_ids: bytes, kind: Kind, *, generated: bool = False) -> bytes:
-        return hashlib.sha256(b"%b %d %d %d" % (parent, len(token_ids), kind, generated)).digest()[:HASH_BYTES]
-
-    name_nodes(monkeypatch, colliding)
-    other = random_prompt(3, len(OTHER))
-    for compared in (True, False):
-        with monkeypatch.context() as patch:
-            if not compared:
-                patch.setattr(snapshot, "is_node", lambda *_, **__: True)
-            runner = runner_of(architecture, tmp_path / str(compared))
-            runner.run(PROMPT, "full", boundaries=BOUNDARIES)
-            runner.reopen()
-            warm = runner.run(other, "full", boundaries=BOUNDARIES, reply=8)
-            cold = runner.run(other, "off", reply=8)
-            runner.close()
-        assert (same(cold, warm), warm.report.restored > 0) == (compared, not compared)
 
 
 @HYBRIDS

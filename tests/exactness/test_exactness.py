@@ -80,19 +80,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Row
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", [*EACH_KIND, ONE_PASS])
-def test_each_kind_of_layer_is_restored_bit_for_bit_in_another_process(
-    found: dict[tuple[str, str], Row], name: str, dtype: str
-) -> None:
-    row = found[name, dtype]
-    assert row.bitwise, row.reason
-    assert len(row.cases) == 5
-    assert all(case.logits and case.greedy and case.restored == case.expected for case in row.cases)
-    assert sum(row.restored.values()) > 0
-
-
-@pytest.mark.slow
 def test_what_cannot_be_restored_says_why(found: dict[tuple[str, str], Row]) -> None:
     row = found[CANNOT, "bfloat16"]
     assert (row.bitwise, row.kind) == (False, "unsupported")
@@ -119,6 +106,7 @@ def test_most_architectures_are_exact_at_every_token(found: dict[tuple[str, str]
 @pytest.mark.slow
 def test_each_architecture_is_restored_bit_for_bit(found: dict[tuple[str, str], Row]) -> None:
     assert {name for name, _ in found} == {*FEW, *OTHERS}
+    assert all(len(row.cases) == 5 and sum(row.restored.values()) for row in found.values() if row.bitwise)
     wrong = {name: row.reason for (name, _), row in found.items() if not row.is_as_it_should_be}
     assert wrong == {}
     unsupported = {name for (name, _), row in found.items() if row.kind == "unsupported"}
@@ -188,8 +176,9 @@ def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is restored of a layer with a window begins a window too late."""
-    monkeypatch.setattr(Group, "first_needed", lambda self, position: position if self.window else 0)
+    """A block too few of what is under a window is restored."""
+    late = Group.first_needed
+    monkeypatch.setattr(Group, "first_needed", lambda self, at: min(late(self, at) + 16, at) if self.window else 0)
 
 
 def no_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,6 +229,7 @@ def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mamba2", no_states),
         ("llama", no_grid),
         ("qwen3_next", no_grid),
+        ("mamba2", no_grid),
         ("llama", no_last_token),
         ("llama", no_comparison),
     ],

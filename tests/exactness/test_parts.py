@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model
 from tests.exactness.test_restart import Request, run_in_a_process
 from tests.runner import Runner, random_prompt, tiny_settings
@@ -18,12 +18,13 @@ BLOCK = 32
 
 
 def of_a_conversation(rng: random.Random, stored: list[TokenIds]) -> TokenIds:
-    """A prompt that leaves an earlier one somewhere, goes on behind its end, or shares nothing."""
+    """A prompt that leaves an earlier one or its reply somewhere, goes on behind its end, or shares nothing."""
     more = random_prompt(rng.randrange(2**30), rng.randint(1, 3 * BLOCK))
     if not stored or rng.random() < 0.1:
         return np.concatenate([random_prompt(rng.randrange(2**30), rng.randint(BLOCK, 4 * BLOCK)), more])
     before = rng.choice(stored)
-    return np.concatenate([before[: rng.randint(1, len(before))], more])[: 8 * BLOCK]
+    cut = rng.choice([len(before), rng.randint(1, len(before))])
+    return np.concatenate([before[:cut], more])[: 8 * BLOCK]
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,7 @@ def of_a_conversation(rng: random.Random, stored: list[TokenIds]) -> TokenIds:
         ("gemma2", torch.bfloat16),
         ("gpt_oss", torch.float32),
         ("deepseek_v3", torch.bfloat16),
+        ("qwen3_moe", torch.bfloat16),
     ],
     ids=str,
 )
@@ -49,14 +51,14 @@ def test_conversations_that_part_anywhere_are_the_cold_runs_bit_for_bit(
         if number % 5 == 4:
             runner.reopen()
         prompt = of_a_conversation(rng, stored)
-        warm = runner.run(prompt, rng.choice(["full", "full", "auto:4", "39"]), reply=4)
+        warm = runner.run(prompt, rng.choice(["full", "full", "auto:4", "39"]), reply=19)
         runner.flush()
-        cold = runner.run(prompt, "off", reply=4)
+        cold = runner.run(prompt, "off", reply=19)
         assert torch.equal(warm.logits, cold.logits), (number, warm.report.restored)
         assert warm.greedy == cold.greedy
         assert warm.report.exact
         num_inside += bool(warm.report.restored % BLOCK)
-        stored.append(prompt)
+        stored += [prompt, np.concatenate([prompt, as_token_ids(warm.greedy)])]
     assert num_inside > 5
     runner.close()
 

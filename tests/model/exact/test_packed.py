@@ -25,11 +25,7 @@ from tests.model.exact.test_invariance import tiles_of_the_step, unsafe_counts
 
 LENGTHS = (TILE + 40, 300, 90, 2)
 """Of the sequences; their last tokens are decoded."""
-
-
-@pytest.fixture(autouse=True)
-def nothing_remembered(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Layout]:

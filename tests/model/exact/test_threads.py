@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from diskprefix import PrefixCacheSession
-from diskprefix.app import load_engine
-from diskprefix.engine.loop import Engine
 from diskprefix.settings import Settings
-from tests.engine.test_engine import done, prompt, run
+from tests.engine.driving import load, tokens
+from tests.engine.test_engine import done, run
 from tests.model import tiny
 
 BLOCK = 16
@@ -32,19 +31,12 @@ def folder(tmp_path: Path) -> Path:
     return tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, max_position_embeddings=512)
 
 
-def load(folder: Path, kv: Path, num_threads: int, **changes: Any) -> Engine:
-    torch.set_num_threads(num_threads)
-    settings = Settings(
-        model=str(folder), kv_cache_dir=kv, block_size=BLOCK, kv_cache_min_tokens=BLOCK, kv_cache_gate="off", **changes
-    )
-    return load_engine(settings, lambda _: None)
-
-
 def restored_after(folder: Path, kv: Path, before: int, after: int, **changes: Any) -> int:
     """Tokens that a daemon with `after` threads restores of what one with `before` threads saved."""
     for num_threads in (before, after):
-        engine = load(folder, kv, num_threads, **changes)
-        restored = done(run(engine, prompt(100))).usage.cached_tokens
+        torch.set_num_threads(num_threads)
+        engine = load(folder, kv, block_size=BLOCK, **changes)
+        restored = done(run(engine, tokens(100))).usage.cached_tokens
         assert engine.close()
     return restored
 
@@ -61,5 +53,5 @@ def test_a_session_notices_that_the_number_of_threads_was_changed(tmp_path: Path
     with PrefixCacheSession(tiny.llama(), scope="full", settings=settings) as session:
         for num_threads in (1, 2, 2, 1):
             torch.set_num_threads(num_threads)
-            restored.append(session.prefill(prompt(100).tolist())[1])
+            restored.append(session.prefill(tokens(100).tolist())[1])
     assert restored == [0, 0, 96, 96]

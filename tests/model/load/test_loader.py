@@ -1,3 +1,5 @@
+"""Models are loaded from what users have on disk, and what cannot be loaded is refused with its reason."""
+
 from __future__ import annotations
 
 import json
@@ -22,17 +24,7 @@ from tests.model import tiny
 
 REPOSITORY = Path(__file__).parents[3]
 MESSAGES = [{"role": "user", "content": "hello"}]
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "diskprefix"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tiny.write_folder(tmp_path / "tiny-llama")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def load(model: object, **settings: Any) -> LoadedModel:
@@ -104,12 +96,6 @@ def test_a_spare_has_mapped_quantised_weights_unless_their_file_was_written_sinc
     assert len(read) == 3
 
 
-def test_a_loaded_model_computes_what_the_saved_one_did(folder: Path) -> None:
-    ids = torch.arange(40).reshape(1, -1)
-    with torch.inference_mode():
-        assert torch.equal(load(folder).model(ids).logits, tiny.llama()(ids).logits)
-
-
 def test_a_loaded_model_no_longer_depends_on_its_file(folder: Path) -> None:
     loaded = load(folder)
     with (folder / "model.safetensors").open("r+b") as file:
@@ -141,7 +127,7 @@ def test_the_served_name_can_be_chosen(folder: Path) -> None:
 def test_a_gguf_file_is_converted_and_loaded(tmp_path: Path, cache: Path) -> None:
     loaded = load(tiny.write_gguf(tmp_path / "Small.Q4.gguf"))
     assert loaded.name == "Small.Q4"
-    assert Path(loaded.model.config._name_or_path).parent == cache / "models"
+    assert Path(loaded.model.config._name_or_path).parent == cache
     assert loaded.model.dtype is torch.bfloat16
 
 
@@ -174,14 +160,6 @@ def test_pickled_weights_load_too(folder: Path) -> None:
     torch.save({"args": 1}, folder / "training_args.bin")
     (folder / "model.safetensors").unlink()
     assert load(folder).weights_digest == weights_digest([folder / "pytorch_model.bin"])
-
-
-def test_the_same_content_has_the_same_digest_wherever_it_lies(tmp_path: Path) -> None:
-    one, two, other = (
-        load(tiny.write_folder(tmp_path / name, seed=seed)).weights_digest
-        for name, seed in (("a", 0), ("b", 0), ("c", 1))
-    )
-    assert one == two != other
 
 
 def test_loading_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -295,9 +273,6 @@ def test_code_from_a_model_folder_is_never_run(folder: Path, tmp_path: Path) -> 
 
 
 _T5 = {"vocab_size": 64, "d_model": 16, "d_kv": 4, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-_BART = {"vocab_size": 64, "d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "max_position_embeddings": 16}
-_BART |= {"encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
-_WHISPER = _BART | {"max_source_positions": 8, "max_target_positions": 8, "num_mel_bins": 4, "pad_token_id": 0}
 _ENCODER = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 _ENCODER |= {"intermediate_size": 16, "pad_token_id": 0}
 _DECODER = _ENCODER | {"num_key_value_heads": 2, "head_dim": 8}
@@ -307,18 +282,11 @@ _DECODER = _ENCODER | {"num_key_value_heads": 2, "head_dim": 8}
     ("architecture", "config", "sizes", "kind"),
     [
         ("T5ForConditionalGeneration", "T5Config", _T5, "an encoder–decoder model"),
-        ("BartForConditionalGeneration", "BartConfig", _BART, "an encoder–decoder model"),
-        ("WhisperForConditionalGeneration", "WhisperConfig", _WHISPER, "an encoder–decoder model"),
         ("T5EncoderModel", "T5Config", _T5, "an embedding model"),
         ("BertModel", "BertConfig", _ENCODER, "an embedding model"),
-        ("ModernBertModel", "ModernBertConfig", _ENCODER, "an embedding model"),
         ("LlamaModel", "LlamaConfig", _DECODER, "an embedding model"),
-        ("Qwen3Model", "Qwen3Config", _DECODER, "an embedding model"),
         ("BertForMaskedLM", "BertConfig", _ENCODER, "not a decoder model"),
-        ("BertForSequenceClassification", "BertConfig", _ENCODER, "not a decoder model"),
         ("LlamaForSequenceClassification", "LlamaConfig", _DECODER, "not a decoder model"),
-        ("Qwen3ForTokenClassification", "Qwen3Config", _DECODER, "not a decoder model"),
-        ("BertForQuestionAnswering", "BertConfig", _ENCODER, "not a decoder model"),
     ],
 )
 def test_a_model_of_another_kind_is_refused_by_the_name_of_its_kind(

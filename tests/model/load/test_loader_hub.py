@@ -1,3 +1,5 @@
+"""Models that are fetched from a hub, and what a hub that does not give one is said to have answered."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -6,32 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from diskprefix.errors import ModelError
-from diskprefix.model.load.loader import LoadedModel, load_model, load_tokenizer
-from diskprefix.settings import Settings
-from tests.model import tiny
+from diskprefix.model.load.loader import load_tokenizer
 from tests.model.hub import FakeHub, fake_hub
+from tests.model.load.test_loader import load, refusal
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return tiny.write_folder(tmp_path / "tiny-llama")
-
-
-def load(model: object) -> LoadedModel:
-    return load_model(Settings(model=str(model)), lambda _: None)
-
-
-def refusal(model: str) -> str:
-    with pytest.raises(ModelError) as caught:
-        load(model)
-    assert "\n" not in caught.value.message
-    return caught.value.message
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import DynamicCache
 
 from diskprefix.errors import InvalidRequest, ModelError
 from diskprefix.model.load import media as engine_media
@@ -43,12 +45,14 @@ def load(folder: Path) -> LoadedModel:
     return load_model(Settings(model=str(folder)), lambda _: None)
 
 
-def test_the_kinds_are_those_of_the_processors_parts(tmp_path: Path) -> None:
+def test_kinds_and_placeholders_are_those_of_the_processors_parts(tmp_path: Path) -> None:
     seeing, hearing = load(write_llava(tmp_path / "llava")).media, load(write_qwen2_audio(tmp_path / "audio")).media
     assert seeing is not None
     assert hearing is not None
     assert (*seeing.kinds, *hearing.kinds) == ("image", "audio")
     assert seeing.problem is hearing.problem is None
+    assert seeing.placeholders == {"<image>"}
+    assert hearing.placeholders == {"<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"}
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
@@ -58,9 +62,12 @@ def test_images_come_in_the_usual_formats(reader: MediaProcessor, kind: str) -> 
     assert np.abs(np.asarray(image)[29, 39].astype(int) - (200, 30, 30)).max() < 24
 
 
-def test_a_format_that_is_read_seldom_is_not_read_at_all(reader: MediaProcessor) -> None:
-    with pytest.raises(InvalidRequest, match=r"not an image that can be read \(PNG, JPEG, WEBP, GIF, BMP\)"):
-        reader.read_image(image_bytes(kind="TIFF"), param="x")
+@pytest.mark.parametrize("content", [image_bytes(kind="TIFF"), b"hello"], ids=["seldom read", "no image"])
+def test_what_is_no_image_of_these_formats_is_refused_without_an_address(
+    reader: MediaProcessor, content: bytes
+) -> None:
+    with pytest.raises(InvalidRequest, match=r"x: is not an image that can be read \(PNG, JPEG, WEBP, GIF, BMP\)$"):
+        reader.read_image(content, param="x")
 
 
 def test_a_photograph_is_turned_upright(reader: MediaProcessor) -> None:
@@ -215,11 +222,6 @@ def test_what_the_model_would_cut_off_is_refused(processor: dict[str, Any], long
         reader.read_audio(wav_bytes(seconds=4), param="x")
 
 
-def test_what_is_no_image_is_refused_without_an_address(reader: MediaProcessor) -> None:
-    with pytest.raises(InvalidRequest, match=r"x: is not an image that can be read \(PNG, JPEG, WEBP, GIF, BMP\)$"):
-        reader.read_image(b"hello", param="x")
-
-
 class RunningOut:
     """A processor for which there is no memory."""
 
@@ -254,12 +256,7 @@ def test_what_the_processor_makes_is_limited(tmp_path: Path, monkeypatch: pytest
         media.prepare("<image><image>", [image, image], [])
 
 
-def test_placeholders_are_the_texts_that_stand_for_media(tmp_path: Path) -> None:
-    seeing, hearing = load(write_llava(tmp_path / "llava")).media, load(write_qwen2_audio(tmp_path / "audio")).media
-    assert seeing is not None
-    assert hearing is not None
-    assert seeing.placeholders == {"<image>"}
-    assert hearing.placeholders == {"<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"}
+def test_placeholders_are_texts_that_show() -> None:
     assert MediaProcessor(None, "none").placeholders == frozenset()
     assert MediaProcessor(SimpleNamespace(image_token="[IMG]", row_token="\n")).placeholders == {"[IMG]"}
 
@@ -295,8 +292,6 @@ def test_without_soundfile_a_model_that_listens_takes_text_and_says_what_to_inst
 
 
 def test_the_chat_template_may_be_where_processors_have_it(tmp_path: Path) -> None:
-    import json
-
     folder = write_llava(tmp_path / "llava")
     (folder / "chat_template.jinja").unlink()
     assert not load(folder).tokenizer.chat_template
@@ -320,8 +315,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize("step", [16, 48])
 def test_text_in_steps_is_text_in_one_pass(model: Any, step: int) -> None:
     """Positions are right from the second step on, also where the model computes them in three axes."""
-    from transformers import DynamicCache
-
     ids = torch.randint(3, 400, (1, 150), generator=torch.Generator().manual_seed(step))
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,9 @@ KERNELS = (*of_this_cpu(), "torch")
 
 
 @pytest.fixture(params=KERNELS)
-def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = library._chosen
-    library.choose(request.param)
-    yield request.param
-    library._chosen = before
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(library, "_chosen", request.param)
+    return str(request.param)
 
 
 @pytest.fixture
@@ -119,10 +116,8 @@ def test_a_quantised_model_is_exact_at_every_token(
     assert (layout.exact_at, reason) == ("token", "")
 
 
-def test_a_product_that_depends_on_the_number_of_rows_means_the_grid(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+@pytest.mark.usefixtures("cache")
+def test_a_product_that_depends_on_the_number_of_rows_means_the_grid() -> None:
     model = quantised_model("int4")
     module = model.get_submodule("model.layers.0.mlp.down_proj")
     product, module.matrix = module._product, None
@@ -156,15 +151,16 @@ def test_a_restored_run_is_the_cold_run_bit_for_bit(
     assert longer.greedy == expected.greedy
 
 
-def test_the_form_of_the_weights_and_the_kernel_are_part_of_the_identity(folder: Path) -> None:
+def test_the_form_of_the_weights_and_the_kernel_are_part_of_the_identity(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     roots = []
     for weights, kernels in (("native", "auto"), ("int8", "auto"), ("int4", "auto"), ("int4", "torch")):
-        before = library._chosen
-        library.choose(kernels)
+        monkeypatch.setattr(library, "_chosen", kernels)
         model = loaded(folder, weights)
         roots.append(Fingerprint.of(model.model, model.weights_digest, "portable").identity(16, 1, "layout"))
-        library._chosen = before
     assert len(set(roots)) == 4
+    monkeypatch.setattr(library, "_chosen", "auto")
     again = loaded(folder, "int4")
     assert Fingerprint.of(again.model, again.weights_digest, "portable").identity(16, 1, "layout") == roots[2]
 
@@ -192,13 +188,9 @@ def test_a_gguf_keeps_its_quants_number_for_number(cache: Path, tmp_path: Path) 
     assert {str(modules[name].form) for name in kept} == {"int4 32 zeros float16"}
 
 
-def test_auto_without_a_compiled_kernel_is_native(cache: Path, tmp_path: Path) -> None:
-    before = library._chosen
-    library.choose("torch")
-    try:
-        model = loaded(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1"), "auto").model
-    finally:
-        library._chosen = before
+def test_auto_without_a_compiled_kernel_is_native(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_chosen", "torch")
+    model = loaded(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1"), "auto").model
     assert not forms_of(model)
     assert not [path for path in cache.iterdir() if path.name.endswith(gguf.SUFFIXES["auto"])]
 
