@@ -58,33 +58,6 @@ def limit_memory(engine: Engine, *num_tokens: int) -> None:
 # The memory tier.
 
 
-@pytest.mark.parametrize("shared", [200, 100], ids=["adopted", "copied"])
-def test_logits_in_memory_are_those_after_its_tokens(
-    shared: int, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another prompt goes on in memory with the logits of one of 300 tokens, and is cancelled behind these."""
-    first, second = tokens(300, 1), np.concatenate([tokens(300, 1)[:shared], tokens(400, 2)])
-    expected = [alone(engine, request(one)).tokens for one in (first, second[:300])]
-    assert expected[0] != expected[1]
-    run_together(engine, [request(first)])
-    with running(engine) as inbox:
-        client = Client(inbox, request(second))
-        after_steps(monkeypatch, 1, client.ticket.cancel)
-        wait_until_idle(inbox)
-    (again,) = run_together(engine, [request(second[:300])])
-    assert again.done.usage.cached_tokens > shared
-    assert again.tokens == expected[1]
-
-
-def test_a_sequence_in_memory_that_cannot_grow_is_no_reason_to_wait(engine: Engine) -> None:
-    turn = tokens(1100)
-    expected = alone(engine, request(turn)).tokens
-    limit_memory(engine, 2048)
-    run_together(engine, [request(turn[:1000])])
-    (second,) = run_together(engine, [request(turn)])
-    assert second.tokens == expected
-
-
 def test_a_client_that_leaves_while_its_prompt_is_fetched_leaves_what_was_in_memory(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,18 +9,14 @@ import numpy as np
 import pytest
 
 from diskprefix.engine.loop import Engine
-from diskprefix.kv.arena import bytes_for
 from diskprefix.tokens import TokenIds
 from tests.engine.driving import (
-    BLOCK,
     Client,
-    after_steps,
     alone,
     forget_idle,
     load,
     request,
     run_together,
-    running,
     tokens,
     write_model,
 )
@@ -107,19 +103,6 @@ def test_a_beginning_that_another_request_computes_is_copied_before_it_slides_ou
     assert second.done.usage.cached_tokens == 2000
     assert first.tokens == alone(engine, one).tokens
     assert second.tokens == alone(engine, other).tokens
-
-
-def test_memory_is_bounded_however_long_prompt_and_reply_are(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model all of whose layers have windows takes no more for more tokens."""
-    with running(engine) as inbox:
-        sizes = []
-        after_steps(monkeypatch, 11, lambda: sizes.append(engine.pool.allocations[0].arena.num_bytes))
-        inbox.submit(request(tokens(2500), max_tokens=400), lambda _: None)
-    (size,) = sizes
-    arena = engine.pool.allocations[0].arena
-    assert arena.num_bytes <= bytes_for(engine.cache.layout, arena.capacity, BLOCK)
-    if all(group.window for group in engine.cache.layout.groups):
-        assert arena.num_bytes == size == bytes_for(engine.cache.layout, 1 << 20, BLOCK)
 
 
 def test_a_prompt_longer_than_the_memory_of_its_windows_is_saved_whole(folder: Path, tmp_path: Path) -> None:

@@ -205,24 +205,25 @@ def test_a_conversation_of_four_turns_computes_only_what_is_new(runner: Runner) 
     assert is_sound(runner)
 
 
-@pytest.mark.parametrize(("num_tokens", "reply"), [(GRID, BLOCK), (PROMPT, 10), (PROMPT, 1), (GRID - 1, 1)])
-def test_a_reply_that_completes_no_block_leaves_nothing(runner: Runner, num_tokens: int, reply: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "reply", "is_kept"),
+    [
+        (GRID, BLOCK, False),
+        (GRID, BLOCK + 1, True),
+        (PROMPT, 10, False),
+        (GRID - 1, 1, False),
+        (GRID - 1, 2, True),
+        (5, BLOCK, True),
+    ],
+)
+def test_a_reply_is_kept_if_it_completes_a_block(runner: Runner, num_tokens: int, reply: int, is_kept: bool) -> None:
     prompt = random_prompt(9, num_tokens)
     first = runner.run(prompt, "full", reply=reply, reuse_generated=True)
-    assert generated_ends(runner) == []
-    second = runner.run(next_turn(prompt, first), "full", reuse_generated=True)
-    assert (second.report.restored, second.report.exact) == (num_tokens // BLOCK * BLOCK, True)
-
-
-@pytest.mark.parametrize(("num_tokens", "reply"), [(GRID, BLOCK + 1), (GRID - 1, 2), (5, BLOCK)])
-def test_one_token_more_completes_a_block(runner: Runner, num_tokens: int, reply: int) -> None:
-    prompt = random_prompt(10, num_tokens)
-    first = runner.run(prompt, "full", reply=reply, reuse_generated=True)
     end = (num_tokens + reply - 1) // BLOCK * BLOCK
-    assert generated_ends(runner) == [end]
+    assert generated_ends(runner) == [end] * is_kept
     runner.reopen()
     second = runner.run(next_turn(prompt, first), "full", reuse_generated=True)
-    assert (second.report.restored, second.report.exact) == (end, False)
+    assert (second.report.restored, second.report.exact) == (end, not is_kept)
 
 
 def test_a_conversation_shorter_than_the_least_worth_keeping_is_not_kept(tmp_path: Path) -> None:

@@ -18,26 +18,9 @@ import pytest
 
 from tests import forked
 from tests.exactness import restart_worker
-from tests.examples import thorough
-from tests.runner import BLOCK
 from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags
 
 Request = dict[str, Any]
-
-
-def random_requests(seed: int, count: int) -> list[Request]:
-    """Prompts that share, branch and repeat: a few anchors cut at random points, each with its own tail."""
-    rng = random.Random(seed)
-    anchors = [(1000 + i, rng.randint(2 * BLOCK, 8 * BLOCK)) for i in range(4)]
-    requests = []
-    for i in range(count):
-        anchor, length = rng.choice(anchors)
-        seeds = [[anchor, length]]
-        if rng.random() < 0.8:
-            seeds.append([rng.choice([i, 7]), rng.randint(1, 3 * BLOCK)])
-        scope = rng.choice(["full", "auto", "auto:2", str(rng.randint(1, 9 * BLOCK))])
-        requests.append({"seeds": seeds, "scope": scope})
-    return requests
 
 
 def run_in_a_process(folder: Path, dtype: str, requests: list[Request], name: str, **changes: Any) -> Any:
@@ -46,19 +29,6 @@ def run_in_a_process(folder: Path, dtype: str, requests: list[Request], name: st
     plan.write_text(json.dumps({"folder": str(folder / "kv"), "dtype": dtype, "requests": requests} | changes))
     assert forked.run(restart_worker.main, str(plan), str(out)) == -signal.SIGKILL
     return np.load(out)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=thorough)])
-def test_logits_after_a_kill_equal_a_cold_run_bit_for_bit(tmp_path: Path, dtype: str) -> None:
-    first, second = random_requests(1, 60), random_requests(2, 150)
-    run_in_a_process(tmp_path, dtype, first, "first")
-    restored = run_in_a_process(tmp_path, dtype, second, "second")
-    cold = run_in_a_process(tmp_path, dtype, [r | {"scope": "off"} for r in second], "cold")
-    assert restored["logits"].tobytes() == cold["logits"].tobytes()
-    assert restored["greedy"].tolist() == cold["greedy"].tolist()
-    assert (restored["restored"] > 0).sum() > 100
-    assert not cold["restored"].any()
 
 
 def chat(model: Path, system: str, question: str, scope: str | int) -> Request:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.pool import KVAllocation, KVPool, PrefixMatch
 from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
-from tests.engine.driving import forget_idle
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
 
@@ -36,13 +33,13 @@ def layouts() -> dict[str, Layout]:
     }
 
 
-def pool_of(layout: Layout, *num_tokens: int, max_idle: int = 8, free_bytes: int = 1 << 40) -> KVPool:
+def pool_of(layout: Layout, *num_tokens: int, max_idle: int = 8) -> KVPool:
     """With room for sequences of so many tokens."""
     return KVPool(
         layout,
         CPU,
         limit_bytes=sum(bytes_for(layout, count) for count in num_tokens),
-        free_bytes=lambda: free_bytes,
+        free_bytes=lambda: 1 << 40,
         max_idle=max_idle,
         block_size=BLOCK,
     )
@@ -152,21 +149,6 @@ def test_memory_never_exceeds_the_bound_not_even_while_a_sequence_grows(
         assert taken[0] <= pool.limit_bytes
 
 
-def test_what_never_fits_is_told_and_what_does_not_fit_now_waits(pool: KVPool) -> None:
-    with pytest.raises(ContextTooLong, match="--kv-memory allows"):
-        pool.allocate(5000)
-    running = [hold(pool, tokens(900, seed)) for seed in range(3)]
-    assert pool.allocate(10) is None
-    pool.release(running[0], keep=True)
-    assert pool.allocate(10) is not None
-
-
-def test_what_the_device_never_has_is_told(layouts: dict[str, Layout]) -> None:
-    pool = pool_of(layouts["token"], 5000, free_bytes=1000)
-    with pytest.raises(ContextTooLong, match="are available"):
-        pool.allocate(100)
-
-
 def test_memory_of_no_sequence_is_taken_again_the_smallest_that_fits(layouts: dict[str, Layout]) -> None:
     pool = pool_of(layouts["token"], 1000, 3000, 3000)
     small, large = hold(pool, tokens(1000)), hold(pool, tokens(3000))
@@ -187,15 +169,6 @@ def test_memory_of_no_sequence_goes_before_that_of_the_sequence_used_longest_ago
     assert pool.allocate(900) is not None
     assert pool.allocations[0] is newer
     assert oldest not in pool.allocations
-
-
-def test_no_more_sequences_are_kept_than_asked_for(layouts: dict[str, Layout]) -> None:
-    pool = pool_of(layouts["token"], *[100] * 6, max_idle=2)
-    allocations = [ended(pool, tokens(100, seed)) for seed in range(4)]
-    assert pool.allocations == allocations[2:]
-    none = pool_of(layouts["token"], 100, max_idle=0)
-    ended(none, tokens(100))
-    assert none.allocations == []
 
 
 def test_short_requests_do_not_take_the_place_of_a_long_conversation(
@@ -259,19 +232,6 @@ def test_what_cannot_grow_is_given_up_if_there_is_nobody_to_wait_for(layouts: di
     assert allocation is not None
     assert allocation.num_computed == 0
     assert source not in pool.allocations
-
-
-def test_nobody_finds_what_is_anothers_or_has_expired(pool: KVPool, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocation = ended(pool, tokens(300), owner="a")
-    assert pool.match_prefix("b", tokens(300)) is None
-    allocation.expires_at = time.monotonic() + 60
-    pool.drop_gone(lambda _owner: False)
-    assert pool.match_prefix("a", tokens(300)) is not None
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 61)
-    pool.drop_gone(lambda _owner: False)
-    assert pool.match_prefix("a", tokens(300)) is None
-    assert pool.allocations == []
 
 
 def test_what_was_purged_is_in_no_memory_that_is_kept(pool: KVPool) -> None:
@@ -367,11 +327,3 @@ def test_a_copy_for_another_choice_begins_at_the_marked_point(layouts: dict[str,
     assert all(bool((state == 3).all()) for state in fork.arena._states)
     assert all(bool((state == 9).all()) for state in source.arena._states)
     assert pool.fork(source, 100) is None
-
-
-def test_forgetting_leaves_what_runs(pool: KVPool) -> None:
-    ended(pool, tokens(100, 1))
-    running = hold(pool, tokens(100, 2))
-    forget_idle(pool)
-    assert pool.allocations == [running]
-    assert pool.stats()["entries"] == 0

