@@ -183,7 +183,13 @@ def no_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """States are those that the memory holds of another sequence."""
-    monkeypatch.setattr(KVArena, "_fill_state", lambda *_: None)
+    fill = KVArena.fill
+
+    def without_states(self: KVArena, position: int, num_tokens: int, group: int, *others: Any) -> None:
+        if group < len(self.layout.groups):
+            fill(self, position, num_tokens, group, *others)
+
+    monkeypatch.setattr(KVArena, "fill", without_states)
 
 
 def no_grid(monkeypatch: pytest.MonkeyPatch) -> None:
