@@ -235,7 +235,6 @@ def no_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
         ("mamba2", no_states),
         ("llama", no_grid),
         ("qwen3_next", no_grid),
-        ("mamba2", no_grid),
         ("llama", no_last_token),
         ("llama", no_comparison),
     ],
