@@ -59,7 +59,7 @@ def test_a_folder_that_cannot_be_written_is_no_error(home: Path) -> None:
 
 
 def test_root_reads_and_writes_no_memo_in_a_folder_of_others(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which kernels are exact is in one, so others could change what a model answers; or have root write elsewhere."""
+    """A memo lists the exact kernels, so others could change what a model answers, or have root write elsewhere."""
     memo = Memo("speed", version=1)
     memo.put("a", 1)
     home.chmod(0o777)

@@ -1,4 +1,4 @@
-"""Which module may import which, and which library; no import circles. Checked on the syntax tree of every module."""
+"""Modules import only what is below them, and never in a circle. Checked on the syntax tree of every module."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ SOURCES = {name_of(module): module.read_text(encoding="utf-8") for module in MOD
 
 
 def violations(module: str, source: str) -> list[str]:
-    """What a module must not import but does. `module` has its name below `diskprefix`: `store.codec.planes`."""
+    """Returns what a module must not import but does. `module` is its name below `diskprefix`: `store.codec.planes`."""
     package, layer, found = package_of(module), layer_of(module) or "", list[str]()
     below = BELOW.get(layer, BELOW[package])
     for name in imported_names(source):
@@ -121,13 +121,13 @@ def violations(module: str, source: str) -> list[str]:
 
 
 def is_beside(module: str, imported: str) -> bool:
-    """Whether an extra may import from this one."""
+    """Tells whether an extra may import from this one."""
     own, other = module.split(".")[1], imported.split(".")[1]
     return own == other or other in BESIDE[own]
 
 
 def is_upward(module: str, imported: str) -> bool:
-    """Whether a module imports from a part of its package that is above its own."""
+    """Tells whether a module imports from a part of its package that is above its own."""
     own, other = layer_of(module), layer_of(imported)
     if own is None or other is None:
         return False

@@ -1,4 +1,4 @@
-"""What the tests of guesses share, whether a prompt is guessed from or a draft model guesses."""
+"""Requests and checks of the tests of guesses: those from the prompt, and those of a draft model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be seen of the requests in an engine while they run."""
+"""The requests in an engine can be watched while they run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def engine(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 
 def seen_after(engine: Engine, steps: int, *requests: GenerateRequest) -> list[Activity]:
-    """What another thread sees after so many steps, while the engine's thread stands still."""
+    """Returns what another thread sees after a number of steps, while the engine's thread stands still."""
     inbox = Inbox(engine.serve, 8)
     for one in requests:
         Client(inbox, one)

@@ -129,7 +129,7 @@ def test_each_guess_that_is_right_saves_a_step(plain: Engine, engine: Engine) ->
 
 
 def ends_of(reply: list[int]) -> Iterator[dict[str, Any]]:
-    """What ends this reply after each of some numbers of tokens."""
+    """Yields limits and stop strings that end this reply after some numbers of tokens."""
     text = tiny.tokenizer()
     for length in range(10, 16):
         yield {"max_tokens": length}

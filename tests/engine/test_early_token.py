@@ -114,9 +114,15 @@ def unavailable(*_: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "load", [damaged(0), damaged(3 * BLOCK), damaged(6 * BLOCK), unavailable], ids=["0", "3", "6", "gone"]
+    ("load", "params"),
+    [
+        (damaged(0), {}),
+        (damaged(3 * BLOCK), {"temperature": 1.0, "seed": 5, "n": 2}),
+        (damaged(6 * BLOCK), {"max_tokens": 1}),
+        (unavailable, {}),
+        (unavailable, {"temperature": 1.0, "seed": 5, "n": 2}),
+    ],
 )
-@pytest.mark.parametrize("params", [{}, {"temperature": 1.0, "seed": 5, "n": 2}, {"max_tokens": 1}])
 def test_a_reply_whose_first_token_was_sent_goes_on_right_when_its_state_cannot_be_loaded(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, load: Load, params: dict[str, Any]
 ) -> None:

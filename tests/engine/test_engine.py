@@ -201,7 +201,7 @@ def test_what_a_cancelled_request_computed_is_there_after_a_restart(scope: str, 
 def test_a_request_whose_logits_are_not_finite_fails_alone_and_saves_no_such_state(
     engine: Engine, temperature: float, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the logits alone are not finite, the blocks before them are what they should be."""
+    """If the logits alone are not finite, the blocks before them are right."""
     cold = tokens_of(run(engine, tokens(100), temperature=temperature, seed=1, scope="off"))
     module = engine.model.lm_head if where == "logits" else engine.model.model.layers[0].self_attn.v_proj
     forward, sound = module.forward, module.weight.data.clone()

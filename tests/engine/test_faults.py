@@ -1,4 +1,4 @@
-"""What goes wrong with one request, and what must then be as if nothing had."""
+"""A request that fails leaves the other requests and the memory as if it had never come."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def fail_for(patch: pytest.MonkeyPatch, owner: type, name: str, is_bad: Callable
 
 
 def of_the_bad_one() -> Callable[..., bool]:
-    """Whether the arguments of a call belong to the request of 333 tokens."""
+    """Returns a function that tells whether the arguments of a call belong to the request of 333 tokens."""
 
     def is_bad(*args: Any) -> bool:
         for given in args:

@@ -101,7 +101,7 @@ class Driven:
 
 @dataclass(frozen=True)
 class Asked:
-    """What makes a reply: all that does not must not show in it."""
+    """The values that determine a reply. Nothing else may show in it."""
 
     token_ids: tuple[int, ...]
     sampling: tuple[tuple[str, Any], ...]

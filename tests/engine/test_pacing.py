@@ -1,4 +1,4 @@
-"""How many rows of prompts a step has beside replies: it keeps the pace, and no bit of a reply depends on it."""
+"""The rows of prompts in a step beside replies keep the pace, and no bit of a reply depends on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `--record` says of requests that were computed and not cached: enough to tell what caching would have done."""
+"""The lines of `--record` about requests that were not cached are enough to tell what caching would have done."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BLOCK = 16
 
 
 def recorded(model: Path, at: Path, *, scope: str = "off", cancelled: bool = False) -> Trace:
-    """What a daemon recorded of the same prompt twice, each sent with the scope of the daemon."""
+    """Returns what a daemon recorded of a prompt that was sent twice with the daemon's own scope."""
     record = at / "trace.jsonl"
     engine = load(model, at / "kv", block_size=BLOCK, disk_prefix_cache=scope, record=record)
     engine.max_rows = BLOCK

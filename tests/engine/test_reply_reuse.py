@@ -44,7 +44,7 @@ def next_turn(token_ids: TokenIds, reply: list[int]) -> TokenIds:
 
 
 def reply_ends(engine: Engine) -> list[int]:
-    """Where the stored nodes end that reach into replies. The store is in order, and all of it is exact."""
+    """Returns the ends of the stored nodes that reach into replies. Asserts that the store is sound and exact."""
     engine.cache.settle()
     assert engine.cache.writer.flush(30)
     assert not verify_index(engine.cache.store).problems

@@ -1,4 +1,4 @@
-"""What keeps states, windows and checkpoints apart is taken away, and the check that rests on it must fail.
+"""Each protection of states, windows and checkpoints is taken away, and the check that rests on it must fail.
 
 `test_exactness.py` does so with the protections of every model.
 """
@@ -38,7 +38,7 @@ def runner_of(architecture: str, folder: Path) -> Runner:
 
 
 def is_exact(runner: Runner) -> bool:
-    """Whether a prompt that branches off another after a restart is answered as if nothing had been restored."""
+    """Tells whether a prompt that branches off another after a restart is answered as a cold run answers it."""
     runner.run(PROMPT, "full", boundaries=BOUNDARIES, reply=4)
     runner.reopen()
     warm = runner.run(OTHER, "full", boundaries=BOUNDARIES, reply=8)

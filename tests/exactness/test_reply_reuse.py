@@ -1,4 +1,4 @@
-"""What decoding leaves behind serves the next turn, marked as what it is, and only where it was asked for."""
+"""The state that decoding leaves serves the next turn, marked as generated, and only if a request asks for it."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def nodes_of(runner: Runner) -> list[NodeRecord]:
 
 
 def generated_ends(runner: Runner) -> list[int]:
-    """Where the generated blocks that are stored end."""
+    """Returns the ends of the stored generated blocks."""
     return sorted(node.end for node in nodes_of(runner) if node.generated and node.kind == Kind.BLOCK)
 
 
 def is_sound(runner: Runner) -> bool:
-    """What `diskprefix verify` says of the store."""
+    """Tells whether `diskprefix verify` finds no problem."""
     runner.flush()
     index = verify_index(runner.cache.store)
     payloads = verify_payloads(runner.cache.store, index.stored_bytes, lambda _: None)

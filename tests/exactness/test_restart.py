@@ -54,7 +54,7 @@ OFF = {"prefix_cache": {"scope": "off"}}
 
 
 def inspected(folder: Path) -> list[Request]:
-    """What `diskprefix inspect --json` lists."""
+    """Returns the list of `diskprefix inspect --json`."""
     command = [sys.executable, "-m", "diskprefix", "inspect", "--kv-cache-dir", str(folder), "--json"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
     assert shown.returncode == 0, shown.stderr

@@ -166,7 +166,7 @@ def test_a_bucket_that_cannot_be_written_is_still_read(make: MakeMachine, monkey
 
 
 class Panic(BaseException):
-    """What the library raises when it panics is no `Exception`."""
+    """An error as the library raises it when it panics: no `Exception`."""
 
 
 @pytest.mark.parametrize("error", [RuntimeError, Panic])

@@ -1,4 +1,4 @@
-"""What is signed, and what is refused."""
+"""Signed objects are read again, and changed ones are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a simulated daemon counts, and what a simulated store gives up: by hand, and by the code of the real one."""
+"""A simulated daemon counts, and a simulated store evicts, as computed by hand and by the code of the real one."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_of_prompts_that_come_once_the_newest_take_the_place_of_others() -> None
 def test_what_was_not_used_for_its_time_expires(
     ttl_s: float, asks: float | None, later: float, hits: int, own: bool
 ) -> None:
-    """Whether the daemon or the request says how long."""
+    """The time is that of the daemon or of the request."""
     if own:
         ttl_s, asks = 0.0, ttl_s or None
     first = asked(0, 40, ttl_s=asks)

@@ -1,4 +1,4 @@
-"""What is read from files, and what is said of files that are wrong."""
+"""Traces are read from files of each format, and wrong files are refused with the reason."""
 
 from __future__ import annotations
 

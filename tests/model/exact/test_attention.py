@@ -31,7 +31,7 @@ ALL = Pattern()
 
 @dataclass(frozen=True)
 class Case:
-    """What an attention layer has. `sinks`: one for each head."""
+    """The properties of an attention layer. `sinks`: one for each head."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -64,7 +64,7 @@ CASES = {
 
 @pytest.fixture(params=("auto", "torch"), autouse=True)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which kernels compute it: each test holds for both, or names its own."""
+    """The kernels that compute it: each test holds for both, or names its own."""
     chosen: str = request.param
     monkeypatch.setattr(library, "_chosen", chosen)
     return chosen
@@ -105,30 +105,35 @@ class Layer:
         return cls(case, numbers(case.heads, LENGTH, case.key_dim), keys, values, sinks)
 
     def memory(self, run: Run, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a layer hands over: keys and values from a position on, up to the end of the run's last tile."""
+        """Returns keys and values from a position on, up to the end of the run's last tile."""
         reach = -(-run.end // TILE) * TILE
         return self.keys[:, :, first:reach], self.values[:, :, first:reach]
 
-    def attended(self, runs: Sequence[Run], queries: torch.Tensor | None = None) -> torch.Tensor:
-        """[rows, heads, value_dim]"""
-        rows = [self.queries[:, run.start : run.end] for run in runs]
-        keys, values = self.memory(runs[-1])
-        with computing(Step(tuple(runs))):
-            found, _ = attend(
-                MODULE,
-                (torch.cat(rows, dim=1) if queries is None else queries).unsqueeze(0),
-                keys,
-                values,
-                self.case.pattern,
-                scaling=self.case.scaling,
-                softcap=self.case.softcap,
-                s_aux=self.sinks,
-            )
-        return found[0]
+    def attended(self, run: Run, first: int = 0) -> torch.Tensor:
+        """[rows, heads, value_dim], where memory begins with a position."""
+        return together([(self, run)], first)
 
     def cut(self, steps: Sequence[int]) -> torch.Tensor:
         ends = [sum(steps[: i + 1]) for i in range(len(steps))]
-        return torch.cat([self.attended([Run(end - n, n)]) for end, n in zip(ends, steps, strict=True)])
+        return torch.cat([self.attended(Run(end - n, n)) for end, n in zip(ends, steps, strict=True)])
+
+
+def together(runs: Sequence[tuple[Layer, Run]], first: int = 0) -> torch.Tensor:
+    """Attention of the rows of several sequences in one step, with the sinks of the first."""
+    one = runs[0][0]
+    memory = [layer.memory(run, first) for layer, run in runs]
+    with computing(Step(tuple(run for _, run in runs))):
+        found, _ = attend(
+            MODULE,
+            torch.cat([layer.queries[:, run.start : run.end] for layer, run in runs], dim=1).unsqueeze(0),
+            [keys for keys, _ in memory],
+            [values for _, values in memory],
+            one.case.pattern,
+            scaling=one.case.scaling,
+            softcap=one.case.softcap,
+            s_aux=one.sinks,
+        )
+    return found[0]
 
 
 def plain(layer: Layer) -> torch.Tensor:
@@ -139,7 +144,9 @@ def plain(layer: Layer) -> torch.Tensor:
     scores = layer.queries.double() @ keys.transpose(1, 2) * scale
     if case.softcap is not None:
         scores = torch.tanh(scores / case.softcap) * case.softcap
-    visible = torch.tensor([[case.pattern.first_visible(q) <= k <= q for k in range(LENGTH)] for q in range(LENGTH)])
+    first = torch.tensor([case.pattern.first_visible(query) for query in range(LENGTH)]).unsqueeze(1)
+    positions = torch.arange(LENGTH)
+    visible = (first <= positions) & (positions <= positions.unsqueeze(1))
     scores = scores.masked_fill(~visible, float("-inf"))
     if layer.sinks is not None:
         sinks = layer.sinks.double().view(-1, 1, 1).expand(-1, LENGTH, 1)
@@ -151,7 +158,7 @@ def plain(layer: Layer) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_it_is_attention(case: Case, dtype: torch.dtype) -> None:
     layer = Layer.of(replace(case, dtype=dtype))
-    error = (layer.attended([Run(0, LENGTH)]).double() - plain(layer)).abs().max()
+    error = (layer.attended(Run(0, LENGTH)).double() - plain(layer)).abs().max()
     assert error < (0.06 if dtype == torch.bfloat16 else 1e-5)
 
 
@@ -174,26 +181,15 @@ def test_a_token_has_the_same_bits_beside_other_sequences(case: Case) -> None:
     one, other = Layer.of(case), Layer.of(case, seed=1)
     other.sinks = one.sinks
     runs = [(other, Run(40, 33)), (one, Run(200, 1)), (one, Run(530, 7)), (other, Run(511, 2))]
-    with computing(Step(tuple(run for _, run in runs))):
-        found, _ = attend(
-            MODULE,
-            torch.cat([layer.queries[:, run.start : run.end] for layer, run in runs], dim=1).unsqueeze(0),
-            [layer.memory(run)[0] for layer, run in runs],
-            [layer.memory(run)[1] for layer, run in runs],
-            case.pattern,
-            scaling=case.scaling,
-            softcap=case.softcap,
-            s_aux=one.sinks,
-        )
-    assert torch.equal(found[0], torch.cat([layer.attended([run]) for layer, run in runs]))
+    assert torch.equal(together(runs), torch.cat([layer.attended(run) for layer, run in runs]))
 
 
 def test_what_lies_beyond_the_last_tile_is_never_read(case: Case) -> None:
     layer = Layer.of(case)
     run = Run(100, 20)
-    expected = layer.attended([run])
+    expected = layer.attended(run)
     layer.keys[:, :, TILE:] = layer.values[:, :, TILE:] = float("nan")
-    assert torch.equal(layer.attended([run]), expected)
+    assert torch.equal(layer.attended(run), expected)
 
 
 @of_torch
@@ -323,4 +319,4 @@ def test_memory_of_another_form_is_refused(change: str) -> None:
             layer.keys = layer.keys.repeat(1, 2, 1, 1)[:, :3]
             layer.values = layer.values.repeat(1, 2, 1, 1)[:, :3]
     with pytest.raises(NotInvariant, match="memory of another form"):
-        layer.attended([Run(LENGTH - 2, 2)])
+        layer.attended(Run(LENGTH - 2, 2))

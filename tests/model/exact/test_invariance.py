@@ -1,4 +1,4 @@
-"""Whether a model is exact at every token is measured, and what makes it so can be taken away."""
+"""Exactness at every token is measured, and each thing that it needs can be taken away."""
 
 from __future__ import annotations
 

@@ -141,7 +141,7 @@ def positions_of_the_first(patch: pytest.MonkeyPatch) -> None:
 
 
 def what_was_there_before(patch: pytest.MonkeyPatch) -> None:
-    """What an earlier sequence left behind the end is not finite."""
+    """Leaves numbers of an earlier sequence behind the end, which are not finite."""
     patch.setattr(KVArena, "_clear_behind", lambda *_: None)
 
 

@@ -1,4 +1,4 @@
-"""What changes the numbers of a model changes its root, and nothing else does; digests of files are remembered."""
+"""A root changes with all that changes a model's numbers, and with nothing else. Digests of files are remembered."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def with_config(name: str, value: Any) -> Any:
 
 
 def with_adapter(*, weight: float, rank: int = 4, active: str = "tuned") -> Any:
-    """What peft leaves on a model: configurations by name, and parameters that carry the adapter's name."""
+    """A model as peft leaves it: configurations by name, and parameters that carry the adapter's name."""
     model = tiny()
     described = {"r": rank, "lora_dropout": 0.1, "base_model_name_or_path": "/somewhere"}
     model.peft_config = {"tuned": SimpleNamespace(to_dict=lambda: described)}

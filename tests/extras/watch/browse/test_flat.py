@@ -6,7 +6,6 @@ import json
 
 from diskprefix.extras.watch.browse.flat import listing
 from diskprefix.extras.watch.browse.outline import Outline, RootOutline, Trunk
-from diskprefix.store.tree import EntryInfo
 
 
 def trunk(
@@ -72,28 +71,3 @@ def test_a_tree_may_be_as_deep_as_a_conversation_is_long() -> None:
     for number in range(5000, 0, -1):
         deepest = trunk(str(number), number - 1, number, deepest, entries=(str(number),))
     assert len(of(deepest)) == 5001
-
-
-def test_texts_can_be_left_out() -> None:
-    info = EntryInfo(
-        id="x",
-        model="m",
-        num_tokens=1,
-        raw_bytes=1,
-        stored_bytes=1,
-        shared_bytes=1,
-        checkpoints=(),
-        checkpoint_bytes=0,
-        generated_tokens=0,
-        hits=1,
-        created_at=1.0,
-        last_used_at=1.0,
-        ttl_s=None,
-        default_ttl=True,
-        scope="full",
-        tenant="",
-        preview="what somebody wrote",
-    )
-    found = Outline(roots=[], entries={"x": info})
-    assert listing(found)["entries"][0]["preview"] == "what somebody wrote"
-    assert "somebody" not in json.dumps(listing(found, with_texts=False))
