@@ -1,4 +1,4 @@
-"""Each protection of states, windows and checkpoints is taken away, and the check that rests on it must fail.
+"""Each protection of the grid, states, windows and checkpoints is taken away, and the check that rests on it must fail.
 
 `test_exactness.py` does so with the protections of every model.
 """
@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layers import SlidingWindowLayer
 from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.tokens import TokenIds
+from tests import runner
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, Runner, random_prompt, same, tiny_settings
 
@@ -104,6 +107,23 @@ def test_without_the_copy_for_several_choices_they_are_not_all_the_same(architec
         assert torch.equal(arena.forward(model, token_ids[:, :1]), first)
         arena.truncate(20)
         assert not torch.equal(arena.forward(model, token_ids[:, :1]), first)
+
+
+def test_without_the_grid_it_is_not(architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on in other steps rounds otherwise. Of a recurrent state, other steps are other chunks."""
+
+    def off_the_grid(
+        model: Any, arena: KVArena, token_ids: TokenIds, *, start: int, after_step: Callable[[KVArena], None], **_: Any
+    ) -> torch.Tensor:
+        ids = torch.from_numpy(token_ids).to(torch.long).unsqueeze(0)
+        ends = [start + 5, len(token_ids)] if start else [*range(BLOCK, len(token_ids), BLOCK), len(token_ids)]
+        for end in ends:
+            logits = arena.forward(model, ids[:, arena.num_tokens : end])
+            after_step(arena)
+        return logits
+
+    monkeypatch.setattr(runner, "prefill", off_the_grid)
+    assert not is_exact(runner_of(architecture, tmp_path))
 
 
 @pytest.mark.parametrize("architecture", ["gemma3"], indirect=True)
