@@ -67,19 +67,19 @@ def _show_version(context: click.Context, _parameter: click.Parameter, value: bo
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show versions."
 )
 def cli() -> None:
-    """Serve a language model whose prefix (KV) cache lives on disk.
+    """Serve a language model with its prefix (KV) cache on disk.
 
-    The beginning of a prompt that was computed before is restored, bit for bit, and not computed again. This also works
-    after a restart.
+    If the beginning of a prompt was computed before, it is restored from disk, bit for bit. This also works after a
+    restart.
 
     \b
     Examples:
       diskprefix serve                          serve the embedded SmolLM2-135M-Instruct
       diskprefix serve --model ~/models/qwen    serve a folder, a hub id or a .gguf file
       diskprefix clients codex                  print the settings with which Codex uses the daemon
-      diskprefix inspect                        list what is saved
-      diskprefix purge --older-than 7d          remove what was not used for a week
-      diskprefix simulate day.jsonl             show what other settings would have done
+      diskprefix inspect                        list the saved prompts
+      diskprefix purge --older-than 7d          remove prompts that were not used for a week
+      diskprefix simulate day.jsonl             show the effect of other settings
     """
 
 

@@ -1,4 +1,4 @@
-"""`diskprefix doctor`: does this machine serve this model well, and what to do if not."""
+"""The command `diskprefix doctor`: checks whether this machine serves a model well, and gives advice."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _SIGNS = {"ok": "ok", "note": "note", "problem": "PROBLEM", "skipped": "–"}
 
 _EPILOG = """\b
 Examples:
-  diskprefix doctor                                  quick: nothing is loaded or fetched
-  diskprefix doctor --request                        also loads the model, sends a request, restarts, sends it again
+  diskprefix doctor                                  quick: loads and downloads nothing
+  diskprefix doctor --request                        also loads the model and sends a request, twice
   diskprefix doctor --model ~/models/qwen --port 9000 --json
 
-Exit codes: 0 no problem was found; 1 there is one; 2 wrong usage.
+Exit codes: 0 no problem was found; 1 a problem was found; 2 wrong usage.
 """
 
 
@@ -31,18 +31,18 @@ Exit codes: 0 no problem was found; 1 there is one; 2 wrong usage.
 @option(
     "--request",
     is_flag=True,
-    help="Load the model too, twice, and send a request before and after the restart. Takes from seconds to minutes.",
+    help="Also load the model, twice, and send a request before and after the restart. Takes seconds to minutes.",
 )
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @setting_options(SETTINGS, "As for serve: ")
 @policy_option("As for serve: " + CACHE)
 def doctor(request: bool, json: bool, **flags: Any) -> int:
-    """Check whether `diskprefix serve` with the same options works well here, and say what to do if not.
+    """Check whether `diskprefix serve` with the same options works well on this machine. Give advice if not.
 
-    Looks at Python, torch's build and instruction sets, the kernels and whether they are exact, the model's size
-    against the memory, its tokenizer, template and calls of tools, the folder's rights and file system, the disk's
-    speed against that of computing, the budget against the free space, the port and the clock. Nothing is changed.
-    Takes a few seconds, and works beside a running daemon.
+    The command checks Python, torch's build and instruction sets, the kernels and their exactness, the model's size
+    against the memory, its tokenizer, template and tool calls, the folder's permissions and file system, the speed of
+    the disk against that of computing, the budget against the free space, the port and the clock. It changes nothing,
+    takes a few seconds, and works beside a running daemon.
     """
     settings = build_settings(flags)
     findings: list[Finding] = []

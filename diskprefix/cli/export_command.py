@@ -31,19 +31,20 @@ from diskprefix.units import format_size
 def export(entry: str, output: Path | None, force: bool, kv_cache_dir: Path, as_json: bool) -> None:
     """Write the saved prompt ENTRY with all its blocks to one .safetensors file.
 
-    ENTRY is an id or the beginning of one. If the prompt has grown since, it is written as it is now, and a line on
-    stderr has its present id. `diskprefix import` adds the file to another store, on this machine or on
-    one with the same model and libraries. Other programs can read it too: layers.0.keys, layers.0.values and so on have
-    the shape [1, heads, tokens, head_dim] and the model's dtype, token_ids are the prompt, and logits are those of the
-    next token. Where the state of a layer exists at one position only, the file has every checkpoint of the prompt:
-    layers.0.conv0 and so on, with a row for each.
+    ENTRY is an id from inspect, or the beginning of one. If the prompt was extended later, the extended prompt is
+    written, and a line on stderr shows its new id. `diskprefix import` adds the file to another store, on this machine
+    or on one with the same model and libraries.
 
-    State of replies (--reuse-generated) is not exported, because it is not what a prefill computes.
+    Other programs can read the file too: layers.0.keys, layers.0.values and so on have the shape [1, heads, tokens,
+    head_dim] and the model's dtype. token_ids has the prompt, logits the scores of the next token. For layers whose
+    state exists at one position only, the file has all checkpoints: layers.0.conv0 and so on, with a row for each.
 
-    The prompt stays with its tenant: in the other store too, only requests with the same key and salt find it.
+    The state of replies (--reuse-generated) is not exported, because it differs from that of a prefill.
 
-    This is safe beside a running daemon. Every block is verified, and no file is left if one is damaged. The file holds
-    the prompt, so only its owner may read it.
+    The prompt keeps its tenant: in the other store, only requests with the same key and salt can use it.
+
+    This is safe beside a running daemon. Every block is verified. If one is damaged, no file is written. The file
+    contains the prompt, so only its owner may read it.
 
     \b
     diskprefix inspect                            lists the ids

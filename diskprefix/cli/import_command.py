@@ -58,24 +58,25 @@ _OF_ANOTHER = "give the model and the settings that computed it"
     "--force",
     is_flag=True,
     help="Import the state of any model, and create the store if there is none. Only a daemon with the same model, "
-    "libraries and settings can use it.",
+    "libraries and settings can use this state.",
 )
 @setting_option(
     "model",
     envvar=None,
     callback=nonempty,
     show_default="those that this store was served with",
-    help="The model to import for, as serve takes it: it is loaded and compared with the files. No daemon is needed, "
-    "and the store is created if there is none.",
+    help="The model that will use the files, as for serve. It is loaded and compared with the files. If there is no "
+    "store, it is created.",
 )
 @store_options
 @setting_option(
     "kv_cache_budget",
-    help="The largest size of a store that no daemon has opened yet. Any other keeps the budget of its last daemon.",
+    help="The maximum size of the store's file, if no daemon has opened it yet. Otherwise the budget of the last "
+    "daemon applies.",
 )
 @setting_option("kv_cache_min_free")
 @setting_option("kv_cache_codec")
-@setting_option("namespace_key_file", help="For a store that is created: the key that its daemon is given.")
+@setting_option("namespace_key_file", help="The namespace key of a store that is created here. Give it to serve too.")
 @setting_options(_OF_IDENTITY, _WITH_MODEL)
 @click.pass_context
 def import_(
@@ -88,18 +89,20 @@ def import_(
     as_json: bool,
     **flags: Any,
 ) -> None:
-    """Add prompts that `diskprefix export` wrote to the store.
+    """Add exported prompts to the store.
 
-    This is safe beside a running daemon, and its next request with such a prompt is restored. All files are verified
-    before anything is written. Blocks that the store holds already are not stored again. If the store is full, other
-    blocks are evicted. A file larger than the budget is refused before that.
+    This is safe beside a running daemon, whose next request can restore the prompts. All files are verified before
+    anything is written. Blocks that the store already has are not stored again. If the store is full, other blocks are
+    evicted. A file larger than the budget is refused.
 
-    A prompt stays with the tenant that it was exported from: only requests with the same key and salt find it.
+    A prompt keeps its tenant: only requests with the same key and salt can use it.
 
-    A file of a model that this store was not served with is refused: nothing could be restored from it, because
-    weights, libraries, device and settings must be the same. The error says what differs. With --model, that model is
-    loaded instead and compared with the files; it takes the options and variables of serve. Import only files that you
-    trust: the model answers from this state, and a checksum does not show that somebody changed it on purpose.
+    State can only be restored with the same weights, libraries, device and settings. So a file is refused if its model
+    was not served with this store. The error says what differs. With --model, that model is loaded and compared with
+    the files instead. It takes the options and variables of serve.
+
+    Import only files that you trust: the model answers from this state, and a checksum does not protect against a
+    deliberate change.
 
     \b
     diskprefix import manual.safetensors

@@ -40,27 +40,28 @@ class ModelRow:
     note: str = ""
 
 
-@click.command(short_help="List the architectures, and how each is restored.")
+@click.command(short_help="List the supported architectures and how each is restored.")
 @click.argument("names", nargs=-1, metavar="[NAME]...", callback=nonempty)
 @json_option
 def models(names: tuple[str, ...], as_json: bool) -> None:
-    """List the decoder architectures of the installed transformers: what their layers keep, how a prefix is restored,
-    and whether that was verified.
+    """List the decoder architectures of the installed transformers: the state of their layers, how a prefix is
+    restored, and whether this was verified.
 
-    NAME is an architecture, which is the model_type in a model's config.json, or the folder of a model. For a folder
-    the layers are those of its configuration. Nothing is downloaded, and no weights are read.
+    NAME is an architecture (the model_type in a model's config.json) or the folder of a model. For a folder, the layers
+    of its configuration are shown. Nothing is downloaded, and no weights are read.
 
     \b
-    layers     full, sliding(window), indexed: a state for each token, which can be cut at every block
-               linear (linear attention, Mamba, short convolutions): a state at one position, kept at checkpoints
-               shared, stateless: the layer keeps nothing of its own
-    restored   anywhere: at every block; at checkpoints: where one was saved; at the end only: an exact repeat
-               not: requests run on transformers' own cache
-    exact at   token: a token's state has the same bits however the prompt was cut into steps, on the CPU
-               grid: it has in steps of --block-size tokens
-    verified   dtypes in which the answer after a restart was equal to a cold run, bit for bit (tools/bench exactness)
+    layers     full, sliding(window), indexed: state for each token, which can be cut at every block
+               linear (linear attention, Mamba, short convolutions): state at one position, saved as checkpoints
+               shared, stateless: no state of its own
+    restored   anywhere: at every block; at checkpoints: at saved checkpoints; at the end only: an exact repeat
+               not: never, requests run on transformers' own cache
+    exact at   token: on the CPU, a token's state has the same bits however the prompt is cut into steps
+               grid: it has the same bits only with steps of --block-size tokens
+    verified   dtypes in which restored and cold runs gave the same bits (tools/bench exactness)
 
-    When a model is loaded for the first time, the daemon tests a restore on it. A model that fails is not cached.
+    When a model is loaded for the first time, the daemon tests a restore. A model that fails is served without the
+    cache.
 
     \b
     diskprefix models
@@ -91,12 +92,12 @@ def models(names: tuple[str, ...], as_json: bool) -> None:
 
 
 def installed_versions() -> dict[str, str]:
-    """The versions of the libraries that compute, without the label of a build such as `+cpu`."""
+    """Returns the versions of torch and transformers, without the label of a build such as `+cpu`."""
     return {name: version(name).partition("+")[0] for name in ("torch", "transformers")}
 
 
 def _read_table() -> dict[str, Any]:
-    """The table of verified architectures, also keyed by the model type of their text decoder."""
+    """Returns the table of verified architectures, also keyed by the model type of their text decoder."""
     table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
     found = table["architectures"]
     table["architectures"] = {entry["model_type"]: entry for entry in found.values()} | found

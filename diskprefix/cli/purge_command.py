@@ -34,22 +34,22 @@ if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket
 
 
-@click.command(short_help="Remove saved prompts, a model, a tenant, or what is old.")
+@click.command(short_help="Remove saved prompts: by id, model, tenant or age.")
 @click.argument("entries", metavar="[ENTRY]...", nargs=-1)
-@click.option("--model", metavar="NAME", callback=nonempty, help="Only prompts of this model, as inspect names it.")
+@click.option("--model", metavar="NAME", callback=nonempty, help="Only prompts of this model. inspect shows the names.")
 @click.option(
     "--salt",
     metavar="VALUE",
     callback=nonempty,
-    help="Only prompts of this tenant: an API key, a salt under every key, or an id as inspect shows it. "
-    "KEYID/SALTID is one user of one key.",
+    help="Only prompts of this tenant: an API key, a salt (with any key), or a tenant's id from inspect. KEYID/SALTID "
+    "is one user of one key.",
 )
 @click.option(
     "--older-than", metavar="DURATION", help="Only prompts that were not used for this long: 90s, 15m, 12h, 7d, 2w."
 )
-@click.option("--all", "everything", is_flag=True, help="Everything that is stored.")
+@click.option("--all", "everything", is_flag=True, help="Remove everything.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and change nothing.")
-@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @setting_option("remote_tier")
 @setting_option("namespace_key_file")
 @store_options
@@ -68,13 +68,13 @@ def purge(
 ) -> int:
     """Remove the saved prompts that meet all given conditions. This is safe beside a running daemon.
 
-    ENTRY is an id, or the beginning of one, as inspect shows it. If the prompt has grown since, the error has its
-    present id. A prompt is removed with its replies, stored responses, and the blocks that nothing else needs. --model
-    and --salt remove everything of the model or tenant.
+    ENTRY is an id from inspect, or the beginning of one. If the prompt was extended later, it has a new id, which the
+    error message shows. A prompt is removed with its replies, stored responses, and all blocks that no other prompt
+    needs. --model and --salt remove everything of the model or tenant.
 
-    The removed bytes are overwritten in the file, which keeps its size. A running daemon forgets them within minutes.
-    Backups keep them. With --remote-tier, the same is removed from the bucket, except with --all, because other
-    machines share it (`diskprefix remote purge`).
+    The removed bytes are overwritten in the file. The file keeps its size. A running daemon forgets the prompts within
+    minutes. Backups still have them. With --remote-tier, the prompts are removed from the bucket too. That is not done
+    with --older-than or --all: use `diskprefix remote sweep` or `diskprefix remote purge`.
 
     \b
     diskprefix purge 3fa9 42d1
@@ -207,16 +207,14 @@ def _show_purged(folder: Path, purged: Purged) -> None:
     click.echo(f"purged {amounts}, {_others(purged.prompts, purged.notes)}")
     if not purged.is_wiped:
         click.echo(
-            "some of its bytes stay in the file, because a reader of before is still open; a daemon overwrites them "
-            "later, and so does another purge",
+            "some of its bytes stay in the file, because an older reader is still open; a daemon or another purge "
+            "overwrites them later",
             err=True,
         )
     if purged.remote_objects is not None:
-        click.echo(
-            f"purged {counted(purged.remote_objects, 'object')} of the bucket; what other machines have fetched stays"
-        )
+        click.echo(f"purged {counted(purged.remote_objects, 'object')} from the bucket; copies on other machines stay")
     if purged.remote_error is not None:
-        click.echo(f"what was written to a bucket stays there: {purged.remote_error}", err=True)
+        click.echo(f"objects in the bucket stay: {purged.remote_error}", err=True)
     if purged.left_blocks:
         click.echo(
             f"{counted(purged.left_blocks, 'block')} could not be removed, because a daemon continues them or their "
@@ -224,7 +222,7 @@ def _show_purged(folder: Path, purged: Purged) -> None:
             err=True,
         )
     if (folder / DAMAGED).exists():
-        click.echo(f"{folder / DAMAGED}, which a daemon moved aside, may hold them too; delete it", err=True)
+        click.echo(f"{folder / DAMAGED}, which a daemon moved aside, may contain the prompts too; delete it", err=True)
 
 
 def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:

@@ -15,20 +15,19 @@ from diskprefix.store.maintenance.verify import IndexReport, PayloadReport, Stor
 from diskprefix.units import counted, format_size
 
 
-@click.command(short_help="Check index and payloads, and repair what is damaged.")
-@click.option(
-    "--fix", is_flag=True, help="Remove what is damaged, with the blocks that continue it, and correct the counts."
-)
+@click.command(short_help="Check the store for damage, and repair it.")
+@click.option("--fix", is_flag=True, help="Remove damaged blocks and the blocks that continue them. Correct counts.")
 @store_options
 def verify(fix: bool, kv_cache_dir: Path, as_json: bool) -> int:
-    """Check that the store holds what its records say.
+    """Check the store for damage.
 
     The command checks the structure of the file, then each record (checksum, name, place in the tree, counts, sizes)
-    and its relations to other records, and then reads, verifies and decodes every payload. It is safe beside a running
-    daemon, with --fix too. A daemon checks everything that it restores; this command finds damage before a request.
+    and its relations to other records. Then it reads, verifies and decodes every payload. It is safe beside a running
+    daemon, with --fix too. A daemon checks everything that it restores. This command finds damage before a request
+    does.
 
-    With --fix a damaged block is removed together with the blocks that continue it. What is left can be restored.
-    Prompts that lost blocks are computed again. Without --fix nothing is changed.
+    With --fix, a damaged block is removed together with the blocks that continue it. All other blocks can be restored.
+    Prompts that lost blocks are computed again. Without --fix, nothing is changed.
 
     \b
     damaged      the record cannot be read, or its checksum does not match
@@ -36,7 +35,7 @@ def verify(fix: bool, kv_cache_dir: Path, as_json: bool) -> int:
     detached     the block before it is missing, ends elsewhere, or cannot be continued
     rootless     the record of its model and layout is missing
     misshapen    its sizes are not those of its layout
-    incomplete   a piece of its payload is missing, or there is one too many
+    incomplete   a piece of its payload is missing, or there is an extra piece
     miscounted   its usage record has wrong counts
     orphaned     the record that it belongs to is missing
 

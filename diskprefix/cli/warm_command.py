@@ -45,7 +45,7 @@ Examples:
   diskprefix warm system-prompt.txt                    a raw prompt, as /v1/completions takes it
   diskprefix warm conversation.json                    a list of messages, or a request body
   diskprefix warm yesterday.jsonl                      one request body or list of messages on each line
-  diskprefix warm --alone --model ~/models/qwen *.json without a daemon: the model is loaded here
+  diskprefix warm --alone --model ~/models/qwen *.json without a daemon: this process loads the model
 
 Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage; with --alone also 3 the model cannot be
 loaded, 4 the store cannot be used.
@@ -73,16 +73,16 @@ class Warmed:
     "--scope",
     metavar="SCOPE",
     default="full",
-    help="How much of each prompt is kept: full, auto:N or N. What the body says does not count.",
+    help="How much of each prompt is kept: full, auto:N or N. It replaces the scope in a body.",
 )
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @url_option()
 @api_key_option(
-    "The key to send to a daemon with --api-keys. The prompts are saved for this key. The list of processes shows it, "
-    "but not the variable.",
+    "The key to send to a daemon with --api-keys. The prompts are saved for this key. Other users can see the option "
+    "in the list of processes; they cannot see the variable.",
     otherwise="none is sent",
 )
-@option("--alone", is_flag=True, help="Load the model here instead of asking a daemon.")
+@option("--alone", is_flag=True, help="Load the model in this process instead of asking a daemon.")
 @setting_options(_OF_SERVE, _ALONE)
 @policy_option(_ALONE + CACHE)
 @click.pass_context
@@ -97,17 +97,18 @@ def warm(
     alone: bool,
     **flags: Any,
 ) -> int:
-    """Compute prompts and keep their state on disk before anybody sends them.
+    """Compute prompts and save their state on disk before the first request needs them.
 
     Each FILE is a text, a JSON list of messages, a JSON request body, or a .jsonl file with a list or body on each
     line. The name - is standard input. The prompts are sent to a running daemon. With --alone, this process computes
-    them and saves them in the folder of a daemon with the same options, which may run meanwhile. A saved prompt is only
-    read.
+    them and saves them in the folder of a daemon with the same options. That daemon may be running. Prompts that are
+    already saved are not computed again.
 
-    Fields of a body that do not change the prompt are dropped: model, response_format, everything about the reply
+    Fields of a body that do not change the prompt are ignored: model, response_format, everything about the reply
     (max_tokens, stream, n, stop, logprobs, sampling and so on), and scope, window and save of prefix_cache.
 
-    The command returns when everything is on disk. It names a prompt that fails by file and line, and goes on.
+    The command returns when everything is on disk. If a prompt fails, the command reports its file and line and
+    continues.
     """
     _refuse_what_is_not_used(context, alone)
     kept = parse_scope(scope, param="--scope")

@@ -187,7 +187,7 @@ def test_blocks_that_cannot_go_are_told(run: Run, folder: Path, pubs: list[Publi
 def test_a_file_that_was_moved_aside_is_told_of(run: Run, folder: Path, pubs: list[Publication]) -> None:
     (folder / "damaged.mdb").write_bytes(b"whatever it held")
     ended = run("purge", "--salt", "alice", "--yes", "--kv-cache-dir", folder)
-    assert f"{folder / 'damaged.mdb'}, which a daemon moved aside, may hold them too" in ended.stderr
+    assert f"{folder / 'damaged.mdb'}, which a daemon moved aside, may contain the prompts too" in ended.stderr
     assert pubs
 
 

@@ -56,7 +56,7 @@ def test_what_is_shared_is_listed_swept_and_purged(run: Run, flags: list[str]) -
 
 def test_who_lists_or_purges_is_warned_of_what_cannot_be_read(run: Run, flags: list[str], tmp_path: Path) -> None:
     (next(tmp_path.rglob("about")).parent / "two\nlines").touch()
-    warning = "warning: left out 1 name that obstore cannot read; what a server lists shortly before may be missing\n"
+    warning = "warning: ignored 1 name that obstore cannot read; names listed shortly before may be missing too\n"
     for command in (["ls"], ["sweep", "--ttl", "7d"], ["purge", "--model", "tiny", "--dry-run"]):
         ended = run("remote", *command, *flags)
         assert (ended.exit_code, ended.stderr) == (0, warning)
@@ -64,10 +64,10 @@ def test_who_lists_or_purges_is_warned_of_what_cannot_be_read(run: Run, flags: l
 
 def test_who_lists_or_purges_is_warned_of_what_is_nobodys(run: Run, flags: list[str], tmp_path: Path) -> None:
     sorted(tmp_path.rglob("about"))[1].unlink()
-    warning = "warning: 1 object lies beside no sound description: whose, nobody can say\n"
+    warning = "warning: 1 object lies in a root without a valid description, so the tenant is unknown\n"
     assert run("remote", "ls", *flags).stderr == warning
     assert run("remote", "purge", "--model", "tiny", "--dry-run", *flags).stderr == warning
-    run("remote", "purge", "--tenant", "alice", *flags).assert_refused(2, "1 object lies beside no sound description")
+    run("remote", "purge", "--tenant", "alice", *flags).assert_refused(2, "1 object lies in a root without a valid description")
 
 
 @pytest.mark.parametrize(

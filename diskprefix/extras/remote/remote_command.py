@@ -1,4 +1,4 @@
-"""`diskprefix remote`: look after the bucket that machines share."""
+"""The command `diskprefix remote`: maintains the bucket that machines share."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ if TYPE_CHECKING:
 
 
 def bucket_options(command: Decorated) -> Decorated:
-    """`--remote-tier`, `--namespace-key-file` and `--json`."""
+    """Adds `--remote-tier`, `--namespace-key-file` and `--json`."""
     return setting_option("remote_tier")(setting_option("namespace_key_file")(json_option(command)))
 
 
 def opened_bucket(remote_tier: str | None, namespace_key_file: Path | None) -> tuple[ObjectStore, NamespaceKey]:
-    """Raises `SettingsError`."""
+    """Returns the bucket and its key. Raises `SettingsError`."""
     from diskprefix.extras.remote.objects import ObjectStore
 
     if remote_tier is None or namespace_key_file is None:
         raise SettingsError("give the bucket with --remote-tier and its key with --namespace-key-file")
-    # Of a folder that is mistyped, none is made.
+    # A mistyped folder is not created.
     return ObjectStore(remote_tier, timeout_s=60.0, makes_folder=False), NamespaceKey.read(
         namespace_key_file.expanduser()
     )
@@ -41,8 +41,7 @@ def opened_bucket(remote_tier: str | None, namespace_key_file: Path | None) -> t
 
 @click.group(short_help="List, sweep or purge the bucket that machines share.")
 def remote() -> None:
-    """Look after the bucket of --remote-tier. Only objects of the namespace of --namespace-key-file are looked at.
-
+    """Maintain the bucket of --remote-tier. Only objects of the namespace of --namespace-key-file are read or removed.
     Each command takes --json.
 
     \b
@@ -55,10 +54,10 @@ def remote() -> None:
     """
 
 
-@remote.command("ls", short_help="What lies in the bucket, by model and tenant.")
+@remote.command("ls", short_help="List the content of the bucket by model and tenant.")
 @bucket_options
 def ls(remote_tier: str | None, namespace_key_file: Path | None, as_json: bool) -> None:
-    """Show what lies in the bucket: one line for each model and tenant."""
+    """List the content of the bucket: one line for each model and tenant."""
     objects, key = opened_bucket(remote_tier, namespace_key_file)
     from diskprefix.extras.remote.upkeep import roots
 
@@ -73,12 +72,12 @@ def ls(remote_tier: str | None, namespace_key_file: Path | None, as_json: bool) 
     _warn(objects, sum(len(root.objects) for root in found if root.is_unknown))
 
 
-@remote.command("sweep", short_help="Remove what was not used for long, and what is too much.")
+@remote.command("sweep", short_help="Remove old objects, and the oldest above a budget.")
 @click.option(
-    "--ttl", metavar="DURATION", help="Remove what was neither written nor fetched for this long: 12h, 7d, 2w."
+    "--ttl", metavar="DURATION", help="Remove objects that were neither written nor fetched for this long: 12h, 7d, 2w."
 )
-@click.option("--budget", metavar="SIZE", help="Then remove the oldest until the rest fits: 100GiB.")
-@click.option("--dry-run", is_flag=True, help="Say what would be removed, and change nothing.")
+@click.option("--budget", metavar="SIZE", help="Then remove the oldest objects until the rest fits: 100GiB.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and change nothing.")
 @bucket_options
 def sweep(
     ttl: str | None,
@@ -88,9 +87,9 @@ def sweep(
     namespace_key_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Remove old objects. Run it now and then on any machine: a lease in the bucket lets one sweep work at a time.
+    """Remove old objects. Run it regularly on any machine. A lease in the bucket lets one sweep work at a time.
 
-    An object that is fetched counts as used, to within a day.
+    A fetch counts as a use. The time of the last use is exact to a day.
 
     \b
     diskprefix remote sweep --ttl 7d --budget 500GiB
@@ -110,11 +109,11 @@ def sweep(
     _tell(objects, removed, dry_run=dry_run, as_json=as_json)
 
 
-@remote.command("purge", short_help="Remove what is shared of a tenant or a model.")
-@click.option("--tenant", metavar="VALUE", callback=nonempty, help="An API key, a salt, or an id as ls shows it.")
-@click.option("--model", metavar="NAME", callback=nonempty, help="A model, as ls names it.")
-@click.option("--all", "everything", is_flag=True, help="Everything of the namespace.")
-@click.option("--dry-run", is_flag=True, help="Say what would be removed, and change nothing.")
+@remote.command("purge", short_help="Remove the objects of a tenant or a model.")
+@click.option("--tenant", metavar="VALUE", callback=nonempty, help="An API key, a salt, or a tenant's id from ls.")
+@click.option("--model", metavar="NAME", callback=nonempty, help="The name of a model from ls.")
+@click.option("--all", "everything", is_flag=True, help="Remove all objects of the namespace.")
+@click.option("--dry-run", is_flag=True, help="Show what would be removed, and change nothing.")
 @bucket_options
 def purge(
     tenant: str | None,
@@ -125,8 +124,10 @@ def purge(
     namespace_key_file: Path | None,
     as_json: bool,
 ) -> None:
-    """Remove what meets all given conditions from the bucket. What machines have fetched stays in their stores:
-    `diskprefix purge` removes it there, and comes first where a daemon still writes it.
+    """Remove the objects that meet all given conditions from the bucket.
+
+    Machines keep what they fetched in their own stores, and may upload it again. So run `diskprefix purge` on each
+    machine first.
 
     \b
     diskprefix remote purge --tenant alice --dry-run
@@ -150,16 +151,16 @@ def purge(
 
 def _unknown(num_objects: int) -> str:
     lie = "lies" if num_objects == 1 else "lie"
-    return f"{counted(num_objects, 'object')} {lie} beside no sound description: whose, nobody can say"
+    return f"{counted(num_objects, 'object')} {lie} in a root without a valid description, so the tenant is unknown"
 
 
 def _warn(objects: ObjectStore, unknown_objects: int) -> None:
-    """Warns of objects that nobody can assign: some of what is left may be the purged tenant's."""
+    """Warns of objects of unknown tenants: some of them may belong to the purged tenant."""
     if unknown_objects:
         click.echo(f"warning: {_unknown(unknown_objects)}", err=True)
     if objects.num_unreadable:
         names = f"{counted(objects.num_unreadable, 'name')} that obstore cannot read"
-        click.echo(f"warning: left out {names}; what a server lists shortly before may be missing", err=True)
+        click.echo(f"warning: ignored {names}; names listed shortly before may be missing too", err=True)
 
 
 def _tell(objects: ObjectStore, removed: Removed, *, dry_run: bool, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""`diskprefix inspect`: the browser of the cache, while the daemon runs or not."""
+"""The command `diskprefix inspect`: lists and explains the saved prompts, with or without a running daemon."""
 
 from __future__ import annotations
 
@@ -27,27 +27,27 @@ from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import ago, counted, format_size
 
 _OTHER_COLUMNS = 100
-"""About the width of the columns beside the preview, with a long model name."""
+"""The approximate width of all columns except the preview, with a long model name."""
 _NUMBERS = ("tokens", "checkpoints", "generated", "stored", "shared", "hits")
 _FOR_WHY = "With --why: "
 
 
 @click.command(short_help="List the saved prompts, what they share, and why a prompt misses.")
 @click.argument("entry", required=False)
-@click.option("--tree", is_flag=True, help="Show the prefix tree, with the trunks that prompts share.")
-@click.option("--stats", is_flag=True, help="Show for each model and tenant what the cache gains, and what goes next.")
+@click.option("--tree", is_flag=True, help="Show the prefix tree with its shared trunks.")
+@click.option("--stats", is_flag=True, help="Show the gain of the cache by model and tenant, and the next evictions.")
 @click.option(
     "--why",
     "body",
     metavar="FILE",
     type=PathType(exists=True, dir_okay=False, allow_dash=True),
-    help="Read the body of a request (- is standard input), and say what would be restored, which saved prompt is "
-    "nearest, and where and why the two part.",
+    help="Explain a miss: read the body of a request (- is standard input), and show what would be restored, the "
+    "nearest saved prompt, and where and why the two differ.",
 )
 @setting_option("model", help=_FOR_WHY + "the model whose tokenizer reads the request.", show_default="as it was saved")
-@setting_option("chat_template", help=_FOR_WHY + "a Jinja file, as the daemon has it.")
-@setting_option("normalise", help=_FOR_WHY + "as the daemon has it.")
-@api_key_option(_FOR_WHY + "the key with which the request is sent.")
+@setting_option("chat_template", help=_FOR_WHY + "the Jinja file of the daemon.")
+@setting_option("normalise", help=_FOR_WHY + "the value of the daemon.")
+@api_key_option(_FOR_WHY + "the API key of the request.")
 @store_options
 def inspect(
     entry: str | None,
@@ -63,19 +63,19 @@ def inspect(
 ) -> None:
     """List the saved prompts in the cache folder, the most recently used first.
 
-    With ENTRY, an id or the beginning of one, show that entry alone: its text, its blocks, who shares them, when it was
-    used. If it has grown since, it is shown as it is now, and a line on stderr has its present id. This is safe beside
-    a running daemon: the command reads one consistent view and changes nothing.
+    With ENTRY, an id or the beginning of one, show that entry only: its text, its blocks, the entries that share them,
+    and its uses. If the prompt was extended later, the extended prompt is shown, and a line on stderr has its new id.
+    This is safe beside a running daemon: the command reads one consistent view and changes nothing.
 
     \b
     stored       bytes on disk of all blocks of the entry
-    shared       the part of them that other entries use too; it is stored once
+    shared       the part of these bytes that other entries use too (stored once)
     hits         requests that restored this prefix
     last column  the beginning and the end of the prompt's text
-    These columns are shown only if an entry has a value in them:
-    tenant       the id of the tenant, as `purge --salt` takes it
-    checkpoints  the number of positions at which the prompt can be restored, for a
-                 model with state that exists at one position only
+    Some columns are shown only if an entry has a value there:
+    tenant       the id of the tenant, for `purge --salt`
+    checkpoints  the number of positions at which the prompt can be restored, for
+                 models whose state exists at one position only
     generated    tokens of replies (see --reuse-generated); restoring them is not exact
 
     \b
@@ -152,7 +152,7 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
         }
         for info in entries
     ]
-    # Most stores have none of these, and then no column for them.
+    # Most stores have no values in these columns.
     shown = {
         "tenant": any(info.tenant for info in entries),
         "checkpoints": any(info.checkpoints for info in entries),

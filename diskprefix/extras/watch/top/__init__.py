@@ -1,4 +1,4 @@
-"""`diskprefix top`: watch a running daemon, and browse what is saved."""
+"""The command `diskprefix top`: watches a running daemon, and browses the saved prompts."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from diskprefix.errors import SettingsError
 from diskprefix.extras.watch.top.sources import Source, chosen_source
 
 
-@click.command(short_help="Watch the daemon, and browse what is saved.")
+@click.command(short_help="Watch the daemon, and browse the saved prompts.")
 @url_option()
 @api_key_option("The key named admin, for a daemon with --api-keys.")
-@folder_option("The folder of the store to browse if no daemon answers.")
+@folder_option("The store to browse if no daemon answers.")
 def top(url: str, api_key: str | None, kv_cache_dir: Path) -> None:
-    """Show the requests of the running daemon as they are computed, its memory, its store and what is wrong, and browse
-    the saved prompts. Without a daemon, the store is browsed.
+    """Show the running daemon: its requests, memory, store and problems. Browse its saved prompts. Without a daemon,
+    browse the store.
 
     \b
-    1, 2, 3   requests, saved prompts, what to look at
+    1, 2, 3   requests, saved prompts, problems
     /         filter the saved prompts by text, id, model or tenant
-    s, t      sort them; as a tree of what they share, or as a list
+    s         sort the saved prompts by another column
+    t         show them as a tree or as a list
     Enter     expand or fold
-    d         delete the saved prompt, after a question
+    d         delete the saved prompt, after a confirmation
     q         quit
 
     It needs a terminal of 80 by 24 characters or more. With NO_COLOR=1 it uses no colours.
@@ -45,7 +46,7 @@ def top(url: str, api_key: str | None, kv_cache_dir: Path) -> None:
 
 def run(source: Source) -> None:
     """Shows `source` until the user quits."""
-    # Imported late: the list of commands needs none of it.
+    # Imported late, because the list of commands does not need it.
     from diskprefix.extras.watch.top.screen import TopApp
 
     TopApp(source).run()
