@@ -49,8 +49,9 @@ class Sample:
 @FOLDER
 @JSON
 def shared(tokens: tuple[int, ...], folder: Path | None, as_json: bool) -> None:
-    """What one vLLM has computed, another one restores from the bucket; under every fault of the proxy the answers stay
-    right; and a daemon and a vLLM, whose layouts differ, miss what the other one left. Ends with 1 otherwise."""
+    """Check the shared bucket. A vLLM must restore what another one computed. Under every fault of the proxy, all
+    answers must be right. A daemon and a vLLM must miss each other's objects, because their layouts differ. Exits with
+    1 otherwise."""
     progress, verdicts, samples = Console(stderr=True), Verdicts(), list[Sample]()
     model = model_folder("smollm2", progress)
     with (

@@ -1,4 +1,4 @@
-"""Names the reason why two prompts differ. Pure functions of their texts."""
+"""Names the cause of a difference between two prompts. Pure functions of their texts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FORMAT = {normaliser.name: normaliser for normaliser in NORMALISERS}
 
 @dataclass(frozen=True)
 class Cause:
-    """A reason. `kind` is a stable word for programs. `advice` is empty if there is nothing to do."""
+    """A cause for people. `kind` is a stable word for programs. `advice` is empty if there is nothing to do."""
 
     kind: str
     text: str
@@ -33,23 +33,21 @@ class Cause:
 
 
 def line_at(text: str, index: int) -> str:
-    """Returns the line of `text` in which the character `index` stands."""
+    """Returns the line of `text` that contains the character `index`."""
     end = text.find("\n", index)
     return text[text.rfind("\n", 0, index) + 1 : end if end >= 0 else None]
 
 
 def cause_between(new: str, old: str) -> Cause:
-    """Returns why `new` differs from `old`, by the first different character, its line, and the text after it.
-
-    The texts must differ.
-    """
+    """Returns the cause of the first difference between `new` and `old`, judged by its line and the text after it. The
+    texts must differ."""
     at = first_difference(new, old)
     mine, theirs = line_at(new, at), line_at(old, at)
     if _FORMAT["billing-header"].is_in(mine):
         return Cause("billing-header", "a header line that the client changes in each request", _on("billing-header"))
     if _masked(mine) == _masked(theirs):
         return _changed_value(mine, theirs)
-    # What stood here comes later, and what stands here came later: they changed places.
+    # Each of the two lines is found later in the other text, so they changed places.
     if _is_moved(new[at:], old[at:], mine, theirs):
         if _FORMAT["tool-order"].is_in(mine):
             return Cause("tool-order", "the same tools in another order", _on("tool-order"))
@@ -104,7 +102,7 @@ def _without_id(word: re.Match[str]) -> str:
 def _is_moved(new: str, old: str, mine: str, theirs: str) -> bool:
     if mine == theirs or not mine.strip() or not theirs.strip():
         return False
-    # The template may have put a marker behind the last one.
+    # The template may have added a marker after the last line.
     return mine in old and theirs in new
 
 

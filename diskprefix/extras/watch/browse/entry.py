@@ -1,4 +1,4 @@
-"""The details of one saved prompt: its blocks, who shares them, how they are stored, and when it was used."""
+"""The details of a saved prompt: its blocks with their codecs, the prompts that share them, and its uses."""
 
 from __future__ import annotations
 
@@ -51,9 +51,8 @@ class SharedPrompt:
 class EntryDetails:
     """A saved prompt with its nodes in order. `shared_with` begins with the prompt that shares most.
 
-    `reason` is the policy's reason for the boundary. `hit_times` are the times of the last hits, as far as they are
-    remembered, seconds since the epoch, oldest first. `tokenizer` is the folder of the tokenizer that made
-    `token_ids`; empty if it is not known.
+    `reason` is the policy's reason for the boundary. `hit_times` are the remembered times of the last hits, in seconds
+    since the epoch, oldest first. `tokenizer` is the folder of the tokenizer of `token_ids`, empty if unknown.
     """
 
     info: EntryInfo

@@ -1,4 +1,4 @@
-"""The prefix tree, folded for people: a run of nodes without branches or ends of saved prompts is one trunk."""
+"""The folded prefix tree: a run of nodes without branches or ends of saved prompts is one trunk."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from diskprefix.store.tree import EntryInfo, PrefixTree, list_entries
 
 
 @dataclass(kw_only=True)
-class Trunk:
-    """Consecutive blocks of the tokens from `start` to `end`. `id` is the name of the last one, in hex.
+class BlockRun:
+    """Consecutive blocks from token `start` to `end`. `id` is the name of the last one, in hex.
 
     `stored_bytes` is their size in the file, with checkpoints. `entries` are the ids of the saved prompts that end at
     `end`. `num_entries` counts these and all that continue them. `hits` counts the requests that restored up to `end`
@@ -25,13 +25,19 @@ class Trunk:
     end: int
     num_blocks: int = 0
     stored_bytes: int = 0
-    checkpoints: int = 0
     generated: bool
     hits: int = 0
     last_used_at: float = 0.0
     prefill_s: float = 0.0
     entries: list[str] = field(default_factory=list)
     num_entries: int = 0
+
+
+@dataclass(kw_only=True)
+class Trunk(BlockRun):
+    """A run of blocks in a tree, the number of its checkpoints, and the runs that continue it."""
+
+    checkpoints: int = 0
     children: list[Trunk] = field(default_factory=list)
 
 
@@ -66,7 +72,6 @@ def outline(snapshot: Snapshot, entries: list[EntryInfo] | None = None) -> Outli
     roots = []
     for root, record in snapshot.roots():
         trunks = folder.below(root)
-        total = sum(map(_total_bytes, trunks))
         if trunks:
             roots.append(
                 RootOutline(
@@ -74,16 +79,12 @@ def outline(snapshot: Snapshot, entries: list[EntryInfo] | None = None) -> Outli
                     model=record.model,
                     tenant=record.tenant,
                     block_size=record.block_size,
-                    stored_bytes=total,
+                    stored_bytes=sum(trunk.stored_bytes for trunk in walk(trunks)),
                     num_entries=sum(trunk.num_entries for trunk in trunks),
                     trunks=trunks,
                 )
             )
     return Outline(roots=sorted(roots, key=lambda one: (-one.stored_bytes, one.root)), entries=known)
-
-
-def _total_bytes(trunk: Trunk) -> int:
-    return sum(one.stored_bytes for one in walk([trunk]))
 
 
 def walk(trunks: list[Trunk]) -> Iterator[Trunk]:
@@ -96,7 +97,7 @@ def walk(trunks: list[Trunk]) -> Iterator[Trunk]:
 
 
 class _Folder:
-    """Folds the nodes of one snapshot. Trees are as deep as conversations are long, so nothing here recurses."""
+    """Folds the nodes of one snapshot. It does not recurse, because trees are as deep as conversations are long."""
 
     def __init__(self, snapshot: Snapshot, ends: frozenset[bytes]) -> None:
         self._snapshot = snapshot
@@ -104,7 +105,7 @@ class _Folder:
         self._ends = ends
 
     def below(self, root: bytes) -> list[Trunk]:
-        """Returns what continues a root, the newest first."""
+        """Returns the trunks that continue a root, the most recently used first."""
         tops: list[Trunk] = []
         order: list[Trunk] = []
         todo = [(name, tops) for name in self._continuing(root)]
@@ -120,7 +121,7 @@ class _Folder:
         return sorted(tops, key=_by_use)
 
     def _trunk(self, name: bytes) -> tuple[Trunk, list[bytes]]:
-        """Returns the trunk that begins with a node, and the nodes that continue it."""
+        """Returns the trunk that begins at a node, and the nodes that continue it."""
         first = self._node(name)
         assert first is not None, "only sound nodes are followed"
         trunk = Trunk(id=name.hex(), start=first.position, end=first.position, generated=first.generated)
@@ -163,7 +164,7 @@ def _extend(
     trunk.stored_bytes += node.stored_bytes + sum(point.stored_bytes for _, point in points)
     trunk.checkpoints += len(points)
     if usage is not None:
-        # Of the last block: a request that restored less of the trunk did not restore it.
+        # The hits of the last block: fewer blocks are not the whole trunk.
         trunk.hits, trunk.last_used_at = usage.restores, round(usage.last_used, 3)
         trunk.prefill_s += usage.prefill_s
 

@@ -1,8 +1,8 @@
-"""The gain of the store for each model and tenant, and the blocks that eviction takes next."""
+"""The gain of the cache for each model and tenant, and the next victims of eviction."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +12,8 @@ from diskprefix.store.savings import Savings, Tally
 from diskprefix.store.schema import Kind, NodeRecord, UsageRecord, decode_node
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree
+
+_COUNTED = ("entries", "blocks", "listed_bytes", "raw_bytes", "stored_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,7 @@ class RootStatistics:
 
     @property
     def shared_bytes(self) -> int:
-        """The bytes that sharing saves, less those of blocks that no saved prompt lists."""
+        """The bytes that sharing saves. Blocks outside of saved prompts are subtracted."""
         return max(0, self.listed_bytes - self.raw_bytes)
 
     @property
@@ -49,7 +51,7 @@ class RootStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class Victim:
-    """A block that eviction takes soon. `entries` are the saved prompts that end there. `score` orders the blocks: log2
+    """A block that is evicted soon. `entries` are the saved prompts that end there. `score` orders the blocks: log2
     of use, age and prefill time per byte, see `store/README.md`."""
 
     hash: str
@@ -69,37 +71,28 @@ class Victim:
 def statistics(
     snapshot: Snapshot, entries: Sequence[EntryInfo], savings: Mapping[bytes, Savings], now: float
 ) -> list[RootStatistics]:
-    """Returns the figures of each model and tenant, the one with most bytes first.
+    """Returns the figures of each model and tenant, the largest first.
 
     `entries` is the result of `list_entries` for this snapshot, `savings` that of `read_savings`. Reads the record of
     every node and leaves out damaged ones.
     """
-    listed: defaultdict[bytes, int] = defaultdict(int)
-    counts: defaultdict[bytes, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    counts: defaultdict[bytes, Counter[str]] = defaultdict(Counter)
     for info in entries:
         entry = snapshot.entry(bytes.fromhex(info.id))
         if entry is not None:
-            listed[entry.root] += info.raw_bytes
-            counts[entry.root][0] += 1
+            counts[entry.root].update(entries=1, listed_bytes=info.raw_bytes)
     for name in snapshot.keys("nodes"):
         if (node := _sound(snapshot, name)) is not None:
-            found = counts[node.root]
-            found[1] += node.kind != Kind.CHECKPOINT
-            found[2] += node.raw_bytes
-            found[3] += node.stored_bytes
+            blocks = int(node.kind != Kind.CHECKPOINT)
+            counts[node.root].update(blocks=blocks, raw_bytes=node.raw_bytes, stored_bytes=node.stored_bytes)
     rows = []
     for root, record in snapshot.roots():
         used = savings.get(root)
-        num_entries, blocks, raw_bytes, stored_bytes = counts[root]
         row = RootStatistics(
             root=root.hex(),
             model=record.model,
             tenant=record.tenant,
-            entries=num_entries,
-            blocks=blocks,
-            listed_bytes=listed[root],
-            raw_bytes=raw_bytes,
-            stored_bytes=stored_bytes,
+            **{name: counts[root][name] for name in _COUNTED},
             since=used.since if used else None,
             total=used.total if used else Tally(),
             today=used.today(now) if used else Tally(),
@@ -109,7 +102,7 @@ def statistics(
 
 
 def next_victims(snapshot: Snapshot, now: float, *, most: int = 10) -> list[Victim]:
-    """Returns the `most` blocks that would be evicted first now. Blocks that a running daemon uses would stay; they are
+    """Returns the `most` blocks that would be evicted first now. A running daemon would keep blocks in use, which are
     not known here."""
     table = snapshot.usages()
     ranks = scores(table, now)

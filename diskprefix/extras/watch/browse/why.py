@@ -1,10 +1,11 @@
-"""Explains a miss: finds the stored part of a prompt, the nearest saved prompt, and why the two differ."""
+"""Explains a miss: finds the stored part of a prompt, the nearest saved prompt, and the cause of the difference."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -35,7 +36,7 @@ _ENDS_OF_LAST = 2
 class Nearest:
     """The most similar prompt: a saved one, or a recent one that was not saved (`id` is empty).
 
-    The first `common` tokens are the same, and about `behind` tokens after the difference.
+    The first `common` tokens are the same, and so are about `behind` tokens after the difference.
     """
 
     id: str
@@ -47,7 +48,7 @@ class Nearest:
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere:
-    """Another model, build or tenant that has more of the prompt. `differs` has the value there and here by name."""
+    """Another model, build or tenant that has more of the prompt. `differs` has the values there and here by name."""
 
     root: str
     model: str
@@ -98,15 +99,15 @@ def explain(
     decode: Decode,
     model: str | None = None,
 ) -> Why:
-    """Returns the tokens that would be restored for a prompt, and the reason why there are not more.
+    """Returns the number of tokens that would be restored for a prompt, and the reason why it is not larger.
 
     `secret` is the store's. `tenant` is the text of the caller's `Tenant`. `entries` is the result of `list_entries`
-    for this snapshot, `savings` that of `read_savings`. The lookup uses the root of `model`, or the last used one.
-    `--kv-cache-gate` is ignored.
+    for this snapshot, `savings` that of `read_savings`. The lookup uses the root of `model`, or the last used root.
+    Ignores `--kv-cache-gate`.
     """
     roots = dict(snapshot.roots())
     own = _used_last(roots, tenant, model, savings)
-    looks = {root: _Look.of(snapshot, secret, prompt.token_ids, root, record) for root, record in roots.items()}
+    looks = {root: _look_up(snapshot, secret, prompt.token_ids, root, record) for root, record in roots.items()}
     look = looks[own] if own is not None else None
     elsewhere = _elsewhere(roots, looks, own, tenant)
     nearest, other = _nearest(snapshot, prompt.token_ids, own, entries, look.restored if look else 0)
@@ -127,29 +128,26 @@ def explain(
     )
 
 
-@dataclass(frozen=True)
-class _Look:
-    """The tokens of a prompt that are stored under one root, and those that can be restored."""
+class _Look(NamedTuple):
+    """The number of a prompt's tokens that are stored under one root, and that can be restored."""
 
     stored: int
     restored: int
 
-    @classmethod
-    def of(cls, snapshot: Snapshot, secret: int, token_ids: TokenIds, root: bytes, record: RootRecord) -> _Look:
-        layout = PayloadLayout.parse(record.layout)
-        nodes = PromptNodes(secret, root, token_ids, record.block_size, layout)
 
-        notes = ReadOnlyNotes(snapshot, root)
-        matcher = Matcher(
-            nodes,
-            [DiskView(snapshot, set(), on_damaged=lambda _node, _error: None)],
-            _state_kind(record),
-            has_logits=lambda: notes.get(NoteKind.LOGITS, nodes.end_id) is not None,
-        )
-        matcher.match()
-        _, end = matcher.restorable()
-        partial = matcher.partial_match.end if matcher.partial_match else 0
-        return cls(max(matcher.deepest.end if matcher.deepest else 0, partial, end), end)
+def _look_up(snapshot: Snapshot, secret: int, token_ids: TokenIds, root: bytes, record: RootRecord) -> _Look:
+    nodes = PromptNodes(secret, root, token_ids, record.block_size, PayloadLayout.parse(record.layout))
+    notes = ReadOnlyNotes(snapshot, root)
+    matcher = Matcher(
+        nodes,
+        [DiskView(snapshot, set(), on_damaged=lambda _node, _error: None)],
+        _state_kind(record),
+        has_logits=lambda: notes.get(NoteKind.LOGITS, nodes.end_id) is not None,
+    )
+    matcher.match()
+    _, end = matcher.restorable()
+    found = (matcher.deepest, matcher.partial_match)
+    return _Look(max(end, *(node.end for node in found if node is not None), 0), end)
 
 
 def _state_kind(record: RootRecord) -> StateKind:
@@ -158,11 +156,11 @@ def _state_kind(record: RootRecord) -> StateKind:
         return "one_pass"
     if layout.states:
         return "checkpoints"
-    return "token" if _identity(record).get("products") else "sliceable"
+    return "token" if _fingerprint(record).get("products") else "sliceable"
 
 
-def _identity(record: RootRecord) -> dict[str, str]:
-    """Returns the fields of a fingerprint; none if they cannot be read."""
+def _fingerprint(record: RootRecord) -> dict[str, str]:
+    """Returns the fields of a fingerprint, none if they cannot be read."""
     try:
         fields = json.loads(record.identity)["fingerprint"]
     except (ValueError, KeyError, TypeError):
@@ -213,7 +211,7 @@ def _differences(there: RootRecord, here: RootRecord | None, tenant: str) -> dic
     for name in ("model", "block_size"):
         if (value := str(getattr(there, name))) != (mine := str(getattr(here, name))):
             differs[name] = (value, mine)
-    theirs, ours = _identity(there), _identity(here)
+    theirs, ours = _fingerprint(there), _fingerprint(here)
     for name in theirs.keys() | ours.keys():
         if theirs.get(name, "") != ours.get(name, ""):
             differs[name] = (theirs.get(name, ""), ours.get(name, ""))
@@ -223,7 +221,7 @@ def _differences(there: RootRecord, here: RootRecord | None, tenant: str) -> dic
 def _nearest(
     snapshot: Snapshot, token_ids: TokenIds, root: bytes | None, entries: Sequence[EntryInfo], known: int
 ) -> tuple[Nearest | None, TokenIds]:
-    """Returns the prompt with most tokens in common, those after the first difference included."""
+    """Returns the prompt with the most tokens in common, before and after the first difference."""
     best: tuple[tuple[int, int, int], Nearest, TokenIds] | None = None
     if root is None:
         return None, token_ids[:0]
@@ -283,7 +281,7 @@ def _cause(
         return Cause("nothing", "nothing is missing: all but the last token is restored")
     if nearest.common > look.stored + 1:
         return _not_kept(look, nearest)
-    # Of the last message its end is left, and the beginning of the reply.
+    # The remaining boundaries are the end of the last message and the beginning of the reply.
     is_in_last = prompt.boundaries and sum(end > nearest.common for end in prompt.boundaries) <= _ENDS_OF_LAST
     if not nearest.behind and is_in_last and nearest.common >= prompt.system_end:
         return Cause("question", "the last message is another one; what comes before it is the same")

@@ -1,7 +1,7 @@
-"""Lists the saved prompts with their tree, and deletes one of them.
+"""Lists the saved prompts with their trees, and deletes one of them.
 
-Reading the tree takes Python's lock, which the engine needs too. So it is read on request only, and again after a
-hundred times the duration of the last reading.
+Reading the trees holds Python's lock, which the engine needs too. So they are read on request only, and read again only
+after a hundred times the duration of the last reading.
 """
 
 from __future__ import annotations

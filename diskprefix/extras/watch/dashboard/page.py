@@ -1,4 +1,4 @@
-"""The page at `/`: one HTML document with its style and its scripts in it. It holds no data, and loads nothing else."""
+"""The page at `/`: one HTML document that contains its style and scripts. It has no data, and loads nothing else."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 _FOLDER = Path(__file__).with_name("page")
 _SCRIPTS = ("format.js", "daemon.js", "chart.js", "tree.js", "sections.js", "main.js")
-"""The scripts in the order in which they run. Each uses those before it."""
+"""The scripts in order. Each uses the ones before it."""
 
 
 def page_response() -> Response:
-    """Returns the page. No script runs in it but its own, and it talks to its own address only."""
+    """Returns the page. Its policy allows only its own script, and connections only to its own address."""
     html, policy = _page()
     headers = {
         "Content-Security-Policy": policy,
@@ -29,7 +29,7 @@ def page_response() -> Response:
 
 
 def wants_page(headers: Headers) -> bool:
-    """Returns whether a client accepts `text/html`, as browsers do, at least as much as JSON."""
+    """Returns whether a client accepts `text/html` at least as much as JSON. Browsers do."""
     likes = _likes(headers.get("accept", ""))
     html = likes.get("text/html", 0.0)
     return html > 0 and html >= likes.get("application/json", 0.0)

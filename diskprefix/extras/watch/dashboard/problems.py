@@ -20,7 +20,7 @@ _COUNTED: tuple[tuple[str, Level, str, str], ...] = (
     ("errors", "warning", "errors of the cache became misses", "read the daemon's log"),
     ("dropped", "warning", "prompts were not saved whole", "raise --kv-cache-write-buffer or --kv-cache-budget"),
 )
-"""Counts of the cache, each with the problem to report if it is above 0."""
+"""Counts of the cache. Each is a problem if it is above 0."""
 
 _ADVICE = {
     400: "change the request as the message says",
@@ -56,7 +56,7 @@ def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(
             level="warning",
             what="this model is served without the cache: it has layers that cannot be cached",
-            todo="see `diskprefix models` for architectures that can",
+            todo="see `diskprefix models` for supported architectures",
         )
     for name, level, what, todo in _COUNTED:
         if count := cache.get(name, 0):
@@ -65,7 +65,7 @@ def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
     if cache.get("gate", {}).get("state") == "closed":
         yield Problem(
             level="hint",
-            what="computing is faster here than restoring, so little is saved and restored",
+            what="computing is faster than restoring on this machine, so little is saved and restored",
             todo="use a faster disk or a larger model, or force it with --kv-cache-gate off",
         )
     used, budget, evicted = (cache.get(name, 0) for name in ("used_bytes", "budget_bytes", "evicted_blocks"))
@@ -73,7 +73,7 @@ def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(
             level="hint",
             what="the store is full, and blocks are evicted",
-            todo="raise --kv-cache-budget if prompts miss that came before",
+            todo="raise --kv-cache-budget if repeated prompts miss",
             count=evicted,
         )
 
@@ -89,13 +89,13 @@ def _of_shared_tier(remote: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(
             level="warning",
             what=f"objects of {remote['url']} were refused: {', '.join(refused)}",
-            todo="see *What is refused* in the page on tiers: `mac` means that somebody without the key writes there",
+            todo="see *Refused objects* in extras/remote/README.md: with `mac`, somebody without the key writes there",
             count=sum(refused.values()),
         )
     if dropped := remote.get("dropped", 0):
         yield Problem(
             level="hint",
-            what=f"prompts could not be left in {remote['url']}",
+            what=f"prompts could not be uploaded to {remote['url']}",
             todo="make room in the bucket, let the daemon write to it, or start with --remote-write off",
             count=dropped,
         )

@@ -2,42 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, Field
 
 from diskprefix.api.fields import Body
-from diskprefix.engine.gauges import ActivityState
+from diskprefix.engine.gauges import Activity
+from diskprefix.extras.watch.browse.flat import FlatTree
 from diskprefix.server.daemon import Status
 from diskprefix.server.recent import EndedRequest
+from diskprefix.store.tree import EntryInfo
 
 Level: TypeAlias = Literal["error", "warning", "hint"]
 
 
-class Running(BaseModel):
-    """A request that waits or runs. Times are in seconds, `elapsed_s` since its arrival; null is not known yet."""
+@dataclass(frozen=True, kw_only=True)
+class Running(Activity):
+    """A request that waits or runs."""
 
-    id: str
-    state: ActivityState
-    scope: str
-    prompt_tokens: int
-    restored_tokens: int
-    ready_tokens: int = Field(description="Of the prompt: restored or computed.")
-    reply_tokens: int
-    elapsed_s: float
-    queue_s: float | None
-    ttft_s: float | None
-    tokens_per_s: float | None
+    scope: str  # type: ignore[assignment]
 
 
 class Problem(BaseModel):
-    """A problem that the daemon's owner should know."""
+    """A problem for the daemon's owner."""
 
     level: Level
     what: str
-    todo: str = Field(description="What to do about it.")
+    todo: str = Field(description="Advice.")
     count: int = 1
-    last_at: float | None = Field(default=None, description="Of requests: when the last of them ended.")
+    last_at: float | None = Field(default=None, description="When the last of the failed requests ended.")
 
 
 class ShownSlot(BaseModel):
@@ -45,8 +39,8 @@ class ShownSlot(BaseModel):
 
     tokens: int
     num_bytes: int
-    busy: bool = Field(description="Whether a request runs in it; otherwise its next turn may go on from it.")
-    used_at: float = Field(description="Seconds since 1970; of a busy one, when it began.")
+    busy: bool = Field(description="A request runs in it. Otherwise it waits for the next turn of its conversation.")
+    used_at: float = Field(description="The last use in seconds since 1970. For a busy one, the start of its request.")
 
 
 class Model(BaseModel):
@@ -60,8 +54,8 @@ class Model(BaseModel):
 
 
 class Memory(BaseModel):
-    """The memory for the state of requests: of running ones, and of `entries` finished ones with `entry_tokens`
-    tokens, which the next turn may continue."""
+    """The memory for the state of requests: running ones, and `entries` finished ones with `entry_tokens` tokens, which
+    the next turn may continue."""
 
     limit_bytes: int
     used_bytes: int
@@ -83,82 +77,48 @@ class State(BaseModel):
     started_at: float | None = Field(description="When the model was ready, in seconds since 1970.")
     model: Model | None
     scope: str
-    arriving: int = Field(description="Requests that are being read.")
-    requests: list[Running] = Field(description="Those in the engine and its queue, in order of arrival.")
-    ended: list[EndedRequest] = Field(description="Those that ended, oldest first, as many as are remembered.")
+    arriving: int = Field(description="The number of requests that are being read.")
+    requests: list[Running] = Field(
+        description="The requests in the engine and its queue, in order of arrival. Times are in seconds, `elapsed_s` "
+        "since the arrival. `ready_tokens` of the prompt are restored or computed. Unknown values are null."
+    )
+    ended: list[EndedRequest] = Field(description="The remembered requests that have ended, oldest first.")
     memory: Memory | None
     cache: dict[str, Any] | None = Field(
-        description="`full_cache.state` and `gate` of `/props`: the store, what waits to be written, `savings`."
+        description="`full_cache.state` and `gate` of `/props`: the store, its write buffer, `savings`."
     )
     problems: list[Problem] = Field(description="The worst first.")
-    recording: bool = Field(description="Whether the daemon records its workload (`--record`).")
-    may_delete: bool = Field(description="Whether the caller may delete, and is shown texts of prompts.")
+    recording: bool = Field(description="The daemon records its workload (`--record`).")
+    may_delete: bool = Field(description="The caller may delete prompts and see their texts.")
 
 
-class Entry(BaseModel):
-    """A saved prompt, as in `diskprefix inspect --json`. `preview` is null if the caller may not see texts."""
+@dataclass(frozen=True, kw_only=True)
+class Entry(EntryInfo):
+    """A saved prompt. `preview` is None if the caller may not see texts."""
 
-    id: str
-    model: str
-    num_tokens: int
-    raw_bytes: int
-    stored_bytes: int
-    shared_bytes: int
-    checkpoints: list[int]
-    checkpoint_bytes: int
-    generated_tokens: int
-    hits: int
-    created_at: float
-    last_used_at: float
-    ttl_s: int | None
-    default_ttl: bool
-    scope: str
-    tenant: str
-    preview: str | None
-
-
-class TreeNode(BaseModel):
-    """Blocks of the tokens from `start` to `end` without a branch. `entries` are the ids of the saved prompts that end
-    at `end`, `num_entries` counts these and all that continue them."""
-
-    id: str
-    parent: str | None
-    start: int
-    end: int
-    num_blocks: int
-    stored_bytes: int
-    generated: bool
-    hits: int
-    last_used_at: float
-    prefill_s: float
-    entries: list[str]
-    num_entries: int
-
-
-class Tree(BaseModel):
-    """The stored prefixes of one tenant of one model. A node comes after its parent."""
-
-    root: str
-    model: str
-    tenant: str
-    stored_bytes: int
-    num_entries: int
-    nodes: list[TreeNode]
+    preview: str | None  # type: ignore[assignment]
 
 
 class Entries(BaseModel):
     """The saved prompts, the most recently used first, and the trees of their blocks."""
 
-    total: int = Field(description="Saved prompts; `entries` has those that were used last.")
-    entries: list[Entry]
-    trees: list[Tree]
-    age_s: float = Field(description="Seconds since they were read from the store; 0: for this answer.")
-    again_s: float = Field(description="Seconds until they are read anew; an answer before that has the same ones.")
+    total: int = Field(description="The number of saved prompts. `entries` has the most recently used ones.")
+    entries: list[Entry] = Field(
+        description="The fields are those of `diskprefix inspect --json`. `preview` is null if the caller may not see "
+        "texts."
+    )
+    trees: list[FlatTree] = Field(
+        description="A tree for each tenant of each model. Its `nodes` are runs of blocks without a branch, from token "
+        "`start` to `end`, each after its parent. `entries` are the ids of the saved prompts that end at `end`; "
+        "`num_entries` counts these and all that continue them."
+    )
+    age_s: float = Field(description="Seconds since these values were read from the store.")
+    again_s: float = Field(description="Seconds until the store is read again. Earlier answers have the same values.")
 
 
 class DeletedEntry(BaseModel):
-    """The result of a deletion. `left_blocks` stay because others continue them or they are damaged. `is_wiped`: the
-    bytes are overwritten in the file; if not, the daemon tries again."""
+    """The result of a deletion. `left_blocks` stay because other blocks continue them or they are damaged. `is_wiped`:
+    the bytes are overwritten in the file; if not, the daemon tries again."""
 
     id: str
     deleted: Literal[True] = True
@@ -170,14 +130,14 @@ class DeletedEntry(BaseModel):
     stored_bytes: int
     left_blocks: int
     is_wiped: bool
-    remote_objects: int | None = Field(description="Removed from the bucket that machines share.")
-    remote_error: str | None = Field(description="Why nothing was removed there.")
+    remote_objects: int | None = Field(description="The number of objects removed from the shared bucket.")
+    remote_error: str | None = Field(description="The reason why no object was removed.")
 
 
 class SimulationBody(Body):
     """The settings of a simulation."""
 
-    hours: float = Field(default=24.0, gt=0, le=24 * 365, description="The last so many hours of the recording.")
+    hours: float = Field(default=24.0, gt=0, le=24 * 365, description="The number of last hours of the recording.")
 
 
 class SimulatedScope(BaseModel):

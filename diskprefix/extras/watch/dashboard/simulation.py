@@ -1,4 +1,4 @@
-"""Simulates other scopes on the last recorded hours: runs `diskprefix simulate` in a process of the lowest priority."""
+"""Simulates other scopes for the last recorded hours: runs `diskprefix simulate` in a process of lowest priority."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Simulation:
     async def run(self, settings: Settings, serving: Serving, hours: float) -> list[SimulatedScope]:
         """Returns the rows of `diskprefix simulate --json` for the last `hours` of the recording.
 
-        Raises `InvalidRequest` if the daemon does not record, or nothing was recorded, and `DiskPrefixError` if it
-        takes too long.
+        Raises `InvalidRequest` if the daemon does not record or the recording is empty, and `DiskPrefixError` if the
+        simulation takes too long.
         """
         if settings.record is None:
             raise InvalidRequest("the daemon does not record; start it with --record FILE", code="not_recording")

@@ -1,6 +1,6 @@
-"""Reads the daemon's state for the dashboard, on request and at most a few times a second.
+"""Reads the daemon's state for the dashboard, on request only.
 
-The engine is read without a lock, from the event loop. A thread reads the store's counts from the disk. While it is
+The engine is read without a lock, in the event loop. A thread reads the store's counts from the disk. While the disk is
 slow, the last counts are shown.
 """
 

@@ -1,4 +1,4 @@
-"""`diskprefix inspect ENTRY`: one saved prompt in full."""
+"""The output of `diskprefix inspect ENTRY`: all about one saved prompt."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _SHOWN_CHARS = 600
 
 
 def show_entry(snapshot: Snapshot, entries: list[EntryInfo], info: EntryInfo, *, as_json: bool) -> None:
-    """Prints one of `entries`, which are those of `snapshot`."""
+    """Prints one of `entries`, the entries of `snapshot`."""
     details = entry_details(snapshot, entries, info, read_savings(snapshot))
     text = decoded(details.tokenizer, details.token_ids)
     if as_json:
@@ -53,7 +53,7 @@ def show_entry(snapshot: Snapshot, entries: list[EntryInfo], info: EntryInfo, *,
 
 
 def decoded(folder: str, token_ids: TokenIds) -> str | None:
-    """Returns the text of token ids, None if the tokenizer is not in `folder` any more."""
+    """Returns the text of token ids, None if `folder` has no tokenizer any more."""
     file = Path(folder) / "tokenizer.json"
     if not folder or not file.is_file():
         return None
@@ -102,7 +102,7 @@ def _lines(details: EntryDetails) -> list[tuple[str, str]]:
 
 
 def _hits_text(times: tuple[float, ...], created_at: float) -> str:
-    """Returns the last hits as a row of bars, from the first of them (or the creation) until now."""
+    """Returns a row of bars for the last hits, from the first one (or the creation) until now."""
     now = time.time()
     begin = max(created_at, times[0]) if len(times) > 1 and times[0] > created_at else created_at
     span = now - begin
@@ -116,7 +116,7 @@ def _hits_text(times: tuple[float, ...], created_at: float) -> str:
 
 
 def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:
-    """Returns a line for each run of like blocks. Long prompts have hundreds."""
+    """Returns a line for each run of similar blocks, because long prompts have hundreds of blocks."""
     lines = []
 
     def likeness(node: NodeInfo) -> tuple[Any, ...]:
@@ -138,7 +138,7 @@ def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:
 
 
 def _indented(text: str) -> str:
-    """Returns the beginning and the end of a text, each line indented and safe for a terminal."""
+    """Returns the beginning and the end of a text, indented and safe for a terminal."""
     if len(text) > 2 * _SHOWN_CHARS:
         left_out = len(text) - 2 * _SHOWN_CHARS
         text = f"{text[:_SHOWN_CHARS]}\n[… {left_out:,} characters; --json has all …]\n{text[-_SHOWN_CHARS:]}"

@@ -1,4 +1,4 @@
-"""`diskprefix inspect --stats`: what the cache gains for each model and tenant, and what eviction takes next."""
+"""The output of `diskprefix inspect --stats`: the gain of the cache for each model and tenant, and the next victims."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def show_stats(snapshot: Snapshot, entries: list[EntryInfo], now: float, budget_
         click.echo(line)
     click.echo(f"{format_size(used)} of a budget of {format_size(budget_bytes)} are used ({used / budget_bytes:.0%})")
     if victims:
-        click.echo("\nWhat goes next once the budget is reached (of what nothing else continues):")
+        click.echo("\nEvicted next, when the budget is reached:")
         _print_victims(victims, terminal_width(otherwise=120))
 
 

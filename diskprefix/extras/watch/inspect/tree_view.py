@@ -1,4 +1,4 @@
-"""`diskprefix inspect --tree`: the prefix tree with its shared trunks."""
+"""The output of `diskprefix inspect --tree`: the prefix tree with its shared trunks."""
 
 from __future__ import annotations
 

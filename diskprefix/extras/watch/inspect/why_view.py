@@ -1,4 +1,4 @@
-"""`diskprefix inspect --why FILE`: the part of a request that would be restored, and why it is not more."""
+"""The output of `diskprefix inspect --why FILE`: the tokens that would be restored, and why there are not more."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _NO_LIMIT = 1 << 30
 
 @dataclass(frozen=True)
 class WhyOptions:
-    """The settings with which the daemon reads requests, and the key of the request."""
+    """The daemon's settings for reading requests, and the API key of the request."""
 
     model: str | None
     chat_template: Path | None
@@ -93,7 +93,7 @@ def _explained(
             tokenizer, vocab_size=len(tokenizer), max_positions=_NO_LIMIT, normalisers=normalisers
         )
         if parsed.notes is not None:
-            # Remembered replies are found by the format in which the model writes.
+            # Remembered replies are found by the model's output format, which is detected here.
             renderer.warm_up()
         prompt = parsed.prompt(renderer)
 

@@ -1,4 +1,4 @@
-"""The saved prompts in `diskprefix top`: a tree that is filtered, sorted, expanded, and deleted from."""
+"""The saved prompts in `diskprefix top`: a tree to filter, sort, expand, and delete from."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import counted, format_age, format_duration, format_size
 
 ORDERS = {"last used": "last_used_at", "hits": "hits", "size": "stored_bytes", "tokens": "end"}
-"""Orders by name, each with the field of a trunk to sort by, the largest first."""
+"""The orders by name, each with the field of a node to sort by, the largest value first."""
 
 Json = dict[str, Any]
 
 
 class PromptBrowser(Widget):
-    """Shows the saved prompts of a `Source`. `read` reads them in a thread."""
+    """Shows the saved prompts of a `Source`."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", key_display="/"),
@@ -42,7 +42,7 @@ class PromptBrowser(Widget):
     ]
 
     class Read(Message):
-        """Tells that the saved prompts were read again."""
+        """A message: the saved prompts were read again."""
 
     def __init__(self, source: Source) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class PromptBrowser(Widget):
             tree.cursor_line = 0
 
     def _add_tree(self, tree: Tree[str | None], one: Json, wanted: str, was_open: dict[str, bool]) -> int:
-        """Adds the trunks that lead to a prompt with the wanted text. Returns how many prompts those are."""
+        """Adds the nodes that lead to a prompt with the wanted text. Returns the number of these prompts."""
         trunks = {node["id"]: node for node in one["nodes"]}
         matching = self._matching(one, wanted)
         added = {node["id"] for node in matching}
@@ -135,7 +135,7 @@ class PromptBrowser(Widget):
         return sum(len(node["entries"]) for node in matching)
 
     def _matching(self, tree: Json, wanted: str) -> list[Json]:
-        """Returns the trunks at which a prompt ends that has the wanted text."""
+        """Returns the nodes where a prompt with the wanted text ends."""
         told = f"{tree['model']} {tree['tenant']}".lower()
 
         def matches(entry_id: str) -> bool:
@@ -145,8 +145,8 @@ class PromptBrowser(Widget):
         return [node for node in tree["nodes"] if any(map(matches, node["entries"]))]
 
     def _ordered(self, shown: set[str], nodes: list[Json]) -> list[str]:
-        """Returns the ids of trunks in the order in which they are added: in a tree, each after what it continues, and
-        with the figure of the best that continues it."""
+        """Returns the ids of nodes in the order to add them. In a tree, a node comes after its parent, and is sorted by
+        the best value among itself and the nodes that continue it."""
         best = {node["id"]: node[list(ORDERS.values())[self._order]] for node in nodes}
         if self._is_list:
             return sorted(shown, key=lambda id_: -best[id_])
@@ -228,7 +228,7 @@ class PromptBrowser(Widget):
             self.app.push_screen(Confirmation(question), lambda yes: self._delete(entry["id"]) if yes else None)
 
     def _entry_at_cursor(self) -> Json | None:
-        """Returns the prompt that ends with the chosen trunk, or to which the chosen line belongs."""
+        """Returns the prompt that ends at the chosen node, or that the chosen line describes."""
         node: TreeNode[str | None] | None = self.query_one(Tree).cursor_node
         while node is not None:
             at = next((trunk for tree in self.trees for trunk in tree["nodes"] if trunk["id"] == node.data), None)

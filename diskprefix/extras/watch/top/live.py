@@ -17,10 +17,10 @@ from diskprefix.units import format_age, format_duration, format_size
 State = dict[str, Any]
 
 _BAR, _COMPUTED, _REST = "█", "▒", "·"
-"""Restored or used, computed, and the rest."""
+"""The characters of a bar: restored or used; computed; the rest."""
 _SHOWN = 50
 _ROOMY, _WHY = 84, 17
-"""The width of a table that has room for all columns, and that of the longest reason."""
+"""The width of a table with all columns, and of the longest reason."""
 _STYLES = {"error": "bold red", "warning": "bold yellow", "hint": "bold"}
 
 
@@ -42,7 +42,7 @@ def header(state: State | None, name: str, trouble: str | None) -> Text:
 
 
 def figures(state: State, ended: Sequence[State], width: int) -> RenderableType:
-    """Returns the gain of the cache and the fill of memory and disk."""
+    """Returns the gain of the cache, and how full memory and disk are."""
     replies = [one for one in ended if one["timings"]]
     cold, warm = (_ttft(replies, restored=restored) for restored in (False, True))
     prompt = sum(one["prompt_tokens"] for one in replies)
@@ -174,7 +174,7 @@ def share(part: float, whole: float) -> str:
 
 
 def end_of(preview: str) -> Text:
-    """Returns the end of a prompt's text. Prompts of one agent begin alike."""
+    """Returns the end of a prompt's text. Prompts of one agent often have the same beginning."""
     text: Text = plain(preview.rpartition("…")[2] or preview)
     text.truncate(200)
     return text
@@ -190,7 +190,7 @@ def _words(code: str) -> str:
 
 
 def _table(*titles: str) -> Table:
-    """Returns a table without lines. A title with a colon at its end is that of numbers."""
+    """Returns a table without lines. A colon at the end of a title marks a column of numbers."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for title in titles:
         justify: Literal["left", "right"] = "right" if title.endswith(":") else "left"

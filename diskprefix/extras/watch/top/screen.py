@@ -19,7 +19,7 @@ from diskprefix.extras.watch.top.sources import Source
 
 _UPDATE_S = 0.5
 _AGES_S = 5.0
-"""The time between two redraws without news, which update the ages."""
+"""The time between redraws without news. They update the ages."""
 _MOST_ENDED = 400
 _WIDE = 120
 
@@ -75,7 +75,7 @@ class TopApp(App[None]):
         yield Footer()
 
     def on_mount(self) -> None:
-        # A daemon thread: one that waits for an answer must not keep the program from ending.
+        # A daemon thread, so that waiting for an answer does not keep the program from ending.
         threading.Thread(target=self._read, name="top", daemon=True).start()
 
     def on_unmount(self) -> None:
@@ -102,7 +102,7 @@ class TopApp(App[None]):
             try:
                 state = self._source.state(since)
                 if state is not None and restarted:
-                    # The numbers may have begun anew.
+                    # A restarted daemon counts requests from the start.
                     state, restarted = self._source.state(0), False
                     self._tell(self._forget)
                 if state is not None and state["ended"]:
