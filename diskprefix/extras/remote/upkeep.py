@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import msgspec
@@ -89,10 +89,17 @@ def sweep(
 ) -> Removed:
     """Removes objects that were neither written nor fetched for `ttl_s` seconds, then the oldest until the rest fits
     into `budget_bytes`; 0 sets no limit. Raises `RemoteUnavailable` and `LeaseHeld`."""
-    if dry_run:
-        return _swept(objects, key, ttl_s, budget_bytes, now, dry_run=True)
-    with _lease(objects, key, now):
-        return _swept(objects, key, ttl_s, budget_bytes, now, dry_run=False)
+    with nullcontext() if dry_run else _lease(objects, key, now):
+        found = roots(objects, key)
+        gone = set(_to_sweep([one for root in found for one in root.objects], ttl_s, budget_bytes, now))
+        empty = [root.about for root in found if root.about is not None and gone.issuperset(root.objects)]
+        # A root without objects may be one that a daemon has just begun to write.
+        abouts = [about for about in empty if now - about.modified_at > LEASE_S]
+        if not dry_run:
+            _delete(objects, list(gone))
+            # Without its description, an object that was written meanwhile would have no known tenant.
+            _delete(objects, [about for about in abouts if _is_alone(objects, about)])
+        return _removed(found, list(gone))
 
 
 def purge(
@@ -145,21 +152,6 @@ def _names(secret: int, text: GoneText) -> Iterator[str]:
             yield parent.hex()
 
 
-def _swept(
-    objects: ObjectStore, key: NamespaceKey, ttl_s: float, budget_bytes: int, now: float, *, dry_run: bool
-) -> Removed:
-    found = roots(objects, key)
-    gone = set(_to_sweep([one for root in found for one in root.objects], ttl_s, budget_bytes, now))
-    empty = [root.about for root in found if root.about is not None and gone.issuperset(root.objects)]
-    # A root without objects may be one that a daemon has just begun to write.
-    abouts = [about for about in empty if now - about.modified_at > LEASE_S]
-    if not dry_run:
-        _delete(objects, list(gone))
-        # Objects that were written meanwhile would be nobody's.
-        _delete(objects, [about for about in abouts if _is_alone(objects, about)])
-    return _removed(found, list(gone))
-
-
 def _to_sweep(found: list[ObjectInfo], ttl_s: float, budget_bytes: int, now: float) -> Iterator[ObjectInfo]:
     """Yields the objects that go. Of one day, the ends of prefixes go before their beginnings, which others need."""
     kept_bytes = sum(one.num_bytes for one in found)
@@ -189,9 +181,8 @@ def _root(objects: ObjectStore, key: NamespaceKey, root: str, found: list[Object
 
 def _removed(found: Iterable[RemoteRoot], gone: list[ObjectInfo]) -> Removed:
     everything = [one for root in found for one in root.objects]
-    sizes = (sum(one.num_bytes for one in some) for some in (everything, gone))
-    found_bytes, gone_bytes = sizes
     unknown = {one for root in found if root.is_unknown for one in root.objects}
+    found_bytes, gone_bytes = (sum(one.num_bytes for one in some) for some in (everything, gone))
     return Removed(len(everything), found_bytes, len(gone), gone_bytes, len(unknown.difference(gone)))
 
 

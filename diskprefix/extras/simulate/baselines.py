@@ -17,7 +17,6 @@ from diskprefix.store.schema import HISTORY_TOKENS
 from diskprefix.tokens import LEAST_TOKENS, block_hash, common_prefix_length, root_hash
 
 _OFF = Scope("off")
-_WITHOUT_END = 1 << 62
 
 
 def whole_snapshots(trace: Trace, policy: Policy, geometry: Geometry, *, window: int = DEFAULT_WINDOW) -> Totals:
@@ -95,7 +94,7 @@ def upper_bound(trace: Trace, policy: Policy, geometry: Geometry) -> Totals:
     for models that are exact at every token, else one block, and at most `min_tokens`. Of a request's own options only
     the scope `off` and `save: false` count. Keeps every distinct token in memory.
     """
-    totals, kept = Totals(), RadixTree(max_tokens=_WITHOUT_END)
+    totals, kept = Totals(), RadixTree(max_tokens=None)
     least = min(policy.block_size, max(policy.min_tokens, 1))
     if geometry.state_kind == "token":
         least = min(least, LEAST_TOKENS)

@@ -100,7 +100,7 @@ def replay(
     store = SimulatedBucket()
     tier = None if setup.write == "off" else store
     machines = [_Machine(policy, geometry, tier, setup.write) for _ in range(setup.machines)]
-    send = spreader(setup.spread, setup.machines, policy.block_size)
+    send = spreader(setup.spread, setup.machines)
     last = 0.0
     for request in trace:
         machines[send(request)].step(request)

@@ -26,10 +26,10 @@ class RadixNode:
 
 
 class RadixTree:
-    """Recent prompts, with at most `max_tokens` distinct tokens. The least recently used prompt is dropped first. Not
-    thread-safe."""
+    """Recent prompts, with at most `max_tokens` distinct tokens (None: no limit). The least recently used prompt is
+    dropped first. Not thread-safe."""
 
-    def __init__(self, max_tokens: int = _MAX_TOKENS) -> None:
+    def __init__(self, max_tokens: int | None = _MAX_TOKENS) -> None:
         self._max_tokens = max_tokens
         self._num_tokens = 0
         self._roots: dict[bytes, RadixNode] = {}
@@ -55,7 +55,7 @@ class RadixTree:
         if here.before is not None and not here.after:
             self._ends[here] = root
             self._ends.move_to_end(here)
-        while self._num_tokens > self._max_tokens and len(self._ends) > 1:
+        while self._max_tokens is not None and self._num_tokens > self._max_tokens and len(self._ends) > 1:
             self._forget_the_oldest()
         return way, left
 

@@ -12,8 +12,6 @@ from diskprefix.extras.simulate.synthetic import interleaved
 from diskprefix.extras.simulate.trace import BlockRequest, TraceRequest, block_trace
 from diskprefix.nouns import Prompt
 
-BLOCK = 16
-
 
 def asked(*parts: tuple[int, int], **how: Any) -> TraceRequest:
     """A prompt of messages, each given as its token and its length."""
@@ -22,7 +20,7 @@ def asked(*parts: tuple[int, int], **how: Any) -> TraceRequest:
 
 
 def numbers(*requests: TraceRequest) -> list[int]:
-    conversations = Conversations(BLOCK)
+    conversations = Conversations()
     return [conversations.number_of(request) for request in requests]
 
 
@@ -74,17 +72,17 @@ def test_block_ids_tell_of_full_blocks_only() -> None:
 
 def test_turns_of_one_conversation_stay_on_their_machine() -> None:
     trace = interleaved(num_requests=60)
-    send, conversations = spreader("conversation", 3, BLOCK), Conversations(BLOCK)
+    send, conversations = spreader("conversation", 3), Conversations()
     for request in trace:
         assert send(request) == conversations.number_of(request) % 3
 
 
 def test_tenants_stay_on_their_machine_and_random_ones_reach_all() -> None:
-    send = spreader("tenant", 8, BLOCK)
+    send = spreader("tenant", 8)
     of_tenant = [send(asked(SYSTEM, tenant=f"tenant {n}")) for n in range(100)]
     assert set(of_tenant) == set(range(8))
     assert of_tenant == [send(asked((2, n + 1), tenant=f"tenant {n}")) for n in range(100)]
-    anywhere = [spreader("random", 8, BLOCK) for _ in range(2)]
+    anywhere = [spreader("random", 8) for _ in range(2)]
     first, again = ([send(asked(SYSTEM)) for _ in range(200)] for send in anywhere)
     assert set(first) == set(range(8))
     assert first == again, "each time the same"
