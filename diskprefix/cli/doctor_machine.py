@@ -92,7 +92,7 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     whole = linear(rows, weight)
     differ = [n for n in (1, 2, 3, 7, 16) if not torch.equal(linear(rows[:n], weight), whole[:n])]
     if differ:
-        text = f"a row of a product depends on how many rows are computed with it ({', '.join(map(str, differ))})"
+        text = f"the bits of a row depend on the number of rows in a product ({', '.join(map(str, differ))})"
         yield Finding(
             "batch invariance",
             "note",
@@ -100,7 +100,7 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
             "prefixes are restored at the ends of blocks only; another torch or CPU may do better",
         )
     else:
-        yield Finding("batch invariance", "ok", "a row of a product has the same bits alone and beside others")
+        yield Finding("batch invariance", "ok", "a row of a product has the same bits in any batch")
 
 
 def folder_findings(settings: Settings) -> Iterator[Finding]:
@@ -124,7 +124,7 @@ def folder_findings(settings: Settings) -> Iterator[Finding]:
     kind = _file_system(place)
     if kind in _VOLATILE | _REMOTE:
         is_volatile = kind in _VOLATILE
-        why = "what is saved is lost at the next boot" if is_volatile else "the store's file is not safe on a network"
+        why = "the store is lost at the next boot" if is_volatile else "the store's file is not safe on a network"
         where = "disk" if is_volatile else "local disk"
         yield Finding("file system", "problem", f"{kind}: {why}", f"give a --kv-cache-dir on a {where}")
     else:
@@ -139,10 +139,10 @@ def _space_finding(settings: Settings, place: Path) -> Finding:
     usable = free + own - settings.kv_cache_min_free
     text = f"{format_size(free)} free, budget {format_size(settings.kv_cache_budget)}"
     if usable <= 0:
-        return Finding("space", "problem", text, "free some, or lower --kv-cache-min-free: nothing can be saved")
+        return Finding("space", "problem", text, "nothing can be saved: free space, or lower --kv-cache-min-free")
     if usable < settings.kv_cache_budget:
         return Finding(
-            "space", "note", text, f"the store stays below {format_size(usable)}, so that --kv-cache-min-free is left"
+            "space", "note", text, f"the store stays below {format_size(usable)}, because of --kv-cache-min-free"
         )
     return Finding("space", "ok", text)
 
@@ -193,7 +193,7 @@ def _clock_finding(now: float, newest: float) -> Finding:
         return Finding(
             "clock",
             "note",
-            "the store was used at a time that has not come yet",
+            "the last use of the store is in the future",
             "set the time (NTP): ages decide what is evicted",
         )
     return Finding("clock", "ok", time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now)))
@@ -212,14 +212,14 @@ def _prefill_s_per_byte(snapshot: Snapshot) -> float | None:
 def _speed_finding(place: Path, prefill_s_per_byte: float | None) -> Finding:
     speed = disk_speed(place)
     if speed is None:
-        return Finding("disk", "skipped", "the folder takes no file to measure the disk with", "")
+        return Finding("disk", "skipped", "no file can be created in the folder to measure the disk", "")
     text = f"reads {format_size(speed)} a second"
     if prefill_s_per_byte is None:
         return Finding("disk", "ok", f"{text}; computing was not measured yet")
     ratio = prefill_s_per_byte * speed
     text += f": restoring is about {ratio:,.1f} times as fast as computing"
     if ratio < 1:
-        return Finding("disk", "note", text, "caching is not worth it on this disk; --kv-cache-gate auto leaves it out")
+        return Finding("disk", "note", text, "caching does not pay on this disk; --kv-cache-gate auto turns it off")
     return Finding("disk", "ok", text)
 
 

@@ -28,14 +28,14 @@ def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[F
     folder = local_folder(settings.model)
     if folder is None:
         what = "the embedded model" if settings.model is None else repr(settings.model)
-        yield Finding("model", "skipped", f"{what} is not on this machine yet: it is fetched at the first start")
+        yield Finding("model", "skipped", f"{what} is not on this machine yet: the first start downloads it")
         return
     yield _memory_finding(settings, folder)
     if folder.is_file():
         yield Finding(
             "tokenizer",
             "skipped",
-            f"{folder.name} is converted at the first start; until then its tokenizer is not looked at",
+            f"{folder.name} is converted at the first start; its tokenizer is checked after that",
         )
         return
     say("reading the tokenizer")
@@ -75,11 +75,11 @@ def _memory_finding(settings: Settings, folder: Path) -> Finding:
     free = available_ram_bytes()
     text = f"{folder.name}: about {format_size(needed)} of weights, {format_size(free)} of memory free"
     if settings.device not in ("auto", "cpu"):
-        return Finding("model", "ok", f"{text}; it is to run on {settings.device}")
+        return Finding("model", "ok", f"{text}; it will run on {settings.device}")
     if needed > free:
         return Finding("model", "problem", text, "free memory, take a smaller model, or --weights int8 or int4")
     if needed * _FACTOR > free:
-        return Finding("model", "note", text, "little is left for the state of requests; see --kv-memory")
+        return Finding("model", "note", text, "little memory is left for the state of requests; see --kv-memory")
     return Finding("model", "ok", text)
 
 
@@ -97,7 +97,7 @@ def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
     sample = "Ünïcödé — 日本語 🦀 and\n\n  code();"
     back = tokenizer.decode(tokenizer(sample, add_special_tokens=False)["input_ids"])
     is_same = back.strip() == sample
-    advice = "" if is_same else "some texts change in it; nothing is wrong with the cache"
+    advice = "" if is_same else "it changes some texts; the cache is not affected"
     yield Finding("tokenizer", "ok" if is_same else "note", text, advice)
     if not tokenizer.chat_template:
         yield Finding(
@@ -117,7 +117,7 @@ def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
         return
     if not prompt.boundaries:
         yield Finding(
-            "template", "note", "no place in it is safe to cut", "auto keeps less; the scope full keeps whole prompts"
+            "template", "note", "it has no safe boundaries", "auto keeps less; the scope full keeps whole prompts"
         )
     else:
         # A template may write the system message into the first turn of the user, whose start `system_end` is then.
@@ -133,7 +133,7 @@ def _calls_finding(name: str) -> Finding:
         return Finding(
             "tool calls",
             "note",
-            "the template writes calls of tools in no known format: only calls as JSON are found",
+            "the template writes tool calls in an unknown format: only JSON calls are found",
             "agents may not work with this model",
         )
     return Finding("tool calls", "ok", f"written by the template and read back: {name}")

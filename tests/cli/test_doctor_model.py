@@ -124,7 +124,7 @@ def test_a_system_message_inside_the_turn_of_the_user_ends_at_no_boundary(folder
 @pytest.mark.parametrize(
     ("text", "level", "says"),
     [
-        ("{% for message in messages %}{{ message.content }} {% endfor %}", "note", "safe to cut"),
+        ("{% for message in messages %}{{ message.content }} {% endfor %}", "note", "no safe boundaries"),
         ("{{ raise_exception('no') }}", "problem", "no"),
     ],
 )

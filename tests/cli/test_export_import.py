@@ -163,7 +163,7 @@ def test_a_prompt_stays_with_its_tenant_and_both_say_so(run: Run, target: Path, 
     planned = run("import", path, "--kv-cache-dir", target, "--dry-run", "--json").json
     assert planned["entries"][0]["tenant"] == TENANT
     assert f" tokens of tiny, tenant {short}, in 4 blocks" in run("import", path, "--kv-cache-dir", target).stdout
-    for command, sentence in (("export", "stays with its tenant"), ("import", "stays with the tenant")):
+    for command, sentence in (("export", "keeps its tenant"), ("import", "keeps its tenant")):
         assert sentence in " ".join(run(command, "--help").stdout.split())
 
 

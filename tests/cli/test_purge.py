@@ -149,7 +149,7 @@ def test_the_plan_shows_whose_each_prompt_is(run: Run, folder: Path, pubs: list[
 
 def test_the_help_says_that_a_salt_is_that_of_every_key(run: Run) -> None:
     shown = " ".join(run("purge", "--help").stdout.split())
-    assert "a salt under every key" in shown
+    assert "a salt (with any key)" in shown
     assert "KEYID/SALTID is one user of one key" in shown
 
 

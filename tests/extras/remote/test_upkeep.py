@@ -156,7 +156,7 @@ def test_a_sweep_that_took_too_long_leaves_the_lease_of_the_next_one(
     def take_over(*_: object, **__: object) -> None:
         lease.write_bytes(b"of the next one")
 
-    monkeypatch.setattr("diskprefix.extras.remote.upkeep._swept", take_over)
+    monkeypatch.setattr("diskprefix.extras.remote.upkeep._removed", take_over)
     sweep(objects, KEY, ttl_s=DAY, budget_bytes=0, now=time.time())
     assert lease.read_bytes() == b"of the next one"
 
