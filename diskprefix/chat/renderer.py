@@ -87,19 +87,12 @@ class PromptRenderer:
 
         return choose_format(template.source_for([]), write, special=template.special, added=template.added)
 
-    def chat(self, conversation: Conversation) -> Prompt:
-        """Returns the prompt of a conversation, all of it as the template writes it.
-
-        Raises `InvalidRequest` if the template or the model refuses the conversation, and `ContextTooLong` if the
-        prompt exceeds the model's positions.
-        """
-        return self.replay(conversation, None).prompt
-
     def replay(
         self, conversation: Conversation, replies: RecordStore | None, encodings: RecordStore | None = None
     ) -> Replayed:
         """Returns the prompt of a conversation, with the sampled tokens of the replies that `replies` remembers. Texts
-        in `encodings` are not encoded again. Raises as `chat` does."""
+        in `encodings` are not encoded again. Raises `InvalidRequest` if the template or the model refuses the
+        conversation, and `ContextTooLong` if the prompt exceeds the model's positions."""
         require_few_arguments(conversation)
         steps = self._media_steps() if holds_media(conversation.messages) else self._text_steps()
         draft = run_steps(steps, PromptDraft(conversation=conversation, replies=replies, encodings=encodings))
@@ -108,7 +101,7 @@ class PromptRenderer:
         return Replayed(draft.prompt, Origin.of(draft.conversation_hash, draft.rendering.text))
 
     def text_of(self, conversation: Conversation) -> str:
-        """Returns the text that the template writes, without images and sounds. Raises `InvalidRequest` as `chat`."""
+        """Returns the text that the template writes, without images and sounds. Raises `InvalidRequest` as `replay`."""
         require_few_arguments(conversation)
         steps: list[DraftStep] = [*self._rewriting_steps(), partial(render, self._template)]
         if self._compress_above is not None and not holds_media(conversation.messages):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +13,6 @@ import lmdb
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
-from transformers import PreTrainedModel
 
 from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
@@ -29,30 +24,18 @@ from diskprefix.store.savings import read_savings
 from diskprefix.store.schema import Kind, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree, list_entries
-from diskprefix.tokens import TokenIds
+from tests.cache.opening import gated
 from tests.exactness.architectures import tiny_model
-from tests.examples import examples
 from tests.naming import name_nodes
 from tests.runner import BLOCK, DEVICES, Runner, random_prompt, same, tiny_llama, tiny_settings
-from tests.store.building import chain
+from tests.store.building import chain, damage
 
 FULL = CacheOptions(scope=parse_scope("full", param="scope"))
 
 
-@pytest.fixture(scope="module", params=[torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    assert isinstance(request.param, torch.dtype)
-    return request.param
-
-
-@pytest.fixture(scope="module", params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
-
-
-@pytest.fixture
-def runner(tmp_path: Path, dtype: torch.dtype, device: str) -> Iterator[Runner]:
-    runner = Runner(tiny_llama(dtype, device), tiny_settings(tmp_path / "kv"))
+@pytest.fixture(params=DEVICES)
+def runner(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Runner]:
+    runner = Runner(tiny_llama(device=request.param), tiny_settings(tmp_path / "kv"))
     yield runner
     runner.close()
 
@@ -67,16 +50,6 @@ def test_an_exact_repeat_after_a_reopen_runs_no_forward(runner: Runner) -> None:
     assert (warm.report.restored, warm.report.source, warm.report.miss_reason) == (len(prompt), "disk", None)
     assert (cold.report.restored, cold.report.source, cold.report.miss_reason) == (0, "none", "not_stored")
     assert (cold.report.saved, warm.report.saved) == ("queued", "stored")
-
-
-@pytest.mark.parametrize("extra", [0, 1, BLOCK - 1])
-def test_a_prompt_of_any_remainder_repeats_exactly(runner: Runner, extra: int) -> None:
-    prompt = random_prompt(2, 4 * BLOCK + extra)
-    cold = runner.run(prompt, "full", reply=4)
-    runner.reopen()
-    warm = runner.run(prompt, "full", reply=4)
-    assert same(cold, warm)
-    assert (warm.num_forwards, warm.report.restored) == (0, len(prompt))
 
 
 def test_a_prompt_shorter_than_a_block_repeats_exactly(tmp_path: Path) -> None:
@@ -112,16 +85,6 @@ def test_the_longest_stored_prefix_is_found_whatever_the_scope_selects_now(runne
         assert warm.report.restored >= 8 * BLOCK
 
 
-def test_a_longer_prompt_extends_what_is_stored(runner: Runner) -> None:
-    prompt = random_prompt(6, 4 * BLOCK)
-    runner.run(prompt, "full")
-    runner.flush()
-    before = runner.cache.stats()["blocks"]
-    runner.run(np.concatenate([prompt, random_prompt(7, 2 * BLOCK)]), "full")
-    runner.flush()
-    assert runner.cache.stats()["blocks"] - before == 2 + 1
-
-
 def test_a_saved_boundary_serves_another_tail(runner: Runner) -> None:
     anchor = random_prompt(8, 5 * BLOCK + 4)
     first = np.concatenate([anchor, random_prompt(9, 40)])
@@ -147,13 +110,10 @@ def test_auto_knows_its_history_in_the_first_request_after_a_restart(runner: Run
 
 
 def test_what_is_still_in_the_buffer_serves_the_next_request(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = threading.Event()
-    publish = runner.cache.store.publish
-    monkeypatch.setattr(runner.cache.store, "publish", lambda pub: publish(pub) if disk.wait(30) else 0)
     prompt = random_prompt(15, 4 * BLOCK + 2)
-    cold = runner.run(prompt, "full", reply=4)
-    warm = runner.run(prompt, "full", reply=4)
-    disk.set()
+    with gated(runner, monkeypatch):
+        cold = runner.run(prompt, "full", reply=4)
+        warm = runner.run(prompt, "full", reply=4)
     assert same(cold, warm)
     assert (warm.report.source, warm.report.restored) == ("memory", len(prompt))
     runner.reopen()
@@ -177,10 +137,7 @@ def test_a_damaged_block_is_removed_and_the_answer_stays_the_same(runner: Runner
     store = runner.cache.store
     names = chain(store.secret, runner.cache.root, prompt, BLOCK)
     names.append(node_name(store.secret, names[-1], prompt[4 * BLOCK :], Kind.TAIL))
-    with store.changes() as changes:
-        piece = bytearray(changes.piece(names[victim], 0) or b"")
-        piece[-1] ^= 64
-        changes._put("payloads", piece_key(names[victim], 0), bytes(piece))
+    damage(store, names[victim])
     warm = runner.run(prompt, "full", reply=4)
     assert same(cold, warm)
     assert warm.report.restored == victim * BLOCK
@@ -320,32 +277,6 @@ def test_a_prompt_of_one_stored_block_misses_for_its_logits(runner: Runner) -> N
     assert (report.restored, report.matched, report.miss_reason) == (0, BLOCK, "no_logits")
 
 
-@pytest.mark.parametrize("database", ["nodes", "payloads"])
-def test_a_miss_for_a_damaged_first_block_says_so(runner: Runner, database: str) -> None:
-    prompt = random_prompt(34, 3 * BLOCK)
-    runner.run(prompt, "full")
-    runner.flush()
-    store = runner.cache.store
-    name = chain(store.secret, runner.cache.root, prompt, BLOCK)[0]
-    with store.changes() as changes:
-        changes._put(database, name if database == "nodes" else piece_key(name, 0), b"garbage")
-    report = runner.run(prompt, "full").report
-    assert (report.restored, report.matched, report.miss_reason) == (0, 0, "damaged")
-
-
-def test_a_hit_in_the_buffer_counts_once_the_prompt_is_stored(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
-    disk = threading.Event()
-    publish = runner.cache.store.publish
-    monkeypatch.setattr(runner.cache.store, "publish", lambda pub: publish(pub) if disk.wait(30) else 0)
-    for _ in range(3):
-        runner.run(random_prompt(30, 3 * BLOCK), "full")
-    disk.set()
-    runner.reopen()
-    with runner.cache.store.snapshot() as snapshot:
-        (entry,) = list_entries(snapshot)
-    assert entry.hits == 2
-
-
 def test_a_request_that_ends_before_it_was_looked_up_is_no_miss(runner: Runner) -> None:
     runner.cache.begin(Prompt(random_prompt(32, 4 * BLOCK)), FULL).close()
     assert runner.cache.stats()["misses"] == {}
@@ -419,40 +350,6 @@ def test_state_and_key_must_have_the_same_length(runner: Runner) -> None:
     cached.close()
 
 
-@st.composite
-def histories(draw: st.DrawFn) -> list[tuple[TokenIds, str | int, bool]]:
-    """Prompts that share, branch, shrink and repeat; each with a scope, and whether the daemon restarts before it."""
-    base = random_prompt(draw(st.integers(0, 10_000)), 7 * BLOCK)
-    requests: list[tuple[TokenIds, str | int, bool]] = []
-    for _ in range(draw(st.integers(2, 5))):
-        cut = draw(st.integers(1, len(base)))
-        tail = random_prompt(draw(st.integers(0, 3)), draw(st.integers(0, 2 * BLOCK)))
-        scope: str | int = draw(st.sampled_from(["full", "auto:1", "auto:30"]) | st.integers(1, 8 * BLOCK))
-        requests.append((np.concatenate([base[:cut], tail]), scope, draw(st.booleans())))
-    return requests
-
-
-@pytest.mark.slow
-@settings(max_examples=examples(10), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(history=histories())
-def test_logits_equal_the_cold_run_for_every_history_scope_and_cut(
-    dtype: torch.dtype, device: str, history: Any
-) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        runner = Runner(_model(dtype, device), tiny_settings(Path(folder), kv_cache_budget=16 << 20))
-        for token_ids, scope, restart in history:
-            if restart:
-                runner.reopen()
-            warm = runner.run(token_ids, scope, reply=3)
-            assert same(runner.run(token_ids, "off", reply=3), warm)
-        runner.close()
-
-
-@cache
-def _model(dtype: torch.dtype, device: str) -> PreTrainedModel:
-    return tiny_llama(dtype, device)
-
-
 def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> None:
     prompt = random_prompt(40, 4 * BLOCK)
     runner.run(prompt, "full")
@@ -498,26 +395,23 @@ def test_a_cache_without_memory_fails_no_request_and_leaks_nothing(
     runner.close()
 
 
-def test_checkpoints_take_no_more_memory_than_may_wait_to_be_written(tmp_path: Path) -> None:
+def test_checkpoints_take_no_more_memory_than_may_wait_to_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = tiny_model("qwen3_next", torch.float32)
     states = Runner(model, tiny_settings(tmp_path / "probe")).layout.state_bytes
     settings = tiny_settings(tmp_path / "kv", kv_cache_interval=BLOCK, kv_cache_write_buffer=3 * states)
     runner = Runner(model, settings)
     held: list[int] = []
     after_step = CachedRequest.after_step
-    with pytest.MonkeyPatch.context() as patch:
 
-        def watched(self: CachedRequest, arena: KVArena) -> None:
-            after_step(self, arena)
-            held.append(runner.cache.writer.pending_bytes)
+    def watched(self: CachedRequest, arena: KVArena) -> None:
+        after_step(self, arena)
+        held.append(runner.cache.writer.pending_bytes)
 
-        patch.setattr(CachedRequest, "after_step", watched)
-        disk = threading.Event()
-        publish = runner.cache.store.publish
-        patch.setattr(runner.cache.store, "publish", lambda pub: publish(pub) if disk.wait(30) else 0)
+    monkeypatch.setattr(CachedRequest, "after_step", watched)
+    with gated(runner, monkeypatch):
         answer = runner.run(random_prompt(1, 20 * BLOCK), "full")
-        disk.set()
-        runner.flush()
     assert len(answer.report.selection.checkpoints) == 20
     assert max(held) <= settings.kv_cache_write_buffer
     assert (answer.report.saved, runner.cache.stats()["dropped"]) == ("dropped", 1)

@@ -83,53 +83,10 @@ def test_everything_is_allowed_until_enough_is_measured() -> None:
     assert not worth.allows(1)
 
 
-def test_prefills_alone_decide_nothing() -> None:
-    worth = gate()
-    for _ in range(50):
-        worth.record_prefill(1000, 1e-6)
-    assert not worth.is_known
-    assert worth.allows(1)
-    assert worth.as_dict()["prefill_s_per_token"] == pytest.approx(1e-9)
-
-
-def test_a_slow_first_restore_decides_nothing() -> None:
-    worth = gate()
-    for num_tokens in (500, 1000, 2000, 4000):
-        worth.record_prefill(num_tokens, 1e-5 * num_tokens)
-    for _ in range(ENOUGH - 1):
-        worth.record_restore(1000 * BYTES_PER_TOKEN, 5.0)
-        assert worth.allows(1000)
-    worth.record_restore(1000 * BYTES_PER_TOKEN, 5.0)
-    assert not worth.allows(1000)
-
-
-def test_restoring_pays_from_where_its_fixed_part_is_won_back() -> None:
-    # 1 ms a token to compute, 23.04 µs a token and 10 ms to restore: 10 / (1 - 0.02304) = 10.2 tokens.
-    worth = feed(gate(), token_s=1e-3, byte_s=1e-9, fixed_s=1e-2)
-    assert worth.break_even_tokens == 11
-    assert not worth.allows(10)
-    assert worth.allows(11)
-
-
 def test_a_checkpoint_is_paid_once() -> None:
     # 50 MB at 1 GB/s: 50 ms more, and nothing by token.
     worth = feed(gate("auto", model_of(0, state_bytes=50_000_000)), token_s=1e-3, byte_s=1e-9, fixed_s=1e-2)
     assert worth.break_even_tokens == 61
-
-
-def test_the_gate_is_closed_where_a_token_is_read_more_slowly_than_computed() -> None:
-    worth = slow_disk()
-    assert worth.break_even_tokens is None
-    assert not worth.allows(10**6)
-    # The same disk under a model with less state a token.
-    worth = feed(gate("auto", model_of(1000)), token_s=1e-5, byte_s=1e-9, fixed_s=1e-3)
-    assert worth.break_even_tokens == pytest.approx(112, abs=1)
-
-
-def test_restoring_that_costs_nothing_is_always_allowed() -> None:
-    worth = feed(gate(), token_s=1e-3, byte_s=1e-9, fixed_s=0.0)
-    assert worth.break_even_tokens == 1
-    assert worth.allows(1)
 
 
 def test_what_would_pay_beyond_any_prompt_never_pays() -> None:
@@ -333,14 +290,6 @@ def test_old_measurements_are_forgotten() -> None:
     assert worth.as_dict()["prefill_samples"] == 32
 
 
-def test_the_same_measurements_give_the_same_answers() -> None:
-    def answers() -> list[bool]:
-        worth = feed(gate(), token_s=1e-4, byte_s=1e-9, fixed_s=0.05, noise=0.2, times=3)
-        return [worth.allows(num_tokens) for num_tokens in range(0, 3000, 7)]
-
-    assert answers() == answers()
-
-
 def test_off_allows_everything_and_still_says_what_was_measured() -> None:
     worth = slow_disk("off")
     assert all(worth.allows(1) for _ in range(100))
@@ -351,32 +300,21 @@ def test_off_allows_everything_and_still_says_what_was_measured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("token_s", "state", "break_even", "reason"),
+    ("token_s", "computing", "state", "break_even", "faster"),
     [
-        (
-            1e-3,
-            "open",
-            11,
-            "computing takes 1 ms a token, restoring 10 ms and 23 µs a token: restoring is faster from 11 tokens on",
-        ),
-        (
-            1e-5,
-            "closed",
-            None,
-            "computing takes 10 µs a token, restoring 10 ms and 23 µs a token: computing is faster for every prompt",
-        ),
-        (
-            1.0,
-            "open",
-            1,
-            "computing takes 1 s a token, restoring 10 ms and 23 µs a token: restoring is faster for every prompt",
-        ),
+        (1e-3, "1 ms", "open", 11, "restoring is faster from 11 tokens on"),
+        (1e-5, "10 µs", "closed", None, "computing is faster for every prompt"),
+        (1.0, "1 s", "open", 1, "restoring is faster for every prompt"),
     ],
 )
-def test_the_reason_names_the_numbers(token_s: float, state: str, break_even: int | None, reason: str) -> None:
+def test_the_reason_names_the_numbers(
+    token_s: float, computing: str, state: str, break_even: int | None, faster: str
+) -> None:
     worth = feed(gate(), token_s=token_s, byte_s=1e-9, fixed_s=1e-2)
     report = worth.as_dict()
-    assert (report["state"], report["break_even_tokens"], report["reason"]) == (state, break_even, reason)
+    assert (report["state"], report["break_even_tokens"]) == (state, break_even)
+    assert report["reason"] == f"computing takes {computing} a token, restoring 10 ms and 23 µs a token: {faster}"
+    assert worth.allows(10**6) == (state == "open")
 
 
 def test_while_measuring_the_reason_says_how_much_is_missing() -> None:
@@ -421,15 +359,6 @@ def test_off_logs_nothing(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.records == []
 
 
-def test_what_was_measured_is_known_after_a_restart() -> None:
-    before = slow_disk(key=KEY)
-    before.remember()
-    after = gate(key=KEY)
-    assert after.is_known
-    assert not after.allows(1000)
-    assert after.as_dict()["prefill_s_per_token"] == before.as_dict()["prefill_s_per_token"]
-
-
 def test_what_was_just_enough_is_known_after_a_kill() -> None:
     before = gate(key=KEY)
     for number in range(1, ENOUGH + 1):
@@ -439,15 +368,6 @@ def test_what_was_just_enough_is_known_after_a_kill() -> None:
     after = gate(key=KEY)
     assert after.is_known
     assert not after.allows(1000)
-
-
-def test_from_then_on_it_is_written_down_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    worth = slow_disk(key=KEY)
-    written: list[int] = []
-    monkeypatch.setattr(worth, "remember", lambda: written.append(1))
-    for _ in range(640):
-        worth.record_prefill(1000, 0.1)
-    assert len(written) == 10
 
 
 def test_another_model_device_or_store_is_measured_anew() -> None:

@@ -20,23 +20,14 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
-from diskprefix.store.schema import piece_key
 from diskprefix.tokens import TokenIds, floor_to_grid
-from tests.exactness.architectures import tiny_model
-from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
-from tests.store.building import chain
+from tests.cache.opening import open_runner
+from tests.runner import BLOCK, Runner, random_prompt
+from tests.store.building import chain, damage
 
 FULL = CacheOptions(scope=parse_scope("full", param="scope"))
 READ_ONLY = CacheOptions(scope=parse_scope("full", param="scope"), save=False)
 PROMPT = random_prompt(1, 6 * BLOCK + 5)
-
-
-def open_runner(name: str, folder: Path) -> Runner:
-    """`token` and `grid`: a llama that is exact there."""
-    settings = tiny_settings(folder, kv_cache_gate="off")
-    if name in ("token", "grid"):
-        return Runner(tiny_llama(), settings, exact_at=None if name == "token" else "grid")
-    return Runner(tiny_model(name, torch.float32), settings, name)
 
 
 def compute(runner: Runner, token_ids: TokenIds, after_step: Callable[[KVArena], None] = lambda _: None) -> Any:
@@ -71,18 +62,6 @@ def fetch(runner: Runner, have: int, logits: torch.Tensor | None = None, options
 
 def state(runner: Runner, num_tokens: int) -> Bytes:
     return np.frombuffer(runner.arena.read_tokens(0, num_tokens), dtype=np.uint8).copy()
-
-
-def name_of_block(runner: Runner, index: int) -> bytes:
-    return chain(runner.cache.store.secret, runner.cache.root, PROMPT, BLOCK)[index]
-
-
-def damage(runner: Runner, index: int) -> None:
-    key = piece_key(name_of_block(runner, index), 0)
-    with runner.cache.store.changes() as changes:
-        piece = bytearray(changes.piece(key[:16], 0) or b"")
-        piece[-1] ^= 64
-        changes._put("payloads", key, bytes(piece))
 
 
 @pytest.mark.parametrize("have", [2 * BLOCK, 2 * BLOCK + 3, 4 * BLOCK - 1])
@@ -176,7 +155,7 @@ def test_a_damaged_node_behind_it_leaves_a_state_to_go_on_from(name: str, tmp_pa
     runner.run_prompt(Prompt(PROMPT, (4 * BLOCK,)), FULL)
     runner.flush()
     expected = compute(runner, PROMPT)
-    damage(runner, 3)
+    damage(runner.cache.store, chain(runner.cache.store.secret, runner.cache.root, PROMPT, BLOCK)[3])
     compute(runner, PROMPT[: 2 * BLOCK])
     cached = fetch(runner, 2 * BLOCK)
     restored = cached.restored
@@ -250,8 +229,7 @@ def test_what_a_restore_did_not_load_is_not_saved_when_the_store_lost_it(tmp_pat
     assert runner.run(prompt, "full").report.restored == len(prompt)
     runner.flush()
     purge(runner.cache.store, PurgeFilter(), time.time(), lambda _: None)
-    options = CacheOptions(scope=parse_scope("full", param="scope"))
-    again = runner.run_prompt(Prompt(longer), options, have=len(prompt))
+    again = runner.run_prompt(Prompt(longer), FULL, have=len(prompt))
     assert torch.equal(again.logits, cold.logits)
     assert again.report.saved == "dropped"
     runner.reopen()

@@ -24,7 +24,7 @@ SHORT_S, LONG_S = 300.0, 3600.0
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Iterator[Runner]:
-    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", kv_cache_gate="off"))
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv"))
     yield runner
     runner.close()
 
@@ -65,7 +65,7 @@ def test_a_mark_keeps_the_state_that_is_stored_exactly_at_it(
 ) -> None:
     """No block ends with the prompt's tail or with a checkpoint, so their own records must say it."""
     model = tiny_llama() if state == "sliceable" else tiny_model(state, torch.float32)
-    runner = Runner(model, tiny_settings(tmp_path / "kv", kv_cache_gate="off"))
+    runner = Runner(model, tiny_settings(tmp_path / "kv"))
     scope = FULL if state == "sliceable" else parse_scope(BLOCK, param="scope")
     prompt = Prompt(random_prompt(1, num_tokens), marks=(Mark(end, LONG_S),))
     runner.run_prompt(prompt, CacheOptions(scope=scope, ttl_s=SHORT_S))

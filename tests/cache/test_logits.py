@@ -20,7 +20,7 @@ GRID = 4 * BLOCK
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Iterator[Runner]:
-    runner = Runner(tiny_llama(), tiny_settings(tmp_path, kv_cache_gate="off"), exact_at=None)
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path), exact_at=None)
     yield runner
     runner.close()
 

@@ -24,7 +24,7 @@ ALICE, BOB = SHARED.with_salt("alice"), SHARED.with_salt("bob")
 
 @pytest.fixture
 def runner(tmp_path: Path) -> Iterator[Runner]:
-    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", kv_cache_gate="off"))
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv"))
     yield runner
     runner.close()
 

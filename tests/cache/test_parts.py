@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,12 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.maintenance.verify import verify_index
-from diskprefix.store.schema import Kind, node_name, piece_key
+from diskprefix.store.schema import Kind, node_name
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
+from tests.cache.opening import gated
 from tests.exactness.architectures import tiny_model
 from tests.runner import VOCAB, Answer, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.store.building import damage
 
 BLOCK = 32
 FULL = CacheOptions(scope=parse_scope("full", param="scope"))
@@ -63,13 +64,6 @@ def restored(runner: Runner, token_ids: TokenIds, options: CacheOptions = READ_O
 def name_of(runner: Runner, token_ids: TokenIds, kind: Kind) -> bytes:
     """The name of a node that begins a prompt."""
     return node_name(runner.cache.store.secret, runner.cache.root, token_ids, kind)
-
-
-def damage(runner: Runner, name: bytes) -> None:
-    with runner.cache.store.changes() as changes:
-        piece = bytearray(changes.piece(name, 0) or b"")
-        piece[-1] ^= 64
-        changes._put("payloads", piece_key(name, 0), bytes(piece))
 
 
 def test_a_prompt_restores_to_where_it_leaves_what_is_stored(runner: Runner) -> None:
@@ -183,12 +177,12 @@ def test_a_damaged_node_is_removed_and_the_next_best_is_used(runner: Runner) -> 
     ask(runner, second, FULL)
     wanted = leaving(first, 26)
     runner.reopen()
-    damage(runner, name_of(runner, first, Kind.BLOCK))
+    damage(runner.cache.store, name_of(runner, first, Kind.BLOCK))
     report = ask(runner, wanted).report
     assert (report.restored, report.refused) == (21, "damaged")
     runner.wait_for(lambda: runner.cache.writer.quarantined == 2)
     assert verify_index(runner.cache.store).problems == ()
-    damage(runner, name_of(runner, second, Kind.BLOCK))
+    damage(runner.cache.store, name_of(runner, second, Kind.BLOCK))
     report = ask(runner, wanted).report
     assert (report.restored, report.miss_reason) == (0, "damaged")
     assert restored(runner, wanted) == 0
@@ -204,7 +198,7 @@ def test_behind_a_damaged_block_a_part_of_another_may_follow(runner: Runner, vic
     parent = runner.cache.root
     for index in range(victim + 1):
         parent = node_name(runner.cache.store.secret, parent, stored[index * BLOCK : (index + 1) * BLOCK], Kind.BLOCK)
-    damage(runner, parent)
+    damage(runner.cache.store, parent)
     report = ask(runner, np.concatenate([stored, random_prompt(7, 5)])).report
     assert (report.restored, report.refused) == (victim * BLOCK + 19, "damaged")
 
@@ -226,21 +220,17 @@ def test_a_damaged_record_is_no_match(runner: Runner) -> None:
 def test_a_node_that_waits_to_be_written_is_used(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     stored = random_prompt(1, 2 * BLOCK + 5)
     ask(runner, leaving(stored, BLOCK + 4), FULL)
-    disk = threading.Event()
-    publish = runner.cache.store.publish
-    monkeypatch.setattr(runner.cache.store, "publish", lambda pub: publish(pub) if disk.wait(30) else 0)
-    runner.run_prompt(Prompt(stored), FULL)
-    cold = state_of(runner, len(stored)).copy()
-    report = runner.run_prompt(Prompt(leaving(stored, BLOCK + 9)), READ_ONLY).report
-    assert (report.restored, report.source) == (BLOCK + 9, "disk")
-    assert np.array_equal(state_of(runner, BLOCK + 9), cold[:, : BLOCK + 9])
-    report = runner.run_prompt(Prompt(leaving(stored, 2 * BLOCK + 2)), READ_ONLY).report
-    assert report.restored == 2 * BLOCK + 2
-    # What is stored shares more than what is queued.
-    report = runner.run_prompt(Prompt(leaving(leaving(stored, BLOCK + 4), BLOCK + 6)), READ_ONLY).report
-    assert report.restored == BLOCK + 6
-    disk.set()
-    runner.flush()
+    with gated(runner, monkeypatch):
+        runner.run_prompt(Prompt(stored), FULL)
+        cold = state_of(runner, len(stored)).copy()
+        report = runner.run_prompt(Prompt(leaving(stored, BLOCK + 9)), READ_ONLY).report
+        assert (report.restored, report.source) == (BLOCK + 9, "disk")
+        assert np.array_equal(state_of(runner, BLOCK + 9), cold[:, : BLOCK + 9])
+        report = runner.run_prompt(Prompt(leaving(stored, 2 * BLOCK + 2)), READ_ONLY).report
+        assert report.restored == 2 * BLOCK + 2
+        # What is stored shares more than what is queued.
+        report = runner.run_prompt(Prompt(leaving(leaving(stored, BLOCK + 4), BLOCK + 6)), READ_ONLY).report
+        assert report.restored == BLOCK + 6
 
 
 def test_tenants_share_no_part_of_a_block(runner: Runner) -> None:

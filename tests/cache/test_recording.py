@@ -169,19 +169,6 @@ def test_a_request_with_the_daemons_scope_has_none_of_its_own(record: Record) ->
     assert not record(range(20))[0].own_scope
 
 
-def test_two_prompts_have_the_hashes_of_what_they_share(record: Record) -> None:
-    a = list(range(100))
-    first, second = record(a, a[:50] + [7] * 50)
-    assert shared(first, second) == 48
-
-
-def test_a_hash_says_nothing_of_how_the_prompt_is_cut_before_it(record: Record) -> None:
-    tokens = random_prompt(2, 64)
-    first, second = record(Prompt(tokens, (7, 30)), Prompt(tokens, (11,)))
-    assert first.cuts != second.cuts
-    assert shared(first, second) == 64
-
-
 def test_where_an_earlier_prompt_ends_or_is_left_is_a_cut(record: Record) -> None:
     tokens = random_prompt(3, 100).tolist()
     first, branch, other, longest = record(tokens[:41], [*tokens[:39], 1, 2, 3], [9, *tokens], tokens)

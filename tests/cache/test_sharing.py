@@ -50,7 +50,6 @@ def make(model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             nonlocal number
             number += 1
             values: dict[str, Any] = {
-                "kv_cache_gate": "off",
                 "namespace_key_file": key,
                 "remote_tier": (tmp_path / bucket).as_uri(),
                 "remote_write": "all",

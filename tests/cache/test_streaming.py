@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,18 +26,11 @@ from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds
 from tests import forked
-from tests.exactness.architectures import tiny_model
-from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
+from tests.cache.opening import gated, open_runner
+from tests.runner import BLOCK, Runner, random_prompt, same
 
 FULL = CacheOptions(scope=parse_scope("full", param="scope"))
 KINDS = ["token", "grid", "qwen3_next"]
-
-
-def open_runner(name: str, folder: Path, **changes: Any) -> Runner:
-    settings = tiny_settings(folder, **({"kv_cache_gate": "off"} | changes))
-    if name in ("token", "grid"):
-        return Runner(tiny_llama(), settings, exact_at=None if name == "token" else "grid")
-    return Runner(tiny_model(name, torch.float32), settings, name)
 
 
 def stored_blocks(runner: Runner, token_ids: TokenIds) -> list[bool]:
@@ -55,19 +45,6 @@ def stored_blocks(runner: Runner, token_ids: TokenIds) -> list[bool]:
 def is_sound(store: Store) -> bool:
     """Whether each node has its parent, each parent counts its children, and each entry its node."""
     return not verify_index(store).problems
-
-
-@contextmanager
-def gated(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """A disk that does nothing before the event is set."""
-    disk, publish = threading.Event(), runner.cache.store.publish
-    with monkeypatch.context() as patch:
-        patch.setattr(runner.cache.store, "publish", lambda pub: publish(pub) if disk.wait(30) else 0)
-        try:
-            yield disk
-        finally:
-            disk.set()
-        runner.flush()
 
 
 def during_prefill(patch: pytest.MonkeyPatch, act: Callable[[CachedRequest, KVArena], None]) -> None:
@@ -107,17 +84,6 @@ def test_a_prompt_larger_than_the_write_buffer_is_saved_whole(
     warm = runner.run(prompt, "full", reply=4)
     assert same(cold, warm)
     assert warm.report.restored == len(prompt)
-    runner.close()
-
-
-def test_eight_thousand_tokens_pass_a_buffer_of_two_blocks(tmp_path: Path) -> None:
-    layout = open_runner("token", tmp_path / "probe").layout
-    buffer = 2 * BLOCK * layout.bytes_per_token + layout.logits_bytes
-    runner = open_runner("token", tmp_path / "kv", kv_cache_write_buffer=buffer)
-    prompt = random_prompt(1, 8000)
-    runner.run(prompt, "full")
-    runner.reopen()
-    assert runner.run(prompt, "full").report.restored == 8000
     runner.close()
 
 

@@ -22,7 +22,8 @@ from diskprefix.extras.simulate.simulator import Policy, Simulator
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.nouns import LeftOut, Prompt, Scope
 from tests.agent_bodies import words
-from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer
+from tests.chat.rendering import rendered, tokenizer_with
+from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 
 
 def count(texts: Sequence[str]) -> list[int]:
@@ -55,10 +56,6 @@ def left_of(conversation: Conversation, threshold: int) -> list[str]:
     return ["-" if m.content[0] == TextPart(PLACEHOLDER, m.path) else m.path.rpartition(".")[2] for m in kept.messages]
 
 
-def indices(text: str) -> list[str]:
-    return text.split()
-
-
 @pytest.mark.parametrize(
     ("roles", "threshold", "left"),
     [
@@ -82,7 +79,7 @@ def indices(text: str) -> list[str]:
 def test_the_oldest_exchanges_are_left_out_until_half_of_the_threshold_remains(
     roles: str, threshold: int, left: str
 ) -> None:
-    assert left_of(conversation_of(roles), threshold) == indices(left)
+    assert left_of(conversation_of(roles), threshold) == left.split()
 
 
 def test_the_reply_is_told_what_was_left_out() -> None:
@@ -159,11 +156,7 @@ def test_what_must_stay_stays(drawn: tuple[str, list[int]], threshold: int) -> N
 
 @pytest.fixture(scope="module")
 def renderer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], PromptRenderer]:
-    from transformers import AutoTokenizer
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = tokenizer_with(tmp_path_factory.mktemp("tokenizer"))
     return lambda limit: PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS, compress_above=limit)
 
 
@@ -189,10 +182,10 @@ def test_below_the_threshold_every_byte_is_as_without_compression(
     renderer_of: Callable[[int | None], PromptRenderer],
 ) -> None:
     conversation = session(8)[-1]
-    plain = renderer_of(None).chat(conversation)
+    plain = rendered(renderer_of(None), conversation)
     num_tokens = len(plain.token_ids)
     for limit, is_same in ((num_tokens, True), (num_tokens - 1, False)):
-        prompt = renderer_of(limit).chat(conversation)
+        prompt = rendered(renderer_of(limit), conversation)
         assert (prompt.token_ids.tolist() == plain.token_ids.tolist()) == is_same
         assert (prompt.rewriting.left_out is None) == is_same
 
@@ -207,13 +200,13 @@ def test_only_a_prompt_above_the_threshold_is_encoded_again(
         return encode(self, text, **options)
 
     monkeypatch.setattr(Encoder, "encode", counted)
-    num_tokens = len(renderer_of(None).chat(conversation).token_ids)
+    num_tokens = len(rendered(renderer_of(None), conversation).token_ids)
     for limit, num_encoded in ((num_tokens, 1), (num_tokens - 1, 2)):
         encoded.clear()
-        renderer_of(limit).chat(conversation)
+        rendered(renderer_of(limit), conversation)
         assert len(encoded) == num_encoded
     encoded.clear()
-    renderer_of(10).chat(session(1)[0])
+    rendered(renderer_of(10), session(1)[0])
     assert len(encoded) == 1
 
 
@@ -222,9 +215,9 @@ def test_a_session_outlives_the_context_of_the_model_and_its_turns_hit(
 ) -> None:
     sent = session(80)
     with pytest.raises(ContextTooLong):
-        renderer_of(None).chat(sent[-1])
+        rendered(renderer_of(None), sent[-1])
     renderer = renderer_of(POSITIONS * 3 // 4)
-    prompts = [renderer.chat(conversation) for conversation in sent]
+    prompts = [rendered(renderer, conversation) for conversation in sent]
     assert max(len(prompt.token_ids) for prompt in prompts) <= POSITIONS * 3 // 4
     simulator = Simulator(Policy(scope=Scope("full"), block_size=16, min_tokens=16), TOKEN)
     restored = [simulator.step(TraceRequest(0.0, prompt)).restored for prompt in prompts]
@@ -244,7 +237,9 @@ def test_the_text_that_the_template_writes_is_that_of_the_prompt(
 ) -> None:
     renderer, conversation = renderer_of(600), session(30)[-1]
     text = renderer.text_of(conversation)
-    assert len(renderer.tokenize(text, add_special_tokens=False)) == len(renderer.chat(conversation).token_ids) < 600
+    assert (
+        len(renderer.tokenize(text, add_special_tokens=False)) == len(rendered(renderer, conversation).token_ids) < 600
+    )
 
 
 def kept_of(prompt: Prompt, scope: Scope) -> tuple[int, str]:
@@ -257,11 +252,11 @@ def test_auto_and_n_step_aside_for_a_prompt_with_messages_left_out_and_full_keep
     renderer_of: Callable[[int | None], PromptRenderer],
 ) -> None:
     conversation = session(30)[-1]
-    prompt = renderer_of(600).chat(conversation)
+    prompt = rendered(renderer_of(600), conversation)
     whole = replace(prompt, rewriting=replace(prompt.rewriting, left_out=None))
     for scope in (Scope("auto", 30), Scope("tokens", 100)):
         assert kept_of(prompt, scope) == (0, "left_out")
         assert kept_of(whole, scope)[0] > 0
     assert kept_of(prompt, Scope("full")) == kept_of(whole, Scope("full")) == (len(prompt.token_ids), "full")
     marked = [replace(m, mark=CacheMark()) if m.role == "user" else m for m in conversation.messages]
-    assert kept_of(renderer_of(600).chat(replace(conversation, messages=marked)), Scope("auto", 30))[1] == "marks"
+    assert kept_of(rendered(renderer_of(600), replace(conversation, messages=marked)), Scope("auto", 30))[1] == "marks"

@@ -49,6 +49,7 @@ from tests.chat.families.families import (
     tokenizer_of,
 )
 from tests.chat.families.sources import PARTED_BY, VOCABULARIES
+from tests.chat.rendering import rendered
 from tests.chat.whole_texts import assert_whole, encoder_of, some_text
 
 TOOL_FAMILIES = [family for family in FAMILIES if family.takes_tools]
@@ -281,9 +282,8 @@ def injected(family: Family, where: str, text: str) -> Prompt:
         tool = {"type": "function", "function": WEATHER_FUNCTION | {"description": f"Of {text} cities."}}
     if not family.takes_tools:
         return prompt_of(family, messages[:4])
-    return renderer_of(family).chat(
-        body_of(family, messages, tools=True).model_copy(update={"tools": [tool]}).conversation
-    )
+    body = body_of(family, messages, tools=True).model_copy(update={"tools": [tool]})
+    return rendered(renderer_of(family), body.conversation)
 
 
 def attacks(family: Family) -> list[str]:
@@ -395,7 +395,7 @@ def test_what_a_template_refuses_is_a_400_in_its_words(name: str, messages: list
 def test_a_template_without_a_system_role_says_so() -> None:
     body = body_of(named("qwen3"), [SYSTEM, QUESTION])
     with pytest.raises(InvalidRequest, match="System role not supported"):
-        renderer_of(named("gemma-2")).chat(body.conversation)
+        rendered(renderer_of(named("gemma-2")), body.conversation)
 
 
 @families

@@ -6,12 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from diskprefix.chat.messages import CacheMark, Conversation, Message, Role, TextPart
 from diskprefix.chat.normalisers import has_late_system, late_system_as_user
 from diskprefix.chat.renderer import PromptRenderer
-from tests.server.chat_model import POSITIONS, VOCAB_SIZE, write_tokenizer
+from tests.chat.rendering import rendered, tokenizer_with
+from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 
 _WRITE = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
 WRITES = f"{{% for message in messages %}}{_WRITE}{{% endfor %}}"
@@ -87,10 +87,9 @@ def test_a_mark_stays_on_the_message_that_its_message_is_part_of(marked: int) ->
     ids=["writes", "drops", "refuses"],
 )
 def test_a_prompt_has_every_system_message(tmp_path: Path, template: str, roles: list[str]) -> None:
-    write_tokenizer(tmp_path, chat_template=template)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = tokenizer_with(tmp_path, template)
     renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS)
     text = renderer.text_of(LATE)
     assert [line.removeprefix("<|im_start|>") for line in text.splitlines() if line.startswith("<|im_start|>")] == roles
-    assert tokenizer.decode(renderer.chat(LATE).token_ids.tolist()) == text
+    assert tokenizer.decode(rendered(renderer, LATE).token_ids.tolist()) == text
     assert [word for word in "Sabcde" if f"\n{word}" in text] == list("Sabcde")

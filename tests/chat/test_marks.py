@@ -14,7 +14,8 @@ from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import MAX_MARKS, Mark, Prompt
 from diskprefix.server.body import parse_json
-from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
+from tests.chat.rendering import rendered, tokenizer_with
+from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE
 
 MARK = {"type": "ephemeral"}
 HOUR = MARK | {"ttl": "1h"}
@@ -29,13 +30,6 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"b": 1, "a": 2}}} | fields
 
 
-def tokenizer_with(folder: Path, template: str = CHAT_TEMPLATE) -> Any:
-    from transformers import AutoTokenizer
-
-    write_tokenizer(folder, chat_template=template)
-    return AutoTokenizer.from_pretrained(folder)
-
-
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return tokenizer_with(tmp_path_factory.mktemp("tokenizer"))
@@ -43,7 +37,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], **fields: Any) -> Prompt:
     body = parse_json(json.dumps({"messages": messages} | fields).encode(), ChatRequest)
-    return PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS).chat(body.conversation)
+    return rendered(PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS), body.conversation)
 
 
 def marked(messages: list[dict[str, Any]], index: int, control: Any = MARK) -> list[dict[str, Any]]:
@@ -285,7 +279,7 @@ def test_tokens_that_the_tokenizer_adds_by_itself_count(tmp_path: Path) -> None:
     renderer._encoder.adds_bos = lambda text: True  # type: ignore[method-assign]  # noqa: ARG005
     for more in ({}, {"add_generation_prompt": False}):
         body = parse_json(json.dumps({"messages": messages} | more).encode(), ChatRequest)
-        prompt = renderer.chat(body.conversation)
+        prompt = rendered(renderer, body.conversation)
         assert [mark.position for mark in prompt.marks] == [mark.position + 1 for mark in without]
     assert prompt.marks[-1].position == len(prompt.token_ids) - 1
 

@@ -23,7 +23,8 @@ from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.nouns import Change, Prompt, Rewriting, Scope
 from diskprefix.tokens import common_prefix_length
 from tests.agent_bodies import TOOLS, asked, billing_header, said, shuffled, words
-from tests.server.chat_model import VOCAB_SIZE, write_tokenizer
+from tests.chat.rendering import rendered, tokenizer_with
+from tests.server.chat_model import VOCAB_SIZE
 
 NAMES = [normaliser.name for normaliser in NORMALISERS]
 SYSTEM = "You are a coding agent.\n" + words(1, 300)
@@ -221,18 +222,14 @@ def test_the_shape_of_a_line_keeps_its_names_and_no_values(line: str, shape: str
 
 @pytest.fixture(scope="module")
 def render(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Conversation, str], Prompt]:
-    from transformers import AutoTokenizer
+    tokenizer = tokenizer_with(tmp_path_factory.mktemp("tokenizer"))
 
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-
-    def rendered(conversation: Conversation, modes: str) -> Prompt:
+    def written(conversation: Conversation, modes: str) -> Prompt:
         normalisers = Normalisers.parse(modes, param="--normalise")
         renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=1 << 20, normalisers=normalisers)
-        return renderer.chat(conversation)
+        return rendered(renderer, conversation)
 
-    return rendered
+    return written
 
 
 def turns(change: Callable[[int], dict[str, Any]]) -> list[Conversation]:

@@ -29,6 +29,7 @@ from tests.chat.families.conversations import (
     without_thoughts,
 )
 from tests.chat.families.families import POSITIONS, Family, named, tokenizer_of
+from tests.chat.rendering import rendered
 from tests.chat.turns import Model, TaggedFormat, Turns, common, remember
 
 QUESTION = user("How is the weather in Oslo?")
@@ -79,7 +80,7 @@ def test_the_tokens_of_a_reply_stand_in_the_next_prompt(name: str) -> None:
     state = model.state
     again = conversation_of(family, SYSTEM, QUESTION, as_openai(turn), user("Thanks."), tools=False)
     prompt = model.asked(again)
-    plain = renderer_of(family).chat(again)
+    plain = rendered(renderer_of(family), again)
     if name in REWRITING:
         assert prompt.replayed == 0
         assert prompt.token_ids.tolist() == plain.token_ids.tolist()
@@ -141,7 +142,7 @@ def test_a_call_in_the_words_of_a_family_stands_in_the_next_prompt(name: str, te
     again = conversation_of(family, SYSTEM, QUESTION, sent, result("rain", "call_1"))
     state = [*prompt.token_ids.tolist(), *sampled]
     assert renderer.replay(again, turns).prompt.token_ids[: len(state)].tolist() == state
-    assert common(renderer.chat(again).token_ids, state) < len(state)
+    assert common(rendered(renderer, again).token_ids, state) < len(state)
 
 
 def two_turns(family: Family, *, text: str = CALL) -> tuple[Model, list[dict[str, Any]], list[int]]:
@@ -180,7 +181,7 @@ def test_what_the_client_changed_is_written_by_the_template(edit: Callable[[Any]
     edited = conversation_of(QWEN3, *edit(messages))
     prompt = model.asked(edited)
     assert prompt.replayed == 0
-    assert prompt.token_ids.tolist() == renderer_of(QWEN3).chat(edited).token_ids.tolist()
+    assert prompt.token_ids.tolist() == rendered(renderer_of(QWEN3), edited).token_ids.tolist()
     assert common(prompt.token_ids, state) < len(state)
 
 
@@ -203,7 +204,7 @@ def test_text_before_a_reply_that_is_not_what_it_was_leaves_it_to_the_template(s
     prompt = model.asked(conversation)
     assert prompt.replayed == (suffix == ".")
     if not prompt.replayed:
-        assert prompt.token_ids.tolist() == renderer_of(QWEN2).chat(conversation).token_ids.tolist()
+        assert prompt.token_ids.tolist() == rendered(renderer_of(QWEN2), conversation).token_ids.tolist()
 
 
 def test_reasoning_that_the_template_drops_does_not_come_back() -> None:
@@ -213,7 +214,7 @@ def test_reasoning_that_the_template_drops_does_not_come_back() -> None:
     prompt = model.asked(later)
     assert prompt.replayed == 0
     assert "wants Oslo" not in text_of(QWEN3, prompt)
-    assert prompt.token_ids.tolist() == renderer_of(QWEN3).chat(later).token_ids.tolist()
+    assert prompt.token_ids.tolist() == rendered(renderer_of(QWEN3), later).token_ids.tolist()
 
 
 def test_a_new_loop_is_replayed_behind_one_whose_reasoning_was_dropped() -> None:
@@ -253,7 +254,7 @@ def test_boundaries_and_marks_stand_where_they_stand_without_replay() -> None:
     model, messages, state = two_turns(QWEN2, text=f"Let me see.\n{CALL}")
     marked = result("rain", "call_1") | {"cache_control": {"type": "ephemeral"}}
     conversation = conversation_of(QWEN2, *messages[:3], marked, user("Thanks."))
-    prompt, plain = model.asked(conversation), renderer_of(QWEN2).chat(conversation)
+    prompt, plain = model.asked(conversation), rendered(renderer_of(QWEN2), conversation)
     assert prompt.replayed == 1
     moved = len(prompt.token_ids) - len(plain.token_ids)
     assert moved > 0

@@ -19,16 +19,10 @@ from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.json_values import MOST_PARTS
 from diskprefix.nouns import Prompt
 from diskprefix.server.body import parse_json
-from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
+from tests.chat.rendering import rendered, tokenizer_with
+from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"city": "Oslo"}}}
-
-
-def tokenizer_with(folder: Path, template: str | None) -> Any:
-    from transformers import AutoTokenizer
-
-    write_tokenizer(folder, chat_template=template)
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def renderer_of(tokenizer: Any, *, max_positions: int = POSITIONS, compress_above: int | None = None) -> PromptRenderer:
@@ -37,7 +31,7 @@ def renderer_of(tokenizer: Any, *, max_positions: int = POSITIONS, compress_abov
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizer_with(tmp_path_factory.mktemp("tokenizer"), CHAT_TEMPLATE)
+    return tokenizer_with(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture
@@ -50,12 +44,19 @@ def conversation_of(*messages: tuple[str, Any], **fields: Any) -> Conversation:
     return parse_json(json.dumps({"messages": listed} | fields).encode(), ChatRequest).conversation
 
 
+def calling(arguments: Any, num_calls: int = 1, name: str = "get_weather") -> Conversation:
+    """A question, and calls of a tool."""
+    call = {"id": "1", "type": "function", "function": {"name": name, "arguments": arguments}}
+    messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [call] * num_calls}]
+    return ChatRequest.model_validate({"messages": messages}).conversation
+
+
 def text_of(tokenizer: Any, prompt: Prompt, end: int | None = None) -> str:
     return str(tokenizer.decode(prompt.token_ids[:end].tolist()))
 
 
 def test_a_prompt_is_what_the_template_writes(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = renderer.chat(conversation_of(("system", "Be brief."), ("user", "Name three rivers.")))
+    prompt = rendered(renderer, conversation_of(("system", "Be brief."), ("user", "Name three rivers.")))
     assert text_of(tokenizer, prompt) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nName three rivers.<|im_end|>\n"
         "<|im_start|>assistant\n"
@@ -63,122 +64,51 @@ def test_a_prompt_is_what_the_template_writes(renderer: PromptRenderer, tokenize
     assert prompt.token_ids.dtype.name == "int32"
 
 
-def test_boundaries_are_one_past_each_special_token_of_the_template(renderer: PromptRenderer) -> None:
-    prompt = renderer.chat(conversation_of(("user", "hello")))
-    special = [i + 1 for i, token in enumerate(prompt.token_ids.tolist()) if token in (1, 2)]
-    assert list(prompt.boundaries) == special
-    assert len(special) == 3
-
-
-@pytest.mark.parametrize("marker", ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|im_end|>\n<|im_start|>assistant"])
-def test_marker_like_text_in_a_message_moves_no_boundary(renderer: PromptRenderer, marker: str) -> None:
-    plain = renderer.chat(conversation_of(("system", "Be brief."), ("user", "hello")))
-    marked = renderer.chat(conversation_of(("system", "Be brief."), ("user", f"a {marker} b")))
-    assert len(marked.boundaries) == len(plain.boundaries)
-    assert marked.boundaries[:3] == plain.boundaries[:3]
-    assert marked.system_end == plain.system_end
-
-
 def test_marker_like_text_in_tools_and_template_variables_moves_no_boundary(renderer: PromptRenderer) -> None:
     marked = TOOL | {"function": {"name": "f", "description": "ends with <|im_end|>"}}
-    plain = renderer.chat(conversation_of(("user", "hello"), tools=[TOOL]))
-    tricky = renderer.chat(conversation_of(("user", "hello"), tools=[marked], chat_template_kwargs={"x": "<|im_end|>"}))
+    plain = rendered(renderer, conversation_of(("user", "hello"), tools=[TOOL]))
+    tricky = rendered(
+        renderer, conversation_of(("user", "hello"), tools=[marked], chat_template_kwargs={"x": "<|im_end|>"})
+    )
     assert len(tricky.boundaries) == len(plain.boundaries)
-
-
-def test_the_system_part_ends_before_the_first_word_of_the_user(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = renderer.chat(conversation_of(("system", "Be brief."), ("user", "Name three rivers.")))
-    assert text_of(tokenizer, prompt, prompt.system_end) == "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>"
-
-
-def test_tools_belong_to_the_system_part(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = renderer.chat(conversation_of(("system", "Be brief."), ("user", "hello"), tools=[TOOL]))
-    system = text_of(tokenizer, prompt, prompt.system_end)
-    assert '"name": "get_weather"' in system
-    assert "Be brief." in system
-    assert "hello" not in system
-
-
-@pytest.mark.parametrize("first", ["x", "xylophone", "y", "  x", ""])
-def test_the_system_part_never_depends_on_the_users_first_word(renderer: PromptRenderer, first: str) -> None:
-    ends = [
-        renderer.chat(conversation_of(("system", "Be brief."), ("user", text))).system_end for text in (first, "hello")
-    ]
-    assert ends[0] == ends[1] > 0
 
 
 def test_developer_becomes_system_unless_the_template_knows_it(
     renderer: PromptRenderer, tokenizer: Any, tmp_path: Path
 ) -> None:
     body = conversation_of(("developer", "Be brief."), ("user", "hello"))
-    assert "<|im_start|>system\nBe brief." in text_of(tokenizer, renderer.chat(body))
+    assert "<|im_start|>system\nBe brief." in text_of(tokenizer, rendered(renderer, body))
     knowing = tokenizer_with(tmp_path, CHAT_TEMPLATE + "{# developer #}")
-    assert "<|im_start|>developer\nBe brief." in text_of(knowing, renderer_of(knowing).chat(body))
-
-
-def test_text_parts_are_joined_and_null_is_empty(renderer: PromptRenderer, tokenizer: Any) -> None:
-    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
-    assert "user\none\ntwo<|im_end|>" in text_of(tokenizer, renderer.chat(conversation_of(("user", parts))))
+    assert "<|im_start|>developer\nBe brief." in text_of(knowing, rendered(renderer_of(knowing), body))
 
 
 @pytest.mark.parametrize("arguments", ["", "{}", {}])
 def test_a_tool_call_without_arguments_is_rendered(renderer: PromptRenderer, tokenizer: Any, arguments: Any) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "get_time", "arguments": arguments}}
-    messages = [{"role": "user", "content": "now?"}, {"role": "assistant", "tool_calls": [call]}]
-    body = parse_json(json.dumps({"messages": messages}).encode(), ChatRequest).conversation
-    assert "<call>get_time</call><|im_end|>" in text_of(tokenizer, renderer.chat(body))
-
-
-@pytest.mark.parametrize("arguments", ['{"city": "Oslo"}', {"city": "Oslo"}])
-def test_tool_call_arguments_reach_the_template_as_an_object(
-    renderer: PromptRenderer, tokenizer: Any, arguments: Any
-) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
-    messages = [
-        {"role": "user", "content": "weather?"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "1", "content": "rain"},
-    ]
-    body = parse_json(json.dumps({"messages": messages}).encode(), ChatRequest).conversation
-    text = text_of(tokenizer, renderer.chat(body))
-    assert "<call>get_weather city=Oslo</call><|im_end|>" in text
-    assert "<|im_start|>tool\nrain<|im_end|>" in text
+    prompt = rendered(renderer, calling(arguments, name="get_time"))
+    assert "<call>get_time</call><|im_end|>" in text_of(tokenizer, prompt)
 
 
 @pytest.mark.parametrize("num_calls", [1, 4])
 def test_arguments_with_too_many_values_are_refused_before_they_are_parsed(
     renderer: PromptRenderer, monkeypatch: pytest.MonkeyPatch, num_calls: int
 ) -> None:
-    arguments = "[" + ",".join(["[]"] * (MOST_PARTS // num_calls)) + "]"
-    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
-    messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [call] * num_calls}]
-    body = ChatRequest.model_validate({"messages": messages}).conversation
+    body = calling("[" + ",".join(["[]"] * (MOST_PARTS // num_calls)) + "]", num_calls)
     monkeypatch.setattr("diskprefix.chat.template_input.json.loads", pytest.fail)
     with pytest.raises(InvalidRequest, match=r"^messages: the arguments of calls.* objects, lists and texts") as caught:
-        renderer.chat(body)
+        rendered(renderer, body)
     assert caught.value.code == "body_too_complex"
 
 
 def test_arguments_with_much_punctuation_in_their_texts_are_parsed(renderer: PromptRenderer) -> None:
     city = "[" * (MOST_PARTS + 1)
-    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps({"city": city})}}
-    messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [call]}]
-    body = ChatRequest.model_validate({"messages": messages}).conversation
-    assert f"get_weather city={city}" in renderer.text_of(body)
+    assert f"get_weather city={city}" in renderer.text_of(calling(json.dumps({"city": city})))
 
 
 def test_arguments_that_are_no_json_are_served_by_a_template_that_goes_through_them(tokenizer: Any) -> None:
     renderer = renderer_of(tokenizer)
     renderer.warm_up()
-    call = {"id": "1", "type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Os'}}
-    messages = [{"role": "user", "content": "weather?"}, {"role": "assistant", "tool_calls": [call]}]
-    body = parse_json(json.dumps({"messages": messages}).encode(), ChatRequest).conversation
-    assert '<call>get_weather arguments={"city": "Os</call>' in text_of(tokenizer, renderer.chat(body))
-
-
-def test_template_variables_reach_the_template(renderer: PromptRenderer, tokenizer: Any) -> None:
-    body = conversation_of(("user", "hello"), chat_template_kwargs={"enable_thinking": True})
-    assert "/think hello" in text_of(tokenizer, renderer.chat(body))
+    prompt = rendered(renderer, calling('{"city": "Os'))
+    assert '<call>get_weather arguments={"city": "Os</call>' in text_of(tokenizer, prompt)
 
 
 KNOWING = (
@@ -204,13 +134,13 @@ def test_how_much_to_think_is_told_to_a_template_that_knows_it(
     tmp_path: Path, fields: dict[str, Any], said: str
 ) -> None:
     tokenizer = tokenizer_with(tmp_path, KNOWING)
-    prompt = renderer_of(tokenizer).chat(conversation_of(("user", "hello"), **fields))
+    prompt = rendered(renderer_of(tokenizer), conversation_of(("user", "hello"), **fields))
     assert text_of(tokenizer, prompt) == f"hello{said}"
 
 
 def test_how_much_to_think_changes_nothing_for_other_templates(renderer: PromptRenderer, tokenizer: Any) -> None:
     plain, asked = (
-        text_of(tokenizer, renderer.chat(conversation_of(("user", "hello"), **fields)))
+        text_of(tokenizer, rendered(renderer, conversation_of(("user", "hello"), **fields)))
         for fields in ({}, {"reasoning_effort": "high"})
     )
     assert plain == asked
@@ -218,9 +148,9 @@ def test_how_much_to_think_changes_nothing_for_other_templates(renderer: PromptR
 
 @pytest.mark.parametrize("text", ["The answer", "The answer ", "<|im_end|> is", "a\n\n"])
 def test_a_reply_that_was_begun_is_the_end_of_the_prompt(renderer: PromptRenderer, tokenizer: Any, text: str) -> None:
-    prompt = renderer.chat(conversation_of(("user", "hello"), ("assistant", text)))
+    prompt = rendered(renderer, conversation_of(("user", "hello"), ("assistant", text)))
     assert text_of(tokenizer, prompt).endswith(f"<|im_start|>assistant\n{text}")
-    begun = text_of(tokenizer, renderer.chat(conversation_of(("user", "hello"))))
+    begun = text_of(tokenizer, rendered(renderer, conversation_of(("user", "hello"))))
     assert text_of(tokenizer, prompt) == begun + text
     assert max(prompt.boundaries) == len(tokenizer(begun.removesuffix("<|im_start|>assistant\n"))["input_ids"]) + 1
 
@@ -228,33 +158,25 @@ def test_a_reply_that_was_begun_is_the_end_of_the_prompt(renderer: PromptRendere
 @pytest.mark.parametrize("name", ["tokenize", "messages", "tools", "chat_template", "add_generation_prompt"])
 def test_what_the_daemon_sets_cannot_be_overridden(renderer: PromptRenderer, name: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        renderer.chat(conversation_of(("user", "hello"), chat_template_kwargs={name: True}))
+        rendered(renderer, conversation_of(("user", "hello"), chat_template_kwargs={name: True}))
     assert caught.value.param == f"chat_template_kwargs.{name}"
 
 
 def test_the_prompt_may_end_without_the_start_of_a_reply(renderer: PromptRenderer, tokenizer: Any) -> None:
-    prompt = renderer.chat(conversation_of(("user", "hello"), add_generation_prompt=False))
+    prompt = rendered(renderer, conversation_of(("user", "hello"), add_generation_prompt=False))
     assert text_of(tokenizer, prompt).endswith("hello<|im_end|>\n")
 
 
-def test_what_the_template_raises_is_a_400_with_its_words(renderer: PromptRenderer) -> None:
-    with pytest.raises(InvalidRequest, match="a tool cannot speak first") as caught:
-        renderer.chat(conversation_of(("tool", "rain")))
-    assert caught.value.param == "messages"
-
-
 def test_a_template_that_fails_over_a_message_is_a_400(renderer: PromptRenderer) -> None:
-    call = {"type": "function", "function": {"name": "f", "arguments": "no json"}}
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     with pytest.raises(InvalidRequest) as caught:
-        renderer.chat(parse_json(json.dumps({"messages": messages}).encode(), ChatRequest).conversation)
+        rendered(renderer, calling("no json"))
     assert caught.value.code == "template_error"
 
 
 def test_a_model_without_a_template_points_to_completions(tmp_path: Path) -> None:
     renderer = renderer_of(tokenizer_with(tmp_path, None))
     with pytest.raises(InvalidRequest, match=r"/v1/completions.*--chat-template"):
-        renderer.chat(conversation_of(("user", "hello")))
+        rendered(renderer, conversation_of(("user", "hello")))
 
 
 def test_a_template_that_ignores_tools_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -262,14 +184,14 @@ def test_a_template_that_ignores_tools_is_warned_of_once(tmp_path: Path, caplog:
     renderer = renderer_of(tokenizer_with(tmp_path, template))
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            renderer.chat(conversation_of(("user", "hello"), tools=[TOOL]))
+            rendered(renderer, conversation_of(("user", "hello"), tools=[TOOL]))
     assert caplog.text.count("ignores them") == 1
 
 
 def test_the_preview_shows_how_a_conversation_begins_and_its_newest_question(renderer: PromptRenderer) -> None:
     long = "You are  a careful\nassistant. " * 50
-    prompt = renderer.chat(
-        conversation_of(("system", long), ("user", "first"), ("assistant", "ok"), ("user", "Rivers? " * 99))
+    prompt = rendered(
+        renderer, conversation_of(("system", long), ("user", "first"), ("assistant", "ok"), ("user", "Rivers? " * 99))
     )
     assert prompt.text.startswith("You are a careful assistant. You are")
     assert " … Rivers? Rivers?" in prompt.text
@@ -320,7 +242,7 @@ def test_a_text_of_megabytes_is_refused_without_encoding_all_of_it(tokenizer: An
         renderer = renderer_of(Counting(), max_positions=64, compress_above=compress_above)
         for text in ("word " * 1_000_000, " " * longest * 64):
             with pytest.raises(ContextTooLong, match="at least"):
-                renderer.chat(conversation_of(("user", text), ("assistant", text), ("user", text)))
+                rendered(renderer, conversation_of(("user", text), ("assistant", text), ("user", text)))
     assert sum(encoded_chars) < 1_000
 
 
@@ -356,7 +278,7 @@ def tokenizer_with_bos(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """As of Llama, Gemma and Mistral: it puts <|im_start|>, its BOS, before every text."""
     from tokenizers.processors import TemplateProcessing
 
-    tokenizer = tokenizer_with(tmp_path_factory.mktemp("bos"), CHAT_TEMPLATE)
+    tokenizer = tokenizer_with(tmp_path_factory.mktemp("bos"))
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|im_start|> $A", pair="<|im_start|> $A $B", special_tokens=[("<|im_start|>", 1)]
     )
@@ -393,7 +315,7 @@ def test_special_tokens_in_a_text_stay_boundaries_beside_a_bos(tokenizer_with_bo
 def test_a_template_that_writes_nothing_is_a_400(tmp_path: Path) -> None:
     renderer = renderer_of(tokenizer_with(tmp_path, "{% if messages|length > 1 %}{{ messages[1].content }}{% endif %}"))
     with pytest.raises(InvalidRequest, match="no tokens") as caught:
-        renderer.chat(conversation_of(("user", "hello")))
+        rendered(renderer, conversation_of(("user", "hello")))
     assert caught.value.param == "messages"
 
 
@@ -409,7 +331,7 @@ def test_a_text_that_the_tokenizer_drops_is_a_400(tmp_path: Path) -> None:
 
 def test_a_preview_holds_nothing_that_a_terminal_acts_on(renderer: PromptRenderer) -> None:
     nasty = "hi \x1b]0;pwned\x07\x1b[2J\x9b31m\u202e there 🦀"
-    chat = renderer.chat(conversation_of(("system", nasty), ("user", nasty)))
+    chat = rendered(renderer, conversation_of(("system", nasty), ("user", nasty)))
     text = renderer.completion(nasty * 50)
     ids = renderer.completion(text.token_ids.tolist())
     for prompt in (chat, text, ids):
@@ -420,43 +342,13 @@ def test_a_preview_holds_nothing_that_a_terminal_acts_on(renderer: PromptRendere
 def test_what_a_template_repeats_of_a_message_is_cut_and_escaped(tmp_path: Path) -> None:
     renderer = renderer_of(tokenizer_with(tmp_path, "{{ raise_exception('refused: ' + messages[0].content) }}"))
     with pytest.raises(InvalidRequest) as caught:
-        renderer.chat(conversation_of(("user", "\x1b[31m" + "x" * 5000)))
+        rendered(renderer, conversation_of(("user", "\x1b[31m" + "x" * 5000)))
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 300
 
 
-TURNS = "<BOS>{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
-
-@pytest.fixture
-def tokenizer_with_ordinary_turns(tmp_path: Path) -> Any:
-    """As DeepSeek's: the tokens that begin turns are added, but not called special."""
-    from tokenizers import AddedToken
-
-    tokenizer = tokenizer_with(tmp_path, TURNS)
-    tokenizer.backend_tokenizer.add_special_tokens(["<BOS>"])
-    tokens = ("<user>", "<assistant>", "<system>", "<unused>")
-    tokenizer.backend_tokenizer.add_tokens([AddedToken(text, special=False) for text in tokens])
-    return tokenizer
-
-
-def test_added_tokens_that_begin_turns_are_boundaries(tokenizer_with_ordinary_turns: Any) -> None:
-    prompt = renderer_of(tokenizer_with_ordinary_turns).chat(
-        conversation_of(("system", "Be <user> brief."), ("user", "hello"))
-    )
-    text = "<BOS><system>Be <user> brief.<user>hello<assistant>"
-    cuts = [text_of(tokenizer_with_ordinary_turns, prompt, end) for end in prompt.boundaries]
-    assert cuts == [text[: text.index(end) + len(end)] for end in ("<BOS>", "<system>", "brief.<user>", "<assistant>")]
-    assert prompt.system_end == prompt.boundaries[2]
-
-
-def test_they_are_boundaries_of_a_text_too(tokenizer_with_ordinary_turns: Any) -> None:
-    prompt = renderer_of(tokenizer_with_ordinary_turns).completion("a<user>b<unused>c")
-    assert [text_of(tokenizer_with_ordinary_turns, prompt, end) for end in prompt.boundaries] == ["a<user>"]
-
-
 def test_the_templates_markers_are_found_out_once(tokenizer: Any) -> None:
-    rendered = []
+    applied = []
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
@@ -466,13 +358,13 @@ def test_the_templates_markers_are_found_out_once(tokenizer: Any) -> None:
             return tokenizer(text, **options)
 
         def apply_chat_template(self, messages: Any, **options: Any) -> Any:
-            rendered.append(messages)
+            applied.append(messages)
             return tokenizer.apply_chat_template(messages, **options)
 
     renderer = renderer_of(Counting())
     renderer.warm_up()
-    tried = len(rendered)
+    tried = len(applied)
     assert tried > 2
     for _ in range(3):
-        renderer.chat(conversation_of(("user", "hello")))
-    assert len(rendered) - tried == 3 * 2  # the prompt, and the end of its system part
+        rendered(renderer, conversation_of(("user", "hello")))
+    assert len(applied) - tried == 3 * 2  # the prompt, and the end of its system part

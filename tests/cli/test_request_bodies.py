@@ -31,7 +31,8 @@ def renderer(tmp_path_factory: pytest.TempPathFactory) -> PromptRenderer:
 
 
 def test_a_chat_is_the_prompt_that_the_server_renders(renderer: PromptRenderer) -> None:
-    request, rendered = read_body(renderer, CHAT), renderer.chat(ChatRequest.model_validate(CHAT).conversation)
+    conversation = ChatRequest.model_validate(CHAT).conversation
+    request, rendered = read_body(renderer, CHAT), renderer.replay(conversation, None).prompt
     assert request.prompt.token_ids.tolist() == rendered.token_ids.tolist()
     assert request.prompt.boundaries == rendered.boundaries
     assert request.prompt.system_end == rendered.system_end > 0

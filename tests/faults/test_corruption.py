@@ -22,7 +22,7 @@ CASES = 1
 KINDS = ("no damage", *FILE_DAMAGE, *RECORD_DAMAGE)
 WITHOUT_THE_CHECK = """
 from diskprefix.store import store_file
-opening._require_sound = lambda *_: None
+store_file._require_sound = lambda *_: None
 from tools.programs.corruption import main
 main()
 """

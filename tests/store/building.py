@@ -17,7 +17,7 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import decode_piece, piece_seed
 from diskprefix.store.maintenance.verify import verify_index, verify_payloads
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name
+from diskprefix.store.schema import EntryRecord, Kind, RootRecord, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, block_hash
@@ -169,6 +169,14 @@ def read_payload(snapshot: Snapshot, node: NewNode) -> bytes:
         decode_piece(stored, piece, piece_seed(node.name, index), out)
         parts.append(out.tobytes())
     return b"".join(parts)
+
+
+def damage(store: Store, name: bytes) -> None:
+    """Flips a bit in the first stored piece of a node."""
+    with store.changes() as changes:
+        piece = bytearray(changes.piece(name, 0) or b"")
+        piece[-1] ^= 64
+        changes._put("payloads", piece_key(name, 0), bytes(piece))
 
 
 def change_format(path: Path, version: int) -> None:

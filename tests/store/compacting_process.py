@@ -7,16 +7,9 @@ import signal
 import sys
 from pathlib import Path
 
-from diskprefix.store import compact as compacting
+from diskprefix.store.compact import compact_folder
 
 _OPERATIONS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.fsync", "shutil.rmtree")
-
-
-def compact(folder: Path, ready: Path) -> None:
-    """Makes the file `ready`, then compacts in many small steps."""
-    compacting._BATCH_BYTES = 100_000
-    ready.touch()
-    compacting.compact_folder(folder)
 
 
 def compact_until_killed(folder: Path, left: int) -> None:
@@ -30,5 +23,5 @@ def compact_until_killed(folder: Path, left: int) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(count)
-    compacting.compact_folder(folder)
+    compact_folder(folder)
     left = 1000

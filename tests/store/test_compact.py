@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import signal
 import stat
@@ -20,7 +19,6 @@ from tests import forked
 from tests.faults.damage import damaged
 from tests.store import compacting_process
 from tests.store.building import BLOCK, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication
-from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")
@@ -248,31 +246,6 @@ def test_the_file_of_another_program_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="holds no diskprefix store"):
         compact_folder(tmp_path)
     assert (tmp_path / "data.mdb").read_bytes() == before
-
-
-def test_a_kill_at_any_moment_leaves_the_old_file_or_the_new_one(
-    folder: Path, pubs: list[Publication], template: tuple[Path, list[Publication]], tmp_path: Path
-) -> None:
-    rng = random.Random(0)
-    before = records(folder)
-    killed_before_the_end = 0
-    for _ in range(12):
-        shutil.copy(template[0] / "data.mdb", folder / "data.mdb")
-        process = forked.start(compacting_process.compact, folder, tmp_path / "ready")
-        wait_for((tmp_path / "ready").exists)
-        process.join(10 ** rng.uniform(-3, -1))
-        process.kill()
-        process.join()
-        (tmp_path / "ready").unlink()
-        killed_before_the_end += process.exitcode != 0
-        store = open_store(folder)
-        assert all(is_whole(store, pub) for pub in pubs)
-        assert is_clean(store)
-        store.close()
-        # Whoever comes next clears up.
-        assert not (folder / "replacement").exists()
-        assert records(folder) == before
-    assert killed_before_the_end
 
 
 def test_a_kill_at_every_step_on_the_file_system_leaves_a_store(

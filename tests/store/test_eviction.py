@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
@@ -162,41 +161,6 @@ def test_each_victim_is_worth_least_of_those_that_may_go(
         kept.remove(victim)
 
 
-def plainly(
-    table: UsageTable, parents: dict[bytes, bytes], wanted: int, pinned: Container[bytes], bare: Container[bytes]
-) -> list[bytes]:
-    """The same choice made the plain way: every leaf goes into one heap before the first is taken."""
-    worth = dict(zip(table.names, scores(table, NOW).tolist(), strict=True))
-    records = dict(zip(table.names, table.records, strict=True))
-    children = {node: int(record["children"]) for node, record in records.items()}
-    new = {node for node, record in records.items() if abs(NOW - record["created_at"]) < JUST_WRITTEN_S}
-    worth |= {node: -math.inf for node in worth.keys() - new if node in bare}
-    free = {node for node, record in records.items() if node not in new or not record["hits"] > 0}
-    leaves = [(worth[node], node) for node in free if not children[node]]
-    heapq.heapify(leaves)
-    chosen: list[bytes] = []
-    while leaves and sum(int(records[node]["stored_bytes"]) for node in chosen) < wanted:
-        _, node = heapq.heappop(leaves)
-        if node in pinned:
-            continue
-        chosen.append(node)
-        parent = parents[node]
-        if parent in children:
-            children[parent] -= 1
-            if not children[parent] and parent in free:
-                heapq.heappush(leaves, (worth[parent], parent))
-    return chosen
-
-
-@given(trees(), st.integers(0, 3000), pins, st.sets(st.integers(0, 24).map(name)))
-def test_the_choice_is_the_one_that_a_heap_of_all_leaves_gives(
-    tree: Tree, wanted: int, pinned: frozenset[bytes], bare: set[bytes]
-) -> None:
-    nodes, parents = tree
-    chosen = victims(nodes, parents, wanted=wanted, pinned=pinned, bare=bare)
-    assert chosen == plainly(table_of(nodes), parents, wanted, pinned, bare)
-
-
 @given(trees(), st.integers(0, 3000), st.sets(st.integers(0, 24).map(name)), st.data())
 def test_a_table_with_rows_that_are_nobodys_gives_the_same_choice(
     tree: Tree, wanted: int, bare: set[bytes], data: st.DataObject
@@ -236,14 +200,6 @@ def test_a_tenth_of_the_limit_stays_free() -> None:
     assert usable_bytes(10 << 30) == (9 << 30) - (1 << 20)
 
 
-@given(trees(), st.integers(0, 1000), pins)
-def test_the_choice_is_a_function_of_its_arguments(tree: Tree, wanted: int, pinned: frozenset[bytes]) -> None:
-    nodes, parents = tree
-    reordered = dict(reversed(nodes.items()))
-    chosen = victims(nodes, parents, wanted=wanted, pinned=pinned)
-    assert victims(reordered, parents, wanted=wanted, pinned=pinned) == chosen
-
-
 @given(st.lists(st.floats(0, 10 * YEAR_S), min_size=1, max_size=20), st.floats(0, 100), st.floats(0, 100))
 def test_equal_hits_and_cost_are_least_recently_used(ages: list[float], hits: float, prefill_s: float) -> None:
     records = [usage(age_s=age, hits=hits, prefill_s=prefill_s) for age in ages]
@@ -251,17 +207,8 @@ def test_equal_hits_and_cost_are_least_recently_used(ages: list[float], hits: fl
     assert taken == sorted(taken)
 
 
-@given(trees())
-def test_nothing_is_taken_when_nothing_is_wanted(tree: Tree) -> None:
-    assert victims(*tree, wanted=0) == []
-
-
 def test_an_empty_store_has_nothing_to_give() -> None:
     assert victims({}) == gone({}, {}, ttl_s=0) == []
-
-
-def test_nodes_that_are_years_old_still_differ() -> None:
-    assert order(usage(age_s=10 * YEAR_S), usage(age_s=11 * YEAR_S), usage(age_s=9 * YEAR_S)) == [1, 0, 2]
 
 
 def test_names_that_end_in_zero_bytes_are_told_apart() -> None:
@@ -388,23 +335,6 @@ def test_a_time_of_writing_in_the_future_does_not_protect_for_ever() -> None:
     assert order(small_step, wrong_clock) == [1]
 
 
-def test_an_ancestor_that_others_continue_outlives_them_although_it_is_worth_least() -> None:
-    large_and_old = usage(age_s=YEAR_S, children=2, stored_bytes=10**6, prefill_s=1e-6)
-    leaf = usage(age_s=1, prefill_s=5.0, hits=9.0)
-    records = {name(0): large_and_old, name(1): leaf, name(2): leaf}
-    parents = {name(0): b"", name(1): name(0), name(2): name(0)}
-    assert victims(records, parents, wanted=1) == [name(1)]
-    assert victims(records, parents) == [name(1), name(2), name(0)]
-
-
-def test_the_last_child_of_a_node_makes_it_compete_by_its_own_score() -> None:
-    records, parents = chain(usage(age_s=DAY_S), usage(age_s=2 * DAY_S))
-    records[name(2)], parents[name(2)] = usage(age_s=3600), b""
-    assert victims(records, parents) == [name(1), name(0), name(2)]
-    records[name(0)] = records[name(0)]._replace(last_used=NOW)
-    assert victims(records, parents) == [name(1), name(2), name(0)]
-
-
 @dataclass
 class Hybrid:
     """Prompts of a layout with states: a path of blocks, and leaves (checkpoints, tails) by the block they continue."""
@@ -472,13 +402,6 @@ def test_blocks_that_were_just_written_do_not_go_first_for_want_of_their_checkpo
     assert victims(records, parents, bare=records, pinned=pinned) == []
 
 
-@pytest.mark.parametrize("pinned", [0, 1, 2])
-def test_the_prefix_that_is_about_to_be_loaded_stays_with_all_that_it_continues(pinned: int) -> None:
-    records, parents = chain(*[usage(age_s=YEAR_S)] * 3)
-    chosen = victims(records, parents, pinned=frozenset([name(pinned)]))
-    assert chosen == [name(i) for i in range(2, pinned, -1)]
-
-
 def test_a_record_of_no_meaning_goes_first_and_disturbs_no_other() -> None:
     nan, inf = math.nan, math.inf
     broken = [usage(age_s=nan), usage(age_s=inf)]
@@ -524,11 +447,6 @@ def test_exactly_what_nobody_used_for_its_time_to_live_expires_children_first(
     assert set(names) == set(nodes) - kept
 
 
-def test_a_node_in_use_keeps_its_ancestors_alive_whatever_their_records_say() -> None:
-    records, parents = chain(usage(age_s=YEAR_S), usage(age_s=YEAR_S), usage(age_s=1), usage(age_s=YEAR_S))
-    assert gone(records, parents, ttl_s=DAY_S) == [name(3)]
-
-
 def test_a_clock_that_jumped_back_expires_nothing_and_a_time_of_no_meaning_does() -> None:
     records = {name(0): usage(age_s=-YEAR_S), name(1): usage(age_s=math.nan), name(2): usage(age_s=DAY_S)}
     assert set(gone(records, dict.fromkeys(records, b""), ttl_s=DAY_S)) == {name(1), name(2)}
@@ -548,17 +466,3 @@ def test_the_longer_of_two_times_is_the_longer_one_whatever_the_daemons_is(a: in
 def test_a_time_to_live_is_recorded_in_whole_seconds_that_fit_the_record(asked_s: float | None, recorded: int) -> None:
     assert recorded_ttl(asked_s) == recorded
     assert used_once(usage(ttl_s=1), NOW, 1, recorded).ttl_s == (max(recorded, 1) if recorded else -1)
-
-
-def test_a_node_goes_after_its_own_time_also_where_the_daemon_keeps_everything() -> None:
-    times = {name(i): usage(age_s=400, ttl_s=ttl_s) for i, ttl_s in enumerate((0, 300, -300, 400, 401))}
-    parents = dict.fromkeys(times, b"")
-    assert set(gone(times, parents, ttl_s=0)) == {name(1), name(3)}
-    assert set(gone(times, parents, ttl_s=350)) == {name(0), name(1), name(2), name(3)}
-    assert set(gone(times, parents, ttl_s=DAY_S)) == {name(1), name(3)}
-
-
-def test_a_node_whose_time_is_over_stays_while_one_that_continues_it_lives() -> None:
-    records, parents = chain(*(usage(age_s=400, ttl_s=ttl_s) for ttl_s in (1, 1, 3600, 1)))
-    assert gone(records, parents, ttl_s=0) == [name(3)]
-    assert gone(records, parents, ttl_s=0, pinned=frozenset([name(3)])) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,10 @@ Then = Callable[[list[bytes]], object]
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Store:
-    return open_store(tmp_path, budget_bytes=14 << 20, clock=clock)
+def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
+    store = open_store(tmp_path, budget_bytes=14 << 20, clock=clock)
+    yield store
+    store.close()
 
 
 def saved(store: Store, clock: Clock, seed: int) -> Publication:
@@ -74,7 +71,6 @@ def test_a_node_that_is_pinned_after_it_was_chosen_to_make_room_stays(
     assert path[-1:] == pinned
     assert any(path == [node.name for node in pub.nodes[: len(path)]] for pub in pubs)
     assert is_whole(store, fresh)
-    store.close()
 
 
 def test_a_node_that_is_pinned_after_it_was_found_expired_stays(
@@ -89,7 +85,6 @@ def test_a_node_that_is_pinned_after_it_was_found_expired_stays(
     store.evictor.unpin(pub.last_node)
     store.evictor.expire(100)
     assert store.counts()["blocks"] == 0
-    store.close()
 
 
 def test_a_node_that_is_continued_after_it_was_chosen_stays(
@@ -103,7 +98,6 @@ def test_a_node_that_is_continued_after_it_was_chosen_stays(
     store.evictor.expire(100)
     assert is_whole(store, child)
     assert not is_whole(store, pub)
-    store.close()
 
 
 @pytest.mark.parametrize("refusals", [3, 1000])
@@ -128,7 +122,6 @@ def test_where_free_pages_are_too_scattered_for_a_payload_more_is_evicted_each_t
         assert store.publish(fresh) > 0
         assert is_whole(store, fresh)
         assert any(is_whole(store, pub) for pub in pubs)
-    store.close()
 
 
 def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store: Store, clock: Clock) -> None:
@@ -151,4 +144,3 @@ def test_roots_without_blocks_are_evicted_and_their_counts_stay_in_the_sum(store
         assert {key[:16] for key in [*snapshot.keys("history"), *snapshot.keys("notes")]} <= roots
         assert total_savings(snapshot).total.requests == 250
     assert is_clean(store)
-    store.close()

@@ -68,11 +68,6 @@ def test_every_changed_bit_is_noticed() -> None:
             decode_note(KEY, bytes(changed))
 
 
-def test_a_note_under_another_key_is_refused() -> None:
-    with pytest.raises(StoreCorrupt, match="checksum"):
-        decode_note(note_key(ROOT, NoteKind.RESPONSE, "resp_2"), encode_note(KEY, b"content", TIMES))
-
-
 @pytest.mark.parametrize(
     ("key", "packed"),
     [
@@ -120,11 +115,6 @@ def test_a_note_expires_after_its_last_use(last_used: float, now: float, is_expi
 def test_a_record_that_is_cut_short_counts_as_expired() -> None:
     assert StoredNote.of(KEY, b"x").times.is_expired(0.0)
     assert StoredNote.of(KEY, encode_note(KEY, b"x", TIMES)).times == TIMES
-
-
-def test_notes_that_fit_stay() -> None:
-    limit = root_limit(BUDGET)
-    assert surplus_notes([stored(n, float(n), limit // 4) for n in range(4)], BUDGET) == []
 
 
 def test_of_a_root_that_exceeds_its_share_the_oldest_used_go() -> None:

@@ -29,18 +29,6 @@ RECORD = RootRecord(model="tiny", block_size=BLOCK, layout=layout_of(100), creat
 DAY = 86400.0
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    store = open_store(tmp_path, clock=clock)
-    yield store
-    store.close()
-
-
 def of(notes: Notes, root: bytes = ALICE, ttl_s: float = DAY) -> TenantNotes:
     return TenantNotes(notes, root, RECORD, ttl_s)
 
@@ -203,19 +191,6 @@ def test_what_saves_a_moment_goes_first_however_recently_it_was_used(
     assert of(notes).get(cheap, str(num - 1)) == noise(size, num - 1)
 
 
-def test_many_tenants_together_keep_their_share_too(store: Store, clock: Clock) -> None:
-    notes, size = new_notes(store), note_limit(store.budget_bytes) - 5000
-    for number in range(40):
-        clock.now += 1
-        assert of(notes, bytes([number]) * 16).put(RESPONSE, "x", noise(size, number))
-        notes.write()
-    with store.snapshot() as snapshot:
-        assert sum(note.num_bytes for note in snapshot.notes()) <= store.budget_bytes // 16
-    assert of(notes, bytes([39]) * 16).get(RESPONSE, "x")
-    assert of(notes, bytes([0]) * 16).get(RESPONSE, "x") is None
-    assert not verify_index(store).problems
-
-
 def test_a_note_makes_room_for_itself_in_a_full_store(store: Store, clock: Clock) -> None:
     for seed in range(60):
         clock.now += 100
@@ -341,17 +316,6 @@ def test_the_writer_writes_notes_and_a_kill_leaves_them(tmp_path: Path) -> None:
     assert of(new_notes(store)).get(RESPONSE, "resp_1") == b"content"
     assert not verify_index(store).problems
     store.close()
-
-
-def test_a_flush_waits_for_notes_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = Writer(store, buffer_bytes=1 << 20)
-    with monkeypatch.context() as patch:
-        patch.setattr(writer.notes, "write", lambda: None)
-        of(writer.notes).put(RESPONSE, "resp_1", b"content")
-        assert not writer.flush(0.01)
-    assert writer.flush(30)
-    assert num_stored(store) == 1
-    assert writer.close(30)
 
 
 def test_a_flush_waits_for_a_note_that_is_being_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,21 +13,9 @@ from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, UsageRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds
-from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, prompt, publication
 
 TOKENS = prompt(1, 5 * BLOCK)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
-    store = open_store(tmp_path, clock=clock)
-    yield store
-    store.close()
 
 
 def save(
@@ -87,14 +73,6 @@ def test_the_logits_at_the_end_of_a_prompt_alone_go_too(store: Store) -> None:
     assert ends(store) == [2 * BLOCK]
     save(store, 2 * BLOCK + 1)
     assert ends(store) == [2 * BLOCK + 1]
-
-
-def test_no_trail_is_left_over_the_turns_of_a_conversation(store: Store) -> None:
-    for num_tokens in range(2 * BLOCK, 5 * BLOCK, 2):
-        save(store, num_tokens, Kind.BLOCK if num_tokens % 3 and num_tokens % BLOCK else Kind.TAIL)
-    with store.snapshot() as snapshot:
-        assert len(list(snapshot.keys("nodes"))) == 5
-    assert entries(store) == [5 * BLOCK - 2]
 
 
 @pytest.mark.parametrize("longer", [2 * BLOCK + 9, 3 * BLOCK, 4 * BLOCK + 1])
@@ -188,20 +166,6 @@ def test_a_publication_that_fails_replaces_nothing(store: Store, monkeypatch: py
         save(store, 2 * BLOCK + 5)
     assert is_whole(store, first)
     assert entries(store) == [2 * BLOCK + 3]
-
-
-def test_the_ends_of_prompts_on_the_grid_stay(store: Store) -> None:
-    for num_tokens in (2 * BLOCK, 2 * BLOCK + 3, 2 * BLOCK + 5, 3 * BLOCK):
-        save(store, num_tokens, Kind.TAIL, replaces=False)
-    assert ends(store) == [2 * BLOCK, 2 * BLOCK + 3, 2 * BLOCK + 5, 3 * BLOCK]
-    assert entries(store) == [2 * BLOCK, 2 * BLOCK + 3, 2 * BLOCK + 5, 3 * BLOCK]
-
-
-def test_other_roots_lose_nothing(store: Store) -> None:
-    pub = publication(store, TOKENS[: 2 * BLOCK + 3], root=b"o" * 16, replaces=True)
-    store.publish(pub)
-    save(store, 2 * BLOCK + 5)
-    assert is_whole(store, pub)
 
 
 def test_a_damaged_longer_node_holds_nothing(store: Store) -> None:

@@ -56,20 +56,17 @@ def test_counts_outlive_the_process_and_those_of_several_add_up(tmp_path: Path) 
     store.close()
 
 
-def test_a_process_counts_what_it_saved_since_its_start(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_process_counts_what_it_saved_since_its_start(store: Store) -> None:
     for _ in range(2):
         log = SavingsLog(store, store.evictor.make_room)
         for root in (ROOT, OTHER):
             log.record(root, RECORD, hit(), BLOCK_NAME)
             log.write()
         assert log.saved_s == 2.0, "what others saved, and what was written before, is not in it"
-    store.close()
 
 
-def test_today_is_counted_apart_and_days_long_past_are_forgotten(tmp_path: Path) -> None:
+def test_today_is_counted_apart_and_days_long_past_are_forgotten(store: Store) -> None:
     clock = Clock(1e9)
-    store = open_store(tmp_path, clock=clock)
     log = SavingsLog(store, store.evictor.make_room)
     for _ in range(40):
         log.record(ROOT, RECORD, hit(), BLOCK_NAME)
@@ -79,11 +76,9 @@ def test_today_is_counted_apart_and_days_long_past_are_forgotten(tmp_path: Path)
     assert found.today(clock.now - DAY_S).requests == 1
     assert found.today(clock.now).requests == 0
     assert (len(found.days), found.total.requests) == (30, 40)
-    store.close()
 
 
-def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(store: Store) -> None:
     log = SavingsLog(store, store.evictor.make_room)
     log.record(ROOT, RECORD, hit(), BLOCK_NAME)
     assert stored(store) == {}
@@ -91,11 +86,9 @@ def test_what_is_not_written_yet_is_read_too_and_nothing_is_counted_twice(tmp_pa
         assert log.total().total.requests == 1
         log.write()
         assert stored(store)[ROOT].total.requests == 1
-    store.close()
 
 
-def test_counts_that_are_being_written_are_read_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store(tmp_path)
+def test_counts_that_are_being_written_are_read_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     log = SavingsLog(store, store.evictor.make_room)
     log.record(ROOT, RECORD, hit(), BLOCK_NAME)
     add, found = log._add, list[int]()
@@ -110,11 +103,9 @@ def test_counts_that_are_being_written_are_read_too(tmp_path: Path, monkeypatch:
     log.write()
     reader.join(30)
     assert found == [1]
-    store.close()
 
 
-def test_counts_are_in_the_store_though_its_writer_is_never_closed(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_counts_are_in_the_store_though_its_writer_is_never_closed(store: Store) -> None:
     writer = Writer(store, buffer_bytes=1 << 20)
 
     def is_stored(number: int) -> bool:
@@ -124,11 +115,9 @@ def test_counts_are_in_the_store_though_its_writer_is_never_closed(tmp_path: Pat
         writer.savings.record(ROOT, RECORD, hit(), BLOCK_NAME)
         wait_for(partial(is_stored, number))
     writer.close(30)
-    store.close()
 
 
-def test_what_cannot_be_written_is_kept_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store(tmp_path)
+def test_what_cannot_be_written_is_kept_and_counted_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     log = SavingsLog(store, store.evictor.make_room)
     log.record(ROOT, RECORD, hit(), BLOCK_NAME)
 
@@ -142,7 +131,6 @@ def test_what_cannot_be_written_is_kept_and_counted_once(tmp_path: Path, monkeyp
     log.record(ROOT, RECORD, hit(), BLOCK_NAME)
     log.write()
     assert stored(store)[ROOT].total.requests == 2
-    store.close()
 
 
 def test_a_damaged_record_is_left_out_and_begins_anew(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,14 @@ from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import PrefixTree
 from tests.store.building import BLOCK, ROOT, Clock, change_format, is_whole, layout_of, open_store, prompt, publication
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> Iterator[Store]:
+    """With a small budget."""
+    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+    yield store
+    store.close()
 
 
 def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
@@ -40,28 +49,7 @@ def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
     store.close()
 
 
-def test_prompts_that_share_a_prefix_share_its_blocks(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    first, second = prompt(1, 4 * BLOCK), prompt(1, 4 * BLOCK)
-    second[3 * BLOCK :] += 1
-    for token_ids in (first, second):
-        store.publish(publication(store, token_ids))
-    assert store.counts()["blocks"] == 2 * (4 + 1) - 3
-    assert store.counts()["entries"] == 2
-    store.close()
-
-
-def test_two_stores_name_the_same_prompt_differently(tmp_path: Path) -> None:
-    names = []
-    for folder in ("a", "b"):
-        store = open_store(tmp_path / folder)
-        names.append({node.name for node in publication(store, prompt(1, 2 * BLOCK)).nodes})
-        store.close()
-    assert not names[0] & names[1]
-
-
-def test_a_snapshot_keeps_its_view_while_the_store_changes(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_snapshot_keeps_its_view_while_the_store_changes(store: Store) -> None:
     pub = publication(store, prompt(1, 2 * BLOCK))
     store.publish(pub)
     with store.snapshot() as snapshot:
@@ -74,27 +62,9 @@ def test_a_snapshot_keeps_its_view_while_the_store_changes(tmp_path: Path) -> No
             store.publish(publication(store, prompt(100 + seed, 2 * BLOCK)))
         assert bytes(view) == before
     assert not is_whole(store, pub)
-    store.close()
 
 
-def test_the_file_never_outgrows_the_budget_and_the_newest_prompt_is_whole(tmp_path: Path) -> None:
-    budget = 16 << 20
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=budget, clock=clock)
-    for seed in range(120):
-        clock.now += 11
-        pub = publication(store, prompt(seed, 5 * BLOCK + seed % BLOCK), payload_bytes=300_000 + 1000 * (seed % 7))
-        store.publish(pub)
-        assert is_whole(store, pub)
-        assert (tmp_path / "data.mdb").stat().st_size <= budget
-    # It is filled, not emptied each time.
-    assert store.counts()["used_bytes"] > budget // 2
-    store.close()
-
-
-def test_the_least_recently_used_prompt_goes_first_and_a_touch_saves_it(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+def test_the_least_recently_used_prompt_goes_first_and_a_touch_saves_it(store: Store, clock: Clock) -> None:
     pubs = [publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000) for seed in range(8)]
     for pub in pubs[:4]:
         clock.now += 11
@@ -108,55 +78,17 @@ def test_the_least_recently_used_prompt_goes_first_and_a_touch_saves_it(tmp_path
         store.publish(pub)
     assert is_whole(store, pubs[0])
     assert not is_whole(store, pubs[1])
-    store.close()
 
 
-def test_use_survives_a_reopen_and_counts_for_every_ancestor(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    pub = publication(store, prompt(1, 2 * BLOCK))
-    store.publish(pub)
-    assert pub.last_node is not None
-    store.touch({pub.last_node: Use(5000.0, 3)})
-    store.close()
-    store = open_store(tmp_path)
-    with store.snapshot() as snapshot:
-        usages = [snapshot.usage(node.name) for node in pub.nodes]
-    assert [(u.hits, u.last_used) for u in usages if u] == [(3, 5000.0)] * 3
-    store.close()
-
-
-def test_a_pinned_prefix_is_not_evicted(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
-    old = publication(store, prompt(0, 3 * BLOCK), payload_bytes=1_000_000)
-    store.publish(old)
-    assert old.last_node is not None
-    store.evictor.pin(old.last_node)
-    for seed in range(1, 12):
-        clock.now += 11
-        store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
-    assert is_whole(store, old)
-    store.evictor.unpin(old.last_node)
-    for seed in range(12, 24):
-        clock.now += 11
-        store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
-    assert not is_whole(store, old)
-    store.close()
-
-
-def test_what_cannot_fit_is_refused_before_anything_is_evicted(tmp_path: Path) -> None:
-    store = open_store(tmp_path, budget_bytes=16 << 20)
+def test_what_cannot_fit_is_refused_before_anything_is_evicted(store: Store) -> None:
     small = publication(store, prompt(1, 2 * BLOCK))
     store.publish(small)
     with pytest.raises(StoreFull, match=r"do not fit --kv-cache-budget 16\.0 MiB; raise it"):
         store.publish(publication(store, prompt(2, 8 * BLOCK), payload_bytes=3_000_000))
     assert is_whole(store, small)
-    store.close()
 
 
-def test_room_that_was_freed_a_moment_ago_is_used_before_anything_is_evicted(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+def test_room_that_was_freed_a_moment_ago_is_used_before_anything_is_evicted(store: Store, clock: Clock) -> None:
     damaged, kept, new = (publication(store, prompt(seed, 6 * BLOCK), payload_bytes=1_000_000) for seed in range(3))
     store.publish(damaged)
     store.publish(kept)
@@ -165,11 +97,9 @@ def test_room_that_was_freed_a_moment_ago_is_used_before_anything_is_evicted(tmp
     assert store.publish(new) == 0
     assert is_whole(store, kept)
     assert is_whole(store, new)
-    store.close()
 
 
-def test_a_publication_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_publication_that_fails_half_way_leaves_nothing(store: Store) -> None:
     whole = publication(store, prompt(1, 4 * BLOCK))
     broken = replace(whole, nodes=(whole.nodes[0], *whole.nodes[2:]))
     with pytest.raises(PrefixGone):
@@ -177,33 +107,15 @@ def test_a_publication_that_fails_half_way_leaves_nothing(tmp_path: Path) -> Non
     assert store.counts()["blocks"] == 0
     store.publish(whole)
     assert is_whole(store, whole)
-    store.close()
 
 
-def test_a_block_with_the_name_of_another_is_refused(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
+def test_a_block_with_the_name_of_another_is_refused(store: Store) -> None:
     pub = publication(store, prompt(1, 2 * BLOCK))
     store.publish(pub)
     impostor = replace(pub.nodes[0], token_ids=pub.nodes[0].token_ids + 1)
     with pytest.raises(PrefixGone, match="same name"):
         store.publish(replace(pub, nodes=(impostor, *pub.nodes[1:])))
     assert is_whole(store, pub)
-    store.close()
-
-
-def test_the_history_keeps_the_newest_prompts_of_each_root(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    other = b"o" * 16
-    for seed in range(7):
-        store.publish(publication(store, prompt(seed, BLOCK)))
-    store.publish(publication(store, prompt(50, BLOCK), root=other))
-    with store.snapshot() as snapshot:
-        assert [p.tolist() for _, p in snapshot.recent_prompts(ROOT, 99)] == [
-            prompt(s, BLOCK).tolist() for s in (3, 4, 5, 6)
-        ]
-        assert [p.tolist() for _, p in snapshot.recent_prompts(ROOT, 2)] == [prompt(s, BLOCK).tolist() for s in (5, 6)]
-        assert [p.tolist() for _, p in snapshot.recent_prompts(other, 99)] == [prompt(50, BLOCK).tolist()]
-    store.close()
 
 
 def test_a_remembered_prompt_comes_back_with_its_group_and_the_bound_is_over_all_groups(tmp_path: Path) -> None:
@@ -216,25 +128,11 @@ def test_a_remembered_prompt_comes_back_with_its_group_and_the_bound_is_over_all
     with store.snapshot() as snapshot:
         recent = snapshot.recent_prompts(ROOT, 99)
         numbers = [history_sequence(key) for key, _ in snapshot.history(ROOT)]
+        assert [p.tolist() for _, p in snapshot.recent_prompts(ROOT, 2)] == [p.tolist() for _, p in recent[-2:]]
     assert [group for group, _ in recent] == groups[1:]
     assert [p.tolist() for _, p in recent] == [prompt(seed, BLOCK).tolist() for seed in (1, 2, 3, 4)]
     assert numbers == sorted(set(numbers), reverse=True)
     assert verify_index(store).problems == ()
-    store.close()
-
-
-def test_a_lowered_budget_is_kept_after_a_reopen_by_the_file_too(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=64 << 20, clock=clock)
-    for seed in range(12):
-        store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
-    store.close()
-    clock.now += 11
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
-    assert store.fit_budget() > 0
-    assert store.counts()["used_bytes"] <= 16 << 20
-    assert store.file_bytes() <= 16 << 20
-    assert store.counts()["entries"] > 2
     store.close()
 
 
@@ -366,9 +264,7 @@ def fill(store: Store, clock: Clock, count: int = 12) -> None:
         store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
 
 
-def test_a_short_reader_delays_a_publication_and_costs_no_other_entry(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+def test_a_short_reader_delays_a_publication_and_costs_no_other_entry(store: Store, clock: Clock) -> None:
     fill(store, clock)
     before = store.counts()["blocks"]
     reading, release = threading.Event(), threading.Event()
@@ -388,7 +284,6 @@ def test_a_short_reader_delays_a_publication_and_costs_no_other_entry(tmp_path: 
     reader.join()
     assert is_whole(store, pub)
     assert store.counts()["blocks"] >= before - 4
-    store.close()
 
 
 _READER = """
@@ -404,9 +299,7 @@ with store.snapshot() as snapshot:
 """
 
 
-def test_a_reader_that_was_killed_does_not_stop_saving(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+def test_a_reader_that_was_killed_does_not_stop_saving(store: Store, clock: Clock, tmp_path: Path) -> None:
     fill(store, clock)
     command = [sys.executable, "-c", _READER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -418,15 +311,12 @@ def test_a_reader_that_was_killed_does_not_stop_saving(tmp_path: Path) -> None:
         pub = publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000)
         store.publish(pub)
         assert is_whole(store, pub)
-    store.close()
 
 
 def test_a_reader_that_does_not_end_is_named_and_nothing_more_is_evicted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "_READER_PATIENCE_S", 0.05)
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
     fill(store, clock)
     with store.snapshot() as snapshot:
         snapshot.counts()
@@ -442,7 +332,6 @@ def test_a_reader_that_does_not_end_is_named_and_nothing_more_is_evicted(
     pub = publication(store, prompt(100, 3 * BLOCK), payload_bytes=1_000_000)
     store.publish(pub)
     assert is_whole(store, pub)
-    store.close()
 
 
 _GROWER = """
@@ -456,9 +345,7 @@ store.close()
 """
 
 
-def test_another_process_with_a_larger_budget_may_let_the_file_grow(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+def test_another_process_with_a_larger_budget_may_let_the_file_grow(store: Store, clock: Clock, tmp_path: Path) -> None:
     own = publication(store, prompt(1, 3 * BLOCK))
     store.publish(own)
     command = [sys.executable, "-c", _GROWER, str(tmp_path)]
@@ -471,7 +358,6 @@ def test_another_process_with_a_larger_budget_may_let_the_file_grow(tmp_path: Pa
     pub = publication(store, prompt(2, 3 * BLOCK))
     store.publish(pub)
     assert is_whole(store, pub)
-    store.close()
 
 
 def test_a_store_of_thousands_of_blocks_is_shrunk_to_a_budget_it_has_long_outgrown(tmp_path: Path) -> None:
@@ -485,6 +371,7 @@ def test_a_store_of_thousands_of_blocks_is_shrunk_to_a_budget_it_has_long_outgro
     store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
     assert store.fit_budget() > 3000
     assert store.counts()["used_bytes"] <= 16 << 20
+    assert store.file_bytes() <= 16 << 20
     pub = publication(store, prompt(1000, 3 * BLOCK))
     store.publish(pub)
     assert is_whole(store, pub)
@@ -505,10 +392,8 @@ def ends(publication: Publication, names: set[bytes]) -> list[tuple[Kind, int]]:
 
 @pytest.mark.parametrize("num_blocks", [20, 23, 26])
 def test_under_pressure_a_prompt_of_checkpoints_goes_from_its_end_and_the_shared_checkpoint_stays(
-    tmp_path: Path, num_blocks: int
+    store: Store, clock: Clock, num_blocks: int
 ) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
     long = publication(store, prompt(1, 12 * BLOCK + 3), layout=HYBRID, checkpoints=(4 * BLOCK, 8 * BLOCK))
     store.publish(long)
     shared = next(node for node in long.nodes if node.kind == Kind.CHECKPOINT)
@@ -528,12 +413,9 @@ def test_under_pressure_a_prompt_of_checkpoints_goes_from_its_end_and_the_shared
     assert len(gone) == evicted > 0
     assert sorted(gone) == sorted(in_order[:evicted])
     assert shared.name in left
-    store.close()
 
 
-def test_blocks_without_a_checkpoint_make_room_first_whatever_else_is_stored(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+def test_blocks_without_a_checkpoint_make_room_first_whatever_else_is_stored(store: Store, clock: Clock) -> None:
     dense = publication(store, prompt(1, 10 * BLOCK), payload_bytes=400_000)
     store.publish(dense)
     clock.now += 3600
@@ -549,12 +431,11 @@ def test_blocks_without_a_checkpoint_make_room_first_whatever_else_is_stored(tmp
     assert is_whole(store, dense)
     assert is_whole(store, new)
     assert not is_whole(store, bare)
-    store.close()
 
 
-def test_a_checkpoint_that_is_published_again_is_not_evicted_to_make_room_for_itself(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
+def test_a_checkpoint_that_is_published_again_is_not_evicted_to_make_room_for_itself(
+    store: Store, clock: Clock
+) -> None:
     token_ids = prompt(1, 30 * BLOCK)
     known = publication(store, token_ids[: 16 * BLOCK], layout=HYBRID, checkpoints=(4 * BLOCK,))
     store.publish(replace(known, nodes=known.nodes[:-1], last_node=None, entry=None))
@@ -571,14 +452,6 @@ def test_a_checkpoint_that_is_published_again_is_not_evicted_to_make_room_for_it
     assert known.nodes[4].kind == Kind.CHECKPOINT
     assert checkpoint is not None
     assert checkpoint.created_at == 1000.0
-    store.close()
-
-
-def ttls(store: Store, pub: Publication) -> list[int]:
-    """What the nodes' records say of their times to live."""
-    with store.snapshot() as snapshot:
-        usages = [snapshot.usage(node.name) for node in pub.nodes]
-    return [usage.ttl_s for usage in usages if usage is not None]
 
 
 def keeping_for(pub: Publication, *ttl_s: float | None, path_ttl_s: float | None) -> Publication:
@@ -586,48 +459,9 @@ def keeping_for(pub: Publication, *ttl_s: float | None, path_ttl_s: float | None
     return replace(pub, nodes=nodes, ttl_s=path_ttl_s)
 
 
-def test_nodes_are_kept_for_the_longest_that_any_use_asked_for(tmp_path: Path) -> None:
-    store = open_store(tmp_path)
-    pub = publication(store, prompt(1, 2 * BLOCK + 1))
-    store.publish(keeping_for(pub, 3600, 300, 300, path_ttl_s=300))
-    assert ttls(store, pub) == [3600, 300, 300]
-    store.publish(keeping_for(pub, 300, 600, 300, path_ttl_s=300))
-    assert ttls(store, pub) == [3600, 600, 300]
-    store.touch({pub.nodes[1].name: Use(1001.0, 1, 1800)})
-    assert ttls(store, pub) == [3600, 1800, 300]
-    # A use that says nothing asks for what the daemon says.
-    store.touch({pub.nodes[0].name: Use(1002.0)})
-    assert ttls(store, pub) == [-3600, 1800, 300]
-    store.publish(publication(store, prompt(1, 2 * BLOCK + 1)))
-    assert ttls(store, pub) == [-3600, -1800, -300]
-    store.close()
-
-
-def test_what_is_over_its_own_time_goes_and_what_nobody_asked_a_time_for_stays(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, clock=clock)
-    kept, going, marked = (publication(store, prompt(seed, 2 * BLOCK + 1)) for seed in range(3))
-    store.publish(kept)
-    store.publish(keeping_for(going, 300, 300, 300, path_ttl_s=300))
-    store.publish(keeping_for(marked, 3600, 300, 300, path_ttl_s=300))
-    store.close()
-    store = open_store(tmp_path, clock=clock)
-    clock.now += 299
-    assert store.evictor.expire(0) == 0
-    clock.now += 1
-    assert store.evictor.expire(0) == 5
-    assert is_whole(store, kept)
-    assert len(ttls(store, marked)) == 1
-    clock.now += 3600
-    assert store.evictor.expire(0) == 1
-    assert store.counts()["prompts"] == 3
-    assert verify_index(store).problems == ()
-    store.close()
-
-
-def test_whether_anything_has_a_time_of_its_own_is_looked_for_once_and_known_afterwards(tmp_path: Path) -> None:
-    clock = Clock()
-    store = open_store(tmp_path, clock=clock)
+def test_whether_anything_has_a_time_of_its_own_is_looked_for_once_and_known_afterwards(
+    store: Store, clock: Clock
+) -> None:
     pub = publication(store, prompt(1, 2 * BLOCK))
     known = [store.evictor.may_have_own_ttls]
     store.publish(publication(store, prompt(2, BLOCK)))
@@ -639,7 +473,6 @@ def test_whether_anything_has_a_time_of_its_own_is_looked_for_once_and_known_aft
             store.publish(keeping_for(pub, 300, 300, 300, path_ttl_s=300))
             known.append(store.evictor.may_have_own_ttls)
     assert known == [True, False, True, True, True, False]
-    store.close()
 
 
 CHURN = """

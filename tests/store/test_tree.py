@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,6 @@ from tests.faults.damage import damaged
 from tests.store.building import BLOCK, layout_of, open_store, prompt, publication
 
 HYBRID = layout_of(60, 60)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = open_store(tmp_path)
-    yield store
-    store.close()
 
 
 def saved(store: Store, seed: int = 1, *, fork_at: int | None = None) -> Publication:

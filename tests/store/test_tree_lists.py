@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -14,16 +11,9 @@ from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
 from diskprefix.store.tree import grown_from, has_grown
 from diskprefix.tokens import TokenIds
-from tests.store.building import BLOCK, open_store, prompt, publication
+from tests.store.building import BLOCK, prompt, publication
 
 TOKENS = prompt(1, 5 * BLOCK)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = open_store(tmp_path)
-    yield store
-    store.close()
 
 
 def save(store: Store, token_ids: TokenIds, end_kind: Kind = Kind.BLOCK) -> str:

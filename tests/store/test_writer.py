@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -37,44 +36,26 @@ class Gate:
         monkeypatch.setattr(store, "publish", gated)
 
 
-@pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = open_store(tmp_path)
-    yield store
-    store.close()
-
-
 def submit(writer: Writer, pub: Publication) -> None:
     writer.reserve(pub.payload_bytes)
     writer.submit(pub, reserved_bytes=pub.payload_bytes)
 
 
-def test_what_is_queued_is_visible_at_once_and_written_on_close(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_queued_is_visible_and_takes_room_until_it_is_written(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gate = Gate(store, monkeypatch)
-    writer = Writer(store, buffer_bytes=1 << 30)
     pub = publication(store, prompt(1, 2 * BLOCK))
+    writer = Writer(store, buffer_bytes=pub.payload_bytes + 10)
     submit(writer, pub)
     assert set(writer.pending) == {node.name for node in pub.nodes}
-    assert writer.pending_bytes == pub.payload_bytes
+    assert (writer.pending_bytes, writer.room_bytes) == (pub.payload_bytes, 10)
     assert not is_whole(store, pub)
     gate.open.set()
     assert writer.close(30)
     assert is_whole(store, pub)
     assert not writer.pending
-    assert writer.pending_bytes == 0
-
-
-def test_the_buffer_has_room_again_once_a_publication_is_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    gate = Gate(store, monkeypatch)
-    pub = publication(store, prompt(1, 2 * BLOCK))
-    writer = Writer(store, buffer_bytes=pub.payload_bytes + 10)
-    submit(writer, pub)
-    assert writer.room_bytes == 10
-    gate.open.set()
-    assert writer.flush(30)
-    assert writer.room_bytes == pub.payload_bytes + 10
-    assert writer.close(30)
-    assert writer.room_bytes == 0
+    assert (writer.pending_bytes, writer.room_bytes) == (0, 0)
 
 
 def test_a_reservation_needs_room_and_a_release_makes_some(store: Store) -> None:

@@ -78,10 +78,10 @@ class HitPath:
         """Returns a stored prompt of about `num_tokens` tokens."""
         chars = 4 * num_tokens
         for _ in range(3):
-            prompt = renderer.chat(parse_json(conversation(chars), ChatRequest).conversation)
+            prompt = renderer.replay(parse_json(conversation(chars), ChatRequest).conversation, None).prompt
             chars = chars * num_tokens // len(prompt.token_ids)
         body = conversation(chars)
-        prompt = renderer.chat(parse_json(body, ChatRequest).conversation)
+        prompt = renderer.replay(parse_json(body, ChatRequest).conversation, None).prompt
         restore = Restore(
             Plan(sample=kv_sample.synthetic_sample(8, LAYOUT), tokens=num_tokens, blocks=0, runs=1, folder=folder)
         )

@@ -36,45 +36,6 @@ def test_recent_gives_nothing_for_no_window(n: int) -> None:
     assert history.recent(n) == ()
 
 
-def test_the_oldest_is_forgotten_over_the_count() -> None:
-    history = History(2, 100)
-    for first in (1, 2, 3):
-        history.add(as_token_ids([first]))
-    assert contents(history) == [[3], [2]]
-    assert len(history) == 2
-
-
-def test_the_oldest_are_forgotten_over_the_tokens() -> None:
-    history = History(10, 6)
-    for prompt in ([1, 1], [2, 2], [3, 3]):
-        history.add(as_token_ids(prompt))
-    assert len(history) == 3
-    history.add(as_token_ids([4, 4, 4]))
-    assert contents(history) == [[4, 4, 4], [3, 3]]
-    assert history.num_bytes == 4 * 5 + 256 * len(history)
-
-
-def test_a_prompt_over_the_token_bound_is_kept_by_its_beginning_and_not_evicted_at_once() -> None:
-    history = History(10, 4)
-    history.add(as_token_ids([9]))
-    history.add(as_token_ids([1, 2, 3, 4, 5]))
-    assert contents(history) == [[1, 2, 3, 4]]
-
-
-def test_a_prompt_without_tokens_is_not_remembered() -> None:
-    history = History(10, 10)
-    history.add(as_token_ids([]))
-    assert len(history) == 0
-
-
-@pytest.mark.parametrize(("max_prompts", "max_tokens"), [(0, 10), (10, 0), (0, 0)])
-def test_a_bound_of_zero_remembers_nothing(max_prompts: int, max_tokens: int) -> None:
-    history = History(max_prompts, max_tokens)
-    history.add(as_token_ids([1, 2]))
-    assert len(history) == 0
-    assert history.num_bytes == 0
-
-
 def test_what_is_remembered_does_not_follow_the_callers_array() -> None:
     token_ids = as_token_ids([1, 2, 3])
     history = History(10, 10)
@@ -90,16 +51,6 @@ def test_what_is_remembered_cannot_be_written_to() -> None:
     assert remembered.dtype == np.int32
     with pytest.raises(ValueError, match="read-only"):
         remembered[0] = 9
-
-
-def test_each_group_is_a_window_of_its_own() -> None:
-    history = History(10, 100)
-    for group, first in ((b"", 1), (ONE, 2), (b"", 3), (TWO, 4), (ONE, 5)):
-        history.add(as_token_ids([first]), group)
-    assert (contents(history), contents(history, ONE), contents(history, TWO)) == ([[3], [1]], [[5], [2]], [[4]])
-    assert [token_ids.tolist() for token_ids in history.recent(1, ONE)] == [[5]]
-    assert history.recent(9, b"3" * 8) == ()
-    assert len(history) == 5
 
 
 def test_an_older_prompt_is_found_if_it_shares_more_than_those_of_the_window() -> None:

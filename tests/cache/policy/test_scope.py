@@ -21,26 +21,18 @@ SCOPES = st.one_of(
     ("value", "scope"),
     [
         ("off", Scope("off")),
-        ("OFF", Scope("off")),
         ("full", Scope("full")),
         ("Full", Scope("full")),
         ("auto", Scope("auto", 30)),
-        ("AUTO", Scope("auto", 30)),
-        ("auto:1", Scope("auto", 1)),
         ("auto:8", Scope("auto", 8)),
-        ("Auto:30", Scope("auto", 30)),
         ("auto:1000000", Scope("auto", 1_000_000)),
         ("auto:0030", Scope("auto", 30)),
         ("  full ", Scope("full")),
         ("\tauto:8\n", Scope("auto", 8)),
         ("1", Scope("tokens", 1)),
-        ("1000", Scope("tokens", 1000)),
-        (" 1000 ", Scope("tokens", 1000)),
         ("1000000", Scope("tokens", 1_000_000)),
-        ("007", Scope("tokens", 7)),
         ("0" * 5000 + "7", Scope("tokens", 7)),
         (1, Scope("tokens", 1)),
-        (1000, Scope("tokens", 1000)),
         (1_000_000, Scope("tokens", 1_000_000)),
     ],
 )
@@ -55,59 +47,39 @@ def type_name(value: object) -> str:
 
 REFUSED: list[Any] = [
     "",
-    "   ",
     "none",
-    "on",
     "ful",
-    "fulll",
-    "off full",
     "off:1",
-    "full:30",
     "auto:",
     "auto:0",
-    "auto:000",
-    "auto:-1",
     "auto:+1",
-    "auto:x",
     "auto:1.5",
     "auto:1000001",
-    "auto :8",
     "auto: 8",
-    "auto:8:8",
     "auto8",
-    ":8",
     "0",
-    "00",
-    "-1",
     "+1",
     "1.0",
-    "1e3",
     "1_000",
-    "1,000",
     "0x10",
     "1000001",
-    "9" * 5000,
     "auto:" + "9" * 5000,
     "٣٠",
     "auto:３０",
     "ﬀull",
-    "true",
-    "null",
     "off\x00",
     "auto\nfull",
+    "auto\n" * 10_000,
+    "\ud800",
+    "\u202eotua",
     0,
-    -1,
     1_000_001,
     10**5000,
     True,
-    False,
     1.0,
-    30.5,
     float("nan"),
     None,
     [],
-    ["auto"],
-    {},
     {"scope": "auto"},
     ("auto", 30),
     b"auto",
@@ -115,7 +87,7 @@ REFUSED: list[Any] = [
 
 
 @pytest.mark.parametrize("value", REFUSED, ids=type_name)
-def test_anything_else_is_refused_with_its_param_and_what_is_accepted(value: object) -> None:
+def test_anything_else_is_refused_in_a_printable_line_with_its_param_and_what_is_accepted(value: object) -> None:
     with pytest.raises(InvalidScope) as caught:
         parse_scope(value, param=FIELD)
     error = caught.value
@@ -125,14 +97,8 @@ def test_anything_else_is_refused_with_its_param_and_what_is_accepted(value: obj
     assert error.message.startswith(FIELD)
     for form in ("off", "full", "auto:N", "1 to 1000000"):
         assert form in error.message
-
-
-@pytest.mark.parametrize("value", [*REFUSED, "auto\n" * 10_000, "\ud800", "\u202eotua"], ids=type_name)
-def test_a_refusal_is_one_short_printable_line(value: object) -> None:
-    with pytest.raises(InvalidScope) as caught:
-        parse_scope(value, param=FIELD)
-    assert len(caught.value.message) < 400
-    assert caught.value.message.isprintable()
+    assert len(error.message) < 400
+    assert error.message.isprintable()
 
 
 def test_the_param_is_the_one_given() -> None:

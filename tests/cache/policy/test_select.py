@@ -183,23 +183,11 @@ def test_a_boundary_exactly_at_the_end_of_the_match_counts(common: int, safe: in
     assert pick(AUTO, prompt, sharing(4000, common)).safe == safe
 
 
-def test_without_boundaries_every_position_is_safe() -> None:
-    selection = pick(AUTO, Prompt(ids(4123)), sharing(4000, 1500))
-    assert (selection.safe, selection.selected, selection.aligned) == (1500, 1500, 1280)
-
-
 def test_only_the_newest_prompts_in_the_window_are_looked_at() -> None:
     recent = [sharing(4000, 600), sharing(4000, 1100), sharing(4000, 2100)]
     prompt = Prompt(ids(4123))
     assert [pick(Scope("auto", n), prompt, *recent).aligned for n in (1, 2, 3, 30)] == [512, 1024, 2048, 2048]
     assert [pick(Scope("auto", n), prompt, *recent).recent for n in (1, 2, 3, 30)] == [1, 2, 3, 3]
-
-
-def test_without_history_auto_guesses_the_end_of_the_system_message() -> None:
-    prompt = Prompt(ids(4123), boundaries=(1, 1432, 4100), system_end=1432)
-    selection = pick(AUTO, prompt)
-    assert (selection.safe, selection.selected, selection.aligned) == (0, 1432, 1280)
-    assert (selection.reason, selection.recent, selection.common) == ("new_system_prompt", 0, 0)
 
 
 def test_a_system_message_that_nobody_has_sent_yet_is_guessed_beside_other_prompts() -> None:
@@ -263,12 +251,6 @@ def test_a_chat_that_ends_on_a_boundary_may_be_kept_whole() -> None:
     assert (selection.selected, selection.aligned, selection.keep_tail) == (1024, 1024, True)
 
 
-def test_one_long_prompt_after_many_others_is_found_again() -> None:
-    recent = [sharing(600, 3) for _ in range(29)]
-    assert pick(AUTO, Prompt(ids(4123)), *recent, sharing(4000, 2000)).common == 2000
-    assert pick(AUTO, Prompt(ids(4123)), *recent, recent[0], sharing(4000, 2000)).common == 3
-
-
 @pytest.mark.parametrize("scope", [FULL, AUTO, tokens(1000)], ids=str)
 def test_every_scope_but_off_says_where_the_prompt_diverged(scope: Scope) -> None:
     prompt = Prompt(ids(4123), boundaries=(1,))
@@ -321,11 +303,6 @@ def test_state_of_one_pass_is_kept_at_the_end_of_a_prompt_only() -> None:
     for scope in (AUTO, tokens(1432)):
         part = pick(scope, prompt, sharing(4000, 1500), state="one_pass")
         assert (part.selected, part.aligned, part.reason) == (1432, 0, "whole_prompt_only")
-
-
-@pytest.mark.parametrize("scope", [FULL, AUTO, tokens(1432)], ids=str)
-def test_state_that_can_be_cut_has_no_checkpoints(scope: Scope) -> None:
-    assert pick(scope, Prompt(ids(30_000)), sharing(20_000, 15_000)).checkpoints == ()
 
 
 def test_a_conversation_that_grew_is_kept_to_its_last_safe_boundary() -> None:
@@ -428,11 +405,6 @@ def test_the_longer_of_the_match_and_what_was_seen_before_it_counts() -> None:
     assert selected == [2000, 2000, 2048, 4096, 4123]
 
 
-def test_what_was_seen_before_is_kept_in_an_empty_window_too() -> None:
-    selection = pick(AUTO, Prompt(ids(4123)), sighting=seen(8))
-    assert (selection.selected, selection.reason) == (2048, "shared_prefix")
-
-
 def test_a_prompt_whose_kind_comes_again_is_kept_at_once() -> None:
     selection = pick(AUTO, SECOND_TURN, ids(4000, 7), sighting=LIKELY)
     assert (selection.selected, selection.aligned, selection.reason) == (2201, 2048, "likely_repeat")
@@ -501,10 +473,6 @@ def test_every_mark_has_a_checkpoint_under_every_scope(scope: Scope, reason: str
     assert (selection.reason, selection.checkpoints) == (reason, checkpoints)
 
 
-def test_off_does_not_look_at_marks() -> None:
-    assert pick(OFF, MARKED).reason == "off"
-
-
 def test_a_mark_at_the_end_keeps_the_whole_prompt() -> None:
     for position in (4123, 5000):
         selection = pick(AUTO, Prompt(ids(4123), marks=(Mark(position),)))
@@ -528,11 +496,6 @@ def test_what_is_not_to_be_kept_says_why_and_what_was_seen(reason: Reason) -> No
     assert (nothing.selected, nothing.aligned, nothing.kept, nothing.keep_tail) == (0, 0, 0, False)
     assert (nothing.checkpoints, nothing.votes, nothing.reason) == ((), (), reason)
     assert (nothing.common, nothing.prompt_tokens, nothing.scope) == (1500, 4123, FULL)
-
-
-def test_what_is_kept_counts_the_tail() -> None:
-    assert pick(FULL, Prompt(ids(4123))).kept == 4123
-    assert pick(tokens(1000), Prompt(ids(4123))).kept == 768
 
 
 # Two letters only, so that random prompts share prefixes of every length.
@@ -600,15 +563,6 @@ def test_marks_add_to_what_is_kept(scope: Scope, prompt: Prompt, recent: list[To
 
 
 @given(SCOPES, prompts(), RECENT, KNOBS)
-def test_the_same_inputs_give_the_same_selection(
-    scope: Scope, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]
-) -> None:
-    copy = Prompt(prompt.token_ids.copy(), prompt.boundaries, prompt.system_end, marks=prompt.marks)
-    again = select(scope, copy, tuple(token_ids.copy() for token_ids in recent), **knobs)
-    assert select(scope, prompt, recent, **knobs) == again
-
-
-@given(SCOPES, prompts(), RECENT, KNOBS)
 def test_what_is_kept_and_only_that_has_a_reason_to_be_kept(
     scope: Scope, prompt: Prompt, recent: list[TokenIds], knobs: dict[str, Any]
 ) -> None:
@@ -658,24 +612,12 @@ def test_where_state_can_be_cut_auto_keeps_what_was_seen_or_will_return_or_the_s
             assert not selection.selected
 
 
-@given(prompts(), RECENT, RECENT)
-def test_more_history_never_shortens_the_match(prompt: Prompt, recent: list[TokenIds], older: list[TokenIds]) -> None:
-    fewer, more = (select(AUTO, prompt, window, **SMALL).common for window in (recent, [*recent, *older]))
-    assert fewer <= more
-
-
 @given(prompts(), PROMPT_IDS, RECENT)
 def test_appending_tokens_never_shortens_the_match(prompt: Prompt, more: TokenIds, recent: list[TokenIds]) -> None:
     longer = Prompt(as_token_ids([*prompt.token_ids, *more]), prompt.boundaries, prompt.system_end, marks=prompt.marks)
     before, after = select(AUTO, prompt, recent, **SMALL), select(AUTO, longer, recent, **SMALL)
     assert before.common <= after.common
     assert before.selected <= after.selected
-
-
-@given(prompts(), EARLIER)
-def test_a_conversation_that_grew_matches_all_of_its_last_turn(prompt: Prompt, more: TokenIds) -> None:
-    grown = Prompt(as_token_ids([*prompt.token_ids, *more]), prompt.boundaries)
-    assert select(AUTO, grown, [prompt.token_ids], **SMALL).common == len(prompt.token_ids)
 
 
 @given(prompts(), st.lists(EARLIER, min_size=1, max_size=6))

@@ -75,20 +75,6 @@ def test_what_is_not_far_beyond_another_is_left_to_it() -> None:
     }
 
 
-def test_the_more_must_be_saved_the_fewer_checkpoints_are_kept() -> None:
-    recent = [sharing(n) for n in range(250, 2250, 150)]
-    sizes = [len(pick(Prompt(ids(3000)), *recent, min_tokens=price).checkpoints) for price in (0, 300, 600, 1200)]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] > sizes[-1]
-
-
-def test_to_save_the_minimum_is_enough() -> None:
-    selection = pick(Prompt(ids(3000)), sharing(350))
-    assert chosen(selection) == {300: 1}
-    assert chosen(pick(Prompt(ids(3000)), sharing(350), sharing(450))) == {300: 2}
-    assert chosen(pick(Prompt(ids(3000)), sharing(350), sharing(550))) == {300: 2, 500: 1}
-
-
 def test_without_a_minimum_a_checkpoint_is_kept_wherever_a_vote_is() -> None:
     """A block saved is enough, and two places are a block apart."""
     recent = [sharing(300), sharing(420)]
@@ -117,11 +103,6 @@ def test_a_conversation_that_grew_votes_for_its_end_and_what_it_continues_does_n
     assert chosen(selection) == {2800: 1}
     assert (selection.aligned, selection.reason) == (2800, "continues")
     assert chosen(pick(prompt, *earlier, leaving(prompt, 950), sighting=CONTINUES)) == {900: 2, 2800: 1}
-
-
-def test_a_prompt_whose_kind_comes_again_votes_for_its_end() -> None:
-    selection = pick(parted(3000, 1, 900, 2000, system_end=900), sighting=LIKELY)
-    assert (chosen(selection), selection.reason) == ({900: 2, 2000: 1}, "likely_repeat")
 
 
 def test_a_system_message_that_nobody_has_sent_yet_is_a_vote() -> None:
@@ -232,21 +213,3 @@ def test_no_other_set_of_checkpoints_saves_more(
     assert gain(selection.checkpoints) == best
     assert not [some for some in sets if set(some) > set(selection.checkpoints) and gain(some) == best]
     assert selection.votes == tuple(sum(vote >= at for vote in votes) for at in selection.checkpoints)
-
-
-@given(POSITIONS, st.integers(1, 8))
-def test_each_checkpoint_that_is_kept_pays_for_itself(shared: list[int], price: int) -> None:
-    selection = select(
-        AUTO,
-        Prompt(ids(70)),
-        [sharing(n) for n in shared],
-        block_size=1,
-        min_tokens=price,
-        cold_max=100,
-        interval=100,
-        state="checkpoints",
-    )
-    before = 0
-    for position, support in chosen(selection).items():
-        assert (position - before) * support >= price
-        before = position

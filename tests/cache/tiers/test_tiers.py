@@ -20,10 +20,10 @@ from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Piece
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import PayloadLayout
-from diskprefix.store.schema import Kind, piece_key
+from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
-from tests.store.building import BLOCK, ROOT, layout_of, open_store, prompt, publication
+from tests.store.building import BLOCK, ROOT, damage, layout_of, open_store, prompt, publication
 
 PAYLOAD_BYTES = 20_000
 PROMPT = prompt(1, 3 * BLOCK + 5)
@@ -170,11 +170,7 @@ def test_any_memory_can_be_read_into(have: int, store: Store, tier_of: Callable[
 def test_a_damaged_piece_names_its_node(store: Store) -> None:
     pub, nodes = publication(store, PROMPT), nodes_of(store)
     store.publish(pub)
-    key = piece_key(pub.nodes[1].name, 0)
-    with store.changes() as changes:
-        piece = bytearray(changes.piece(key[:16], 0) or b"")
-        piece[-1] ^= 1
-        changes._put("payloads", key, bytes(piece))
+    damage(store, pub.nodes[1].name)
     with ThreadPoolExecutor(2) as readers, DiskTier(store, store.quarantine).view() as view:
         path = [(node_of(new), view) for new in pub.nodes]
         bad = Loader(nodes, path, 0, len(PROMPT), {}, Pages(nodes.layout.groups[0])).run(readers)

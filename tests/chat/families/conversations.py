@@ -11,6 +11,7 @@ from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.nouns import Prompt
 from diskprefix.server.body import parse_json
 from tests.chat.families.families import Family, renderer_of, tokenizer_of
+from tests.chat.rendering import rendered
 
 Message: TypeAlias = dict[str, Any]
 Client: TypeAlias = Callable[[list[Message]], list[Message]]
@@ -60,7 +61,7 @@ def body_of(family: Family, messages: list[Message], *, tools: bool = False, **f
 
 def prompt_of(family: Family, messages: list[Message], *, tools: bool = False, **fields: Any) -> Prompt:
     """Through the daemon's own renderer."""
-    return renderer_of(family).chat(body_of(family, messages, tools=tools, **fields).conversation)
+    return rendered(renderer_of(family), body_of(family, messages, tools=tools, **fields).conversation)
 
 
 def text_of(family: Family, prompt: Prompt, end: int | None = None) -> str:

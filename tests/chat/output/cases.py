@@ -4,9 +4,10 @@
 * llama.cpp, tests/test-chat.cpp (MIT)
 * vLLM, tests/tool_parsers/test_*_tool_parser.py (Apache-2.0)
 
-Only inputs and expected results were taken over; long ones were shortened, and their tools have the same few names. A
-case of the source `FORMAT` has no counterpart there: it was written from the format. White space around content and reasoning is not compared: the servers
-differ in what belongs to a tag. The tools of a case are those that it calls, with the types of their arguments.
+Only inputs and expected results were taken over; long ones were shortened, and their tools have the same few names.
+Some cases have no counterpart there: they were written from the format. White space around content and reasoning is not
+compared: the servers differ in what belongs to a tag. The tools of a case are those that it calls, with the types of
+their arguments. Plain text is in `test_parsers.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any, TypeAlias
 
 Calls: TypeAlias = list[tuple[str, Any]]
 
-LLAMA_CPP, VLLM, FORMAT = "llama.cpp", "vLLM", "the format"
 HELLO = "Hello, world!\nWhat's up?"
 THOUGHT = "I'm\nthinking"
 ONE: Calls = [("special_function", {"arg1": 1})]
@@ -65,7 +65,6 @@ class Case:
     """A reply. `opened`: the prompt ends with the tag that begins reasoning. `arguments`: of a reply that was cut off."""
 
     family: str
-    source: str
     text: str
     calls: Calls
     content: str = ""
@@ -76,6 +75,11 @@ class Case:
     """Tools of the request that are not called."""
     miss: str = ""
     """Why it is not read as that server reads it."""
+
+
+def _text(family: str, text: str, *tools: str) -> Case:
+    """A reply that is read as text, though parts of it look like a call."""
+    return Case(family, text, [], content=text, tools=tools)
 
 
 def _kimi(name: str, arguments: str) -> str:
@@ -93,85 +97,53 @@ def _glm(name: str, *pairs: tuple[str, str], indent: str = "") -> str:
 
 _TAG = "<tool_call>\n%s\n</tool_call>" % OBJECT
 HERMES = [
+    _text("hermes", 'Let\'s call something\n<tool_call>{"name"'),
+    Case("hermes", f"{THOUGHT}</think>\n<tool_call>{OBJECT}</tool_call>", ONE, reasoning=THOUGHT, opened="<think>\n"),
+    Case("hermes", _TAG, ONE),
+    Case("hermes", HELLO + _TAG, ONE, content=HELLO),
+    Case("hermes", '<function=special_function>{"arg1": 1}</function>', ONE),
+    Case("hermes", '<function name="special_function">\n{"arg1": 1}\n</function>', ONE),
+    Case("hermes", f"<tool>\n  {OBJECT}\n</tool>", ONE),
+    Case("hermes", f"<tools>\n  {OBJECT}\n</tools>", ONE),
+    Case("hermes", f"<response>\n  {OBJECT}\n</response>", ONE),
+    Case("hermes", f"```xml\n<response>\n    {OBJECT}\n</response>\n```", ONE),
+    Case("hermes", f"```xml\n  {OBJECT}\n```", ONE),
+    Case("hermes", f"```\n  {OBJECT}\n```", ONE),
+    Case("hermes", f"```json\n  {OBJECT}\n```", ONE),
+    Case("hermes", f"```json\n\n      <function_call> {OBJECT} \n      </function_call> \n``` ", ONE),
+    Case("hermes", f"<json>\n  {OBJECT}\n</json>", ONE),
+    Case("hermes", f"<JSON>\n  {OBJECT}\n</JSON>", ONE),
+    Case("hermes", '<xml>\n  {\n    "name": "special_function", "arguments": {"arg1": 1}\n  }\n</xml>', ONE),
+    Case("hermes", OBJECT, ONE),
+    Case("hermes", '{\n  "name": "special_function", "arguments": {"arg1": 1}}', ONE),
     Case(
         "hermes",
-        LLAMA_CPP,
-        'Let\'s call something\n<tool_call>{"name"',
-        [],
-        content='Let\'s call something\n<tool_call>{"name"',
-    ),
-    Case(
-        "hermes",
-        LLAMA_CPP,
-        f"{THOUGHT}</think>\n<tool_call>{OBJECT}</tool_call>",
-        ONE,
-        reasoning=THOUGHT,
-        opened="<think>\n",
-    ),
-    Case("hermes", LLAMA_CPP, _TAG, ONE),
-    Case("hermes", LLAMA_CPP, HELLO + _TAG, ONE, content=HELLO),
-    Case("hermes", LLAMA_CPP, '<function=special_function>{"arg1": 1}</function>', ONE),
-    Case("hermes", LLAMA_CPP, '<function name="special_function">\n{"arg1": 1}\n</function>', ONE),
-    Case("hermes", LLAMA_CPP, f"<tool>\n  {OBJECT}\n</tool>", ONE),
-    Case("hermes", LLAMA_CPP, f"<tools>\n  {OBJECT}\n</tools>", ONE),
-    Case("hermes", LLAMA_CPP, f"<response>\n  {OBJECT}\n</response>", ONE),
-    Case("hermes", LLAMA_CPP, f"```xml\n<response>\n    {OBJECT}\n</response>\n```", ONE),
-    Case("hermes", LLAMA_CPP, f"```xml\n  {OBJECT}\n```", ONE),
-    Case("hermes", LLAMA_CPP, f"```\n  {OBJECT}\n```", ONE),
-    Case("hermes", LLAMA_CPP, f"```\n{OBJECT}\n```", ONE),
-    Case("hermes", LLAMA_CPP, f"```json\n  {OBJECT}\n```", ONE),
-    Case("hermes", LLAMA_CPP, f"```json\n\n      <function_call> {OBJECT} \n      </function_call> \n``` ", ONE),
-    Case("hermes", LLAMA_CPP, f"<json>\n  {OBJECT}\n</json>", ONE),
-    Case("hermes", LLAMA_CPP, '<xml>\n  {\n    "name": "special_function", "arguments": {"arg1": 1}\n  }\n</xml>', ONE),
-    Case("hermes", LLAMA_CPP, f"<JSON>\n  {OBJECT}\n</JSON>", ONE),
-    Case("hermes", LLAMA_CPP, OBJECT, ONE),
-    Case("hermes", LLAMA_CPP, '{\n  "name": "special_function", "arguments": {"arg1": 1}}', ONE),
-    Case(
-        "hermes",
-        LLAMA_CPP,
         f'{_TAG}\n<tool_call>\n{{"name": "python", "arguments": {{"code":"print(\'hello\')"}}}}\n</tool_call>',
         TWO,
     ),
     Case(
         "hermes",
-        LLAMA_CPP,
         '<function=special_function>{"arg1": 1}</function>\n<function=python>{"code":"print(\'hello\')"}</function>',
         TWO,
     ),
-    Case("hermes", LLAMA_CPP, f"This is not a tool call:\n{OBJECT}", ONE, content="This is not a tool call:"),
-    Case("hermes", LLAMA_CPP, HELLO, [], content=HELLO),
-    Case("hermes", LLAMA_CPP, f"<think>{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
-    Case("hermes", LLAMA_CPP, f"{THOUGHT}</think>{HELLO}", [], content=f"{THOUGHT}</think>{HELLO}"),
-    Case("hermes", LLAMA_CPP, f"{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT, opened="<think>"),
-    Case("hermes", LLAMA_CPP, "<think><tool_call>nah uhg</tool_call>", [], reasoning="<tool_call>nah uhg</tool_call>"),
+    Case("hermes", f"This is not a tool call:\n{OBJECT}", ONE, content="This is not a tool call:"),
+    Case("hermes", f"<think>{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    _text("hermes", f"{THOUGHT}</think>{HELLO}"),
+    Case("hermes", f"{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT, opened="<think>"),
+    Case("hermes", "<think><tool_call>nah uhg</tool_call>", [], reasoning="<tool_call>nah uhg</tool_call>"),
     Case(
         "hermes",
-        VLLM,
         '<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}}',
         [("final_answer", {"trigger": True})],
     ),
     Case(
         "hermes",
-        VLLM,
-        'Sure, let me check.<tool_call>{"name": "get_weather", "arguments": {"city": "Tokyo"}}</tool_call>',
-        TOKYO,
-        content="Sure, let me check.",
-    ),
-    Case(
-        "hermes",
-        FORMAT,
         '<tool_call>\n{"name": "get_db_config", "arguments": "{\\"param\\": \\"max_connections\\"}"}\n</tool_call>',
         [("get_db_config", {"param": "max_connections"})],
     ),
+    Case("hermes", '<tool_call>\n{"name": "do_thing", "arguments": "hello"}\n</tool_call>', [("do_thing", "hello")]),
     Case(
         "hermes",
-        FORMAT,
-        '<tool_call>\n{"name": "do_thing", "arguments": "hello"}\n</tool_call>',
-        [("do_thing", "hello")],
-    ),
-    Case(
-        "hermes",
-        VLLM,
         '<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}',
         [],
         content='<tool_call>\n{"name": "final_answer", "arguments": {"trigger": true}',
@@ -180,46 +152,39 @@ HERMES = [
     ),
 ]
 HERMES += [
-    Case("hermes", FORMAT, '<tool_call>{"name": "refresh"}</tool_call>', [("refresh", {})]),
-    Case("hermes", FORMAT, '<tool_call>{"name": "refresh", "arguments": null}</tool_call>', [("refresh", {})]),
-    Case("hermes", FORMAT, '<tool_call>{"name": "f", "arguments": "{\\"a\\":\n1}"}</tool_call>', [("f", {"a": 1})]),
-    Case("hermes", FORMAT, '<tool_call>{"name": "f", "tool": "g", "arguments": {}}</tool_call>', [("f", {})]),
-    Case("phi-4-mini", FORMAT, f"<|tool_call|>[{OBJECT}]<|/tool_call|>", ONE),
-    Case("json", FORMAT, OBJECT, ONE),
-    Case("pythonic", FORMAT, "[print(text='a')]", [("print", {"text": "a"})]),
-    Case("apertus", FORMAT, '<|tools_prefix|>[{"refresh": {}}]<|tools_suffix|>', [("refresh", {})]),
-    Case("apertus", FORMAT, r'<|tools_prefix|>[{"\q": {}}]', [], content=r'<|tools_prefix|>[{"\q": {}}]'),
+    Case("hermes", '<tool_call>{"name": "refresh"}</tool_call>', [("refresh", {})]),
+    Case("hermes", '<tool_call>{"name": "refresh", "arguments": null}</tool_call>', [("refresh", {})]),
+    Case("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\":\n1}"}</tool_call>', [("f", {"a": 1})]),
+    Case("hermes", '<tool_call>{"name": "f", "tool": "g", "arguments": {}}</tool_call>', [("f", {})]),
+    Case("phi-4-mini", f"<|tool_call|>[{OBJECT}]<|/tool_call|>", ONE),
+    Case("json", OBJECT, ONE),
+    Case("pythonic", "[print(text='a')]", [("print", {"text": "a"})]),
+    Case("apertus", '<|tools_prefix|>[{"refresh": {}}]<|tools_suffix|>', [("refresh", {})]),
+    _text("apertus", r'<|tools_prefix|>[{"\q": {}}]'),
 ]
 
 LLAMA = [
-    Case("llama-3", LLAMA_CPP, '{"name": "special_function", "parameters": {"arg1": 1}}', ONE),
+    Case("llama-3", '{"name": "special_function", "parameters": {"arg1": 1}}', ONE),
     Case(
         "llama-3",
-        LLAMA_CPP,
         "<|python_tag|>code_interpreter.call(code=\"print('hey')\")",
         [("code_interpreter", {"code": "print('hey')"})],
     ),
-    Case(
-        "llama-3", LLAMA_CPP, "<|python_tag|>python.call(code=\"print('hey')\")", [("python", {"code": "print('hey')"})]
-    ),
-    Case("llama-3", LLAMA_CPP, HELLO, [], content=HELLO),
+    Case("llama-3", "<|python_tag|>python.call(code=\"print('hey')\")", [("python", {"code": "print('hey')"})]),
     Case(
         "llama-3",
-        VLLM,
         'Here is the result: {"name": "getOpenIncidentsTool", "parameters": {}} More?',
         [("getOpenIncidentsTool", {})],
         content="Here is the result:More?",
     ),
     Case(
         "llama-3",
-        VLLM,
         '{"name": "searchTool", "arguments": {"query": "test", "limit": 10}}',
         [("searchTool", {"query": "test", "limit": 10})],
     ),
     *(
         Case(
             "llama-3",
-            VLLM,
             '{"name": "searchTool", "parameters": {"query": "test1"}}%s{"name": "getOpenIncidentsTool", "parameters": {}}'
             % between,
             [("searchTool", {"query": "test1"}), ("getOpenIncidentsTool", {})],
@@ -228,35 +193,18 @@ LLAMA = [
     ),
     Case(
         "llama-3",
-        VLLM,
         '{"name": "complexTool", "parameters": {"a": {"b": {"c": {"d": "deep"}}}}}',
         [("complexTool", {"a": {"b": {"c": {"d": "deep"}}}})],
     ),
     Case(
         "llama-3",
-        VLLM,
         '{"name": "searchTool", "parameters": {"query": "test {value} [complex]","nested": {"inner": "more {brackets}"}}}',
         [("searchTool", {"query": "test {value} [complex]", "nested": {"inner": "more {brackets}"}})],
     ),
-    Case("llama-3", VLLM, '{"parameters": {}}', [], content='{"parameters": {}}'),
+    _text("llama-3", '{"parameters": {}}'),
+    _text("llama-3", '{"name": "toolWithoutParams"}', "toolWithoutParams"),
     Case(
         "llama-3",
-        VLLM,
-        '{"name": "toolWithoutParams"}',
-        [],
-        content='{"name": "toolWithoutParams"}',
-        tools=("toolWithoutParams",),
-    ),
-    Case(
-        "llama-3",
-        VLLM,
-        '{"name": "searchTool", "parameters": {"query": "test"}} I used {searchTool}.',
-        [("searchTool", {"query": "test"})],
-        content="I used {searchTool}.",
-    ),
-    Case(
-        "llama-3",
-        VLLM,
         '{"name": "searchTool", "parameters": {"query": "test"}} The arguments were {"query": "test"}',
         [("searchTool", {"query": "test"})],
         content='The arguments were {"query": "test"}',
@@ -266,90 +214,55 @@ LLAMA = [
 _R7B = '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "special_function", "parameters": {"arg1": 1}}\n]<|END_ACTION|>'
 _R7B_THOUGHT = f"<|START_THINKING|>{THOUGHT}<|END_THINKING|>"
 COHERE = [
-    Case("command-r7b", LLAMA_CPP, HELLO, [], content=HELLO),
-    Case("command-r7b", LLAMA_CPP, f"<|START_RESPONSE|>{HELLO}<|END_RESPONSE|>", [], content=HELLO),
+    Case("command-r7b", f"<|START_RESPONSE|>{HELLO}<|END_RESPONSE|>", [], content=HELLO),
     Case(
-        "command-r7b",
-        LLAMA_CPP,
-        f"{_R7B_THOUGHT}<|START_RESPONSE|>{HELLO}<|END_RESPONSE|>",
-        [],
-        content=HELLO,
-        reasoning=THOUGHT,
+        "command-r7b", f"{_R7B_THOUGHT}<|START_RESPONSE|>{HELLO}<|END_RESPONSE|>", [], content=HELLO, reasoning=THOUGHT
     ),
-    Case("command-r7b", LLAMA_CPP, _R7B_THOUGHT + _R7B, ONE, reasoning=THOUGHT),
-    Case("command-r7b", LLAMA_CPP, f"<|START_THINKING|><|END_THINKING|>{_R7B}", ONE),
-    Case(
-        "command-r",
-        LLAMA_CPP,
-        'Action:\n```json\n[{"tool_name": "special_function", "parameters": {"arg1": 1}}]\n```',
-        ONE,
-    ),
+    Case("command-r7b", _R7B_THOUGHT + _R7B, ONE, reasoning=THOUGHT),
+    Case("command-r7b", f"<|START_THINKING|><|END_THINKING|>{_R7B}", ONE),
+    Case("command-r", 'Action:\n```json\n[{"tool_name": "special_function", "parameters": {"arg1": 1}}]\n```', ONE),
 ]
 
 _MISTRAL = '[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}, {"name": "sub", "arguments":{"c": "CA"}}]'
 _ADD: Calls = [("add", {"a": 3.5, "b": 4})]
 MISTRAL = [
     Case(
-        "mistral-array",
-        LLAMA_CPP,
-        '[TOOL_CALLS][{"name": "special_function", "arguments": {"arg1": 1}, "id": "123456789"}]',
-        ONE,
+        "mistral-array", '[TOOL_CALLS][{"name": "special_function", "arguments": {"arg1": 1}, "id": "123456789"}]', ONE
     ),
-    Case("mistral-array", VLLM, '[TOOL_CALLS][{"name": "add", "arguments":{"a": 3.5, "b": 4}}]', _ADD),
     Case(
         "mistral-array",
-        VLLM,
         '[TOOL_CALLS] [{"arguments":{"name": "John Doe"}, "name": "get_age"}]',
         [("get_age", {"name": "John Doe"})],
     ),
-    Case("mistral-array", VLLM, _MISTRAL, [*_ADD, ("sub", {"c": "CA"})]),
+    Case("mistral-array", _MISTRAL, [*_ADD, ("sub", {"c": "CA"})]),
+    Case("mistral-array", 'Hello[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}]', _ADD, content="Hello"),
     Case(
-        "mistral-array",
-        VLLM,
-        'Hello[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}]',
-        _ADD,
-        content="Hello",
+        "mistral-array", '[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}]\nextra', _ADD, content="extra"
     ),
-    Case(
-        "mistral-array",
-        VLLM,
-        '[TOOL_CALLS] [{"name": "add", "arguments":{"a": 3.5, "b": 4}}]\nextra',
-        _ADD,
-        content="extra",
-    ),
-    Case("mistral-array", VLLM, "[TOOL_CALLS] not json at all", [], content="[TOOL_CALLS] not json at all"),
-    Case("mistral", VLLM, '[TOOL_CALLS]add{"a": 3.5, "b": 4}', _ADD),
+    _text("mistral-array", "[TOOL_CALLS] not json at all"),
+    Case("mistral", '[TOOL_CALLS]add{"a": 3.5, "b": 4}', _ADD),
     Case(
         "mistral",
-        VLLM,
         '[TOOL_CALLS]add{"a": 3.5, "b": 4}[TOOL_CALLS]multiply{"a": 3, "b": 6}',
         [*_ADD, ("multiply", {"a": 3, "b": 6})],
     ),
-    Case("mistral", LLAMA_CPP, '[TOOL_CALLS]special_function[ARGS]{"arg1": 1}', ONE),
-    Case("mistral", LLAMA_CPP, '[TOOL_CALLS]special_function[CALL_ID]123456789[ARGS]{"arg1": 1}', ONE),
-    Case("mistral", LLAMA_CPP, f"[THINK]{THOUGHT}[/THINK]{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    Case("mistral", '[TOOL_CALLS]special_function[ARGS]{"arg1": 1}', ONE),
+    Case("mistral", '[TOOL_CALLS]special_function[CALL_ID]123456789[ARGS]{"arg1": 1}', ONE),
+    Case("mistral", f"[THINK]{THOUGHT}[/THINK]{HELLO}", [], content=HELLO, reasoning=THOUGHT),
 ]
 
 _ONE_CALL = _deepseek("special_function", '{"arg1": 1}')
 DEEPSEEK = [
-    Case("deepseek", LLAMA_CPP, f"{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT, opened="<think>\n"),
-    Case("deepseek", LLAMA_CPP, f"<think>{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    Case("deepseek", f"{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT, opened="<think>\n"),
+    Case("deepseek", f"<think>{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    Case("deepseek", f"<think>{THOUGHT}</think>\n\n{DS_BEGIN}{_ONE_CALL}{DS_END}", ONE, reasoning=THOUGHT),
     Case(
         "deepseek",
-        LLAMA_CPP,
-        f"<think>{THOUGHT}</think>\n\n{DS_BEGIN}{_ONE_CALL}{DS_END}",
-        ONE,
-        reasoning=THOUGHT,
-    ),
-    Case(
-        "deepseek",
-        LLAMA_CPP,
         f'<｜tool▁calls｜>function{DS_SEP}special_function\n```json\n{{"arg1": 1}}\n```{DS_CALL_END}{DS_END}',
         ONE,
     ),
     Case(
         "deepseek",
-        LLAMA_CPP,
         f"It starts with {DS_BEGIN} and ends with",
         [],
         reasoning=f"It starts with {DS_BEGIN} and ends with",
@@ -357,100 +270,73 @@ DEEPSEEK = [
     ),
     Case(
         "deepseek",
-        VLLM,
         DS_BEGIN
         + _deepseek("get_weather", '{"city": "Tokyo"}')
         + _deepseek("get_time", '{"timezone": "Asia/Tokyo"}')
         + DS_END,
         BOTH,
     ),
-    Case("deepseek", VLLM, DS_BEGIN + _deepseek("test_function", TYPES_JSON) + DS_END, TYPES),
-    Case("deepseek", VLLM, DS_BEGIN + _deepseek("test_function", QUOTES_JSON) + DS_END, QUOTES),
-    Case("deepseek", VLLM, DS_BEGIN + _deepseek("get_current_time", "{}") + DS_END, [("get_current_time", {})]),
+    Case("deepseek", DS_BEGIN + _deepseek("test_function", TYPES_JSON) + DS_END, TYPES),
+    Case("deepseek", DS_BEGIN + _deepseek("test_function", QUOTES_JSON) + DS_END, QUOTES),
+    Case("deepseek", DS_BEGIN + _deepseek("get_current_time", "{}") + DS_END, [("get_current_time", {})]),
     Case(
         "deepseek",
-        VLLM,
         "Let me check." + DS_BEGIN + _deepseek("get_weather", '{"city": "Tokyo"}') + DS_END,
         TOKYO,
         content="Let me check.",
     ),
-    Case(
-        "deepseek-v3.1", VLLM, f'{DS_BEGIN}{DS_CALL}get_weather{DS_SEP}{{"city": "Tokyo"}}{DS_CALL_END}{DS_END}', TOKYO
-    ),
+    Case("deepseek-v3.1", f'{DS_BEGIN}{DS_CALL}get_weather{DS_SEP}{{"city": "Tokyo"}}{DS_CALL_END}{DS_END}', TOKYO),
 ]
 
 GRANITE = [
-    Case("granite", LLAMA_CPP, HELLO, [], content=HELLO),
-    Case("granite", LLAMA_CPP, f"<think>{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
-    Case("granite", LLAMA_CPP, f"<|tool_call|>[{OBJECT}]", ONE),
+    Case("granite", f"<think>{THOUGHT}</think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    Case("granite", f"<|tool_call|>[{OBJECT}]", ONE),
     Case(
         "granite",
-        VLLM,
         '<|tool_call|> [{"name": "get_weather", "arguments": {"city": "Tokyo"}},\n  {"name": "get_time", "arguments": {"timezone": "Asia/Tokyo"}}\n]',
         BOTH,
     ),
-    Case("granite", VLLM, f'<tool_call> [{{"name": "test_function", "arguments": {TYPES_JSON}}}]', TYPES),
-    Case("granite", VLLM, f'<tool_call> [{{"name": "test_function", "arguments": {QUOTES_JSON}}}]', QUOTES),
-    Case("granite", VLLM, '<|tool_call|> [{"name": "refresh", "arguments": {}}]', [("refresh", {})]),
+    Case("granite", f'<tool_call> [{{"name": "test_function", "arguments": {TYPES_JSON}}}]', TYPES),
+    Case("granite", '<|tool_call|> [{"name": "refresh", "arguments": {}}]', [("refresh", {})]),
     Case(
         "granite",
-        VLLM,
         'Let me check.\n<|tool_call|> [{"name": "get_weather", "arguments": {"city": "Tokyo"}}]\nDone.',
         TOKYO,
         content="Let me check.Done.",
     ),
     Case(
         "granite",
-        VLLM,
         '<|tool_call|> [{"arguments": {"city": "Tokyo"}, "name": "get_weather"}, {"arguments": {"timezone": "Asia/Tokyo"}, "name": "get_time"}]',
         BOTH,
     ),
-    Case("granite", VLLM, 'Some text [{"name": "func"}]', [], content='Some text [{"name": "func"}]', tools=("func",)),
+    _text("granite", 'Some text [{"name": "func"}]', "func"),
 ]
 
 FUNCTOOLS = [
-    Case("functools", LLAMA_CPP, f" functools[{OBJECT}]", ONE),
+    Case("functools", f" functools[{OBJECT}]", ONE),
     Case(
         "functools",
-        VLLM,
         'functools[{"name": "get_weather", "arguments": {"city": "Tokyo"}}, {"name": "get_time", "arguments": {"timezone": "Asia/Tokyo"}}]',
         BOTH,
     ),
-    Case("functools", VLLM, f'functools[{{"name": "test_function", "arguments": {TYPES_JSON}}}]', TYPES),
     Case(
         "functools",
-        VLLM,
         'Let me check.\nfunctools[{"name": "get_weather", "arguments": {"city": "Tokyo"}}]\nMore?',
         TOKYO,
         content="Let me check.More?",
     ),
-    Case("functools", VLLM, "functools[] This is just text", [], content="functools[] This is just text"),
-    Case("functools", VLLM, "functools[ This is just text ]", [], content="functools[ This is just text ]"),
+    _text("functools", "functools[] This is just text"),
 ]
 
 INTERNLM = [
     Case(
         "internlm",
-        VLLM,
         '<|action_start|><|plugin|>{"name": "get_weather", "parameters": {"city": "Tokyo"}}<|action_end|>',
         TOKYO,
     ),
+    _text("internlm", "<|action_start|><|plugin|>not json<|action_end|>"),
     Case(
         "internlm",
-        VLLM,
-        f'<|action_start|><|plugin|>{{"name": "test_function", "parameters": {TYPES_JSON}}}<|action_end|>',
-        TYPES,
-    ),
-    Case(
-        "internlm",
-        VLLM,
-        "<|action_start|><|plugin|>not json<|action_end|>",
-        [],
-        content="<|action_start|><|plugin|>not json<|action_end|>",
-    ),
-    Case(
-        "internlm",
-        FORMAT,
         '<|action_start|><|plugin|>{"name": "delete_everything", "parameters": {"city": "Tokyo"}}<|action_end|>',
         [],
         tools=("get_weather",),
@@ -465,43 +351,37 @@ _REGISTER = (
 )
 _SF = "get_weather(city='San Francisco', metric='celsius')"
 PYTHONIC = [
-    Case("pythonic", VLLM, "How can I help you today?", [], content="How can I help you today?"),
-    Case("pythonic", VLLM, f"[{_SF}]", SAN_FRANCISCO),
-    Case("pythonic", VLLM, f"[{_REGISTER}]", [("register_user", JOHN_DOE)]),
-    Case("pythonic", VLLM, f"[{_SF}, {_REGISTER}]", [*SAN_FRANCISCO, ("register_user", JOHN_DOE)]),
-    Case("pythonic", VLLM, "[get_weather()]", [("get_weather", {})]),
-    Case("pythonic", VLLM, "[do_something_cool(additional_data={})]", [("do_something_cool", {"additional_data": {}})]),
-    Case("pythonic", VLLM, "[do_something_cool(steps=[])]", [("do_something_cool", {"steps": []})]),
+    Case("pythonic", f"[{_SF}]", SAN_FRANCISCO),
+    Case("pythonic", f"[{_REGISTER}]", [("register_user", JOHN_DOE)]),
+    Case("pythonic", f"[{_SF}, {_REGISTER}]", [*SAN_FRANCISCO, ("register_user", JOHN_DOE)]),
+    Case("pythonic", "[get_weather()]", [("get_weather", {})]),
+    Case("pythonic", "[do_something_cool(additional_data={})]", [("do_something_cool", {"additional_data": {}})]),
+    Case("pythonic", "[do_something_cool(steps=[])]", [("do_something_cool", {"steps": []})]),
     Case(
         "pythonic",
-        VLLM,
         r"[get_weather(city='Martha\'s Vineyard', metric='\"cool units\"')]",
         [("get_weather", {"city": "Martha's Vineyard", "metric": '"cool units"'})],
     ),
     Case(
         "pythonic",
-        FORMAT,
         f"[bad(x=b'z'), {_SF}]",
         SAN_FRANCISCO,
         tools=("bad",),
         miss="a list with a call that cannot be read is text as a whole: no token is lost",
     ),
-    Case("lfm2", LLAMA_CPP, "<|tool_call_start|>[special_function(arg1=1)]<|tool_call_end|>", ONE),
-    Case("gemma-3", FORMAT, f"```tool_code\nprint({_SF})\n```", SAN_FRANCISCO),
+    Case("lfm2", "<|tool_call_start|>[special_function(arg1=1)]<|tool_call_end|>", ONE),
+    Case("gemma-3", f"```tool_code\nprint({_SF})\n```", SAN_FRANCISCO),
 ]
 
 KIMI_K2 = [
-    Case("kimi", VLLM, "This is a test", [], content="This is a test"),
     Case(
         "kimi",
-        VLLM,
         "I'll check. " + KIMI + _kimi("functions.get_weather:0", '{"city": "Tokyo"}') + KIMI_END,
         TOKYO,
         content="I'll check.",
     ),
     Case(
         "kimi",
-        VLLM,
         KIMI
         + _kimi("functions.get_weather:0", '{"city": "Tokyo"}')
         + _kimi("functions.get_time:1", '{"timezone": "Asia/Tokyo"}')
@@ -510,21 +390,12 @@ KIMI_K2 = [
     ),
     Case(
         "kimi",
-        VLLM,
-        KIMI + _kimi("functions.process_html:0", '{"html": "<div>content</div>"}') + KIMI_END,
-        [("process_html", {"html": "<div>content</div>"})],
-    ),
-    Case(
-        "kimi",
-        VLLM,
         KIMI + _kimi("functions.data:0", '{\n  "name": "test",\n  "value": 123\n}') + KIMI_END,
         [("data", {"name": "test", "value": 123})],
     ),
-    Case("kimi", VLLM, KIMI + _kimi("get_weather:0", '{"city": "Tokyo"}') + KIMI_END, TOKYO),
-    Case("kimi", VLLM, KIMI + _kimi("functions.test:0", "{}") + KIMI_END, [("test", {})]),
+    Case("kimi", KIMI + _kimi("get_weather:0", '{"city": "Tokyo"}') + KIMI_END, TOKYO),
     Case(
         "kimi",
-        VLLM,
         KIMI
         + _kimi("functions.bad:0", '{"city": "Beijing"')
         + _kimi("functions.good:1", '{"city": "Shanghai"}')
@@ -533,14 +404,12 @@ KIMI_K2 = [
     ),
     Case(
         "kimi",
-        FORMAT,
         KIMI + _kimi("functions.get_weather:0", '{"city": "Tokyo"}') + _kimi("functions.bad:1", "oops") + KIMI_END,
         TOKYO,
         content=_kimi("functions.bad:1", "oops") + KIMI_END,
     ),
     Case(
         "kimi",
-        VLLM,
         KIMI + _kimi("0", '{"city": "Tokyo"}') + KIMI_END,
         TOKYO,
         miss="a call without a name is given under its number: a name that is guessed from arguments may be the wrong one",
@@ -559,26 +428,23 @@ _XML_TYPES = [
     ("object_field", '{"nested": "value"}'),
 ]
 QWEN_CODER = [
-    Case("qwen3-coder", VLLM, _XML % ("get_weather", _P % ("city", "Tokyo")), TOKYO),
-    Case("qwen3-coder", VLLM, _XML % ("get_weather", _P % ("city", "\nTokyo\n")), TOKYO),
+    Case("qwen3-coder", _XML % ("get_weather", _P % ("city", "Tokyo")), TOKYO),
+    Case("qwen3-coder", _XML % ("get_weather", _P % ("city", "\nTokyo\n")), TOKYO),
     Case(
         "qwen3-coder",
-        VLLM,
         _XML % ("get_weather", _P % ("city", "Tokyo")) + _XML % ("get_time", _P % ("timezone", "Asia/Tokyo")),
         BOTH,
     ),
-    Case("qwen3-coder", VLLM, _XML % ("test_function", "".join(_P % pair for pair in _XML_TYPES)), TYPES),
-    Case("qwen3-coder", VLLM, _XML % ("refresh", ""), [("refresh", {})]),
+    Case("qwen3-coder", _XML % ("test_function", "".join(_P % pair for pair in _XML_TYPES)), TYPES),
+    Case("qwen3-coder", _XML % ("refresh", ""), [("refresh", {})]),
     Case(
         "qwen3-coder",
-        VLLM,
         "Let me check.\n\n" + _XML % ("get_weather", _P % ("city", "Tokyo")) + "\n\nDone.",
         TOKYO,
         content="Let me check.Done.",
     ),
     Case(
         "qwen3-coder",
-        VLLM,
         _XML
         % (
             "test_function",
@@ -588,63 +454,37 @@ QWEN_CODER = [
         ),
         QUOTES,
     ),
+    _text("qwen3-coder", "<tool_call><function=></function></tool_call>"),
+    Case("qwen3-coder", "<tool_call>\n<function=f>\n<parameter=days>\n1", [("f", None)], arguments='{"days": 1'),
+    Case("qwen3-coder", "<function=get_weather>\n<parameter=city>\nTokyo\n</parameter>\n</function>", TOKYO),
     Case(
-        "qwen3-coder",
-        VLLM,
-        "<tool_call><function=></function></tool_call>",
-        [],
-        content="<tool_call><function=></function></tool_call>",
+        "qwen3-coder", "<tool_call>\n<function=get_weather>\n<parameter=city>\nTokyo\n</function>\n</tool_call>", TOKYO
     ),
-    Case(
-        "qwen3-coder",
-        FORMAT,
-        "<tool_call>\n<function=f>\n<parameter=days>\n1",
-        [("f", None)],
-        arguments='{"days": 1',
-    ),
-    Case("qwen3-coder", VLLM, "<function=get_weather>\n<parameter=city>\nTokyo\n</parameter>\n</function>", TOKYO),
-    Case(
-        "qwen3-coder",
-        VLLM,
-        "<tool_call>\n<function=get_weather>\n<parameter=city>\nTokyo\n</function>\n</tool_call>",
-        TOKYO,
-    ),
-    Case(
-        "seed-oss",
-        VLLM,
-        (_XML % ("get_weather", _P % ("city", "Tokyo"))).replace("tool_call>", "seed:tool_call>"),
-        TOKYO,
-    ),
-    Case("seed-oss", LLAMA_CPP, f"<seed:think>{THOUGHT}</seed:think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    Case("seed-oss", (_XML % ("get_weather", _P % ("city", "Tokyo"))).replace("tool_call>", "seed:tool_call>"), TOKYO),
+    Case("seed-oss", f"<seed:think>{THOUGHT}</seed:think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
 ]
 
 _DALLAS = (("city", "Dallas"), ("state", "TX"), ("unit", "fahrenheit"))
 GLM = [
-    Case("glm", VLLM, "This is a test", [], content="This is a test"),
-    Case("glm", VLLM, _glm("get_current_weather", *_DALLAS, indent="    "), [("get_current_weather", dict(_DALLAS))]),
-    Case("glm", VLLM, "I'll help. " + _glm("get_weather", ("city", "Tokyo")), TOKYO, content="I'll help."),
+    Case("glm", _glm("get_current_weather", *_DALLAS, indent="    "), [("get_current_weather", dict(_DALLAS))]),
+    Case("glm", "I'll help. " + _glm("get_weather", ("city", "Tokyo")), TOKYO, content="I'll help."),
     Case(
         "glm",
-        VLLM,
         _glm("get_weather", ("city", "Tokyo")) + "\n\nmeanwhile\n\n" + _glm("get_time", ("timezone", "Asia/Tokyo")),
         BOTH,
         content="meanwhile",
     ),
     Case(
         "glm",
-        VLLM,
         "<think>I want to.</think>\n\nI will.\n" + _glm("get_weather", ("city", "Tokyo")),
         TOKYO,
         content="I will.",
         reasoning="I want to.",
     ),
-    Case("glm", VLLM, "<tool_call>get_current_time\n</tool_call>", [("get_current_time", {})]),
-    Case(
-        "glm-4.7", VLLM, "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Tokyo</arg_value></tool_call>", TOKYO
-    ),
+    Case("glm", "<tool_call>get_current_time\n</tool_call>", [("get_current_time", {})]),
+    Case("glm-4.7", "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Tokyo</arg_value></tool_call>", TOKYO),
     Case(
         "glm",
-        VLLM,
         _glm("get_weather", ("city", "Tokyo")).removesuffix("\n</tool_call>"),
         [],
         content=_glm("get_weather", ("city", "Tokyo")).removesuffix("\n</tool_call>"),
@@ -655,36 +495,31 @@ GLM = [
 
 _GEMMA = "<start_function_call>call:%s{%s}<end_function_call>"
 GEMMA = [
-    Case("functiongemma", VLLM, "Hello, how can I help you today?", [], content="Hello, how can I help you today?"),
     Case(
         "functiongemma",
-        VLLM,
         "Let me see. " + _GEMMA % ("get_weather", "city:<escape>Tokyo<escape>"),
         TOKYO,
         content="Let me see.",
     ),
     Case(
         "functiongemma",
-        VLLM,
         _GEMMA % ("get_weather", "city:<escape>San Francisco<escape>,metric:<escape>celsius<escape>"),
         SAN_FRANCISCO,
     ),
     Case(
         "functiongemma",
-        VLLM,
         _GEMMA % ("get_weather", "city:<escape>Tokyo<escape>")
         + _GEMMA % ("get_time", "timezone:<escape>Asia/Tokyo<escape>"),
         BOTH,
     ),
-    Case("functiongemma", FORMAT, _GEMMA % ("f", "a:"), [], content=_GEMMA % ("f", "a:"), tools=("f",)),
-    Case("gemma-4", LLAMA_CPP, "<|tool_call>call:special_function{arg1:1}<tool_call|>", ONE),
+    _text("functiongemma", _GEMMA % ("f", "a:"), "f"),
+    Case("gemma-4", "<|tool_call>call:special_function{arg1:1}<tool_call|>", ONE),
     Case(
         "gemma-4",
-        FORMAT,
         '<|tool_call>call:f{a:<|"|>x "y": {z}<|"|>,b:[1,{c:true}]}<tool_call|>',
         [("f", {"a": 'x "y": {z}', "b": [1, {"c": True}]})],
     ),
-    Case("gemma-4", LLAMA_CPP, f"<|channel>thought\n{THOUGHT}<channel|>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    Case("gemma-4", f"<|channel>thought\n{THOUGHT}<channel|>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
 ]
 
 _INVOKE = '<invoke name="%s">%s</invoke>'
@@ -692,7 +527,6 @@ _IP = '<parameter name="%s">%s</parameter>'
 MINIMAX = [
     Case(
         "minimax",
-        VLLM,
         "Let me check. <minimax:tool_call>"
         + _INVOKE % ("get_weather", _IP % ("city", "Tokyo"))
         + "</minimax:tool_call>",
@@ -701,7 +535,6 @@ MINIMAX = [
     ),
     Case(
         "minimax",
-        VLLM,
         "<minimax:tool_call>"
         + _INVOKE % ("get_weather", _IP % ("city", "Tokyo"))
         + _INVOKE % ("get_time", _IP % ("timezone", "Asia/Tokyo"))
@@ -710,7 +543,6 @@ MINIMAX = [
     ),
     Case(
         "minimax",
-        VLLM,
         "<minimax:tool_call>"
         + _INVOKE % ("get_weather", _IP % ("city", "Seattle") + _IP % ("days", "5"))
         + "</minimax:tool_call>",
@@ -720,33 +552,24 @@ MINIMAX = [
 
 _HY = '<tool_calls>[{"name": "get_weather", "arguments": {"city": "%s"}}]</tool_calls>'
 HUNYUAN = [
-    Case("tool-calls", VLLM, _HY % "Tokyo", TOKYO),
-    Case("tool-calls", VLLM, _HY % "北京", [("get_weather", {"city": "北京"})]),
-    Case("tool-calls", VLLM, "I will call. " + _HY % "Tokyo", TOKYO, content="I will call."),
-    Case("tool-calls", VLLM, _HY % "Tokyo" + "\n</answer>", TOKYO),
+    Case("tool-calls", _HY % "Tokyo", TOKYO),
+    Case("tool-calls", "I will call. " + _HY % "Tokyo", TOKYO, content="I will call."),
+    Case("tool-calls", _HY % "Tokyo" + "\n</answer>", TOKYO),
     Case(
         "tool-calls",
-        VLLM,
         '<tool_calls>[{"name": "a", "arguments": {}}, {"name": "b", "arguments": {"x": 42}}]</tool_calls>',
         [("a", {}), ("b", {"x": 42})],
     ),
-    Case(
-        "tool-calls",
-        VLLM,
-        '<tool_calls>[{"name": "a", "arguments": {"l": {"m": {"n": 1}}}}]</tool_calls>',
-        [("a", {"l": {"m": {"n": 1}}})],
-    ),
-    Case("tool-calls", VLLM, _HY % "Tokyo" + "\nThank you!", TOKYO, content="Thank you!"),
+    Case("tool-calls", _HY % "Tokyo" + "\nThank you!", TOKYO, content="Thank you!"),
 ]
 
 _ANALYSIS = f"<|channel|>analysis<|message|>{THOUGHT}<|end|>"
 _TO = "<|start|>assistant<|channel|>commentary to=functions.special_function"
 HARMONY = [
-    Case("harmony", LLAMA_CPP, f"<|channel|>analysis<|message|>{THOUGHT}", [], reasoning=THOUGHT),
-    Case("harmony", LLAMA_CPP, _ANALYSIS, [], reasoning=THOUGHT),
+    Case("harmony", f"<|channel|>analysis<|message|>{THOUGHT}", [], reasoning=THOUGHT),
+    Case("harmony", _ANALYSIS, [], reasoning=THOUGHT),
     Case(
         "harmony",
-        LLAMA_CPP,
         f"{_ANALYSIS}<|start|>assistant<|channel|>final<|message|>{HELLO}",
         [],
         content=HELLO,
@@ -754,7 +577,6 @@ HARMONY = [
     ),
     Case(
         "harmony",
-        LLAMA_CPP,
         f'{_ANALYSIS}{_TO} <|constrain|>json<|message|>{{"arg1',
         [("special_function", None)],
         reasoning=THOUGHT,
@@ -762,23 +584,20 @@ HARMONY = [
     ),
     Case(
         "harmony",
-        LLAMA_CPP,
         f'{_ANALYSIS}{_TO}<|message|>{{"arg1',
         [("special_function", None)],
         reasoning=THOUGHT,
         arguments='{"arg1',
     ),
-    Case("harmony", LLAMA_CPP, f'{_ANALYSIS}{_TO} <|constrain|>json<|message|>{{"arg1": 1}}', ONE, reasoning=THOUGHT),
+    Case("harmony", f'{_ANALYSIS}{_TO} <|constrain|>json<|message|>{{"arg1": 1}}', ONE, reasoning=THOUGHT),
     Case(
         "harmony",
-        LLAMA_CPP,
         f'{_ANALYSIS}{_TO.replace("commentary", "analysis")} <|constrain|>json<|message|>{{"arg1": 1}}',
         ONE,
         reasoning=THOUGHT,
     ),
     Case(
         "harmony",
-        LLAMA_CPP,
         f"{_ANALYSIS}<|start|>assistant<|channel|>commentary<|message|>{HELLO}",
         [],
         content=HELLO,
@@ -786,27 +605,15 @@ HARMONY = [
     ),
     Case(
         "harmony",
-        LLAMA_CPP,
         f'{_ANALYSIS}<|start|>assistant<|channel|>commentary<|message|>{HELLO}<|end|>{_TO} <|constrain|>json<|message|>{{"arg1": 1}}',
         ONE,
         content=HELLO,
         reasoning=THOUGHT,
     ),
+    Case("harmony", ' to=functions.special_function<|channel|>commentary <|constrain|>json<|message|>{"arg1": 1}', ONE),
+    Case("harmony", ' to=functions.special_function<|channel|>analysis <|constrain|>json<|message|>{"arg1": 1}', ONE),
     Case(
         "harmony",
-        LLAMA_CPP,
-        ' to=functions.special_function<|channel|>commentary <|constrain|>json<|message|>{"arg1": 1}',
-        ONE,
-    ),
-    Case(
-        "harmony",
-        LLAMA_CPP,
-        ' to=functions.special_function<|channel|>analysis <|constrain|>json<|message|>{"arg1": 1}',
-        ONE,
-    ),
-    Case(
-        "harmony",
-        LLAMA_CPP,
         f'{_ANALYSIS}<|start|>assistant to=functions.special_function<|channel|>analysis <|constrain|>json<|message|>{{"arg1": 1}}',
         ONE,
         reasoning=THOUGHT,
@@ -817,15 +624,13 @@ _GIGACHAT = "<|message_sep|>\n\nfunction call<|role_sep|>\n"
 _MEMORY_CALL = '{"name": "manage_user_memory", "arguments": %s}'
 _MEMORY = {"action": "create", "id": "preferences"}
 GIGACHAT = [
-    Case("gigachat-3", LLAMA_CPP, HELLO, [], content=HELLO),
-    Case("gigachat-3", LLAMA_CPP, _GIGACHAT + OBJECT, ONE),
-    Case("gigachat-3", LLAMA_CPP, HELLO + _GIGACHAT + OBJECT, ONE, content=HELLO),
-    Case("gigachat-3", VLLM, _GIGACHAT + _MEMORY_CALL % "{}", [("manage_user_memory", {})]),
-    Case("gigachat", LLAMA_CPP, f"<|function_call|>{OBJECT}", ONE),
-    Case("gigachat", LLAMA_CPP, f"{HELLO}<|function_call|>{OBJECT}", ONE, content=HELLO),
+    Case("gigachat-3", _GIGACHAT + OBJECT, ONE),
+    Case("gigachat-3", HELLO + _GIGACHAT + OBJECT, ONE, content=HELLO),
+    Case("gigachat-3", _GIGACHAT + _MEMORY_CALL % "{}", [("manage_user_memory", {})]),
+    Case("gigachat", f"<|function_call|>{OBJECT}", ONE),
+    Case("gigachat", f"{HELLO}<|function_call|>{OBJECT}", ONE, content=HELLO),
     Case(
         "gigachat",
-        VLLM,
         "<|function_call|>" + _MEMORY_CALL % '{"action": "create", "id": "preferences"}',
         [("manage_user_memory", _MEMORY)],
     ),
@@ -843,10 +648,9 @@ def _k3_tools(*calls: str) -> str:
 
 
 KIMI_K3 = [
-    Case("kimi-3", LLAMA_CPP, _K3_SAID % HELLO + _K3_END, [], content=HELLO),
+    Case("kimi-3", _K3_SAID % HELLO + _K3_END, [], content=HELLO),
     Case(
         "kimi-3",
-        LLAMA_CPP,
         f"{THOUGHT}<|close|>think<|sep|>{_K3_SAID % HELLO}{_K3_END}",
         [],
         content=HELLO,
@@ -855,16 +659,14 @@ KIMI_K3 = [
     ),
     Case(
         "kimi-3",
-        LLAMA_CPP,
         _K3_SAID % "Use the response tag, then message the handler." + _K3_END,
         [],
         content="Use the response tag, then message the handler.",
     ),
-    Case("kimi-3", LLAMA_CPP, THOUGHT, [], reasoning=THOUGHT, opened="<|open|>think<|sep|>"),
-    Case("kimi-3", LLAMA_CPP, _K3_SAID % "" + _k3_tools(_K3_CALL % ("special_function", 1, _K3_ARG1)) + _K3_END, ONE),
+    Case("kimi-3", THOUGHT, [], reasoning=THOUGHT, opened="<|open|>think<|sep|>"),
+    Case("kimi-3", _K3_SAID % "" + _k3_tools(_K3_CALL % ("special_function", 1, _K3_ARG1)) + _K3_END, ONE),
     Case(
         "kimi-3",
-        LLAMA_CPP,
         f"{THOUGHT}<|close|>think<|sep|>{_K3_SAID % 'On it.'}"
         + _k3_tools(_K3_CALL % ("special_function", 1, _K3_ARG1))
         + _K3_END,
@@ -875,7 +677,6 @@ KIMI_K3 = [
     ),
     Case(
         "kimi-3",
-        LLAMA_CPP,
         _K3_SAID % ""
         + _k3_tools(
             _K3_CALL % ("special_function", 1, _K3_ARG1),
@@ -884,15 +685,9 @@ KIMI_K3 = [
         + _K3_END,
         [*ONE, ("special_function_with_opt", {"arg1": 1, "arg2": 2})],
     ),
+    Case("kimi-3", _k3_tools(_K3_CALL % ("python", 1, _K3_ARGUMENT % ("code", "string", "print('hello')"))), TWO[1:]),
     Case(
         "kimi-3",
-        LLAMA_CPP,
-        _k3_tools(_K3_CALL % ("python", 1, _K3_ARGUMENT % ("code", "string", "print('hello')"))),
-        TWO[1:],
-    ),
-    Case(
-        "kimi-3",
-        VLLM,
         _K3_SAID % "answer"
         + _k3_tools(
             _K3_CALL
@@ -943,24 +738,22 @@ _ORDERED = {
     "duplicate_demo": {"tag": ["a", "b"]},
 }
 MINIMAX_3 = [
-    Case("minimax-3", LLAMA_CPP, f"<mm:think>{THOUGHT}</mm:think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
-    Case("minimax-3", LLAMA_CPP, f"</mm:think>{HELLO}", [], content=HELLO),
+    Case("minimax-3", f"<mm:think>{THOUGHT}</mm:think>{HELLO}", [], content=HELLO, reasoning=THOUGHT),
+    Case("minimax-3", f"</mm:think>{HELLO}", [], content=HELLO),
     Case(
         "minimax-3",
-        LLAMA_CPP,
         f"<mm:think>{THOUGHT}</mm:think>{_M3 % _m3_call('get_weather', _m3('city', 'Tokyo'))}",
         TOKYO,
         reasoning=THOUGHT,
     ),
-    Case("minimax-3", LLAMA_CPP, "</mm:think>" + _M3 % _m3_call("special_function", _m3("arg1", "1")), ONE),
+    Case("minimax-3", "</mm:think>" + _M3 % _m3_call("special_function", _m3("arg1", "1")), ONE),
     *(
-        Case("minimax-3", FORMAT, _M3 % broken, [], content=_M3 % broken, tools=("f",))
+        _text("minimax-3", _M3 % broken, "f")
         for broken in (_m3_call("f", f"{_NS}<a>1{_NS}</b>"), _m3_call("f", "text"), _m3_call("f", f"{_NS}<a>1"))
     ),
-    Case("minimax-3", LLAMA_CPP, _M3 % _m3_call("empty_args"), [("empty_args", {})]),
+    Case("minimax-3", _M3 % _m3_call("empty_args"), [("empty_args", {})]),
     Case(
         "minimax-3",
-        LLAMA_CPP,
         _M3
         % "\n".join(
             [_m3_call("get_weather", _m3("city", "Tokyo")), _m3_call("get_time", _m3("timezone", "Asia/Tokyo"))]
@@ -969,18 +762,11 @@ MINIMAX_3 = [
     ),
     Case(
         "minimax-3",
-        LLAMA_CPP,
         "Let me call." + _M3 % _m3_call("f", _m3("ref", "-14")),
         [("f", {"ref": -14})],
         content="Let me call.",
     ),
-    Case(
-        "minimax-3",
-        VLLM,
-        "I will create it.\n" + _M3 % _ORDER,
-        [("create_order", _ORDERED)],
-        content="I will create it.",
-    ),
+    Case("minimax-3", "I will create it.\n" + _M3 % _ORDER, [("create_order", _ORDERED)], content="I will create it."),
 ]
 
 _ATEM = (
@@ -988,18 +774,16 @@ _ATEM = (
     "</atem:invoke>\n</atem:function_calls>"
 )
 MUSE = [
-    Case("muse", LLAMA_CPP, f" to=user<|message|>{HELLO}<|eot|>", [], content=HELLO),
-    Case("muse", LLAMA_CPP, f" to=special_function<|message|>{_ATEM}", ONE),
+    Case("muse", f" to=user<|message|>{HELLO}<|eot|>", [], content=HELLO),
+    Case("muse", f" to=special_function<|message|>{_ATEM}", ONE),
     Case(
         "muse",
-        LLAMA_CPP,
         f" to=user<|message|>{HELLO}<|eom|><|start|>assistant to=special_function<|message|>{_ATEM}",
         ONE,
         content=HELLO,
     ),
     Case(
         "muse",
-        LLAMA_CPP,
         f" to=user<|message|>You invoke it like this:\n{_ATEM}<|eot|>",
         [],
         content=f"You invoke it like this:\n{_ATEM}",
@@ -1007,7 +791,6 @@ MUSE = [
     ),
     Case(
         "muse",
-        LLAMA_CPP,
         f" to=self<|message|>I could use {_ATEM} here<|eom|><|start|>assistant to=user<|message|>Hello!<|eot|>",
         [],
         content="Hello!",
@@ -1021,30 +804,19 @@ _HY3_WEATHER = (
     "<arg_key>date</arg_key>\n<arg_value>2026-03-30</arg_value>\n</tool_call>\n"
 )
 HUNYUAN_3 = [
-    Case("hunyuan-3-preview", VLLM, "This is a plain response.", [], content="This is a plain response."),
     Case(
         "hunyuan-3-preview",
-        VLLM,
         "<tool_calls><tool_call>get_current_date<tool_sep></tool_call></tool_calls>",
         [("get_current_date", {})],
     ),
     Case(
         "hunyuan-3-preview",
-        VLLM,
         "<tool_calls><tool_call>get_weather<tool_sep><arg_key>city</arg_key><arg_value>Beijing"
         "</arg_value><arg_key>date</arg_key><arg_value>2026-03-30</arg_value></tool_call></tool_calls>",
         [("get_weather", {"city": "Beijing", "date": "2026-03-30"})],
     ),
     Case(
         "hunyuan-3-preview",
-        VLLM,
-        "Checking.<tool_calls>\n<tool_call>get_current_date<tool_sep>\n</tool_call>\n</tool_calls>",
-        [("get_current_date", {})],
-        content="Checking.",
-    ),
-    Case(
-        "hunyuan-3-preview",
-        VLLM,
         f"<tool_calls>\n{_HY3_WEATHER % 'Beijing'}{_HY3_WEATHER % 'Hangzhou'}</tool_calls>",
         [("get_weather", {"city": city, "date": "2026-03-30"}) for city in ("Beijing", "Hangzhou")],
     ),
@@ -1055,10 +827,8 @@ _DSML_CALL = (
     '<｜DSML｜invoke name="%s">\n<｜DSML｜parameter name="%s" string="%s">%s</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
 )
 DEEPSEEK_32 = [
-    Case("deepseek-v3.2", LLAMA_CPP, HELLO, [], content=HELLO),
     Case(
         "deepseek-v3.2",
-        LLAMA_CPP,
         f"{THOUGHT}</think>\n\n{_DSML % (_DSML_CALL % ('get_weather', 'city', 'true', 'Tokyo'))}",
         TOKYO,
         reasoning=THOUGHT,
@@ -1066,21 +836,19 @@ DEEPSEEK_32 = [
     ),
     Case(
         "deepseek-v3.2",
-        FORMAT,
         (_DSML % (_DSML_CALL % ("f", "city", "true", "Oslo"))).partition("lo</")[0],
         [("f", None)],
         arguments='{"city": "Os',
     ),
-    Case("deepseek-v3.2", LLAMA_CPP, _DSML % (_DSML_CALL % ("special_function", "arg1", "false", "1")), ONE),
+    Case("deepseek-v3.2", _DSML % (_DSML_CALL % ("special_function", "arg1", "false", "1")), ONE),
 ]
 
 HARMONY += [
-    Case("harmony", FORMAT, f"{_TO}<|message|><|call|>", [("special_function", {})]),
-    Case("harmony", FORMAT, f'{_TO}<|message|>{{"arg1": 1}}\nDone.<|call|>', ONE, content="Done."),
-    Case("functionary-3.2", FORMAT, "special_function\n", [("special_function", {})]),
+    Case("harmony", f"{_TO}<|message|><|call|>", [("special_function", {})]),
+    Case("harmony", f'{_TO}<|message|>{{"arg1": 1}}\nDone.<|call|>', ONE, content="Done."),
+    Case("functionary-3.2", "special_function\n", [("special_function", {})]),
     Case(
         "functionary-3.2",
-        FORMAT,
         'all\n>>> 1 + 1\n2\n>>>special_function\n{"arg1": 1}>>>python\n{"code": "print(\'hello\')"}',
         TWO,
         content=">>> 1 + 1\n2",
@@ -1088,11 +856,10 @@ HARMONY += [
 ]
 
 FUNCTIONARY = [
-    Case("functionary", LLAMA_CPP, '<function=special_function>{"arg1": 1}</function>', ONE),
-    Case("functionary", LLAMA_CPP, '<function=special_function>{"arg1": 1}<', ONE, content="<"),
-    Case("functionary", LLAMA_CPP, HELLO, [], content=HELLO),
-    Case("functionary-3.2", LLAMA_CPP, f"all\n{HELLO}", [], content=HELLO),
-    Case("functionary-3.2", LLAMA_CPP, 'special_function\n{"arg1": 1}', ONE),
+    Case("functionary", '<function=special_function>{"arg1": 1}</function>', ONE),
+    Case("functionary", '<function=special_function>{"arg1": 1}<', ONE, content="<"),
+    Case("functionary-3.2", f"all\n{HELLO}", [], content=HELLO),
+    Case("functionary-3.2", 'special_function\n{"arg1": 1}', ONE),
 ]
 
 CASES = [

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import stat
 import struct
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -39,10 +36,10 @@ from diskprefix.store.maintenance.exchange import (
     verify_payloads,
 )
 from diskprefix.store.maintenance.verify import verify_index
-from diskprefix.store.schema import Kind, ModelRecord, piece_key
+from diskprefix.store.schema import Kind, ModelRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds
-from tests.store.building import BLOCK, Clock, is_whole, open_store, prompt
+from tests.store.building import BLOCK, Clock, damage, is_whole, open_store, prompt
 from tests.store.exported import (
     HYBRID,
     LAYOUT,
@@ -116,8 +113,7 @@ def test_payloads_are_the_same_in_a_store_of_another_secret_and_codec(
 ) -> None:
     store.codec, target.codec = written, read
     pub = entry_of(store, PROMPT)
-    store.publish(pub)
-    done = import_file(target, export(store, pub, tmp_path / "e.safetensors"))
+    done = import_file(target, exported(store, pub, tmp_path / "e.safetensors"))
     theirs = entry_of(target, PROMPT)
     assert is_whole(target, theirs)
     assert {node.name for node in pub.nodes}.isdisjoint(node.name for node in theirs.nodes)
@@ -129,8 +125,7 @@ def test_payloads_are_the_same_in_a_store_of_another_secret_and_codec(
 def test_all_that_is_known_of_an_entry_comes_along(store: Store, target: Store, tmp_path: Path) -> None:
     pub = entry_of(store, PROMPT, tenant=TENANT)
     nodes = tuple(replace(node, prefill_s=1.25 + node.position) for node in pub.nodes)
-    store.publish(replace(pub, nodes=nodes))
-    import_file(target, export(store, pub, tmp_path / "e.safetensors"))
+    import_file(target, exported(store, replace(pub, nodes=nodes), tmp_path / "e.safetensors"))
     theirs = entry_of(target, PROMPT, tenant=TENANT)
     assert theirs.last_node is not None
     with target.snapshot() as snapshot:
@@ -176,8 +171,7 @@ def test_pages_come_along_page_by_page(store: Store, target: Store, tmp_path: Pa
     layout = json.dumps({"version": 1, "groups": [group], "logits": [0, "float32"], "shard": [1, 2]})
     pub, again = (entry_of(one, prompt(2, 2 * BLOCK), layout=layout, with_tail=False) for one in (store, target))
     pub, again = (replace(one, nodes=one.nodes[:2], last_node=one.nodes[1].name) for one in (pub, again))
-    store.publish(pub)
-    file = export(store, pub, tmp_path / "e.safetensors")
+    file = exported(store, pub, tmp_path / "e.safetensors")
     pages = load_file(file)["layers.1.pages"]
     assert tuple(pages.shape) == (4, BLOCK // 2, 2, 4)
     assert pages.numpy().tobytes() == b"".join(bytes(node.payload)[-len(node.payload) // 2 :] for node in pub.nodes)
@@ -194,6 +188,7 @@ def test_the_metadata_says_what_the_file_is(pub: Publication, file: Path) -> Non
     assert (metadata["model"], metadata["scope"], metadata["num_tokens"]) == ("tiny", "auto:30", str(len(PROMPT)))
     assert pub.entry is not None
     assert metadata["preview"] == pub.entry.preview
+    assert "states" not in metadata
 
 
 def test_each_tensor_starts_at_a_multiple_of_its_element(file: Path) -> None:
@@ -219,16 +214,12 @@ def test_a_file_that_safetensors_wrote_anew_is_imported(target: Store, file: Pat
 
 @pytest.mark.parametrize("num_tokens", [1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
 def test_prompts_of_any_length_come_back(store: Store, target: Store, tmp_path: Path, num_tokens: int) -> None:
-    pub = entry_of(store, prompt(2, num_tokens))
-    store.publish(pub)
-    import_file(target, export(store, pub, tmp_path / "e.safetensors"))
+    import_file(target, exported(store, entry_of(store, prompt(2, num_tokens)), tmp_path / "e.safetensors"))
     assert is_whole(target, entry_of(target, prompt(2, num_tokens)))
 
 
 def test_an_entry_that_ends_with_a_block_has_no_logits(store: Store, target: Store, tmp_path: Path) -> None:
-    pub = entry_of(store, PROMPT, with_tail=False)
-    store.publish(pub)
-    path = export(store, pub, tmp_path / "e.safetensors")
+    path = exported(store, entry_of(store, PROMPT, with_tail=False), tmp_path / "e.safetensors")
     tensors = load_file(path)
     assert "logits" not in tensors
     assert tensors["token_ids"].tolist() == PROMPT[: 3 * BLOCK].tolist()
@@ -288,13 +279,6 @@ def test_states_are_where_the_file_says_they_are(store: Store, tmp_path: Path) -
         names = ("2.conv0", "3.conv0", "2.recurrent0", "3.recurrent0")
         found = [tensors[f"layers.{name}"][row].contiguous().view(torch.uint8).numpy().tobytes() for name in names]
         assert b"".join(found) == states
-
-
-def test_what_has_no_states_is_written_as_before_there_were_any(file: Path) -> None:
-    with safe_open(file, "pt") as opened:
-        metadata = opened.metadata()
-    assert metadata["version"] == "1"
-    assert "states" not in metadata
 
 
 def test_a_layer_with_a_window_is_exported_for_all_tokens(store: Store, target: Store, tmp_path: Path) -> None:
@@ -412,14 +396,6 @@ def test_a_full_disk_leaves_no_file(
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
-def damage(store: Store, name: bytes, index: int = 0) -> None:
-    """Flip a bit in a stored piece."""
-    with store.changes() as changes:
-        stored = bytearray(changes.piece(name, index) or b"")
-        stored[-1] ^= 1
-        changes._put("payloads", piece_key(name, index), bytes(stored))
-
-
 def test_a_damaged_block_is_not_exported(store: Store, pub: Publication, tmp_path: Path) -> None:
     damage(store, pub.nodes[2].name)
     with pytest.raises(StoreCorrupt, match=f"{pub.nodes[2].name.hex()}.*tokens 32 to 48.*verify --fix"):
@@ -442,9 +418,7 @@ def test_what_two_entries_share_is_stored_once(store: Store, target: Store, tmp_
     longer = np.concatenate([PROMPT[: 2 * BLOCK], prompt(9, 2 * BLOCK)])
     files = []
     for i, token_ids in enumerate((PROMPT, longer)):
-        pub = entry_of(store, token_ids)
-        store.publish(pub)
-        files.append(export(store, pub, tmp_path / f"{i}.safetensors"))
+        files.append(exported(store, entry_of(store, token_ids), tmp_path / f"{i}.safetensors"))
     first, second, again = (import_file(target, file) for file in (*files, files[0]))
     assert (first.new_nodes, second.new_nodes, again.new_nodes) == (4, 3, 0)
     assert (first.is_new, second.is_new, again.is_new) == (True, True, False)
@@ -482,12 +456,6 @@ def test_another_model_s_state_is_refused_with_what_differs(target: Store, file:
         known(target, file)
     target.publish(entry_of(target, prompt(5, BLOCK)))
     known(target, file)
-
-
-def test_the_same_model_with_other_libraries_is_refused_with_the_difference(target: Store, file: Path) -> None:
-    target.publish(entry_of(target, prompt(5, BLOCK), identity=identity_of(torch_version="2.14")))
-    with pytest.raises(SettingsError, match=r"torch_version is '2\.13' instead of '2\.14'"):
-        known(target, file)
 
 
 def test_a_model_that_was_served_is_known_before_anything_is_stored(target: Store, file: Path) -> None:
@@ -539,9 +507,7 @@ def test_of_another_architecture_the_values_are_named_that_differ(store: Store, 
 
 def test_another_tenant_of_a_known_model_is_no_other_model(store: Store, target: Store, tmp_path: Path) -> None:
     target.publish(entry_of(target, prompt(5, BLOCK)))
-    pub = entry_of(store, PROMPT, tenant=TENANT)
-    store.publish(pub)
-    path = export(store, pub, tmp_path / "e.safetensors")
+    path = exported(store, entry_of(store, PROMPT, tenant=TENANT), tmp_path / "e.safetensors")
     known(target, path)
     import_file(target, path)
     assert is_whole(target, entry_of(target, PROMPT, tenant=TENANT))
@@ -552,9 +518,7 @@ def test_a_file_that_is_larger_than_the_budget_is_refused_before_anything_is_evi
     store: Store, tmp_path: Path
 ) -> None:
     layout = large_layout(1 << 20)
-    pub = entry_of(store, prompt(1, 20 * BLOCK), layout=layout)
-    store.publish(pub)
-    path = export(store, pub, tmp_path / "e.safetensors")
+    path = exported(store, entry_of(store, prompt(1, 20 * BLOCK), layout=layout), tmp_path / "e.safetensors")
     target = open_store(tmp_path / "target", budget_bytes=16 << 20)
     kept = entry_of(target, prompt(2, 8 * BLOCK), layout=layout)
     target.publish(kept)
@@ -576,33 +540,10 @@ class Killed(Exception):
 
 
 @pytest.mark.usefixtures("small_batches")
-def test_the_entry_is_visible_only_when_all_of_it_is_there(
-    store: Store, target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pub = entry_of(store, prompt(3, 7 * BLOCK + 1))
-    store.publish(pub)
-    path = export(store, pub, tmp_path / "e.safetensors")
-    seen: list[tuple[int, int]] = []
-    publish = target.publish
-
-    def watched(publication: Publication) -> int:
-        evicted = publish(publication)
-        seen.append((target.counts()["blocks"], target.counts()["entries"]))
-        return evicted
-
-    monkeypatch.setattr(target, "publish", watched)
-    import_file(target, path)
-    assert seen == [(2, 0), (4, 0), (6, 0), (8, 1)]
-    assert is_whole(target, entry_of(target, prompt(3, 7 * BLOCK + 1)))
-
-
-@pytest.mark.usefixtures("small_batches")
 def test_what_an_import_leaves_behind_is_a_shorter_prefix_that_the_next_one_completes(
     store: Store, target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pub = entry_of(store, prompt(3, 7 * BLOCK + 1))
-    store.publish(pub)
-    path = export(store, pub, tmp_path / "e.safetensors")
+    path = exported(store, entry_of(store, prompt(3, 7 * BLOCK + 1)), tmp_path / "e.safetensors")
     publish = target.publish
 
     def killed(publication: Publication) -> int:
@@ -625,9 +566,7 @@ def test_what_an_import_leaves_behind_is_a_shorter_prefix_that_the_next_one_comp
 def test_what_is_evicted_while_the_rest_is_written_is_written_again(
     store: Store, target: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pub = entry_of(store, prompt(3, 7 * BLOCK + 1))
-    store.publish(pub)
-    path = export(store, pub, tmp_path / "e.safetensors")
+    path = exported(store, entry_of(store, prompt(3, 7 * BLOCK + 1)), tmp_path / "e.safetensors")
     theirs = entry_of(target, prompt(3, 7 * BLOCK + 1))
     publish, evictions = target.publish, 2
 
@@ -667,8 +606,7 @@ def test_an_import_makes_room_by_evicting_others(store: Store, tmp_path: Path) -
     target.publish(old)
     clock.now += 3600
     pub = entry_of(store, prompt(1, 10 * BLOCK), layout=layout)
-    store.publish(pub)
-    done = import_file(target, export(store, pub, tmp_path / "e.safetensors"))
+    done = import_file(target, exported(store, pub, tmp_path / "e.safetensors"))
     assert done.evicted > 0
     assert is_whole(target, entry_of(target, prompt(1, 10 * BLOCK), layout=layout))
     assert not is_whole(target, old)
@@ -702,48 +640,6 @@ def test_memory_stays_at_a_few_blocks_whatever_the_entry_s_size(
 def listed(store: Store) -> list[bytes]:
     with store.snapshot() as snapshot:
         return [name for name, _ in snapshot.entries()]
-
-
-IMPORT_AND_DIE = """
-import os, signal, sys
-from pathlib import Path
-from diskprefix.store.maintenance import exchange
-from diskprefix.store.maintenance.entry_file import EntryReader
-from diskprefix.store.store import Store
-
-folder, file, lives = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-exchange._BATCH_BYTES = 1500
-store = Store(folder, budget_bytes=32 << 20)
-
-def advance(_num_bytes):
-    global lives
-    lives -= 1
-    if not lives:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-with EntryReader.open(file) as reader:
-    exchange.import_entry(store, reader, advance=advance)
-"""
-
-
-def test_a_killed_import_leaves_whole_blocks_only(store: Store, tmp_path: Path) -> None:
-    token_ids = prompt(3, 7 * BLOCK + 1)
-    pub = entry_of(store, token_ids)
-    store.publish(pub)
-    path = export(store, pub, tmp_path / "e.safetensors")
-    for lives in (1, 4, 8):
-        folder = tmp_path / f"killed-{lives}"
-        command = [sys.executable, "-c", IMPORT_AND_DIE, str(folder), str(path), str(lives)]
-        assert subprocess.run(command, timeout=60).returncode == -signal.SIGKILL
-        target = open_store(folder)
-        theirs = entry_of(target, token_ids)
-        count = target.counts()["blocks"]
-        assert count == (lives - 1) // 2 * 2
-        assert is_whole(target, replace(theirs, nodes=theirs.nodes[:count]))
-        assert target.counts()["entries"] == 0
-        assert import_file(target, path).new_nodes == 8 - count
-        assert is_whole(target, theirs)
-        target.close()
 
 
 def test_a_store_keeps_the_budget_of_its_last_daemon(tmp_path: Path) -> None:
