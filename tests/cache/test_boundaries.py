@@ -41,7 +41,7 @@ def entries(runner: Runner) -> list[int]:
 
 
 def nodes(runner: Runner) -> list[tuple[int, int]]:
-    """Where the stored nodes begin and end."""
+    """The positions at which the stored nodes begin and end."""
     with runner.cache.store.snapshot() as snapshot:
         found = [node for name in snapshot.keys("nodes") if (node := snapshot.node(name)) is not None]
     return sorted((node.position, node.end) for node in found)

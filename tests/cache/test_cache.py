@@ -121,7 +121,7 @@ def test_what_is_still_in_the_buffer_serves_the_next_request(runner: Runner, mon
 
 
 def children_are_counted_right(runner: Runner) -> bool:
-    """Whether each node says how many continue it: the leaf-first eviction rests on that."""
+    """Tells whether each node says how many continue it: the leaf-first eviction rests on that."""
     with runner.cache.store.snapshot() as snapshot:
         table = snapshot.usages()
         parents = Counter(snapshot.parent(name) for name in table.names)

@@ -26,7 +26,7 @@ KEY = "root cpu store"
 def model_of(
     bytes_per_token: int = BYTES_PER_TOKEN, *, state_bytes: int = 0, windows: dict[int, int] | None = None
 ) -> Callable[[int], int]:
-    """What a model loads for a number of tokens; `windows`: bytes a token of layers by their window."""
+    """The bytes that a model loads for a number of tokens; `windows`: bytes a token of layers by their window."""
 
     def loaded_bytes(num_tokens: int) -> int:
         under = sum(size * min(num_tokens, window - 1) for window, size in (windows or {}).items())

@@ -31,7 +31,7 @@ PROMPT = random_prompt(1, 6 * BLOCK + 5)
 
 
 def compute(runner: Runner, token_ids: TokenIds, after_step: Callable[[KVArena], None] = lambda _: None) -> Any:
-    """What the memory tier holds: a prompt that this arena computed. Returns the next-token logits."""
+    """Computes a prompt in this arena, as the memory tier holds it. Returns the next-token logits."""
     with torch.inference_mode():
         runner.arena.settle()
         runner.arena.truncate(0)
@@ -204,7 +204,7 @@ def test_a_store_that_fails_leaves_what_the_arena_had(
 
 
 def test_the_arena_knows_from_where_on_its_layers_with_windows_have_all_tokens(tmp_path: Path) -> None:
-    """What a restore did not load must not be saved in the place of what was removed meanwhile."""
+    """State that a restore did not load must not be saved in the place of what was removed meanwhile."""
     runner = open_runner("gemma3", tmp_path)
     windows = [group.window for group in runner.layout.groups if group.window]
     prompt = random_prompt(2, max(windows) + 4 * BLOCK)

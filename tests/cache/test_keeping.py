@@ -1,4 +1,4 @@
-"""What a request stored is there for as long as somebody asks for it or continues it."""
+"""State that a request stored is there for as long as somebody asks for it or continues it."""
 
 from __future__ import annotations
 

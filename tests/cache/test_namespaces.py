@@ -1,4 +1,4 @@
-"""What is remembered of tenants: bounded in bytes, and read from the store on no thread that others wait for."""
+"""The memory of tenants: bounded in bytes, and read from the store on no thread that others wait for."""
 
 from __future__ import annotations
 

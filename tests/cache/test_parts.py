@@ -15,7 +15,6 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.engine.forward import prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import SHARED, CacheOptions, Prompt
-from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, node_name
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
@@ -162,15 +161,6 @@ def test_blocks_that_were_completed_from_a_part_are_stored(runner: Runner) -> No
     assert verify_index(runner.cache.store).problems == ()
 
 
-def test_a_turn_goes_on_from_the_tail_of_the_one_before(runner: Runner) -> None:
-    turn = random_prompt(1, 2 * BLOCK + 5)
-    for seed in range(5):
-        ask(runner, turn, FULL)
-        turn = np.concatenate([turn, random_prompt(seed, 7)])
-        report = ask(runner, turn).report
-        assert (report.restored, report.exact) == (len(turn) - 7, True)
-
-
 def test_a_damaged_node_is_removed_and_the_next_best_is_used(runner: Runner) -> None:
     first, second = leaving(random_prompt(1, BLOCK), 28, 4), leaving(random_prompt(1, BLOCK), 21, 11)
     ask(runner, first, FULL)
@@ -263,14 +253,6 @@ def test_a_node_that_is_used_in_part_counts_as_used(runner: Runner) -> None:
         return (usage.restores, abs(usage.ttl_s)) == (1, 1000)
 
     runner.wait_for(is_touched)
-
-
-def test_what_was_purged_is_not_found(runner: Runner) -> None:
-    stored = random_prompt(1, 2 * BLOCK + 5)
-    ask(runner, stored, FULL)
-    assert restored(runner, leaving(stored, BLOCK + 3)) == BLOCK + 3
-    purge(runner.cache.store, PurgeFilter(), 1e10, lambda _: None)
-    assert restored(runner, leaving(stored, BLOCK + 3)) == 0
 
 
 def test_a_part_that_takes_longer_to_load_than_to_compute_is_computed(

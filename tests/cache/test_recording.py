@@ -1,4 +1,4 @@
-"""What a recording holds of a request, and that recording never stands in a request's way."""
+"""A recording of requests, which never stands in a request's way."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ Record = Callable[..., list[RecordedRequest]]
 
 @pytest.fixture
 def record(tmp_path: Path) -> Record:
-    """What is recorded of some prompts, one after the other; a list is a prompt's token ids."""
+    """Returns the lines that are recorded of some prompts, one after the other; a list is a prompt's token ids."""
 
     def run(*prompts: Prompt | Sequence[int], name: str = "trace.jsonl", secret: int = 7) -> list[RecordedRequest]:
         path = tmp_path / name

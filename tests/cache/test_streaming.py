@@ -34,7 +34,7 @@ KINDS = ["token", "grid", "qwen3_next"]
 
 
 def stored_blocks(runner: Runner, token_ids: TokenIds) -> list[bool]:
-    """Whether each block of the prompt is in the store."""
+    """Tells whether each block of the prompt is in the store."""
     cached = runner.cache.begin(Prompt(token_ids), FULL)
     names = cached.nodes.block_names
     cached.close()
@@ -43,7 +43,7 @@ def stored_blocks(runner: Runner, token_ids: TokenIds) -> list[bool]:
 
 
 def is_sound(store: Store) -> bool:
-    """Whether each node has its parent, each parent counts its children, and each entry its node."""
+    """Tells whether each node has its parent, each parent counts its children, and each entry its node."""
     return not verify_index(store).problems
 
 
@@ -114,7 +114,7 @@ def test_blocks_are_stored_before_the_prompt_is_computed_and_its_entry_after(
 def test_where_the_memory_is_wanted_while_the_disk_is_slow_a_beginning_is_stored(
     name: str, wanted_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is dropped takes all with it that continues it, and the entry; what comes after is dropped too."""
+    """A dropped block takes all with it that continues it, and the entry; what comes after is dropped too."""
     layout = open_runner(name, tmp_path / "probe").layout
     # With states: for those at the prompt's end and at its last block, as scope 1 wants no other checkpoint.
     buffer = 3 * BLOCK * layout.bytes_per_token + 2 * (layout.state_bytes + layout.logits_bytes)
@@ -436,7 +436,7 @@ def test_a_request_that_is_cancelled_without_a_store_leaves_no_error(
 
 
 def test_a_batch_takes_what_fits_together_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What memory has is published at once: it must not be copied at once."""
+    """State in memory is published at once: it must not be copied at once."""
     runner = open_runner("token", tmp_path)
     block_bytes = BLOCK * runner.layout.bytes_per_token
     monkeypatch.setattr(publish_module, "_BATCH_BYTES", 3 * block_bytes)

@@ -1,4 +1,4 @@
-"""The tests' tokenizer with a chat template, and the prompts of conversations that no reply is remembered of."""
+"""The tests' tokenizer with a chat template, its renderer, and prompts without remembered replies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.nouns import Prompt
-from tests.server.chat_model import CHAT_TEMPLATE, write_tokenizer
+from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE, write_tokenizer
 
 
 def tokenizer_with(folder: Path, template: str | None = CHAT_TEMPLATE) -> Any:
@@ -16,6 +16,10 @@ def tokenizer_with(folder: Path, template: str | None = CHAT_TEMPLATE) -> Any:
 
     write_tokenizer(folder, chat_template=template)
     return AutoTokenizer.from_pretrained(folder)
+
+
+def renderer_of(tokenizer: Any, *, max_positions: int = POSITIONS, **options: Any) -> PromptRenderer:
+    return PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=max_positions, **options)
 
 
 def rendered(renderer: PromptRenderer, conversation: Conversation) -> Prompt:

@@ -26,7 +26,7 @@ VALUES = st.recursive(
 
 @dataclass
 class Encoded:
-    """What a tokenizer with one token per character outside special tokens gives."""
+    """The result of a tokenizer with one token per character outside special tokens."""
 
     token_ids: list[int]
     offsets: list[tuple[int, int]]
@@ -301,7 +301,7 @@ def test_other_added_tokens_are_markers_where_special_ones_leave_messages_unpart
 
 
 def test_other_added_tokens_are_none_where_special_ones_part_every_message() -> None:
-    """What every message ends with is enough; <u> may be anything."""
+    """A marker at the end of every message is enough; <u> may be anything."""
     assert template_markers({"<s>", "<e>"}, {"<u>", "<a>", "<c>"}, template_of()) == {"<s>", "<e>"}
 
 

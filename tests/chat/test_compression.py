@@ -22,7 +22,7 @@ from diskprefix.extras.simulate.simulator import Policy, Simulator
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.nouns import LeftOut, Prompt, Scope
 from tests.agent_bodies import words
-from tests.chat.rendering import rendered, tokenizer_with
+from tests.chat.rendering import rendered
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 
 
@@ -51,7 +51,7 @@ def conversation_of(roles: str, num_words: int = 84) -> Conversation:
 
 
 def left_of(conversation: Conversation, threshold: int) -> list[str]:
-    """What is left of a conversation: indices of messages, and - for the placeholder."""
+    """The messages that are left of a conversation: indices of messages, and - for the placeholder."""
     kept, _ = shortened(conversation, threshold, count)
     return ["-" if m.content[0] == TextPart(PLACEHOLDER, m.path) else m.path.rpartition(".")[2] for m in kept.messages]
 
@@ -155,8 +155,7 @@ def test_what_must_stay_stays(drawn: tuple[str, list[int]], threshold: int) -> N
 
 
 @pytest.fixture(scope="module")
-def renderer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], PromptRenderer]:
-    tokenizer = tokenizer_with(tmp_path_factory.mktemp("tokenizer"))
+def renderer_of(tokenizer: Any) -> Callable[[int | None], PromptRenderer]:
     return lambda limit: PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS, compress_above=limit)
 
 

@@ -66,7 +66,7 @@ def test_a_word_before_a_part_is_followed_by_what_follows_in_the_whole_text() ->
 
 
 def test_a_part_of_a_text_is_not_its_beginning() -> None:
-    """What a tokenizer puts before a text, it does not put before a part."""
+    """A tokenizer puts nothing before a part that it puts before a text."""
     first = pre_tokenizers.Metaspace(prepend_scheme="first")
     always = pre_tokenizers.Metaspace(prepend_scheme="always")
     prepended = normalizers.Prepend("▁")

@@ -82,7 +82,7 @@ def before_the_reply(family: Family, prompt: Prompt, word: str) -> int:
 
 
 def shared(earlier: Prompt, later: Prompt) -> int:
-    """How much of the earlier prompt the later one can reuse, in tokens: down to a safe boundary."""
+    """Returns the tokens of the earlier prompt that the later one can reuse: down to a safe boundary."""
     return earlier.last_safe(common_prefix_length(earlier.token_ids, later.token_ids))
 
 
@@ -230,7 +230,7 @@ def test_the_next_question_loses_what_the_template_itself_rewrites(family: Famil
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "gemma-4", "gpt-oss"])
 def test_without_thoughts_the_next_question_loses_nothing_of_the_loop(name: str) -> None:
-    """What strips thoughts is the template; a client that never sends any keeps the whole loop.
+    """The template strips thoughts; a client that never sends any keeps the whole loop.
 
     Qwen3.5 writes an empty thought into every reply behind the last question, so it loses the loop all the same.
     """

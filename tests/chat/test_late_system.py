@@ -9,9 +9,7 @@ import pytest
 
 from diskprefix.chat.messages import CacheMark, Conversation, Message, Role, TextPart
 from diskprefix.chat.normalisers import has_late_system, late_system_as_user
-from diskprefix.chat.renderer import PromptRenderer
-from tests.chat.rendering import rendered, tokenizer_with
-from tests.server.chat_model import POSITIONS, VOCAB_SIZE
+from tests.chat.rendering import rendered, renderer_of, tokenizer_with
 
 _WRITE = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
 WRITES = f"{{% for message in messages %}}{_WRITE}{{% endfor %}}"
@@ -88,7 +86,7 @@ def test_a_mark_stays_on_the_message_that_its_message_is_part_of(marked: int) ->
 )
 def test_a_prompt_has_every_system_message(tmp_path: Path, template: str, roles: list[str]) -> None:
     tokenizer = tokenizer_with(tmp_path, template)
-    renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS)
+    renderer = renderer_of(tokenizer)
     text = renderer.text_of(LATE)
     assert [line.removeprefix("<|im_start|>") for line in text.splitlines() if line.startswith("<|im_start|>")] == roles
     assert tokenizer.decode(rendered(renderer, LATE).token_ids.tolist()) == text

@@ -10,12 +10,11 @@ from typing import Any
 import pytest
 
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import MAX_MARKS, Mark, Prompt
 from diskprefix.server.body import parse_json
-from tests.chat.rendering import rendered, tokenizer_with
-from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE
+from tests.chat.rendering import rendered, renderer_of, tokenizer_with
+from tests.server.chat_model import CHAT_TEMPLATE
 
 MARK = {"type": "ephemeral"}
 HOUR = MARK | {"ttl": "1h"}
@@ -30,14 +29,9 @@ def tool(name: str, **fields: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name, "parameters": {"b": 1, "a": 2}}} | fields
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizer_with(tmp_path_factory.mktemp("tokenizer"))
-
-
 def render(tokenizer: Any, messages: list[dict[str, Any]], **fields: Any) -> Prompt:
     body = parse_json(json.dumps({"messages": messages} | fields).encode(), ChatRequest)
-    return rendered(PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS), body.conversation)
+    return rendered(renderer_of(tokenizer), body.conversation)
 
 
 def marked(messages: list[dict[str, Any]], index: int, control: Any = MARK) -> list[dict[str, Any]]:
@@ -45,7 +39,7 @@ def marked(messages: list[dict[str, Any]], index: int, control: Any = MARK) -> l
 
 
 def texts_before(tokenizer: Any, prompt: Prompt) -> list[str]:
-    """What of the prompt stands before each of its marks."""
+    """The text of the prompt before each of its marks."""
     return [str(tokenizer.decode(prompt.token_ids[: mark.position].tolist())) for mark in prompt.marks]
 
 
@@ -275,7 +269,7 @@ def test_tokens_that_the_tokenizer_adds_by_itself_count(tmp_path: Path) -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|endoftext|> $A <|endoftext|>", special_tokens=[("<|endoftext|>", 0)]
     )
-    renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS)
+    renderer = renderer_of(tokenizer)
     renderer._encoder.adds_bos = lambda text: True  # type: ignore[method-assign]  # noqa: ARG005
     for more in ({}, {"add_generation_prompt": False}):
         body = parse_json(json.dumps({"messages": messages} | more).encode(), ChatRequest)
@@ -285,7 +279,7 @@ def test_tokens_that_the_tokenizer_adds_by_itself_count(tmp_path: Path) -> None:
 
 
 def test_raw_text_and_developer_messages(tokenizer: Any) -> None:
-    renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS)
+    renderer = renderer_of(tokenizer)
     assert renderer.completion("Name three<|im_end|> rivers").marks == ()
     (text,) = texts_before(tokenizer, render(tokenizer, marked([SYSTEM | {"role": "developer"}, USER], 0)))
     assert text == "<|im_start|>system\nBe brief.<|im_end|>\n"

@@ -1,4 +1,4 @@
-"""What clients change in each request, undone or named."""
+"""Changes that clients make in each request, undone or named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.nouns import Change, Prompt, Rewriting, Scope
 from diskprefix.tokens import common_prefix_length
 from tests.agent_bodies import TOOLS, asked, billing_header, said, shuffled, words
-from tests.chat.rendering import rendered, tokenizer_with
+from tests.chat.rendering import rendered
 from tests.server.chat_model import VOCAB_SIZE
 
 NAMES = [normaliser.name for normaliser in NORMALISERS]
@@ -221,9 +221,7 @@ def test_the_shape_of_a_line_keeps_its_names_and_no_values(line: str, shape: str
 
 
 @pytest.fixture(scope="module")
-def render(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Conversation, str], Prompt]:
-    tokenizer = tokenizer_with(tmp_path_factory.mktemp("tokenizer"))
-
+def render(tokenizer: Any) -> Callable[[Conversation, str], Prompt]:
     def written(conversation: Conversation, modes: str) -> Prompt:
         normalisers = Normalisers.parse(modes, param="--normalise")
         renderer = PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=1 << 20, normalisers=normalisers)

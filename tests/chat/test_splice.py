@@ -1,4 +1,4 @@
-"""What a rendered conversation tells of its replies. `test_replay.py` has whole prompts."""
+"""A rendered conversation tells of its replies. `test_replay.py` has whole prompts."""
 
 from __future__ import annotations
 

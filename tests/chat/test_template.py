@@ -19,19 +19,10 @@ from diskprefix.errors import ContextTooLong, InvalidRequest
 from diskprefix.json_values import MOST_PARTS
 from diskprefix.nouns import Prompt
 from diskprefix.server.body import parse_json
-from tests.chat.rendering import rendered, tokenizer_with
-from tests.server.chat_model import CHAT_TEMPLATE, POSITIONS, VOCAB_SIZE
+from tests.chat.rendering import rendered, renderer_of, tokenizer_with
+from tests.server.chat_model import CHAT_TEMPLATE, VOCAB_SIZE
 
 TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": {"city": "Oslo"}}}
-
-
-def renderer_of(tokenizer: Any, *, max_positions: int = POSITIONS, compress_above: int | None = None) -> PromptRenderer:
-    return PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=max_positions, compress_above=compress_above)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return tokenizer_with(tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture

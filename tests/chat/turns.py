@@ -1,4 +1,4 @@
-"""What tests of replay need: a place for turns, and a model that answers in a family's own syntax."""
+"""Parts of tests of replay: a place for turns, and a model that answers in a family's own syntax."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Model:
         return [token for char in text for token in self._tokenizer(char, add_special_tokens=False)["input_ids"]]
 
     def restored(self, prompt: Prompt) -> int:
-        """How many tokens of the last state `prompt` begins with, less than all of it."""
+        """Returns how many tokens of the last state `prompt` begins with, less than all of it."""
         return common(prompt.token_ids, self.state) - len(self.state)
 
 

@@ -1,4 +1,4 @@
-"""What disks and clocks do: the answers stay the same, it is said once, and saving goes on when it can."""
+"""Faults of disks and clocks: the answers stay the same, it is said once, and saving goes on when it can."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def remount(disk: Path, options: str) -> None:
 
 
 def answers_alike(runner: Runner, seed: int, num_tokens: int = 4 * BLOCK) -> bool:
-    """Whether a prompt gets the same answer with the cache, twice, as without it."""
+    """Tells whether a prompt gets the same answer with the cache, twice, as without it."""
     token_ids = random_prompt(seed, num_tokens)
     cold = runner.run(token_ids, "off", reply=4)
     return all(same(cold, runner.run(token_ids, "full", reply=4)) for _ in range(2))
@@ -185,7 +185,7 @@ def fill_up(disk: Path, pages_left: int) -> None:
 
 
 def serve_in_another_process(folder: Path, budget_bytes: int) -> str:
-    """How a daemon's store starts there: its problem, or that there is none. A crash of it is not ours."""
+    """Tells how a daemon's store starts there: its problem, or that there is none. A crash of it is not ours."""
     code = (
         "import sys; from pathlib import Path; from diskprefix.store.store import Store\n"
         "store = Store(Path(sys.argv[1]), budget_bytes=int(sys.argv[2]), serving=True)\nprint(store.problem)"

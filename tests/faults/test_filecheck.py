@@ -224,7 +224,7 @@ def test_a_bad_sector_is_damage(churned: Built, monkeypatch: pytest.MonkeyPatch)
 
 
 class Locator(DataFile):
-    """Where things are in a file that is sound."""
+    """The places of things in a sound file."""
 
     @classmethod
     def of(cls, file: Path) -> Locator:
@@ -491,7 +491,7 @@ def test_when_the_newer_meta_page_forgets_its_transaction_the_one_before_counts(
 
 @pytest.mark.parametrize("lost", [1, PAGE, 5 * PAGE])
 def test_a_truncated_file_is_found(churned: Built, tmp_path: Path, lost: int) -> None:
-    """What it loses is in use: LMDB has written it last."""
+    """The lost pages are in use: LMDB has written it last."""
     used = max(Locator.of(churned.file).structure) * PAGE + PAGE
     refused(churned.file, tmp_path, lambda f: f.data.__delitem__(slice(used - lost, None)))
 

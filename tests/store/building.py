@@ -159,7 +159,7 @@ def publication(
 
 
 def read_payload(snapshot: Snapshot, node: NewNode) -> bytes:
-    """What is stored of a node's payload, decoded. Raises `StoreCorrupt`."""
+    """Returns the stored payload of a node, decoded. Raises `StoreCorrupt`."""
     parts: list[bytes] = []
     for index, piece in enumerate(node.pieces):
         stored = snapshot.piece(node.name, index)
@@ -188,7 +188,7 @@ def change_format(path: Path, version: int) -> None:
 
 
 def is_whole(store: Store, pub: Publication) -> bool:
-    """Whether every node of the publication can be read back, byte for byte."""
+    """Tells whether every node of the publication can be read back, byte for byte."""
     with store.snapshot() as snapshot:
         return all(
             (record := snapshot.node(node.name)) is not None

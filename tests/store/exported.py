@@ -65,7 +65,7 @@ def entry_of(
     generated_from: int | None = None,
     replaces: bool = False,
 ) -> Publication:
-    """What saving this prompt publishes; without its tail, it ends with its last full block or the checkpoint there."""
+    """Returns what saving this prompt publishes; without its tail, it ends with its last full block or checkpoint."""
     identity = identity or identity_of(layout, tenant=tenant)
     root = root_hash(identity)
     pub = publication(

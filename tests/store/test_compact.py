@@ -186,7 +186,7 @@ def test_a_copy_is_written_over_no_store(folder: Path, tmp_path: Path) -> None:
 
 
 class FullDisk:
-    """What `os.statvfs` answers on a disk with one page free."""
+    """The answer of `os.statvfs` on a disk with one page free."""
 
     f_bavail, f_frsize = 1, 4096
 

@@ -194,7 +194,7 @@ def test_a_reader_joins_the_lock_files_that_are_there(tmp_path: Path) -> None:
 
 
 def as_owner(folder: Path, work: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> str:
-    """What `work` returns in a forked process that has become the folder's owner."""
+    """Returns what `work` returns in a forked process that has become the folder's owner."""
     # The modules are loaded already; the Python that runs the tests may be root's alone.
     monkeypatch.setattr(os, "access", lambda *_: True)
 

@@ -1,4 +1,4 @@
-"""Where payloads are cut, by kind of node and layout."""
+"""The cuts of payloads, by kind of node and layout."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ def save(
 
 
 def ends(store: Store) -> list[int]:
-    """Where the nodes behind the second block end."""
+    """The ends of the nodes behind the second block."""
     with store.snapshot() as snapshot:
         nodes = [node for name in snapshot.keys("nodes") if (node := snapshot.node(name)) is not None]
     return sorted(node.end for node in nodes if node.position == 2 * BLOCK)
@@ -143,7 +143,7 @@ def test_the_uses_of_what_was_replaced_count_on(store: Store, clock: Clock) -> N
 
 
 def test_a_pin_does_not_keep_what_a_longer_node_holds(store: Store) -> None:
-    """Who restores it has a snapshot, and continues its parent."""
+    """A request that restores it has a snapshot, and continues its parent."""
     first = save(store, 2 * BLOCK + 3)
     assert first.last_node is not None
     store.evictor.pin(first.last_node)

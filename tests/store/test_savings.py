@@ -1,4 +1,4 @@
-"""What the cache did for each root is kept in the store, and adds up over processes and days."""
+"""The savings of the cache for each root are kept in the store, and add up over processes and days."""
 
 from __future__ import annotations
 

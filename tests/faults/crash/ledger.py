@@ -34,7 +34,7 @@ class Ledger:
 
 @dataclass(frozen=True)
 class Account:
-    """What a ledger says.
+    """The account that a ledger gives.
 
     `doing`: the deed that had begun and not ended, with its prompt.
     """

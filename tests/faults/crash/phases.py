@@ -89,9 +89,9 @@ class StorePhase:
     awaited = "publish"
     """The deed after whose begin the random time before the kill starts."""
     times = 1
-    """How often it is done, where its length decides over which time the kills are spread."""
+    """The times that it is done, where its length decides over which time the kills are spread."""
     _same_store = 0
-    """How many kills use one store; 0 for all."""
+    """The number of kills that use one store; 0 for all."""
     budget_bytes = 1 << 30
     may_evict = False
 

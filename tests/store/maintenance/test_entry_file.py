@@ -24,9 +24,9 @@ from tests.store.building import BLOCK, open_store, prompt
 from tests.store.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of
 
 OURS = b'"diskprefix-entry"'
-"""What a header that an export wrote holds."""
+"""A part of each header that an export wrote."""
 MOST_BYTES = 8 << 20
-"""What looking at a file of a few kilobytes may take."""
+"""The memory that looking at a file of a few kilobytes may take."""
 
 
 @pytest.fixture(scope="module")
@@ -397,7 +397,7 @@ def test_any_value_of_the_header_changed(sound: bytes, hybrid: bytes, fuzzed: Pa
 def test_any_text_of_the_metadata_changed_and_sealed_again(
     sound: bytes, hybrid: bytes, fuzzed: Path, data: st.DataObject
 ) -> None:
-    """What a checksum does not find, because whoever changed it knew how to compute one."""
+    """A checksum does not find this, because whoever changed it knew how to compute one."""
     header, rest = split(data.draw(st.sampled_from([sound, hybrid])))
     values = header["__metadata__"]
     name = data.draw(st.sampled_from(sorted(values)))

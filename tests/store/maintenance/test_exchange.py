@@ -1,4 +1,4 @@
-"""What is exported is what was stored; what is imported was verified; a bad file changes nothing."""
+"""An export is what was stored; an import was verified; a bad file changes nothing."""
 
 from __future__ import annotations
 

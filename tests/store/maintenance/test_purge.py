@@ -281,7 +281,7 @@ def test_notes_go_with_their_tenant_and_model_and_not_with_an_entry_of_another_p
 
 
 def test_encoded_texts_go_with_any_entry_of_their_tenant(store: Store) -> None:
-    """Which of its tenant's texts are its own is not known."""
+    """An entry does not tell which of its tenant's texts are its own."""
     pubs = {name: saved(store, prompt(1, 2 * BLOCK), tenant=tenant) for name, tenant in (("a", ALICE), ("b", BOB))}
     alice, bob = (noted(store, pub, "resp_1") for pub in pubs.values())
     for notes in (alice, bob):

@@ -567,7 +567,7 @@ def test_a_long_subtree_goes_in_several_transactions_and_a_stop_between_them_lea
 
 
 def test_fix_looks_again_before_it_removes(stored: Stored) -> None:
-    """What was mended by somebody else meanwhile, a daemon that stored the block anew, stays."""
+    """Records that somebody else mended meanwhile stay, such as a block that a daemon stored anew."""
     store = open_store(stored.folder)
     node, entry = stored.first.nodes[1].name, stored.first.last_node
     assert entry is not None
