@@ -17,8 +17,9 @@ from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store
 from diskprefix.store.store import Publication, Store
 from tests import forked
 from tests.faults.damage import damaged
-from tests.store import compacting_process
+from tests.store import compacting_process, other_process
 from tests.store.building import BLOCK, Clock, is_clean, is_whole, layout_of, open_store, prompt, publication
+from tests.store.other_process import beside
 
 
 @pytest.fixture(scope="module")
@@ -108,30 +109,16 @@ def test_only_its_owner_may_read_the_new_file_and_nothing_else_is_left(folder: P
     assert stat.S_IMODE((folder / "data.mdb").stat().st_mode) == 0o600
 
 
-HOLD = """
-import sys
-from pathlib import Path
-from diskprefix.store.store import Store
-store = Store(Path(sys.argv[1]), read_only=sys.argv[2] == "read")
-print("open", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.parametrize("mode", ["read", "write"])
+@pytest.mark.parametrize("read_only", [True, False])
 def test_a_store_that_is_open_elsewhere_is_refused_and_copied(
-    folder: Path, tmp_path: Path, pubs: list[Publication], mode: str
+    folder: Path, tmp_path: Path, pubs: list[Publication], read_only: bool
 ) -> None:
     before = (folder / "data.mdb").stat()
-    command = [sys.executable, "-c", HOLD, str(folder), mode]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
-        assert holder.stdout is not None
-        assert holder.stdout.readline() == "open\n"
+    with beside(other_process.hold, folder, read_only):
         with pytest.raises(StoreUnavailable, match="diskprefix backup"):
             compact_folder(folder)
         assert (folder / "data.mdb").stat().st_ino == before.st_ino
         result = copy_store(folder, tmp_path / "a" / "copy")
-        holder.communicate("")
     assert result.after_bytes < result.before_bytes
     copy = tmp_path / "a" / "copy"
     assert [path.name for path in copy.iterdir()] == ["data.mdb"]
@@ -144,35 +131,16 @@ def test_a_store_that_is_open_elsewhere_is_refused_and_copied(
     assert compact_folder(folder).after_bytes < before.st_size
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from tests.store.building import BLOCK, Clock, open_store, prompt, publication
-clock = Clock()
-store = open_store(Path(sys.argv[1]), budget_bytes=64 << 20, clock=clock)
-for seed in range(1_000_000):
-    clock.now += 20
-    store.publish(publication(store, prompt(seed % 90, (2 + seed % 5) * BLOCK), payload_bytes=100_000))
-    if seed == 20:
-        print("writing", flush=True)
-"""
-
-
 def test_a_copy_beside_a_writer_is_a_store_of_one_moment(tmp_path: Path) -> None:
     source = tmp_path / "kv"
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(source)], stdout=subprocess.PIPE, text=True) as writer:
-        assert writer.stdout is not None
-        assert writer.stdout.readline() == "writing\n"
-        try:
-            for n in range(8):
-                copy_store(source, tmp_path / str(n))
-                store = Store(tmp_path / str(n), read_only=True)
-                assert is_clean(store)
-                assert store.counts()["entries"] > 10
-                store.close()
-            assert writer.poll() is None
-        finally:
-            writer.kill()
+    with beside(other_process.churn, source, 64 << 20, 100_000) as writer:
+        for n in range(8):
+            copy_store(source, tmp_path / str(n))
+            store = Store(tmp_path / str(n), read_only=True)
+            assert is_clean(store)
+            assert store.counts()["entries"] > 10
+            store.close()
+        assert writer.is_alive()
 
 
 def test_a_copy_is_written_over_no_store(folder: Path, tmp_path: Path) -> None:

@@ -65,8 +65,7 @@ def test_a_process_counts_what_it_saved_since_its_start(store: Store) -> None:
         assert log.saved_s == 2.0, "what others saved, and what was written before, is not in it"
 
 
-def test_today_is_counted_apart_and_days_long_past_are_forgotten(store: Store) -> None:
-    clock = Clock(1e9)
+def test_today_is_counted_apart_and_days_long_past_are_forgotten(store: Store, clock: Clock) -> None:
     log = SavingsLog(store, store.evictor.make_room)
     for _ in range(40):
         log.record(ROOT, RECORD, hit(), BLOCK_NAME)

@@ -3,8 +3,6 @@ from __future__ import annotations
 import random
 import stat
 import struct
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,7 +19,10 @@ from diskprefix.store.schema import FORMAT_VERSION, Kind, history_sequence
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import PrefixTree
+from tests import forked
+from tests.store import other_process
 from tests.store.building import BLOCK, ROOT, Clock, change_format, is_whole, layout_of, open_store, prompt, publication
+from tests.store.other_process import beside, fill, open_and_fill
 
 
 @pytest.fixture
@@ -139,21 +140,16 @@ def test_a_remembered_prompt_comes_back_with_its_group_and_the_bound_is_over_all
 def test_a_file_that_another_process_has_open_keeps_its_size(tmp_path: Path) -> None:
     clock = Clock()
     store = open_store(tmp_path, budget_bytes=64 << 20, clock=clock)
-    for seed in range(12):
-        store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
+    fill(store, clock, range(12))
     file_bytes = store.file_bytes()
     store.close()
     clock.now += 11
-    command = [sys.executable, "-c", _READER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"reading\n"
+    with beside(other_process.read, tmp_path):
         store = open_store(tmp_path, budget_bytes=16 << 20, clock=clock)
         assert store.fit_budget() > 0
         assert store.file_bytes() >= file_bytes
         assert store.counts()["entries"] > 2
         store.close()
-        process.kill()
 
 
 def test_folder_and_files_are_private(tmp_path: Path) -> None:
@@ -258,14 +254,8 @@ def test_reading_a_missing_store_creates_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def fill(store: Store, clock: Clock, count: int = 12) -> None:
-    for seed in range(count):
-        clock.now += 11
-        store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
-
-
 def test_a_short_reader_delays_a_publication_and_costs_no_other_entry(store: Store, clock: Clock) -> None:
-    fill(store, clock)
+    fill(store, clock, range(12))
     before = store.counts()["blocks"]
     reading, release = threading.Event(), threading.Event()
 
@@ -286,26 +276,10 @@ def test_a_short_reader_delays_a_publication_and_costs_no_other_entry(store: Sto
     assert store.counts()["blocks"] >= before - 4
 
 
-_READER = """
-import sys
-from pathlib import Path
-from diskprefix.store import environment
-from diskprefix.store.store import Store
-store = Store(Path(sys.argv[1]), read_only=True)
-with store.snapshot() as snapshot:
-    snapshot.counts()
-    print("reading", flush=True)
-    sys.stdin.read()
-"""
-
-
 def test_a_reader_that_was_killed_does_not_stop_saving(store: Store, clock: Clock, tmp_path: Path) -> None:
-    fill(store, clock)
-    command = [sys.executable, "-c", _READER, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"reading\n"
-        process.kill()
+    fill(store, clock, range(12))
+    with beside(other_process.read, tmp_path):
+        """It is killed while it reads."""
     for seed in range(100, 104):
         clock.now += 11
         pub = publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000)
@@ -317,11 +291,11 @@ def test_a_reader_that_does_not_end_is_named_and_nothing_more_is_evicted(
     store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(environment, "_READER_PATIENCE_S", 0.05)
-    fill(store, clock)
+    fill(store, clock, range(12))
     with store.snapshot() as snapshot:
         snapshot.counts()
         with pytest.raises(StoreUnavailable, match="an open reader"):
-            fill(store, clock, 20)
+            fill(store, clock, range(20))
         before = store.counts()["blocks"]
         for seed in range(200, 204):
             clock.now += 11
@@ -334,22 +308,10 @@ def test_a_reader_that_does_not_end_is_named_and_nothing_more_is_evicted(
     assert is_whole(store, pub)
 
 
-_GROWER = """
-import sys
-from pathlib import Path
-from tests.store.building import BLOCK, open_store, prompt, publication
-store = open_store(Path(sys.argv[1]), budget_bytes=64 << 20)
-for seed in range(50, 62):
-    store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
-store.close()
-"""
-
-
 def test_another_process_with_a_larger_budget_may_let_the_file_grow(store: Store, clock: Clock, tmp_path: Path) -> None:
     own = publication(store, prompt(1, 3 * BLOCK))
     store.publish(own)
-    command = [sys.executable, "-c", _GROWER, str(tmp_path)]
-    subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+    assert forked.run(open_and_fill, tmp_path, 64 << 20, range(50, 62)) == 0
     assert (tmp_path / "data.mdb").stat().st_size > 16 << 20
     assert is_whole(store, own)
     with store.snapshot() as snapshot:
@@ -475,19 +437,6 @@ def test_whether_anything_has_a_time_of_its_own_is_looked_for_once_and_known_aft
     assert known == [True, False, True, True, True, False]
 
 
-CHURN = """
-import sys
-from pathlib import Path
-from tests.store.building import BLOCK, Clock, open_store, prompt, publication
-clock = Clock()
-store = open_store(Path(sys.argv[1]), budget_bytes=16 << 20, clock=clock)
-for seed in range(100, 130):
-    clock.now += 11
-    store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
-store.close()
-"""
-
-
 def test_what_a_reader_without_a_lock_got_stays_as_it_was_when_its_pages_are_overwritten(tmp_path: Path) -> None:
     """No lock file can be joined, so the writer does not know of the reader and writes over the pages that it reads."""
     store = open_store(tmp_path, budget_bytes=16 << 20)
@@ -501,7 +450,7 @@ def test_what_a_reader_without_a_lock_got_stays_as_it_was_when_its_pages_are_ove
         piece = snapshot.piece(pub.nodes[0].name, 0)
         assert piece is not None
         before = bytes(piece)
-        subprocess.run([sys.executable, "-c", CHURN, str(tmp_path)], check=True)
+        assert forked.run(open_and_fill, tmp_path, 16 << 20, range(100, 130)) == 0
         assert (tmp_path / "data.mdb").read_bytes()[offset : offset + 4096] not in before, "the pages are overwritten"
         assert bytes(piece) == before
     reader.close()

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +38,7 @@ from diskprefix.store.schema import (
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import root_hash
 from tests.faults.damage import Records, damaged
+from tests.store import other_process
 from tests.store.building import (
     BLOCK,
     ROOT,
@@ -51,6 +50,7 @@ from tests.store.building import (
     publication,
     read_payload,
 )
+from tests.store.other_process import beside
 
 IDENTITY = "whose numbers these are"
 OTHER_ROOT = root_hash(IDENTITY)
@@ -668,26 +668,8 @@ def test_a_damaged_root_that_the_daemon_knows_is_mended_alone(stored: Stored) ->
     store.close()
 
 
-WRITER = """
-import sys
-from pathlib import Path
-from tests.store.building import BLOCK, Clock, open_store, prompt, publication
-
-clock = Clock()
-store = open_store(Path(sys.argv[1]), budget_bytes=16 << 20, clock=clock)
-for seed in range(1_000_000):
-    clock.now += 20
-    store.publish(publication(store, prompt(seed % 50, (2 + seed % 7) * BLOCK + seed % 5), payload_bytes=400_000))
-    if seed == 60:
-        print("full", flush=True)
-"""
-
-
 def test_a_store_that_another_process_fills_and_evicts_from_has_no_problems(tmp_path: Path) -> None:
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    assert writer.stdout is not None
-    try:
-        assert writer.stdout.readline() == "full\n"
+    with beside(other_process.churn, tmp_path, 16 << 20, 400_000) as writer:
         store = Store(tmp_path)
         seen = 0
         for _ in range(15):
@@ -697,12 +679,8 @@ def test_a_store_that_another_process_fills_and_evicts_from_has_no_problems(tmp_
             seen += payloads.num_pieces
             assert repair_problems(store, index.problems).left == ()
         assert seen
-        assert writer.poll() is None
+        assert writer.is_alive()
         store.close()
-    finally:
-        writer.kill()
-        writer.wait()
-        writer.stdout.close()
 
 
 def _flipped(value: bytes, rng: random.Random) -> bytes:
