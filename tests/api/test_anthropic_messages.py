@@ -1,4 +1,4 @@
-"""What a body of Anthropic's API asks for, in neutral words, and what is refused."""
+"""Bodies of Anthropic's API in neutral words, and the errors of those that are refused."""
 
 from __future__ import annotations
 

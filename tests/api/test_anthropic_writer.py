@@ -1,4 +1,4 @@
-"""What a reply becomes in Anthropic's form: the message, and the events of a stream in the order of the real service.
+"""Replies in Anthropic's form: the message, and the events of a stream in the order of the real service.
 
 `anthropic_streams` holds streams of that service. `text.sse`, `tool_use.sse` and `thinking.sse` are the examples of its
 documentation, word for word ("Full HTTP stream response" on platform.claude.com/docs/en/build-with-claude/streaming, in
@@ -78,7 +78,7 @@ def recorded_in(path: Path) -> list[dict[str, Any]]:
 
 
 def neutral(events: Iterable[dict[str, Any]]) -> list[ReplyEvent]:
-    """What a stream of the real service says, in neutral words."""
+    """Returns a stream of the real service in neutral words."""
     deltas: list[ReplyDelta] = []
     stop_reason = None
     for event in events:

@@ -1,4 +1,4 @@
-"""Which requests constrain their replies, where the constraint begins, and what an error of one names."""
+"""The requests that constrain their replies, the beginnings of the constraints, and their errors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def found(
 
 
 def accepts(compiler: ConstraintCompiler, constraint: Constraint | None, text: str) -> bool:
-    """Whether `text` is all that the constraint allows."""
+    """Says whether `text` is all that the constraint allows."""
     assert constraint is not None
     matcher = compiler.matcher(constraint)
     tokens = compiler.tokenizer.tokenize_str(text)

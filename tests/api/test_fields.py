@@ -1,4 +1,4 @@
-"""What a body may hold, and what an error says of one that holds something else."""
+"""The fields that a body may have, and the errors of one that holds something else."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_a_wrong_content_part_is_named_by_its_path(part: dict[str, Any], param: 
 
 
 def test_content_of_every_known_kind_is_understood() -> None:
-    """Whether the model takes it is asked later."""
+    """The model is asked later whether it takes them."""
     parts: list[dict[str, Any]] = [
         {"type": "text", "text": "see:"},
         {"type": "image_url", "image_url": {"url": "data:", "detail": "low"}},

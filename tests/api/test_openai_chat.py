@@ -1,4 +1,4 @@
-"""What a chat body asks for, in neutral words."""
+"""Chat bodies in neutral words."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a body of the responses API asks for, in neutral words, and what an error says of one that cannot be served."""
+"""Bodies of the responses API in neutral words, and the errors of those that cannot be served."""
 
 from __future__ import annotations
 

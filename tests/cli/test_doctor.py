@@ -1,4 +1,4 @@
-"""What doctor finds, and that it says what to do about it."""
+"""Doctor's findings, each with what to do about it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What doctor finds in a model's files, without its weights, and how it judges replies."""
+"""Doctor's findings in a model's files, without its weights, and its judgement of replies."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_replies_that_differ_are_a_problem() -> None:
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *statuses: int) -> tuple[dict[str, Finding], list[Settings]]:
-    """What is found when the requests are answered so; and the settings of each start."""
+    """Returns the findings for such answers, and the settings of each start."""
     starts: list[Settings] = []
     answers = iter(statuses)
 

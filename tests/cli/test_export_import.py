@@ -297,7 +297,7 @@ def test_a_model_restores_what_another_store_computed_bit_for_bit(
 
 
 def test_a_file_continues_in_transformers_own_cache(run: Run, tmp_path: Path) -> None:
-    """Who has the file and the model needs nothing else: the README's example."""
+    """The file and the model suffice: the README's example."""
     model = tiny_llama(torch.float32)
     cold = computed(model, tmp_path / "a", random_prompt(1, 3 * BLOCK + 7))
     path = tmp_path / "e.safetensors"

@@ -25,7 +25,7 @@ def entry(model_type: str, kind: str, *dtypes: str, tokens: int = 0, reason: str
 
 @pytest.fixture
 def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """What a run of the exactness suite might have found."""
+    """A table as a run of the exactness suite might write it."""
     found = {
         "llama": entry("llama", "cut", "bfloat16", "float32", tokens=1),
         "gemma3": entry("gemma3_text", "cut", "bfloat16", tokens=1),

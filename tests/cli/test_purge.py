@@ -113,7 +113,7 @@ def test_a_dry_run_changes_nothing_and_tells_the_same(run: Run, folder: Path, pu
 
 
 def _in_order(pubs: list[Publication]) -> list[int]:
-    """What was used last comes first, and what was used at the same time by its id."""
+    """The order of the list: the last use first, and those of one time by their ids."""
     return sorted((0, 1), key=lambda n: name(pubs[n]))
 
 

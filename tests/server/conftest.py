@@ -1,4 +1,4 @@
-"""What most tests of the server need: a model that calls tools, keys, and the application over a scripted engine."""
+"""The fixtures that tests of the server share: a model that calls tools, keys, and a scripted application."""
 
 from __future__ import annotations
 

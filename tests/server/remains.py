@@ -58,7 +58,7 @@ def family(pid: int) -> Iterator[int]:
 
 
 def is_in_memory(pid: int, wanted: bytes) -> bool:
-    """Whether the memory of a process has these bytes."""
+    """Says whether the memory of a process has these bytes."""
     with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for line in maps:
             addresses, access, *_ = line.split()

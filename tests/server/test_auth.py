@@ -1,4 +1,4 @@
-"""Which requests need a key, what those without one learn, and whose state a request is."""
+"""The requests that need a key, the answers to those without one, and the tenant of a request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests a web page could have sent, and which Host names a daemon answers to."""
+"""The requests that a web page could have sent, and the Host names that a daemon answers to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `/props` and `/metrics` say of the gate."""
+"""The gate in `/props` and `/metrics`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user deletes is gone: from the file of the store, byte by byte, and from what the daemon remembers."""
+"""Deleted prompts are gone: from the file of the store, byte by byte, and from what the daemon remembers."""
 
 from __future__ import annotations
 

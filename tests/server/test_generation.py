@@ -28,7 +28,7 @@ TEXT = "0123456789" * 100
 
 
 def taken(events: list[Event | None], num_puts: int | None = None) -> list[Event | None]:
-    """What comes out of a buffer that all of `events` were put into before."""
+    """Returns the events of a buffer that all of `events` were put into before."""
 
     async def run() -> list[Event | None]:
         buffer = EventBuffer(asyncio.get_running_loop())

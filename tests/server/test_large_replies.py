@@ -27,7 +27,7 @@ HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[bool]:
-    """Whether each call of a method is made on the event loop."""
+    """Records of each call of a method whether it is made on the event loop."""
     calls: list[bool] = []
     method: Callable[..., Any] = getattr(owner, name)
 

@@ -100,7 +100,7 @@ def tokens_of(reply: dict[str, Any]) -> list[str]:
 
 
 def generated(server: AppServer, conversation: list[dict[str, Any]]) -> tuple[list[str], int]:
-    """What transformers makes of it by itself: the model's own processor and `generate`; and the prompt's length."""
+    """Returns the tokens of the model's own processor and `generate`, and the length of the prompt."""
     engine = server.engine
     processor = engine.media._processor
     inputs = processor.apply_chat_template(

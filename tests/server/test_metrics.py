@@ -1,4 +1,4 @@
-"""What is counted of the replies, and told with them, without a server."""
+"""The figures that are counted of replies, and told with them, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `/v1/models` says of the served model."""
+"""The served model in `/v1/models`."""
 
 from __future__ import annotations
 

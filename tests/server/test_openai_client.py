@@ -59,6 +59,7 @@ def test_a_stream_says_what_the_whole_reply_says(client: OpenAI) -> None:
     assert texts == [choice.message.content for choice in whole.choices]
     assert chunks[0].choices[0].delta.role == "assistant"
     assert chunks[-1].choices == []
+    assert all(chunk.usage is None for chunk in chunks[:-1])
     assert chunks[-1].usage is not None
     assert whole.usage is not None
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 24

@@ -1,4 +1,4 @@
-"""What a reply, the log and `/props` say of a prompt that was not found, and of what normalisers changed."""
+"""A prompt that was not found, and the changes of normalisers: in the reply, the log and `/props`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which requests are remembered for people who look, and what of them."""
+"""The requests that are remembered for people who look, and their figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is remembered of a reply while its events are read."""
+"""A reply is remembered while its events are read."""
 
 from __future__ import annotations
 

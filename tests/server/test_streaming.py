@@ -1,4 +1,4 @@
-"""How a reply is sent: what goes out at once, while nothing comes, and when it fails. The clock is made up."""
+"""The sending of a reply: at once, while nothing comes, and when it fails. The clock is made up."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Script:
 
 
 class Sent:
-    """What a response sends, with the times of the made-up clock."""
+    """The messages that a response sends, with the times of the made-up clock."""
 
     def __init__(self, script: Script) -> None:
         self._script = script

@@ -1,4 +1,4 @@
-"""How long a request asks for its state to be kept, from the body of the request to the record in the store."""
+"""The time for which a request asks its state to be kept, from the body of the request to the record in the store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many connections may be open, and how long one may be open without a request."""
+"""The number of open connections is bounded, and so is the time of one without a request."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def connect_used(server: AppServer) -> socket.socket:
 
 
 def is_open(connection: socket.socket) -> bool:
-    """Whether a request is served on an idle connection."""
+    """Says whether a request is served on an idle connection."""
     connection.sendall(GET + b"\r\n")
     try:
         return connection.recv(15) == b"HTTP/1.1 200 OK"

@@ -1,4 +1,4 @@
-"""What is answered before the application is there, and what waits for it."""
+"""The requests that are answered before the application is there, and those that wait for it."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ ANOTHER = 54321
 
 @pytest.fixture(params=["127.0.0.1", "::1", "::"])
 def scope(request: pytest.FixtureRequest) -> Iterator[dict[str, object]]:
-    """What a server knows of a connection; at the address for any, of one by IPv4 to a socket of IPv6."""
+    """The scope of a connection as a server has it; at the address for any, of one by IPv4 to a socket of IPv6."""
     family = socket.AF_INET6 if ":" in request.param else socket.AF_INET
     with socket.create_server((request.param, 0), family=family, dualstack_ipv6=request.param == "::") as listener:
         host = "127.0.0.1" if request.param == "::" else request.param
