@@ -13,7 +13,7 @@ import pytest
 
 from diskprefix.cli import command_names
 from diskprefix.settings import SETTINGS
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, run_fresh
 from tests.cli.terminal import Terminal
 
 
@@ -118,14 +118,10 @@ def test_print_config_names_the_source_of_each_value(run: Run, home: Path, monke
 
 
 def test_versions_name_what_decides_what_is_computed_and_import_none_of_it() -> None:
-    code = (
-        "import sys; from diskprefix.cli import _run; _run(['--version']); "
-        "print(*sorted({'torch', 'transformers'} & set(sys.modules)), file=sys.stderr)"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.startswith("diskprefix ")
-    assert all(f"{name} " in ended.stdout for name in ("Python", "torch", "transformers", "lmdb", "kernels:"))
-    assert ended.stderr.split() == []
+    shown, imported = run_fresh(["--version"])
+    assert shown[0].startswith("diskprefix ")
+    assert all(f"{name} " in "\n".join(shown) for name in ("Python", "torch", "transformers", "lmdb", "kernels:"))
+    assert not imported & {"torch", "transformers"}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

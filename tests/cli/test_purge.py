@@ -83,18 +83,10 @@ def test_what_meets_every_condition_goes(
     assert run("verify", "--kv-cache-dir", folder).exit_code == 0
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        ["--older-than", "1h", "--salt", "alice"],
-        ["--model", "tiny", "--salt", "alice"],
-        ["--older-than", "1h", "--model", "other"],
-    ],
-)
 def test_where_nothing_meets_every_condition_there_is_nothing_to_purge(
-    run: Run, folder: Path, pubs: list[Publication], flags: list[str]
+    run: Run, folder: Path, pubs: list[Publication]
 ) -> None:
-    ended = run("purge", *flags, "--yes", "--kv-cache-dir", folder)
+    ended = run("purge", "--older-than", "1h", "--salt", "alice", "--yes", "--kv-cache-dir", folder)
     assert (ended.exit_code, ended.stdout, ended.stderr) == (0, "nothing to purge\n", "")
     assert len(entries_left(run, folder)) == len(pubs)
 
