@@ -85,7 +85,7 @@ def test_a_message_has_thought_text_and_call(client: Anthropic) -> None:
     assert call.id.startswith("toolu_")
     usage = message.usage
     assert (usage.input_tokens, usage.cache_creation_input_tokens, usage.cache_read_input_tokens) == (2, 4, 4)
-    assert usage.output_tokens == len(CALLING) // 10 + 1
+    assert usage.output_tokens == len(pieces(CALLING, 10))
     assert message.prefix_cache["restored"] == 4
     assert message.timings["ttft_ms"] == 5
 
