@@ -23,7 +23,7 @@ START_TIMEOUT_S = 120.0
 DEED_TIMEOUT_S = 300.0
 _POLL_S = 0.001
 _CREATION_S = 0.03
-_CODECS = ("RAW", "PLANES", "ZSTD")
+_CODECS = ("RAW", "PLANES")
 
 
 @dataclass(frozen=True, kw_only=True)
