@@ -25,12 +25,19 @@ _FACTOR = 1.2
 
 def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
     """Yields the findings about the model, as far as it is on this machine. `say` takes lines about the progress."""
-    folder = local_folder(settings.model)
+    try:
+        folder = local_folder(settings.model)
+        if folder is not None and folder.is_file() and folder.suffix.lower() == ".gguf":
+            say("reading the GGUF file")
+            folder = _converted(settings, folder) or folder
+    except DiskPrefixError as error:
+        yield Finding("model", "problem", error.message, "see the message")
+        return
     if folder is None:
         what = "the embedded model" if settings.model is None else repr(settings.model)
         yield Finding("model", "skipped", f"{what} is not on this machine yet: the first start downloads it")
         return
-    yield _memory_finding(settings, folder)
+    yield _conversion_finding(settings, folder) if folder.is_file() else _memory_finding(settings, folder)
     if folder.is_file():
         yield Finding(
             "tokenizer",
@@ -62,18 +69,58 @@ def local_folder(model: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _memory_finding(settings: Settings, folder: Path) -> Finding:
-    from diskprefix.model.load.memory import available_ram_bytes, weights_bytes
+def _converted(settings: Settings, gguf: Path) -> Path | None:
+    from diskprefix.model.load.gguf import finished_folder
 
-    files = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    return finished_folder(gguf, _form(settings))
+
+
+def _form(settings: Settings) -> str:
+    from diskprefix.model.load.loader import pick_weights
+
+    return pick_weights(settings.weights, settings.dtype, settings.device)
+
+
+def _conversion_finding(settings: Settings, gguf: Path) -> Finding:
+    """Returns the finding about a file that the first start converts: what that takes, and the weights afterwards."""
+    import shutil
+
+    from diskprefix.model.load.gguf import conversion_needs, described
+    from diskprefix.model.load.memory import available_ram_bytes
+
+    try:
+        needs = conversion_needs(described(gguf), _form(settings))
+    except DiskPrefixError as error:
+        return Finding("model", "problem", error.message, "see the message")
+    free, space = available_ram_bytes(), shutil.disk_usage(existing_folder(cache_home() / "models")).free
+    if needs.memory > free:
+        text = f"{gguf.name}: converting it takes {format_size(needs.memory)} of memory, {format_size(free)} are free"
+        return Finding("model", "problem", text, "free memory, or give a folder with safetensors")
+    if needs.disk > space:
+        text = f"{gguf.name}: converting it takes {format_size(needs.disk)} on the disk, {format_size(space)} are free"
+        return Finding("model", "problem", text, "free some, or set XDG_CACHE_HOME to a folder on a larger disk")
+    return _fitting(settings, gguf, needs.weights * (2 if settings.dtype == "float32" else 1))
+
+
+def _memory_finding(settings: Settings, folder: Path) -> Finding:
+    from diskprefix.model.load.memory import weights_bytes
+
+    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
         return Finding("model", "problem", f"{folder} holds no weights", "give another --model")
     try:
         needed = weights_bytes(files, 4 if settings.dtype == "float32" else 2)
     except ModelError as error:
         return Finding("model", "problem", error.message, "fetch or copy it again")
+    return _fitting(settings, folder, needed)
+
+
+def _fitting(settings: Settings, model: Path, needed: int) -> Finding:
+    """Returns whether weights of `needed` bytes fit into the free memory."""
+    from diskprefix.model.load.memory import available_ram_bytes
+
     free = available_ram_bytes()
-    text = f"{folder.name}: about {format_size(needed)} of weights, {format_size(free)} of memory free"
+    text = f"{model.name}: about {format_size(needed)} of weights, {format_size(free)} of memory free"
     if settings.device not in ("auto", "cpu"):
         return Finding("model", "ok", f"{text}; it will run on {settings.device}")
     if needed > free:

@@ -17,7 +17,9 @@ from diskprefix.cli.doctor_machine import Finding
 from diskprefix.cli.doctor_model import local_folder, model_findings
 from diskprefix.errors import ModelError
 from diskprefix.model.load import memory
+from diskprefix.model.load.gguf import conversion_needs, converted_folder, described
 from diskprefix.settings import Settings
+from tests.model import tiny
 from tests.server.chat_model import write_tokenizer
 
 GIB = 2**30
@@ -83,9 +85,31 @@ def test_weights_that_cannot_be_read_are_a_problem(folder: Path, monkeypatch: py
     assert (found.level, found.text) == ("problem", "model.safetensors is cut off")
 
 
-def test_the_tokenizer_of_a_file_is_not_looked_at(tmp_path: Path) -> None:
-    (tmp_path / "model.load.gguf").touch()
-    assert levels(found_in(tmp_path / "model.load.gguf")) == {"model": "ok", "tokenizer": "skipped"}
+@pytest.fixture
+def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
+
+
+def test_the_tokenizer_of_a_file_is_not_looked_at_before_it_is_converted(gguf: Path) -> None:
+    assert levels(found_in(gguf)) == {"model": "ok", "tokenizer": "skipped"}
+    converted_folder(gguf, lambda _line: None)
+    assert found_in(gguf, weights="native")["tokenizer"].level != "skipped"
+
+
+def test_a_file_is_a_problem_where_the_start_would_refuse_it(gguf: Path, sizes: Any) -> None:
+    needed = conversion_needs(described(gguf), "native").memory
+    sizes(GIB, needed - 1)
+    found = found_in(gguf)["model"]
+    assert (found.level, "converting it takes" in found.text) == ("problem", True)
+    sizes(GIB, needed)
+    assert levels(found_in(gguf))["model"] == "ok"
+
+
+def test_a_file_that_cannot_be_read_is_a_problem(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    found = found_in(tmp_path / "model.gguf")["model"]
+    assert (found.level, "cannot read" in found.text) == ("problem", True)
 
 
 def test_a_model_that_is_only_partly_here_is_not_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

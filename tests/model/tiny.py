@@ -37,15 +37,18 @@ def write_gguf(
     without: str = "",
     architecture: str = "llama",
     quantised: str = "",
+    experts: int = 0,
+    tensors_in_a_part: int = 0,
 ) -> Path:
     """A Llama of two layers with a byte-level tokenizer; `without` names a tensor to leave out.
 
-    It is in float32, or its layers in the type `quantised`.
+    It is in float32, or its layers in the type `quantised`. With `experts` it is a Qwen3 with so many. A model in parts
+    has the names `path-00001-of-0000N.gguf`.
     """
     from gguf import GGMLQuantizationType, GGUFWriter, TokenType
     from gguf.quants import quantize
 
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, "qwen3moe" if experts else architecture, split_max_tensors=tensors_in_a_part)
     writer.add_block_count(LAYERS)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)
@@ -56,6 +59,10 @@ def write_gguf(
     writer.add_rope_freq_base(10000.0)
     writer.add_rope_dimension_count(HIDDEN // HEADS)
     writer.add_vocab_size(len(tokens()))
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(2)
+        writer.add_key_length(HIDDEN // HEADS)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens())
@@ -66,8 +73,8 @@ def write_gguf(
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(0)
     writer.add_chat_template(CHAT_TEMPLATE)
-    for name, tensor in _tensors(seed).items():
-        if name != without and quantised and tensor.ndim == 2:
+    for name, tensor in _tensors(seed, experts).items():
+        if name != without and quantised and tensor.ndim >= 2:
             kind = GGMLQuantizationType[quantised]
             writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
         elif name != without:
@@ -79,7 +86,7 @@ def write_gguf(
     return path
 
 
-def _tensors(seed: int) -> dict[str, Any]:
+def _tensors(seed: int, experts: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     kv = KV_HEADS * HIDDEN // HEADS
     shapes = {"token_embd": (len(tokens()), HIDDEN), "output_norm": (HIDDEN,), "output": (len(tokens()), HIDDEN)}
@@ -95,6 +102,16 @@ def _tensors(seed: int) -> dict[str, Any]:
             f"blk.{i}.ffn_up": (INNER, HIDDEN),
             f"blk.{i}.ffn_down": (HIDDEN, INNER),
         }
+        if experts:
+            # The width of an expert is not in the file, and is the default of its architecture.
+            shapes |= {
+                f"blk.{i}.attn_q_norm": (HIDDEN // HEADS,),
+                f"blk.{i}.attn_k_norm": (HIDDEN // HEADS,),
+                f"blk.{i}.ffn_gate_inp": (experts, HIDDEN),
+                f"blk.{i}.ffn_gate_exps": (experts, 768, HIDDEN),
+                f"blk.{i}.ffn_up_exps": (experts, 768, HIDDEN),
+                f"blk.{i}.ffn_down_exps": (experts, HIDDEN, 768),
+            }
     return {f"{name}.weight": rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
 
 

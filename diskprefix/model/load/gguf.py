@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import json
 import os
-import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.fingerprint import remembered_digest
+from diskprefix.model.load.fingerprint import remembered_digest, weights_digest
+from diskprefix.model.load.gguf_file import (
+    FileTensor,
+    conversion_bytes,
+    converted_bytes,
+    field_value,
+    model_stem,
+    part_paths,
+    read_tensors,
+    write_header,
+)
 from diskprefix.model.load.memory import available_ram_bytes, require_memory
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
@@ -36,7 +47,6 @@ _LOCK, _PARTIAL = ".lock-", ".partial-"
 _GGUF = "model.load.gguf"
 _OVERHEAD_BYTES = 256 * 1024**2
 """Memory for the metadata, and space on the disk for the tokenizer."""
-_ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}$")
 
 # Values of tokenizer.ggml.pre by how they cut text before BPE (llama.cpp, src/llama-vocab.cpp).
 _CUT_AS_GPT2 = frozenset({"default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
@@ -46,14 +56,25 @@ _CUT_DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "command-r", "co
 def converted_folder(gguf: Path, report: Report, weights: str = "native") -> Path:
     """Returns the folder of the model in `gguf`, which is converted on first use. `weights` is that of `convert`.
     Raises `ModelError` if the file cannot be read or converted, or its conversion does not fit in memory or on disk."""
-    if _ONE_OF_SEVERAL.search(gguf.stem):
-        raise ModelError(f"{gguf} is one part of a split model; join the parts first (llama-gguf-split --merge)")
+    return build_once(_folder_name(gguf, weights), lambda work: convert(gguf, work, report, weights), report)
+
+
+def finished_folder(gguf: Path, weights: str) -> Path | None:
+    """Returns the folder of the model in `gguf` if it is converted. Raises `ModelError` if the file cannot be read."""
+    models = cache_home() / "models"
+    if not any(models.glob(f"{glob.escape(model_stem(gguf)[:100])}-*{SUFFIXES[weights]}")):
+        return None
+    folder = models / _folder_name(gguf, weights)
+    return folder if is_finished(folder) else None
+
+
+def _folder_name(gguf: Path, weights: str) -> str:
+    parts = part_paths(gguf)
     try:
-        digest = remembered_digest(gguf)
+        digest = remembered_digest(gguf) if len(parts) == 1 else weights_digest(parts)
     except OSError as error:
         raise ModelError(f"cannot read {gguf}: {error.strerror}") from error
-    name = f"{gguf.stem[:100]}-{digest[:12]}{SUFFIXES[weights]}"
-    return build_once(name, lambda work: convert(gguf, work, report, weights), report)
+    return f"{model_stem(gguf)[:100]}-{digest[:12]}{SUFFIXES[weights]}"
 
 
 def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path:
@@ -183,12 +204,10 @@ def convert(gguf: Path, work: Path, report: Report, weights: str = "native") -> 
     source, made = work / "source", work / "model"
     source.mkdir()
     made.mkdir()
-    # In a folder of its own: the folder of the original may hold files of other models.
-    (source / _GGUF).symlink_to(gguf.resolve())
     try:
         with progress_bar(f"converting {gguf.name}", 100, report) as advance:
             quiet_transformers()
-            _convert(source, made, gguf.name, weights, advance, report)
+            _convert(gguf, source, made, weights, advance, report)
     except ModelError:
         raise
     except Exception as error:
@@ -199,50 +218,77 @@ def convert(gguf: Path, work: Path, report: Report, weights: str = "native") -> 
     return made
 
 
+@dataclass(frozen=True)
+class ConversionNeeds:
+    """What a conversion takes, in bytes of memory and of space on the disk, and the weights that it makes."""
+
+    memory: int
+    disk: int
+    weights: int
+
+
+def conversion_needs(tensors: Sequence[FileTensor], weights: str) -> ConversionNeeds:
+    """Returns the needs of converting a file with these tensors to the form `weights`."""
+    made = converted_bytes(tensors, weights)
+    return ConversionNeeds(conversion_bytes(tensors) + _OVERHEAD_BYTES, made + _OVERHEAD_BYTES, made)
+
+
+def described(gguf: Path) -> list[FileTensor]:
+    """Returns the tensors of a file, or of all parts of a split one. Raises `ModelError` if it cannot be read."""
+    try:
+        return read_tensors(part_paths(gguf))[1]
+    except ModelError:
+        raise
+    except Exception as error:
+        raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
+
+
 def _convert(
-    source: Path, made: Path, name: str, weights: str, advance: Callable[[float], None], report: Report
+    gguf: Path, source: Path, made: Path, weights: str, advance: Callable[[float], None], report: Report
 ) -> None:
-    """Converts, and reports progress in per cent. The metadata (vocabulary and merges) takes most of the time."""
+    """Converts, and reports progress in per cent."""
     from gguf import GGUFReader
     from transformers import AutoConfig
 
-    reader = GGUFReader(source / _GGUF)
-    facts = _facts(reader)
-    needed = 4 * facts["elements"] + _OVERHEAD_BYTES
+    parts = part_paths(gguf)
+    reader, tensors = read_tensors(parts)
+    needs = conversion_needs(tensors, weights)
     advice = "free some, or give --model a folder with safetensors"
-    require_memory(needed, available_ram_bytes(), what=f"converting {name}", advice=advice)
-    advance(20)
-    with _loading(reader, lambda fraction: advance(60 + 40 * fraction)):
+    require_memory(needs.memory, available_ram_bytes(), what=f"converting {gguf.name}", advice=advice)
+    require_disk(made.parent, needs.disk)
+    # In a folder of its own: the folder of the original may hold files of other models.
+    if len(parts) == 1:
+        (source / _GGUF).symlink_to(gguf.resolve())
+    else:
+        write_header(reader, tensors, source / _GGUF)
+        reader = GGUFReader(source / _GGUF)
+    facts = _facts(reader)
+    advance(2)
+    with _parsed_once(reader):
         config = AutoConfig.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
-        advance(40)
-        tokenizer = _load_tokenizer(source, config, facts, report)
-        model = _load_dequantised(source, config)
-        if len(facts["stop_ids"]) > 1:
-            # transformers reads only the end of text from a GGUF, not the end of a turn.
-            model.generation_config.eos_token_id = facts["stop_ids"]
-        require_disk(made.parent, sum(p.numel() * p.element_size() for p in model.parameters()) + _OVERHEAD_BYTES)
-        tokenizer.save_pretrained(made)
-        if weights == "native":
-            model.save_pretrained(made)
-    if weights != "native":
-        from diskprefix.model.quants.gguf_quants import quants_of
-        from diskprefix.model.quants.quantised import quantise_and_save
+        advance(4)
+        _load_tokenizer(source, config, facts, report).save_pretrained(made)
+        advance(8)
+        # It imports the code of all models.
+        from diskprefix.model.quants.gguf_conversion import TensorwiseConversion
+        from diskprefix.model.quants.quantised import save_configurations
 
-        quantise_and_save(model, weights, made, report, quants_of(reader))
+        total = sum(tensor.num_elements for tensor in tensors)
+        conversion = TensorwiseConversion(tensors, weights, made, lambda done: advance(8 + 92 * done / total))
+        model = conversion.run(source, _GGUF, config)
+    if len(facts["stop_ids"]) > 1:
+        # transformers reads only the end of text from a GGUF, not the end of a turn.
+        model.generation_config.eos_token_id = facts["stop_ids"]
+    save_configurations(model, made)
 
 
 def _facts(reader: Any) -> dict[str, Any]:
-    """Returns the values that transformers does not read: the element count, the pre-tokenizer, further stop tokens."""
+    """Returns the values that transformers does not read: the pre-tokenizer, and further stop tokens."""
 
-    def value(key: str) -> Any:
-        field = reader.get_field(key)
-        return None if field is None else field.contents()
-
-    stops = [value(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    stops = [field_value(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return {
-        "elements": sum(int(tensor.n_elements) for tensor in reader.tensors),
-        "tokenizer": value("tokenizer.ggml.model"),
-        "pre": value("tokenizer.ggml.pre"),
+        "tokenizer": field_value(reader, "tokenizer.ggml.model"),
+        "pre": field_value(reader, "tokenizer.ggml.pre"),
         "stop_ids": list(dict.fromkeys(int(stop) for stop in stops if stop is not None)),
     }
 
@@ -264,46 +310,18 @@ def _load_tokenizer(source: Path, config: Any, facts: dict[str, Any], report: Re
     return tokenizer
 
 
-def _load_dequantised(source: Path, config: Any) -> Any:
-    import torch
-    from transformers import AutoModelForCausalLM, GgufConfig
-
-    model, info = AutoModelForCausalLM.from_pretrained(
-        source,
-        config=config,
-        gguf_file=_GGUF,
-        dtype=torch.bfloat16,
-        quantization_config=GgufConfig(dequantize=True),
-        output_loading_info=True,
-        trust_remote_code=False,
-    )
-    if info["missing_keys"]:
-        raise ModelError(f"the file lacks tensors of the model: {', '.join(sorted(info['missing_keys'])[:3])}")
-    return model
-
-
 @contextmanager
-def _loading(reader: Any, advance: Callable[[float], None]) -> Iterator[None]:
-    """Has the progress bars of transformers report to `advance` (a fraction of 1) while it loads a GGUF, and gives it
-    the `reader` that has parsed the file. Otherwise it would parse the file twice more, which takes seconds."""
+def _parsed_once(reader: Any) -> Iterator[None]:
+    """Gives transformers the `reader` that has parsed the file. Otherwise it would parse the file twice more, which
+    takes seconds."""
     import gguf
-    from transformers import modeling_gguf_pytorch_utils as legacy
-    from transformers.utils import logging
 
-    def counted(items: Any, *_: Any, **__: Any) -> Iterator[Any]:
-        items = list(items)
-        for done, item in enumerate(items, start=1):
-            yield item
-            advance(done / len(items))
-
-    own_bar, own_reader = legacy.tqdm, gguf.GGUFReader
-    previous = logging.set_tqdm_hook(lambda _, args, kwargs: counted(*args, **kwargs))
-    legacy.tqdm, gguf.GGUFReader = counted, lambda *_: reader
+    own_reader = gguf.GGUFReader
+    gguf.GGUFReader = lambda *_: reader
     try:
         yield
     finally:
-        legacy.tqdm, gguf.GGUFReader = own_bar, own_reader
-        logging.set_tqdm_hook(previous)
+        gguf.GGUFReader = own_reader
 
 
 def quiet_transformers() -> None:

@@ -20,6 +20,7 @@ from diskprefix.model.load.ahead import ReadAhead
 from diskprefix.model.load.embedded import EMBEDDED, embedded_folder
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.gguf import converted_folder, quiet_transformers
+from diskprefix.model.load.gguf_file import model_stem
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
@@ -134,15 +135,15 @@ def _source(settings: Settings, progress: Report, clock: Clock, flag: str = "--m
     # Wrong settings are reported before anything slow happens.
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
-    pick_weights = cache(partial(_pick_weights, settings.weights, settings.dtype, settings.device))
+    weights_of = cache(partial(pick_weights, settings.weights, settings.dtype, settings.device))
     if settings.weights in ("int8", "int4"):
-        pick_weights()
+        weights_of()
     with clock("source"):
-        folder, name = _find(settings.model, progress, pick_weights, flag=flag)
+        folder, name = _find(settings.model, progress, weights_of, flag=flag)
         files = _weight_files(folder)
     with clock("imports"):
         device = _pick_device(settings.device)
-        weights = pick_weights()
+        weights = weights_of()
         quiet_transformers()
         config = _read_config(folder)
         with _load_failures(folder):
@@ -178,7 +179,7 @@ def load_tokenizer(model: str | None, chat_template: Path | None, progress: Repo
     """Returns the tokenizer of a model with its chat template. The weights of a hub id are not fetched. `model` and the
     errors are those of `load_model`. A .gguf file and the embedded model are converted on first use."""
     template = read_template(chat_template)
-    folder, _ = _find(model, progress, partial(_pick_weights, "auto", "auto", "auto"), with_weights=False)
+    folder, _ = _find(model, progress, partial(pick_weights, "auto", "auto", "auto"), with_weights=False)
     quiet_transformers()
     return read_tokenizer(folder, template)
 
@@ -200,7 +201,7 @@ def _find(
     if model.strip() and os.path.isdir(path):
         return path, path.resolve().name
     if is_gguf and os.path.isfile(path):
-        return converted_folder(path, progress, pick_weights()), path.stem
+        return converted_folder(path, progress, pick_weights()), model_stem(path)
     if os.path.isfile(path):
         raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
     if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
@@ -310,7 +311,7 @@ def _pick_device(name: str) -> torch.device:
     return torch.device("cuda", int(index or 0)) if kind == "cuda" else torch.device(kind)
 
 
-def _pick_weights(name: str, dtype: str, device_name: str) -> str:
+def pick_weights(name: str, dtype: str, device_name: str) -> str:
     """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file."""
     from diskprefix.model.quants.products import TORCH, kernel
 

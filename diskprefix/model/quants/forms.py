@@ -23,7 +23,7 @@ from diskprefix.native.matrix import COLUMNS, ROWS
 _SHRUNK = (1.0, 0.94, 0.88, 0.82)
 """The parts of a group's range that are tried for 4 bits. A smaller one cuts the outermost weights off and is finer."""
 _AT_ONCE = 1 << 18
-"""Weights that are quantised at a time, so that the work does not take several times the memory of the matrix."""
+"""Weights that are worked on at a time, so that the work does not take several times the memory of the matrix."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,16 @@ class Quants:
 
     def dequantised(self) -> torch.Tensor:
         """Returns the weights, bfloat16 [rows, columns]."""
-        groups = self.codes.view(*self.scales.shape, self.group).float() * self.scales.unsqueeze(-1)
-        if self.zeros is not None:
-            groups += self.zeros.unsqueeze(-1)
-        return groups.view(self.codes.shape).bfloat16()
+        found = torch.empty(self.codes.shape, dtype=torch.bfloat16)
+        step = max(1, _AT_ONCE // self.codes.shape[1])
+        for first in range(0, len(found), step):
+            part = slice(first, first + step)
+            scales = self.scales[part]
+            groups = self.codes[part].view(*scales.shape, self.group).float() * scales.unsqueeze(-1)
+            if self.zeros is not None:
+                groups += self.zeros[part].unsqueeze(-1)
+            found[part] = groups.view(len(scales), -1)
+        return found
 
     def packed(self) -> torch.Tensor:
         """Returns its blocks, uint8 of `form.packed_shape`."""

@@ -3,13 +3,16 @@ ggml-quants.c)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
 
 import torch
 
+from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.model.quants.forms import Quants
 from diskprefix.tokens import checksum
+
+_AT_ONCE = 1 << 22
+"""Weights that are read at a time, so that the work does not take several times the memory of the matrix."""
 
 Blocks = torch.Tensor
 """uint8 [rows, blocks of a row, bytes of a block]."""
@@ -118,40 +121,40 @@ def gguf_quants(kind: str, content: torch.Tensor, rows: int, columns: int) -> Qu
     if kind not in _READERS:
         return None
     weights, num_bytes, read = _READERS[kind]
-    return read(content.reshape(rows, columns // weights, num_bytes))
+    blocks = content.reshape(rows, columns // weights, num_bytes)
+    parts = [read(part) for part in torch.split(blocks, max(1, _AT_ONCE // columns))]
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
+    return Quants(parts[0].bits, parts[0].group, codes, scales, torch.cat(zeros) if zeros else None)
 
 
-def quants_of(reader: Any) -> Callable[[torch.Tensor], Quants | None]:
-    """Returns a function from a matrix to the quants that a GGUF file has for it.
+def quants_in(tensors: Iterable[FileTensor], weight: torch.Tensor) -> Quants | None:
+    """Returns the quants of one of these tensors that give the matrix `weight`, number for number; None if none does.
 
-    They are found by the bits of the rows, wherever transformers has put these: a matrix keeps quants only if they give
-    it, number for number.
+    The rows may stand in another order, which is found by their bits.
     """
-    by_rows: dict[tuple[int, ...], Any] = {}
-    for tensor in reader.tensors:
-        quants = _read(tensor)
-        if quants is not None:
-            by_rows[tuple(sorted(_rows(quants.dequantised())))] = tensor
-
-    def own(weight: torch.Tensor) -> Quants | None:
-        rows = _rows(weight)
-        quants = _read(by_rows.get(tuple(sorted(rows))))
-        if quants is None:
-            return None
-        places = {row: place for place, row in enumerate(_rows(quants.dequantised()))}
-        quants = quants.rows(torch.tensor([places[row] for row in rows]))
-        return quants if torch.equal(quants.dequantised(), weight) else None
-
-    return own
+    for tensor in tensors:
+        if tensor.shape == weight.shape and weight.ndim == 2 and weight.dtype is torch.bfloat16:
+            quants = gguf_quants(tensor.kind, torch.from_numpy(tensor.content()), *tensor.shape)
+            found = None if quants is None else _in_order(quants, weight)
+            if found is not None:
+                return found
+    return None
 
 
-def _read(tensor: Any) -> Quants | None:
-    if tensor is None or len(tensor.shape) != 2:
+def _in_order(quants: Quants, weight: torch.Tensor) -> Quants | None:
+    own = quants.dequantised()
+    if torch.equal(own, weight):
+        return quants
+    places = {row: place for place, row in enumerate(_rows(own))}
+    order = [places.get(row) for row in _rows(weight)]
+    if None in order:
         return None
-    columns, rows = (int(size) for size in tensor.shape)
-    return gguf_quants(tensor.tensor_type.name, torch.from_numpy(tensor.data.copy()), rows, columns)
+    quants = quants.rows(torch.tensor(order))
+    return quants if torch.equal(quants.dequantised(), weight) else None
 
 
 def _rows(matrix: torch.Tensor) -> list[int]:
-    numbers = matrix.contiguous().view(torch.int16).numpy()
+    # Adding 0 makes 0 of -0, which the products do not tell apart.
+    numbers = (matrix + 0).view(torch.int16).numpy()
     return [checksum(row.data) for row in numbers]

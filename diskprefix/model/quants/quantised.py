@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -82,13 +82,13 @@ def quantise(model: PreTrainedModel, choose: Choose) -> None:
     What does not fill whole blocks, experts, routers and the projections of recurrent layers stay as they are.
     `prepare` makes the model ready to compute.
     """
-    for name, linear in list(_linears(model)):
+    for name, linear in list(quantisable(model)):
         if fills_blocks(linear.weight):
             quants = choose(name, linear.weight.detach())
             if quants is not None:
                 _put(model, name, quants)
     if isinstance(model.get_output_embeddings(), QuantisedLinear):
-        _untie(model.config)
+        untie(model.config)
 
 
 def _put(model: PreTrainedModel, name: str, quants: Quants) -> None:
@@ -97,7 +97,8 @@ def _put(model: PreTrainedModel, name: str, quants: Quants) -> None:
     model.set_submodule(name, module)
 
 
-def _linears(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+def quantisable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
+    """Yields the matrices that may be quantised, with their names, whether they fill blocks or not."""
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     inside = {id(module) for module in decoder.modules()} | {id(head)}
     recurrent = [name for name, module in model.named_modules() if name and _is_recurrent(module)]
@@ -124,22 +125,16 @@ def chooser(model: PreTrainedModel, weights: str, own: Callable[[torch.Tensor], 
         found = None if own is None else own(weight)
         if weights == "auto":
             return found
-        bits = 8 if weights == "int8" or weight is head.weight or model.get_submodule(name) is head else 4
+        bits = 8 if weights == "int8" or model.get_submodule(name) is head else 4
         return found if found is not None and found.bits <= bits else quantised(weight, bits)
 
     return choose
 
 
-def quantise_and_save(
-    model: PreTrainedModel,
-    weights: str,
-    made: Path,
-    report: Report,
-    own: Callable[[torch.Tensor], Quants | None] | None = None,
-) -> None:
-    """Quantises a loaded model in place, and writes it to the folder `made`. Raises `ModelError` if it has no matrix
-    that can be quantised, `OSError` if the disk is full."""
-    choose = chooser(model, weights, own)
+def quantise_and_save(model: PreTrainedModel, weights: str, made: Path, report: Report) -> None:
+    """Quantises a loaded model in place to `int8` or `int4`, and writes it to the folder `made`. Raises
+    `ModelError` if it has no matrix that can be quantised, `OSError` if the disk is full."""
+    choose = chooser(model, weights)
     total = sum(parameter.numel() for parameter in model.parameters())
     with progress_bar("quantising", total, report) as advance, torch.inference_mode(), one_thread():
         done = 0
@@ -152,7 +147,7 @@ def quantise_and_save(
             return quants
 
         quantise(model, chosen)
-    if weights != "auto" and not any(isinstance(module, QuantisedLinear) for module in model.modules()):
+    if not any(isinstance(module, QuantisedLinear) for module in model.modules()):
         raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
     save_quantised(model, made)
 
@@ -165,8 +160,23 @@ def save_quantised(model: PreTrainedModel, folder: Path) -> None:
         if tensor.data_ptr() not in seen:
             seen.add(tensor.data_ptr())
             tensors[name] = tensor.contiguous()
-    untied = {_UNTIED: "1"} if isinstance(model.get_output_embeddings(), QuantisedLinear) else {}
-    save_file(tensors, folder / FILE, metadata={"format": "pt", _FORMS: json.dumps(forms), **untied})
+    save_file(tensors, folder / FILE, metadata=metadata_of(model, forms))
+    save_configurations(model, folder)
+
+
+def metadata_of(model: PreTrainedModel, forms: Mapping[str, str]) -> dict[str, str]:
+    """Returns the metadata of the weights file of a model whose modules have these forms."""
+    ordered = {name: forms[name] for name, _ in model.named_modules() if name in forms}
+    untied = {_UNTIED: "1"} if _head_name(model) in forms else {}
+    return {"format": "pt", _FORMS: json.dumps(ordered), **untied}
+
+
+def _head_name(model: PreTrainedModel) -> str | None:
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), None)
+
+
+def save_configurations(model: PreTrainedModel, folder: Path) -> None:
     model.config.save_pretrained(folder)
     if model.can_generate():
         model.generation_config.save_pretrained(folder)
@@ -180,11 +190,17 @@ def is_quantised(files: Sequence[Path]) -> bool:
 def describe(config: PreTrainedConfig, files: Sequence[Path]) -> None:
     """Tells transformers that the weights in these files are quantised. This goes into the identity of the model."""
     config.quantization_config = {"quant_method": METHOD, "kernel": kernel()}
-    if _metadata(files[0]).get(_UNTIED):
-        _untie(config)
+    if is_untied(_metadata(files[0])):
+        untie(config)
 
 
-def _untie(config: PreTrainedConfig) -> None:
+def is_untied(metadata: Mapping[str, str]) -> bool:
+    """Returns whether the logits have a matrix of their own in the weights file with this metadata."""
+    return _UNTIED in metadata
+
+
+def untie(config: PreTrainedConfig) -> None:
+    """Says in a configuration that the matrix of the logits is not that of the embeddings."""
     for one in (config, config.get_text_config(decoder=True)):
         one.tie_word_embeddings = False
 

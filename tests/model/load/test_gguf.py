@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
 import stat
 import threading
+import weakref
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import gguf as module
-from diskprefix.model.load.gguf import MANIFEST, build_once, converted_folder, is_finished
+from diskprefix.model.load.gguf import (
+    MANIFEST,
+    build_once,
+    conversion_needs,
+    converted_folder,
+    described,
+    is_finished,
+)
+from diskprefix.model.quants import gguf_conversion
 from tests.model import interrupted, tiny
 
 Usage = namedtuple("Usage", "total used free")
@@ -283,10 +294,106 @@ def test_an_architecture_that_transformers_does_not_read_is_refused(tmp_path: Pa
         converted_folder(file, print)
 
 
+@pytest.fixture
+def parts(cache: Path, tmp_path: Path) -> list[Path]:
+    """A quantised model in three parts."""
+    assert not cache.exists()
+    tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0", tensors_in_a_part=8)
+    found = sorted(tmp_path.glob("tiny-*.gguf"))
+    assert len(found) == 3
+    return found
+
+
+def test_any_part_of_a_split_gguf_names_the_model_of_all_parts(parts: list[Path]) -> None:
+    whole = converted_folder(tiny.write_gguf(parts[0].with_name("tiny.gguf"), quantised="Q4_0"), print, "auto")
+    folders = {converted_folder(part, print, "auto") for part in parts}
+    assert len(folders) == 1
+    (folder,) = folders
+    assert folder != whole
+    assert folder.name.startswith("tiny-")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        path.name: path.read_bytes() for path in whole.iterdir()
+    }
+
+
+def test_a_part_that_is_missing_is_named(parts: list[Path]) -> None:
+    parts[1].unlink()
+    with pytest.raises(ModelError, match=rf"{parts[1].name} is missing") as caught:
+        converted_folder(parts[2], print)
+    assert "\n" not in caught.value.message
+
+
+def test_parts_of_different_models_are_refused(parts: list[Path]) -> None:
+    shutil.copyfile(parts[1], parts[2])
+    with pytest.raises(ModelError, match=rf"{parts[2].name} is not part 3 of 3 of the same model"):
+        converted_folder(parts[0], print)
+
+
+def test_a_part_that_is_cut_short_is_refused(parts: list[Path]) -> None:
+    parts[2].write_bytes(parts[2].read_bytes()[:-100])
+    with pytest.raises(ModelError, match="cannot convert"):
+        converted_folder(parts[0], print)
+
+
+def whole_model(file: Path) -> dict[str, torch.Tensor]:
+    """The tensors as transformers loads them at once."""
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent,
+        gguf_file=file.name,
+        dtype=torch.bfloat16,
+        quantization_config=GgufConfig(dequantize=True),
+    )
+    state: dict[str, torch.Tensor] = model.state_dict()
+    return state
+
+
 @pytest.mark.usefixtures("cache")
-def test_one_part_of_a_split_gguf_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="one part of a split model"):
-        converted_folder(tmp_path / "model-00001-of-00003.gguf", print)
+@pytest.mark.parametrize(
+    "options", [{"quantised": "Q4_0"}, {"quantised": "Q8_0", "experts": 4}, {"without": "output.weight"}], ids=str
+)
+def test_tensors_that_are_converted_one_by_one_are_those_of_the_whole_model(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", **options)
+    expected = whole_model(file)
+    folder = converted_folder(file, print)
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        names = set(tensors.keys())
+        assert expected.keys() - names == ({"lm_head.weight"} if "without" in options else set())
+        assert all(torch.equal(tensors.get_tensor(name), expected[name]) for name in names)
+
+
+@pytest.mark.usefixtures("cache")
+def test_only_a_tensor_and_the_one_before_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
+    alive: set[int] = set()
+    numbers = itertools.count()
+    most = 0
+    read = gguf_conversion.TensorOnRequest.__getitem__
+
+    def counted(self: Any, key: Any) -> torch.Tensor:
+        nonlocal most
+        tensor, number = read(self, key), next(numbers)
+        alive.add(number)
+        weakref.finalize(tensor, alive.discard, number)
+        most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(gguf_conversion.TensorOnRequest, "__getitem__", counted)
+    converted_folder(file, print, "auto")
+    assert next(numbers) == 21
+    assert most == 2
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("weights", ["native", "auto", "int8", "int4"])
+def test_the_size_that_is_asked_for_is_the_size_that_is_made(weights: str, tmp_path: Path) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
+    needs = conversion_needs(described(file), weights)
+    folder = converted_folder(file, print, weights)
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        sizes = [tensors.get_tensor(name).nbytes for name in tensors.keys()]  # noqa: SIM118 (it is no dict)
+    assert needs.weights == pytest.approx(sum(sizes), rel=0.01)
 
 
 def test_a_conversion_that_does_not_fit_in_memory_is_refused_with_both_figures(

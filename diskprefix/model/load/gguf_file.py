@@ -1,0 +1,195 @@
+"""The tensors of a GGUF file, or of all parts of a split one, and what they take when they are converted."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diskprefix.errors import ModelError
+
+_PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
+_AT_ONCE = 1 << 22
+"""Elements that are dequantised at a time."""
+_MATRIX = re.compile(r"(output|blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down)))\.weight")
+"""Names of matrices that are kept as quants, if their type has a form."""
+_RECURRENT = re.compile(r"(blk\.\d+\.)(ssm|shortconv|time_mix)")
+_KEPT_BITS = {"Q4_0": 5, "Q4_1": 5, "Q4_K": 6, "Q5_0": 5.5, "Q5_1": 6, "Q5_K": 7, "Q6_K": 10, "Q8_0": 8.5}
+"""Bits of a weight with its scales, by the type in the file."""
+_NEW_BITS = {"int4": 5, "int8": 8.5}
+_MATRIX_BYTES, _EXPERTS_BYTES = 10, 24
+"""Memory for converting an element of a matrix, and of experts, which transformers stacks in float32."""
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor, and where its content is. `shape` is in torch's order; `stored_shape` and `dtype` are of the content,
+    where the last dimension of a quantised tensor counts bytes."""
+
+    name: str
+    type: Any
+    shape: tuple[int, ...]
+    file: Path
+    offset: int
+    dtype: np.dtype[Any]
+    stored_shape: tuple[int, ...]
+
+    @property
+    def kind(self) -> str:
+        return str(self.type.name)
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+    def content(self, first: int = 0, last: int | None = None) -> np.ndarray[Any, Any]:
+        """Reads the content, or only from row `first` to before row `last`. Raises `ModelError` if it is not all there.
+
+        The file is not mapped: whatever happens to it meanwhile, the process goes on.
+        """
+        rows, *inner = self.stored_shape
+        last = rows if last is None else last
+        row = prod(inner)
+        offset = self.offset + first * row * self.dtype.itemsize
+        found = np.fromfile(self.file, self.dtype, count=(last - first) * row, offset=offset)
+        if found.size < (last - first) * row:
+            raise ModelError(f"{self.file} is cut short: it does not hold all of {self.name}")
+        return found.reshape(last - first, *inner)
+
+    def pieces(self) -> Iterator[tuple[int, int]]:
+        """Yields first and last row of pieces that are small enough to be dequantised at once."""
+        rows, *inner = self.shape
+        step = max(1, _AT_ONCE // prod(inner))
+        for first in range(0, rows, step):
+            yield first, min(first + step, rows)
+
+
+def part_paths(gguf: Path) -> list[Path]:
+    """Returns all parts of the split model that `gguf` is a part of; otherwise `gguf` alone.
+
+    Raises `ModelError` if one is missing.
+    """
+    found = _PART.fullmatch(gguf.stem)
+    if found is None:
+        return [gguf]
+    count = int(found["parts"])
+    names = [f"{found['model']}-{part:05}-of-{count:05}{gguf.suffix}" for part in range(1, count + 1)]
+    for name in names:
+        if not (gguf.parent / name).is_file():
+            raise ModelError(f"{gguf} is one part of a split model, and {name} is missing in the same folder")
+    return [gguf.parent / name for name in names]
+
+
+def model_stem(gguf: Path) -> str:
+    """Returns the name of the file without its extension, and without the number of the part."""
+    found = _PART.fullmatch(gguf.stem)
+    return gguf.stem if found is None else found["model"]
+
+
+def read_tensors(parts: Sequence[Path]) -> tuple[Any, list[FileTensor]]:
+    """Returns the reader of the first part, and the tensors of all of them.
+
+    Raises `ModelError` if the parts do not belong to one model. The `gguf` library raises various errors for damaged
+    files.
+    """
+    from gguf import GGUFReader
+
+    readers = [GGUFReader(part) for part in parts]
+    tensors = [
+        FileTensor(
+            name=tensor.name,
+            type=tensor.tensor_type,
+            shape=tuple(int(size) for size in reversed(tensor.shape)),
+            file=part,
+            offset=int(tensor.data_offset),
+            dtype=tensor.data.dtype,
+            stored_shape=tensor.data.shape,
+        )
+        for part, reader in zip(parts, readers, strict=True)
+        for tensor in reader.tensors
+    ]
+    if len(parts) > 1:
+        _require_one_model(parts, readers, len({tensor.name for tensor in tensors}))
+    return readers[0], tensors
+
+
+def _require_one_model(parts: Sequence[Path], readers: Sequence[Any], num_tensors: int) -> None:
+    total = field_value(readers[0], "split.tensors.count")
+    for number, (part, reader) in enumerate(zip(parts, readers, strict=True)):
+        found = [field_value(reader, f"split.{key}") for key in ("no", "count", "tensors.count")]
+        if found != [number, len(parts), total]:
+            raise ModelError(f"{part} is not part {number + 1} of {len(parts)} of the same model as the others")
+    if num_tensors != total:
+        raise ModelError(
+            f"{parts[0]} and its other parts hold {num_tensors} tensors of {total}: they are not one model"
+        )
+
+
+def field_value(reader: Any, key: str) -> Any:
+    """Returns a value of the metadata, None if there is none."""
+    field = reader.get_field(key)
+    return None if field is None else field.contents()
+
+
+def write_header(first: Any, tensors: Sequence[FileTensor], file: Path) -> None:
+    """Writes a GGUF file with the metadata of the reader `first` and all `tensors`, whose contents are holes: they take
+    no space. Libraries that know one file read from it what a split model is."""
+    last = max(first.fields.values(), key=lambda field: field.offset)
+    metadata = first.data[24 : last.offset + sum(part.nbytes for part in last.parts)].tobytes()
+    alignment, at = int(first.alignment), 0
+    described = [first.data[:8].tobytes(), struct.pack("<Q", len(tensors)), first.data[16:24].tobytes(), metadata]
+    for tensor in tensors:
+        name, sizes = tensor.name.encode(), tuple(reversed(tensor.shape))
+        described += [struct.pack("<Q", len(name)), name, struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
+        described.append(struct.pack("<IQ", tensor.type, at))
+        at += -(-prod(tensor.stored_shape) * tensor.dtype.itemsize // alignment) * alignment
+    header = b"".join(described)
+    with file.open("wb") as out:
+        out.write(header)
+        out.truncate(-(-len(header) // alignment) * alignment + at)
+
+
+def conversion_bytes(tensors: Sequence[FileTensor]) -> int:
+    """Returns the memory that a conversion takes for the largest of the tensors, which are converted one by one."""
+    return max(
+        (tensor.num_elements * (_EXPERTS_BYTES if len(tensor.shape) > 2 else _MATRIX_BYTES) for tensor in tensors),
+        default=0,
+    )
+
+
+def converted_bytes(tensors: Sequence[FileTensor], weights: str) -> int:
+    """Returns the size of the converted weights in the form `weights`, estimated from names and types."""
+    recurrent = {found[1] for tensor in tensors if (found := _RECURRENT.match(tensor.name))}
+    has_head = any(tensor.name == "output.weight" for tensor in tensors)
+    bits = 0.0
+    for tensor in tensors:
+        is_kept = _fills_blocks(tensor) and _MATRIX.fullmatch(tensor.name)
+        if weights != "native" and is_kept and not any(tensor.name.startswith(block) for block in recurrent):
+            bits += tensor.num_elements * _packed_bits(tensor, weights)
+        else:
+            bits += tensor.num_elements * 16
+        if tensor.name == "token_embd.weight" and not has_head and weights != "native" and _fills_blocks(tensor):
+            # The matrix of the logits is the same, and is kept as quants beside it.
+            packed = _packed_bits(tensor, weights)
+            bits += tensor.num_elements * (packed if packed < 16 else 0)
+    return int(bits / 8)
+
+
+def _fills_blocks(tensor: FileTensor) -> bool:
+    # native.matrix.fills_blocks, which needs torch.
+    return len(tensor.shape) == 2 and tensor.shape[0] % 16 == 0 and tensor.shape[1] % 32 == 0
+
+
+def _packed_bits(tensor: FileTensor, weights: str) -> float:
+    own = _KEPT_BITS.get(tensor.kind)
+    if weights == "auto":
+        return own or 16
+    is_head = tensor.name in ("output.weight", "token_embd.weight")
+    wanted = "int8" if is_head else weights
+    return own if own is not None and (wanted == "int8" or tensor.kind.startswith("Q4")) else _NEW_BITS[wanted]

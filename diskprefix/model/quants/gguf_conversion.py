@@ -1,0 +1,297 @@
+"""Converts the tensors of a GGUF file one by one. transformers maps and transforms them as it does when it loads the
+file, but each parameter is written as soon as it is made, and the model itself stays on torch's meta device."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+import transformers.core_model_loading as loading
+from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
+from transformers import modeling_gguf_pytorch_utils as legacy
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations.gguf.reader import LazyGgufTensor
+from transformers.quantizers import auto as quantizers
+from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.gguf_file import FileTensor
+from diskprefix.model.load.memory import one_thread
+from diskprefix.model.quants.forms import Quants
+from diskprefix.model.quants.gguf_quants import quants_in
+from diskprefix.model.quants.quantised import FILE, chooser, is_untied, metadata_of, quantisable, untie
+from diskprefix.model.quants.tensor_writer import TensorWriter
+from diskprefix.native.matrix import fills_blocks
+
+_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Without this variable, threads of transformers read all tensors ahead."""
+_ENTRY_BYTES = 1024
+"""The greatest length of a tensor's entry in the header, with its form."""
+
+
+class TensorOnRequest:
+    """A tensor that transformers reads when its turn comes."""
+
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self._read()
+
+    def is_floating_point(self) -> bool:
+        return True
+
+
+class TensorwiseQuantizer(GgufHfQuantizer):  # type: ignore[misc]
+    """The quantizer of transformers that loads GGUF files, with tensors that are read one by one."""
+
+    def __init__(self, conversion: TensorwiseConversion, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._conversion = conversion
+
+    def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> dict[str, TensorOnRequest]:
+        return self._conversion.begin(model, checkpoint_file, is_legacy=not self.supported)
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        found: list[Any] = super().update_weight_conversions(weight_conversions, model)
+        self._conversion.renamed_by = None if self.supported else found
+        return found
+
+
+class TensorwiseConversion:
+    """The conversion of `tensors` to the form `weights`, into the folder `made`. `advance` takes the elements done."""
+
+    def __init__(self, tensors: Sequence[FileTensor], weights: str, made: Path, advance: Callable[[int], None]) -> None:
+        self._tensors, self._weights, self._made, self._advance = tensors, weights, made, advance
+        self._done = 0
+        self._users: dict[str, list[str]] = {}
+        """Names that share a parameter, by the name that it comes with."""
+        self._written: set[str] = set()
+        self._forms: dict[str, str] = {}
+        self._read: list[FileTensor] = []
+        """Tensors of the file that the present parameter is made of."""
+        self._is_used = False
+        self.renamed_by: list[Any] | None = None
+        """transformers' conversions of names, which a saved model reverts; None for its own choice."""
+
+    def run(self, source: Path, name: str, config: Any) -> PreTrainedModel:
+        """Converts the file `name` of the folder `source`, and returns the model without its weights.
+
+        Raises `ModelError` if the file lacks tensors, or the model has no matrix that can be quantised.
+        """
+        with self._streaming(), torch.no_grad(), one_thread():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=config,
+                gguf_file=name,
+                dtype=torch.bfloat16,
+                quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
+            if info["missing_keys"]:
+                names = ", ".join(sorted(info["missing_keys"])[:3])
+                raise ModelError(f"the file lacks tensors of the model: {names}")
+            if self._weights in ("int8", "int4") and not self._forms:
+                raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
+            self._write_others(model)
+            metadata = {"format": "pt"} if self._weights == "native" else metadata_of(model, self._forms)
+            self._writer.finish(metadata)
+        if is_untied(metadata):
+            untie(model.config)
+        if self._weights == "native":
+            # As `save_pretrained` does. Quantised models keep what they were loaded with.
+            model.config.dtype = str(model.dtype).removeprefix("torch.")
+            model.config.architectures = [type(model).__name__]
+        return model
+
+    @contextmanager
+    def _streaming(self) -> Iterator[None]:
+        set_param = loading.set_param_for_module
+
+        def take(model: PreTrainedModel, name: str, tensor: torch.Tensor, *args: Any) -> None:
+            self._take(model, name, tensor)
+            set_param(model, name, torch.empty_like(tensor, device="meta"), *args)
+
+        mapping = quantizers.AUTO_QUANTIZER_MAPPING
+        quantizer, is_sequential = mapping["gguf"], os.environ.get(_SEQUENTIAL)
+        loading.set_param_for_module = take
+        mapping["gguf"] = partial(TensorwiseQuantizer, self)
+        os.environ[_SEQUENTIAL] = "1"
+        try:
+            yield
+        finally:
+            loading.set_param_for_module = set_param
+            mapping["gguf"] = quantizer
+            os.environ.pop(_SEQUENTIAL)
+            if is_sequential is not None:
+                os.environ[_SEQUENTIAL] = is_sequential
+            if hasattr(self, "_writer"):
+                self._writer.close()
+
+    def begin(self, model: PreTrainedModel, file: str, *, is_legacy: bool) -> dict[str, TensorOnRequest]:
+        """Returns the tensors as transformers expects them: by their names in the file, or by those in the model."""
+        tied = dict(model.all_tied_weights_keys)
+        if is_legacy:
+            state = self._by_parameter(model, file, tied)
+        else:
+            state = {tensor.name: TensorOnRequest(partial(self._blocks, tensor)) for tensor in self._tensors}
+        users = defaultdict(list)
+        for name in model.state_dict():
+            users[_comes_as(name, tied, state if is_legacy else {})].append(name)
+        self._users = dict(users)
+        self._linears = {f"{name}.weight" for name, _ in quantisable(model)} if self._weights != "native" else set()
+        self._choose = chooser(model, self._weights, lambda weight: quants_in(self._read, weight))
+        stacked = sum(param.shape[0] for param in model.parameters() if param.ndim == 3)
+        self._writer = TensorWriter(self._made / FILE, _ENTRY_BYTES * (len(model.state_dict()) + 2 * stacked + 1))
+        return state
+
+    def _by_parameter(self, model: PreTrainedModel, file: str, tied: Mapping[str, str]) -> dict[str, TensorOnRequest]:
+        """Returns a tensor for each parameter, as the mapping of `load_gguf_checkpoint` has them."""
+        config = legacy.load_gguf_checkpoint(file)["config"]
+        architecture = legacy.read_field(gguf.GGUFReader(file), "general.architecture")[0]
+        processor = legacy.TENSOR_PROCESSORS.get(architecture, legacy.TensorProcessor)(config=config)
+        names = legacy.get_gguf_hf_weights_map(model, processor)
+        sources: dict[str, list[FileTensor]] = defaultdict(list)
+        unchanged = set()
+        for tensor in self._tensors:
+            parameters, is_same = _parameters_of(tensor, processor, names)
+            for parameter in parameters:
+                sources[parameter].append(tensor)
+            if is_same:
+                unchanged.add(tensor.name)
+        for target, source in tied.items():
+            if target in sources and source in sources and _are_equal(sources[target], sources[source]):
+                # They would be tied after both are loaded.
+                del sources[target]
+
+        def read(parameter: str) -> torch.Tensor:
+            made: dict[str, torch.Tensor] = {}
+            for tensor in sources[parameter]:
+                self._begin_reading(tensor)
+                if tensor.name in unchanged:
+                    made[parameter] = _dequantised(tensor)
+                else:
+                    _process(tensor, gguf.dequantize(tensor.content(), tensor.type), processor, names, made)
+            return made[parameter]
+
+        return {parameter: TensorOnRequest(partial(read, parameter)) for parameter in sources}
+
+    def _blocks(self, tensor: FileTensor) -> torch.Tensor:
+        """Returns the content of a tensor as transformers' converters expect it."""
+        self._begin_reading(tensor)
+        content = tensor.content().reshape(-1).view(np.uint8)
+        found: torch.Tensor = LazyGgufTensor(content, int(tensor.type), tensor.stored_shape)[...]
+        return found
+
+    def _begin_reading(self, tensor: FileTensor) -> None:
+        if self._is_used:
+            self._read.clear()
+            self._is_used = False
+        self._read.append(tensor)
+
+    def _take(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
+        """Writes a parameter, quantised where `weights` wants it."""
+        self._is_used = True
+        plain = []
+        for user in self._users.get(name, [name]):
+            linear = user.removesuffix(".weight")
+            quants = self._quants(linear, tensor) if user in self._linears else None
+            if quants is None:
+                plain.append(user)
+            else:
+                self._writer.add(f"{linear}.packed", quants.packed())
+                self._forms[linear] = str(quants.form)
+        if plain:
+            self._write(model, plain[0], tensor)
+        self._written.update(self._users.get(name, [name]))
+        self._done += tensor.numel()
+        self._advance(self._done)
+
+    def _quants(self, linear: str, weight: torch.Tensor) -> Quants | None:
+        return self._choose(linear, weight) if fills_blocks(weight) else None
+
+    def _write(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
+        if self._weights != "native":
+            self._writer.add(name, tensor)
+            return
+        # As `save_pretrained` does, which has the whole model.
+        if name in (model._keys_to_ignore_on_save or ()):
+            return
+        used = None if self.renamed_by is None else [found for found in self.renamed_by if found.was_used()]
+        model._weight_conversions = used
+        for saved, part in revert_weight_conversion(model, {name: tensor}).items():
+            self._writer.add(saved, part)
+
+    def _write_others(self, model: PreTrainedModel) -> None:
+        """Writes what the model has and no file."""
+        for name, tensor in model.state_dict().items():
+            if name not in self._written and tensor.device.type != "meta":
+                self._write(model, name, tensor)
+
+
+def _comes_as(name: str, tied: Mapping[str, str], loaded: Mapping[str, Any]) -> str:
+    """Returns the name under which a parameter comes: its own, or one that it is tied to."""
+    source = tied.get(name, name)
+    if name in loaded or source in loaded:
+        return name if name in loaded else source
+    return next((target for target, of in tied.items() if of == source and target in loaded), source)
+
+
+def _parameters_of(tensor: FileTensor, processor: Any, names: Mapping[str, str]) -> tuple[list[str], bool]:
+    """Returns the parameters that are made of a tensor, and whether its weights are left as they are.
+
+    The processor shows it on weights of the same number of rows with one column.
+    """
+    probe = np.zeros((tensor.shape[0], *(1 for _ in tensor.shape[1:])), np.float32)
+    made: dict[str, torch.Tensor] = {}
+    try:
+        is_same = _process(tensor, probe, processor, names, made)
+    except ValueError:
+        # The processor splits the columns too.
+        return ([names[tensor.name]] if tensor.name in names else []), False
+    return list(made), is_same
+
+
+def _process(
+    tensor: FileTensor, weights: Any, processor: Any, names: Mapping[str, str], made: dict[str, torch.Tensor]
+) -> bool:
+    """Puts into `made` what the processor makes of the weights, as `load_gguf_checkpoint` does. Returns whether it left
+    them as they are."""
+    with np.errstate(all="ignore"):
+        result = processor.process(
+            weights=weights, name=tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": made}
+        )
+    if result.name in names:
+        made[names[result.name]] = torch.from_numpy(np.ascontiguousarray(result.weights)).to(torch.bfloat16)
+    return result.weights is weights and result.name == tensor.name
+
+
+def _dequantised(tensor: FileTensor) -> torch.Tensor:
+    """Returns the weights, bfloat16. Only a piece at a time is in float32."""
+    if len(tensor.shape) == 1:
+        return torch.from_numpy(gguf.dequantize(tensor.content(), tensor.type)).to(torch.bfloat16)
+    found = torch.empty(tensor.shape, dtype=torch.bfloat16)
+    for first, last in tensor.pieces():
+        weights = gguf.dequantize(tensor.content(first, last), tensor.type)
+        found[first:last] = torch.from_numpy(weights).view(found[first:last].shape)
+    return found
+
+
+def _are_equal(left: Sequence[FileTensor], right: Sequence[FileTensor]) -> bool:
+    """Returns whether both have the same bytes of the same type."""
+    if [(tensor.type, tensor.shape) for tensor in left] != [(tensor.type, tensor.shape) for tensor in right]:
+        return False
+    return all(
+        np.array_equal(one.content(*piece), other.content(*piece))
+        for one, other in zip(left, right, strict=True)
+        for piece in one.pieces()
+    )
