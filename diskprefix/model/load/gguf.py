@@ -220,7 +220,7 @@ def convert(gguf: Path, work: Path, report: Report, weights: str = "native") -> 
 
 @dataclass(frozen=True)
 class ConversionNeeds:
-    """What a conversion takes, in bytes of memory and of space on the disk, and the weights that it makes."""
+    """Bytes that a conversion takes in memory and on the disk, and those of the weights that it makes."""
 
     memory: int
     disk: int

@@ -189,7 +189,9 @@ class TensorwiseConversion:
         """Returns the content of a tensor as transformers' converters expect it."""
         self._begin_reading(tensor)
         content = tensor.content().reshape(-1).view(np.uint8)
-        found: torch.Tensor = LazyGgufTensor(content, int(tensor.type), tensor.stored_shape)[...]
+        # The `gguf` library counts bytes for bfloat16 too.
+        shape = tensor.shape if tensor.kind == "BF16" else tensor.stored_shape
+        found: torch.Tensor = LazyGgufTensor(content, int(tensor.type), shape)[...]
         return found
 
     def _begin_reading(self, tensor: FileTensor) -> None:
