@@ -203,11 +203,11 @@ def test_a_worker_forgets_a_request_whose_saves_were_lost_or_whose_store_failed(
     preempted("failed", 2)
     assert set(one.workers[0]._chains) == {"lost", "failed"}
 
-    def fail() -> Any:
+    def fail(_tiers: Any) -> Any:
         raise StoreUnavailable("the disk is gone")
 
     with monkeypatch.context() as patched:
-        patched.setattr(one.shared, "views", fail)
+        patched.setattr("diskprefix.extras.vllm.scheduler_side.open_views", fail)
         assert one.scheduler.match("failed", 0) == 0
     one.end(lost)
     assert one.workers[0]._chains == {}
