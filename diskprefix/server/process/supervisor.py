@@ -113,6 +113,8 @@ class Supervisor:
         self._worker_at = self.clock()
         while (code := self._step()) is None:
             pass
+        signal.set_wakeup_fd(-1)
+        self._close_wakeups()
         return code
 
     def _step(self) -> int | None:
@@ -263,14 +265,17 @@ class Supervisor:
 
     def _fork(self, *, is_spare: bool) -> Child | None:
         """Returns None if the system has no room for a process now. Raises `InChild` in the new process."""
-        ends: tuple[socket.socket, ...] = ()
         try:
-            ends = ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            log.error("[standby] no process can be started: %s", error.strerror)
+            return None
+        try:
             pid = os.fork()
         except OSError as error:
             log.error("[standby] no process can be started: %s", error.strerror)
-            for end in ends:
-                end.close()
+            ours.close()
+            theirs.close()
             return None
         if pid == 0:
             self._leave()
@@ -291,6 +296,9 @@ class Supervisor:
         for child in (self._worker, self._spare):
             if child is not None:
                 child.channel.close()
+        self._close_wakeups()
+
+    def _close_wakeups(self) -> None:
         self._selector.close()
         self._wake_reader.close()
         self._wake_writer.close()

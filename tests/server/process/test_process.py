@@ -43,7 +43,7 @@ def refused_start(*flags: str) -> tuple[int, str]:
     assert "Traceback" not in daemon.log
     errors = [line for line in daemon.lines if line.startswith("error: ")]
     assert len(errors) == 1, daemon.log
-    assert daemon.lines[-1] == errors[0]
+    assert daemon.lines[-1] == errors[0], daemon.log
     return code, errors[0]
 
 
