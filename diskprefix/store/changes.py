@@ -190,9 +190,10 @@ class Changes(Snapshot):
     def remove_shorter(self, node: NewNode, secret: int) -> None:
         """Removes the nodes that a stored node replaces, with their entries, and adds their uses to it. `secret` is the
         store's. A node with a longer time to live stays."""
-        parent = self.usage(node.parent) if node.position > 0 else None
-        if parent is not None and parent.children < 2:
-            return
+        if node.position > 0:
+            parent = self.usage(node.parent)
+            if parent is None or parent.children < 2:
+                return
         usage = self.usage(node.name)
         assert usage is not None, "the node was stored in this transaction"
         for name in shorter_names(secret, node.parent, node.token_ids.tobytes(), node.kind):

@@ -8,6 +8,7 @@ import json
 import logging
 import struct
 import termios
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -114,7 +115,10 @@ class LimitedConnection(H11Protocol):
 
 def _num_unsent(transport: asyncio.Transport) -> int:
     """Returns how many bytes the client's machine has not taken yet: of the transport's, and of the kernel's buffer."""
-    unsent = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(4))
+    unsent = bytes(4)
+    # Not every system tells it of a socket.
+    with suppress(OSError):
+        unsent = fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, unsent)
     return transport.get_write_buffer_size() + int(struct.unpack("i", unsent)[0])
 
 

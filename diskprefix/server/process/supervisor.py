@@ -105,9 +105,10 @@ class Supervisor:
         self._wake_reader, self._wake_writer = socket.socketpair()
         for end in (self._wake_reader, self._wake_writer):
             end.setblocking(False)
+        # A child that was just forked shares the descriptor, so what is written there only wakes the loop.
+        self._signals: list[int] = []
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
-            # The number is read from the descriptor below. Without a handler nothing would be written there.
-            signal.signal(number, lambda _number, _frame: None)
+            signal.signal(number, lambda number, _frame: self._signals.append(number))
         signal.set_wakeup_fd(self._wake_writer.fileno())
         self._selector.register(self._wake_reader, selectors.EVENT_READ)
         self._worker_at = self.clock()
@@ -118,14 +119,13 @@ class Supervisor:
         return code
 
     def _step(self) -> int | None:
-        signals = b""
         for key, _ in self._selector.select(self._timeout_s()):
             if key.data is not None:
                 self._hear(key.data)
             else:
-                signals = self._wake_reader.recv(4096)
-        for number in signals:
-            code = self._on_signal(number)
+                self._wake_reader.recv(4096)
+        while self._signals:
+            code = self._on_signal(self._signals.pop(0))
             if code is not None:
                 return code
         self._start_what_is_due()
