@@ -181,7 +181,7 @@ class Loop:
 
     def _next_step(self) -> list[Chunk[Reply]]:
         if self._served.speculation is not None:
-            self._served.speculation.plan([one for one in self._scheduler.sequences if one.packs and one.is_decoding])
+            self._served.speculation.plan(self._scheduler.next_replies())
         return self._scheduler.schedule(None if self._scheduler.is_crowded else self._served.pace.most_rows())
 
     def _compute(self, step: list[Chunk[Reply]]) -> None:

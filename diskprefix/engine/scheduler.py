@@ -29,9 +29,9 @@ _AGING = 0.25
 """The tokens by which a prompt counts as shorter for each token that overtook it."""
 
 SHARED_REPLIES, LEAST_REPLIES = 16, 2
-"""The replies in a step with prompts, if there are several tenants: the number that the tenants share, and the least
-number for each tenant. The replies of a tenant take turns. Each reply adds its row and its sampling to the step, so the
-many choices of one request would make all others wait."""
+"""The replies in a step while prompts wait, if there are several tenants: the number that those with replies share, and
+the least number for each of them. The replies of a tenant take turns. Each reply adds its row and its sampling to the
+step, so the many choices of one request would make all others wait."""
 LEAST_ROWS = 16
 """The least rows of prompts, so that a prompt gets on whatever is measured."""
 _KEPT = 6
@@ -130,7 +130,17 @@ class Scheduler(Generic[S]):
     @property
     def is_crowded(self) -> bool:
         """True if prompts of several tenants wait."""
-        return len({sequence.tenant for sequence in self.sequences if not sequence.is_decoding}) > 1
+        return len({one.tenant for one in self.sequences if one.packs and not one.is_decoding}) > 1
+
+    def next_replies(self) -> list[S]:
+        """Returns the sequences that decode in the next step, if it packs: all, or those whose turn it is."""
+        packed = [sequence for sequence in self.sequences if sequence.packs]
+        prompts = [sequence for sequence in packed if not sequence.is_decoding]
+        # If not all fit, they take turns too, and leave some rows to prompts.
+        most = self._max_rows - self._max_rows // 4 if prompts else self._max_rows
+        decoding = [sequence for sequence in packed if sequence.is_decoding]
+        decoding.sort(key=lambda s: (s.last_step, s.arrived))
+        return (_shared(decoding, prompts) if prompts else decoding)[:most]
 
     def schedule(self, most_beside: int | None = None) -> list[Chunk[S]]:
         """Returns the chunks of the next step, one for each sequence in it; [] if there is nothing to compute.
@@ -185,12 +195,8 @@ class Scheduler(Generic[S]):
         return alone.last_step if alone.is_decoding else self._last_prompt
 
     def _packed(self, sequences: list[S], most_beside: int | None) -> list[Chunk[S]]:
-        decoding = [sequence for sequence in sequences if sequence.is_decoding]
+        decoding = self.next_replies()
         prompts = [sequence for sequence in sequences if not sequence.is_decoding]
-        # If not all fit, they take turns too, and leave some rows to prompts.
-        most = self._max_rows - self._max_rows // 4 if prompts else self._max_rows
-        decoding = sorted(decoding, key=lambda s: (s.last_step, s.arrived))
-        decoding = (_shared(decoding, prompts) if prompts else decoding)[:most]
         step = [Chunk(sequence, sequence.num_computed, sequence.num_known) for sequence in decoding]
         room, has_end = self._max_rows - len(step), False
         if step and prompts and most_beside is not None:
@@ -223,10 +229,10 @@ class Scheduler(Generic[S]):
 
 def _shared(decoding: list[S], prompts: list[S]) -> list[S]:
     """Returns the replies whose turn it is beside the prompts, in the given order."""
-    num_tenants = len({sequence.tenant for sequence in (*decoding, *prompts)})
-    if num_tenants == 1:
+    replying = {sequence.tenant for sequence in decoding}
+    if not replying or len(replying | {sequence.tenant for sequence in prompts}) == 1:
         return decoding
-    most = max(LEAST_REPLIES, SHARED_REPLIES // num_tenants)
+    most = max(LEAST_REPLIES, SHARED_REPLIES // len(replying))
     taken: Counter[Hashable] = Counter()
     shared = []
     for sequence in decoding:
@@ -242,8 +248,8 @@ class Pace:
     def __init__(self, target_s: float) -> None:
         """Makes a pace. `target_s` is the most seconds of a step with replies and prompts; 0 for any time."""
         self._target_s = target_s
-        self._decoding_s: deque[float] = deque(maxlen=_KEPT)
-        """The times of steps without prompts."""
+        self._decoding_s: deque[tuple[int, float]] = deque(maxlen=_KEPT)
+        """The numbers of replies and the times of steps without prompts."""
         self._row_s: deque[float] = deque(maxlen=_KEPT)
         """The times that a row of a prompt added."""
         self._num_mixed = 0
@@ -255,7 +261,8 @@ class Pace:
             return None
         if self._num_mixed >= _STEPS_BETWEEN:
             return 0
-        decoding_s, row_s = self._least_decoding_s, min(self._row_s)
+        decoding_s = min((seconds for _, seconds in self._decoding_s), default=0.0)
+        row_s = min(self._row_s)
         # At least half of the time. Otherwise prompts would wait for ever where decoding alone takes long.
         for_prompts_s = max(self._target_s - decoding_s, decoding_s)
         return None if row_s <= 0 else max(LEAST_ROWS, int(for_prompts_s / row_s))
@@ -263,15 +270,19 @@ class Pace:
     def record_step(self, num_decoding: int, num_prompt_rows: int, seconds: float) -> None:
         """Records the seconds of a step of sequences that pack."""
         if not num_prompt_rows:
-            self._decoding_s.append(seconds)
+            self._decoding_s.append((num_decoding, seconds))
             self._num_mixed = 0
         elif num_prompt_rows >= LEAST_ROWS or not self._row_s:
             # With fewer rows, noise exceeds the time that they add.
-            decoding_s = self._least_decoding_s if num_decoding else 0.0
-            self._row_s.append(max(0.0, seconds - decoding_s) / num_prompt_rows)
+            self._row_s.append(max(0.0, seconds - self._seconds_of(num_decoding)) / num_prompt_rows)
         if num_prompt_rows and num_decoding:
             self._num_mixed += 1
 
-    @property
-    def _least_decoding_s(self) -> float:
-        return min(self._decoding_s) if self._decoding_s else 0.0
+    def _seconds_of(self, num_decoding: int) -> float:
+        """Returns the least time of a step that decodes as many replies.
+
+        If replies take turns, only steps with more may be known. Of their time the share of the replies counts: too
+        little rather than too much, which would make rows of prompts seem to cost nothing.
+        """
+        shares = (seconds * min(1.0, num_decoding / number) for number, seconds in self._decoding_s)
+        return min(shares, default=0.0)

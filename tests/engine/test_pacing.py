@@ -38,6 +38,17 @@ def test_the_pace_follows_a_machine_that_gets_slower_and_faster() -> None:
         assert settled(pace, 0.015, row_s) == pytest.approx(0.05, abs=row_s)
 
 
+def test_replies_that_take_turns_do_not_make_rows_seem_to_cost_nothing() -> None:
+    """Of 64 replies, 8 are in a step with prompts."""
+    pace = Pace(0.1)
+    pace.record_step(64, 0, 0.3)
+    for _ in range(5):
+        pace.record_step(8, 250, 0.0375 + 250 * 0.001)
+    assert pace.most_rows() == pytest.approx(300, abs=1), "half of the time is for prompts"
+    pace.record_step(8, 0, 0.0375)
+    assert pace.most_rows() == pytest.approx(62, abs=1)
+
+
 def test_where_decoding_alone_takes_the_target_prompts_have_half_of_the_time() -> None:
     assert settled(Pace(0.05), 0.4, 0.01) == pytest.approx(0.8, abs=0.01)
 

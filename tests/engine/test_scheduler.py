@@ -183,11 +183,21 @@ def test_the_replies_of_a_tenant_take_turns_while_the_prompt_of_another_waits(ot
     before = [one.num_computed for one in replies]
     step = world.step()
     num_replies = sum(chunk.sequence in replies for chunk in step)
-    assert num_replies == (40 if other == "a" else SHARED_REPLIES // 2)
+    assert num_replies == (40 if other == "a" else SHARED_REPLIES), "only tenants with replies share"
     for _ in range(19):
         world.step()
     gained = [one.num_computed - count for one, count in zip(replies, before, strict=True)]
     assert 0 < max(gained) <= 2 * min(gained), "they take turns"
+
+
+def test_prompts_that_do_not_pack_are_no_crowd() -> None:
+    world = World()
+    for tenant in "ab":
+        world.arrive(1000, tenant=tenant, packs=False)
+    assert not world.scheduler.is_crowded
+    for tenant in "ab":
+        world.arrive(1000, tenant=tenant)
+    assert world.scheduler.is_crowded
 
 
 def test_a_short_prompt_overtakes_a_long_one() -> None:

@@ -136,4 +136,6 @@ def source_of(tracked: Tracked) -> StateSource:
     if not tracked.num_restored:
         return "none"
     loaded = tracked.names[0][1 : tracked.num_matched + 1]
-    return "disk" if tracked.fetch is None or tracked.fetch.future.result().isdisjoint(loaded) else "remote"
+    future = None if tracked.fetch is None else tracked.fetch.future
+    is_known = future is not None and future.done() and not future.cancelled()
+    return "remote" if future is not None and is_known and not future.result().isdisjoint(loaded) else "disk"

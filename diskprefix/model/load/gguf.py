@@ -275,11 +275,20 @@ def _convert(
 
         total = sum(tensor.num_elements for tensor in tensors)
         conversion = TensorwiseConversion(tensors, weights, made, lambda done: advance(8 + 92 * done / total))
+        before = [_stamp(part) for part in parts]
         model = conversion.run(source, _GGUF, config)
+        if [_stamp(part) for part in parts] != before:
+            raise ModelError(f"{gguf} was changed while it was converted; start again")
     if len(facts["stop_ids"]) > 1:
         # transformers reads only the end of text from a GGUF, not the end of a turn.
         model.generation_config.eos_token_id = facts["stop_ids"]
     save_configurations(model, made)
+
+
+def _stamp(file: Path) -> tuple[int, int, int]:
+    """Returns what changes when a file is written or replaced."""
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _facts(reader: Any) -> dict[str, Any]:

@@ -17,9 +17,12 @@ from diskprefix.errors import ModelError
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 _AT_ONCE = 1 << 22
 """Elements that are dequantised at a time."""
-_MATRIX = re.compile(r"(output|blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down)))\.weight")
+_MATRIX = re.compile(
+    r"(output|blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down)|shortconv\.(in|out)_proj))\.weight"
+)
 """Names of matrices that are kept as quants, if their type has a form."""
-_RECURRENT = re.compile(r"(blk\.\d+\.)(ssm|shortconv|time_mix)")
+_RECURRENT = re.compile(r"(blk\.\d+\.)(ssm|time_mix)")
+"""Names of tensors of recurrent layers. In their blocks `attn_qkv` belongs to the layer, and is not quantised."""
 _KEPT_BITS = {"Q4_0": 5, "Q4_1": 5, "Q4_K": 6, "Q5_0": 5.5, "Q5_1": 6, "Q5_K": 7, "Q6_K": 10, "Q8_0": 8.5}
 """Bits of a weight with its scales, by the type in the file."""
 _NEW_BITS = {"int4": 5, "int8": 8.5}
@@ -79,6 +82,8 @@ def part_paths(gguf: Path) -> list[Path]:
     if found is None:
         return [gguf]
     count = int(found["parts"])
+    if not 1 <= int(found["part"]) <= count:
+        raise ModelError(f"{gguf}: there is no part {int(found['part'])} of {count}; give a part of the split model")
     names = [f"{found['model']}-{part:05}-of-{count:05}{gguf.suffix}" for part in range(1, count + 1)]
     for name in names:
         if not (gguf.parent / name).is_file():
@@ -170,7 +175,8 @@ def converted_bytes(tensors: Sequence[FileTensor], weights: str) -> int:
     bits = 0.0
     for tensor in tensors:
         is_kept = _fills_blocks(tensor) and _MATRIX.fullmatch(tensor.name)
-        if weights != "native" and is_kept and not any(tensor.name.startswith(block) for block in recurrent):
+        is_recurrent = any(tensor.name == f"{block}attn_qkv.weight" for block in recurrent)
+        if weights != "native" and is_kept and not is_recurrent:
             bits += tensor.num_elements * _packed_bits(tensor, weights)
         else:
             bits += tensor.num_elements * 16

@@ -33,8 +33,10 @@ from diskprefix.native.matrix import fills_blocks
 
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 """Without this variable, threads of transformers read all tensors ahead."""
-_ENTRY_BYTES = 1024
+_ENTRY_BYTES = 512
 """The greatest length of a tensor's entry in the header, with its form."""
+_MOST_HEADER_BYTES = 10**8
+"""safetensors refuses longer headers."""
 
 
 class TensorOnRequest:
@@ -150,8 +152,13 @@ class TensorwiseConversion:
         self._users = dict(users)
         self._linears = {f"{name}.weight" for name, _ in quantisable(model)} if self._weights != "native" else set()
         self._choose = chooser(model, self._weights, lambda weight: quants_in(self._read, weight))
-        stacked = sum(param.shape[0] for param in model.parameters() if param.ndim == 3)
-        self._writer = TensorWriter(self._made / FILE, _ENTRY_BYTES * (len(model.state_dict()) + 2 * stacked + 1))
+        num_entries = len(model.state_dict()) + 1
+        if self._weights == "native":
+            # A saved model has a tensor for each expert.
+            num_entries += 2 * sum(param.shape[0] for param in model.parameters() if param.ndim == 3)
+        if (header := _ENTRY_BYTES * num_entries) > _MOST_HEADER_BYTES:
+            raise ModelError(f"the model has too many tensors for one file: {num_entries}")
+        self._writer = TensorWriter(self._made / FILE, header)
         return state
 
     def _by_parameter(self, model: PreTrainedModel, file: str, tied: Mapping[str, str]) -> dict[str, TensorOnRequest]:

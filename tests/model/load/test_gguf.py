@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import gguf as module
@@ -30,6 +30,7 @@ from diskprefix.model.load.gguf import (
     is_finished,
 )
 from diskprefix.model.quants import gguf_conversion
+from diskprefix.model.quants.gguf_conversion import TensorwiseConversion
 from tests.model import interrupted, tiny
 
 Usage = namedtuple("Usage", "total used free")
@@ -321,6 +322,30 @@ def test_a_part_that_is_missing_is_named(parts: list[Path]) -> None:
     with pytest.raises(ModelError, match=rf"{parts[1].name} is missing") as caught:
         converted_folder(parts[2], print)
     assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("number", ["00004-of-00003", "00001-of-00000", "00000-of-00003"])
+def test_a_part_that_cannot_be_is_refused(parts: list[Path], number: str) -> None:
+    odd = parts[0].rename(parts[0].with_name(f"tiny-{number}.gguf"))
+    with pytest.raises(ModelError, match="there is no part"):
+        converted_folder(odd, print)
+
+
+def test_a_file_that_is_replaced_meanwhile_is_refused(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf")
+
+    def replace_and_run(self: TensorwiseConversion, *arguments: Any) -> PreTrainedModel:
+        shutil.copyfile(file, tmp_path / "other.gguf")
+        (tmp_path / "other.gguf").replace(file)
+        return run(self, *arguments)
+
+    run = TensorwiseConversion.run
+    monkeypatch.setattr(TensorwiseConversion, "run", replace_and_run)
+    with pytest.raises(ModelError, match="was changed while it was converted"):
+        converted_folder(file, print)
+    assert not list((cache / "models").glob("tiny-*"))
 
 
 def test_parts_of_different_models_are_refused(parts: list[Path]) -> None:
