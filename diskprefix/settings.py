@@ -150,20 +150,20 @@ class Settings:
     )
     max_queue: int = _server(
         64,
-        "The most requests that may wait. More get a 503 with Retry-After. One API key may have half of them.",
+        "The most requests that may wait; others get a 503 with Retry-After. One API key may use half of these places.",
         bounds=(1, 100_000),
     )
     max_sequences: int = _server(
         8,
-        "The most replies that are computed at the same time. A request whose API key has no other running does not "
-        "wait.",
+        "The most replies that are computed at the same time. The first request of an API key starts even if all "
+        "places are taken.",
         is_common=True,
         bounds=(1, 1024),
     )
     inter_token_latency: float = _server(
         0.05,
-        "The longest pause in a reply for the prompt of another request. Smaller: steadier replies, later first "
-        "tokens. 0 sets no limit.",
+        "The longest time that a reply pauses while the prompt of another request is computed. A smaller value gives "
+        "steadier replies and later first tokens. 0 sets no limit.",
         kind="duration",
         bounds=(0, 60),
     )
@@ -191,9 +191,11 @@ class Settings:
         bounds=(0, 1024),
     )
     standby: bool = _server(
-        False, "Keep a second process ready, which takes over if the first one dies. It needs about 250 MiB of memory."
+        False, "Keep a second process ready that takes over if the first one dies. It needs about 250 MiB of memory."
     )
-    log_level: str = _server("info", "The log has this level and above.", choices=("debug", "info", "warning", "error"))
+    log_level: str = _server(
+        "info", "Log messages of this level and above.", choices=("debug", "info", "warning", "error")
+    )
     log_format: str = _server("text", "Lines of text, or a JSON object on each line.", choices=("text", "json"))
     log_prompts: bool = _server(False, "Log the prompt of each request. The log then holds what people wrote.")
     otlp_traces_endpoint: str | None = _server(
@@ -229,17 +231,17 @@ class Settings:
     )
     kv_cache_ttl: float = _cache(
         0.0,
-        "Remove what was not used for this long: 90s, 15m, 12h, 7d, 2w.",
+        "Remove state that was not used for this time: 90s, 15m, 12h, 7d, 2w.",
         is_common=True,
         kind="duration",
         unset="nothing expires",
         bounds=(0, 100 * 365 * 86400),
     )
-    kv_cache_min_tokens: int = _cache(512, "Prefixes with fewer tokens are not saved.", bounds=(0, 2**31 - 1))
+    kv_cache_min_tokens: int = _cache(512, "Do not save prefixes with fewer tokens.", bounds=(0, 2**31 - 1))
     reuse_generated: bool = _cache(
         False,
-        "Keep the state of replies also for models that are not exact at every token. Such a hit is not bit for bit "
-        "the cold run.",
+        "Keep the state of replies for models that are not exact at every token, too. A hit on such state is not bit-"
+        "exact.",
     )
     normalise: str = _cache(
         "report",
@@ -256,12 +258,13 @@ class Settings:
     )
     kv_cache_interval: int = _cache(
         10240,
-        "For models with state that cannot be cut: the tokens between two checkpoints.",
+        "For models with state that cannot be cut: the number of tokens between two checkpoints.",
         bounds=(1, 2**31 - 1),
     )
     kv_cache_cold_max: int = _cache(
         10240,
-        "For such models: another checkpoint is kept at the last message boundary up to this many tokens.",
+        "For models with state that cannot be cut: keep one more checkpoint, at the last message boundary within this"
+        " many tokens.",
         bounds=(0, 2**31 - 1),
     )
     kv_cache_write_buffer: int = _cache(
@@ -277,7 +280,8 @@ class Settings:
     )
     kv_cache_gate: str = _cache(
         "auto",
-        "auto neither saves nor restores what is faster to compute, as measured on this machine. off always does.",
+        "auto: do not save or restore where computing is faster, as measured on this machine. off: always save and "
+        "restore.",
         choices=("auto", "off"),
     )
     block_size: int = _cache(
@@ -287,7 +291,8 @@ class Settings:
     )
     fingerprint: str = _cache(
         "strict",
-        "portable shares saved state between kinds of devices and versions of libraries, strict does not.",
+        "strict: use saved state only on the same kind of device with the same versions of libraries. portable: share"
+        " it between them.",
         choices=("strict", "portable"),
     )
     namespace_key_file: Path | None = _shared(

@@ -110,6 +110,7 @@ def test_the_options_table_is_what_the_settings_say() -> None:
 PAGES = [path for path in sorted(ROOT.rglob("README.md")) if not any(map(is_ignored, path.relative_to(ROOT).parts))]
 EXPECTED_PAGES = {
     "diskprefix/extras/README.md",
+    "diskprefix/api/README.md",
     *("README.md", "systemd/README.md", "tools/README.md", "tests/README.md", "policies/README.md"),
     *("diskprefix/README.md", "diskprefix/cli/README.md", "diskprefix/server/README.md", "diskprefix/chat/README.md"),
     *(

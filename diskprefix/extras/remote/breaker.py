@@ -1,4 +1,4 @@
-"""A circuit breaker: who fails again and again is left alone for a while."""
+"""A circuit breaker: after several failures in a row, no calls are made for some time."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 _FAILURES = 3
-"""So many in a row open the circuit."""
+"""The number of failures in a row that opens the circuit."""
 _FIRST_S, _LONGEST_S = 2.0, 60.0
 
 
@@ -32,15 +32,15 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Callers are turned away."""
+        """No calls are allowed."""
         return self._opened > 0
 
     def would_allow(self) -> bool:
-        """Returns whether `allows` would say yes now."""
+        """Returns whether `allows` would return True now."""
         return not self._opened or self._clock() >= self._until
 
     def allows(self) -> bool:
-        """Returns whether to try now. After a try, the caller records how it went."""
+        """Returns whether a call may be made now. The caller records its result."""
         with self._lock:
             if not self._opened:
                 return True
@@ -57,7 +57,7 @@ class Breaker:
             self._is_probing = False
 
     def failed(self) -> bool:
-        """Returns whether this opened the circuit, or it is open. What began before it was opened says nothing new."""
+        """Returns whether the circuit is open now. While it is open, further failures do not count."""
         with self._lock:
             if self._opened and not self._is_probing:
                 return True

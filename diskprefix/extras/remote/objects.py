@@ -25,7 +25,7 @@ log = logging.getLogger("diskprefix")
 _CONNECT_S = 2.0
 _LONGEST_RETRY_S = 5.0
 _WRITE_S = 60.0
-"""Nobody waits for what is written behind."""
+"""Longer than for reads, because no request waits for a write."""
 _FLAG = "--remote-tier"
 _NO_RANGE = ("NotPartial", "InvalidRange", "416 Range Not Satisfiable")
 """The message of obstore for ranges that were not served."""
@@ -33,7 +33,7 @@ _Result = TypeVar("_Result")
 
 
 class RemoteUnavailable(CacheError):
-    """The object store does not answer, or refuses."""
+    """The object store does not answer, or it refuses the request."""
 
 
 class ObjectInfo(NamedTuple):
@@ -93,7 +93,7 @@ class ObjectStore:
         return self._call(ranged)
 
     def info(self, path: str) -> ObjectInfo | None:
-        """Returns what is known of an object without reading it, None if there is none."""
+        """Returns size and time of an object without reading it, None if there is none."""
         meta = self._call(lambda: self._obstore.head(self._store, path))
         return None if meta is None else _info(meta)
 
@@ -142,7 +142,7 @@ class ObjectStore:
             start = behind
 
     def _next(self, stream: Iterator[Sequence[Any]]) -> Sequence[Any] | BaseException | None:
-        """Returns what is listed next, None at the end. A name that cannot be read ends a bucket's listing."""
+        """Returns the next page of a listing, None at the end. A name that cannot be read ends a bucket's listing."""
         try:
             return next(stream, None)
         except self._obstore.exceptions.InvalidPathError as error:

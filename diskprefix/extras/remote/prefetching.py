@@ -14,18 +14,18 @@ from diskprefix.store.changes import NewNode
 from diskprefix.tokens import LEAST_TOKENS, common_prefix_length
 
 MOST_AT_ONCE = 16
-"""Objects of one request that are fetched at once. The first ones come one by one, then two, four and so on: a prompt
-of which nothing is there costs few requests."""
+"""The most objects of one request that are fetched at the same time. The number begins at 1 and doubles, so that a
+prompt without any object in the bucket costs few requests."""
 _LOOK_S = 0.1
-"""Between two looks at whether the request was cancelled."""
+"""Seconds between two checks whether the request was cancelled."""
 
 Found: TypeAlias = tuple[NewNode, ...] | None
 """The nodes of a bundle; None if there is no such object, or no sound one."""
 
 
 class PrefetchJob:
-    """Brings the bundles of one prompt, in order. The first that is not there ends it. `fetch` has one of them fetched,
-    by `fetchers`."""
+    """Fetches the bundles of one prompt in order, up to the first that is missing. `fetch` starts the fetch of one
+    bundle by `fetchers`."""
 
     def __init__(
         self,
@@ -42,10 +42,10 @@ class PrefetchJob:
         self.num_bytes = 0
         self.is_whole, self.is_late = True, False
         self._num_blocks = num_near
-        """Of the prompt, that are in nearer tiers by now."""
+        """The number of the prompt's first blocks that nearer tiers have by now."""
 
     def run(self) -> None:
-        """Raises what a fetch raises, and what `publish` does."""
+        """Fetches and publishes the bundles. Raises the errors of fetches and of `publish`."""
         try:
             self._prefetch()
         finally:

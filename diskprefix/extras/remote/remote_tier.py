@@ -88,7 +88,7 @@ class RemoteTier:
         return Prefetched(frozenset(job.names), job.num_bytes, num_bytes, seconds, job.is_whole, job.is_late)
 
     def _run(self, job: PrefetchJob) -> None:
-        """Runs a job. Whatever happens, the request continues with what has come."""
+        """Runs a fetch. If it fails, the request continues with the blocks that were fetched."""
         try:
             job.run()
         except RemoteUnavailable as error:

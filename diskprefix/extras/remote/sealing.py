@@ -22,8 +22,8 @@ _PREAMBLE = struct.Struct("<4sHHI4x8s32s")
 """Magic, version, length of the path, length of what is signed, the beginning of the namespace's digest, the MAC."""
 SEAL_BYTES = _PREAMBLE.size
 MOST_SIGNED_BYTES = 4 << 20
-"""Path, token ids and digests. It is read before anything is verified, so it must not be much. The largest bundles need
-less than a quarter of it."""
+"""The largest signed part (path, token ids and digests) that is read. It is read before it can be verified, so it has a
+limit. The largest bundles need less than a quarter of it."""
 DIGEST_BYTES = 16
 
 
@@ -36,7 +36,7 @@ class ObjectRefused(CacheError):
 
 
 def sealed(key: NamespaceKey, path: str, content: bytes) -> bytes:
-    """Returns `content` signed for the object at `path`. Raises `ObjectRefused` if nobody would read so much."""
+    """Returns `content` signed for the object at `path`. Raises `ObjectRefused` if it is larger than readers accept."""
     signed = path.encode() + content
     if len(signed) > MOST_SIGNED_BYTES:
         raise ObjectRefused("oversized", f"{path} would have a header of {len(signed)} bytes")
@@ -45,13 +45,13 @@ def sealed(key: NamespaceKey, path: str, content: bytes) -> bytes:
 
 
 def sealed_bytes(beginning: bytes | memoryview) -> int:
-    """Returns how many bytes the signed part takes, from its first `SEAL_BYTES`. Nothing is verified: the answer is
-    bounded, and may be wrong. Raises `ObjectRefused`."""
+    """Returns the number of bytes of seal and signed part, as the first `SEAL_BYTES` say. It is bounded, but not
+    verified. Raises `ObjectRefused`."""
     return SEAL_BYTES + _preamble(beginning)[1]
 
 
 def unsealed(key: NamespaceKey, path: str, data: bytes | memoryview) -> bytes:
-    """Returns what was signed for the object at `path`; `data` may go on behind it. Raises `ObjectRefused`."""
+    """Returns the signed content of the object at `path`. `data` may be longer. Raises `ObjectRefused`."""
     path_bytes, num_signed, namespace, mac = _preamble(data)
     signed = bytes(data[SEAL_BYTES : SEAL_BYTES + num_signed])
     if len(signed) != num_signed:

@@ -1,5 +1,4 @@
-"""Maintenance of a bucket: list it, sweep it, purge a tenant. All of it is restricted to the objects of one
-namespace."""
+"""Maintenance of the objects of one namespace in a bucket: listing, sweep, purge of a tenant."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from diskprefix.store.schema import Kind, RootRecord, node_name
 from diskprefix.tokens import ID_BYTES
 
 LEASE_S = 900.0
-"""Seconds for which a killed sweep keeps others out."""
+"""Seconds after which the lease of a killed sweep ends."""
 _LEASE = "lease"
 _ROOT = re.compile(r"[0-9a-f]{32}")
 _AT_ONCE = 500
@@ -75,7 +74,7 @@ class Removed:
 
 
 def roots(objects: ObjectStore, key: NamespaceKey) -> list[RemoteRoot]:
-    """Returns all that lies in the namespace, by root. Raises `RemoteUnavailable`."""
+    """Returns the objects of the namespace by root. Raises `RemoteUnavailable`."""
     by_root: dict[str, list[ObjectInfo]] = {}
     for one in objects.list(f"{key.digest.hex()}/"):
         _, root, *name = one.path.split("/")
@@ -153,7 +152,7 @@ def _names(secret: int, text: GoneText) -> Iterator[str]:
 
 
 def _to_sweep(found: list[ObjectInfo], ttl_s: float, budget_bytes: int, now: float) -> Iterator[ObjectInfo]:
-    """Yields the objects that go. Of one day, the ends of prefixes go before their beginnings, which others need."""
+    """Yields the objects to remove. Of one day, ends of prefixes are removed before beginnings, which others need."""
     kept_bytes = sum(one.num_bytes for one in found)
     for one in sorted(found, key=lambda one: (one.modified_at // _DAY_S, -_depth(one.path), one.modified_at)):
         is_old = ttl_s > 0 and now - one.modified_at > ttl_s
@@ -163,7 +162,7 @@ def _to_sweep(found: list[ObjectInfo], ttl_s: float, budget_bytes: int, now: flo
 
 
 def _depth(path: str) -> int:
-    """Returns how many blocks stand before the end of a bundle."""
+    """Returns the number of blocks before the end of a bundle."""
     depth = path.rpartition(".")[2]
     return int(depth) if depth.isdecimal() else 0
 
@@ -187,7 +186,7 @@ def _removed(found: Iterable[RemoteRoot], gone: list[ObjectInfo]) -> Removed:
 
 
 def _is_alone(objects: ObjectStore, about: ObjectInfo) -> bool:
-    """Returns whether nothing lies beside the description of a root."""
+    """Returns whether a root has a description and no other object."""
     beside = objects.list(f"{about.path.rpartition('/')[0]}/")
     return all(one.path == about.path for one in beside)
 

@@ -69,8 +69,8 @@ def write_prompt(
 
 
 def _describe_root(objects: ObjectStore, key: NamespaceKey, upload: Upload) -> None:
-    """Writes what a root is, for those who list and purge, unless that is there and sound. Each upload asks: a sweep or
-    a purge may have removed it, and nobody could say whose the objects beside it are."""
+    """Writes the description of a root, which `ls` and `purge` read, unless a sound one is there. Each upload checks
+    this: without the description, which a sweep or purge may have removed, the tenant of the objects is unknown."""
     path = object_path(key, upload.nodes.root, ABOUT)
     try:
         if (got := objects.get(path, ABOUT_MOST_BYTES)) is not None:
@@ -125,7 +125,7 @@ def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memor
 
 
 def _rest(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
-    """Returns the partial block behind so many blocks that has most of the prompt's tokens, if there is one."""
+    """Returns the partial block behind `slot` with which the prompt begins or ends, an empty list without one."""
     nodes = upload.nodes
     behind = nodes.token_ids[slot.last * nodes.block_size :]
     with open_views(upload.tiers) as views:
