@@ -19,8 +19,8 @@ VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2", "baseline")
 REVISION = 3
 """The number changes with the bits of what an operator computes."""
 
-_NUM_ARGUMENTS = {"attention": 2, "product": 1, "norm": 1, "gated": 1, "attention_block": 2, "layer": 2}
-"""The operators that compute a model, in the order of `source/interface.h`."""
+_NUM_ARGUMENTS = {"attention": 2, "product": 1, "norm": 1, "gated": 1, "attention_block": 2, "layer": 2, "pack": 1}
+"""The operators that need torch's threads, in the order of `source/interface.h`."""
 
 _chosen = "auto"
 
@@ -41,6 +41,7 @@ class Operators:
     gated: Any
     attention_block: Any
     layer: Any
+    pack: Any
     parallel_for: int
 
     @property

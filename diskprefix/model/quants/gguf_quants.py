@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from diskprefix.model.load.gguf_file import FileTensor
-from diskprefix.model.quants.forms import Quants
+from diskprefix.model.quants.forms import QuantForm, Quants
 from diskprefix.tokens import checksum
 
 _AT_ONCE = 1 << 22
@@ -114,6 +114,23 @@ _READERS: dict[str, tuple[int, int, Callable[[Blocks], Quants]]] = {
     "Q6_K": (256, 210, _q6_k),
 }
 """The weights and bytes of a block, and how it is read."""
+
+_FORMS = {
+    "Q4_0": QuantForm(4, 32, True, torch.float16),
+    "Q4_1": QuantForm(4, 32, True, torch.float16),
+    "Q5_0": QuantForm(5, 32, False, torch.float16),
+    "Q5_1": QuantForm(5, 32, True, torch.float16),
+    "Q8_0": QuantForm(8, 32, False, torch.float16),
+    "Q4_K": QuantForm(4, 32, True, torch.float32),
+    "Q5_K": QuantForm(5, 32, True, torch.float32),
+    "Q6_K": QuantForm(8, 16, False, torch.float32),
+}
+"""The form that `native.packing` gives a type."""
+
+
+def form_of(kind: str) -> QuantForm | None:
+    """Returns the form in which weights of a type are kept; None if there is none."""
+    return _FORMS.get(kind)
 
 
 def gguf_quants(kind: str, content: torch.Tensor, rows: int, columns: int) -> Quants | None:

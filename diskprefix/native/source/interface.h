@@ -46,6 +46,17 @@ struct Matrix {
 
 constexpr int64_t MAX_MATRICES = 3;
 
+// Strips of a packed matrix, made of rows of a GGUF tensor. Row i is row `order[i]` of the content, or row i if `order` is
+// null. `type` is the number of the type in the file.
+struct Packing {
+  int64_t type, strips, columns, strip_bytes;
+  const void* content;
+  const int32_t* order;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 // The same rows, bfloat16 [num_rows, columns], times each of several matrices: bfloat16 [num_rows, rows of the matrix].
 struct Product {
   int64_t num_rows, num_matrices;
@@ -128,6 +139,7 @@ struct Operators {
   int32_t (*gated)(const Gated* call);
   int32_t (*attention_block)(const AttentionBlock* call, const Run* runs);
   int32_t (*layer)(const Layer* call, const Run* runs);
+  int32_t (*pack)(const Packing* call);
   int32_t (*split)(Planes* call);
   int32_t (*join)(Planes* call);
 };

@@ -1,6 +1,7 @@
 // The operators, compiled once for each kind of CPU: VARIANT is its name.
 
 #include "blocks.h"
+#include "packing.h"
 #include "planes.h"
 
 #define TEXT_OF(name) #name
@@ -9,6 +10,6 @@
 namespace diskprefix {
 
 extern const Operators VARIANT;
-const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer, split, join};
+const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer, pack, split, join};
 
 }  // namespace diskprefix
