@@ -19,7 +19,16 @@ VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2", "baseline")
 REVISION = 3
 """The number changes with the bits of what an operator computes."""
 
-_NUM_ARGUMENTS = {"attention": 2, "product": 1, "norm": 1, "gated": 1, "attention_block": 2, "layer": 2, "pack": 1}
+_NUM_ARGUMENTS = {
+    "attention": 2,
+    "product": 1,
+    "norm": 1,
+    "gated": 1,
+    "attention_block": 2,
+    "layer": 2,
+    "pack": 1,
+    "look_up": 1,
+}
 """The operators that need torch's threads, in the order of `source/interface.h`."""
 
 _chosen = "auto"
@@ -42,6 +51,7 @@ class Operators:
     attention_block: Any
     layer: Any
     pack: Any
+    look_up: Any
     parallel_for: int
 
     @property

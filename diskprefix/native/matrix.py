@@ -11,7 +11,8 @@ from diskprefix.native.library import Operators
 
 _MATRIX = struct.Struct("@6q 2P")
 _PRODUCT = struct.Struct("@2q P 3P 3P q P")
-"""`Matrix` and `Product` of `source/interface.h`."""
+_LOOKUP = struct.Struct("@q 3P q P")
+"""`Matrix`, `Product` and `Lookup` of `source/interface.h`."""
 
 _SCALE_TYPES = {torch.float32: 0, torch.float16: 2}
 
@@ -68,4 +69,22 @@ def product(operators: Operators, rows: torch.Tensor, matrix: Matrix) -> torch.T
     )
     if operators.product(call):
         raise MemoryError("there is no memory left for a product")
+    return out
+
+
+def rows_of(operators: Operators, matrix: Matrix, ids: torch.Tensor) -> torch.Tensor:
+    """Returns rows of a quantised matrix, bfloat16 [.., columns] for `ids`, int64 [..]. All variants round them.
+
+    Raises `IndexError` and `MemoryError`.
+    """
+    assert ids.dtype is torch.int64
+    ids = ids.contiguous()
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < matrix.rows:
+        raise IndexError(f"a matrix of {matrix.rows} rows has no row {int(ids.min())} or {int(ids.max())}")
+    out = torch.empty(*ids.shape, matrix.columns, dtype=torch.bfloat16)
+    call = _LOOKUP.pack(
+        *(ids.numel(), ids.data_ptr(), matrix.address, out.data_ptr(), torch.get_num_threads(), operators.parallel_for)
+    )
+    if operators.look_up(call):
+        raise MemoryError("there is no memory left for looking rows up")
     return out

@@ -10,7 +10,7 @@ import torch
 from diskprefix.model.quants.forms import FORMS, QuantForm, Quants
 from diskprefix.native import library
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import Matrix, product
+from diskprefix.native.matrix import Matrix, product, rows_of
 from tests.model.quants.test_forms import quants_of
 from tests.native.variants import WITH_PAIRS, of_this_cpu
 
@@ -48,6 +48,19 @@ def test_it_computes_with_the_weights_of_the_form(operators: Operators, form: Qu
     quants = quants_of(form, ROWS, COLUMNS)
     found = product_of(operators, quants)(torch.eye(COLUMNS).bfloat16())
     assert torch.equal(found.t(), quants.dequantised())
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_rows_are_looked_up(operators: Operators, form: QuantForm) -> None:
+    quants = quants_of(form, ROWS, COLUMNS)
+    ids = torch.tensor([[47, 0, 17], [17, 8, 7]])
+    assert torch.equal(rows_of(operators, matrix_with(quants), ids), quants.dequantised()[ids])
+
+
+@pytest.mark.parametrize("ids", [[0, ROWS], [-1]])
+def test_rows_that_a_matrix_does_not_have_are_refused(operators: Operators, ids: list[int]) -> None:
+    with pytest.raises(IndexError, match=f"of {ROWS} rows"):
+        rows_of(operators, matrix_of(ROWS, COLUMNS, 4), torch.tensor(ids))
 
 
 @pytest.mark.parametrize("form", FORMS[::3], ids=str)

@@ -46,6 +46,16 @@ struct Matrix {
 
 constexpr int64_t MAX_MATRICES = 3;
 
+// Rows of a quantised matrix, bfloat16 [num_rows, columns].
+struct Lookup {
+  int64_t num_rows;
+  const int64_t* ids;
+  const Matrix* matrix;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 // Strips of a packed matrix, made of rows of a GGUF tensor. Row i is row `order[i]` of the content, or row i if `order` is
 // null. `type` is the number of the type in the file.
 struct Packing {
@@ -140,6 +150,7 @@ struct Operators {
   int32_t (*attention_block)(const AttentionBlock* call, const Run* runs);
   int32_t (*layer)(const Layer* call, const Run* runs);
   int32_t (*pack)(const Packing* call);
+  int32_t (*look_up)(const Lookup* call);
   int32_t (*split)(Planes* call);
   int32_t (*join)(Planes* call);
 };

@@ -402,5 +402,17 @@ class Products {
 
 int32_t product(const Product* call) { return !matrices::Products(*call).run(); }
 
+int32_t look_up(const Lookup* call) {
+  const matrices::Form form = matrices::form_of(*call->matrix);
+  const int64_t columns = call->matrix->columns;
+  return !spread(call->num_threads, call->parallel_for, call->num_rows, 1 + 8192 / columns, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t row = call->ids[i];
+      form.look_up((const uint8_t*)call->matrix->weights + row / matrices::STRIP * form.strip_bytes,
+                   columns / matrices::INNER, row % matrices::STRIP, (uint16_t*)call->out + i * columns);
+    }
+  });
+}
+
 }  // namespace
 }  // namespace diskprefix

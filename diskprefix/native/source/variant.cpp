@@ -10,6 +10,6 @@
 namespace diskprefix {
 
 extern const Operators VARIANT;
-const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer, pack, split, join};
+const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer, pack, look_up, split, join};
 
 }  // namespace diskprefix

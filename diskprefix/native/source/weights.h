@@ -77,6 +77,8 @@ inline void put_pair(uint8_t* to, int pair, Sixteen low, Sixteen high) {
 // The conversion of a block into factors. Its rows are `stride` bytes apart if it is not quantised.
 struct Form {
   void (*unpack)(const uint8_t* block, int64_t stride, uint8_t* to);
+  // One row of a strip of quants, in bfloat16.
+  void (*look_up)(const uint8_t* block, int64_t blocks, int64_t row, uint16_t* to);
   int64_t block_bytes, strip_bytes, stride;
 #if defined(KEEPS_CODES)
   // 1 to FEW rows times the blocks of a strip. `sums` are those of the rows' blocks.
@@ -101,6 +103,35 @@ struct Block {
   static constexpr int GROUPS = INNER / GROUP;
   static constexpr int64_t NUMBERS = GROUPS * STRIP * sizeof(Stored);
   static constexpr int64_t BYTES = CODES + NUMBERS * (HAS_ZEROS ? 2 : 1);
+
+  static void look_up(const uint8_t* block, int64_t blocks, int64_t row, uint16_t* to) {
+    for (int64_t number = 0; number < blocks; ++number, block += BYTES, to += INNER) {
+      float numbers[INNER];
+      for (int column = 0; column < INNER; ++column) {
+        const uint8_t* at = block + CODES + (column / GROUP * STRIP + row) * sizeof(Stored);
+        numbers[column] = code_of(block, row, column) * number_at(at);
+        if (HAS_ZEROS) numbers[column] += number_at(at + NUMBERS);
+      }
+      for (int64_t first = 0; first < INNER; first += LANES) BFloat16::put(to + first, loaded<Floats>(numbers + first));
+    }
+  }
+
+  static float number_at(const uint8_t* from) {
+    if constexpr (sizeof(Stored) == 4) return loaded<float>(from);
+    return from_half(loaded<uint16_t>(from));
+  }
+
+  static int32_t code_of(const uint8_t* block, int64_t row, int column) {
+    constexpr int OF_WORD = 32 / BITS, OF_WORDS = OF_WORD * BITS;
+    const int vector = column / 2 * 2 + row / 8, last = vector - OF_WORDS;
+    const int64_t lane = row % 8 * 2 + column % 2;
+    if (BITS == 8) return (int8_t)block[STRIP * vector + lane];
+    const auto word = [=](int number) { return loaded<uint32_t>(block + 64 * number + 4 * lane); };
+    const uint32_t code = last < 0 ? word(vector / OF_WORD) >> BITS * (vector % OF_WORD)
+                                   : word(3 * last) >> 30 | word(3 * last + 1) >> 30 << 2 | (word(2) >> 30 + last & 1) << 4;
+    const uint32_t first = code << 32 - BITS;
+    return HAS_ZEROS ? first >> 32 - BITS : (int32_t)first >> 32 - BITS;
+  }
 
 #if defined(KEEPS_CODES)
 
@@ -250,6 +281,8 @@ struct Rows {
   }
 
   static Sixteen scale(const uint8_t*, int) { return (Sixteen)all(1.0f); }
+
+  static constexpr auto look_up = nullptr;
 };
 
 template <class Weights>
@@ -286,7 +319,7 @@ void multiply(const uint8_t* block, int64_t stride, int64_t blocks, const uint16
 
 template <class Weights>
 Form form_with(int64_t strip_bytes, int64_t stride) {
-  return {unpack<Weights>, Weights::BYTES, strip_bytes, stride,
+  return {unpack<Weights>, Weights::look_up, Weights::BYTES, strip_bytes, stride,
           {multiply<Weights, 1>, multiply<Weights, 2>, multiply<Weights, 3>, multiply<Weights, 4>, multiply<Weights, 5>,
            multiply<Weights, 6>},
           Weights::GROUPS, Weights::ZEROS};
@@ -308,7 +341,7 @@ inline void unpack_rows(const uint8_t* block, int64_t stride, uint8_t* to) {
 
 template <class Weights>
 Form form_with(int64_t strip_bytes, int64_t stride) {
-  return {Weights::unpack, Weights::BYTES, strip_bytes, stride};
+  return {Weights::unpack, Weights::look_up, Weights::BYTES, strip_bytes, stride};
 }
 
 #endif
@@ -325,7 +358,7 @@ inline Form form_of(const Matrix& matrix) {
 #if defined(KEEPS_CODES)
   if (matrix.bits == 16) return form_with<Rows>(STRIP * matrix.columns * 2, matrix.columns * 2);
 #elif defined(__AMX_BF16__)
-  if (matrix.bits == 16) return {unpack_rows, INNER * 2, STRIP * matrix.columns * 2, matrix.columns * 2};
+  if (matrix.bits == 16) return {unpack_rows, nullptr, INNER * 2, STRIP * matrix.columns * 2, matrix.columns * 2};
 #endif
   if (matrix.bits == 4) return form_of_blocks<4, 32, true>(matrix);
   if (matrix.bits == 5) return matrix.has_zeros ? form_of_blocks<5, 32, true>(matrix) : form_of_blocks<5, 32, false>(matrix);
