@@ -20,6 +20,8 @@ from diskprefix.errors import SettingsError
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
+    import click
+
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.nouns import CacheOptions, CacheReport, Prompt
     from diskprefix.settings import Settings
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_OWN = ("diskprefix.extras.watch", "diskprefix.extras.simulate", "diskprefix.extras.remote")
+_OWN = tuple(f"diskprefix.extras.{name}" for name in ("setup", "warm", "watch", "exchange", "simulate", "remote"))
 _GROUP = "diskprefix.extras"
 
 
@@ -86,10 +88,11 @@ def commands() -> dict[str, str]:
     return {name: place for found in _all("COMMANDS") for name, place in found.items()}
 
 
-def command(place: str) -> Any:
-    """Imports a command of `commands`."""
+def command(place: str) -> click.Command:
+    """Imports the command at `module:function`."""
     module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+    found: click.Command = getattr(importlib.import_module(module), name)
+    return found
 
 
 def add_routes(app: Any) -> None:

@@ -43,8 +43,13 @@ BELOW["hooks"] |= {"cache"}  # Only for the types of what extras provide.
 BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"session", "version"})
 
-BESIDE = {"watch": {"simulate"}, "simulate": set[str](), "remote": set[str](), "vllm": {"remote"}}
-"""For each extra, the other extras that it may import. The core imports none: `hooks` finds them by name."""
+BESIDE = {
+    "watch": {"simulate", "warm", "request_bodies"},
+    "simulate": {"warm", "request_bodies"},
+    "setup": {"warm", "request_bodies"},
+    "vllm": {"remote", "exchange"},
+}
+"""For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
 
 LAYERS = ("store.codec", "store", "store.maintenance", "cache.policy", "cache.tiers", "cache")
 """Parts of one package: a module of one part imports its own part and the parts before it."""
@@ -123,7 +128,7 @@ def violations(module: str, source: str) -> list[str]:
 def is_beside(module: str, imported: str) -> bool:
     """Tells whether an extra may import from this one."""
     own, other = module.split(".")[1], imported.split(".")[1]
-    return own == other or other in BESIDE[own]
+    return own == other or other in BESIDE.get(own, ())
 
 
 def is_upward(module: str, imported: str) -> bool:
@@ -240,7 +245,7 @@ WITHOUT_TORCH_AT_START = (
     "diskprefix",
     "diskprefix.app",
     "diskprefix.cli",
-    "diskprefix.cli.warm_command",
+    "diskprefix.extras.warm.warm_command",
     "diskprefix.extras.watch.inspect.inspect_command",
     "diskprefix.extras.simulate.simulate_command",
     "diskprefix.extras.simulate.recording",

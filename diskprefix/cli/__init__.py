@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -16,19 +15,14 @@ COMMANDS = {
     "serve": "serve_command",
     "clients": "clients_command",
     "models": "models_command",
-    "doctor": "doctor_command",
-    "warm": "warm_command",
     "verify": "verify_command",
     "purge": "purge_command",
     "compact": "backup_command",
     "backup": "backup_command",
     "restore": "backup_command",
-    "export": "export_command",
-    "import": "import_command",
-    "init": "init_command",
     "completion": "about",
 }
-"""The module of each command of the core. The function has the command's name, and `import_` for `import`."""
+"""The module of each command of the core. The function has the command's name."""
 
 _USAGE_EXIT_CODE, _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 2, 4, 130, 141
 """The last two are what a shell reports for a process that SIGINT or SIGPIPE killed."""
@@ -46,12 +40,10 @@ class LazyGroup(click.Group):
         return command_names()
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
-        if cmd_name not in COMMANDS:
-            place = hooks.commands().get(cmd_name)
-            return None if place is None else hooks.command(place)
-        module = importlib.import_module(f"diskprefix.cli.{COMMANDS[cmd_name]}")
-        command: click.Command = getattr(module, "import_" if cmd_name == "import" else cmd_name)
-        return command
+        if cmd_name in COMMANDS:
+            return hooks.command(f"diskprefix.cli.{COMMANDS[cmd_name]}:{cmd_name}")
+        place = hooks.commands().get(cmd_name)
+        return None if place is None else hooks.command(place)
 
 
 def _show_version(context: click.Context, _parameter: click.Parameter, value: bool) -> None:

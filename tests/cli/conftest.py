@@ -16,8 +16,8 @@ import pytest
 from diskprefix.cli import main
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
+from tests.extras.exchange.exported import entry_of
 from tests.store.building import is_clean, is_whole, open_store
-from tests.store.exported import entry_of
 
 
 @dataclass

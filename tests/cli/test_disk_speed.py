@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.cli.doctor_machine import disk_speed
+from diskprefix.extras.setup.doctor_machine import disk_speed
 
 
 def test_the_disk_is_read_past_the_page_cache_where_the_file_system_can(

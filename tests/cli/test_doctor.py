@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from diskprefix.cli import about, doctor_machine
-from diskprefix.cli.doctor_machine import (
+from diskprefix.cli import about
+from diskprefix.errors import StoreCorrupt
+from diskprefix.extras.setup import doctor_machine
+from diskprefix.extras.setup.doctor_machine import (
     Finding,
     folder_findings,
     port_finding,
@@ -23,7 +25,6 @@ from diskprefix.cli.doctor_machine import (
     store_findings,
     torch_findings,
 )
-from diskprefix.errors import StoreCorrupt
 from diskprefix.model.exact import rows
 from diskprefix.native import library
 from diskprefix.settings import Settings

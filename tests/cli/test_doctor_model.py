@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from diskprefix.cli import daemon_call, doctor_model
-from diskprefix.cli.doctor_machine import Finding
-from diskprefix.cli.doctor_model import local_folder, model_findings
 from diskprefix.errors import ModelError
+from diskprefix.extras.setup import doctor_model
+from diskprefix.extras.setup.doctor_machine import Finding
+from diskprefix.extras.setup.doctor_model import local_folder, model_findings
+from diskprefix.extras.warm import this_process
 from diskprefix.model.load import memory
 from diskprefix.model.load.gguf import conversion_needs, converted_folder, described
 from diskprefix.settings import Settings
@@ -224,7 +225,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *statuses: int) -> tu
 
         yield call
 
-    monkeypatch.setattr(daemon_call, "in_this_process", in_this_process)
+    monkeypatch.setattr(this_process, "in_this_process", in_this_process)
     settings = Settings(kv_cache_dir=tmp_path / "kv", record=tmp_path / "day.jsonl", api_keys=tmp_path / "keys")
     found = doctor_model.client_findings(settings, lambda _line: None)
     return {each.check: each for each in found}, starts

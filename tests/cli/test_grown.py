@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.cli.conftest import Run
+from tests.extras.exchange.exported import entry_of
 from tests.store.building import BLOCK, open_store, prompt
-from tests.store.exported import entry_of
 
 TOKENS = prompt(1, 3 * BLOCK)
 

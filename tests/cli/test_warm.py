@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 
-import diskprefix.cli.warm_command
+import diskprefix.extras.warm.warm_command
 from diskprefix.api.openai import CompletionRequest
 from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.cli.daemon_call import running_daemon as calling
-from diskprefix.cli.warm_prompts import CHAT, COMPLETION, NOT_OF_PROMPTS, WarmItem, read_items
 from diskprefix.errors import InvalidRequest, NotReady
+from diskprefix.extras.warm.warm_prompts import CHAT, COMPLETION, NOT_OF_PROMPTS, WarmItem, read_items
 from tests.cli.conftest import Ended, Run, run_fresh
 from tests.cli.terminal import Terminal
 from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags
@@ -35,8 +35,8 @@ KEY, ADMIN_KEY = "key-of-somebody-else", "key-of-the-administrator"
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logging stays that of the tests, a full queue is tried again at once, and no variable says where a daemon is."""
-    monkeypatch.setattr(diskprefix.cli.warm_command, "configure_logging", lambda *_: None)
-    monkeypatch.setattr(diskprefix.cli.warm_command, "_PAUSE_S", 0.0)
+    monkeypatch.setattr(diskprefix.extras.warm.warm_command, "configure_logging", lambda *_: None)
+    monkeypatch.setattr(diskprefix.extras.warm.warm_command, "_PAUSE_S", 0.0)
     for name in ("URL", "API_KEY", "MODEL", "POLICY"):
         monkeypatch.delenv(f"DISKPREFIX_{name}", raising=False)
 
@@ -330,14 +330,14 @@ def test_what_others_have_written_is_not_waited_for(run: Run, text: Path) -> Non
 
 
 def test_a_disk_that_hangs_is_not_waited_for_for_ever(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diskprefix.cli.warm_command, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(diskprefix.extras.warm.warm_command, "_PATIENCE_S", 0.0)
     with Scripted(health=[health("ok")], props=[props(pending_bytes=9)], completions=[SAVED]) as server:
         ended = run("warm", text, "--url", server.url)
     assert (ended.exit_code, ended.stderr.count("\n"), "has not written" in ended.stderr) == (1, 1, True)
 
 
 def test_a_queue_that_stays_full_fails_the_prompt(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(diskprefix.cli.warm_command, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(diskprefix.extras.warm.warm_command, "_PATIENCE_S", 0.0)
     with Scripted(health=[health("ok")], props=[props()], completions=[refusal(503, "the queue is full")]) as server:
         ended = run("warm", text, "--url", server.url)
     assert (ended.exit_code, ended.stderr) == (1, f"error: {text}: the queue is full\n")

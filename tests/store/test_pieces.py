@@ -11,8 +11,8 @@ from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import PIECE_BYTES, Element
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import Kind
+from tests.extras.exchange.exported import HYBRID, LAYOUT
 from tests.store.building import BLOCK
-from tests.store.exported import HYBRID, LAYOUT
 
 TOKEN_BYTES, STATE_BYTES, LOGITS_BYTES = 60, 392, 100
 DENSE, WITH_STATES = PayloadLayout.parse(LAYOUT), PayloadLayout.parse(HYBRID)

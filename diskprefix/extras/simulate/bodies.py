@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.cli.request_bodies import DEFAULT, Body, parse_body
+from diskprefix.extras.request_bodies import DEFAULT, Body, parse_body
 from diskprefix.extras.simulate.trace import TraceRequest
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.extras.exchange.manifest import Identity
 from diskprefix.extras.vllm.plans import RankIdentity
-from diskprefix.store.maintenance.manifest import Identity
 from diskprefix.store.store import Store
 
 _SHOWN_CHARS = 40

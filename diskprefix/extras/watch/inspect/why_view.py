@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from diskprefix.cli.tooling import print_json, short_id, shortened, status, terminal_width
-from diskprefix.cli.warm_prompts import body_in
 from diskprefix.errors import InvalidRequest, SettingsError
+from diskprefix.extras.warm.warm_prompts import body_in
 from diskprefix.extras.watch.browse.why import Parting, Why, explain
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.printable import escaped, printable_only, shown
@@ -74,7 +74,7 @@ def _explained(
     with status("reading the tokenizer"):
         from diskprefix.chat.normalisers import Normalisers
         from diskprefix.chat.renderer import PromptRenderer
-        from diskprefix.cli.request_bodies import parse_body
+        from diskprefix.extras.request_bodies import parse_body
 
         caller = Tenant.of_key(options.api_key) if options.api_key else SHARED
         name = body.get("model")

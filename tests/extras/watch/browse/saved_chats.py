@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.chat.renderer import PromptRenderer
-from diskprefix.cli.request_bodies import parse_body
+from diskprefix.extras.request_bodies import parse_body
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.store.savings import SavingsLog, Tally
 from diskprefix.store.schema import RootRecord

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.cli.request_bodies import parse_body
+from diskprefix.extras.request_bodies import parse_body
 from diskprefix.extras.watch.browse.why import Why, explain
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot

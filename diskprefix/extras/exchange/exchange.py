@@ -17,12 +17,12 @@ import numpy as np
 from msgspec import DecodeError, convert, json, structs
 
 from diskprefix.errors import PrefixGone, SettingsError, StoreCorrupt
+from diskprefix.extras.exchange.entry_file import EntryReader, EntryWriter, refuse_existing
+from diskprefix.extras.exchange.manifest import Identity, Manifest, NodeSpan, shown
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode, node_bytes
 from diskprefix.store.codec.codec import decode_piece, piece_seed, populate
 from diskprefix.store.folder import DATA
-from diskprefix.store.maintenance.entry_file import EntryReader, EntryWriter, refuse_existing
-from diskprefix.store.maintenance.manifest import Identity, Manifest, NodeSpan, shown
 from diskprefix.store.maintenance.verify import stored_pieces
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (

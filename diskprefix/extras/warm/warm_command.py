@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cli.daemon_call import Answer, Call, Say, in_this_process, running_daemon, wait_ready
+from diskprefix.cli.daemon_call import Answer, Call, Say, running_daemon, wait_ready
 from diskprefix.cli.logs import configure_logging
 from diskprefix.cli.options import (
     GroupedCommand,
@@ -24,8 +24,9 @@ from diskprefix.cli.options import (
     url_option,
 )
 from diskprefix.cli.tooling import print_json, refuse_given, status
-from diskprefix.cli.warm_prompts import Json, WarmItem, read_items
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
+from diskprefix.extras.warm.this_process import in_this_process
+from diskprefix.extras.warm.warm_prompts import Json, WarmItem, read_items
 from diskprefix.printable import printable_only, shown
 from diskprefix.settings import CACHE, SERVER, SETTINGS
 from diskprefix.units import counted

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from diskprefix.cli.doctor_machine import Finding
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import DiskPrefixError, ModelError
+from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.settings import Settings, cache_home
 from diskprefix.units import format_size
 
@@ -132,7 +132,7 @@ def _fitting(settings: Settings, model: Path, needed: int) -> Finding:
 
 def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:
     from diskprefix.chat.renderer import PromptRenderer
-    from diskprefix.cli.request_bodies import parse_body
+    from diskprefix.extras.request_bodies import parse_body
     from diskprefix.model.load.loader import load_tokenizer
 
     try:
@@ -188,7 +188,7 @@ def _calls_finding(name: str) -> Finding:
 
 def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
     """Loads the model twice with a store of its own, and sends one request: cold, again, and after a restart."""
-    from diskprefix.cli.daemon_call import in_this_process
+    from diskprefix.extras.warm.this_process import in_this_process
 
     # On the same disk as the store.
     place = existing_folder(settings.kv_cache_dir.absolute().parent)

@@ -25,22 +25,21 @@ from diskprefix.errors import (
     StoreFull,
     StoreUnavailable,
 )
-from diskprefix.store.codec.codec import Codec
-from diskprefix.store.maintenance import exchange
-from diskprefix.store.maintenance.entry_file import EntryReader
-from diskprefix.store.maintenance.exchange import (
+from diskprefix.extras.exchange import exchange
+from diskprefix.extras.exchange.entry_file import EntryReader
+from diskprefix.extras.exchange.exchange import (
     known_models,
     open_target,
     plan_import,
     require_known_model,
     verify_payloads,
 )
+from diskprefix.store.codec.codec import Codec
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, ModelRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds
-from tests.store.building import BLOCK, Clock, damage, is_whole, open_store, prompt
-from tests.store.exported import (
+from tests.extras.exchange.exported import (
     HYBRID,
     LAYOUT,
     TENANT,
@@ -50,6 +49,7 @@ from tests.store.exported import (
     import_file,
     large_layout,
 )
+from tests.store.building import BLOCK, Clock, damage, is_whole, open_store, prompt
 
 PROMPT = prompt(1, 3 * BLOCK + 5)
 

@@ -24,13 +24,8 @@ from diskprefix.cli.tooling import (
     store_options,
 )
 from diskprefix.errors import StoreUnavailable
-from diskprefix.namespace_key import NamespaceKey
-from diskprefix.printable import printable_only
-from diskprefix.settings import Settings
-from diskprefix.store.codec.codec import Codec
-from diskprefix.store.folder import DATA, become_owner
-from diskprefix.store.maintenance.entry_file import EntryReader
-from diskprefix.store.maintenance.exchange import (
+from diskprefix.extras.exchange.entry_file import EntryReader
+from diskprefix.extras.exchange.exchange import (
     Imported,
     import_entry,
     known_models,
@@ -40,6 +35,11 @@ from diskprefix.store.maintenance.exchange import (
     require_room,
     verify_payloads,
 )
+from diskprefix.namespace_key import NamespaceKey
+from diskprefix.printable import printable_only
+from diskprefix.settings import Settings
+from diskprefix.store.codec.codec import Codec
+from diskprefix.store.folder import DATA, become_owner
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import counted, format_size
 

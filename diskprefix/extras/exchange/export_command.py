@@ -9,8 +9,8 @@ import click
 from diskprefix.cli.options import PathType
 from diskprefix.cli.tooling import find_entry, opened_store, print_json, progress, short_id, store_options
 from diskprefix.errors import SettingsError
+from diskprefix.extras.exchange.exchange import export_entry
 from diskprefix.printable import printable_only
-from diskprefix.store.maintenance.exchange import export_entry
 from diskprefix.store.tree import list_entries
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import format_size

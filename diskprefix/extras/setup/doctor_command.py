@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.doctor_machine import Finding
 from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
 from diskprefix.cli.tooling import print_json, status
+from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.printable import printable_only
 from diskprefix.settings import CACHE, SETTINGS, Settings
 from diskprefix.units import counted
@@ -61,14 +61,14 @@ def doctor(request: bool, json: bool, **flags: Any) -> int:
 
 
 def _findings(settings: Settings, say: Callable[[str], None], *, with_request: bool) -> Iterator[Finding]:
-    from diskprefix.cli.doctor_machine import (
+    from diskprefix.extras.setup.doctor_machine import (
         folder_findings,
         port_finding,
         python_findings,
         store_findings,
         torch_findings,
     )
-    from diskprefix.cli.doctor_model import client_findings, model_findings
+    from diskprefix.extras.setup.doctor_model import client_findings, model_findings
 
     yield from python_findings()
     yield from folder_findings(settings)

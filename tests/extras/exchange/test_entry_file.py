@@ -16,12 +16,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diskprefix.errors import CacheError, SettingsError, StoreCorrupt, StoreFormatError
-from diskprefix.store.maintenance.entry_file import EntryReader
-from diskprefix.store.maintenance.exchange import verify_payloads
+from diskprefix.extras.exchange.entry_file import EntryReader
+from diskprefix.extras.exchange.exchange import verify_payloads
 from diskprefix.tokens import checksum, root_hash
 from tests.examples import examples
+from tests.extras.exchange.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of
 from tests.store.building import BLOCK, open_store, prompt
-from tests.store.exported import HYBRID, LAYOUT, TENANT, entry_of, export, identity_of
 
 OURS = b'"diskprefix-entry"'
 """A part of each header that an export wrote."""

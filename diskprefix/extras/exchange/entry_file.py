@@ -22,8 +22,7 @@ import msgspec
 import numpy as np
 
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreFormatError, StoreUnavailable
-from diskprefix.store.folder import sync
-from diskprefix.store.maintenance.manifest import (
+from diskprefix.extras.exchange.manifest import (
     CHECKSUMS,
     LOGITS,
     PREFILL_S,
@@ -34,6 +33,7 @@ from diskprefix.store.maintenance.manifest import (
     decode_json,
     shown,
 )
+from diskprefix.store.folder import sync
 from diskprefix.store.schema import MAX_PREFILL_S, Kind
 from diskprefix.tokens import TokenIds, checksum
 

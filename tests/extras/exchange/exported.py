@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
-from diskprefix.store.maintenance.entry_file import EntryReader
-from diskprefix.store.maintenance.exchange import Imported, export_entry, import_entry
+from diskprefix.extras.exchange.entry_file import EntryReader
+from diskprefix.extras.exchange.exchange import Imported, export_entry, import_entry
 from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds, root_hash

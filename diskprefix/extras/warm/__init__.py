@@ -1,0 +1,5 @@
+"""Prefill ahead of time: `diskprefix warm`."""
+
+from __future__ import annotations
+
+COMMANDS = {"warm": "diskprefix.extras.warm.warm_command:warm"}
