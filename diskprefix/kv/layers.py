@@ -38,12 +38,18 @@ class TokenLayer:
     length = 0
     first = 0
     window: int | None = None
+    latent_dim = 0
+    """The size of a latent. With latent attention (MLA), a row of memory is a latent, which is in the place of the key,
+    and a rotary key, which is in that of the value."""
     sequences: Sequence[TokenLayer] = ()
     """The layers of several sequences that this layer stands for, in the order of the step's runs."""
     grow: Callable[[int], None]
 
     def bind(self, part: str, tensor: torch.Tensor, first: int) -> None:
-        setattr(self, part, tensor)
+        if part == "latent":
+            self.keys, self.values = tensor[..., : self.latent_dim], tensor[..., self.latent_dim :]
+        else:
+            setattr(self, part, tensor)
         self.first = first
         self.dtype, self.device = tensor.dtype, tensor.device
         self.is_initialized = True
@@ -110,8 +116,7 @@ class TokenLayer:
 
 
 class FullAttentionLayer(TokenLayer, DynamicLayer):  # type: ignore[misc]
-    """A layer whose tokens look at all tokens before them. Also latent attention (MLA), with keys and values of
-    different sizes."""
+    """A layer whose tokens look at all tokens before them."""
 
 
 class SlidingWindowLayer(TokenLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -189,6 +194,13 @@ class LinearAndSlidingLayer(StateLayer, TokenLayer, LinearAttentionAndSlidingWin
 
 def make_layer(spec: LayerSpec) -> Any:
     """Returns an empty layer without memory."""
+    layer = _layer_of_kind(spec)
+    if spec.latent_dim:
+        layer.latent_dim = spec.latent_dim
+    return layer
+
+
+def _layer_of_kind(spec: LayerSpec) -> Any:
     match spec.kind:
         case "full":
             return FullAttentionLayer()

@@ -28,18 +28,21 @@ CacheArgument: TypeAlias = Literal["past_key_values", "cache_params", "state"]
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """The kind of one layer. `window` is in tokens. `num_states` counts convolution and recurrent states."""
+    """The kind of one layer. `window` is in tokens. `num_states` counts convolution and recurrent states. `latent_dim`:
+    the size of the latents of latent attention (MLA), 0 for other attention."""
 
     kind: LayerKind = "full"
     window: int | None = None
     num_states: int = 0
+    latent_dim: int = 0
 
 
 @dataclass(frozen=True)
 class TensorSpec:
     """The per-token state of one layer: shape [1, heads, tokens, head_dim] in the model's run.
 
-    `part` is keys, values or indexer. A layer looks at no more than `window` tokens, the current one among them.
+    `part` is keys, values, latent or indexer. A latent has its rotary key behind it. A layer looks at no more than
+    `window` tokens, the current one among them.
     """
 
     layer: int

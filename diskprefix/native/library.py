@@ -26,6 +26,7 @@ _NUM_ARGUMENTS = {
     "gated": 1,
     "attention_block": 2,
     "layer": 2,
+    "head_products": 1,
     "pack": 1,
     "look_up": 1,
 }
@@ -50,6 +51,7 @@ class Operators:
     gated: Any
     attention_block: Any
     layer: Any
+    head_products: Any
     pack: Any
     look_up: Any
     parallel_for: int

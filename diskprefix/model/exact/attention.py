@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from diskprefix.kv.step import TILE, Step, current_step
+from diskprefix.model.exact.latent import LatentMemory
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
 from diskprefix.model.exact.torch_attention import TorchAttention
 from diskprefix.native import attention_operator as native
@@ -27,8 +28,8 @@ HARMLESS = frozenset({
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor | list[torch.Tensor],
-    value: torch.Tensor | list[torch.Tensor],
+    key: torch.Tensor | list[torch.Tensor] | LatentMemory,
+    value: torch.Tensor | list[torch.Tensor] | LatentMemory,
     attention_mask: Any,
     *,
     scaling: float | None = None,
@@ -39,9 +40,16 @@ def attend(
     """Returns the attention's output, shape [1, rows, heads, value_dim], and None for the weights.
 
     `query` has shape [1, heads, rows, key_dim]; `key` and `value` are a layer's memory, [1, kv_heads, tokens, dim], or
-    a list of it for several sequences. It ends with the last tile of the step (`kv.layers`). `attention_mask` is a
-    `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for what it cannot do.
+    a list of it for several sequences. It ends with the last tile of the step (`kv.layers`). For latent attention both
+    are a `LatentMemory`. `attention_mask` is a `Pattern`. `s_aux` holds a sink for each head. Raises `NotInvariant` for
+    what it cannot do.
     """
+    if isinstance(key, LatentMemory):
+        options = {"scaling": scaling or query.shape[-1] ** -0.5, "softcap": softcap, "s_aux": s_aux, **others}
+        queries = key.expansion.queries(query)
+        attended, _ = attend(module, queries, key.rows, key.latents, attention_mask, **options)
+        return key.expansion.outputs(attended), None
+    assert not isinstance(value, LatentMemory)
     if found := [name for name in sorted(others.keys() - HARMLESS) if others[name] is not None]:
         raise NotInvariant(f"attention with {', '.join(found)}")
     step = current_step()

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, activations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from diskprefix.model.exact import latent
 from diskprefix.model.exact.attention import attend
 from diskprefix.model.exact.fused import Parts
 from diskprefix.model.exact.observed import observing
@@ -41,9 +42,9 @@ _NUMBER_BY_NUMBER = frozenset({
 _installed: WeakKeyDictionary[PreTrainedModel, tuple[ExitStack, str]] = WeakKeyDictionary()
 """The models that were changed: how it is undone, and the digest of their products."""
 _ForwardOf: TypeAlias = Callable[[nn.Module], Callable[..., Any] | None]
-_Forwards: TypeAlias = list[tuple[nn.Module, Callable[..., Any]]]
-_forwards: WeakKeyDictionary[PreTrainedModel, dict[str, _Forwards]] = WeakKeyDictionary()
-"""The replacements for the forwards of a model's modules, by the kernels that compute them."""
+_Methods: TypeAlias = list[tuple[nn.Module, str, Callable[..., Any]]]
+_methods: WeakKeyDictionary[PreTrainedModel, dict[str, _Methods]] = WeakKeyDictionary()
+"""The replacements for methods of a model's modules, by the kernels that compute them."""
 
 
 def install(model: PreTrainedModel, products: str = "") -> None:
@@ -51,20 +52,20 @@ def install(model: PreTrainedModel, products: str = "") -> None:
     undo = ExitStack()
     _installed[model] = undo, products
     config = model.config.get_text_config(decoder=True)
-    forwards = _forwards.setdefault(model, {})
-    if described() not in forwards:
-        forwards[described()] = _forwards_of(model, config)
+    methods = _methods.setdefault(model, {})
+    if described() not in methods:
+        methods[described()] = _methods_of(model, config)
     for kernel in _KERNELS:
         if hasattr(config, kernel):
             undo.callback(setattr, config, kernel, getattr(config, kernel))
             setattr(config, kernel, NAME)
-    for module, forward in forwards[described()]:
-        undo.callback(delattr, module, "forward")
-        vars(module)["forward"] = forward
+    for module, name, method in methods[described()]:
+        undo.callback(delattr, module, name)
+        vars(module)[name] = method
 
 
-def _forwards_of(model: PreTrainedModel, config: Any) -> _Forwards:
-    """Returns replacements for the forwards of modules. A module that already has another forward keeps it."""
+def _methods_of(model: PreTrainedModel, config: Any) -> _Methods:
+    """Returns replacements for methods of modules. A module that already has another forward keeps it."""
     compiled = operators()
     parts = None if compiled is None or model.device.type != "cpu" else Parts(compiled)
     found: dict[nn.Module, Callable[..., Any]] = {}
@@ -82,7 +83,11 @@ def _forwards_of(model: PreTrainedModel, config: Any) -> _Forwards:
     finally:
         for module in found:
             del vars(module)["forward"]
-    return list(found.items())
+    expansions = ((module, "expand_kv", latent.replacement(module)) for module in model.modules())
+    return [
+        *((module, "forward", forward) for module, forward in found.items()),
+        *((module, name, method) for module, name, method in expansions if method is not None),
+    ]
 
 
 def uninstall(model: PreTrainedModel) -> bool:

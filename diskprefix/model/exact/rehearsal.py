@@ -206,7 +206,16 @@ def _layer_spec(layer: Any) -> LayerSpec:
         # Nothing was written to it: the layer uses another layer's keys, or has no attention.
         kind = "linear" if kind.startswith("linear") else "none"
     window = layer.sliding_window if kind.endswith("sliding") else None
-    return LayerSpec(kind, window, getattr(layer, "number_of_states", 0) if kind.startswith("linear") else 0)
+    num_states = getattr(layer, "number_of_states", 0) if kind.startswith("linear") else 0
+    return LayerSpec(kind, window, num_states, 0 if kind in ("none", "linear") else _latent_dim(layer))
+
+
+def _latent_dim(layer: Any) -> int:
+    """Returns the size of the latents that a layer keeps, 0 if it keeps keys and values: a latent and a rotary key are
+    shared by all heads."""
+    keys, values = layer.keys, layer.values
+    is_latent = keys.ndim == values.ndim == 4 and keys.shape[1] == values.shape[1] == 1
+    return keys.shape[3] if is_latent and keys.shape[3] != values.shape[3] else 0
 
 
 def _tensor_specs(index: int, layer: Any) -> list[TensorSpec]:
@@ -219,6 +228,8 @@ def _tensor_specs(index: int, layer: Any) -> list[TensorSpec]:
     for part, tensor in parts:
         if tensor.ndim != 4 or tensor.shape[0] != 1 or tensor.shape[2] != min(_STEP, (spec.window or _STEP + 1) - 1):
             raise _Unsupported(f"{type(layer).__name__} with {part} of shape {list(tensor.shape)}")
+    if spec.latent_dim:
+        parts[:2] = [("latent", torch.cat([layer.keys, layer.values], dim=-1))]
     if getattr(layer, "indexer_position_ids", None) is not None:
         raise _Unsupported(f"{type(layer).__name__} with positions of its own")
     return [TensorSpec(index, part, t.shape[1], t.shape[3], t.dtype, spec.window) for part, t in parts]

@@ -38,6 +38,8 @@ _FORMS, _UNTIED = "diskprefix_forms", "diskprefix_untied"
 """Keys of the metadata of the weights file: the forms by the names of the modules; set if the logits have a matrix of
 their own instead of that of the embeddings."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
+_EXPANSION = "kv_b_proj"
+"""The matrix of latent attention that is multiplied from both sides (`model.exact.latent`). It is small."""
 _OF_RECURRENCE = frozenset({"A_log", "dt_bias", "conv1d", "rg_lru", "time_decay"})
 """Names by which a layer that keeps a state of its own is known. Its projections feed sums over the whole prompt."""
 
@@ -79,7 +81,8 @@ class QuantisedLinear(nn.Module):
 def quantise(model: PreTrainedModel, choose: Choose) -> None:
     """Quantises the matrices of the decoder in place, as `choose` says.
 
-    What does not fill whole blocks, experts, routers and the projections of recurrent layers stay as they are.
+    What does not fill whole blocks, experts, routers, the projections of recurrent layers, and the expansion of latents
+    stay as they are.
     `prepare` makes the model ready to compute.
     """
     for name, linear in list(quantisable(model)):
@@ -103,7 +106,9 @@ def quantisable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
     inside = {id(module) for module in decoder.modules()} | {id(head)}
     recurrent = [name for name, module in model.named_modules() if name and _is_recurrent(module)]
     for name, module in model.named_modules():
-        if type(module) is not nn.Linear or id(module) not in inside or name.split(".")[-1] in _ROUTERS:
+        if type(module) is not nn.Linear or id(module) not in inside:
+            continue
+        if name.split(".")[-1] in (*_ROUTERS, _EXPANSION):
             continue
         if not any(name.startswith(f"{outer}.") for outer in recurrent):
             yield name, module

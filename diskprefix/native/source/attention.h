@@ -363,6 +363,14 @@ int32_t attention_of(const Attention* call, const Run* runs) {
   return Computation<Type, Product>(*call, runs).run() ? 0 : 1;
 }
 
+#if defined(__AMX_BF16__)
+typedef TileProduct ProductOfBFloat16;
+#elif defined(__AVX512BF16__)
+typedef PairProduct ProductOfBFloat16;
+#else
+typedef VectorProduct<BFloat16> ProductOfBFloat16;
+#endif
+
 int32_t attention(const Attention* call, const Run* runs) {
   switch (call->dtype) {
     case FLOAT32:
@@ -370,13 +378,7 @@ int32_t attention(const Attention* call, const Run* runs) {
     case FLOAT16:
       return attention_of<Float16, VectorProduct<Float16>>(call, runs);
     default:
-#if defined(__AMX_BF16__)
-      return attention_of<BFloat16, TileProduct>(call, runs);
-#elif defined(__AVX512BF16__)
-      return attention_of<BFloat16, PairProduct>(call, runs);
-#else
-      return attention_of<BFloat16, VectorProduct<BFloat16>>(call, runs);
-#endif
+      return attention_of<BFloat16, ProductOfBFloat16>(call, runs);
   }
 }
 

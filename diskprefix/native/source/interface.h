@@ -77,6 +77,19 @@ struct Product {
   ParallelFor parallel_for;
 };
 
+// The rows of each head times a matrix of that head: [num_rows, inner] → [num_rows, outer]. The matrix has lines of `outer`
+// numbers, or if it is turned of `inner`. Numbers of a line, of a row and of a result lie side by side.
+struct HeadProduct {
+  int64_t dtype, is_turned, num_heads, num_rows, inner, outer;
+  const void* rows;
+  int64_t head_stride, row_stride;
+  const void* matrices;
+  int64_t matrix_stride, line_stride;
+  void* out;
+  int64_t out_head_stride, out_row_stride, num_threads;
+  ParallelFor parallel_for;
+};
+
 // The use of weights in a norm by the root of the mean square: the normed number is rounded first, or it is not, or the
 // weight is one more than the stored one.
 enum NormKind : int64_t { ROUNDED = 0, UNROUNDED = 1, ONE_MORE = 2 };
@@ -149,6 +162,7 @@ struct Operators {
   int32_t (*gated)(const Gated* call);
   int32_t (*attention_block)(const AttentionBlock* call, const Run* runs);
   int32_t (*layer)(const Layer* call, const Run* runs);
+  int32_t (*head_products)(const HeadProduct* call);
   int32_t (*pack)(const Packing* call);
   int32_t (*look_up)(const Lookup* call);
   int32_t (*split)(Planes* call);

@@ -59,7 +59,7 @@ def quantised_model(name: str = "llama") -> PreTrainedModel:
 def parts_of(model: PreTrainedModel) -> Counter[str]:
     invariant.install(model)
     invariant.uninstall(model)
-    forwards: list[Any] = [forward for _, forward in invariant._forwards[model][library.described()]]
+    forwards: list[Any] = [method for _, _, method in invariant._methods[model][library.described()]]
     parts = [part for forward in forwards for part in (forward.func, *forward.args) if type(part) in NAMES]
     return Counter(NAMES[type(part)] for part in parts)
 

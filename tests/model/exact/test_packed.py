@@ -14,7 +14,7 @@ from diskprefix.kv import layers
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.step import TILE, Run
-from diskprefix.model.exact import runner
+from diskprefix.model.exact import latent, runner
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
 from diskprefix.model.exact.runner import Rows
@@ -99,7 +99,7 @@ def are_equal(one: Bits, other: Bits) -> bool:
     return all(state == its and same(a, b) for (state, a), (its, b) in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mixtral", "minicpm3"])
 def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> None:
     model, layout = made(name)
     expected = alone(model, layout)
@@ -108,11 +108,16 @@ def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> Non
         assert are_equal(together(model, layout, seed), expected)
 
 
-@pytest.mark.parametrize(("name", "expected"), [("llama", True), ("deepseek_v3", False)])
-def test_a_model_that_computes_with_its_cache_itself_takes_turns(name: str, expected: bool) -> None:
-    """Latent attention is one: what it keeps is a factor of keys and values."""
-    model, layout = made(name)
-    assert runner.can_pack(model, layout) == expected
+@pytest.mark.parametrize("is_ours", [True, False])
+def test_a_model_that_computes_with_its_cache_itself_takes_turns(
+    is_ours: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Latent attention is one, as transformers computes it: what it keeps is a factor of keys and values."""
+    if not is_ours:
+        monkeypatch.setattr(latent, "expansion_of", lambda _: None)
+    model, layout = made("minicpm3")
+    assert layout.exact_at == "token"
+    assert runner.can_pack(model, layout) == is_ours
 
 
 def memory_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
@@ -159,6 +164,15 @@ def a_row_too_many_in_the_state(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(layers.TokenLayer, "put", leaking)
 
 
+def latents_in_one_call(patch: pytest.MonkeyPatch) -> None:
+    """Queries of all heads become queries for latents by torch's own product, whose sums depend on the rows."""
+
+    def multiply(rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, *, is_turned: bool) -> None:
+        out.copy_(torch.bmm(rows, matrices.mT if is_turned else matrices))
+
+    patch.setattr(latent, "_multiply", multiply)
+
+
 @pytest.mark.parametrize(
     ("name", "remove"),
     [
@@ -169,6 +183,8 @@ def a_row_too_many_in_the_state(patch: pytest.MonkeyPatch) -> None:
         ("llama", unsafe_counts),
         ("llama", tiles_of_the_step),
         ("mixtral", unsafe_counts),
+        ("minicpm3", latents_in_one_call),
+        ("minicpm3", memory_of_a_neighbour),
     ],
 )
 def test_without_a_protection_they_do_not(

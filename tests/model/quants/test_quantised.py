@@ -97,8 +97,11 @@ def test_the_matrix_of_the_logits_has_8_bits_though_that_of_the_embeddings_is_th
     assert torch.equal(model.get_input_embeddings().weight, before)
 
 
-@pytest.mark.parametrize(("name", "part"), [("qwen3_next", "linear_attn"), ("mixtral", "experts"), ("mamba2", "mixer")])
-def test_recurrent_projections_experts_and_routers_stay_as_they_are(name: str, part: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [("qwen3_next", "linear_attn"), ("mixtral", "experts"), ("mamba2", "mixer"), ("minicpm3", "kv_b_proj")],
+)
+def test_recurrent_projections_experts_routers_and_expansions_stay_as_they_are(name: str, part: str) -> None:
     model = tiny_model(name, torch.bfloat16)
     quantise(model, chooser(model, "int8"))
     forms = forms_of(model)

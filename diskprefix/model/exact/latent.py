@@ -1,0 +1,153 @@
+"""Latent attention (MLA) over memory that stays compressed, for all sequences of a step.
+
+A token's keys and values of all heads are products of its *latent* with a matrix, beside a rotary key that all heads
+share. The memory holds latent and rotary key. transformers' modules make keys and values of the whole memory in each
+step (`expand_kv`). Here the matrix goes to the other side: a query times the part that gives keys is a query for
+latents, and attention to latents times the part that gives values is the output. So a step reads the memory once for
+all heads, with any sequences, and a token costs the same products in a prefill and alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+
+from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.model.exact.patterns import NotInvariant
+from diskprefix.model.exact.rows import linear, times
+from diskprefix.native import attention_operator as native
+from diskprefix.native.head_products import head_products
+from diskprefix.native.library import operators
+
+Memory: TypeAlias = torch.Tensor | list[torch.Tensor]
+"""A layer's memory, [1, 1, tokens, dim], or that of each sequence."""
+
+_SIZES = ("num_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+"""Names that transformers' modules have for heads, latent_dim, key_dim, rotary_dim and value_dim."""
+_MAX_ERROR = 0.02
+"""The largest difference of an expansion from the module's own, which is rounding, relative to the largest number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Expansion:
+    """The matrices that give keys and values of a latent: [heads, key_dim, latent_dim] without the rotary part, and
+    [heads, value_dim, latent_dim]."""
+
+    of_keys: torch.Tensor
+    of_values: torch.Tensor
+
+    @property
+    def latent_dim(self) -> int:
+        return self.of_keys.shape[2]
+
+    def queries(self, query: torch.Tensor) -> torch.Tensor:
+        """Returns queries for rows of the memory, [1, heads, rows, latent_dim + rotary_dim], for those of keys, [1,
+        heads, rows, key_dim + rotary_dim]."""
+        _, heads, rows, dim = query.shape
+        key_dim = self.of_keys.shape[1]
+        out = query.new_empty(rows, heads, self.latent_dim + dim - key_dim).transpose(0, 1)
+        _multiply(query[0, :, :, :key_dim], self.of_keys, out[:, :, : self.latent_dim], is_turned=False)
+        out[:, :, self.latent_dim :] = query[0, :, :, key_dim:]
+        return out[None]
+
+    def outputs(self, attended: torch.Tensor) -> torch.Tensor:
+        """Returns [1, rows, heads, value_dim] for what attention gives of latents, [1, rows, heads, latent_dim]."""
+        _, rows, heads, _ = attended.shape
+        out = attended.new_empty(rows, heads, self.of_values.shape[1])
+        _multiply(attended[0].transpose(0, 1), self.of_values, out.transpose(0, 1), is_turned=True)
+        return out[None]
+
+
+@dataclass(frozen=True, eq=False)
+class LatentMemory:
+    """The keys or the values of a layer with latent attention, as `model.exact.attention` gets them from the module.
+
+    `rows` are the memory of each sequence, [1, 1, tokens, latent_dim + rotary_dim].
+    """
+
+    rows: list[torch.Tensor]
+    expansion: Expansion
+
+    @property
+    def latents(self) -> list[torch.Tensor]:
+        return [rows[..., : self.expansion.latent_dim] for rows in self.rows]
+
+
+def expansion_of(module: nn.Module) -> Expansion | None:
+    """Returns the expansion that a module with latent attention computes, None if it has none or another one."""
+    matrix = getattr(module, "kv_b_proj", None)
+    sizes = [size for name in _SIZES if isinstance(size := vars(module).get(name), int)]
+    if not hasattr(module, "expand_kv") or not isinstance(matrix, nn.Module) or len(sizes) != len(_SIZES):
+        return None
+    (heads, latent_dim, key_dim, rotary_dim, value_dim), weight = sizes, matrix.weight
+    if not isinstance(weight, torch.Tensor) or getattr(matrix, "bias", None) is not None:
+        return None
+    if weight.shape != (heads * (key_dim + value_dim), latent_dim) or weight.device.type != "cpu":
+        return None
+    parts = weight.detach().view(heads, key_dim + value_dim, latent_dim).tensor_split([key_dim], dim=1)
+    found = Expansion(*parts)
+    return found if _is_that_of(module, found, rotary_dim) else None
+
+
+def _is_that_of(module: nn.Module, expansion: Expansion, rotary_dim: int) -> bool:
+    random = torch.Generator().manual_seed(6)
+    latents, rotary = (
+        torch.randn(1, 1, 3, dim, generator=random).to(expansion.of_keys.dtype)
+        for dim in (expansion.latent_dim, rotary_dim)
+    )
+    try:
+        with torch.inference_mode():
+            found = cast(Any, type(module)).expand_kv(module, latents, rotary)
+    except Exception as error:  # a model class of any age and author may fail in any way
+        if is_out_of_memory(error):
+            raise
+        return False
+    keys, values = (latents.float()[0] @ part.float().mT for part in (expansion.of_keys, expansion.of_values))
+    expected = torch.cat([keys, rotary.float()[0].expand(len(keys), -1, -1)], dim=-1), values
+    return len(found) == 2 and all(map(_is_near, found, expected))
+
+
+def _is_near(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if found.shape != (1, *expected.shape):
+        return False
+    return bool((found[0].float() - expected).abs().max() <= _MAX_ERROR * expected.abs().max())
+
+
+def remember(expansion: Expansion, latents: Memory, rotary: Memory) -> tuple[LatentMemory, LatentMemory]:
+    """Replaces `expand_kv` of a module. Raises `NotInvariant` if latents and rotary keys do not lie in one row."""
+    pairs = ([part] if isinstance(part, torch.Tensor) else part for part in (latents, rotary))
+    memory = LatentMemory([_joined(*pair) for pair in zip(*pairs, strict=True)], expansion)
+    return memory, memory
+
+
+def replacement(module: nn.Module) -> Any:
+    """Returns what replaces `expand_kv` of a module, None if the module keeps its own."""
+    expansion = expansion_of(module)
+    return None if expansion is None else partial(remember, expansion)
+
+
+def _joined(latents: torch.Tensor, rotary: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of which both are views."""
+    dim = latents.shape[-1] + rotary.shape[-1]
+    is_one = latents.dtype is rotary.dtype and latents.stride() == rotary.stride()
+    is_one &= rotary.data_ptr() - latents.data_ptr() == latents.shape[-1] * latents.itemsize
+    if not is_one or latents.stride(-1) != 1 or latents.stride(-2) < dim:
+        raise NotInvariant("latents and rotary keys that do not lie in one row")
+    return latents.as_strided((*latents.shape[:-1], dim), latents.stride())
+
+
+def _multiply(rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, *, is_turned: bool) -> None:
+    """Writes rows × matrix of each head to `out`; see `native.head_products`."""
+    if rows.dtype is not matrices.dtype:
+        raise NotInvariant("latent attention in another dtype than its matrix")
+    compiled = operators()
+    if compiled is not None and rows.dtype in native.DTYPES:
+        head_products(compiled, rows, matrices, out, is_turned=is_turned)
+        return
+    product = linear if is_turned else times
+    for of_head, matrix, to in zip(rows, matrices, out, strict=True):
+        to.copy_(product(of_head, matrix))

@@ -1,0 +1,88 @@
+"""Latent attention over compressed memory: that of transformers, apart from rounding, and the form of its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from diskprefix.model.exact import latent
+from diskprefix.model.exact.invariance import make_exact
+from diskprefix.model.exact.patterns import NotInvariant
+from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.exact.runner import can_pack
+from diskprefix.model.quants.quantised import QuantisedLinear, chooser, prepare, quantise
+from tests.exactness.architectures import tiny_model
+
+NAMES = ("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu")
+LATENT, ROTARY = 32, 8
+
+
+def attention_of(name: str) -> Any:
+    model = tiny_model(name, torch.float32)
+    return next(module for module in model.modules() if hasattr(module, "expand_kv"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_expansion_of_each_architecture_is_found_and_its_memory_is_one_row(name: str) -> None:
+    model = tiny_model(name, torch.float32)
+    modules = [module for module in model.modules() if hasattr(module, "expand_kv")]
+    assert modules
+    assert all(latent.expansion_of(module) for module in modules)
+    layout = rehearse(model)
+    (group,) = layout.groups
+    assert (group.heads, group.head_dim, len(group.specs)) == (1, LATENT + ROTARY, len(modules))
+    assert {spec.part for spec in group.specs} == {"latent"}
+
+
+def test_queries_for_latents_give_the_scores_of_keys() -> None:
+    module = attention_of("deepseek_v3")
+    expansion = latent.expansion_of(module)
+    assert expansion is not None
+    random = torch.Generator().manual_seed(1)
+    rows = torch.randn(1, 1, 5, LATENT + ROTARY, generator=random)
+    query = torch.randn(1, 4, 3, module.qk_head_dim, generator=random)
+    with torch.inference_mode():
+        keys, values = module.expand_kv(rows[..., :LATENT], rows[..., LATENT:])
+        assert torch.allclose(expansion.queries(query) @ rows.mT, query @ keys.mT, atol=1e-4)
+        weights = torch.rand(1, 4, 3, 5, generator=random)
+        attended = (weights @ rows[..., :LATENT]).transpose(1, 2)
+        assert torch.allclose(expansion.outputs(attended), (weights @ values).transpose(1, 2), atol=1e-4)
+
+
+def test_a_module_that_expands_in_another_way_keeps_its_own() -> None:
+    class Scaled(type(attention_of("minicpm3"))):  # type: ignore[misc]
+        def expand_kv(self, *given: Any) -> Any:
+            keys, values = super().expand_kv(*given)
+            return keys, values * 1.1
+
+    module = attention_of("minicpm3")
+    assert latent.expansion_of(module) is not None
+    module.__class__ = Scaled
+    assert latent.expansion_of(module) is None
+
+
+def test_memory_in_two_pieces_is_refused() -> None:
+    expansion = latent.expansion_of(attention_of("minicpm3"))
+    assert expansion is not None
+    row = torch.zeros(1, 1, 4, LATENT + ROTARY)
+    found, _ = latent.remember(expansion, row[..., :LATENT], row[..., LATENT:])
+    assert found.rows[0].data_ptr() == row.data_ptr()
+    assert found.rows[0].shape == row.shape
+    for rotary in (torch.zeros(1, 1, 4, ROTARY), row[..., LATENT - 1 : -1]):
+        with pytest.raises(NotInvariant, match="one row"):
+            latent.remember(expansion, row[..., :LATENT], rotary)
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_a_quantised_model_shares_steps_at_every_token(weights: str) -> None:
+    model = tiny_model("minicpm3", torch.bfloat16)
+    quantise(model, chooser(model, weights))
+    prepare(model)
+    quantised = {name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, QuantisedLinear)}
+    assert quantised >= {"q_a_proj", "q_b_proj", "o_proj"}
+    layout, reason = make_exact(model, rehearse(model))
+    assert (layout.exact_at, reason) == ("token", "")
+    assert can_pack(model, layout)
