@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
-    if settings.standby:
-        # This process stays small: each worker imports the server itself.
-        from diskprefix.server.process.listener import open_listeners
-        from diskprefix.server.process.supervisor import supervise
-
-        settings, listeners = open_listeners(settings)
-        try:
-            supervise(partial(prepare, settings), partial(_serve, settings, listeners))
-        finally:
-            for listener in listeners:
-                listener.close()
-    else:
+    supervise = hooks.open_supervisor(settings)
+    if supervise is None:
         _serve(settings)
+        return
+    # This process stays small: each worker imports the server itself.
+    from diskprefix.server.process.listener import open_listeners
+
+    settings, listeners = open_listeners(settings)
+    try:
+        supervise(partial(prepare, settings), partial(_serve, settings, listeners))
+    finally:
+        for listener in listeners:
+            listener.close()
 
 
 def _serve(settings: Settings, listeners: list[socket] | None = None, began_at: float | None = None) -> None:

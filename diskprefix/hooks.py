@@ -1,4 +1,4 @@
-"""The places where extras join the core: commands, routes, a shared tier, a bucket to purge, a recorder.
+"""The places where extras join the core: commands, routes, a shared tier, a bucket, a recorder, traces, processes.
 
 An extra is a module with some of the names that the functions below look for. The package's own extras are listed here
 and imported on first use. Another distribution adds one as an entry point of the group `diskprefix.extras`:
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     import click
 
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
-    from diskprefix.nouns import CacheOptions, CacheReport, Prompt
+    from diskprefix.nouns import CacheOptions, CacheReport, Prompt, Stage
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
-_OWN = tuple(f"diskprefix.extras.{name}" for name in ("setup", "warm", "watch", "exchange", "simulate", "remote"))
+_NAMES = ("setup", "warm", "watch", "exchange", "simulate", "remote", "tracing", "standby")
+_OWN = tuple(f"diskprefix.extras.{name}" for name in _NAMES)
 _GROUP = "diskprefix.extras"
 
 
@@ -65,6 +66,38 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """Writes what is pending and ends."""
+
+
+class RequestTrace(Protocol):
+    """The trace of one request. For any thread; a stage may end after the request."""
+
+    @property
+    def trace_id(self) -> str:
+        """The name of the trace for the log: 32 hexadecimal digits."""
+
+    def add(self, stage: Stage) -> None:
+        """Adds a stage that has ended."""
+
+    def end(self, facts: Mapping[str, Any]) -> None:
+        """Ends the request. `facts` has the fields of its log line in JSON."""
+
+
+class Tracer(Protocol):
+    """Makes a trace of each request."""
+
+    def begin(self, name: str, headers: Mapping[str, str]) -> RequestTrace:
+        """Begins a trace, or continues the one of the client's `traceparent`. `name`: the method and the path."""
+
+    def close(self) -> None:
+        """Sends what is pending, for a few seconds at most."""
+
+
+class Supervise(Protocol):
+    """Runs the daemon in processes of its own. Returns only in such a process, when `work` has returned there."""
+
+    def __call__(self, prepare: Callable[[], None], work: Callable[[float], None]) -> None:
+        """Calls `prepare` in a process that waits, and `work` in the one that serves, with the time at which its turn
+        began (`time.perf_counter`)."""
 
 
 @cache
@@ -123,6 +156,19 @@ def open_recorder(settings: Settings, secret_of: Callable[[], int]) -> Recorder 
     found = (open_(settings, secret_of) for open_ in _all("open_recorder"))
     recorder: Recorder | None = _only(one for one in found if one is not None)
     return recorder
+
+
+def open_tracer(settings: Settings) -> Tracer | None:
+    """Returns what traces requests, None if no extra does for these settings. Raises `SettingsError`."""
+    tracer: Tracer | None = _only(one for open_ in _all("open_tracer") if (one := open_(settings)) is not None)
+    return tracer
+
+
+def open_supervisor(settings: Settings) -> Supervise | None:
+    """Returns what supervises the daemon's processes, None if no extra does for these settings."""
+    found = (open_(settings) for open_ in _all("open_supervisor"))
+    supervise: Supervise | None = _only(one for one in found if one is not None)
+    return supervise
 
 
 def _all(name: str) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from diskprefix.engine.constrained_reply import ConstrainedReply
 from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.inbox import Inbox, Ticket, error_event
-from diskprefix.engine.request import Event, GenerateRequest, Stage
+from diskprefix.engine.request import Event, GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Scheduler
@@ -23,7 +23,7 @@ from diskprefix.errors import DeviceLost
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVAllocation
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.nouns import CacheReport
+from diskprefix.nouns import CacheReport, Stage
 
 log = logging.getLogger("diskprefix")
 

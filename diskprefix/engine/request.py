@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 from diskprefix.errors import DiskPrefixError
-from diskprefix.nouns import CacheOptions, CacheReport, Prompt
+from diskprefix.nouns import CacheOptions, CacheReport, Prompt, Stage
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -54,16 +54,6 @@ class Constraint:
     kind: Literal["json_schema", "json_object", "regex", "grammar", "lark", "choice"]
     source: str
     before: FreeText | None = None
-
-
-class Stage(NamedTuple):
-    """A stage of a request, for traces: queue, match, restore, prefill, decode or save. `began` and `ended` are seconds
-    on the clock of `time.perf_counter`. `facts` are attributes of the trace."""
-
-    name: str
-    began: float
-    ended: float
-    facts: dict[str, int | str] = {}  # noqa: RUF012 (it is never changed)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ from diskprefix.engine.request import (
     FinishReason,
     GenerateRequest,
     ProgressEvent,
-    Stage,
     Timings,
     Usage,
 )
@@ -35,7 +34,7 @@ from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVAllocation
 from diskprefix.model.exact.runner import State
-from diskprefix.nouns import CacheReport
+from diskprefix.nouns import CacheReport, Stage
 from diskprefix.tokens import TokenIds, as_token_ids
 
 PROGRESS_S = 1.0

@@ -43,9 +43,9 @@ from diskprefix.chat.content import holds_media
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat, PlainText
 from diskprefix.chat.replay import Replayed
-from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams, Stage
+from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import InvalidRequest
-from diskprefix.nouns import CacheOptions
+from diskprefix.nouns import CacheOptions, Stage
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, events, openai_events
 from diskprefix.server.generation import Generation
@@ -168,8 +168,8 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
     context.wants_reply = True
-    if daemon.tracing is not None:
-        context.trace = daemon.tracing.begin(f"{request.method} {request.url.path}", request.headers)
+    if daemon.tracer is not None:
+        context.trace = daemon.tracer.begin(f"{request.method} {request.url.path}", request.headers)
     with daemon.arriving(context.caller.tenant) as place:
         body = await daemon.bodies.read_json(request, dialect.body, place)
         preparing = asyncio.create_task(_response(request, dialect, body, place.pop_all()))

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from diskprefix import hooks
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.renderer import PromptRenderer
@@ -24,7 +25,6 @@ from diskprefix.server.process.systemd import notify
 from diskprefix.server.recent import PrefixBreaks, RecentRequests
 from diskprefix.server.serving import Serving
 from diskprefix.server.threads import CallerTurns, QueuePlace, Threads
-from diskprefix.server.tracing import Tracing
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ class Daemon:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.breaks = PrefixBreaks()
-        endpoint = settings.otlp_traces_endpoint
-        self.tracing = None if endpoint is None else Tracing(endpoint)
+        self.tracer = hooks.open_tracer(settings)
         self.recent = RecentRequests()
         self.serving: Serving | None = None
         self.failure: DiskPrefixError | None = None
@@ -169,8 +168,8 @@ class Daemon:
             notify(STATUS="stopping: writing what is not on disk yet")
         if serving is not None and not await self.threads.run("stopping", serving.engine.close):
             log.warning("[disk-cache] not everything could be written in time; what was written is intact")
-        if self.tracing is not None:
-            await self.threads.run("stopping", self.tracing.close)
+        if self.tracer is not None:
+            await self.threads.run("stopping", self.tracer.close)
         self.threads.close()
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:

@@ -9,8 +9,8 @@ from typing import Literal, TypeAlias, get_args
 from starlette.requests import HTTPConnection
 
 from diskprefix.engine.request import DoneEvent
+from diskprefix.hooks import RequestTrace
 from diskprefix.server.keys import NOBODY, Caller
-from diskprefix.server.tracing import RequestTrace
 
 CLIENT_CLOSED_REQUEST = 499
 """nginx's status for a client that left. Only the access log and the metrics show it."""

@@ -16,12 +16,12 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from diskprefix.engine.request import Stage
 from diskprefix.errors import SettingsError
-from diskprefix.server import tracing
+from diskprefix.extras.tracing import tracing
+from diskprefix.extras.tracing.tracing import Tracing
+from diskprefix.nouns import Stage
 from diskprefix.server.access_log import _facts
 from diskprefix.server.log_context import LogContext
-from diskprefix.server.tracing import Tracing
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import ScriptedEngine, done, real_app, scripted_app
 
@@ -185,7 +185,7 @@ def test_without_the_setting_nothing_of_opentelemetry_is_imported_or_done(chat_m
     engine = ScriptedEngine()
     with scripted_app(chat_model, engine) as server, server.client() as client:
         assert client.post(CHAT, json=BODY, headers={"traceparent": PARENT}).status_code == 200
-        assert server.daemon.tracing is None
+        assert server.daemon.tracer is None
     assert [request.on_stage for request in engine.requests] == [None]
 
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from diskprefix.engine.request import Stage
 from diskprefix.errors import SettingsError
+from diskprefix.nouns import Stage
 from diskprefix.version import __version__
 
 if TYPE_CHECKING:
@@ -44,14 +44,14 @@ class Tracing:
         self._provider.add_span_processor(processor)
         self._tracer = self._provider.get_tracer("diskprefix", __version__)
 
-    def begin(self, name: str, headers: Mapping[str, str]) -> RequestTrace:
+    def begin(self, name: str, headers: Mapping[str, str]) -> SpanTrace:
         """Begins the trace of a request, or goes on with the client's (W3C's `traceparent`)."""
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         carrier = {key: headers[key] for key in ("traceparent", "tracestate") if key in headers}
         context = TraceContextTextMapPropagator().extract(carrier)
-        return RequestTrace(self._tracer, self._tracer.start_span(name, context, kind=SpanKind.SERVER))
+        return SpanTrace(self._tracer, self._tracer.start_span(name, context, kind=SpanKind.SERVER))
 
     def close(self) -> None:
         """Sends what waits, for a few seconds at most."""
@@ -59,7 +59,7 @@ class Tracing:
         self._provider.shutdown()
 
 
-class RequestTrace:
+class SpanTrace:
     """The span of one request and those of its stages. For any thread; a stage may end after the request."""
 
     def __init__(self, tracer: Any, span: Any) -> None:

@@ -18,8 +18,8 @@ import httpx
 import pytest
 
 from diskprefix.errors import DeviceLost
-from diskprefix.server.process import supervisor
-from diskprefix.server.process.supervisor import Child, Deaths, Supervisor, SupervisorLine
+from diskprefix.extras.standby import supervisor
+from diskprefix.extras.standby.supervisor import Child, Deaths, Supervisor, SupervisorLine
 from tests.server.daemon_process import DaemonProcess, clean_environment, serve_flags, wait_until
 from tests.server.process.test_process import BODY, CHAT, ENDLESS, Notifications, next_data
 
@@ -28,7 +28,7 @@ def supervised(action: str, fifo: Path | str = "", **environment: str) -> Daemon
     return DaemonProcess(
         str(fifo),
         action,
-        module="tests.server.process.supervised",
+        module="tests.extras.standby.supervised",
         fresh=True,
         environment=clean_environment(**environment),
     )

@@ -22,11 +22,12 @@ from transformers.generation.streamers import BaseStreamer
 
 from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
-from tests import forked, session_worker
+from tests import forked
 from tests.exactness.architectures import tiny_model
+from tests.extras.library import session_worker
+from tests.extras.library.session_worker import LENGTH, SEED
 from tests.runner import BLOCK, DEVICES, random_prompt, tiny_llama, tiny_settings
 from tests.server import media_models
-from tests.session_worker import LENGTH, SEED
 
 KINDS = ["llama", "gemma3", "qwen3_next", "falcon_h1", "mamba2", "minimax", "rwkv", "xlstm"]
 """Dense, sliding, hybrid, both in one layer, state-space, and those with a cache of a kind of their own."""
@@ -609,8 +610,10 @@ def test_another_process_restores_the_same_bits(name: str, ending: str, tmp_path
     prompt = [int(token_id) for token_id in random_prompt(SEED, LENGTH)]
     if ending == "exit":
         # What Python does when an interpreter ends is part of it.
-        code = f"from tests import session_worker as w; w.main({name!r}, w.Path({str(tmp_path)!r}), 'exit')"
-        subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parent.parent)
+        code = (
+            f"from tests.extras.library import session_worker as w; w.main({name!r}, w.Path({str(tmp_path)!r}), 'exit')"
+        )
+        subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
     else:
         assert forked.run(session_worker.main, name, tmp_path, ending) == (-signal.SIGKILL if ending == "save" else 0)
     model = tiny_model(name, torch.bfloat16)
@@ -669,7 +672,7 @@ def test_what_is_no_model_of_transformers_is_refused(tmp_path: Path) -> None:
         PrefixCacheSession(torch.nn.Linear(2, 2), cache_dir=tmp_path / "kv")
 
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[3]
 
 
 def examples() -> list[str]:

@@ -14,7 +14,7 @@ import time
 from functools import partial
 
 from diskprefix.cli.logs import configure_logging
-from diskprefix.server.process.supervisor import supervise
+from diskprefix.extras.standby.supervisor import supervise
 from diskprefix.server.process.systemd import notify
 
 log = logging.getLogger("diskprefix")
