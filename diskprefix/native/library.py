@@ -16,7 +16,7 @@ log = logging.getLogger("diskprefix")
 VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2", "baseline")
 """Kinds of CPU for which there may be operators. `source/library.cpp` says what each needs."""
 
-REVISION = 3
+REVISION = 4
 """The number changes with the bits of what an operator computes."""
 
 _NUM_ARGUMENTS = {
@@ -27,6 +27,7 @@ _NUM_ARGUMENTS = {
     "attention_block": 2,
     "layer": 2,
     "head_products": 1,
+    "experts": 1,
     "pack": 1,
     "look_up": 1,
 }
@@ -49,6 +50,7 @@ class Operators:
     product: Any
     norm: Any
     gated: Any
+    experts: Any
     attention_block: Any
     layer: Any
     head_products: Any

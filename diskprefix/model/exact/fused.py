@@ -18,11 +18,13 @@ from torch import nn
 from diskprefix.kv.layers import FullAttentionLayer, SlidingWindowLayer, TokenLayer
 from diskprefix.kv.step import TILE, Run, current_step
 from diskprefix.model.exact.attention import HARMLESS
+from diskprefix.model.exact.mixtures import experts_of
 from diskprefix.model.exact.observed import ObservedMemory, made_up_rows, result_of
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
 from diskprefix.model.exact.rows import in_whole_vectors
 from diskprefix.native import attention_operator as native
 from diskprefix.native.blocks import NORM_KINDS, AttentionBlock, Gated, Layer, Norm, StepPlace
+from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks, product, takes_bfloat16
 
@@ -139,10 +141,13 @@ class Parts:
         self._curves: list[torch.Tensor] = []
 
     def smallest(self, module: nn.Module) -> Forward | None:
-        """Returns a replacement for the forward of a product or a norm, None for other modules."""
+        """Returns a replacement for the forward of a product, a norm or experts, None for other modules."""
         matrix = matrix_of(module, self._operators) if type(module) is nn.Linear else None
         if matrix is not None:
             return partial(product, self._operators, matrix=matrix)
+        experts = experts_of(module, self._operators)
+        if experts is not None:
+            return partial(_experts, experts, self._operators)
         norm = norm_of(module, self._operators)
         return None if norm is None else self._forward(module, norm, _norm)
 
@@ -166,6 +171,16 @@ class Parts:
     def _forward(self, module: nn.Module, part: Any, forward: Forward, *others: Any) -> Forward:
         self._found[module] = part
         return partial(forward, partial(type(module).forward, module), part, self._operators, *others)
+
+
+def _experts(
+    part: RoutedExperts,
+    operators: Operators,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+) -> torch.Tensor:
+    return part(operators, hidden_states, top_k_index, top_k_weights)
 
 
 def _norm(own: Forward, norm: Norm, operators: Operators, rows: torch.Tensor) -> Any:

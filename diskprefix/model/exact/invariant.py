@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from diskprefix.model.exact import latent
 from diskprefix.model.exact.attention import attend
 from diskprefix.model.exact.fused import Parts
+from diskprefix.model.exact.mixtures import experts
 from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
 from diskprefix.model.exact.rows import in_whole_vectors, is_curve, is_ours, linear, times
@@ -164,36 +165,6 @@ class _Rows(TorchFunctionMode):
             if is_curve(getattr(func, "__name__", ""), numbers.dtype) and not any(map(torch.is_tensor, others)):
                 return in_whole_vectors(func, *args)
         return func(*args, **kwargs)
-
-
-def experts(
-    self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-) -> torch.Tensor:
-    """Returns what the experts of transformers' modules do, [tokens, hidden_size]; for its experts interface. A token's
-    experts are added up in the order in which the router names them."""
-    num_tokens, num_chosen = top_k_index.shape
-    chosen = top_k_index.reshape(-1)
-    out = hidden_states.new_empty(len(chosen), hidden_states.shape[-1])
-    product = times if self.is_transposed else linear
-    for expert in sorted(set(chosen.tolist())):
-        at = (chosen == expert).nonzero()[:, 0]
-        first = self.gate_up_proj if self.has_gate else self.up_proj
-        bias = _bias(self, "gate_up_proj_bias" if self.has_gate else "up_proj_bias", expert)
-        inner = product(hidden_states[at // num_chosen], first[expert], bias)
-        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-        found = product(inner, self.down_proj[expert], _bias(self, "down_proj_bias", expert))
-        if self.has_post_expert_norm:
-            found = self.post_expert_norm(found)
-        out[at] = (found * top_k_weights.reshape(-1, 1)[at]).to(out.dtype)
-    parts = out.view(num_tokens, num_chosen, -1).float()
-    total = parts[:, 0]
-    for number in range(1, num_chosen):
-        total = total + parts[:, number]
-    return total.to(hidden_states.dtype)
-
-
-def _bias(module: Any, name: str, expert: int) -> torch.Tensor | None:
-    return getattr(module, name)[expert] if module.has_bias else None
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend)

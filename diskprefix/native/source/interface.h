@@ -117,6 +117,23 @@ struct Gated {
   ParallelFor parallel_for;
 };
 
+// For each row the experts that its router chose: down × (curve(gate × row) × up_curve(up × row)), rounded to bfloat16,
+// times the weight of the expert, rounded again, and added up in float32 in the order in which they are named. Without
+// `up` it is down × curve(gate × row). Curves are tables as in `Gated`; `up_curve` may be null. `rows` and `out` are
+// bfloat16 [num_rows, width], `chosen` and `weights` [num_rows, num_chosen]; `gate`, `up` and `down` hold the address of
+// each expert's matrix.
+struct Experts {
+  int64_t num_rows, num_chosen, num_experts;
+  const void* rows;
+  const int64_t* chosen;
+  const float* weights;
+  const Matrix *const *gate, *const *up, *const *down;
+  const uint16_t *curve, *up_curve;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 // Attention with the steps around it, in bfloat16: products that give queries, keys and values, norms of each head or
 // null, rotary embedding, keys and values to memory, attention, and the last product. `cosines` and `sines` are
 // [num_rows, rotary_dim]; the first half of the rotary numbers of a head belongs to the second. In `attention`, `query`
@@ -153,7 +170,8 @@ struct Planes {
   void *values, *data;
 };
 
-// The operators, as one variant computes them. They return 0, or 1 if there is not enough memory.
+// The operators, as one variant computes them. They return 0, or 1 if there is not enough memory. `experts` returns 2 if
+// there is no expert of a number.
 struct Operators {
   const char* name;
   int32_t (*attention)(const Attention* call, const Run* runs);
@@ -163,6 +181,7 @@ struct Operators {
   int32_t (*attention_block)(const AttentionBlock* call, const Run* runs);
   int32_t (*layer)(const Layer* call, const Run* runs);
   int32_t (*head_products)(const HeadProduct* call);
+  int32_t (*experts)(const Experts* call);
   int32_t (*pack)(const Packing* call);
   int32_t (*look_up)(const Lookup* call);
   int32_t (*split)(Planes* call);

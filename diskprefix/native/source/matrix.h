@@ -301,6 +301,36 @@ struct Multiply {
 // The bytes of unpacked strips for many rows: as much as stays in the cache of a core while all rows use it.
 constexpr int64_t PANEL_BYTES = 512 * 1024;
 
+inline void multiply_many(const Part& part, int64_t first, int64_t last, uint8_t* weights) {
+  for (int64_t strip = first; strip < last; ++strip)
+    for (int64_t block = 0; block < part.blocks; ++block)
+      part.unpack(strip, block, weights + ((strip - first) * part.blocks + block) * BLOCK_BYTES);
+  for (int64_t row = 0; row < part.num_rows; row += Multiply::ROWS)
+    for (int64_t strip = first; strip < last; strip += 2) {
+      const uint8_t* of_strip = weights + (strip - first) * part.blocks * BLOCK_BYTES;
+      if (strip + 1 < last) Multiply::many<2>(part, row, strip, of_strip);
+      else Multiply::many<1>(part, row, strip, of_strip);
+    }
+}
+
+// Multiplies with the pairs of strips from `begin` to `end`. Returns false if there is not enough memory.
+inline bool multiply_part(const Part& part, int64_t begin, int64_t end) {
+  static thread_local Memory memory;
+  const bool is_few = part.num_rows <= Multiply::FEW_ROWS;
+  const int64_t of_pair = (is_few ? Multiply::AT_ONCE : 2 * part.blocks) * BLOCK_BYTES;
+  const int64_t fit = PANEL_BYTES / of_pair, at_once = is_few || fit < 1 ? 1 : fit;
+  const int64_t needed = least(at_once, end - begin) * of_pair;
+  if (!memory.reserve(needed)) return false;
+  uint8_t* weights = memory.take<uint8_t>(needed);
+  const auto scope = Multiply::scope_of(part);
+  for (int64_t pair = begin; pair < end; pair += at_once) {
+    const int64_t strip = 2 * pair, last = least(2 * least(pair + at_once, end), part.strips);
+    if (is_few) Multiply::few(part, strip, last, weights);
+    else multiply_many(part, strip, last, weights);
+  }
+  return true;
+}
+
 class Products {
  public:
   explicit Products(const Product& call) : call_(call), columns_(call.matrices[0]->columns) {
@@ -361,40 +391,9 @@ class Products {
   void multiply(int64_t begin, int64_t end) {
     for (int64_t i = 0; i < call_.num_matrices; ++i) {
       const int64_t pairs = (parts_[i].strips + 1) / 2;
-      if (begin < pairs && end > 0) multiply_part(parts_[i], most(begin, 0), least(end, pairs));
+      if (begin < pairs && end > 0 && !multiply_part(parts_[i], most(begin, 0), least(end, pairs))) failed_ = true;
       begin -= pairs, end -= pairs;
     }
-  }
-
-  void multiply_part(const Part& part, int64_t begin, int64_t end) {
-    static thread_local Memory memory;
-    const bool is_few = call_.num_rows <= Multiply::FEW_ROWS;
-    const int64_t of_pair = (is_few ? Multiply::AT_ONCE : 2 * part.blocks) * BLOCK_BYTES;
-    const int64_t fit = PANEL_BYTES / of_pair, at_once = is_few || fit < 1 ? 1 : fit;
-    const int64_t needed = least(at_once, end - begin) * of_pair;
-    if (!memory.reserve(needed)) {
-      failed_ = true;
-      return;
-    }
-    uint8_t* weights = memory.take<uint8_t>(needed);
-    const auto scope = Multiply::scope_of(part);
-    for (int64_t pair = begin; pair < end; pair += at_once) {
-      const int64_t strip = 2 * pair, last = least(2 * least(pair + at_once, end), part.strips);
-      if (is_few) Multiply::few(part, strip, last, weights);
-      else many(part, strip, last, weights);
-    }
-  }
-
-  void many(const Part& part, int64_t first, int64_t last, uint8_t* weights) {
-    for (int64_t strip = first; strip < last; ++strip)
-      for (int64_t block = 0; block < part.blocks; ++block)
-        part.unpack(strip, block, weights + ((strip - first) * part.blocks + block) * BLOCK_BYTES);
-    for (int64_t row = 0; row < call_.num_rows; row += Multiply::ROWS)
-      for (int64_t strip = first; strip < last; strip += 2) {
-        const uint8_t* of_strip = weights + (strip - first) * part.blocks * BLOCK_BYTES;
-        if (strip + 1 < last) Multiply::many<2>(part, row, strip, of_strip);
-        else Multiply::many<1>(part, row, strip, of_strip);
-      }
   }
 };
 

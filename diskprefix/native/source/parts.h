@@ -87,19 +87,27 @@ inline void turn_head(uint16_t* head, const uint16_t* cosines, const uint16_t* s
   }
 }
 
-// gate = curve(gate) × up
-inline void gate_row(uint16_t* gate, const uint16_t* up, const uint16_t* curve, int64_t width) {
+// The values of a curve, a table with one number more, at LANES numbers or the `left` ones.
+inline Floats curve_at(const uint16_t* numbers, const uint16_t* curve, int64_t left) {
+  uint16_t found[LANES] = {};
+#if defined(__AVX512F__)
+  if (left == LANES) {
+    const __m512i at = _mm512_cvtepu16_epi32(loaded<__m256i>(numbers));
+    store(found, _mm512_cvtepi32_epi16(_mm512_i32gather_epi32(at, curve, 2)));
+  } else
+#endif
+    for (int64_t lane = 0; lane < left; ++lane) found[lane] = curve[numbers[lane]];
+  return BFloat16::load(found);
+}
+
+// gate = curve(gate) × up, or curve(gate) × up_curve(up), or without `up` curve(gate)
+inline void gate_row(uint16_t* gate, const uint16_t* up, const uint16_t* curve, int64_t width,
+                     const uint16_t* up_curve = nullptr) {
   for (int64_t i = 0; i < width; i += LANES) {
     const int64_t left = least(LANES, width - i);
-    uint16_t found[LANES] = {};
-#if defined(__AVX512F__)
-    if (left == LANES) {
-      const __m512i at = _mm512_cvtepu16_epi32(loaded<__m256i>(gate + i));
-      store(found, _mm512_cvtepi32_epi16(_mm512_i32gather_epi32(at, curve, 2)));
-    } else
-#endif
-      for (int64_t lane = 0; lane < left; ++lane) found[lane] = curve[gate[i + lane]];
-    put_some<BFloat16>(gate + i, BFloat16::load(found) * some_of<BFloat16>(up + i, left), left);
+    Floats found = curve_at(gate + i, curve, left);
+    if (up) found *= up_curve ? curve_at(up + i, up_curve, left) : some_of<BFloat16>(up + i, left);
+    put_some<BFloat16>(gate + i, found, left);
   }
 }
 

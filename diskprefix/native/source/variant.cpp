@@ -1,6 +1,7 @@
 // The operators, compiled once for each kind of CPU: VARIANT is its name.
 
 #include "blocks.h"
+#include "experts.h"
 #include "heads.h"
 #include "packing.h"
 #include "planes.h"
@@ -11,6 +12,6 @@
 namespace diskprefix {
 
 extern const Operators VARIANT;
-const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer, head_products, pack, look_up, split, join};
+const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer, head_products, experts, pack, look_up, split, join};
 
 }  // namespace diskprefix

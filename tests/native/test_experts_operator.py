@@ -1,0 +1,146 @@
+"""The compiled experts of a mixture: what their products give one by one, to a row the same in every company."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn import functional
+
+from diskprefix.model.exact.mixtures import GateCurves, curves_of, one_by_one, routed
+from diskprefix.model.quants.forms import FORMS, QuantForm, Quants
+from diskprefix.native import library
+from diskprefix.native.experts_operator import RoutedExperts
+from diskprefix.native.library import Operators
+from diskprefix.native.matrix import Matrix, product
+from tests.model.quants.test_forms import quants_of
+from tests.native.test_matrix import matrix_with
+from tests.native.variants import WITH_PAIRS, of_this_cpu
+
+EXPERTS, CHOSEN, WIDTH, INNER = 5, 3, 64, 160
+"""Few experts, so that one has many rows and another none."""
+MOST = 60
+
+
+def silu() -> GateCurves:
+    plain = SimpleNamespace(has_gate=True, is_concatenated=True)
+    plain._apply_gate = lambda both: functional.silu(both[:, : both.shape[1] // 2]) * both[:, both.shape[1] // 2 :]
+    found = curves_of(plain)
+    assert found is not None
+    return found
+
+
+def quants_with(form: QuantForm) -> dict[str, list[Quants]]:
+    sizes = {"gate": (INNER, WIDTH), "up": (INNER, WIDTH), "down": (WIDTH, INNER)}
+    return {
+        part: [quants_of(form, *size, seed=10 * number + expert) for expert in range(EXPERTS)]
+        for number, (part, size) in enumerate(sizes.items())
+    }
+
+
+def experts_in(form: QuantForm) -> RoutedExperts:
+    biases = torch.randn(3, EXPERTS, max(WIDTH, INNER), generator=torch.Generator().manual_seed(3)).mul_(0.1).bfloat16()
+    matrices = {
+        part: [matrix_with(one, bias[: len(one.codes)]) for one, bias in zip(quants, of_part, strict=True)]
+        for (part, quants), of_part in zip(quants_with(form).items(), biases, strict=True)
+    }
+    return routed(silu(), matrices)
+
+
+def step(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, the experts that each chose, and their weights. Nobody chooses expert 3."""
+    generator = torch.Generator().manual_seed(7)
+    rows = torch.randn(num_rows, WIDTH, generator=generator).bfloat16()
+    chosen = torch.rand(num_rows, EXPERTS - 1, generator=generator).argsort(1)[:, :CHOSEN]
+    weights = torch.rand(num_rows, CHOSEN, generator=generator)
+    return rows, torch.where(chosen == 3, 4, chosen), weights
+
+
+def step_by_step(
+    operators: Operators, experts: RoutedExperts, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    curves = GateCurves(experts.curve, experts.up_curve)
+
+    def compute(expert: int, some: torch.Tensor) -> torch.Tensor:
+        gate = product(operators, some, experts.gate[expert])
+        up = product(operators, some, experts.up[expert]) if experts.up else None
+        return product(operators, curves(gate, up), experts.down[expert])
+
+    return one_by_one(compute, rows, chosen, weights)
+
+
+@pytest.mark.parametrize("form", FORMS[::2], ids=str)
+def test_experts_are_those_of_their_products(operators: Operators, form: QuantForm) -> None:
+    experts = experts_in(form)
+    for count in (1, 2, 7, MOST):
+        rows, chosen, weights = step(count)
+        expected = step_by_step(operators, experts, rows, chosen, weights)
+        assert torch.equal(experts(operators, rows, chosen, weights), expected)
+
+
+@pytest.mark.parametrize("form", FORMS[::4], ids=str)
+def test_a_row_has_the_same_bits_whoever_shares_its_experts(operators: Operators, form: QuantForm) -> None:
+    experts, (rows, chosen, weights) = experts_in(form), step(MOST)
+    whole, rng = experts(operators, rows, chosen, weights), random.Random(1)
+    for num_threads in (1, 2):
+        torch.set_num_threads(num_threads)
+        for count in (1, 2, 3, 16, 17, 40):
+            some = torch.tensor(rng.sample(range(MOST), count))
+            assert torch.equal(experts(operators, rows[some], chosen[some], weights[some]), whole[some])
+
+
+def test_experts_are_added_up_in_the_order_of_the_router(operators: Operators) -> None:
+    """Sums of a few numbers in bfloat16 seldom show it, so one expert is added and taken away again."""
+    experts, (rows, chosen, _) = experts_in(FORMS[0]), step(MOST)
+    chosen[:, 2] = chosen[:, 0]
+    weights = torch.tensor([[2.0**20, 1.0, -(2.0**20)]]).expand(MOST, -1)
+    order = torch.tensor([0, 2, 1])
+    found, turned = (experts(operators, rows, chosen[:, at], weights[:, at]) for at in (torch.arange(3), order))
+    assert not torch.equal(turned, found)
+    assert torch.equal(found, step_by_step(operators, experts, rows, chosen, weights))
+    assert torch.equal(turned, step_by_step(operators, experts, rows, chosen[:, order], weights[:, order]))
+
+
+def test_two_curves_and_experts_without_up(operators: Operators) -> None:
+    whole = experts_in(FORMS[0])
+    numbers = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    clamped = functional.pad(numbers.clamp(-0.5, 0.5) + 1, (0, 1))
+    rows, chosen, weights = step(9)
+    for experts in (
+        RoutedExperts(whole.gate, whole.up, whole.down, whole.curve, clamped),
+        RoutedExperts(whole.gate, [], whole.down, clamped),
+    ):
+        expected = step_by_step(operators, experts, rows, chosen, weights)
+        found = experts(operators, rows, chosen, weights)
+        assert torch.equal(found, expected)
+        assert not torch.equal(found, whole(operators, rows, chosen, weights))
+
+
+@pytest.mark.parametrize("operators", of_this_cpu(WITH_PAIRS), indirect=True)
+def test_experts_in_bfloat16_are_taken_as_they_lie(operators: Operators) -> None:
+    both = torch.randn(EXPERTS, 2 * INNER, WIDTH, generator=torch.Generator().manual_seed(5)).mul_(0.1).bfloat16()
+    last = torch.randn(EXPERTS, WIDTH, INNER, generator=torch.Generator().manual_seed(6)).mul_(0.1).bfloat16()
+    matrices = {
+        part: [Matrix(one, (one.shape[0], one.shape[1])) for one in weight]
+        for part, weight in (("gate", both[:, :INNER]), ("up", both[:, INNER:]), ("down", last))
+    }
+    experts, (rows, chosen, weights) = routed(silu(), matrices), step(MOST)
+    found = experts(operators, rows, chosen, weights)
+    assert torch.equal(found, step_by_step(operators, experts, rows, chosen, weights))
+    assert all(
+        torch.equal(experts(operators, rows[i : i + 1], chosen[i : i + 1], weights[i : i + 1])[0], found[i])
+        for i in range(0, MOST, 7)
+    )
+
+
+def test_an_expert_that_there_is_not_is_refused() -> None:
+    operators = library.operators()
+    assert operators is not None
+    experts, (rows, chosen, weights) = experts_in(FORMS[0]), step(3)
+    for number in (EXPERTS, -1):
+        chosen[1, 1] = number
+        with pytest.raises(IndexError, match="not one of the 5"):
+            experts(operators, rows, chosen, weights)
+    assert experts(operators, rows[:0], chosen[:0], weights[:0]).shape == (0, WIDTH)
