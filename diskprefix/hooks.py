@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_NAMES = ("setup", "warm", "watch", "exchange", "simulate", "remote", "tracing", "standby")
+_NAMES = ("clients", "setup", "warm", "watch", "exchange", "simulate", "remote", "tracing", "standby")
 _OWN = tuple(f"diskprefix.extras.{name}" for name in _NAMES)
 _GROUP = "diskprefix.extras"
 

@@ -27,7 +27,7 @@ def hello():
 
 def test_the_own_extras_add_their_commands() -> None:
     assert set(hooks.commands()) == {
-        *("doctor", "init", "warm", "inspect", "top"),
+        *("clients", "doctor", "init", "warm", "inspect", "top"),
         *("export", "import", "simulate", "remote"),
     }
     assert command_names()[0] == "serve"

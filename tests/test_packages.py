@@ -26,7 +26,7 @@ for _row in (
     "private_file settings tenant_ids tokens",
     "nouns",
     "namespace_key memo native",
-    "store recipes",
+    "store",
     "kv",
     "hooks",
     "model cache",
@@ -44,7 +44,9 @@ BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
 
 BESIDE = {
-    "watch": {"simulate", "warm", "request_bodies"},
+    "watch": {"clients", "simulate", "warm", "request_bodies", "daemon_call"},
+    "warm": {"daemon_call"},
+    "clients": {"daemon_call"},
     "simulate": {"warm", "request_bodies"},
     "setup": {"warm", "request_bodies"},
     "vllm": {"remote", "exchange"},

@@ -13,7 +13,6 @@ from diskprefix.errors import DiskPrefixError
 
 COMMANDS = {
     "serve": "serve_command",
-    "clients": "clients_command",
     "models": "models_command",
     "verify": "verify_command",
     "purge": "purge_command",

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from diskprefix.cli import clients_command
-from diskprefix.cli.daemon_call import Answer
-from diskprefix.recipes.recipe import Recipe, RecipeFile, Served, names, recipe
+from diskprefix.extras.clients import clients_command
+from diskprefix.extras.clients.recipe import Recipe, RecipeFile, Served, names, recipe
+from diskprefix.extras.daemon_call import Answer
 from tests.cli.conftest import Run
 
 SERVED = Served(url="http://127.0.0.1:8642", model='a "model"\\1', key="k-1", context=32_768)

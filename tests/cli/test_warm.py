@@ -20,8 +20,8 @@ import pytest
 import diskprefix.extras.warm.warm_command
 from diskprefix.api.openai import CompletionRequest
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.cli.daemon_call import running_daemon as calling
 from diskprefix.errors import InvalidRequest, NotReady
+from diskprefix.extras.daemon_call import running_daemon as calling
 from diskprefix.extras.warm.warm_prompts import CHAT, COMPLETION, NOT_OF_PROMPTS, WarmItem, read_items
 from tests.cli.conftest import Ended, Run, run_fresh
 from tests.cli.terminal import Terminal

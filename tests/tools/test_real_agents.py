@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.recipes.recipe import names
+from diskprefix.extras.clients.recipe import names
 from tools.real_agents.agents import AGENTS, LAST_REPLY, TASK
 from tools.real_agents.replies import Reply
 from tools.real_agents.run import turn_finder

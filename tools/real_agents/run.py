@@ -17,7 +17,7 @@ import click
 from rich.console import Console
 
 from diskprefix.errors import ModelError
-from diskprefix.recipes.recipe import NO_KEY, Served, recipe
+from diskprefix.extras.clients.recipe import NO_KEY, Served, recipe
 from tools.measuring.live_server import LiveServer, LiveServerError, log_tail, step
 from tools.measuring.options import JSON
 from tools.measuring.report import machine, new_table, print_report, say, show_machine

@@ -7,7 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from diskprefix.recipes.recipe import Recipe
+from diskprefix.extras.clients.recipe import Recipe
 from tools.real_agents.agents import FILE, SOURCE, Agent
 
 _KEPT_VARIABLES = ("PATH", "LANG", "TERM")

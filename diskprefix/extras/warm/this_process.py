@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from diskprefix import app
-from diskprefix.cli.daemon_call import Answer, Call, Say
+from diskprefix.extras.daemon_call import Answer, Call, Say
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ import click
 from click.core import ParameterSource
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cli.daemon_call import Answer, Call, Say, running_daemon, wait_ready
 from diskprefix.cli.logs import configure_logging
 from diskprefix.cli.options import (
     GroupedCommand,
@@ -25,6 +24,7 @@ from diskprefix.cli.options import (
 )
 from diskprefix.cli.tooling import print_json, refuse_given, status
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
+from diskprefix.extras.daemon_call import Answer, Call, Say, running_daemon, wait_ready
 from diskprefix.extras.warm.this_process import in_this_process
 from diskprefix.extras.warm.warm_prompts import Json, WarmItem, read_items
 from diskprefix.printable import printable_only, shown

@@ -6,9 +6,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from diskprefix.cli.daemon_call import Answer, Call, running_daemon
 from diskprefix.cli.tooling import opened_store
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError, StoreUnavailable
+from diskprefix.extras.daemon_call import Answer, Call, running_daemon
 from diskprefix.extras.watch.browse.flat import listing
 from diskprefix.extras.watch.browse.outline import outline
 from diskprefix.store.maintenance.purge import delete_entry, erase

@@ -6,12 +6,12 @@ from dataclasses import asdict
 
 import click
 
-from diskprefix.cli.daemon_call import running_daemon, wait_ready
 from diskprefix.cli.options import api_key_option, nonempty, url_option
 from diskprefix.cli.tooling import json_option, print_json, status
 from diskprefix.errors import NotReady, SettingsError
+from diskprefix.extras.clients.recipe import NO_KEY, Served, names, recipe
+from diskprefix.extras.daemon_call import running_daemon, wait_ready
 from diskprefix.printable import escaped
-from diskprefix.recipes.recipe import NO_KEY, Served, names, recipe
 
 
 @click.command(short_help="Print the settings with which agents and libraries use the daemon.")
