@@ -1,4 +1,4 @@
-"""The places where extras join the core: commands, routes, a shared tier, a bucket, a recorder, traces, processes.
+"""The places where extras join the core: commands, routes, tiers, recorders and others, see `extras/README.md`.
 
 An extra is a module with some of the names that the functions below look for. The package's own extras are listed here
 and imported on first use. Another distribution adds one as an entry point of the group `diskprefix.extras`:
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
     import click
 
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
+    from diskprefix.chat.draft import Compress
     from diskprefix.nouns import CacheOptions, CacheReport, Prompt, Stage
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
-_NAMES = ("clients", "setup", "warm", "watch", "exchange", "simulate", "remote", "tracing", "standby")
+_NAMES = ("clients", "setup", "warm", "watch", "exchange", "simulate", "remote", "tracing", "standby", "compression")
 _OWN = tuple(f"diskprefix.extras.{name}" for name in _NAMES)
 _GROUP = "diskprefix.extras"
 
@@ -162,6 +163,16 @@ def open_tracer(settings: Settings) -> Tracer | None:
     """Returns what traces requests, None if no extra does for these settings. Raises `SettingsError`."""
     tracer: Tracer | None = _only(one for open_ in _all("open_tracer") if (one := open_(settings)) is not None)
     return tracer
+
+
+def open_compression(settings: Settings, max_positions: int) -> Compress | None:
+    """Returns what shortens the conversations of a model, None if no extra does for these settings.
+
+    Raises `SettingsError`.
+    """
+    found = (open_(settings, max_positions) for open_ in _all("open_compression"))
+    compress: Compress | None = _only(one for one in found if one is not None)
+    return compress
 
 
 def open_supervisor(settings: Settings) -> Supervise | None:

@@ -328,20 +328,6 @@ class Settings:
         """The names of `allowed_hosts`."""
         return tuple(name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip())
 
-    def compression_threshold(self, max_positions: int) -> int | None:
-        """Returns the tokens above which a prompt is compressed, None for never.
-
-        Raises `SettingsError` if no prompt of a model with `max_positions` can have more.
-        """
-        if self.prefill_compression == "off":
-            return None
-        threshold = max_positions * 3 // 4 if self.prefill_compression == "auto" else int(self.prefill_compression)
-        if threshold >= max_positions:
-            raise SettingsError(
-                f"--prefill-compression: {threshold} is not below the {max_positions} positions of this model"
-            )
-        return threshold
-
     def __post_init__(self) -> None:
         for name, setting in SETTINGS.items():
             value = getattr(self, name)

@@ -39,7 +39,7 @@ for _row in (
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
 BELOW["cache.policy"], BELOW["cache.tiers"] = BELOW["store"], BELOW["hooks"]
-BELOW["hooks"] |= {"cache"}  # Only for the types of what extras provide.
+BELOW["hooks"] |= {"cache", "chat"}  # Only for the types of what extras provide.
 BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
 

@@ -122,6 +122,7 @@ EXPECTED_PAGES = {
     ),
     *("diskprefix/store/README.md", "diskprefix/cache/README.md"),
     *(
+        "diskprefix/extras/compression/README.md",
         "diskprefix/extras/exchange/README.md",
         "diskprefix/extras/remote/README.md",
         "diskprefix/extras/watch/dashboard/README.md",

@@ -90,6 +90,10 @@ class PromptDraft:
 
 
 DraftStep: TypeAlias = Callable[[PromptDraft], PromptDraft]
+CountTokens: TypeAlias = Callable[[Sequence[str]], Sequence[int]]
+"""Returns the number of tokens of each text."""
+Compress: TypeAlias = Callable[[Sequence[DraftStep], CountTokens, PromptDraft], PromptDraft]
+"""Runs the steps that make token ids of a conversation, perhaps of a shorter one if it has too many tokens."""
 
 
 def run_steps(steps: Sequence[DraftStep], draft: PromptDraft) -> PromptDraft:

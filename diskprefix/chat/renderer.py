@@ -9,9 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from diskprefix.chat.boundaries import bound, text_boundaries
-from diskprefix.chat.compression import fit
 from diskprefix.chat.content import holds_media, prepare_media, read_media, render_media
-from diskprefix.chat.draft import DraftStep, PromptDraft, run_steps
+from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.encoder import Encoder, encode
 from diskprefix.chat.marks import mark
 from diskprefix.chat.messages import Conversation, JsonObject
@@ -40,8 +39,8 @@ _SCANNED_CHARS = 10_000
 class PromptRenderer:
     """Renders and tokenises the prompts of one model. May be called from several threads.
 
-    `media` is the processor of a multimodal model. Aged messages of a conversation with more than `compress_above`
-    tokens are left out. `end_ids` are the tokens with which the model ends a reply.
+    `media` is the processor of a multimodal model. `compress` shortens conversations that have too many tokens.
+    `end_ids` are the tokens with which the model ends a reply.
     """
 
     def __init__(
@@ -52,12 +51,12 @@ class PromptRenderer:
         max_positions: int,
         media: MediaProcessor | None = None,
         normalisers: Normalisers = Normalisers(),  # noqa: B008 (immutable)
-        compress_above: int | None = None,
+        compress: Compress | None = None,
         end_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._normalisers = normalisers
-        self._compress_above = compress_above
+        self._compress = compress
         self._media = media
         self._encoder = Encoder(
             tokenizer, vocab_size=vocab_size, max_positions=max_positions, needs_bos=media is not None
@@ -104,7 +103,7 @@ class PromptRenderer:
         """Returns the text that the template writes, without images and sounds. Raises `InvalidRequest` as `replay`."""
         require_few_arguments(conversation)
         steps: list[DraftStep] = [*self._rewriting_steps(), partial(render, self._template)]
-        if self._compress_above is not None and not holds_media(conversation.messages):
+        if self._compress is not None and not holds_media(conversation.messages):
             steps = [*self._rewriting_steps(), *self._writing_steps()]
         return run_steps(steps, PromptDraft(conversation=conversation)).rendering.text
 
@@ -135,9 +134,9 @@ class PromptRenderer:
             partial(splice, self._template, self.output_format),
             partial(encode, self._encoder, self._template),
         ]
-        if self._compress_above is None:
+        if self._compress is None:
             return steps
-        return [partial(fit, steps, self._compress_above, self._encoder.count)]
+        return [partial(self._compress, steps, self._encoder.count)]
 
     def completion(self, prompt: str | list[int], encodings: RecordStore | None = None) -> Prompt:
         """Returns the prompt of a text or of token ids, without a chat template. Texts in `encodings` are not encoded

@@ -194,7 +194,7 @@ class Daemon:
         imports_s = self._elapsed_s()
         engine = self._load_engine(self.settings, progress)
         try:
-            compress_above = self.settings.compression_threshold(engine.max_positions)
+            compress = hooks.open_compression(self.settings, engine.max_positions)
         except SettingsError:
             engine.close()
             raise
@@ -204,7 +204,7 @@ class Daemon:
             max_positions=engine.max_positions,
             media=engine.media,
             normalisers=normalisers,
-            compress_above=compress_above,
+            compress=compress,
             end_ids=engine.end_ids,
         )
         renderer.warm_up()

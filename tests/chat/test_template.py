@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from diskprefix.cache.policy.select import Rules, select
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
+from diskprefix.extras.compression.compression import fit
 from diskprefix.json_values import MOST_PARTS
 from diskprefix.nouns import Prompt
 from diskprefix.server.body import parse_json
@@ -229,8 +231,8 @@ def test_a_text_of_megabytes_is_refused_without_encoding_all_of_it(tokenizer: An
             return tokenizer(texts, **options)
 
     longest = max(map(len, tokenizer.get_vocab()))
-    for compress_above in (None, 32):
-        renderer = renderer_of(Counting(), max_positions=64, compress_above=compress_above)
+    for compress in (None, partial(fit, 32)):
+        renderer = renderer_of(Counting(), max_positions=64, compress=compress)
         for text in ("word " * 1_000_000, " " * longest * 64):
             with pytest.raises(ContextTooLong, match="at least"):
                 rendered(renderer, conversation_of(("user", text), ("assistant", text), ("user", text)))

@@ -7,11 +7,11 @@ the assistant with the results of its calls) that was left out once stays left o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from diskprefix.chat.draft import DraftStep, PromptDraft, run_steps
+from diskprefix.chat.draft import CountTokens, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.messages import Conversation, Message, TextPart
 from diskprefix.errors import ContextTooLong
 from diskprefix.nouns import LeftOut
@@ -20,9 +20,6 @@ PLACEHOLDER = "(Earlier messages of this conversation were left out.)"
 """A message of the assistant where two messages of the user would meet, which many templates refuse."""
 _AROUND_TOKENS = 16
 """An upper estimate of the tokens that templates write around a message or a call."""
-
-CountTokens = Callable[[Sequence[str]], Sequence[int]]
-"""Returns the number of tokens of each text."""
 
 
 @dataclass
@@ -40,7 +37,7 @@ class _Round:
         return [*self.exchanges[:-1], [*self.opening, *self.exchanges[-1]]]
 
 
-def fit(write: Sequence[DraftStep], limit: int, count: CountTokens, draft: PromptDraft) -> PromptDraft:
+def fit(limit: int, write: Sequence[DraftStep], count: CountTokens, draft: PromptDraft) -> PromptDraft:
     """Runs the steps `write`. If they make more than `limit` tokens, runs them again without aged exchanges."""
     written = None
     with suppress(ContextTooLong):

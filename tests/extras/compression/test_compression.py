@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,17 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.cache.policy.select import Rules, select
-from diskprefix.chat.compression import PLACEHOLDER, shortened
 from diskprefix.chat.encoder import Encoder
 from diskprefix.chat.messages import CacheMark, Conversation, Message, TextPart, ToolCall
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong
+from diskprefix.extras.compression.compression import PLACEHOLDER, fit, shortened
 from diskprefix.extras.simulate.geometry import TOKEN
 from diskprefix.extras.simulate.simulator import Policy, Simulator
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.nouns import LeftOut, Prompt, Scope
 from tests.agent_bodies import words
-from tests.chat.rendering import rendered
+from tests.chat.rendering import rendered, tokenizer_with
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 
 
@@ -155,8 +156,14 @@ def test_what_must_stay_stays(drawn: tuple[str, list[int]], threshold: int) -> N
 
 
 @pytest.fixture(scope="module")
-def renderer_of(tokenizer: Any) -> Callable[[int | None], PromptRenderer]:
-    return lambda limit: PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS, compress_above=limit)
+def renderer_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], PromptRenderer]:
+    tokenizer = tokenizer_with(tmp_path_factory.mktemp("tokenizer"))
+
+    def make(limit: int | None) -> PromptRenderer:
+        compress = None if limit is None else partial(fit, limit)
+        return PromptRenderer(tokenizer, vocab_size=VOCAB_SIZE, max_positions=POSITIONS, compress=compress)
+
+    return make
 
 
 def session(num_calls: int) -> list[Conversation]:
