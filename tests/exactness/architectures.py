@@ -21,6 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from diskprefix.model.quants.quantised import chooser, prepare, quantise
+
 VOCAB = 400
 POSITIONS = 4096
 WINDOW = 24
@@ -285,6 +287,14 @@ def tiny_model(name: str, dtype: torch.dtype, *, seed: int = 0) -> PreTrainedMod
     if dtype != torch.float32:
         model = type(model).from_pretrained(None, config=config, state_dict=model.state_dict(), dtype=dtype)
     return model.eval()
+
+
+def quantised_tiny_model(name: str, weights: str) -> PreTrainedModel:
+    """`tiny_model` in bfloat16 with the weights `int8` or `int4`, ready to compute."""
+    model = tiny_model(name, torch.bfloat16)
+    quantise(model, chooser(model, weights))
+    prepare(model)
+    return model
 
 
 @torch.no_grad()

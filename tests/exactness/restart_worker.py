@@ -1,7 +1,8 @@
 """Run prompts through the prefix cache in a process of its own, which then dies of SIGKILL.
 
 PLAN: {"folder": str, "dtype": "bfloat16", "requests": [{"seeds": [[seed, num_tokens], ...], "scope": "full"}, ...]},
-and "exact_at" and "block_size" where they are not those of `Runner` alone. A prompt is its seeded parts, joined. A
+and "exact_at" and "block_size" where they are not those of `Runner` alone; "mixture" names a model of which experts and
+all else are in 4 bits. A prompt is its seeded parts, joined. A
 third number says how many tokens of a part are taken. OUT holds the next-token logits of every request as raw bytes,
 the greedy tokens, and how many tokens were restored.
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tests.exactness.architectures import quantised_tiny_model
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
 REPLY = 4
@@ -23,7 +25,8 @@ REPLY = 4
 
 def main(plan_file: str, out_file: str) -> None:
     plan = json.loads(Path(plan_file).read_text())
-    model = tiny_llama(getattr(torch, plan["dtype"]))
+    mixture = plan.get("mixture")
+    model = quantised_tiny_model(mixture, "int4") if mixture else tiny_llama(getattr(torch, plan["dtype"]))
     settings = tiny_settings(Path(plan["folder"]), block_size=plan.get("block_size", BLOCK))
     runner = Runner(model, settings, exact_at=plan.get("exact_at", "grid"))
     logits, greedy, restored = [], [], []

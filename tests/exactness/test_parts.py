@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from diskprefix.tokens import TokenIds, as_token_ids
-from tests.exactness.architectures import tiny_model
+from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.exactness.test_restart import Request, run_in_a_process
 from tests.runner import Runner, random_prompt, tiny_settings
 
@@ -36,15 +36,18 @@ def of_a_conversation(rng: random.Random, stored: list[TokenIds]) -> TokenIds:
         ("gpt_oss", torch.float32),
         ("deepseek_v3", torch.bfloat16),
         ("qwen3_moe", torch.bfloat16),
+        ("qwen3_moe", "int4"),
+        ("gpt_oss", "int8"),
     ],
     ids=str,
 )
 def test_conversations_that_part_anywhere_are_the_cold_runs_bit_for_bit(
-    name: str, dtype: torch.dtype, tmp_path: Path
+    name: str, dtype: torch.dtype | str, tmp_path: Path
 ) -> None:
     """Scopes that keep much and little, and restarts in between."""
     rng = random.Random(f"{name} {dtype}")
-    runner = Runner(tiny_model(name, dtype), tiny_settings(tmp_path / "kv", block_size=BLOCK), exact_at="token")
+    model = quantised_tiny_model(name, dtype) if isinstance(dtype, str) else tiny_model(name, dtype)
+    runner = Runner(model, tiny_settings(tmp_path / "kv", block_size=BLOCK), exact_at="token")
     assert runner.layout.exact_at == "token"
     stored: list[TokenIds] = []
     num_inside = 0
@@ -76,10 +79,10 @@ def requests(seed: int, count: int) -> list[Request]:
     return found
 
 
-@pytest.mark.parametrize("exact_at", ["token", "grid"])
-def test_after_a_kill_a_restored_run_equals_a_cold_run(exact_at: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("exact_at", "mixture"), [("token", ""), ("grid", ""), ("token", "qwen3_moe")])
+def test_after_a_kill_a_restored_run_equals_a_cold_run(exact_at: str, mixture: str, tmp_path: Path) -> None:
     first, second = requests(1, 12), requests(2, 30)
-    plan: dict[str, Any] = {"exact_at": exact_at, "block_size": BLOCK}
+    plan: dict[str, Any] = {"exact_at": exact_at, "block_size": BLOCK, "mixture": mixture}
     run_in_a_process(tmp_path, "bfloat16", first, "first", **plan)
     restored = run_in_a_process(tmp_path, "bfloat16", second, "second", **plan)
     off = [request | {"scope": "off"} for request in second]

@@ -32,7 +32,7 @@ class GateCurves:
     gate: torch.Tensor
     up: torch.Tensor | None
 
-    def __call__(self, gate: torch.Tensor, up: torch.Tensor | None) -> torch.Tensor:
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
         found = _at(self.gate, gate)
         if up is None:
             return found
@@ -94,7 +94,7 @@ def curves_of(module: Any) -> GateCurves | None:
         probed = numbers[numbers.abs() <= _PROBED]
         is_same = torch.equal(_at(up, probed), probed)
         found = GateCurves(_table(gate), None if is_same else _table(up))
-        others = probed[torch.randperm(len(probed), generator=torch.Generator().manual_seed(6))]
+        others = probed[torch.randperm(len(probed), generator=torch.Generator().manual_seed(6), device="cpu")]
         # Filled up, as the curves of torch are of whole vectors.
         left, right = (nn.functional.pad(part, (0, -len(part) % 128)) for part in (probed, others))
         return found if torch.equal(found(left, right), compute(left, right)) else None

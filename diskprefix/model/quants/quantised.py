@@ -1,14 +1,17 @@
 """A model whose matrices are quantised: made of a loaded one, written to a folder, loaded again.
 
 The weights file names the form of each matrix in its metadata. transformers puts `QuantisedLinear` in the place of
-those modules before it loads the tensors, through its own interface for quantisers.
+those modules, and `QuantisedExperts` in that of experts, before it loads the tensors, through its own interface for
+quantisers.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -21,9 +24,16 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from diskprefix.errors import ModelError
+from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.forms import QuantForm, Quants, quantised, unpacked
 from diskprefix.model.quants.products import Product, kernel, matrix_of, product_of
+from diskprefix.model.quants.quantised_experts import (
+    QuantisedExperts,
+    QuantisedMatrices,
+    may_be_quantised,
+    quantised_experts,
+)
 from diskprefix.native.matrix import Matrix, fills_blocks
 from diskprefix.progress import Report, progress_bar
 
@@ -81,8 +91,8 @@ class QuantisedLinear(nn.Module):
 def quantise(model: PreTrainedModel, choose: Choose) -> None:
     """Quantises the matrices of the decoder in place, as `choose` says.
 
-    What does not fill whole blocks, experts, routers, the projections of recurrent layers, and the expansion of latents
-    stay as they are.
+    What does not fill whole blocks, routers, the projections of recurrent layers, and the expansion of latents stay as
+    they are.
     `prepare` makes the model ready to compute.
     """
     for name, linear in list(quantisable(model)):
@@ -90,6 +100,10 @@ def quantise(model: PreTrainedModel, choose: Choose) -> None:
             quants = choose(name, linear.weight.detach())
             if quants is not None:
                 _put(model, name, quants)
+    for name, experts in list(quantisable_experts(model)):
+        made = quantised_experts(experts, partial(choose, name))
+        if made is not None:
+            model.set_submodule(name, made)
     if isinstance(model.get_output_embeddings(), QuantisedLinear):
         untie(model.config)
 
@@ -111,6 +125,14 @@ def quantisable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:
         if name.split(".")[-1] in (*_ROUTERS, _EXPANSION):
             continue
         if not any(name.startswith(f"{outer}.") for outer in recurrent):
+            yield name, module
+
+
+def quantisable_experts(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the experts of mixtures that may be quantised, with the names of their modules."""
+    inside = {id(module) for module in model.get_decoder().modules()}
+    for name, module in model.named_modules():
+        if id(module) in inside and may_be_quantised(module):
             yield name, module
 
 
@@ -152,14 +174,18 @@ def quantise_and_save(model: PreTrainedModel, weights: str, made: Path, report: 
             return quants
 
         quantise(model, chosen)
-    if not any(isinstance(module, QuantisedLinear) for module in model.modules()):
+    if not any(isinstance(module, QuantisedLinear | QuantisedMatrices) for module in model.modules()):
         raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
     save_quantised(model, made)
 
 
 def save_quantised(model: PreTrainedModel, folder: Path) -> None:
     """Writes the weights and the configurations into `folder`. Raises `OSError` if the disk is full."""
-    forms = {name: str(module.form) for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
+    forms = {
+        name: str(module.form)
+        for name, module in model.named_modules()
+        if isinstance(module, QuantisedLinear | QuantisedMatrices)
+    }
     tensors, seen = {}, set()
     for name, tensor in model.state_dict().items():
         if tensor.data_ptr() not in seen:
@@ -169,11 +195,11 @@ def save_quantised(model: PreTrainedModel, folder: Path) -> None:
     save_configurations(model, folder)
 
 
-def metadata_of(model: PreTrainedModel, forms: Mapping[str, str]) -> dict[str, str]:
-    """Returns the metadata of the weights file of a model whose modules have these forms."""
-    ordered = {name: forms[name] for name, _ in model.named_modules() if name in forms}
+def metadata_of(model: PreTrainedModel, forms: dict[str, str]) -> dict[str, str]:
+    """Returns the metadata of the weights file of a model whose modules have these forms. For experts the names are
+    those of the parts, such as `experts.gate`."""
     untied = {_UNTIED: "1"} if _head_name(model) in forms else {}
-    return {"format": "pt", _FORMS: json.dumps(ordered), **untied}
+    return {"format": "pt", _FORMS: json.dumps(forms, sort_keys=True), **untied}
 
 
 def _head_name(model: PreTrainedModel) -> str | None:
@@ -226,10 +252,11 @@ def prepare(model: PreTrainedModel) -> None:
     found: dict[str, int] = {}
     with one_thread():
         for module in model.modules():
-            if isinstance(module, QuantisedLinear):
-                kind = f"int{module.form.bits}"
-                found[kind] = found.get(kind, 0) + 1
+            if isinstance(module, QuantisedLinear | QuantisedExperts):
                 module.prepare()
+            if isinstance(module, QuantisedLinear | QuantisedMatrices):
+                kind = f"int{module.form.bits}"
+                found[kind] = found.get(kind, 0) + (len(module.packed) if isinstance(module, QuantisedMatrices) else 1)
     others = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     if found:
         counts = ", ".join(f"{count} matrices {kind}" for kind, count in sorted(found.items()))
@@ -248,15 +275,21 @@ class QuantsConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class Quantiser(HfQuantizer):  # type: ignore[misc]
-    """Puts `QuantisedLinear` where the weights file has quants."""
+    """Puts `QuantisedLinear` and `QuantisedExperts` where the weights file has quants."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] = (), **_: Any
     ) -> None:
         (file,) = checkpoint_files
-        for name, form in json.loads(_metadata(Path(file))[_FORMS]).items():
-            linear = model.get_submodule(name)
-            model.set_submodule(name, QuantisedLinear(linear, QuantForm.parse(form)))
+        parts: dict[str, dict[str, QuantForm]] = defaultdict(dict)
+        for name, text in json.loads(_metadata(Path(file))[_FORMS]).items():
+            (owner, _, part), form = name.rpartition("."), QuantForm.parse(text)
+            if is_mixture(model.get_submodule(owner)):
+                parts[owner][part] = form
+            else:
+                model.set_submodule(name, QuantisedLinear(model.get_submodule(name), form))
+        for name, forms in parts.items():
+            model.set_submodule(name, QuantisedExperts(model.get_submodule(name), forms))
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return False

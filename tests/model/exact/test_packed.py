@@ -19,7 +19,7 @@ from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
 from diskprefix.model.exact.runner import Rows
 from diskprefix.native import library
-from tests.exactness.architectures import tiny_model
+from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.examples import examples
 from tests.model.exact.test_invariance import tiles_of_the_step, unsafe_counts
 
@@ -29,7 +29,8 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Layout]:
-    model = tiny_model(name, dtype)
+    name, _, weights = name.partition(" ")
+    model = quantised_tiny_model(name, weights) if weights else tiny_model(name, dtype)
     layout, reason = make_exact(model, rehearse(model))
     assert not reason
     return model, layout
@@ -99,7 +100,7 @@ def are_equal(one: Bits, other: Bits) -> bool:
     return all(state == its and same(a, b) for (state, a), (its, b) in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mixtral", "minicpm3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mixtral", "minicpm3", "gpt_oss int4"])
 def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> None:
     model, layout = made(name)
     expected = alone(model, layout)

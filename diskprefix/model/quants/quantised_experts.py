@@ -1,0 +1,114 @@
+"""Quantised experts of a mixture, in the place of transformers' modules: one call of the compiled operator a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, one_by_one, routed
+from diskprefix.model.quants.forms import QuantForm, Quants, unpacked
+from diskprefix.model.quants.products import Product, matrix_of, product_of
+from diskprefix.native.experts_operator import RoutedExperts
+from diskprefix.native.library import operators
+from diskprefix.native.matrix import Matrix, fills_blocks
+
+
+class QuantisedMatrices(nn.Module):
+    """A matrix [rows, columns] of each expert.
+
+    `packed` is uint8 [experts, *form.packed_shape], `bias` [experts, rows] or None.
+    """
+
+    packed: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, form: QuantForm) -> None:
+        """`weight` is [experts, rows, columns]; only its sizes and device are used."""
+        super().__init__()
+        self.form = form
+        num_experts, rows, columns = weight.shape
+        shape = (num_experts, *form.packed_shape(rows, columns))
+        self.register_buffer("packed", torch.empty(shape, dtype=torch.uint8, device=weight.device))
+        self.register_buffer("bias", None if bias is None else bias.clone(memory_format=torch.contiguous_format))
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights as they are computed with, [experts, rows, columns], made anew each time."""
+        return torch.stack([unpacked(packed, self.form).dequantised() for packed in self.packed])
+
+    def each(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Returns the packed matrix of each expert and its bias."""
+        biases = [None] * len(self.packed) if self.bias is None else [*self.bias]
+        return list(zip(self.packed, biases, strict=True))
+
+
+class QuantisedExperts(nn.Module):
+    """A replacement for the experts of a mixture: rows [n, hidden] → [n, hidden], in bfloat16.
+
+    Its children are `gate`, `up` (unless there is none) and `down`, each with a matrix of every expert.
+    """
+
+    def __init__(self, experts: nn.Module, forms: Mapping[str, QuantForm]) -> None:
+        super().__init__()
+        found = curves_of(experts)
+        assert found is not None
+        self.curves = found
+        for part, (weight, bias) in matrices_of(experts).items():
+            self.add_module(part, QuantisedMatrices(weight, bias, forms[part]))
+        self.num_experts = len(self.parts()["down"].packed)
+        self._routed: RoutedExperts | None = None
+        self._products: dict[str, list[Product]] = {}
+
+    def parts(self) -> dict[str, QuantisedMatrices]:
+        return {name: part for name, part in self.named_children() if isinstance(part, QuantisedMatrices)}
+
+    def prepare(self) -> None:
+        """Prepares the matrices for the kernel, once the weights are there. They must not change afterwards."""
+        matrices: dict[str, list[Matrix]] = {}
+        for name, part in self.parts().items():
+            found = [(packed, bias, matrix_of(packed, part.form, bias)) for packed, bias in part.each()]
+            matrices[name] = [matrix for *_, matrix in found if matrix is not None]
+            self._products[name] = [
+                product_of(packed, part.form, bias, matrix) for packed, bias, matrix in found if matrix is None
+            ]
+        self._routed = routed(self.curves, matrices) if operators() is not None else None
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        compiled = operators()
+        if compiled is not None and self._routed is not None:
+            return self._routed(compiled, hidden_states, top_k_index, top_k_weights)
+        assert self._products.get("down"), "the model was not prepared"
+        return one_by_one(self._one, hidden_states, top_k_index, top_k_weights)
+
+    def _one(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
+        gate, *up, down = (of_part[expert] for of_part in self._products.values())
+        return down(self.curves(gate(rows), *(of_up(rows) for of_up in up)))
+
+
+def may_be_quantised(experts: Any) -> bool:
+    """Returns whether `QuantisedExperts` can replace a module."""
+    if not is_mixture(experts) or experts.has_post_expert_norm:
+        return False
+    return (
+        all(fills_blocks(weight[0]) for weight, _ in matrices_of(experts).values()) and curves_of(experts) is not None
+    )
+
+
+def quantised_experts(experts: nn.Module, choose: Callable[[torch.Tensor], Quants | None]) -> QuantisedExperts | None:
+    """Returns the replacement, None if `choose` leaves a part as it is. It gets the matrices of all experts as one,
+    below each other."""
+    made: dict[str, tuple[QuantForm, torch.Tensor]] = {}
+    for part, (weight, _) in matrices_of(experts).items():
+        quants = choose(weight.reshape(-1, weight.shape[2]))
+        if quants is None:
+            return None
+        made[part] = quants.form, quants.packed()
+    found = QuantisedExperts(experts, {part: form for part, (form, _) in made.items()})
+    for name, part_of_it in found.parts().items():
+        part_of_it.packed = made[name][1].view(part_of_it.packed.shape)
+    return found
