@@ -26,6 +26,11 @@ def identity_text(
     )
 
 
+def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
+    """Returns the names of the fields in which two identities differ, sorted."""
+    return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
+
+
 def canonical(values: Mapping[str, Any]) -> str:
     """Returns JSON with sorted keys, or "" for no values. A round trip through a file (tuples, 1.0) changes nothing."""
     return json.dumps(plain(values), sort_keys=True, separators=(",", ":")) if values else ""

@@ -35,9 +35,17 @@ def test_the_own_extras_add_their_commands() -> None:
         assert hooks.command(place).name in hooks.commands()
 
 
-def test_without_settings_that_ask_for_them_there_is_no_tier_and_no_recorder() -> None:
+def test_without_settings_that_ask_for_it_no_extra_joins() -> None:
     assert hooks.open_tier(Settings()) is None
     assert hooks.open_recorder(Settings(), lambda: 0) is None
+    assert hooks.open_tracer(Settings()) is None
+    assert hooks.open_compression(Settings(), 1024) is None
+    assert hooks.open_supervisor(Settings()) is None
+
+
+def test_settings_that_ask_for_an_extra_get_it() -> None:
+    assert hooks.open_compression(Settings(prefill_compression="auto"), 1024) is not None
+    assert hooks.open_supervisor(Settings(standby=True)) is not None
 
 
 def test_two_extras_that_answer_for_one_setting_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

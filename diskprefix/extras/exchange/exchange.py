@@ -19,6 +19,7 @@ from msgspec import DecodeError, convert, json, structs
 from diskprefix.errors import PrefixGone, SettingsError, StoreCorrupt
 from diskprefix.extras.exchange.entry_file import EntryReader, EntryWriter, refuse_existing
 from diskprefix.extras.exchange.manifest import Identity, Manifest, NodeSpan, shown
+from diskprefix.identity import differing
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode, node_bytes
 from diskprefix.store.codec.codec import decode_piece, piece_seed, populate
@@ -315,7 +316,7 @@ def _differences(wanted: Identity, model: ModelRecord) -> list[str]:
         there, here = wanted.fields, Identity.parse(model.identity).fields
     except StoreCorrupt:
         return ["an identity cannot be read"]
-    names = sorted((name for name in here | there if here.get(name) != there.get(name)), key=_place)
+    names = sorted(differing(here, there), key=_place)
     lines = (_differing(name, there.get(name, ""), here.get(name, "")) or [shown(name)] for name in names)
     return [line for of_one in lines for line in of_one]
 

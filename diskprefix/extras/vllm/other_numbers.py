@@ -5,6 +5,7 @@ from __future__ import annotations
 from diskprefix.errors import StoreCorrupt
 from diskprefix.extras.exchange.manifest import Identity
 from diskprefix.extras.vllm.plans import RankIdentity
+from diskprefix.identity import differing
 from diskprefix.store.store import Store
 
 _SHOWN_CHARS = 40
@@ -26,11 +27,11 @@ def what_differs(store: Store, identity: RankIdentity) -> str | None:
                 found = Identity.parse(record.identity).fields
             except StoreCorrupt:
                 continue
-            differing = [name for name in sorted(own.keys() | found.keys()) if own.get(name) != found.get(name)]
-            if not differing:
+            names = differing(own, found)
+            if not names:
                 return None
-            if least is None or len(differing) < len(least):
-                least = [f"{name} ({_shown(found.get(name))}, here {_shown(own.get(name))})" for name in differing]
+            if least is None or len(names) < len(least):
+                least = [f"{name} ({_shown(found.get(name))}, here {_shown(own.get(name))})" for name in names]
     return None if least is None else ", ".join(least)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diskprefix.errors import StoreCorrupt
@@ -81,10 +81,9 @@ def statistics(
         entry = snapshot.entry(bytes.fromhex(info.id))
         if entry is not None:
             counts[entry.root].update(entries=1, listed_bytes=info.raw_bytes)
-    for name in snapshot.keys("nodes"):
-        if (node := _sound(snapshot, name)) is not None:
-            blocks = int(node.kind != Kind.CHECKPOINT)
-            counts[node.root].update(blocks=blocks, raw_bytes=node.raw_bytes, stored_bytes=node.stored_bytes)
+    for node in _sound_nodes(snapshot):
+        blocks = int(node.kind != Kind.CHECKPOINT)
+        counts[node.root].update(blocks=blocks, raw_bytes=node.raw_bytes, stored_bytes=node.stored_bytes)
     rows = []
     for root, record in snapshot.roots():
         used = savings.get(root)
@@ -112,7 +111,10 @@ def next_victims(snapshot: Snapshot, now: float, *, most: int = 10) -> list[Vict
     ]
     tree, victims = PrefixTree(snapshot), []
     for name in names:
-        node, usage = _sound(snapshot, name), snapshot.usage(name)
+        try:
+            node, usage = snapshot.node(name), snapshot.usage(name)
+        except StoreCorrupt:
+            continue
         if node is None or usage is None:
             continue
         is_bare = saves_nothing is not None and name not in tree.children and saves_nothing(name)
@@ -145,12 +147,13 @@ def _reason(usage: UsageRecord, now: float, *, is_bare: bool) -> str:
     return "not used lately" if recent < 0.1 else "used lately"
 
 
-def _sound(snapshot: Snapshot, name: bytes) -> NodeRecord | None:
-    value = snapshot.record("nodes", name)
-    try:
-        return None if value is None else decode_node(name, value)
-    except StoreCorrupt:
-        return None
+def _sound_nodes(snapshot: Snapshot) -> Iterator[NodeRecord]:
+    for name, value in snapshot.records("nodes"):
+        try:
+            node = decode_node(name, value)
+        except StoreCorrupt:
+            continue
+        yield node
 
 
 @dataclass(kw_only=True)
@@ -167,11 +170,7 @@ class NodeCounts:
 def count_nodes(snapshot: Snapshot) -> NodeCounts:
     """Returns the counts of all nodes whose records are sound."""
     counts = NodeCounts()
-    for name, value in snapshot.records("nodes"):
-        try:
-            node = decode_node(name, value)
-        except StoreCorrupt:
-            continue
+    for node in _sound_nodes(snapshot):
         if node.kind == Kind.CHECKPOINT:
             counts.checkpoints += 1
             counts.checkpoint_bytes += node.stored_bytes

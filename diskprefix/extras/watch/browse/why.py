@@ -16,6 +16,7 @@ from diskprefix.cache.policy.select import StateKind
 from diskprefix.cache.tiers.local import DiskView
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.watch.browse.causes import Cause, cause_between, first_difference, line_at
+from diskprefix.identity import differing
 from diskprefix.nouns import Prompt
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes
@@ -212,9 +213,7 @@ def _differences(there: RootRecord, here: RootRecord | None, tenant: str) -> dic
         if (value := str(getattr(there, name))) != (mine := str(getattr(here, name))):
             differs[name] = (value, mine)
     theirs, ours = _fingerprint(there), _fingerprint(here)
-    for name in theirs.keys() | ours.keys():
-        if theirs.get(name, "") != ours.get(name, ""):
-            differs[name] = (theirs.get(name, ""), ours.get(name, ""))
+    differs |= {name: (theirs.get(name, ""), ours.get(name, "")) for name in differing(theirs, ours)}
     return dict(sorted(differs.items()))
 
 
