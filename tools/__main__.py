@@ -50,6 +50,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "crash": Tool("programs.crash", "SIGKILL at random moments, and what is left of the store."),
         "corruption": Tool("programs.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
         "fuzz": Tool("programs.fuzz", "Made-up requests to every route: no 500, no hang."),
+        "headers": Tool("programs.headers", "Damaged headers of GGUF files: one line, or what fits the file."),
         "monitoring": Tool("programs.monitoring", "The board and the alert rules, in a real Prometheus."),
     },
     "The code": {

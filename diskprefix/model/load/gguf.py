@@ -20,12 +20,12 @@ from diskprefix.model.load.gguf_file import (
     FileTensor,
     conversion_bytes,
     converted_bytes,
-    field_value,
     model_stem,
     part_paths,
     read_tensors,
     write_header,
 )
+from diskprefix.model.load.gguf_header import Header
 from diskprefix.model.load.memory import available_ram_bytes, require_memory
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
@@ -251,7 +251,7 @@ def _convert(
     from transformers import AutoConfig
 
     parts = part_paths(gguf)
-    reader, tensors = read_tensors(parts)
+    header, tensors = read_tensors(parts)
     needs = conversion_needs(tensors, weights)
     advice = "free some, or give --model a folder with safetensors"
     require_memory(needs.memory, available_ram_bytes(), what=f"converting {gguf.name}", advice=advice)
@@ -260,9 +260,10 @@ def _convert(
     if len(parts) == 1:
         (source / _GGUF).symlink_to(gguf.resolve())
     else:
-        write_header(reader, tensors, source / _GGUF)
-        reader = GGUFReader(source / _GGUF)
-    facts = _facts(reader)
+        write_header(parts[0], header, tensors, source / _GGUF)
+    # For transformers. It trusts what it reads, so the header was checked before.
+    reader = GGUFReader(source / _GGUF)
+    facts = _facts(header)
     advance(2)
     with _parsed_once(reader):
         config = AutoConfig.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
@@ -291,13 +292,12 @@ def _stamp(file: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _facts(reader: Any) -> dict[str, Any]:
+def _facts(header: Header) -> dict[str, Any]:
     """Returns the values that transformers does not read: the pre-tokenizer, and further stop tokens."""
-
-    stops = [field_value(reader, f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    stops = [header.values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return {
-        "tokenizer": field_value(reader, "tokenizer.ggml.model"),
-        "pre": field_value(reader, "tokenizer.ggml.pre"),
+        "tokenizer": header.values.get("tokenizer.ggml.model"),
+        "pre": header.values.get("tokenizer.ggml.pre"),
         "stop_ids": list(dict.fromkeys(int(stop) for stop in stops if stop is not None)),
     }
 

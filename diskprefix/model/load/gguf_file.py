@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.gguf_header import Header, HeaderTensor, read_header
 
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 _AT_ONCE = 1 << 22
@@ -25,6 +26,10 @@ _RECURRENT = re.compile(r"(blk\.\d+\.)(ssm|time_mix)")
 """Names of tensors of recurrent layers. In their blocks `attn_qkv` belongs to the layer, and is not quantised."""
 _KEPT_BITS = {"Q4_0": 5, "Q4_1": 5, "Q4_K": 6, "Q5_0": 5.5, "Q5_1": 6, "Q5_K": 7, "Q6_K": 10, "Q8_0": 8.5}
 """Bits of a weight with its scales, by the type in the file."""
+_PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16} | {
+    f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)
+}
+"""Types of numpy. The content of other types is bytes."""
 _NEW_BITS = {"int4": 5, "int8": 8.5}
 _MATRIX_BYTES, _EXPERTS_BYTES = 10, 24
 """Memory for converting an element of a matrix, and of experts, which transformers stacks in float32."""
@@ -97,37 +102,41 @@ def model_stem(gguf: Path) -> str:
     return gguf.stem if found is None else found["model"]
 
 
-def read_tensors(parts: Sequence[Path]) -> tuple[Any, list[FileTensor]]:
-    """Returns the reader of the first part, and the tensors of all of them.
+def read_tensors(parts: Sequence[Path]) -> tuple[Header, list[FileTensor]]:
+    """Returns the header of the first part, and the tensors of all of them.
 
-    Raises `ModelError` if the parts do not belong to one model. The `gguf` library raises various errors for damaged
-    files.
+    Raises `ModelError` if a part is damaged or the parts do not belong to one model, and `OSError`.
     """
-    from gguf import GGUFReader
-
-    readers = [GGUFReader(part) for part in parts]
+    headers = [read_header(part) for part in parts]
     tensors = [
-        FileTensor(
-            name=tensor.name,
-            type=tensor.tensor_type,
-            shape=tuple(int(size) for size in reversed(tensor.shape)),
-            file=part,
-            offset=int(tensor.data_offset),
-            dtype=tensor.data.dtype,
-            stored_shape=tensor.data.shape,
-        )
-        for part, reader in zip(parts, readers, strict=True)
-        for tensor in reader.tensors
+        _file_tensor(tensor, part) for part, header in zip(parts, headers, strict=True) for tensor in header.tensors
     ]
     if len(parts) > 1:
-        _require_one_model(parts, readers, len({tensor.name for tensor in tensors}))
-    return readers[0], tensors
+        _require_one_model(parts, headers, len({tensor.name for tensor in tensors}))
+    return headers[0], tensors
 
 
-def _require_one_model(parts: Sequence[Path], readers: Sequence[Any], num_tensors: int) -> None:
-    total = field_value(readers[0], "split.tensors.count")
-    for number, (part, reader) in enumerate(zip(parts, readers, strict=True)):
-        found = [field_value(reader, f"split.{key}") for key in ("no", "count", "tensors.count")]
+def _file_tensor(tensor: HeaderTensor, file: Path) -> FileTensor:
+    from gguf import GGMLQuantizationType
+
+    shape = tensor.sizes[::-1]
+    dtype = np.dtype(_PLAIN.get(tensor.kind, np.uint8))
+    stored_shape = shape if tensor.kind in _PLAIN else (*shape[:-1], tensor.num_bytes // prod(shape[:-1]))
+    return FileTensor(
+        name=tensor.name,
+        type=GGMLQuantizationType[tensor.kind],
+        shape=shape,
+        file=file,
+        offset=tensor.offset,
+        dtype=dtype,
+        stored_shape=stored_shape,
+    )
+
+
+def _require_one_model(parts: Sequence[Path], headers: Sequence[Header], num_tensors: int) -> None:
+    total = headers[0].values.get("split.tensors.count")
+    for number, (part, header) in enumerate(zip(parts, headers, strict=True)):
+        found = [header.values.get(f"split.{key}") for key in ("no", "count", "tensors.count")]
         if found != [number, len(parts), total]:
             raise ModelError(f"{part} is not part {number + 1} of {len(parts)} of the same model as the others")
     if num_tensors != total:
@@ -136,28 +145,22 @@ def _require_one_model(parts: Sequence[Path], readers: Sequence[Any], num_tensor
         )
 
 
-def field_value(reader: Any, key: str) -> Any:
-    """Returns a value of the metadata, None if there is none."""
-    field = reader.get_field(key)
-    return None if field is None else field.contents()
-
-
-def write_header(first: Any, tensors: Sequence[FileTensor], file: Path) -> None:
-    """Writes a GGUF file with the metadata of the reader `first` and all `tensors`, whose contents are holes: they take
-    no space. Libraries that know one file read from it what a split model is."""
-    last = max(first.fields.values(), key=lambda field: field.offset)
-    metadata = first.data[24 : last.offset + sum(part.nbytes for part in last.parts)].tobytes()
-    alignment, at = int(first.alignment), 0
-    described = [first.data[:8].tobytes(), struct.pack("<Q", len(tensors)), first.data[16:24].tobytes(), metadata]
+def write_header(first: Path, header: Header, tensors: Sequence[FileTensor], file: Path) -> None:
+    """Writes a GGUF file with the metadata of the file `first`, which has the given header, and all `tensors`, whose
+    contents are holes: they take no space. Libraries that know one file read from it what a split model is."""
+    with first.open("rb") as source:
+        metadata = source.read(header.metadata_end)
+    at = 0
+    described = [metadata[:8], struct.pack("<Q", len(tensors)), metadata[16:]]
     for tensor in tensors:
         name, sizes = tensor.name.encode(), tuple(reversed(tensor.shape))
         described += [struct.pack("<Q", len(name)), name, struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)]
         described.append(struct.pack("<IQ", tensor.type, at))
-        at += -(-prod(tensor.stored_shape) * tensor.dtype.itemsize // alignment) * alignment
-    header = b"".join(described)
+        at += -(-prod(tensor.stored_shape) * tensor.dtype.itemsize // header.alignment) * header.alignment
+    written = b"".join(described)
     with file.open("wb") as out:
-        out.write(header)
-        out.truncate(-(-len(header) // alignment) * alignment + at)
+        out.write(written)
+        out.truncate(-(-len(written) // header.alignment) * header.alignment + at)
 
 
 def conversion_bytes(tensors: Sequence[FileTensor]) -> int:

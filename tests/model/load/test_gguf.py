@@ -274,7 +274,7 @@ def test_killed_at_any_point_nothing_bad_is_accepted_and_the_next_start_repairs(
 def test_a_file_that_is_no_whole_gguf_is_refused_in_one_line(content: bytes | float, gguf: Path, cache: Path) -> None:
     whole = gguf.read_bytes()
     gguf.write_bytes(content if isinstance(content, bytes) else whole[: int(content * len(whole))])
-    with pytest.raises(ModelError, match="cannot convert") as caught:
+    with pytest.raises(ModelError, match="cannot read") as caught:
         converted_folder(gguf, print)
     assert "\n" not in caught.value.message
     assert str(gguf) in caught.value.message
@@ -356,7 +356,7 @@ def test_parts_of_different_models_are_refused(parts: list[Path]) -> None:
 
 def test_a_part_that_is_cut_short_is_refused(parts: list[Path]) -> None:
     parts[2].write_bytes(parts[2].read_bytes()[:-100])
-    with pytest.raises(ModelError, match="cannot convert"):
+    with pytest.raises(ModelError, match="cannot read"):
         converted_folder(parts[0], print)
 
 

@@ -1,0 +1,181 @@
+"""The header of a GGUF file, read strictly: every length is compared with the size of the file before it is used."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from diskprefix.errors import ModelError
+from diskprefix.printable import first_line
+
+_MAGIC, _VERSIONS = b"GGUF", (2, 3)
+_MOST_HEADER_BYTES = 1 << 28
+"""Ten times the largest vocabulary. It bounds the time that a damaged header takes."""
+_MOST_VALUES, _MOST_TENSORS = 1 << 16, 1 << 17
+"""Several times what the largest models have. Larger counts would make many small objects of few bytes."""
+_MOST_NAME_BYTES, _MOST_DIMENSIONS = 65535, 4
+_STRING, _ARRAY = 8, 9
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+"""Formats of `struct`, by the number of the type in the file."""
+_UINT32 = 4
+_SKIPPED_BYTES = 4096
+"""Longer strings of an array are skipped, shorter ones are read: both cost the same here."""
+
+
+@dataclass(frozen=True)
+class HeaderTensor:
+    """A tensor of type `kind`. `sizes` has the innermost dimension first, `offset` counts from the file's begin."""
+
+    name: str
+    kind: str
+    sizes: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """`values` has the metadata that are numbers or strings. Arrays, such as the vocabulary, are not kept: all of the
+    metadata are the bytes from 24 to `metadata_end` of the file, `num_values` of them."""
+
+    values: Mapping[str, Any]
+    num_values: int
+    metadata_end: int
+    alignment: int
+    tensors: tuple[HeaderTensor, ...]
+
+
+class _Reading:
+    """A file that is read from front to back."""
+
+    def __init__(self, file: BinaryIO, num_bytes: int) -> None:
+        self._file = file
+        self._left = min(num_bytes, _MOST_HEADER_BYTES)
+        self._is_all = num_bytes <= _MOST_HEADER_BYTES
+        self.at = 0
+
+    def _advance(self, count: int) -> None:
+        if count > self._left:
+            raise ValueError("it is cut short" if self._is_all else "its header is longer than that of any model")
+        self._left -= count
+        self.at += count
+
+    def take(self, count: int) -> bytes:
+        self._advance(count)
+        found = self._file.read(count)
+        if len(found) < count:
+            raise ValueError("it became shorter while it was read")
+        return found
+
+    def skip(self, count: int) -> None:
+        if count <= _SKIPPED_BYTES:
+            self.take(count)
+        else:
+            self._advance(count)
+            self._file.seek(count, 1)
+
+    def number(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def text(self, most_bytes: int = _MOST_HEADER_BYTES) -> str:
+        length = self.number("<Q")
+        if length > most_bytes:
+            raise ValueError(f"a name in it has {length} bytes")
+        return self.take(length).decode()
+
+    def skip_array(self) -> None:
+        kind, count = self.number("<I"), self.number("<Q")
+        if kind == _STRING:
+            # Each takes 8 bytes or more, so the file ends before a count that is too large does.
+            for _ in range(count):
+                self.skip(int.from_bytes(self.take(8), "little"))
+        elif kind in _SCALARS:
+            self.skip(count * struct.calcsize(_SCALARS[kind]))
+        else:
+            raise ValueError(f"an array in it has elements of the type {kind}")
+
+
+def read_header(path: Path) -> Header:
+    """Returns the header of a GGUF file, all tensors of which lie inside the file. Memory: what the names and strings
+    take, and a page. Raises `ModelError` with one line if the header is damaged or not known, and `OSError`."""
+    num_bytes = path.stat().st_size
+    try:
+        with path.open("rb") as file:
+            return _read(_Reading(file, num_bytes), num_bytes)
+    except UnicodeDecodeError:
+        raise ModelError(f"cannot read {path}: a name in it is not UTF-8") from None
+    except ValueError as error:
+        raise ModelError(f"cannot read {path}: {first_line(error)}") from error
+
+
+def _read(reading: _Reading, num_bytes: int) -> Header:
+    if reading.take(4) != _MAGIC:
+        raise ValueError("it does not begin with GGUF")
+    version = reading.number("<I")
+    if version not in _VERSIONS:
+        raise ValueError("it has the byte order of other machines" if version % 65536 == 0 else f"version {version}")
+    num_tensors, num_values = reading.number("<Q"), reading.number("<Q")
+    if num_tensors > _MOST_TENSORS or num_values > _MOST_VALUES:
+        raise ValueError(f"its header counts {num_tensors} tensors and {num_values} values")
+    values: dict[str, Any] = {}
+    seen: set[str] = set()
+    alignment = 32
+    for _ in range(num_values):
+        key, kind = reading.text(_MOST_NAME_BYTES), reading.number("<I")
+        if key in seen:
+            raise ValueError(f"{key!r} is in it twice")
+        seen.add(key)
+        if kind == _ARRAY:
+            reading.skip_array()
+        elif kind == _STRING:
+            values[key] = reading.text()
+        elif kind in _SCALARS:
+            values[key] = reading.number(_SCALARS[kind])
+        else:
+            raise ValueError(f"{key!r} has a value of the type {kind}")
+        if key == "general.alignment":
+            alignment = values.get(key, 0)
+            if kind != _UINT32 or alignment == 0 or alignment & (alignment - 1):
+                raise ValueError(f"its alignment is {alignment}")
+    end = reading.at
+    found = [_tensor(reading) for _ in range(num_tensors)]
+    begin = -(-reading.at // alignment) * alignment
+    tensors = tuple(_placed(tensor, begin, alignment, num_bytes) for tensor in found)
+    if len({tensor.name for tensor in tensors}) < len(tensors):
+        raise ValueError("a tensor is in it twice")
+    if sum(tensor.num_bytes for tensor in tensors) > num_bytes:
+        raise ValueError("its tensors overlap")
+    return Header(values, num_values, end, alignment, tensors)
+
+
+def _tensor(reading: _Reading) -> HeaderTensor:
+    """Returns a tensor whose offset counts from where the tensors begin."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    name, dimensions = reading.text(_MOST_NAME_BYTES), reading.number("<I")
+    if not 1 <= dimensions <= _MOST_DIMENSIONS:
+        raise ValueError(f"the tensor {name!r} has {dimensions} dimensions")
+    sizes = tuple(reading.number("<Q") for _ in range(dimensions))
+    number, offset = reading.number("<I"), reading.number("<Q")
+    try:
+        kind = GGMLQuantizationType(number)
+    except ValueError:
+        raise ValueError(f"the tensor {name!r} has the type {number}, which is not known") from None
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    if not all(sizes) or sizes[0] % block:
+        raise ValueError(f"the tensor {name!r} of type {kind.name} has the sizes {sizes}")
+    return HeaderTensor(name, kind.name, sizes, offset, prod(sizes) // block * block_bytes)
+
+
+def _placed(tensor: HeaderTensor, begin: int, alignment: int, num_bytes: int) -> HeaderTensor:
+    if tensor.offset % alignment:
+        raise ValueError(f"the tensor {tensor.name!r} begins at {tensor.offset}, which is not aligned")
+    first = begin + tensor.offset
+    if first + tensor.num_bytes > num_bytes:
+        missing = first + tensor.num_bytes - num_bytes
+        raise ValueError(f"it is cut short: {missing} bytes are missing up to the end of the tensor {tensor.name!r}")
+    return HeaderTensor(tensor.name, tensor.kind, tensor.sizes, first, tensor.num_bytes)
