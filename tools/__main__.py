@@ -37,6 +37,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "company": Tool("programs.company", "Several requests at once, overtaking, and a prompt sent again."),
         "speculation": Tool("programs.speculation", "Decoding with guessed tokens, against without."),
         "peers": Tool("programs.peers", "The daemon beside transformers, llama.cpp and vLLM."),
+        "shapes": Tool("programs.shapes", "Files of 7B to 30B beside llama.cpp, with random numbers."),
         "roofline": Tool("programs.roofline", "Decode, prefill and restore against the machine's limits."),
         "quality": Tool("programs.quality", "Quantised weights: perplexity, agreement, speed, memory."),
         "hitpath": Tool("programs.hitpath", "An exact repeat, stage by stage, and how each grows."),

@@ -34,13 +34,19 @@ class Model:
     context: int
 
 
-def diskprefix(model: Model, workspace: Path, report: Report, flags: Sequence[str] = ()) -> Peer:
+def diskprefix(
+    model: Model,
+    workspace: Path,
+    report: Report,
+    flags: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+) -> Peer:
     del report
     port = free_port()
     command = [sys.executable, "-P", "-m", "diskprefix", "serve", "--port", str(port), "--model", str(model.gguf)]
     command += ["--kv-cache-dir", str(workspace / "kv"), "--disk-prefix-cache", "full", *flags]
     return HttpPeer(
-        Process(command, workspace / "server.log"),
+        Process(command, workspace / "server.log", dict(environment or {})),
         port,
         _USAGE,
         restores=True,

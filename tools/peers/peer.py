@@ -19,7 +19,7 @@ import httpx
 
 from diskprefix.errors import DiskPrefixError
 
-START_DEADLINE_S = 600.0
+START_DEADLINE_S = 1800.0
 ANSWER_DEADLINE_S = 1800.0
 _POLL_S = 0.02
 
@@ -61,6 +61,7 @@ class Peer(Protocol):
     """One program, with one model. `restores` says whether it can answer from disk after it was killed."""
 
     restores: bool
+    process: Process
 
     def start(self) -> float:
         """Returns the seconds from the process's start until it can answer. Raises `PeerError`."""
@@ -98,6 +99,12 @@ class Process:
             )
         return self.popen
 
+    def end(self) -> None:
+        """Sends SIGKILL and waits for nothing: for a thread beside the one that waits for an answer."""
+        if (popen := self.popen) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(popen.pid, signal.SIGKILL)
+
     def kill(self) -> None:
         if self.popen is not None:
             with self.popen as popen, suppress(ProcessLookupError):
@@ -115,9 +122,12 @@ class Process:
 
     def memory_bytes(self) -> int:
         """Returns the proportional memory of all processes of its session."""
-        assert self.popen is not None
-        session = self.popen.pid
-        return sum(_proportional_bytes(pid) for pid in _pids() if _session_of(pid) == session)
+        return sum(map(_proportional_bytes, self.pids()))
+
+    def pids(self) -> list[int]:
+        """Returns all processes of its session; none before the start."""
+        session = None if self.popen is None else self.popen.pid
+        return [pid for pid in _pids() if session is not None and _session_of(pid) == session]
 
 
 def _pids() -> Iterator[int]:
@@ -181,19 +191,19 @@ class HttpPeer:
         settle: Callable[[httpx.Client], None] | None = None,
     ) -> None:
         self.restores = restores
-        self._process = process
+        self.process = process
         self._fields = fields
         self._settle = settle
         timeout = httpx.Timeout(ANSWER_DEADLINE_S, connect=5.0)
         self._client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=timeout)
 
     def start(self) -> float:
-        return started(self._process, self._client)
+        return started(self.process, self._client)
 
     def kill(self) -> None:
-        if self._settle is not None and self._process.popen is not None:
+        if self._settle is not None and self.process.popen is not None:
             self._settle(self._client)
-        self._process.kill()
+        self.process.kill()
 
     def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Reply]:
         with ThreadPoolExecutor(len(prompts)) as pool:
@@ -217,14 +227,14 @@ class HttpPeer:
                     if any(choice.get("text") for choice in chunk.get("choices", [])):
                         at_s.append(time.perf_counter() - began)
         except httpx.HTTPError as error:
-            self._process.check()
+            self.process.check()
             raise PeerError(f"the connection broke: {error}") from error
         if not at_s:
             raise PeerError("it answered without a reply")
         return Reply(usage.get("prompt_tokens"), usage.get("completion_tokens") or len(at_s), tuple(at_s))
 
     def memory_bytes(self) -> int:
-        return self._process.memory_bytes()
+        return self.process.memory_bytes()
 
 
 class WorkerPeer:
@@ -232,29 +242,29 @@ class WorkerPeer:
 
     def __init__(self, process: Process, *, restores: bool) -> None:
         self.restores = restores
-        self._process = process
+        self.process = process
 
     def start(self) -> float:
         began = time.perf_counter()
-        self._process.start(piped=True)
+        self.process.start(piped=True)
         self._line()
         return time.perf_counter() - began
 
     def _line(self) -> Any:
-        popen = self._process.popen
+        popen = self.process.popen
         assert popen is not None
         assert popen.stdout is not None
         line = popen.stdout.readline()
         if not line:
             popen.wait()
-            self._process.check()
+            self.process.check()
         return json.loads(line)
 
     def kill(self) -> None:
-        self._process.kill()
+        self.process.kill()
 
     def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Reply]:
-        popen = self._process.popen
+        popen = self.process.popen
         assert popen is not None
         assert popen.stdin is not None
         popen.stdin.write(json.dumps({"prompts": list(prompts), "max_tokens": max_tokens}) + "\n")
@@ -262,7 +272,7 @@ class WorkerPeer:
         return [Reply(one["prompt_tokens"], len(one["at_s"]), tuple(one["at_s"])) for one in self._line()]
 
     def memory_bytes(self) -> int:
-        return self._process.memory_bytes()
+        return self.process.memory_bytes()
 
 
 def free_port() -> int:

@@ -15,7 +15,7 @@ from tools.measuring.report import machine
 OURS = "diskprefix"
 MACHINE = "machine"
 """In place of a peer: what the machine itself did before each of them."""
-MORE_IS_BETTER = ("rate", "together")
+MORE_IS_BETTER = ("rate", "together", "prefill")
 
 
 class UnreadableResults(DiskPrefixError):
@@ -24,8 +24,8 @@ class UnreadableResults(DiskPrefixError):
 
 @dataclass(frozen=True)
 class Figure:
-    """One number. `case` is `ready_s`, `memory_mib`, `cold_s`, `rate`, `together`, `exact_s` or `next_s`; `size` is the
-    length of the prompt in words, about as many tokens, or 0."""
+    """One number. `case` is a key of the tool's `TITLES`; `size` is the length of the prompt in words, about as many
+    tokens, or 0."""
 
     case: str
     size: int
@@ -47,9 +47,10 @@ class Sample:
 class Results:
     """With a path, what earlier runs wrote there belongs to it, and `save` writes all. Raises `UnreadableResults`."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, benchmark: str = "peers") -> None:
         self.samples: list[Sample] = []
         self.left_out: dict[str, dict[str, str]] = {}
+        self._benchmark = benchmark
         self._path = path
         if path is not None and path.exists():
             try:
@@ -77,7 +78,7 @@ class Results:
 
     def report(self) -> dict[str, Any]:
         return {
-            "benchmark": "peers",
+            "benchmark": self._benchmark,
             "machine": machine(),
             "models": {
                 model: spreads(self.samples, model) for model in dict.fromkeys(one.model for one in self.samples)
