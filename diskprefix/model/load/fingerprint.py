@@ -200,9 +200,11 @@ def _as_dict(config: Any) -> dict[str, Any]:
     return dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
 
 
-def weights_digest(files: Sequence[Path]) -> str:
-    """Returns the identity of the content of a model's weight files: 32 hex digits. Folders and times do not matter."""
-    digests = [remembered_digest(file) for file in sorted(files, key=lambda file: file.name)]
+def weights_digest(files: Sequence[Path], parts: Sequence[Path] = ()) -> str:
+    """Returns the identity of the content of a model's weight files: 32 hex digits. Folders and times do not matter,
+    nor do the names of `parts`, whose order is known."""
+    ordered = [*sorted(files, key=lambda file: file.name), *parts]
+    digests = [remembered_digest(file) for file in ordered]
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()[:32]
 
 

@@ -19,13 +19,14 @@ from diskprefix.model.load.fingerprint import remembered_digest, weights_digest
 from diskprefix.model.load.gguf_file import (
     FileTensor,
     conversion_bytes,
-    converted_bytes,
+    file_stamp,
     model_stem,
     part_paths,
     read_tensors,
+    weights_sizes,
     write_header,
 )
-from diskprefix.model.load.gguf_header import Header
+from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.memory import available_ram_bytes, require_memory
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
@@ -40,7 +41,7 @@ CONVERSION_FORMAT = 1
 again."""
 
 MANIFEST = "manifest.json"
-SUFFIXES = {"native": "", "auto": "-quants.2", "int8": "-int8.3", "int4": "-int4.3"}
+SUFFIXES = {"native": "", "auto": "-quants.3", "int8": "-int8.3", "int4": "-int4.3"}
 """Ends of the folder's name, by the form of the weights. The number changes with the layout of quants in memory."""
 _LOCK, _PARTIAL = ".lock-", ".partial-"
 """Prefixes of a model's name: the file that is locked while the model is made, and the folder that it is made in."""
@@ -220,7 +221,7 @@ def convert(gguf: Path, work: Path, report: Report, weights: str = "native") -> 
 
 @dataclass(frozen=True)
 class ConversionNeeds:
-    """Bytes that a conversion takes in memory and on the disk, and those of the weights that it makes."""
+    """Bytes that a file takes in memory, for its conversion or afterwards, on the disk, and for its weights."""
 
     memory: int
     disk: int
@@ -229,8 +230,9 @@ class ConversionNeeds:
 
 def conversion_needs(tensors: Sequence[FileTensor], weights: str) -> ConversionNeeds:
     """Returns the needs of converting a file with these tensors to the form `weights`."""
-    made = converted_bytes(tensors, weights)
-    return ConversionNeeds(conversion_bytes(tensors) + _OVERHEAD_BYTES, made + _OVERHEAD_BYTES, made)
+    written, packed = weights_sizes(tensors, weights)
+    memory = max(conversion_bytes(tensors, weights), written + packed)
+    return ConversionNeeds(memory + _OVERHEAD_BYTES, written + _OVERHEAD_BYTES, written + packed)
 
 
 def described(gguf: Path) -> list[FileTensor]:
@@ -253,8 +255,8 @@ def _convert(
     parts = part_paths(gguf)
     header, tensors = read_tensors(parts)
     needs = conversion_needs(tensors, weights)
-    advice = "free some, or give --model a folder with safetensors"
-    require_memory(needs.memory, available_ram_bytes(), what=f"converting {gguf.name}", advice=advice)
+    advice = "free some, or take a file with fewer bits or a smaller model"
+    require_memory(needs.memory, available_ram_bytes(), what=gguf.name, advice=advice)
     require_disk(made.parent, needs.disk)
     # In a folder of its own: the folder of the original may hold files of other models.
     if len(parts) == 1:
@@ -276,9 +278,9 @@ def _convert(
 
         total = sum(tensor.num_elements for tensor in tensors)
         conversion = TensorwiseConversion(tensors, weights, made, lambda done: advance(8 + 92 * done / total))
-        before = [_stamp(part) for part in parts]
+        before = [file_stamp(part) for part in parts]
         model = conversion.run(source, _GGUF, config)
-        if [_stamp(part) for part in parts] != before:
+        if [file_stamp(part) for part in parts] != before:
             raise ModelError(f"{gguf} was changed while it was converted; start again")
     if len(facts["stop_ids"]) > 1:
         # transformers reads only the end of text from a GGUF, not the end of a turn.
@@ -286,13 +288,7 @@ def _convert(
     save_configurations(model, made)
 
 
-def _stamp(file: Path) -> tuple[int, int, int]:
-    """Returns what changes when a file is written or replaced."""
-    found = file.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _facts(header: Header) -> dict[str, Any]:
+def _facts(header: GgufHeader) -> dict[str, Any]:
     """Returns the values that transformers does not read: the pre-tokenizer, and further stop tokens."""
     stops = [header.values.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     return {

@@ -15,6 +15,9 @@ import numpy as np
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import Header, HeaderTensor, read_header
 
+MATRICES = "matrices.npz"
+"""The file in a converted model's folder that says which of its matrices are in the `.gguf` file."""
+
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 _AT_ONCE = 1 << 22
 """Elements that are dequantised at a time."""
@@ -31,17 +34,18 @@ _PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16} | {
 }
 """Types of numpy. The content of other types is bytes."""
 _NEW_BITS = {"int4": 5, "int8": 8.5}
-_MATRIX_BYTES, _EXPERTS_BYTES = 10, 24
-"""Memory for converting an element of a matrix, and of experts, which transformers stacks in float32."""
+_MATRIX_BYTES, _EXPERTS_BYTES, _ROWS_BYTES = 10, 24, 3
+"""Memory for converting an element of a matrix, of experts, which transformers stacks in float32, and of matrices of
+which only rows are put into another order."""
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor, and where its content is. `shape` is in torch's order; `stored_shape` and `dtype` are of the content,
-    where the last dimension of a quantised tensor counts bytes."""
+    """A tensor of type `kind`, and where its content is. `shape` is in torch's order; `stored_shape` and `dtype` are of
+    the content, where the last dimension of a quantised tensor counts bytes."""
 
     name: str
-    type: Any
+    kind: str
     shape: tuple[int, ...]
     file: Path
     offset: int
@@ -49,12 +53,32 @@ class FileTensor:
     stored_shape: tuple[int, ...]
 
     @property
-    def kind(self) -> str:
-        return str(self.type.name)
+    def type(self) -> Any:
+        """The type as the `gguf` library names it."""
+        from gguf import GGMLQuantizationType
+
+        return GGMLQuantizationType[self.kind]
 
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows along the last dimension, those of all experts."""
+        return prod(self.shape[:-1])
+
+    @property
+    def row_bytes(self) -> int:
+        return self.stored_shape[-1] * self.dtype.itemsize
+
+    def rows(self, first: int, last: int) -> np.ndarray[Any, Any]:
+        """Reads rows `first` to before `last`, uint8 [rows, bytes of a row]. Raises `ModelError` as `content`."""
+        count = (last - first) * self.row_bytes
+        found = np.fromfile(self.file, np.uint8, count=count, offset=self.offset + first * self.row_bytes)
+        if found.size < count:
+            raise ModelError(f"{self.file} is cut short: it does not hold all of {self.name}")
+        return found.reshape(last - first, self.row_bytes)
 
     def content(self, first: int = 0, last: int | None = None) -> np.ndarray[Any, Any]:
         """Reads the content, or only from row `first` to before row `last`. Raises `ModelError` if it is not all there.
@@ -117,14 +141,12 @@ def read_tensors(parts: Sequence[Path]) -> tuple[Header, list[FileTensor]]:
 
 
 def _file_tensor(tensor: HeaderTensor, file: Path) -> FileTensor:
-    from gguf import GGMLQuantizationType
-
     shape = tensor.sizes[::-1]
     dtype = np.dtype(_PLAIN.get(tensor.kind, np.uint8))
     stored_shape = shape if tensor.kind in _PLAIN else (*shape[:-1], tensor.num_bytes // prod(shape[:-1]))
     return FileTensor(
         name=tensor.name,
-        type=GGMLQuantizationType[tensor.kind],
+        kind=tensor.kind,
         shape=shape,
         file=file,
         offset=tensor.offset,
@@ -145,6 +167,12 @@ def _require_one_model(parts: Sequence[Path], headers: Sequence[Header], num_ten
         )
 
 
+def file_stamp(file: Path) -> tuple[int, int, int]:
+    """Returns what changes when a file is written or replaced."""
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
 def write_header(first: Path, header: Header, tensors: Sequence[FileTensor], file: Path) -> None:
     """Writes a GGUF file with the metadata of the file `first`, which has the given header, and all `tensors`, whose
     contents are holes: they take no space. Libraries that know one file read from it what a split model is."""
@@ -163,31 +191,40 @@ def write_header(first: Path, header: Header, tensors: Sequence[FileTensor], fil
         out.truncate(-(-len(written) // header.alignment) * header.alignment + at)
 
 
-def conversion_bytes(tensors: Sequence[FileTensor]) -> int:
+def conversion_bytes(tensors: Sequence[FileTensor], weights: str) -> int:
     """Returns the memory that a conversion takes for the largest of the tensors, which are converted one by one."""
-    return max(
-        (tensor.num_elements * (_EXPERTS_BYTES if len(tensor.shape) > 2 else _MATRIX_BYTES) for tensor in tensors),
-        default=0,
-    )
+
+    def of(tensor: FileTensor) -> int:
+        if weights != "native" and tensor.kind in _KEPT_BITS:
+            return tensor.num_elements * _ROWS_BYTES
+        return tensor.num_elements * (_EXPERTS_BYTES if len(tensor.shape) > 2 else _MATRIX_BYTES)
+
+    return max(map(of, tensors), default=0)
 
 
-def converted_bytes(tensors: Sequence[FileTensor], weights: str) -> int:
-    """Returns the size of the converted weights in the form `weights`, estimated from names and types."""
+def weights_sizes(tensors: Sequence[FileTensor], weights: str) -> tuple[int, int]:
+    """Returns the bytes of the weights in the form `weights`: of those that a conversion writes, and of those that are
+    packed from the file at each start. Estimated from names and types."""
     recurrent = {found[1] for tensor in tensors if (found := _RECURRENT.match(tensor.name))}
     has_head = any(tensor.name == "output.weight" for tensor in tensors)
-    bits = 0.0
+    written = packed = 0.0
     for tensor in tensors:
-        is_kept = _fills_blocks(tensor) and _MATRIX.fullmatch(tensor.name)
+        own = _KEPT_BITS.get(tensor.kind)
         is_recurrent = any(tensor.name == f"{block}attn_qkv.weight" for block in recurrent)
-        if weights != "native" and is_kept and not is_recurrent:
-            bits += tensor.num_elements * _packed_bits(tensor, weights)
+        is_matrix = _fills_blocks(tensor) and weights != "native" and not is_recurrent
+        bits, is_kept = 16.0, False
+        if is_matrix and _MATRIX.fullmatch(tensor.name):
+            bits, is_kept = _packed_bits(tensor, weights)
+        elif is_matrix and tensor.name == "token_embd.weight" and own is not None:
+            # Without a matrix of their own the logits have this one too.
+            bits, is_kept = own, True
+            if not has_head and not _packed_bits(tensor, weights)[1]:
+                written += tensor.num_elements * _packed_bits(tensor, weights)[0]
+        if is_kept:
+            packed += tensor.num_elements * bits
         else:
-            bits += tensor.num_elements * 16
-        if tensor.name == "token_embd.weight" and not has_head and weights != "native" and _fills_blocks(tensor):
-            # The matrix of the logits is the same, and is kept as quants beside it.
-            packed = _packed_bits(tensor, weights)
-            bits += tensor.num_elements * (packed if packed < 16 else 0)
-    return int(bits / 8)
+            written += tensor.num_elements * bits
+    return int(written / 8), int(packed / 8)
 
 
 def _fills_blocks(tensor: FileTensor) -> bool:
@@ -195,10 +232,12 @@ def _fills_blocks(tensor: FileTensor) -> bool:
     return len(tensor.shape) == 2 and tensor.shape[0] % 16 == 0 and tensor.shape[1] % 32 == 0
 
 
-def _packed_bits(tensor: FileTensor, weights: str) -> float:
+def _packed_bits(tensor: FileTensor, weights: str) -> tuple[float, bool]:
+    """Returns the bits of a weight, and whether they are those of the file."""
     own = _KEPT_BITS.get(tensor.kind)
     if weights == "auto":
-        return own or 16
+        return own or 16, own is not None
     is_head = tensor.name in ("output.weight", "token_embd.weight")
     wanted = "int8" if is_head else weights
-    return own if own is not None and (wanted == "int8" or tensor.kind.startswith("Q4")) else _NEW_BITS[wanted]
+    is_kept = own is not None and (wanted == "int8" or tensor.kind.startswith("Q4"))
+    return (own, True) if own is not None and is_kept else (_NEW_BITS[wanted], False)

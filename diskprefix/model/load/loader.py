@@ -20,7 +20,7 @@ from diskprefix.model.load.ahead import ReadAhead
 from diskprefix.model.load.embedded import EMBEDDED, embedded_folder
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.gguf import converted_folder, quiet_transformers
-from diskprefix.model.load.gguf_file import model_stem
+from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
@@ -42,6 +42,8 @@ from diskprefix.settings import Settings
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+    from diskprefix.model.quants.file_matrix import FileMatrix
 
 log = logging.getLogger("diskprefix")
 
@@ -76,11 +78,14 @@ class LoadedModel:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _ModelSource:
-    """The files of a model, and how they are loaded. `files` are those of the weights, in the form `weights`."""
+    """The files of a model, and how they are loaded. `files` are those of the weights, in the form `weights`. `gguf`
+    are the parts of a .gguf file whose quants are not in `files`."""
 
     folder: Path
     name: str
     files: list[Path]
+    gguf: list[Path]
+    matrices: dict[str, FileMatrix]
     config: PreTrainedConfig
     kind: ModelKind
     dtype: torch.dtype
@@ -113,20 +118,25 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model", *, k
 
     template = read_template(settings.chat_template)
     source = _source(settings, progress, clock, flag)
+    from diskprefix.model.quants.quantised import packed_bytes
+
     folder, files = source.folder, source.files
-    needed = weights_bytes(files, source.dtype.itemsize)
+    needed = weights_bytes(files, source.dtype.itemsize) + packed_bytes(source.matrices)
     require_memory(needed, available_bytes(source.device), what=str(source), advice=ADVICE)
     # Pages come beside the digest and the tokenizer.
     is_used = source.device.type == "cpu" and (source.weights == "native" or _computes_with_packed())
     ahead = kv_ahead(source.config, source.dtype, source.device, kv_ahead_bytes)
     memory = large_pages(needed + _ALIGNMENT_BYTES if is_used else 0, *ahead)
+    stamps = [file_stamp(part) for part in source.gguf]
     with clock("digest"), _load_failures(folder):
-        digest = weights_digest(files)
+        digest = weights_digest([*files, *folder.glob(MATRICES)], source.gguf)
     with clock("tokenizer"):
         tokenizer = read_tokenizer(folder, template)
         media = _load_media(folder, source.config, source.kind) if source.kind.is_multimodal else None
     with clock("weights"):
         model = _load_weights(source, memory)
+    if [file_stamp(part) for part in source.gguf] != stamps:
+        raise ModelError(f"{source.gguf[0]} was changed while it was read; start again")
     name = settings.served_model_name or source.name
     return LoadedModel(model=model, tokenizer=tokenizer, media=media, name=name, weights_digest=digest, timings=timings)
 
@@ -139,7 +149,7 @@ def _source(settings: Settings, progress: Report, clock: Clock, flag: str = "--m
     if settings.weights in ("int8", "int4"):
         weights_of()
     with clock("source"):
-        folder, name = _find(settings.model, progress, weights_of, flag=flag)
+        folder, name, gguf = _find(settings.model, progress, weights_of, flag=flag)
         files = _weight_files(folder)
     with clock("imports"):
         device = _pick_device(settings.device)
@@ -150,11 +160,22 @@ def _source(settings: Settings, progress: Report, clock: Clock, flag: str = "--m
             kind = require_served_kind(folder, config)
         dtype = _pick_dtype(settings.dtype, config)
     with clock("quantising"), _load_failures(folder):
+        from diskprefix.model.quants.file_matrix import load_matrices
         from diskprefix.model.quants.quantising import weight_files_in
 
+        matrices = load_matrices(folder, gguf)
         files = weight_files_in(weights, folder, files, config, kind, dtype, device, progress)
     return _ModelSource(
-        folder=folder, name=name, files=files, config=config, kind=kind, dtype=dtype, device=device, weights=weights
+        folder=folder,
+        name=name,
+        files=files,
+        gguf=gguf if matrices else [],
+        matrices=matrices,
+        config=config,
+        kind=kind,
+        dtype=dtype,
+        device=device,
+        weights=weights,
     )
 
 
@@ -179,7 +200,7 @@ def load_tokenizer(model: str | None, chat_template: Path | None, progress: Repo
     """Returns the tokenizer of a model with its chat template. The weights of a hub id are not fetched. `model` and the
     errors are those of `load_model`. A .gguf file and the embedded model are converted on first use."""
     template = read_template(chat_template)
-    folder, _ = _find(model, progress, partial(pick_weights, "auto", "auto", "auto"), with_weights=False)
+    folder, _, _ = _find(model, progress, partial(pick_weights, "auto", "auto", "auto"), with_weights=False)
     quiet_transformers()
     return read_tokenizer(folder, template)
 
@@ -191,22 +212,23 @@ def _find(
     *,
     with_weights: bool = True,
     flag: str = "--model",
-) -> tuple[Path, str]:
-    """Returns the folder that holds the model's files, and the model's name. What is made of a .gguf file has the form
-    that `pick_weights` returns."""
+) -> tuple[Path, str, list[Path]]:
+    """Returns the folder that holds the model's files, the model's name, and the parts of the .gguf file that holds
+    what the folder does not. What is made of such a file has the form that `pick_weights` returns."""
     if model is None or (model == EMBEDDED.name and not os.path.isdir(model)):
-        return embedded_folder(progress, weights=pick_weights()), EMBEDDED.name
+        folder = embedded_folder(progress, weights=pick_weights())
+        return folder, EMBEDDED.name, [*folder.glob("*.gguf")]
     path = Path(os.path.expanduser(model))
     is_gguf = path.suffix.lower() == ".gguf"
     if model.strip() and os.path.isdir(path):
-        return path, path.resolve().name
+        return path, path.resolve().name, []
     if is_gguf and os.path.isfile(path):
-        return converted_folder(path, progress, pick_weights()), model_stem(path)
+        return converted_folder(path, progress, pick_weights()), model_stem(path), part_paths(path)
     if os.path.isfile(path):
         raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
     if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
         raise ModelError(f"{flag}: no such file or folder: {model!r}")
-    return _fetch_from_hub(model, progress, flag, with_weights=with_weights), model
+    return _fetch_from_hub(model, progress, flag, with_weights=with_weights), model, []
 
 
 def _fetch_from_hub(repo: str, progress: Report, flag: str, *, with_weights: bool) -> Path:
@@ -345,7 +367,7 @@ def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> Medi
 
 
 def _load_weights(source: _ModelSource, memory: torch.Tensor) -> PreTrainedModel:
-    from diskprefix.model.quants.quantised import prepare
+    from diskprefix.model.quants.quantised import pack_matrices, prepare
     from diskprefix.model.quants.quantising import generation_config_of
 
     model = _ahead.take(*source.ahead)
@@ -353,7 +375,9 @@ def _load_weights(source: _ModelSource, memory: torch.Tensor) -> PreTrainedModel
         model = _read_weights(source)
     if source.device.type == "cpu":
         with _load_failures(source.folder):
-            _copy_into(memory, model)
+            left = _copy_into(memory, model)
+            if source.matrices:
+                pack_matrices(model, source.matrices, left)
             prepare(model)
             own = generation_config_of(source.folder) if source.files[0].parent != source.folder else None
             if own is not None:
@@ -394,12 +418,12 @@ def _read_weights(source: _ModelSource) -> PreTrainedModel:
     return model
 
 
-def _copy_into(memory: torch.Tensor, model: PreTrainedModel) -> None:
+def _copy_into(memory: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
     """Copies the weights, which safetensors maps from the file: mapped tensors change, or end the process, when
-    somebody writes the file, and are not aligned to the lines of caches."""
+    somebody writes the file, and are not aligned to the lines of caches. Returns what is left of the memory."""
     keeps_packed = _computes_with_packed()
     named = (*model.named_parameters(), *model.named_buffers())
-    move([tensor for name, tensor in named if keeps_packed or not name.endswith(".packed")], memory)
+    return move([tensor for name, tensor in named if keeps_packed or not name.endswith(".packed")], memory)
 
 
 def _computes_with_packed() -> bool:

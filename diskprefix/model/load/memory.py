@@ -101,9 +101,9 @@ def kv_ahead(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device,
     return [make_ahead(num_bytes)] if num_bytes <= min(most_bytes, available_ram_bytes() // 4) else []
 
 
-def move(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
+def move(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
     """Moves tensors on the CPU to `memory`, uint8, side by side, as far as there is room; the others get memory of
-    their own. Each begins with a line of the caches."""
+    their own. Each begins with a line of the caches. Returns what is left of `memory`."""
     used = 0
     # One thread is enough for the memory bus. Waiting for more, at each of hundreds of tensors, cost up to 1.6 s.
     with one_thread():
@@ -114,6 +114,7 @@ def move(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> None:
                 used += -(-tensor.nbytes // _LINE) * _LINE
             else:
                 tensor.data = tensor.data.clone()
+    return memory[used:]
 
 
 def weights_bytes(files: Sequence[Path], dtype_bytes: int) -> int:

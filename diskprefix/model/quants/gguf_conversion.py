@@ -1,5 +1,8 @@
-"""Converts the tensors of a GGUF file one by one. transformers maps and transforms them as it does when it loads the
-file, but each parameter is written as soon as it is made, and the model itself stays on torch's meta device."""
+"""Makes a model's folder of a GGUF file. transformers maps and transforms the tensors as it does when it loads the
+file, but each parameter is written as soon as it is made, and the model itself stays on torch's meta device.
+
+Matrices whose quants are computed with as they are stay in the file: transformers is shown the numbers of their rows,
+and the folder says which rows make which matrix (`file_matrix.py`)."""
 
 from __future__ import annotations
 
@@ -7,7 +10,10 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
+from itertools import accumulate
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +24,26 @@ import transformers.core_model_loading as loading
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as legacy
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.integrations.gguf.reader import LazyGgufTensor
 from transformers.quantizers import auto as quantizers
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.model.load.memory import one_thread
-from diskprefix.model.quants.forms import Quants
-from diskprefix.model.quants.gguf_quants import quants_in
-from diskprefix.model.quants.quantised import FILE, chooser, is_untied, metadata_of, quantisable, untie
+from diskprefix.model.quants.file_matrix import FileMatrix, numbered, numbers_in, save_matrices
+from diskprefix.model.quants.forms import quantised
+from diskprefix.model.quants.gguf_quants import form_of
+from diskprefix.model.quants.quantised import (
+    FILE,
+    bits_for,
+    is_plain_embedding,
+    is_untied,
+    metadata_of,
+    quantisable,
+    untie,
+)
 from diskprefix.model.quants.tensor_writer import TensorWriter
-from diskprefix.native.matrix import fills_blocks
+from diskprefix.native.matrix import COLUMNS, ROWS, fills_blocks
 
 _SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
 """Without this variable, threads of transformers read all tensors ahead."""
@@ -63,6 +77,8 @@ class TensorwiseQuantizer(GgufHfQuantizer):  # type: ignore[misc]
         return self._conversion.begin(model, checkpoint_file, is_legacy=not self.supported)
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
+        # None comes in blocks.
+        self.quantized: dict[str, int] = {}
         found: list[Any] = super().update_weight_conversions(weight_conversions, model)
         self._conversion.renamed_by = None if self.supported else found
         return found
@@ -73,16 +89,26 @@ class TensorwiseConversion:
 
     def __init__(self, tensors: Sequence[FileTensor], weights: str, made: Path, advance: Callable[[int], None]) -> None:
         self._tensors, self._weights, self._made, self._advance = tensors, weights, made, advance
+        self._firsts = [0, *accumulate(tensor.num_rows for tensor in tensors)][:-1]
+        """The numbers of the tensors' first rows."""
+        self._first_of = {tensor.name: first for tensor, first in zip(tensors, self._firsts, strict=True)}
+        self._unclear: set[str] = set()
+        """Tensors of which more than the rows is changed, so that they are converted by their weights."""
+        self.renamed_by: list[Any] | None = None
+        """transformers' conversions of names, which a saved model reverts; None for its own choice."""
+        self._begin()
+
+    def _begin(self) -> None:
         self._done = 0
         self._users: dict[str, list[str]] = {}
         """Names that share a parameter, by the name that it comes with."""
         self._written: set[str] = set()
         self._forms: dict[str, str] = {}
+        self._matrices: dict[str, FileMatrix] = {}
+        """Parameters that are rows of the file's tensors."""
         self._read: list[FileTensor] = []
         """Tensors of the file that the present parameter is made of."""
         self._is_used = False
-        self.renamed_by: list[Any] | None = None
-        """transformers' conversions of names, which a saved model reverts; None for its own choice."""
 
     def run(self, source: Path, name: str, config: Any) -> PreTrainedModel:
         """Converts the file `name` of the folder `source`, and returns the model without its weights.
@@ -90,23 +116,29 @@ class TensorwiseConversion:
         Raises `ModelError` if the file lacks tensors, or the model has no matrix that can be quantised.
         """
         with self._streaming(), torch.no_grad(), one_thread():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                source,
-                config=config,
-                gguf_file=name,
-                dtype=torch.bfloat16,
-                quantization_config=GgufConfig(dequantize=True),
-                output_loading_info=True,
-                trust_remote_code=False,
-            )
+            while True:
+                num_unclear = len(self._unclear)
+                try:
+                    model, info = self._load(source, name, config)
+                except Exception:
+                    self._note_unclear()
+                    if len(self._unclear) == num_unclear:
+                        raise
+                    continue
+                self._note_unclear()
+                if len(self._unclear) == num_unclear:
+                    break
             if info["missing_keys"]:
                 names = ", ".join(sorted(info["missing_keys"])[:3])
                 raise ModelError(f"the file lacks tensors of the model: {names}")
-            if self._weights in ("int8", "int4") and not self._forms:
+            kept = self._settle_matrices(model)
+            if self._weights in ("int8", "int4") and not self._forms and not kept:
                 raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
             self._write_others(model)
-            metadata = {"format": "pt"} if self._weights == "native" else metadata_of(model, self._forms)
+            metadata = {"format": "pt"} if self._weights == "native" else metadata_of(model, self._forms, kept)
             self._writer.finish(metadata)
+        if kept:
+            save_matrices(kept, list(dict.fromkeys(tensor.file for tensor in self._tensors)), self._made)
         if is_untied(metadata):
             untie(model.config)
         if self._weights == "native":
@@ -115,13 +147,26 @@ class TensorwiseConversion:
             model.config.architectures = [type(model).__name__]
         return model
 
+    def _load(self, source: Path, name: str, config: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
+        self._begin()
+        found: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+            source,
+            config=deepcopy(config),
+            gguf_file=name,
+            dtype=torch.bfloat16,
+            quantization_config=GgufConfig(dequantize=True),
+            output_loading_info=True,
+            trust_remote_code=False,
+        )
+        return found
+
     @contextmanager
     def _streaming(self) -> Iterator[None]:
         set_param = loading.set_param_for_module
 
         def take(model: PreTrainedModel, name: str, tensor: torch.Tensor, *args: Any) -> None:
-            self._take(model, name, tensor)
-            set_param(model, name, torch.empty_like(tensor, device="meta"), *args)
+            shape = self._take(model, name, tensor)
+            set_param(model, name, torch.empty(shape, dtype=torch.bfloat16, device="meta"), *args)
 
         mapping = quantizers.AUTO_QUANTIZER_MAPPING
         quantizer, is_sequential = mapping["gguf"], os.environ.get(_SEQUENTIAL)
@@ -136,8 +181,11 @@ class TensorwiseConversion:
             os.environ.pop(_SEQUENTIAL)
             if is_sequential is not None:
                 os.environ[_SEQUENTIAL] = is_sequential
-            if hasattr(self, "_writer"):
-                self._writer.close()
+            self._close()
+
+    def _close(self) -> None:
+        if hasattr(self, "_writer"):
+            self._writer.close()
 
     def begin(self, model: PreTrainedModel, file: str, *, is_legacy: bool) -> dict[str, TensorOnRequest]:
         """Returns the tensors as transformers expects them: by their names in the file, or by those in the model."""
@@ -145,19 +193,23 @@ class TensorwiseConversion:
         if is_legacy:
             state = self._by_parameter(model, file, tied)
         else:
-            state = {tensor.name: TensorOnRequest(partial(self._blocks, tensor)) for tensor in self._tensors}
+            state = {tensor.name: TensorOnRequest(partial(self._content, tensor)) for tensor in self._tensors}
         users = defaultdict(list)
         for name in model.state_dict():
             users[_comes_as(name, tied, state if is_legacy else {})].append(name)
         self._users = dict(users)
         self._linears = {f"{name}.weight" for name, _ in quantisable(model)} if self._weights != "native" else set()
-        self._choose = chooser(model, self._weights, lambda weight: quants_in(self._read, weight))
+        embedding = model.get_input_embeddings()
+        self._embeddings = {
+            f"{name}.weight" for name, one in model.named_modules() if one is embedding and is_plain_embedding(one)
+        }
         num_entries = len(model.state_dict()) + 1
         if self._weights == "native":
             # A saved model has a tensor for each expert.
             num_entries += 2 * sum(param.shape[0] for param in model.parameters() if param.ndim == 3)
         if (header := _ENTRY_BYTES * num_entries) > _MOST_HEADER_BYTES:
             raise ModelError(f"the model has too many tensors for one file: {num_entries}")
+        self._close()
         self._writer = TensorWriter(self._made / FILE, header)
         return state
 
@@ -184,7 +236,9 @@ class TensorwiseConversion:
             made: dict[str, torch.Tensor] = {}
             for tensor in sources[parameter]:
                 self._begin_reading(tensor)
-                if tensor.name in unchanged:
+                if self._is_numbered(tensor):
+                    _process(tensor, self._numbers(tensor).numpy(), processor, names, made)
+                elif tensor.name in unchanged:
                     made[parameter] = _dequantised(tensor)
                 else:
                     _process(tensor, gguf.dequantize(tensor.content(), tensor.type), processor, names, made)
@@ -192,41 +246,92 @@ class TensorwiseConversion:
 
         return {parameter: TensorOnRequest(partial(read, parameter)) for parameter in sources}
 
-    def _blocks(self, tensor: FileTensor) -> torch.Tensor:
-        """Returns the content of a tensor as transformers' converters expect it."""
+    def _content(self, tensor: FileTensor) -> torch.Tensor:
+        """Returns the numbers of a tensor as transformers' converters expect them: floating point as it is stored,
+        because they subtract from norms."""
         self._begin_reading(tensor)
-        content = tensor.content().reshape(-1).view(np.uint8)
-        # The `gguf` library counts bytes for bfloat16 too.
-        shape = tensor.shape if tensor.kind == "BF16" else tensor.stored_shape
-        found: torch.Tensor = LazyGgufTensor(content, int(tensor.type), shape)[...]
-        return found
+        if self._is_numbered(tensor):
+            return self._numbers(tensor)
+        if len(tensor.shape) == 1:
+            return torch.from_numpy(gguf.dequantize(tensor.content(), tensor.type))
+        return _dequantised(tensor)
+
+    def _is_numbered(self, tensor: FileTensor) -> bool:
+        """Returns whether transformers is shown the numbers of a tensor's rows."""
+        is_matrix = len(tensor.shape) > 1 and tensor.shape[-1] % COLUMNS == 0
+        is_kept = self._weights != "native" and is_matrix and form_of(tensor.kind) is not None
+        return is_kept and tensor.name not in self._unclear
+
+    def _numbers(self, tensor: FileTensor) -> torch.Tensor:
+        return numbered(self._first_of[tensor.name], tensor.shape)
 
     def _begin_reading(self, tensor: FileTensor) -> None:
         if self._is_used:
+            self._note_unclear()
             self._read.clear()
             self._is_used = False
         self._read.append(tensor)
 
-    def _take(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
-        """Writes a parameter, quantised where `weights` wants it."""
+    def _note_unclear(self) -> None:
+        """Notes the tensors that were shown by numbers, and of which nothing was made that has them."""
+        found = {tensor.name for matrix in self._matrices.values() for tensor in matrix.tensors}
+        self._unclear |= {one.name for one in self._read if self._is_numbered(one) and one.name not in found}
+
+    def _take(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Sequence[int]:
+        """Takes a parameter: a matrix of the file, or weights, which are written at once. Returns its shape."""
         self._is_used = True
+        if any(map(self._is_numbered, self._read)):
+            rows = numbers_in(tensor)
+            matrix = None if rows is None else FileMatrix.of(rows, self._tensors, self._firsts)
+            if matrix is None:
+                return tensor.shape
+            self._matrices[name] = matrix
+            return matrix.shape
+        self._put(model, name, tensor)
+        return tensor.shape
+
+    def _put(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
+        """Writes a parameter, quantised where `weights` wants it."""
+        users = [user for user in self._users.get(name, [name]) if user not in self._written]
         plain = []
-        for user in self._users.get(name, [name]):
+        for user in users:
             linear = user.removesuffix(".weight")
-            quants = self._quants(linear, tensor) if user in self._linears else None
-            if quants is None:
+            bits = bits_for(model, linear, self._weights) if user in self._linears else None
+            if bits is None or not fills_blocks(tensor):
                 plain.append(user)
             else:
+                quants = quantised(tensor, bits)
                 self._writer.add(f"{linear}.packed", quants.packed())
                 self._forms[linear] = str(quants.form)
         if plain:
             self._write(model, plain[0], tensor)
-        self._written.update(self._users.get(name, [name]))
-        self._done += tensor.numel()
+        self._written.update(users)
+        self._advanced(tensor.numel())
+
+    def _advanced(self, num_elements: int) -> None:
+        self._done += num_elements
         self._advance(self._done)
 
-    def _quants(self, linear: str, weight: torch.Tensor) -> Quants | None:
-        return self._choose(linear, weight) if fills_blocks(weight) else None
+    def _settle_matrices(self, model: PreTrainedModel) -> dict[str, FileMatrix]:
+        """Writes the matrices whose quants are not used as they are. Returns the others, by their modules."""
+        kept: dict[str, FileMatrix] = {}
+        for name, matrix in self._matrices.items():
+            users = self._users.get(name, [name])
+            staying = [user for user in users if self._stays(model, user, matrix)]
+            kept |= {user.removesuffix(".weight"): matrix for user in staying}
+            self._written.update(staying)
+            if len(staying) < len(users):
+                self._put(model, name, matrix.dequantised())
+            else:
+                self._advanced(prod(matrix.shape))
+        return kept
+
+    def _stays(self, model: PreTrainedModel, user: str, matrix: FileMatrix) -> bool:
+        form = None if matrix.kind is None else form_of(matrix.kind)
+        if form is None or len(matrix.shape) != 2 or matrix.shape[0] % ROWS:
+            return False
+        bits = bits_for(model, user.removesuffix(".weight"), self._weights)
+        return user in self._embeddings or (user in self._linears and (bits is None or form.bits <= bits))
 
     def _write(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
         if self._weights != "native":

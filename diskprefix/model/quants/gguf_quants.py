@@ -3,13 +3,11 @@ ggml-quants.c)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 
-from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.model.quants.forms import QuantForm, Quants
-from diskprefix.tokens import checksum
 
 _AT_ONCE = 1 << 22
 """Weights that are read at a time, so that the work does not take several times the memory of the matrix."""
@@ -143,35 +141,3 @@ def gguf_quants(kind: str, content: torch.Tensor, rows: int, columns: int) -> Qu
     zeros = [part.zeros for part in parts if part.zeros is not None]
     codes, scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
     return Quants(parts[0].bits, parts[0].group, codes, scales, torch.cat(zeros) if zeros else None)
-
-
-def quants_in(tensors: Iterable[FileTensor], weight: torch.Tensor) -> Quants | None:
-    """Returns the quants of one of these tensors that give the matrix `weight`, number for number; None if none does.
-
-    The rows may stand in another order, which is found by their bits.
-    """
-    for tensor in tensors:
-        if tensor.shape == weight.shape and weight.ndim == 2 and weight.dtype is torch.bfloat16:
-            quants = gguf_quants(tensor.kind, torch.from_numpy(tensor.content()), *tensor.shape)
-            found = None if quants is None else _in_order(quants, weight)
-            if found is not None:
-                return found
-    return None
-
-
-def _in_order(quants: Quants, weight: torch.Tensor) -> Quants | None:
-    own = quants.dequantised()
-    if torch.equal(own, weight):
-        return quants
-    places = {row: place for place, row in enumerate(_rows(own))}
-    order = [places.get(row) for row in _rows(weight)]
-    if None in order:
-        return None
-    quants = quants.rows(torch.tensor(order))
-    return quants if torch.equal(quants.dequantised(), weight) else None
-
-
-def _rows(matrix: torch.Tensor) -> list[int]:
-    # Adding 0 makes 0 of -0, which the products do not tell apart.
-    numbers = (matrix + 0).view(torch.int16).numpy()
-    return [checksum(row.data) for row in numbers]

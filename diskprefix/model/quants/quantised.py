@@ -10,10 +10,11 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,15 +27,18 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
-from diskprefix.model.quants.forms import QuantForm, Quants, quantised, unpacked
-from diskprefix.model.quants.products import Product, kernel, matrix_of, product_of
+from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices
+from diskprefix.model.quants.forms import QuantForm, Quants, quantised
+from diskprefix.model.quants.gguf_quants import form_of
+from diskprefix.model.quants.products import Product, kernel, matrix_of, product_of, weights_of
 from diskprefix.model.quants.quantised_experts import (
     QuantisedExperts,
     QuantisedMatrices,
     may_be_quantised,
     quantised_experts,
 )
-from diskprefix.native.matrix import Matrix, fills_blocks
+from diskprefix.native.library import operators
+from diskprefix.native.matrix import Matrix, fills_blocks, rows_of
 from diskprefix.progress import Report, progress_bar
 
 if TYPE_CHECKING:
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 METHOD = "diskprefix"
+_SCALE = "scalar_embed_scale"
+"""The attribute of embeddings that are multiplied, in transformers."""
 FILE = "model.safetensors"
 _FORMS, _UNTIED = "diskprefix_forms", "diskprefix_untied"
 """Keys of the metadata of the weights file: the forms by the names of the modules; set if the logits have a matrix of
@@ -53,20 +59,19 @@ _EXPANSION = "kv_b_proj"
 _OF_RECURRENCE = frozenset({"A_log", "dt_bias", "conv1d", "rg_lru", "time_decay"})
 """Names by which a layer that keeps a state of its own is known. Its projections feed sums over the whole prompt."""
 
-Choose: TypeAlias = Callable[[str, torch.Tensor], Quants | None]
-"""From the name and the weight of a matrix to its quants, None to leave it as it is."""
-
 
 class QuantisedLinear(nn.Module):
     """A replacement for `nn.Linear`: rows [.., in_features] → [.., out_features], in bfloat16."""
 
     packed: torch.Tensor
 
-    def __init__(self, linear: nn.Linear, form: QuantForm) -> None:
+    def __init__(self, linear: nn.Linear, form: QuantForm, *, is_in_gguf: bool = False) -> None:
+        """`is_in_gguf`: the quants come from a `.gguf` file, by `pack_matrices`."""
         super().__init__()
         self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
-        shape = form.packed_shape(self.out_features, self.in_features)
-        self.register_buffer("packed", torch.empty(shape, dtype=torch.uint8, device=linear.weight.device))
+        shape = (0,) if is_in_gguf else form.packed_shape(self.out_features, self.in_features)
+        packed = torch.empty(shape, dtype=torch.uint8, device=linear.weight.device)
+        self.register_buffer("packed", packed, persistent=not is_in_gguf)
         self.bias = linear.bias
         self.matrix: Matrix | None = None
         """The matrix for the compiled operators."""
@@ -75,7 +80,7 @@ class QuantisedLinear(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weights as they are computed with, made anew each time."""
-        return unpacked(self.packed, self.form).dequantised()
+        return weights_of(self.packed, self.form)
 
     def prepare(self) -> None:
         """Prepares the matrix for the kernel, once the weights are there. They must not change afterwards."""
@@ -88,20 +93,54 @@ class QuantisedLinear(nn.Module):
         return self._product(rows)
 
 
-def quantise(model: PreTrainedModel, choose: Choose) -> None:
-    """Quantises the matrices of the decoder in place, as `choose` says.
+class QuantisedEmbedding(nn.Module):
+    """A replacement for `nn.Embedding` whose rows are in a `.gguf` file: ids, int64 [..] → bfloat16 [.., width]."""
+
+    packed: torch.Tensor
+
+    def __init__(self, embedding: nn.Embedding, form: QuantForm) -> None:
+        super().__init__()
+        self.form = form
+        self.register_buffer("packed", torch.empty(0, dtype=torch.uint8), persistent=False)
+        self.matrix: Matrix | None = None
+        # Gemma multiplies the rows.
+        self._scale: float | None = getattr(embedding, _SCALE, None)
+
+    def prepare(self) -> None:
+        """Prepares the matrix for the operators, once the weights are there. They must not change afterwards."""
+        self.matrix = matrix_of(self.packed, self.form, None)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found = operators()
+        assert found is not None
+        assert self.matrix is not None, "the model was not prepared"
+        rows = rows_of(found, self.matrix, ids)
+        return rows if self._scale is None else rows * torch.tensor(self._scale).to(rows.dtype)
+
+
+def is_plain_embedding(module: nn.Module) -> bool:
+    """Returns whether `QuantisedEmbedding` computes what a module computes."""
+    return type(module) is nn.Embedding or (isinstance(module, nn.Embedding) and hasattr(module, _SCALE))
+
+
+def quantise(model: PreTrainedModel, weights: str, advance: Callable[[int], None] = lambda _: None) -> None:
+    """Quantises the matrices of the decoder in place to `weights`, `int8` or `int4`. `advance` takes the numbers done.
 
     What does not fill whole blocks, routers, the projections of recurrent layers, and the expansion of latents stay as
-    they are.
-    `prepare` makes the model ready to compute.
+    they are. `prepare` makes the model ready to compute.
     """
+
+    def quants_of(name: str, weight: torch.Tensor) -> Quants:
+        bits = bits_for(model, name, weights)
+        assert bits is not None, weights
+        advance(weight.numel())
+        return quantised(weight, bits)
+
     for name, linear in list(quantisable(model)):
         if fills_blocks(linear.weight):
-            quants = choose(name, linear.weight.detach())
-            if quants is not None:
-                _put(model, name, quants)
+            _put(model, name, quants_of(name, linear.weight.detach()))
     for name, experts in list(quantisable_experts(model)):
-        made = quantised_experts(experts, partial(choose, name))
+        made = quantised_experts(experts, partial(quants_of, name))
         if made is not None:
             model.set_submodule(name, made)
     if isinstance(model.get_output_embeddings(), QuantisedLinear):
@@ -140,40 +179,27 @@ def _is_recurrent(module: nn.Module) -> bool:
     return not _OF_RECURRENCE.isdisjoint({*module._parameters, *module._modules})
 
 
-def chooser(model: PreTrainedModel, weights: str, own: Callable[[torch.Tensor], Quants | None] | None = None) -> Choose:
-    """Returns how matrices are quantised for `--weights`: `int8`, `int4`, or `auto` (as the file has them).
-
-    `own` finds what a file has for a matrix. It is kept where it has no more bits than are wanted. With `int4`, the
-    matrix that gives the logits has 8 bits.
-    """
-    head = model.get_output_embeddings()
-
-    def choose(name: str, weight: torch.Tensor) -> Quants | None:
-        found = None if own is None else own(weight)
-        if weights == "auto":
-            return found
-        bits = 8 if weights == "int8" or model.get_submodule(name) is head else 4
-        return found if found is not None and found.bits <= bits else quantised(weight, bits)
-
-    return choose
+def bits_for(model: PreTrainedModel, name: str, weights: str) -> int | None:
+    """Returns the bits that `--weights` wants for the matrix of a module, None for `auto`: as the file has them. With
+    `int4`, the matrix that gives the logits has 8 bits."""
+    if weights == "auto":
+        return None
+    return 8 if weights == "int8" or model.get_submodule(name) is model.get_output_embeddings() else 4
 
 
 def quantise_and_save(model: PreTrainedModel, weights: str, made: Path, report: Report) -> None:
     """Quantises a loaded model in place to `int8` or `int4`, and writes it to the folder `made`. Raises
     `ModelError` if it has no matrix that can be quantised, `OSError` if the disk is full."""
-    choose = chooser(model, weights)
     total = sum(parameter.numel() for parameter in model.parameters())
     with progress_bar("quantising", total, report) as advance, torch.inference_mode(), one_thread():
         done = 0
 
-        def chosen(name: str, weight: torch.Tensor) -> Quants | None:
+        def step(count: int) -> None:
             nonlocal done
-            done += weight.numel()
-            quants = choose(name, weight)
+            done += count
             advance(min(done, total))
-            return quants
 
-        quantise(model, chosen)
+        quantise(model, weights, step)
     if not any(isinstance(module, QuantisedLinear | QuantisedMatrices) for module in model.modules()):
         raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
     save_quantised(model, made)
@@ -195,10 +221,10 @@ def save_quantised(model: PreTrainedModel, folder: Path) -> None:
     save_configurations(model, folder)
 
 
-def metadata_of(model: PreTrainedModel, forms: dict[str, str]) -> dict[str, str]:
-    """Returns the metadata of the weights file of a model whose modules have these forms. For experts the names are
-    those of the parts, such as `experts.gate`."""
-    untied = {_UNTIED: "1"} if _head_name(model) in forms else {}
+def metadata_of(model: PreTrainedModel, forms: Mapping[str, str], others: Collection[str] = ()) -> dict[str, str]:
+    """Returns the metadata of the weights file of a model whose modules have these forms. The quants of `others` are in
+    another file. For experts the names are those of the parts, such as `experts.gate`."""
+    untied = {_UNTIED: "1"} if _head_name(model) in {*forms, *others} else {}
     return {"format": "pt", _FORMS: json.dumps(forms, sort_keys=True), **untied}
 
 
@@ -247,12 +273,43 @@ def _metadata(file: Path) -> dict[str, str]:
         return {}
 
 
+def packed_bytes(matrices: Mapping[str, FileMatrix]) -> int:
+    """Returns the bytes that matrices of a `.gguf` file take in memory."""
+    distinct = {matrix.key: matrix for matrix in matrices.values()}
+    return sum(prod(_form_of(matrix).packed_shape(*matrix.shape)) for matrix in distinct.values())
+
+
+def pack_matrices(model: PreTrainedModel, matrices: Mapping[str, FileMatrix], memory: torch.Tensor) -> None:
+    """Reads the matrices of a `.gguf` file into the modules that wait for them, and packs them in `memory`, uint8, one
+    after the other. Raises `ModelError` if the file cannot be read, or if there are no compiled operators."""
+    found = operators()
+    if found is None:
+        raise ModelError("the quants of a .gguf file need the compiled operators; add --weights native")
+    packed: dict[Hashable, torch.Tensor] = {}
+    used = 0
+    for name, matrix in matrices.items():
+        module = model.get_submodule(name)
+        assert isinstance(module, QuantisedLinear | QuantisedEmbedding)
+        if matrix.key not in packed:
+            shape = module.form.packed_shape(*matrix.shape)
+            packed[matrix.key] = memory[used : used + prod(shape)].view(shape)
+            matrix.pack(found, packed[matrix.key])
+            used += prod(shape)
+        module.packed = packed[matrix.key]
+
+
+def _form_of(matrix: FileMatrix) -> QuantForm:
+    form = None if matrix.kind is None else form_of(matrix.kind)
+    assert form is not None, "the conversion keeps no other matrices"
+    return form
+
+
 def prepare(model: PreTrainedModel) -> None:
     """Makes a loaded model ready to compute, and logs which matrices are quantised."""
     found: dict[str, int] = {}
     with one_thread():
         for module in model.modules():
-            if isinstance(module, QuantisedLinear | QuantisedExperts):
+            if isinstance(module, QuantisedLinear | QuantisedEmbedding | QuantisedExperts):
                 module.prepare()
             if isinstance(module, QuantisedLinear | QuantisedMatrices):
                 kind = f"int{module.form.bits}"
@@ -290,6 +347,11 @@ class Quantiser(HfQuantizer):  # type: ignore[misc]
                 model.set_submodule(name, QuantisedLinear(model.get_submodule(name), form))
         for name, forms in parts.items():
             model.set_submodule(name, QuantisedExperts(model.get_submodule(name), forms))
+        for name, matrix in load_matrices(Path(file).parent).items():
+            module, form = model.get_submodule(name), _form_of(matrix)
+            is_linear = isinstance(module, nn.Linear)
+            replaced = QuantisedLinear(module, form, is_in_gguf=True) if is_linear else QuantisedEmbedding(module, form)
+            model.set_submodule(name, replaced)
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return False

@@ -29,8 +29,11 @@ from diskprefix.model.load.gguf import (
     described,
     is_finished,
 )
+from diskprefix.model.load.gguf_file import MATRICES
 from diskprefix.model.quants import gguf_conversion
+from diskprefix.model.quants.file_matrix import load_matrices
 from diskprefix.model.quants.gguf_conversion import TensorwiseConversion
+from diskprefix.model.quants.quantised import packed_bytes
 from tests.model import interrupted, tiny
 
 Usage = namedtuple("Usage", "total used free")
@@ -312,9 +315,16 @@ def test_any_part_of_a_split_gguf_names_the_model_of_all_parts(parts: list[Path]
     (folder,) = folders
     assert folder != whole
     assert folder.name.startswith("tiny-")
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        path.name: path.read_bytes() for path in whole.iterdir()
+    own, expected = ({path.name: path.read_bytes() for path in made.iterdir()} for made in (folder, whole))
+    # These say where the parts have the tensors.
+    different = {MANIFEST, MATRICES}
+    assert {name: own[name] for name in own.keys() - different} == {
+        name: expected[name] for name in expected.keys() - different
     }
+    of_whole = load_matrices(whole, [parts[0].with_name("tiny.gguf")])
+    of_parts = load_matrices(folder, parts)
+    assert of_parts.keys() == of_whole.keys()
+    assert all(torch.equal(of_parts[name].dequantised(), of_whole[name].dequantised()) for name in of_whole)
 
 
 def test_a_part_that_is_missing_is_named(parts: list[Path]) -> None:
@@ -418,7 +428,7 @@ def test_the_size_that_is_asked_for_is_the_size_that_is_made(weights: str, tmp_p
     folder = converted_folder(file, print, weights)
     with safe_open(folder / "model.safetensors", "pt") as tensors:
         sizes = [tensors.get_tensor(name).nbytes for name in tensors.keys()]  # noqa: SIM118 (it is no dict)
-    assert needs.weights == pytest.approx(sum(sizes), rel=0.01)
+    assert needs.weights == pytest.approx(sum(sizes) + packed_bytes(load_matrices(folder)), rel=0.01)
 
 
 def test_a_conversion_that_does_not_fit_in_memory_is_refused_with_both_figures(

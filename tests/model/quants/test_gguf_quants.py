@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import gguf
@@ -13,7 +12,7 @@ import torch
 from diskprefix.model.quants import forms
 from diskprefix.model.quants import gguf_quants as gguf_quants_module
 from diskprefix.model.quants.forms import Quants, unpacked
-from diskprefix.model.quants.gguf_quants import _READERS, gguf_quants, quants_in
+from diskprefix.model.quants.gguf_quants import _READERS, gguf_quants
 
 HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 """At which bytes of a block there are float16 numbers, where not at the first one alone."""
@@ -53,43 +52,10 @@ def test_other_types_have_no_such_form() -> None:
     assert gguf_quants("Q2_K", torch.zeros(16, 84, dtype=torch.uint8), 16, 256) is None
 
 
-@dataclass(frozen=True)
-class StoredMatrix:
-    """What is read of a tensor of a file."""
-
-    kind: str
-    shape: tuple[int, ...] = (16, 512)
-
-    def content(self) -> Any:
-        return content_of(self.kind)
-
-
-def kept(weight: torch.Tensor, *kinds: str) -> Quants | None:
-    return quants_in([StoredMatrix(kind) for kind in kinds], weight)  # type: ignore[misc]
-
-
 def read(kind: str) -> Quants:
     found = gguf_quants(kind, torch.from_numpy(content_of(kind)), 16, 512)
     assert found is not None
     return found
-
-
-@pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
-def test_a_matrix_keeps_the_quants_of_its_rows_wherever_they_stand(kind: str) -> None:
-    """In Q4_0, the `gguf` library gives -0 where a scale is negative."""
-    expected = torch.from_numpy(gguf.quants.dequantize(content_of(kind), gguf.GGMLQuantizationType[kind])).bfloat16()
-    turned = expected.flip(0)
-    quants = kept(turned, "Q4_1", kind)
-    assert quants is not None
-    assert torch.equal(quants.dequantised(), turned)
-    assert torch.equal(quants.codes, read(kind).codes.flip(0))
-
-
-def test_a_matrix_that_a_file_does_not_have_keeps_nothing() -> None:
-    weight = read("Q8_0").dequantised()
-    assert kept(weight, "Q8_0") is not None
-    weight[3, 5] += 1
-    assert kept(weight, "Q8_0") is None
 
 
 def test_a_matrix_is_the_same_when_it_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,205 @@
+"""Matrices that stay in a `.gguf` file: the rows of its tensors that each is made of.
+
+transformers puts the rows of some tensors into another order, and makes one matrix of several. It is shown tensors
+whose rows hold their own numbers instead of weights, and what it makes of them says where each row of a matrix comes
+from.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from diskprefix.model.load.gguf_file import MATRICES, FileTensor
+from diskprefix.native.library import Operators
+from diskprefix.native.matrix import ROWS
+from diskprefix.native.packing import pack
+
+_DIGITS = 4
+_PIECE_BYTES = 1 << 24
+"""What is read of a file at a time."""
+_DESCRIBED, _ORDER = "described", "order of "
+
+
+def numbered(first: int, shape: Sequence[int]) -> torch.Tensor:
+    """Returns float32 [.., 5] for a tensor of this shape: its rows, numbered from `first`, in digits that bfloat16
+    holds exactly, and a number that shows whether anybody computed with them."""
+    rows = torch.arange(first, first + prod(shape[:-1]))
+    digits = [rows >> (8 * digit) & 255 for digit in range(_DIGITS)]
+    return torch.stack([*digits, _check(rows)], dim=-1).float().view(*shape[:-1], -1)
+
+
+def numbers_in(made: torch.Tensor) -> np.ndarray | None:
+    """Returns the row numbers, int64 [..], in what was made of tensors from `numbered`; None if it has something
+    else."""
+    if made.shape[-1] != _DIGITS + 1:
+        return None
+    found = made.to(torch.int64)
+    rows = sum(found[..., digit] << (8 * digit) for digit in range(_DIGITS))
+    assert isinstance(rows, torch.Tensor)
+    is_same = torch.equal(found.float(), made.float()) and torch.equal(_check(rows), found[..., -1])
+    return rows.numpy() if is_same else None
+
+
+def _check(rows: torch.Tensor) -> torch.Tensor:
+    return (rows * 37 + 11) % 251
+
+
+@dataclass(frozen=True, eq=False)
+class FileMatrix:
+    """A matrix: row i is row `order[i]` of `tensors`, which are counted one after the other. Without an order all rows
+    are taken as they stand. `shape` is that of the parameter, whose last dimension is the columns."""
+
+    tensors: tuple[FileTensor, ...]
+    shape: tuple[int, ...]
+    order: np.ndarray | None
+
+    @classmethod
+    def of(cls, rows: np.ndarray, tensors: Sequence[FileTensor], firsts: Sequence[int]) -> FileMatrix | None:
+        """Returns the matrix of these `rows`; None if they have several lengths. `tensors` are all of the file, whose
+        rows are numbered from `firsts` on, ascending."""
+        flat = rows.reshape(-1)
+        used = [bisect_right(firsts, row) - 1 for row in _one_of_each(flat, firsts)]
+        found = tuple(tensors[number] for number in used)
+        if len({tensor.shape[-1] for tensor in found}) != 1:
+            return None
+        starts = np.array([0, *accumulate(tensor.num_rows for tensor in found)])
+        order = np.empty(len(flat), np.int32)
+        for number, start in zip(used, starts, strict=False):
+            own = (flat >= firsts[number]) & (flat < firsts[number] + tensors[number].num_rows)
+            order[own] = flat[own] - firsts[number] + start
+        is_same = len(flat) == starts[-1] and bool((np.diff(order) == 1).all())
+        return cls(found, (*rows.shape, found[0].shape[-1]), None if is_same else order)
+
+    @property
+    def kind(self) -> str | None:
+        """The type of its tensors, None if there are several."""
+        kinds = {tensor.kind for tensor in self.tensors}
+        return kinds.pop() if len(kinds) == 1 else None
+
+    @property
+    def key(self) -> Hashable:
+        """What two matrices with the same weights have in common."""
+        order = None if self.order is None else self.order.tobytes()
+        return self.shape, tuple(tensor.name for tensor in self.tensors), order
+
+    @property
+    def num_rows(self) -> int:
+        return prod(self.shape[:-1])
+
+    def pieces(self, multiple: int = 1) -> Iterator[tuple[int, int, list[FileRows]]]:
+        """Yields first and last row of pieces of `multiple` rows or several times that, and what the file has of them.
+        Raises `ModelError` if the file is cut short."""
+        step = max(1, _PIECE_BYTES // max(tensor.row_bytes for tensor in self.tensors) // multiple) * multiple
+        for first in range(0, self.num_rows, step):
+            last = min(first + step, self.num_rows)
+            yield first, last, self._read(np.arange(first, last) if self.order is None else self.order[first:last])
+
+    def _read(self, rows: np.ndarray) -> list[FileRows]:
+        found, start = [], 0
+        for tensor in self.tensors:
+            places = np.flatnonzero((rows >= start) & (rows < start + tensor.num_rows))
+            if len(places):
+                own = rows[places] - start
+                lowest = int(own.min())
+                content = tensor.rows(lowest, int(own.max()) + 1)
+                found.append(FileRows(tensor, places, content, (own - lowest).astype(np.int32)))
+            start += tensor.num_rows
+        return found
+
+    def pack(self, operators: Operators, out: torch.Tensor) -> None:
+        """Packs the quants into `out`, uint8 [strips, ..] of the form of its type. Raises `ModelError` if the file is
+        cut short or changed, `MemoryError`."""
+        assert self.kind is not None, "its form would not be known"
+        for first, last, parts in self.pieces(ROWS):
+            if len(parts) == 1:
+                (part,) = parts
+                content, order = part.content, part.order
+            else:
+                content = np.concatenate([part.content for part in parts])
+                order, at = np.empty(last - first, np.int32), 0
+                for part in parts:
+                    order[part.places] = part.order + at
+                    at += len(part.content)
+            pack(
+                operators,
+                self.kind,
+                torch.from_numpy(content),
+                torch.from_numpy(order),
+                out[first // ROWS : last // ROWS],
+            )
+
+    def dequantised(self) -> torch.Tensor:
+        """Returns the weights, bfloat16 of `shape`."""
+        import gguf
+
+        found = torch.empty(self.num_rows, self.shape[-1], dtype=torch.bfloat16)
+        for first, last, parts in self.pieces():
+            for part in parts:
+                weights = gguf.dequantize(part.content, part.tensor.type)[part.order]
+                found[first:last][part.places] = torch.from_numpy(weights).to(torch.bfloat16)
+        return found.view(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class FileRows:
+    """Rows of a tensor as bytes, uint8 [n, bytes of a row]. Row `order[i]` belongs to `places[i]` of a piece."""
+
+    tensor: FileTensor
+    places: np.ndarray
+    content: np.ndarray
+    order: np.ndarray
+
+
+def _one_of_each(rows: np.ndarray, firsts: Sequence[int]) -> list[int]:
+    """Returns a row of each tensor that has any of them, in ascending order."""
+    which = np.searchsorted(np.asarray(firsts), rows, side="right")
+    return sorted(int(rows[which == one][0]) for one in np.unique(which))
+
+
+def save_matrices(matrices: Mapping[str, FileMatrix], parts: Sequence[Path], folder: Path) -> None:
+    """Writes which bytes of the file's `parts` make which matrices, by the names of their modules."""
+    described = {
+        name: {"shape": matrix.shape, "tensors": [_description(tensor, parts) for tensor in matrix.tensors]}
+        for name, matrix in matrices.items()
+    }
+    orders = {_ORDER + name: matrix.order for name, matrix in matrices.items() if matrix.order is not None}
+    text = np.frombuffer(json.dumps(described).encode(), np.uint8)
+    np.savez_compressed(folder / MATRICES, allow_pickle=False, **{_DESCRIBED: text}, **orders)
+
+
+def _description(tensor: FileTensor, parts: Sequence[Path]) -> dict[str, Any]:
+    return asdict(tensor) | {"file": parts.index(tensor.file), "dtype": str(tensor.dtype)}
+
+
+def load_matrices(folder: Path, parts: Sequence[Path] = ()) -> dict[str, FileMatrix]:
+    """Returns what `save_matrices` has written for a file with these parts; nothing if it has not. Without the parts
+    the matrices can be described, not read."""
+    file = folder / MATRICES
+    if not file.is_file():
+        return {}
+    with np.load(io.BytesIO(file.read_bytes()), allow_pickle=False) as saved:
+        described = json.loads(saved[_DESCRIBED].tobytes())
+        orders = {name: saved[name] for name in saved if name != _DESCRIBED}
+    return {
+        name: FileMatrix(
+            tuple(_tensor(one, parts) for one in of["tensors"]), tuple(of["shape"]), orders.get(_ORDER + name)
+        )
+        for name, of in described.items()
+    }
+
+
+def _tensor(description: Mapping[str, Any], parts: Sequence[Path]) -> FileTensor:
+    shapes = {name: tuple(description[name]) for name in ("shape", "stored_shape")}
+    file, dtype = parts[description["file"]] if parts else Path(), np.dtype(description["dtype"])
+    return FileTensor(**{**description, **shapes, "file": file, "dtype": dtype})
