@@ -16,7 +16,7 @@ log = logging.getLogger("diskprefix")
 VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2", "baseline")
 """Kinds of CPU for which there may be operators. `source/library.cpp` says what each needs."""
 
-REVISION = 4
+REVISION = 5
 """The number changes with the bits of what an operator computes."""
 
 _NUM_ARGUMENTS = {

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 
 import torch
 
 from diskprefix.native.library import Operators
 
-_MATRIX = struct.Struct("@6q 2P")
+_MATRIX = struct.Struct("@7q 3P")
 _PRODUCT = struct.Struct("@2q P 3P 3P q P")
 _LOOKUP = struct.Struct("@q 3P q P")
 """`Matrix`, `Product` and `Lookup` of `source/interface.h`."""
 
-_SCALE_TYPES = {torch.float32: 0, torch.float16: 2}
+_SCALES = {"float32": 0, "float16": 1, "exponents": 2, "bytes": 3, "nibbles": 4, "shared": 5}
+_TABLE = 64
+"""Numbers in a table. Those of fewer codes stand in it again and again."""
 
 ROWS, COLUMNS = 16, 32
 """The size of a block. A matrix has a multiple of both."""
@@ -31,17 +34,24 @@ class Matrix:
         bits: int = 16,
         group: int = 0,
         has_zeros: bool = False,
-        scale_type: torch.dtype = torch.float32,
+        scales: str = "float32",
+        numbers: Sequence[float] = (),
+        has_table: bool = False,
         bias: torch.Tensor | None = None,
     ) -> None:
-        """`weights` are bfloat16 of that size, or with 4, 5 or 8 bits uint8, packed as `model.quants.forms` describes.
-        `bias` has a number for each row of the matrix."""
+        """`weights` are bfloat16 of that size, or with fewer bits uint8, packed as `model.quants.forms` describes.
+        `numbers` belong to the codes; they follow each other without `has_table`. `bias` has a number for each row."""
         assert weights.is_contiguous()
         self.rows, self.columns = size
-        self._kept = weights, None if bias is None else bias.detach().float().contiguous()
+        table = (
+            torch.tensor([*numbers] * (_TABLE // len(numbers)), dtype=torch.float32)
+            if 0 < len(numbers) <= _TABLE
+            else None
+        )
+        self._kept = weights, table, None if bias is None else bias.detach().float().contiguous()
         found = _MATRIX.pack(
-            *(*size, bits, group, int(has_zeros), _SCALE_TYPES[scale_type]),
-            *(weights.data_ptr(), 0 if self._kept[1] is None else self._kept[1].data_ptr()),
+            *(*size, bits, group, int(has_zeros), _SCALES[scales], int(has_table)),
+            *(0 if part is None else part.data_ptr() for part in self._kept),
         )
         self._described = ctypes.create_string_buffer(found, len(found))
         self.address = ctypes.addressof(self._described)

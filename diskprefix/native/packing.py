@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import struct
+from functools import cache
 
 import torch
 
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import COLUMNS, ROWS
+from diskprefix.native.matrix import ROWS
 
-_PACKING = struct.Struct("@4q 3P q P")
+_PACKING = struct.Struct("@3q 4P q P")
 """`Packing` of `source/interface.h`."""
 
 _TYPES = {
@@ -18,27 +19,42 @@ _TYPES = {
     "Q5_0": (6, 32, 22),
     "Q5_1": (7, 32, 24),
     "Q8_0": (8, 32, 34),
+    "Q2_K": (10, 256, 84),
+    "Q3_K": (11, 256, 110),
     "Q4_K": (12, 256, 144),
     "Q5_K": (13, 256, 176),
     "Q6_K": (14, 256, 210),
+    "IQ2_XXS": (16, 256, 66),
+    "IQ2_XS": (17, 256, 74),
+    "IQ3_XXS": (18, 256, 98),
+    "IQ1_S": (19, 256, 50),
+    "IQ4_NL": (20, 32, 18),
+    "IQ3_S": (21, 256, 110),
+    "IQ2_S": (22, 256, 82),
+    "IQ4_XS": (23, 256, 136),
+    "IQ1_M": (29, 256, 56),
+    "TQ1_0": (34, 256, 54),
+    "TQ2_0": (35, 256, 66),
+    "MXFP4": (39, 32, 17),
 }
 """The number of a type in the file, and the weights and bytes of a block."""
+_WITH_GRID = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 
 
 def pack(operators: Operators, kind: str, content: torch.Tensor, order: torch.Tensor | None, out: torch.Tensor) -> None:
     """Packs rows of a GGUF tensor of the type `kind` into `out`.
 
     These are whole strips of a packed matrix in the form `model.quants.gguf_quants.form_of(kind)`: uint8 [strips,
-    blocks, bytes of a block]. `content` are the bytes of the file, uint8 [rows, bytes of a row]. Row i of `out` is row
+    units, bytes of a unit]. `content` are the bytes of the file, uint8 [rows, bytes of a row]. Row i of `out` is row
     `order[i]` (int32) of it, or row i without an order. Raises `MemoryError`.
     """
     number, weights, num_bytes = _TYPES[kind]
-    strips, columns = out.shape[0], out.shape[1] * COLUMNS
+    strips, columns = out.shape[0], content.shape[1] // num_bytes * weights
     assert content.dtype is out.dtype is torch.uint8
     assert content.is_contiguous()
     assert out.is_contiguous()
-    assert columns % weights == 0
-    assert content.shape[1] == columns // weights * num_bytes
+    assert content.shape[1] % num_bytes == 0
+    assert out.shape[1] == columns // weights
     if order is None:
         assert len(content) == strips * ROWS
     else:
@@ -47,9 +63,19 @@ def pack(operators: Operators, kind: str, content: torch.Tensor, order: torch.Te
         assert order.shape == (strips * ROWS,)
         assert int(order.min()) >= 0
         assert int(order.max()) < len(content)
-    call = _PACKING.pack(
-        *(number, strips, columns, out[0].nbytes, content.data_ptr(), 0 if order is None else order.data_ptr()),
-        *(out.data_ptr(), torch.get_num_threads(), operators.parallel_for),
-    )
+    grid = _grid_of(kind) if kind in _WITH_GRID else None
+    parts = (0 if part is None else part.data_ptr() for part in (content, grid, order, out))
+    call = _PACKING.pack(number, strips, columns, *parts, torch.get_num_threads(), operators.parallel_for)
     if operators.pack(call):
         raise MemoryError("there is no memory left for packing weights")
+
+
+@cache
+def _grid_of(kind: str) -> torch.Tensor:
+    """Returns the codes of the numbers in the rows of a type's grid, uint8 [rows, 4 or 8]."""
+    from gguf import quants  # here, as few files have these types
+
+    described = getattr(quants, kind)
+    described.init_grid()
+    grid = torch.from_numpy(described.grid).view(described.grid_shape)
+    return torch.searchsorted(torch.tensor(described.grid_map, dtype=grid.dtype), grid).to(torch.uint8)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diskprefix.model.quants.forms import FORMS, QuantForm, Quants
+from diskprefix.model.quants.products import matrix_of as matrix_in_memory
 from diskprefix.native import library
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of
@@ -25,15 +26,9 @@ def matrix_of(rows: int, columns: int, bits: int) -> Matrix:
 
 
 def matrix_with(quants: Quants, bias: torch.Tensor | None = None) -> Matrix:
-    form, size = quants.form, (quants.codes.shape[0], quants.codes.shape[1])
-    return Matrix(
-        *(quants.packed(), size),
-        bits=form.bits,
-        group=form.group,
-        has_zeros=form.has_zeros,
-        scale_type=form.scale_type,
-        bias=bias,
-    )
+    matrix = matrix_in_memory(quants.packed(), quants.form, bias)
+    assert matrix is not None
+    return matrix
 
 
 def product_of(

@@ -1,58 +1,111 @@
-"""Weights of a GGUF file are packed as the products take them."""
+"""Weights of GGUF files are packed, looked up and multiplied number for number."""
 
 from __future__ import annotations
 
-import gguf
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
-from diskprefix.model.quants.forms import unpacked
-from diskprefix.model.quants.gguf_quants import form_of
+from diskprefix.model.quants.gguf_quants import _FORMS, form_of
+from diskprefix.model.quants.products import matrix_of
+from diskprefix.native import library
 from diskprefix.native.library import Operators
+from diskprefix.native.matrix import Matrix, product, rows_of
 from diskprefix.native.packing import _TYPES, pack
-from tests.model.quants.test_gguf_quants import content_of
+from tests.model.quants.test_gguf_quants import _HALVES, content_of, dequantised
+from tests.native.variants import WITH_PAIRS, of_this_cpu
 
 ROWS, COLUMNS = 48, 512
+ONE_OF_EACH_FORM = {form: kind for kind, form in _FORMS.items()}.values()
+SPECIAL = [0x0000, 0x8000, 0x0001, 0x83FF, 0x7BFF, 0xFBFF, 0x7C00, 0xFC00, 0x7E00, 0x3C00, 0xBC00, 0x0400]
+"""float16 numbers: zeros, the smallest, the largest, infinite ones, no number, ones."""
 
 
-def packed(operators: Operators, kind: str, content: np.ndarray, order: torch.Tensor | None = None) -> torch.Tensor:
+def packed(operators: Operators, kind: str, content: np.ndarray[Any, Any], order: torch.Tensor | None = None) -> Matrix:
     """Returns the packed matrix, made in two pieces."""
-    form = form_of(kind)
+    form, rows = form_of(kind), torch.from_numpy(content)
     assert form is not None
     out = torch.zeros(form.packed_shape(ROWS, COLUMNS), dtype=torch.uint8)
-    bytes_of_file = torch.from_numpy(content)
     if order is None:
-        pack(operators, kind, bytes_of_file[:16], None, out[:1])
-        pack(operators, kind, bytes_of_file[16:], None, out[1:])
+        pack(operators, kind, rows[:16], None, out[:1])
+        pack(operators, kind, rows[16:], None, out[1:])
     else:
-        pack(operators, kind, bytes_of_file, order[:32], out[:2])
-        pack(operators, kind, bytes_of_file, order[32:], out[2:])
-    return out
+        pack(operators, kind, rows, order[:32], out[:2])
+        pack(operators, kind, rows, order[32:], out[2:])
+    matrix = matrix_of(out, form, None)
+    assert matrix is not None
+    return matrix
 
 
-def weights_of(packed: torch.Tensor, kind: str) -> torch.Tensor:
-    form = form_of(kind)
-    assert form is not None
-    return unpacked(packed, form).dequantised()
+def weights_in(operators: Operators, matrix: Matrix) -> torch.Tensor:
+    return rows_of(operators, matrix, torch.arange(ROWS))
 
 
-def expected_of(kind: str, content: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(gguf.quants.dequantize(content, gguf.GGMLQuantizationType[kind])).bfloat16()
+def some_rows(count: int) -> torch.Tensor:
+    return torch.randn(count, COLUMNS, generator=torch.Generator().manual_seed(3)).bfloat16()
+
+
+def test_the_types_are_those_with_a_form() -> None:
+    assert set(_TYPES) == set(_FORMS)
 
 
 @pytest.mark.parametrize("kind", _TYPES)
-def test_packed_weights_are_those_of_the_gguf_library(operators: Operators, kind: str) -> None:
+def test_weights_are_those_of_the_gguf_library(operators: Operators, kind: str) -> None:
     content = content_of(kind, ROWS, COLUMNS)
-    assert torch.equal(weights_of(packed(operators, kind, content), kind), expected_of(kind, content))
+    matrix, expected = packed(operators, kind, content), dequantised(kind, content)
+    assert torch.equal(weights_in(operators, matrix).view(torch.int16), expected.view(torch.int16))
+    one_by_one = torch.eye(COLUMNS).bfloat16()
+    assert torch.equal(product(operators, one_by_one, matrix).t(), expected)
+    assert torch.equal(product(operators, one_by_one[-64:-63], matrix)[0], expected[:, -64])
+    assert torch.equal(product(operators, one_by_one[100:105], matrix).t(), expected[:, 100:105])
+
+
+@pytest.mark.parametrize("kind", _TYPES)
+def test_scales_may_be_anything(operators: Operators, kind: str) -> None:
+    """With scales of 0 and less, 0 and -0 are told apart."""
+    content = content_of(kind, ROWS, COLUMNS)
+    num_bytes = _TYPES[kind][2]
+    blocks = content.reshape(ROWS, -1, num_bytes)
+    numbers = np.resize(np.array(SPECIAL, np.uint16), blocks.shape[:2])
+    for at in _HALVES.get(kind, (0,)):
+        blocks[..., at : at + 2] = np.roll(numbers, at, axis=0)[..., None].view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = np.resize(np.array([0, 1, 2, 3, 127, 253, 254, 255], np.uint8), blocks.shape[:2])
+    found, expected = weights_in(operators, packed(operators, kind, content)), dequantised(kind, content)
+    is_number = ~expected.isnan()
+    assert torch.equal(is_number, ~found.isnan())
+    assert torch.equal(found[is_number].view(torch.int16), expected[is_number].view(torch.int16))
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
+def test_a_row_has_the_same_bits_beside_any_others(operators: Operators, kind: str) -> None:
+    matrix, rows = packed(operators, kind, content_of(kind, ROWS, COLUMNS)), some_rows(65)
+    whole = product(operators, rows, matrix)
+    exact = rows.double() @ weights_in(operators, matrix).double().t()
+    assert float((whole.double() - exact).abs().max()) < float(exact.abs().max()) * 2**-7
+    for count in (1, 2, 5, 6, 7, 17, 64):
+        assert torch.equal(product(operators, rows[1 : count + 1], matrix), whole[1 : count + 1])
+
+
+@pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
+def test_the_variants_without_pairs_give_the_same_bits(kind: str) -> None:
+    content, found = content_of(kind, ROWS, COLUMNS), []
+    for variant in set(of_this_cpu()) - set(WITH_PAIRS):
+        library.choose(variant)
+        operators = library.operators()
+        assert operators is not None
+        found.append(product(operators, some_rows(7), packed(operators, kind, content)))
+    assert all(torch.equal(one, found[0]) for one in found)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q6_K"])
 def test_rows_are_put_into_an_order(operators: Operators, kind: str) -> None:
     content = content_of(kind, ROWS, COLUMNS)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(1), dtype=torch.int32)
-    found = weights_of(packed(operators, kind, content, order), kind)
-    assert torch.equal(found, expected_of(kind, content)[order.long()])
+    found = weights_in(operators, packed(operators, kind, content, order))
+    assert torch.equal(found, dequantised(kind, content)[order.long()])
 
 
 def test_threads_change_nothing(operators: Operators) -> None:
@@ -60,7 +113,7 @@ def test_threads_change_nothing(operators: Operators) -> None:
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(packed(operators, "Q5_K", content))
+        found.append(weights_in(operators, packed(operators, "Q5_K", content)))
     assert torch.equal(*found)
 
 
@@ -69,5 +122,5 @@ def test_other_halves_of_the_bytes_are_other_weights(operators: Operators) -> No
     content = content_of("Q4_0", ROWS, COLUMNS)
     turned = content.reshape(ROWS, -1, 18).copy()
     turned[..., 2:] = turned[..., 2:] >> 4 | turned[..., 2:] << 4
-    found = weights_of(packed(operators, "Q4_0", turned.reshape(ROWS, -1)), "Q4_0")
-    assert not torch.equal(found, expected_of("Q4_0", content))
+    found = weights_in(operators, packed(operators, "Q4_0", turned.reshape(ROWS, -1)))
+    assert not torch.equal(found, dequantised("Q4_0", content))

@@ -27,7 +27,30 @@ _MATRIX = re.compile(
 """Names of matrices that are kept as quants, if their type has a form."""
 _RECURRENT = re.compile(r"(blk\.\d+\.)(ssm|time_mix)")
 """Names of tensors of recurrent layers. In their blocks `attn_qkv` belongs to the layer, and is not quantised."""
-_KEPT_BITS = {"Q4_0": 5, "Q4_1": 5, "Q4_K": 6, "Q5_0": 5.5, "Q5_1": 6, "Q5_K": 7, "Q6_K": 10, "Q8_0": 8.5}
+_KEPT_BITS = {
+    "Q4_0": 4.5,
+    "Q4_1": 5,
+    "Q5_0": 5.5,
+    "Q5_1": 6,
+    "Q8_0": 8.5,
+    "Q2_K": 2.625,
+    "Q3_K": 3.5625,
+    "Q4_K": 4.625,
+    "Q5_K": 5.625,
+    "Q6_K": 6.5625,
+    "IQ1_S": 3.3125,
+    "IQ1_M": 3.5625,
+    "IQ2_XXS": 3.3125,
+    "IQ2_XS": 3.5625,
+    "IQ2_S": 3.5625,
+    "IQ3_XXS": 4.3125,
+    "IQ3_S": 4.3125,
+    "IQ4_NL": 4.5,
+    "IQ4_XS": 4.3125,
+    "TQ1_0": 2.0625,
+    "TQ2_0": 2.0625,
+    "MXFP4": 4.25,
+}
 """Bits of a weight with its scales, by the type in the file."""
 _PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16} | {
     f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)
@@ -239,5 +262,5 @@ def _packed_bits(tensor: FileTensor, weights: str) -> tuple[float, bool]:
         return own or 16, own is not None
     is_head = tensor.name in ("output.weight", "token_embd.weight")
     wanted = "int8" if is_head else weights
-    is_kept = own is not None and (wanted == "int8" or tensor.kind.startswith("Q4"))
+    is_kept = own is not None and (wanted == "int8" or own <= _NEW_BITS["int4"])
     return (own, True) if own is not None and is_kept else (_NEW_BITS[wanted], False)

@@ -1,14 +1,19 @@
-"""Weights in 4, 5 or 8 bits: the forms, how a matrix gets one, and how it lies in memory.
+"""Quantised weights: the forms, how a matrix gets one, and how it lies in memory.
 
-A weight is `code × scale + zero`, computed in float32 and rounded to bfloat16. Along a row of a matrix, groups of 16 or
-32 weights share their scale and zero. The compiled products compute with these bfloat16 numbers, but for those of the
-variant `avx512_bf16`, which do not round them.
+A weight is `number × scale + zero`, computed in float32 and rounded to bfloat16. The number belongs to the code of the
+weight, of 2 to 8 bits. Along a row of a matrix, groups of 16 or 32 weights share their scale and zero. The compiled
+products compute with these bfloat16 numbers, but for those of the variant `avx512_bf16`, which do not round them.
 
-In memory, 16 rows × 32 columns are a block: codes, scales, zeros. Blocks of the same 16 rows follow each other, so a
-product reads from the first to the last byte. The codes of a block are 32 vectors of 16: of a pair of columns those of
-8 rows, then those of the other 8, the two of a row side by side. With 8 bits a code is a byte. With fewer, a word of 32
-bits has the codes at one place of 8 (4 bits) or 6 (5 bits) consecutive vectors. With 5 bits, 2 bits of each word are
-left: they hold the last two vectors.
+In memory, 16 rows are a strip, and 32 columns of a strip are a block. A strip is a row of units: one block or eight,
+with the scales of its groups, then the zeros, then the codes of its blocks. Scales and zeros lie group after group, in
+each the 16 rows. The scales of units of eight blocks (`bytes`, `nibbles`, `shared`) are integers, a byte for each
+group, and begin with a float16 for each row that they are multiplied with. Another one is for the zeros, which are then
+subtracted. Units follow each other, and so do strips, so a product reads from the first to the last byte.
+
+The codes of a block are 16 pairs of columns, each with 16 rows × 2 codes: 32 lanes. With 8 bits these are 32 bytes.
+With fewer there are planes: words of 32 lanes of 16 bits. The first words have the low 4 bits (with 2 or 3 bits: the
+low 2) of consecutive pairs, the lowest bits those of the first pair. The next words have the other bits in the same
+way.
 """
 
 from __future__ import annotations
@@ -25,73 +30,119 @@ _SHRUNK = (1.0, 0.94, 0.88, 0.82)
 _AT_ONCE = 1 << 18
 """Weights that are worked on at a time, so that the work does not take several times the memory of the matrix."""
 
+_TABLES: dict[str, tuple[float, ...]] = {
+    "ternary": (-1, 0, 1, 2),
+    "iq1": tuple(number + shift for shift in (0.125, -0.125) for number in (-1, 0, 1, 0)),
+    "iq2": tuple(sign * number / 8 for sign in (1, -1) for number in (8, 25, 43, 0)),
+    "iq3_xxs": tuple(sign * number / 4 for sign in (1, -1) for number in (4, 12, 20, 28, 36, 44, 52, 62)),
+    "iq3_s": tuple(sign * number for sign in (1, -1) for number in range(1, 17, 2)),
+    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
+    "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
+}
+"""The numbers of codes that are not integers one after the other."""
+
+_NUMBER_BYTES = {"float32": 4, "float16": 2, "exponents": 1, "bytes": 1, "nibbles": 1, "shared": 0}
+"""Bytes of a scale for a group, by how it is stored."""
+_OF_MANY = ("bytes", "nibbles", "shared")
+
 
 @dataclass(frozen=True)
 class QuantForm:
-    """Codes of `bits` bits have a sign if there are no zeros. Scales and zeros are float16 or float32."""
+    """Codes of `bits` bits: without a `table` the integers from 0 on, or with a sign if there are no zeros.
+
+    `scales` says how scales and zeros are stored: as `float32` or `float16` for each group; as `exponents` of 2
+    (MXFP4); as `bytes` or as `nibbles` (both in one byte) that are multiplied by a float16 of 256 columns, or as that
+    alone (`shared`).
+    """
 
     bits: int
     group: int
     has_zeros: bool
-    scale_type: torch.dtype
+    scales: str
+    table: str = ""
 
     def __str__(self) -> str:
         zeros = "zeros" if self.has_zeros else "symmetric"
-        return f"int{self.bits} {self.group} {zeros} {str(self.scale_type).removeprefix('torch.')}"
+        return f"int{self.bits} {self.group} {zeros} {self.scales} {self.table}".strip()
 
     @classmethod
     def parse(cls, text: str) -> QuantForm:
         """Returns the form that `str` described. Raises `ValueError` for other texts."""
-        for form in FORMS:
+        for form in (*FORMS, *FILE_FORMS):
             if str(form) == text:
                 return form
         raise ValueError(f"{text!r} is not a form of quantised weights")
 
     @property
-    def code_bytes(self) -> int:
-        return ROWS * COLUMNS * self.bits // 8
+    def numbers(self) -> tuple[float, ...]:
+        """The numbers of the codes."""
+        least = 0 if self.has_zeros else -(1 << self.bits - 1)
+        return _TABLES[self.table] if self.table else tuple(range(least, least + (1 << self.bits)))
 
     @property
-    def block_bytes(self) -> int:
-        scales = ROWS * (COLUMNS // self.group) * self.scale_type.itemsize
-        return self.code_bytes + scales * (2 if self.has_zeros else 1)
+    def unit_columns(self) -> int:
+        return COLUMNS * (8 if self.scales in _OF_MANY else 1)
+
+    @property
+    def numbers_bytes(self) -> int:
+        """Bytes of scales and zeros in a unit."""
+        parts = 2 if self.has_zeros else 1
+        shared = 2 * parts if self.scales in _OF_MANY else 0
+        of_group = _NUMBER_BYTES[self.scales] * (1 if self.scales == "nibbles" else parts)
+        return ROWS * (shared + self.unit_columns // self.group * of_group)
+
+    @property
+    def unit_bytes(self) -> int:
+        return self.numbers_bytes + ROWS * self.unit_columns * self.bits // 8
+
+    @property
+    def weight_bits(self) -> float:
+        """Bits of a weight, with its part of scales and zeros."""
+        return self.unit_bytes * 8 / (ROWS * self.unit_columns)
 
     def packed_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
-        return rows // ROWS, columns // COLUMNS, self.block_bytes
+        return rows // ROWS, columns // self.unit_columns, self.unit_bytes
 
 
 FORMS = tuple(
-    QuantForm(bits, group, has_zeros, scale_type)
-    for bits, group, has_zeros in ((4, 32, True), (5, 32, False), (5, 32, True), (8, 32, False), (8, 16, False))
-    for scale_type in (torch.float16, torch.float32)
+    QuantForm(bits, COLUMNS, has_zeros, scales)
+    for bits, has_zeros in ((4, True), (8, False))
+    for scales in ("float16", "float32")
 )
+"""Those of matrices that are quantised here."""
 
-
-_LEFT_OVER = {5: ((0, 30, 0, 2), (1, 30, 2, 2), (2, 30, 4, 1), (3, 30, 0, 2), (4, 30, 2, 2), (2, 31, 4, 1))}
-"""The places of the last two vectors, by the bits of a code: word, bit of the word, bit of the code, number of bits."""
+FILE_FORMS = (
+    *(QuantForm(bits, 32, False, "float16") for bits in (4, 5)),
+    QuantForm(5, 32, True, "float16"),
+    QuantForm(2, 16, True, "nibbles"),
+    *(QuantForm(bits, 16, False, "bytes") for bits in (3, 6)),
+    *(QuantForm(bits, 32, True, "bytes") for bits in (4, 5)),
+    QuantForm(2, 32, False, "shared", "ternary"),
+    *(QuantForm(3, group, False, "bytes", table) for table in ("iq1", "iq2") for group in (16, 32)),
+    *(QuantForm(4, 32, False, "bytes", table) for table in ("iq3_xxs", "iq3_s", "iq4")),
+    QuantForm(4, 32, False, "float16", "iq4"),
+    QuantForm(4, 32, False, "exponents", "mxfp4"),
+)
+"""Those that only matrices in files have. `native.packing` packs them."""
 
 
 @dataclass(frozen=True, eq=False)
 class Quants:
-    """A matrix [rows, columns]: `codes` int8 of that shape, `scales` and `zeros` float32 [rows, columns / group]."""
+    """A matrix [rows, columns] that was quantised: `codes` int8 of that shape, `scales` and `zeros` float32 [rows,
+    columns / 32]."""
 
-    bits: int
-    group: int
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
 
     @cached_property
     def form(self) -> QuantForm:
-        """The smallest form that holds it exactly."""
+        """The smallest form that holds it exactly: 4 bits with zeros, or 8 bits."""
         numbers = [self.scales] if self.zeros is None else [self.scales, self.zeros]
         is_half = all(torch.equal(part.half().float(), part) for part in numbers)
-        return QuantForm(self.bits, self.group, self.zeros is not None, torch.float16 if is_half else torch.float32)
-
-    def rows(self, order: torch.Tensor) -> Quants:
-        """Returns the matrix whose row i is row `order[i]`."""
-        zeros = None if self.zeros is None else self.zeros[order]
-        return Quants(self.bits, self.group, self.codes[order], self.scales[order], zeros)
+        return QuantForm(
+            8 if self.zeros is None else 4, COLUMNS, self.zeros is not None, "float16" if is_half else "float32"
+        )
 
     def dequantised(self) -> torch.Tensor:
         """Returns the weights, bfloat16 [rows, columns]."""
@@ -100,7 +151,7 @@ class Quants:
         for first in range(0, len(found), step):
             part = slice(first, first + step)
             scales = self.scales[part]
-            groups = self.codes[part].view(*scales.shape, self.group).float() * scales.unsqueeze(-1)
+            groups = self.codes[part].view(*scales.shape, COLUMNS).float() * scales.unsqueeze(-1)
             if self.zeros is not None:
                 groups += self.zeros[part].unsqueeze(-1)
             found[part] = groups.view(len(scales), -1)
@@ -110,58 +161,43 @@ class Quants:
         """Returns its blocks, uint8 of `form.packed_shape`."""
         rows, columns = self.codes.shape
         blocks = rows // ROWS, columns // COLUMNS
-        # Half, row of it, block, pair of columns, column of it.
-        codes = self.codes.view(blocks[0], 2, 8, blocks[1], 16, 2).permute(0, 3, 4, 1, 2, 5).reshape(*blocks, 32, 16)
-        parts = [(codes if self.bits == 8 else _in_words(codes, self.bits)).view(torch.uint8).reshape(*blocks, -1)]
-        for numbers in (self.scales, self.zeros):
-            if numbers is not None:
-                of_block = numbers.to(self.form.scale_type).view(blocks[0], ROWS, blocks[1], COLUMNS // self.group)
-                parts.append(of_block.permute(0, 2, 3, 1).contiguous().view(*blocks, -1).view(torch.uint8))
+        kind = getattr(torch, self.form.scales)
+        parts = [
+            numbers.to(kind).view(blocks[0], ROWS, blocks[1]).transpose(1, 2).contiguous().view(torch.uint8)
+            for numbers in (self.scales, self.zeros)
+            if numbers is not None
+        ]
+        # Row of the strip, pair of columns, column of it.
+        codes = self.codes.view(blocks[0], ROWS, blocks[1], 16, 2).permute(0, 2, 3, 1, 4).reshape(*blocks, 16, 32)
+        parts.append((codes.view(torch.uint8) if self.zeros is None else _in_words(codes)).reshape(*blocks, -1))
         return torch.cat(parts, dim=2)
 
 
-def _in_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns int32 [.., bits, 16] for codes int8 [.., 32, 16]."""
-    found = torch.empty(*codes.shape[:2], bits, 16, dtype=torch.int32)
-    in_word = 32 // bits
-    for part, words in zip(codes, found, strict=True):
-        vectors = part.to(torch.int32) & ((1 << bits) - 1)
-        shifts = torch.arange(0, in_word * bits, bits, dtype=torch.int32).view(-1, 1)
-        # No two have a bit in common.
-        words[:] = (vectors[:, : in_word * bits].view(-1, bits, in_word, 16) << shifts).sum(2, dtype=torch.int32)
-        for place, (word, at, low, size) in enumerate(_LEFT_OVER.get(bits, ())):
-            digit = vectors[:, 30 + place // 3] >> low & ((1 << size) - 1)
-            words[:, word] |= digit << at
-    return found
+def _in_words(codes: torch.Tensor) -> torch.Tensor:
+    """Returns uint8 [.., 4, 64] for codes of 4 bits, int8 [.., 16, 32]."""
+    pairs = codes.view(*codes.shape[:-2], 4, 4, 32)
+    low, high = (pairs[..., first, :] | pairs[..., first + 1, :] << 4 for first in (0, 2))
+    return torch.stack([low, high], dim=-1).view(torch.uint8).flatten(-2)
 
 
-def _of_words(words: torch.Tensor, form: QuantForm) -> torch.Tensor:
+def _of_words(words: torch.Tensor) -> torch.Tensor:
     """Returns the inverse of `_in_words`."""
-    bits, in_word = form.bits, 32 // form.bits
-    found = torch.empty(*words.shape[:2], 32, 16, dtype=torch.int8)
-    shifts = torch.arange(0, in_word * bits, bits, dtype=torch.int32).view(-1, 1)
-    for part, codes in zip(words, found, strict=True):
-        vectors = torch.zeros(len(part), 32, 16, dtype=torch.int32)
-        vectors[:, : in_word * bits] = (part.unsqueeze(2) >> shifts).flatten(1, 2)
-        for place, (word, at, low, size) in enumerate(_LEFT_OVER.get(bits, ())):
-            vectors[:, 30 + place // 3] |= (part[:, word] >> at & ((1 << size) - 1)) << low
-        vectors &= (1 << bits) - 1
-        codes[:] = vectors if form.has_zeros else vectors - ((vectors >> (bits - 1)) << bits)
-    return found
+    low, high = words.view(*words.shape[:-1], 32, 2).unbind(-1)
+    pairs = torch.stack([low & 15, low >> 4, high & 15, high >> 4], dim=-2)
+    return pairs.flatten(-3, -2).view(torch.int8)
 
 
 def unpacked(packed: torch.Tensor, form: QuantForm) -> Quants:
-    """Returns the inverse of `Quants.packed`."""
+    """Returns the inverse of `Quants.packed`, for `FORMS`."""
+    assert form in FORMS
     strips, blocks, _ = packed.shape
     rows, columns = strips * ROWS, blocks * COLUMNS
-    codes = packed[..., : form.code_bytes].contiguous().view(torch.int8).view(strips, blocks, -1, 16)
-    if form.bits < 8:
-        codes = _of_words(codes.view(torch.int32).view(strips, blocks, -1, 16), form)
-    codes = codes.view(strips, blocks, 16, 2, 8, 2).permute(0, 3, 4, 1, 2, 5).reshape(rows, columns)
-    numbers = packed[..., form.code_bytes :].contiguous().view(form.scale_type).float()
-    parts = numbers.view(strips, blocks, -1, COLUMNS // form.group, ROWS).permute(2, 0, 4, 1, 3)
-    scales, *zeros = parts.reshape(-1, rows, columns // form.group).unbind()
-    return Quants(form.bits, form.group, codes, scales, zeros[0] if zeros else None)
+    codes = packed[..., form.numbers_bytes :].contiguous()
+    codes = _of_words(codes.view(strips, blocks, 4, 64)) if form.bits == 4 else codes.view(torch.int8)
+    codes = codes.view(strips, blocks, 16, ROWS, 2).permute(0, 3, 1, 2, 4).reshape(rows, columns)
+    numbers = packed[..., : form.numbers_bytes].contiguous().view(getattr(torch, form.scales)).float()
+    scales, *zeros = numbers.view(strips, blocks, -1, ROWS).permute(2, 0, 3, 1).reshape(-1, rows, blocks).unbind()
+    return Quants(codes, scales, zeros[0] if zeros else None)
 
 
 def quantised(weight: torch.Tensor, bits: int) -> Quants:
@@ -172,7 +208,7 @@ def quantised(weight: torch.Tensor, bits: int) -> Quants:
         for part in torch.split(weight, max(1, _AT_ONCE // columns))
     ]
     codes, scales, *zeros = (torch.cat(of_parts) for of_parts in zip(*parts, strict=True))
-    return Quants(bits, COLUMNS, codes.view(rows, columns), scales, zeros[0] if zeros else None)
+    return Quants(codes.view(rows, columns), scales, zeros[0] if zeros else None)
 
 
 def _in_8_bits(groups: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -14,10 +14,11 @@ from typing import TypeAlias
 
 import torch
 
+from diskprefix.errors import ModelError
 from diskprefix.model.exact.rows import is_ours
-from diskprefix.model.quants.forms import QuantForm, Quants, unpacked
+from diskprefix.model.quants.forms import FORMS, QuantForm, Quants, unpacked
 from diskprefix.native.library import operators
-from diskprefix.native.matrix import COLUMNS, ROWS, Matrix, product
+from diskprefix.native.matrix import COLUMNS, ROWS, Matrix, product, rows_of
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """From rows [.., columns of the matrix] to [.., rows of the matrix], in bfloat16."""
@@ -40,20 +41,34 @@ def matrix_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None) 
         return None
     return Matrix(
         packed,
-        (packed.shape[0] * ROWS, packed.shape[1] * COLUMNS),
+        (packed.shape[0] * ROWS, packed.shape[1] * form.unit_columns),
         bits=form.bits,
         group=form.group,
         has_zeros=form.has_zeros,
-        scale_type=form.scale_type,
+        scales=form.scales,
+        numbers=form.numbers,
+        has_table=bool(form.table),
         bias=bias,
     )
 
 
+def weights_of(packed: torch.Tensor, form: QuantForm) -> torch.Tensor:
+    """Returns the weights, bfloat16 [rows, columns]."""
+    found = operators()
+    matrix = matrix_of(packed, form, None)
+    if found is None or matrix is None:
+        return unpacked(packed, form).dequantised()
+    return rows_of(found, matrix, torch.arange(matrix.rows))
+
+
 def product_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None, matrix: Matrix | None) -> Product:
-    """Returns the product with it: the compiled one if there is a `matrix`."""
+    """Returns the product with it: the compiled one if there is a `matrix`. Raises `ModelError` if only that knows the
+    form."""
     found = operators()
     if found is not None and matrix is not None:
         return partial(product, found, matrix=matrix)
+    if form not in FORMS:
+        raise ModelError("the quants of a .gguf file need the compiled operators; add --weights native")
     quants = unpacked(packed, form)
     return _of_4_bits(quants, bias) if form.bits == 4 else _of_8_bits(quants, bias)
 
@@ -64,7 +79,7 @@ def _of_4_bits(quants: Quants, bias: torch.Tensor | None) -> Product:
     # The kernel computes (code - 8) × scale + zero.
     pairs = torch.stack([quants.scales, quants.zeros + 8 * quants.scales], dim=-1)
     scales = pairs.transpose(0, 1).contiguous().bfloat16()
-    return _on_rows(lambda rows: _int4(rows, matrix, quants.group, scales), bias)
+    return _on_rows(lambda rows: _int4(rows, matrix, COLUMNS, scales), bias)
 
 
 def _of_8_bits(quants: Quants, bias: torch.Tensor | None) -> Product:

@@ -36,11 +36,16 @@ struct Attention {
   ParallelFor parallel_for;
 };
 
+// How scales, and zeros where there are some, are stored: numbers of the groups, exponents of 2, or small integers that are
+// multiplied by a float16 of 256 columns: bytes, or the halves of one byte for both. Shared ones are that float16 alone.
+enum Scales : int64_t { IN_FLOAT32 = 0, IN_FLOAT16 = 1, IN_EXPONENTS = 2, IN_BYTES = 3, IN_NIBBLES = 4, SHARED = 5 };
+
 // A matrix [rows, columns]: in bfloat16 row after row (`bits` is 16), or in blocks of quants, see
-// model/quants/forms.py.
+// model/quants/forms.py. Codes stand for the numbers in `table`, 64 of them; they follow each other without `has_table`.
 struct Matrix {
-  int64_t rows, columns, bits, group, has_zeros, scale_type;
+  int64_t rows, columns, bits, group, has_zeros, scales, has_table;
   const void* weights;
+  const float* table;
   const float* bias;  // [rows], or null
 };
 
@@ -57,10 +62,10 @@ struct Lookup {
 };
 
 // Strips of a packed matrix, made of rows of a GGUF tensor. Row i is row `order[i]` of the content, or row i if `order` is
-// null. `type` is the number of the type in the file.
+// null. `type` is the number of the type in the file. Types that choose several weights together have a grid of codes.
 struct Packing {
-  int64_t type, strips, columns, strip_bytes;
-  const void* content;
+  int64_t type, strips, columns;
+  const void *content, *grid;
   const int32_t* order;
   void* out;
   int64_t num_threads;

@@ -28,7 +28,7 @@ struct Part {
   const uint8_t* strip(int64_t number) const { return (const uint8_t*)matrix->weights + number * form.strip_bytes; }
 
   void unpack(int64_t number, int64_t block, uint8_t* to) const {
-    form.unpack(strip(number) + block * form.block_bytes, form.stride, to);
+    form.unpack(strip(number), block, form.stride, matrix->table, to);
   }
 
   void put(Sixteen sums, int64_t row, int64_t column) const {
@@ -149,7 +149,7 @@ struct Multiply {
 #elif defined(KEEPS_CODES)
 
 // A pair of a row times a pair of 16 columns. A group of a block is a sum of its own, in the order of the columns; times its
-// scale it is added to that of the number, and so is the zero times the sum of the row's part.
+// scale it is added to that of the number, and so are its zero or zeros times the sums of the row's halves.
 struct Multiply {
   static constexpr int64_t ROWS = 6, FEW_ROWS = FEW;
   static constexpr int64_t AT_ONCE = 1;
@@ -158,19 +158,18 @@ struct Multiply {
 
   static bool takes_packed(const Part& part) { return part.form.has_zeros; }
 
-  static int64_t packed_bytes(int64_t num_rows, int64_t columns) { return num_rows * (columns / INNER) * 4; }
+  static int64_t packed_bytes(int64_t num_rows, int64_t columns) { return num_rows * (columns / 16) * 4; }
 
-  // The sums of each row's blocks.
+  // The sums of the halves of each row's blocks.
   static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t, int64_t columns, uint8_t* packed) {
-    float* to = (float*)packed + begin * (columns / INNER);
-    for (int64_t at = begin * columns; at < end * columns; at += INNER)
-      *to++ = sum_of(BFloat16::load(rows + at) + BFloat16::load(rows + at + 16));
+    float* to = (float*)packed + begin * (columns / 16);
+    for (int64_t at = begin * columns; at < end * columns; at += 16) *to++ = sum_of(BFloat16::load(rows + at));
   }
 
   static void few(const Part& part, int64_t strip, int64_t last, uint8_t*) {
     for (; strip < last; ++strip) {
       Sixteen sums[FEW_ROWS];
-      part.form.multiply[part.num_rows - 1](part.strip(strip), part.form.stride, part.blocks, part.rows,
+      part.form.multiply[part.num_rows - 1](part.strip(strip), part.form.stride, part.blocks, part.matrix->table, part.rows,
                                             (const float*)part.packed, sums);
       for (int64_t row = 0; row < part.num_rows; ++row) part.put(sums[row], row, strip * STRIP);
     }
@@ -183,9 +182,10 @@ struct Multiply {
     const int64_t columns = part.matrix->columns, next = part.blocks * BLOCK_BYTES;
     const int64_t groups = part.form.groups, pairs = 16 / groups;
     const uint16_t* rows = part.rows + row * columns;
-    const float* sums = (const float*)part.packed + row * part.blocks;
+    const int64_t halves = part.blocks * 2;
+    const float* sums = (const float*)part.packed + row * halves;
     __m512 kept[COUNT][STRIPS] = {};
-    for (int64_t block = 0; block < part.blocks; ++block, weights += BLOCK_BYTES, ++sums) {
+    for (int64_t block = 0; block < part.blocks; ++block, weights += BLOCK_BYTES, sums += 2) {
       const uint8_t *factors = weights, *scales = weights + SCALES_AT;
       for (int64_t group = 0; group < groups; ++group, scales += 64) {
         __m512 found[COUNT][STRIPS] = {};
@@ -207,11 +207,11 @@ struct Multiply {
           for (int i = 0; i < COUNT; ++i) kept[i][half] = _mm512_fmadd_ps(found[i][half], scale, kept[i][half]);
         }
       }
-      if (part.form.has_zeros)
-        for (int half = 0; half < STRIPS; ++half) {
-          const __m512 zero = loaded<__m512>(scales + half * next);
-          for (int i = 0; i < COUNT; ++i)
-            kept[i][half] = _mm512_fmadd_ps(zero, _mm512_set1_ps(sums[i * part.blocks]), kept[i][half]);
+      for (int64_t group = 0; part.form.has_zeros && group < groups; ++group, scales += 64)
+        for (int i = 0; i < COUNT; ++i) {
+          const __m512 sum = _mm512_set1_ps(sum_of_group(sums + i * halves, group, groups));
+          for (int half = 0; half < STRIPS; ++half)
+            kept[i][half] = _mm512_fmadd_ps(loaded<__m512>(scales + half * next), sum, kept[i][half]);
         }
     }
     for (int i = 0; i < COUNT; ++i)
@@ -242,13 +242,11 @@ struct Multiply {
     Sixteen kept[ROWS][2];
     for (int row = 0; row < ROWS; ++row) kept[row][0] = sums[row][0], kept[row][1] = sums[row][1];
     for (int64_t pair = 0; pair < 16 * blocks; ++pair) {
-      const Sixteen low = loaded<Sixteen>(weights + 128 * pair), high = loaded<Sixteen>(weights + 128 * pair + 64);
+      const Sixteen even = loaded<Sixteen>(weights + 128 * pair), odd = loaded<Sixteen>(weights + 128 * pair + 64);
       for (int row = 0; row < ROWS; ++row) {
-        int64_t two;
-        memcpy(&two, rows + row * stride + 2 * pair, 8);
-        const Sixteen factors = (Sixteen)(two - EightLongs{});
-        kept[row][0] += factors * low;
-        kept[row][1] += factors * high;
+        const float* factors = rows + row * stride + 2 * pair;
+        kept[row][0] += factors[0] * even;
+        kept[row][1] += factors[1] * odd;
       }
     }
     for (int row = 0; row < ROWS; ++row) sums[row][0] = kept[row][0], sums[row][1] = kept[row][1];
@@ -265,11 +263,7 @@ struct Multiply {
   }
 
   static void finish(const Part& part, int64_t row, int64_t count, int64_t strip, Sixteen (*sums)[2]) {
-    for (int64_t i = 0; i < count; ++i) {
-      const Sixteen even = __builtin_shufflevector(sums[i][0], sums[i][1], 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-      const Sixteen odd = __builtin_shufflevector(sums[i][0], sums[i][1], 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-      part.put(even + odd, row + i, strip * STRIP);
-    }
+    for (int64_t i = 0; i < count; ++i) part.put(sums[i][0] + sums[i][1], row + i, strip * STRIP);
   }
 
   static void few(const Part& part, int64_t strip, int64_t last, uint8_t* factors) {
@@ -408,7 +402,8 @@ int32_t look_up(const Lookup* call) {
     for (int64_t i = begin; i < end; ++i) {
       const int64_t row = call->ids[i];
       form.look_up((const uint8_t*)call->matrix->weights + row / matrices::STRIP * form.strip_bytes,
-                   columns / matrices::INNER, row % matrices::STRIP, (uint16_t*)call->out + i * columns);
+                   columns / matrices::INNER, row % matrices::STRIP, call->matrix->table,
+                   (uint16_t*)call->out + i * columns);
     }
   });
 }

@@ -4,29 +4,35 @@
 #pragma once
 
 #include "parts.h"
+#include "weights.h"
 
 namespace diskprefix {
 namespace {
+namespace matrices {
 namespace packing {
 
-constexpr int64_t STRIP = 16, INNER = 32, MOST_WEIGHTS = 256, MOST_GROUPS = 16;
+constexpr int64_t MOST_WEIGHTS = 256, MOST_GROUPS = 16;
 
-// The same columns of the rows of a strip. Codes have a sign or not, as their form has them. A group's numbers are those
-// of all rows.
+// The same columns of the rows of a strip, of one block of the file: a unit. The numbers of a unit or a group are those of
+// all rows.
 struct Decoded {
   uint8_t codes[STRIP][MOST_WEIGHTS];
-  float scales[MOST_GROUPS][STRIP], zeros[MOST_GROUPS][STRIP];
+  uint16_t scales[STRIP], zeros[STRIP];
+  uint8_t scales_of_groups[MOST_GROUPS][STRIP], zeros_of_groups[MOST_GROUPS][STRIP];
 };
 
-// The numbers of one row.
-struct Numbers {
-  float *scales, *zeros;
+// One row of them. `grid` are the codes of the numbers that some types choose together.
+struct Row {
+  uint8_t* codes;
+  uint16_t *own_scale, *own_zero;
+  uint8_t *scales, *zeros;
+  const uint8_t* grid;
 
-  void scale(int group, float number) const { scales[group * STRIP] = number; }
-  void zero(int group, float number) const { zeros[group * STRIP] = number; }
+  void scale(const uint8_t* half) const { memcpy(own_scale, half, 2); }
+  void zero(const uint8_t* half) const { memcpy(own_zero, half, 2); }
+  void scale(int group, int number) const { scales[group * STRIP] = number; }
+  void zero(int group, int number) const { zeros[group * STRIP] = number; }
 };
-
-inline float half_at(const uint8_t* from) { return from_half(loaded<uint16_t>(from)); }
 
 // 2 × `count` codes: the low halves of the bytes, then the high ones.
 inline void halves(const uint8_t* from, int count, uint8_t* codes) {
@@ -34,209 +40,403 @@ inline void halves(const uint8_t* from, int count, uint8_t* codes) {
   for (int i = 0; i < count; ++i) codes[count + i] = from[i] >> 4;
 }
 
+// 128 codes: the lowest quarters of 32 bytes, then the others.
+inline void quarters(const uint8_t* from, uint8_t* codes) {
+  for (int quarter = 0; quarter < 4; ++quarter)
+    for (int i = 0; i < 32; ++i) codes[32 * quarter + i] = from[i] >> 2 * quarter & 3;
+}
+
 // What 32 bits add to 32 codes of 4 bits.
 inline void fifth_bits(const uint8_t* from, uint8_t* codes) {
-  const uint32_t bits = loaded<uint32_t>(from);
-  for (int i = 0; i < 32; ++i) codes[i] |= (bits >> i & 1) << 4;
+  for (int i = 0; i < 32; ++i) codes[i] |= (from[i / 8] >> i % 8 & 1) << 4;
 }
 
+// 8 signs in 7 bits: their number is even.
+inline uint32_t even_signs(uint32_t bits) { return bits & 127 | __builtin_parity(bits & 127) << 7; }
+
+// COUNT codes of a grid, with their signs above `bits`.
 template <int COUNT>
-inline void move(uint8_t* codes, int by) {
-  for (int i = 0; i < COUNT; ++i) codes[i] += by;
+inline void chosen(const uint8_t* grid, uint32_t at, uint32_t signs, int bits, uint8_t* codes) {
+  for (int i = 0; i < COUNT; ++i) codes[i] = grid[COUNT * at + i] | (signs >> i & 1) << bits;
 }
 
-// The types: weights and bytes of a block, the form, and how a block becomes codes and numbers.
+inline int odd(int number) { return 2 * number + 1; }
 
-struct Q4_0 {
-  static constexpr int WEIGHTS = 32, BYTES = 18, BITS = 4, GROUP = 32;
-  static constexpr bool HAS_ZEROS = true;
-  typedef uint16_t Stored;
+// The types: the bytes of a block, the form, and how a block is decoded.
 
-  static void decode(const uint8_t* from, uint8_t* codes, Numbers numbers) {
-    halves(from + 2, 16, codes);
-    numbers.scale(0, half_at(from));
-    numbers.zero(0, -8 * half_at(from));
+template <int BITS, int GROUP, bool HAS_ZEROS, int SCALES>
+struct Kept {
+  typedef Block<BITS, GROUP, HAS_ZEROS, SCALES, false> Form;
+};
+
+struct Q4_0 : Kept<4, 32, false, IN_FLOAT16> {
+  static constexpr int BYTES = 18;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from);
+    halves(from + 2, 16, row.codes);
   }
 };
 
-struct Q4_1 : Q4_0 {
+typedef Q4_0 IQ4_NL;
+
+struct Q4_1 : Kept<4, 32, true, IN_FLOAT16> {
   static constexpr int BYTES = 20;
 
-  static void decode(const uint8_t* from, uint8_t* codes, Numbers numbers) {
-    halves(from + 4, 16, codes);
-    numbers.scale(0, half_at(from));
-    numbers.zero(0, half_at(from + 2));
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from), row.zero(from + 2);
+    halves(from + 4, 16, row.codes);
   }
 };
 
-struct Q5_0 {
-  static constexpr int WEIGHTS = 32, BYTES = 22, BITS = 5, GROUP = 32;
-  static constexpr bool HAS_ZEROS = false;
-  typedef uint16_t Stored;
+struct Q5_0 : Kept<5, 32, false, IN_FLOAT16> {
+  static constexpr int BYTES = 22;
 
-  static void decode(const uint8_t* from, uint8_t* codes, Numbers numbers) {
-    halves(from + 6, 16, codes);
-    fifth_bits(from + 2, codes);
-    move<32>(codes, -16);
-    numbers.scale(0, half_at(from));
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from);
+    halves(from + 6, 16, row.codes);
+    fifth_bits(from + 2, row.codes);
   }
 };
 
-struct Q5_1 {
-  static constexpr int WEIGHTS = 32, BYTES = 24, BITS = 5, GROUP = 32;
-  static constexpr bool HAS_ZEROS = true;
-  typedef uint16_t Stored;
+struct Q5_1 : Kept<5, 32, true, IN_FLOAT16> {
+  static constexpr int BYTES = 24;
 
-  static void decode(const uint8_t* from, uint8_t* codes, Numbers numbers) {
-    halves(from + 8, 16, codes);
-    fifth_bits(from + 4, codes);
-    numbers.scale(0, half_at(from));
-    numbers.zero(0, half_at(from + 2));
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from), row.zero(from + 2);
+    halves(from + 8, 16, row.codes);
+    fifth_bits(from + 4, row.codes);
   }
 };
 
-struct Q8_0 {
-  static constexpr int WEIGHTS = 32, BYTES = 34, BITS = 8, GROUP = 32;
-  static constexpr bool HAS_ZEROS = false;
-  typedef uint16_t Stored;
+struct Q8_0 : Kept<8, 32, false, IN_FLOAT16> {
+  static constexpr int BYTES = 34;
 
-  static void decode(const uint8_t* from, uint8_t* codes, Numbers numbers) {
-    memcpy(codes, from + 2, 32);
-    numbers.scale(0, half_at(from));
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from);
+    memcpy(row.codes, from + 2, 32);
+  }
+};
+
+struct MXFP4 : Kept<4, 32, false, IN_EXPONENTS> {
+  static constexpr int BYTES = 17;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(0, from[0]);
+    halves(from + 1, 16, row.codes);
+  }
+};
+
+struct Q2_K : Kept<2, 16, true, IN_NIBBLES> {
+  static constexpr int BYTES = 84;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from + 80), row.zero(from + 82);
+    for (int group = 0; group < 16; ++group) row.scale(group, from[group]);
+    for (int part = 0; part < 2; ++part) quarters(from + 16 + 32 * part, row.codes + 128 * part);
+  }
+};
+
+struct Q3_K : Kept<3, 16, false, IN_BYTES> {
+  static constexpr int BYTES = 110;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    const uint8_t* scales = from + 96;
+    row.scale(from + 108);
+    for (int group = 0; group < 16; ++group) {
+      const int low = scales[group % 8] >> group / 8 * 4 & 15, high = scales[8 + group % 4] >> group / 4 * 2 & 3;
+      row.scale(group, (low | high << 4) - 32);
+    }
+    for (int part = 0; part < 2; ++part) quarters(from + 32 + 32 * part, row.codes + 128 * part);
+    for (int part = 0; part < 8; ++part)
+      for (int i = 0; i < 32; ++i) row.codes[32 * part + i] |= (from[i] >> part & 1) << 2;
   }
 };
 
 // Eight scales and eight minima of 6 bits.
-inline void scales_of_k(const uint8_t* from, Numbers numbers) {
-  const float scale = half_at(from), least = half_at(from + 2);
+inline void scales_of_k(const uint8_t* from, const Row& row) {
   const uint8_t *low = from + 4, *middle = from + 8, *high = from + 12;
+  row.scale(from), row.zero(from + 2);
   for (int i = 0; i < 4; ++i) {
-    numbers.scale(i, scale * (low[i] & 63));
-    numbers.scale(4 + i, scale * (high[i] & 15 | low[i] >> 6 << 4));
-    numbers.zero(i, -(least * (middle[i] & 63)));
-    numbers.zero(4 + i, -(least * (high[i] >> 4 | middle[i] >> 6 << 4)));
+    row.scale(i, low[i] & 63);
+    row.scale(4 + i, high[i] & 15 | low[i] >> 6 << 4);
+    row.zero(i, middle[i] & 63);
+    row.zero(4 + i, high[i] >> 4 | middle[i] >> 6 << 4);
   }
 }
 
-struct Q4_K {
-  static constexpr int WEIGHTS = 256, BYTES = 144, BITS = 4, GROUP = 32;
-  static constexpr bool HAS_ZEROS = true;
-  typedef float Stored;
+struct Q4_K : Kept<4, 32, true, IN_BYTES> {
+  static constexpr int BYTES = 144;
 
-  static void decode(const uint8_t* from, uint8_t* codes, Numbers numbers) {
-    scales_of_k(from, numbers);
-    for (int part = 0; part < 4; ++part) halves(from + 16 + 32 * part, 32, codes + 64 * part);
+  static void decode(const uint8_t* from, const Row& row) {
+    scales_of_k(from, row);
+    for (int part = 0; part < 4; ++part) halves(from + 16 + 32 * part, 32, row.codes + 64 * part);
   }
 };
 
-struct Q5_K : Q4_K {
-  static constexpr int BYTES = 176, BITS = 5;
+struct Q5_K : Kept<5, 32, true, IN_BYTES> {
+  static constexpr int BYTES = 176;
 
-  static void decode(const uint8_t* from, uint8_t* codes, Numbers numbers) {
-    scales_of_k(from, numbers);
+  static void decode(const uint8_t* from, const Row& row) {
     const uint8_t* fifth = from + 16;
-    for (int part = 0; part < 4; ++part) halves(from + 48 + 32 * part, 32, codes + 64 * part);
+    scales_of_k(from, row);
+    for (int part = 0; part < 4; ++part) halves(from + 48 + 32 * part, 32, row.codes + 64 * part);
     for (int part = 0; part < 8; ++part)
-      for (int i = 0; i < 32; ++i) codes[32 * part + i] |= (fifth[i] >> part & 1) << 4;
+      for (int i = 0; i < 32; ++i) row.codes[32 * part + i] |= (fifth[i] >> part & 1) << 4;
   }
 };
 
-struct Q6_K {
-  static constexpr int WEIGHTS = 256, BYTES = 210, BITS = 8, GROUP = 16;
-  static constexpr bool HAS_ZEROS = false;
-  typedef float Stored;
+struct Q6_K : Kept<6, 16, false, IN_BYTES> {
+  static constexpr int BYTES = 210;
 
-  static void decode(const uint8_t* from, uint8_t* codes, Numbers numbers) {
-    const float scale = half_at(from + 208);
-    for (int group = 0; group < 16; ++group) numbers.scale(group, scale * (int8_t)from[192 + group]);
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from + 208);
+    for (int group = 0; group < 16; ++group) row.scale(group, from[192 + group]);
     for (int part = 0; part < 2; ++part) {
       const uint8_t* high = from + 128 + 32 * part;
-      halves(from + 64 * part, 64, codes + 128 * part);
+      halves(from + 64 * part, 64, row.codes + 128 * part);
       for (int quarter = 0; quarter < 4; ++quarter)
-        for (int i = 0; i < 32; ++i) codes[128 * part + 32 * quarter + i] |= (high[i] >> 2 * quarter & 3) << 4;
+        for (int i = 0; i < 32; ++i) row.codes[128 * part + 32 * quarter + i] |= (high[i] >> 2 * quarter & 3) << 4;
     }
-    move<256>(codes, -32);
   }
 };
 
-typedef uint8_t Bytes __attribute__((vector_size(16)));
-typedef uint32_t Lanes __attribute__((vector_size(64)));
+struct IQ4_XS : Kept<4, 32, false, IN_BYTES> {
+  static constexpr int BYTES = 136;
 
-// Writes codes of less than 8 bits: a word has those at one place of consecutive vectors.
-template <int BITS>
-inline void put_words(const Bytes* vectors, uint8_t* to) {
-  constexpr int OF_WORD = 32 / BITS;
-  Lanes words[BITS] = {};
-  const auto at = [vectors](int number) { return __builtin_convertvector(vectors[number], Lanes) & (1u << BITS) - 1; };
-  for (int word = 0; word < BITS; ++word)
-    for (int place = 0; place < OF_WORD; ++place) words[word] |= at(word * OF_WORD + place) << BITS * place;
-  for (int last = 0; last < 32 - OF_WORD * BITS; ++last) {
-    const Lanes codes = at(30 + last);
-    words[3 * last] |= codes << 30;
-    words[3 * last + 1] |= codes >> 2 << 30;
-    words[2] |= codes >> 4 << 30 + last;
+  static void decode(const uint8_t* from, const Row& row) {
+    const uint32_t high = loaded<uint16_t>(from + 2);
+    row.scale(from);
+    for (int group = 0; group < 8; ++group) {
+      row.scale(group, (from[4 + group / 2] >> group % 2 * 4 & 15 | (high >> 2 * group & 3) << 4) - 32);
+      halves(from + 8 + 16 * group, 16, row.codes + 32 * group);
+    }
   }
-  memcpy(to, words, sizeof words);
-}
+};
 
-// Writes 32 columns from `first` on, and returns the end.
-template <class Type>
-inline uint8_t* put_block(const Decoded& decoded, int first, uint8_t* to) {
+// Four rows of 8 from the grid in 32 bits, signs and scale in the next 32.
+struct IQ2_XXS : Kept<3, 32, false, IN_BYTES> {
+  static constexpr int BYTES = 66;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from);
+    for (int group = 0; group < 8; ++group) {
+      const uint8_t* at = from + 2 + 8 * group;
+      const uint32_t rest = loaded<uint32_t>(at + 4);
+      row.scale(group, odd(rest >> 28));
+      for (int i = 0; i < 4; ++i) chosen<8>(row.grid, at[i], even_signs(rest >> 7 * i), 2, row.codes + 32 * group + 8 * i);
+    }
+  }
+};
+
+struct IQ2_XS : Kept<3, 16, false, IN_BYTES> {
+  static constexpr int BYTES = 74;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from);
+    for (int group = 0; group < 16; ++group) row.scale(group, odd(from[66 + group / 2] >> group % 2 * 4 & 15));
+    for (int i = 0; i < 32; ++i) {
+      const uint32_t at = loaded<uint16_t>(from + 2 + 2 * i);
+      chosen<8>(row.grid, at & 511, even_signs(at >> 9), 2, row.codes + 8 * i);
+    }
+  }
+};
+
+struct IQ2_S : Kept<3, 16, false, IN_BYTES> {
+  static constexpr int BYTES = 82;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from);
+    for (int group = 0; group < 16; ++group) row.scale(group, odd(from[74 + group / 2] >> group % 2 * 4 & 15));
+    for (int i = 0; i < 32; ++i)
+      chosen<8>(row.grid, from[2 + i] | (from[66 + i / 4] >> i % 4 * 2 & 3) << 8, from[34 + i], 2, row.codes + 8 * i);
+  }
+};
+
+struct IQ3_XXS : Kept<4, 32, false, IN_BYTES> {
+  static constexpr int BYTES = 98;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from);
+    for (int group = 0; group < 8; ++group) {
+      const uint8_t* at = from + 2 + 8 * group;
+      const uint32_t rest = loaded<uint32_t>(from + 66 + 4 * group);
+      row.scale(group, odd(rest >> 28));
+      for (int i = 0; i < 8; ++i)
+        chosen<4>(row.grid, at[i], even_signs(rest >> i / 2 * 7) >> i % 2 * 4, 3, row.codes + 32 * group + 4 * i);
+    }
+  }
+};
+
+struct IQ3_S : Kept<4, 32, false, IN_BYTES> {
+  static constexpr int BYTES = 110;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from);
+    for (int group = 0; group < 8; ++group) row.scale(group, odd(from[106 + group / 2] >> group % 2 * 4 & 15));
+    for (int i = 0; i < 64; ++i) {
+      const uint32_t at = from[2 + i] | (from[66 + i / 8] >> i % 8 & 1) << 8;
+      chosen<4>(row.grid, at, from[74 + i / 2] >> i % 2 * 4, 3, row.codes + 4 * i);
+    }
+  }
+};
+
+// The sign is that of a shift by an eighth, of all 8.
+struct IQ1_S : Kept<3, 32, false, IN_BYTES> {
+  static constexpr int BYTES = 50;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from);
+    for (int group = 0; group < 8; ++group) {
+      const uint32_t high = loaded<uint16_t>(from + 34 + 2 * group);
+      row.scale(group, odd(high >> 12 & 7));
+      for (int i = 0; i < 4; ++i)
+        chosen<8>(row.grid, from[2 + 4 * group + i] | (high >> 3 * i & 7) << 8, high >> 15 ? 255 : 0, 2,
+                  row.codes + 32 * group + 8 * i);
+    }
+  }
+};
+
+// The scale of the block lies in the last four bits of each of four words.
+struct IQ1_M : Kept<3, 16, false, IN_BYTES> {
+  static constexpr int BYTES = 56;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    const auto word = [from](int number) { return (uint32_t)loaded<uint16_t>(from + 48 + 2 * number); };
+    const uint16_t scale = word(0) >> 12 | word(1) >> 12 << 4 | word(2) >> 12 << 8 | word(3) >> 12 << 12;
+    row.scale((const uint8_t*)&scale);
+    for (int group = 0; group < 16; ++group) row.scale(group, odd(word(group / 4) >> group % 4 * 3 & 7));
+    for (int i = 0; i < 32; ++i) {
+      const uint32_t high = from[32 + i / 2] >> i % 2 * 4;
+      chosen<8>(row.grid, from[i] | (high & 7) << 8, high & 8 ? 255 : 0, 2, row.codes + 8 * i);
+    }
+  }
+};
+
+struct TQ2_0 : Kept<2, 32, false, SHARED> {
+  static constexpr int BYTES = 66;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from + 64);
+    for (int part = 0; part < 2; ++part) quarters(from + 32 * part, row.codes + 128 * part);
+  }
+};
+
+// Five digits with three values in a byte.
+struct TQ1_0 : Kept<2, 32, false, SHARED> {
+  static constexpr int BYTES = 54;
+
+  static void decode(const uint8_t* from, const Row& row) {
+    row.scale(from + 52);
+    digits(from, 32, 5, row.codes);
+    digits(from + 32, 16, 5, row.codes + 160);
+    digits(from + 48, 4, 4, row.codes + 240);
+  }
+
+  static void digits(const uint8_t* from, int count, int of_byte, uint8_t* codes) {
+    uint8_t power = 1;
+    for (int digit = 0; digit < of_byte; ++digit, power *= 3)
+      for (int i = 0; i < count; ++i) codes[digit * count + i] = (uint8_t)(from[i] * power) * 3 >> 8;
+  }
+};
+
+typedef uint8_t BytesOfPair __attribute__((vector_size(32)));
+
+// Writes the planes of 32 columns from `first` on.
+template <class Form>
+inline void put_codes(const Decoded& decoded, int64_t first, uint8_t* to) {
   uint16_t pairs[16][STRIP];
   for (int row = 0; row < STRIP; ++row) {
     uint16_t of_row[16];
     memcpy(of_row, decoded.codes[row] + first, sizeof of_row);
     for (int pair = 0; pair < 16; ++pair) pairs[pair][row] = of_row[pair];
   }
-  if constexpr (Type::BITS == 8) memcpy(to, pairs, sizeof pairs);
-  else put_words<Type::BITS>((const Bytes*)pairs, to);
-  to += STRIP * INNER * Type::BITS / 8;
-  for (int part = 0; part < 1 + Type::HAS_ZEROS; ++part)
-    for (int group = 0; group < INNER / Type::GROUP; ++group, to += STRIP * sizeof(typename Type::Stored)) {
-      const float* numbers = (part ? decoded.zeros : decoded.scales)[first / Type::GROUP + group];
-      if constexpr (sizeof(typename Type::Stored) == 4) {
-        memcpy(to, numbers, STRIP * 4);
-      } else {
-        for (int row = 0; row < STRIP; ++row) store(to + 2 * row, to_half(numbers[row]));
-      }
+  if constexpr (Form::CODES == sizeof pairs) {
+    memcpy(to, pairs, sizeof pairs);
+  } else {
+    Lanes words[Form::LOW + Form::HIGH] = {};
+    for (int pair = 0; pair < 16; ++pair) {
+      const Lanes codes = __builtin_convertvector(loaded<BytesOfPair>(pairs[pair]), Lanes);
+      words[pair / Form::OF_LOW] |= (codes & (uint16_t)Form::LOW_MASK) << (uint16_t)(Form::LOW * (pair % Form::OF_LOW));
+      if (Form::HIGH)
+        words[Form::LOW + pair / Form::OF_HIGH] |= codes >> (uint16_t)Form::LOW << (uint16_t)(Form::HIGH * (pair % Form::OF_HIGH));
     }
+    memcpy(to, words, sizeof words);
+  }
+}
+
+// Writes a unit, and returns the end.
+template <class Form>
+inline uint8_t* put_unit(const Decoded& decoded, uint8_t* to) {
+  typedef typename Form::Numbers Numbers;
+  const auto put = [&to](const void* from, int64_t bytes) { memcpy(to, from, bytes), to += bytes; };
+  if (Numbers::IS_NESTED || Numbers::OF_GROUP == 32) {
+    put(decoded.scales, sizeof decoded.scales);
+    if (Form::ZEROS) put(decoded.zeros, sizeof decoded.zeros);
+  }
+  if (Numbers::OF_GROUP == STRIP) {
+    put(decoded.scales_of_groups, Numbers::OF_UNIT * STRIP);
+    if (Numbers::PARTS == 2) put(decoded.zeros_of_groups, Numbers::OF_UNIT * STRIP);
+  }
+  for (int64_t block = 0; block < Form::BLOCKS; ++block, to += Form::CODES) put_codes<Form>(decoded, block * INNER, to);
   return to;
 }
 
 template <class Type>
 bool pack_of(const Packing& call) {
-  const int64_t blocks = call.columns / Type::WEIGHTS;
+  typedef typename Type::Form Form;
+  const int64_t units = call.columns / (Form::BLOCKS * INNER);
   return spread(call.num_threads, call.parallel_for, call.strips, 1 + 65536 / call.columns, [&](int64_t begin, int64_t end) {
-    Decoded decoded;
-    uint8_t* to = (uint8_t*)call.out + begin * call.strip_bytes;
+    Decoded decoded = {};
+    uint8_t* to = (uint8_t*)call.out + begin * units * Form::BYTES;
     for (int64_t strip = begin; strip < end; ++strip) {
       const uint8_t* rows[STRIP];
       for (int64_t row = 0; row < STRIP; ++row) {
         const int64_t place = strip * STRIP + row;
-        rows[row] = (const uint8_t*)call.content + (call.order ? call.order[place] : place) * blocks * Type::BYTES;
+        rows[row] = (const uint8_t*)call.content + (call.order ? call.order[place] : place) * units * Type::BYTES;
       }
-      for (int64_t block = 0; block < blocks; ++block) {
+      for (int64_t unit = 0; unit < units; ++unit) {
         for (int64_t row = 0; row < STRIP; ++row)
-          Type::decode(rows[row] + block * Type::BYTES, decoded.codes[row], {decoded.scales[0] + row, decoded.zeros[0] + row});
-        for (int first = 0; first < Type::WEIGHTS; first += INNER) to = put_block<Type>(decoded, first, to);
+          Type::decode(rows[row] + unit * Type::BYTES,
+                       {decoded.codes[row], decoded.scales + row, decoded.zeros + row, decoded.scales_of_groups[0] + row,
+                        decoded.zeros_of_groups[0] + row, (const uint8_t*)call.grid});
+        to = put_unit<Form>(decoded, to);
       }
     }
   });
 }
 
 }  // namespace packing
+}  // namespace matrices
 
 int32_t pack(const Packing* call) {
-  using namespace packing;
   switch (call->type) {
-    case 2: return !pack_of<Q4_0>(*call);
-    case 3: return !pack_of<Q4_1>(*call);
-    case 6: return !pack_of<Q5_0>(*call);
-    case 7: return !pack_of<Q5_1>(*call);
-    case 8: return !pack_of<Q8_0>(*call);
-    case 12: return !pack_of<Q4_K>(*call);
-    case 13: return !pack_of<Q5_K>(*call);
-    case 14: return !pack_of<Q6_K>(*call);
+#define TYPE(number, name) \
+  case number:             \
+    return !matrices::packing::pack_of<matrices::packing::name>(*call);
+    TYPE(2, Q4_0)
+    TYPE(3, Q4_1)
+    TYPE(6, Q5_0)
+    TYPE(7, Q5_1)
+    TYPE(8, Q8_0)
+    TYPE(10, Q2_K)
+    TYPE(11, Q3_K)
+    TYPE(12, Q4_K)
+    TYPE(13, Q5_K)
+    TYPE(14, Q6_K)
+    TYPE(16, IQ2_XXS)
+    TYPE(17, IQ2_XS)
+    TYPE(18, IQ3_XXS)
+    TYPE(19, IQ1_S)
+    TYPE(20, IQ4_NL)
+    TYPE(21, IQ3_S)
+    TYPE(22, IQ2_S)
+    TYPE(23, IQ4_XS)
+    TYPE(29, IQ1_M)
+    TYPE(34, TQ1_0)
+    TYPE(35, TQ2_0)
+    TYPE(39, MXFP4)
+#undef TYPE
   }
   return 1;
 }

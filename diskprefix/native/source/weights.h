@@ -1,11 +1,11 @@
 // The forms of a matrix's weights, and their conversion into the factors of a product.
 //
-// A quantised weight is code × scale + zero, rounded to bfloat16. `model/quants/forms.py` describes how the matrix lies
-// in memory: strips of 16 rows of the matrix, which are 16 columns of the result, in each one block after the other, of
-// 32 columns of the matrix. A matrix in bfloat16 lies row after row, and has blocks of the same size.
+// A quantised weight is the number of its code × scale + zero, rounded to bfloat16. `model/quants/forms.py` describes how
+// the matrix lies in memory: strips of 16 rows of the matrix, which are 16 columns of the result, in each one block after
+// the other, of 32 columns of the matrix. A matrix in bfloat16 lies row after row, and has blocks of the same size.
 //
 // A block becomes 16 pairs of columns: 16 rows of two bfloat16 side by side are what a tile of AMX takes, and what a vector
-// of AVX-512 multiplies with a pair. There the codes themselves are the factors, and scales and zeros come to the sums.
+// of AVX-512 multiplies with a pair. There the codes' numbers are the factors, and scales and zeros come to the sums.
 
 #pragma once
 
@@ -22,13 +22,16 @@ constexpr int64_t INNER = 32;
 typedef float Sixteen __attribute__((vector_size(64)));
 typedef uint32_t SixteenWords __attribute__((vector_size(64)));
 typedef int32_t SixteenInts __attribute__((vector_size(64)));
+typedef int16_t SixteenShorts __attribute__((vector_size(32)));
 typedef int8_t SixteenBytes __attribute__((vector_size(16)));
-typedef int64_t EightLongs __attribute__((vector_size(64)));
+typedef uint8_t SixteenUnsigned __attribute__((vector_size(16)));
+typedef uint16_t Lanes __attribute__((vector_size(64)));
 
-// 16 scales or zeros, stored in float32 or float16.
-template <class Stored>
-inline Sixteen scales_at(const uint8_t* from) {
-  if constexpr (sizeof(Stored) == 4) return loaded<Sixteen>(from);
+#define INLINE inline __attribute__((always_inline))
+
+INLINE Sixteen sixteen(float number) { return number - Sixteen{}; }
+
+INLINE Sixteen halves_at(const uint8_t* from) {
 #if defined(__AVX512F__)
   return (Sixteen)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 #else
@@ -37,6 +40,21 @@ inline Sixteen scales_at(const uint8_t* from) {
     store((char*)&numbers + first * 4, Float16::load((const uint16_t*)from + first));
   return numbers;
 #endif
+}
+
+INLINE Sixteen bytes_at(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Sixteen)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#else
+  return __builtin_convertvector(__builtin_convertvector(loaded<SixteenBytes>(from), SixteenInts), Sixteen);
+#endif
+}
+
+// Half of 2^(byte - 127), as MXFP4 has it.
+INLINE Sixteen exponents_at(const uint8_t* from) {
+  const SixteenWords exponents = __builtin_convertvector(loaded<SixteenUnsigned>(from), SixteenWords);
+  const SixteenWords is_small = (SixteenWords)(exponents < 2);
+  return (Sixteen)(is_small & (exponents + 1) * 0x200000u | ~is_small & exponents - 1 << 23);
 }
 
 inline Sixteen rounded(Sixteen numbers) {
@@ -48,8 +66,12 @@ inline Sixteen rounded(Sixteen numbers) {
 
 constexpr int64_t BLOCK_BYTES = 1024;  // of factors
 
-inline void put_pair(uint8_t* to, int pair, Sixteen low, Sixteen high) {
-  store(to + 64 * pair, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+// The even columns of the strip's rows and the odd ones become pairs.
+INLINE void put_pair(uint8_t* to, int pair, Sixteen even, Sixteen odd) {
+  const Lanes order = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+  store(to + 64 * pair, _mm512_permutexvar_epi16((__m512i)order, both));
 }
 
 #elif defined(__AVX512BF16__)
@@ -58,159 +80,138 @@ inline void put_pair(uint8_t* to, int pair, Sixteen low, Sixteen high) {
 
 constexpr int FEW = 6;
 
-// Behind the pairs are the scales of the strip's rows, and those of a second group or the zeros.
-constexpr int64_t SCALES_AT = 1024, BLOCK_BYTES = SCALES_AT + 2 * 64;
+// Behind the pairs are the scales of the strip's rows for one group or two, then the zeros.
+constexpr int64_t SCALES_AT = 1024, BLOCK_BYTES = SCALES_AT + 4 * 64;
 
-inline __m512i pair_of(Sixteen low, Sixteen high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+INLINE __m512i pair_of(Sixteen low, Sixteen high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
 
 #else
 
 constexpr int64_t BLOCK_BYTES = 2048;
 
-inline void put_pair(uint8_t* to, int pair, Sixteen low, Sixteen high) {
-  store(to + 128 * pair, rounded(low));
-  store(to + 128 * pair + 64, rounded(high));
+INLINE void put_pair(uint8_t* to, int pair, Sixteen even, Sixteen odd) {
+  store(to + 128 * pair, rounded(even));
+  store(to + 128 * pair + 64, rounded(odd));
 }
 
 #endif
 
-// The conversion of a block into factors. Its rows are `stride` bytes apart if it is not quantised.
+// A matrix's way into the factors of a product. `strip` is where a strip begins. Rows are `stride` bytes apart if the
+// matrix is not quantised.
 struct Form {
-  void (*unpack)(const uint8_t* block, int64_t stride, uint8_t* to);
+  void (*unpack)(const uint8_t* strip, int64_t block, int64_t stride, const float* table, uint8_t* to);
   // One row of a strip of quants, in bfloat16.
-  void (*look_up)(const uint8_t* block, int64_t blocks, int64_t row, uint16_t* to);
-  int64_t block_bytes, strip_bytes, stride;
+  void (*look_up)(const uint8_t* strip, int64_t blocks, int64_t row, const float* table, uint16_t* to);
+  int64_t strip_bytes, stride;
 #if defined(KEEPS_CODES)
-  // 1 to FEW rows times the blocks of a strip. `sums` are those of the rows' blocks.
-  void (*multiply[FEW])(const uint8_t* block, int64_t stride, int64_t blocks, const uint16_t* rows,
+  // 1 to FEW rows times the blocks of a strip. `sums` are those of the halves of the rows' blocks.
+  void (*multiply[FEW])(const uint8_t* strip, int64_t stride, int64_t blocks, const float* table, const uint16_t* rows,
                         const float* sums, Sixteen* out);
   int64_t groups;  // of a block
   bool has_zeros;
 #endif
 };
 
-#define LOW_PAIRS 0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7
-#define HIGH_PAIRS 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13, 14, 14, 15, 15
-
 // The distance in bytes at which memory is fetched ahead. Blocks of a strip follow each other, and so do strips.
 constexpr int64_t AHEAD = 2048;
 
-// Makes two vectors of each of the 16 pairs of columns: the weights of rows 0 to 7 of the strip and of rows 8 to 15,
-// those of a pair side by side.
-template <int BITS, int GROUP, bool HAS_ZEROS, class Stored>
+// The scales and zeros of the groups of a unit, in front of its codes. A unit is one block, or eight whose groups' numbers
+// are small integers times those of the unit.
+template <int SCALES, int GROUP, bool HAS_ZEROS>
+struct Numbers {
+  static constexpr bool IS_NESTED = SCALES == IN_BYTES || SCALES == IN_NIBBLES || SCALES == SHARED;
+  static constexpr int BLOCKS = IS_NESTED ? 8 : 1, GROUPS = INNER / GROUP, OF_UNIT = BLOCKS * GROUPS;
+  static constexpr int64_t SHARED_BYTES = IS_NESTED ? STRIP * 2 * (1 + HAS_ZEROS) : 0;
+  static constexpr int64_t OF_GROUP = SCALES == IN_FLOAT32 ? 64 : SCALES == IN_FLOAT16 ? 32 : SCALES == SHARED ? 0 : 16;
+  static constexpr int64_t PARTS = HAS_ZEROS && SCALES != IN_NIBBLES ? 2 : 1;
+  static constexpr int64_t BYTES = SHARED_BYTES + OF_UNIT * OF_GROUP * PARTS;
+
+  const uint8_t* from;
+  Sixteen scale_of_unit, zero_of_unit;
+
+  INLINE explicit Numbers(const uint8_t* unit) : from(unit + SHARED_BYTES) {
+    if (IS_NESTED) scale_of_unit = halves_at(unit);
+    if (IS_NESTED && HAS_ZEROS) zero_of_unit = halves_at(unit + STRIP * 2);
+  }
+
+  INLINE Sixteen scale(int64_t group) const {
+    const uint8_t* at = from + group * OF_GROUP;
+    if constexpr (SCALES == IN_FLOAT32) return loaded<Sixteen>(at);
+    if constexpr (SCALES == IN_FLOAT16) return halves_at(at);
+    if constexpr (SCALES == IN_EXPONENTS) return exponents_at(at);
+    if constexpr (SCALES == IN_BYTES) return scale_of_unit * bytes_at(at);
+    if constexpr (SCALES == IN_NIBBLES) return scale_of_unit * nibbles_at(at, 0);
+    return scale_of_unit;
+  }
+
+  // Nested ones are stored as what is subtracted.
+  INLINE Sixteen zero(int64_t group) const {
+    if constexpr (SCALES == IN_NIBBLES) return -(zero_of_unit * nibbles_at(from + group * OF_GROUP, 4));
+    const uint8_t* at = from + (OF_UNIT + group) * OF_GROUP;
+    if constexpr (SCALES == IN_FLOAT32) return loaded<Sixteen>(at);
+    if constexpr (SCALES == IN_FLOAT16) return halves_at(at);
+    return -(zero_of_unit * bytes_at(at));
+  }
+
+ private:
+  static INLINE Sixteen nibbles_at(const uint8_t* from, int bit) {
+    const SixteenInts bytes = __builtin_convertvector(loaded<SixteenUnsigned>(from), SixteenInts);
+    return __builtin_convertvector(bytes >> bit & 15, Sixteen);
+  }
+};
+
+// 32 columns of a strip. Codes of less than 8 bits lie in planes: words of 32 lanes of 16 bits, in each the low 4 or 2 bits
+// of some of the pairs of columns; then words with the bits above. A lane is a column of the pair in a row of the strip.
+// The number of a code is that in a table of 64, where the numbers of fewer codes stand again and again. With 8 bits a code
+// is its own number.
+template <int BITS, int GROUP, bool HAS_ZEROS, int SCALES, bool HAS_TABLE>
 struct Block {
+  typedef matrices::Numbers<SCALES, GROUP, HAS_ZEROS> Numbers;
   static constexpr int64_t CODES = STRIP * INNER * BITS / 8;
-  static constexpr int GROUPS = INNER / GROUP;
-  static constexpr int64_t NUMBERS = GROUPS * STRIP * sizeof(Stored);
-  static constexpr int64_t BYTES = CODES + NUMBERS * (HAS_ZEROS ? 2 : 1);
-
-  static void look_up(const uint8_t* block, int64_t blocks, int64_t row, uint16_t* to) {
-    for (int64_t number = 0; number < blocks; ++number, block += BYTES, to += INNER) {
-      float numbers[INNER];
-      for (int column = 0; column < INNER; ++column) {
-        const uint8_t* at = block + CODES + (column / GROUP * STRIP + row) * sizeof(Stored);
-        numbers[column] = code_of(block, row, column) * number_at(at);
-        if (HAS_ZEROS) numbers[column] += number_at(at + NUMBERS);
-      }
-      for (int64_t first = 0; first < INNER; first += LANES) BFloat16::put(to + first, loaded<Floats>(numbers + first));
-    }
-  }
-
-  static float number_at(const uint8_t* from) {
-    if constexpr (sizeof(Stored) == 4) return loaded<float>(from);
-    return from_half(loaded<uint16_t>(from));
-  }
-
-  static int32_t code_of(const uint8_t* block, int64_t row, int column) {
-    constexpr int OF_WORD = 32 / BITS, OF_WORDS = OF_WORD * BITS;
-    const int vector = column / 2 * 2 + row / 8, last = vector - OF_WORDS;
-    const int64_t lane = row % 8 * 2 + column % 2;
-    if (BITS == 8) return (int8_t)block[STRIP * vector + lane];
-    const auto word = [=](int number) { return loaded<uint32_t>(block + 64 * number + 4 * lane); };
-    const uint32_t code = last < 0 ? word(vector / OF_WORD) >> BITS * (vector % OF_WORD)
-                                   : word(3 * last) >> 30 | word(3 * last + 1) >> 30 << 2 | (word(2) >> 30 + last & 1) << 4;
-    const uint32_t first = code << 32 - BITS;
-    return HAS_ZEROS ? first >> 32 - BITS : (int32_t)first >> 32 - BITS;
-  }
-
-#if defined(KEEPS_CODES)
-
+  static constexpr int BLOCKS = Numbers::BLOCKS, GROUPS = Numbers::GROUPS;
   static constexpr bool ZEROS = HAS_ZEROS;
+  static constexpr int64_t BYTES = Numbers::BYTES + BLOCKS * CODES;  // of a unit
+  static constexpr int LOW = BITS >= 4 ? 4 : 2, HIGH = BITS - LOW, OF_LOW = 16 / LOW, OF_HIGH = HIGH ? 16 / HIGH : 1;
+  static constexpr uint32_t LOW_MASK = (1 << LOW) - 1, HIGH_MASK = (1 << BITS) - 1 - LOW_MASK;
 
-  template <class Body>
-  static inline __attribute__((always_inline)) void each_pair(const uint8_t* block, int64_t, const Body& body) {
-    SixteenWords words[BITS];
-    if (BITS < 8)
-      for (int i = 0; i < BITS; ++i) words[i] = in_register(loaded<SixteenWords>(block + 64 * i));
-#pragma GCC unroll 16
-    for (int pair = 0; pair < 16; ++pair) {
-      if (64 * pair < BYTES) __builtin_prefetch(block + AHEAD + 64 * pair);
-      if constexpr (BITS == 4) {
-        body(pair, looked_up(words[pair / 4], pair % 4));
-      } else if constexpr (BITS == 5) {
-        body(pair, pair_of(of_words(words, 2 * pair), of_words(words, 2 * pair + 1)));
-      } else {
-        body(pair, pair_of(of_bytes(block + STRIP * 2 * pair), of_bytes(block + STRIP * (2 * pair + 1))));
+  static void look_up(const uint8_t* strip, int64_t blocks, int64_t row, const float* table, uint16_t* to) {
+    for (int64_t block = 0; block < blocks; block += BLOCKS, strip += BYTES) {
+      const Numbers numbers(strip);
+      for (int64_t i = 0; i < BLOCKS; ++i, to += INNER) {
+        float found[INNER];
+        for (int group = 0; group < GROUPS; ++group) {
+          const float scale = numbers.scale(i * GROUPS + group)[row], zero = HAS_ZEROS ? numbers.zero(i * GROUPS + group)[row] : 0;
+          for (int column = group * GROUP; column < (group + 1) * GROUP; ++column) {
+            found[column] = number_of(strip + Numbers::BYTES + i * CODES, row, column, table) * scale;
+            if (HAS_ZEROS) found[column] += zero;
+          }
+        }
+        for (int64_t first = 0; first < INNER; first += LANES) BFloat16::put(to + first, loaded<Floats>(found + first));
       }
     }
   }
 
-  static inline __attribute__((always_inline)) Sixteen scale(const uint8_t* block, int number) {
-    return scales_at<Stored>(block + CODES + number * STRIP * sizeof(Stored));
+  static float number_of(const uint8_t* codes, int64_t row, int column, const float* table) {
+    const int pair = column / 2;
+    const int64_t lane = 2 * row + column % 2;
+    if (BITS == 8) return (int8_t)codes[STRIP * 2 * pair + lane];
+    const auto word = [=](int number) { return loaded<uint16_t>(codes + 64 * number + 2 * lane); };
+    uint32_t code = word(pair / OF_LOW) >> LOW * (pair % OF_LOW) & LOW_MASK;
+    if (HIGH) code |= word(LOW + pair / OF_HIGH) >> HIGH * (pair % OF_HIGH) << LOW & HIGH_MASK;
+    return table[code];
   }
 
-  // Of four pairs of 4 bits the one with this number. Even words hold the first two pairs, odd words the others; in each
-  // the code of rows 0 to 7 comes before that of rows 8 to 15.
-  static inline __attribute__((always_inline)) __m512i looked_up(SixteenWords words, int number) {
-    typedef uint16_t Table __attribute__((vector_size(64)));
-    const Table of_even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
-                           0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-    const Table numbers = {0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120,
-                           0x4130, 0x4140, 0x4150, 0x4160, 0x4170, 0,      0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0,
-                           0x40c0, 0x40e0, 0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-    const SixteenWords high = {0, 0, 0, 0, 0, 0, 0, 0, 4, 4, 4, 4, 4, 4, 4, 4};
-    const Table part = of_even + (uint16_t)(number / 2);
-    const __m512i both = _mm512_permutexvar_epi16((__m512i)part, (__m512i)words);
-    const __m512i at = _mm512_srlv_epi32(both, (__m512i)(high + (uint32_t)(8 * (number % 2))));
-    return _mm512_permutexvar_epi16(at, (__m512i)numbers);
-  }
-
-#else
-
-  static void unpack(const uint8_t* block, int64_t, uint8_t* to) {
+  struct Words {
     SixteenWords words[BITS];
-    if (BITS < 8)
-      for (int i = 0; i < BITS; ++i) words[i] = in_register(loaded<SixteenWords>(block + 64 * i));
-    Sixteen scales[GROUPS][2], zeros[GROUPS][2];
-    for (int group = 0; group < GROUPS; ++group) {
-      const uint8_t* at = block + CODES + group * STRIP * sizeof(Stored);
-      spread(scales_at<Stored>(at), scales[group]);
-      if (HAS_ZEROS) spread(scales_at<Stored>(at + NUMBERS), zeros[group]);
+    const uint8_t* codes;
+
+    INLINE explicit Words(const uint8_t* from) : codes(from) {
+      if (BITS < 8)
+        for (int i = 0; i < BITS; ++i) words[i] = in_register(loaded<SixteenWords>(from + 64 * i));
     }
-#if defined(__AVX512F__)
-#pragma GCC unroll 16
-#endif
-    for (int pair = 0; pair < 16; ++pair) {
-      // One line at a time: many at once would delay the computation.
-      if (64 * pair < BYTES) __builtin_prefetch(block + AHEAD + 64 * pair);
-      const int group = GROUPS == 1 ? 0 : pair / 8;
-      Sixteen parts[2];
-      for (int half = 0; half < 2; ++half) {
-        const Sixteen code = BITS < 8 ? of_words(words, 2 * pair + half) : of_bytes(block + STRIP * (2 * pair + half));
-        parts[half] = HAS_ZEROS ? fused(code, scales[group][half], zeros[group][half]) : code * scales[group][half];
-      }
-      put_pair(to, pair, parts[0], parts[1]);
-    }
-  }
+  };
 
-  static inline __attribute__((always_inline)) void spread(Sixteen numbers, Sixteen* halves) {
-    halves[0] = __builtin_shufflevector(numbers, numbers, LOW_PAIRS);
-    halves[1] = __builtin_shufflevector(numbers, numbers, HIGH_PAIRS);
-  }
-
-#endif
-
-  static inline __attribute__((always_inline)) SixteenWords in_register(SixteenWords words) {
+  static INLINE SixteenWords in_register(SixteenWords words) {
 #if defined(__AVX512F__)
     // GCC would load them again for each code.
     __asm__("" : "+v"(words));
@@ -218,58 +219,140 @@ struct Block {
     return words;
   }
 
-  static inline __attribute__((always_inline)) Sixteen of_bytes(const uint8_t* codes) {
-#if defined(__AVX512F__)
-    return (Sixteen)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+#if defined(KEEPS_CODES)
+
+  // The numbers of the codes in bfloat16.
+  struct Table {
+    __m512i first, second;
+
+    INLINE explicit Table(const float* table) {
+      if (BITS < 8) first = pair_of(loaded<Sixteen>(table), loaded<Sixteen>(table + 16));
+      if (BITS == 6) second = pair_of(loaded<Sixteen>(table + 32), loaded<Sixteen>(table + 48));
+    }
+  };
+
+  template <class Body>
+  static INLINE void each_pair(const uint8_t* codes, int64_t, const Table& table, const Body& body) {
+    const Words words(codes);
+#pragma GCC unroll 16
+    for (int pair = 0; pair < 16; ++pair) {
+      if (64 * pair < CODES) __builtin_prefetch(codes + AHEAD + 64 * pair);
+      if constexpr (BITS == 8) body(pair, pair_of(bytes_at(codes + STRIP * 2 * pair), bytes_at(codes + STRIP * (2 * pair + 1))));
+      else if constexpr (BITS == 6) body(pair, _mm512_permutex2var_epi16(table.first, codes_of(words, pair), table.second));
+      else body(pair, _mm512_permutexvar_epi16(codes_of(words, pair), table.first));
+    }
+  }
+
+  // The codes of a pair of columns, with anything in the bits above them.
+  static INLINE __m512i codes_of(const Words& words, int pair) {
+    const Lanes low = (Lanes)words.words[pair / OF_LOW] >> (uint16_t)(LOW * (pair % OF_LOW));
+    if constexpr (!HIGH) return (__m512i)low;
+    const Lanes plane = (Lanes)words.words[LOW + pair / OF_HIGH];
+    const int by = LOW - HIGH * (pair % OF_HIGH);
+    const Lanes high = by > 0 ? plane << (uint16_t)by : plane >> (uint16_t)-by;
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(LOW_MASK), (__m512i)low, (__m512i)high, 0xca);
+  }
+
 #else
-    return __builtin_convertvector(__builtin_convertvector(loaded<SixteenBytes>(codes), SixteenInts), Sixteen);
+
+  static void unpack(const uint8_t* strip, int64_t block, int64_t, const float* table, uint8_t* to) {
+    const uint8_t* unit = strip + block / BLOCKS * BYTES;
+    const uint8_t* codes = unit + Numbers::BYTES + block % BLOCKS * CODES;
+    const Numbers numbers(unit);
+    const Words words(codes);
+    Sixteen scales[GROUPS], zeros[GROUPS];
+    for (int group = 0; group < GROUPS; ++group) {
+      scales[group] = numbers.scale(block % BLOCKS * GROUPS + group);
+      if (HAS_ZEROS) zeros[group] = numbers.zero(block % BLOCKS * GROUPS + group);
+    }
+#if defined(__AVX512F__)
+#pragma GCC unroll 16
 #endif
+    for (int pair = 0; pair < 16; ++pair) {
+      // One line at a time: many at once would delay the computation.
+      if (64 * pair < CODES) __builtin_prefetch(codes + AHEAD + 64 * pair);
+      const int group = GROUPS == 1 ? 0 : pair / 8;
+      Sixteen parts[2];
+      for (int column = 0; column < 2; ++column) {
+        const Sixteen number = number_of(words, pair, column, table);
+        parts[column] = HAS_ZEROS ? fused(number, scales[group], zeros[group]) : number * scales[group];
+      }
+      put_pair(to, pair, parts[0], parts[1]);
+    }
   }
 
-  // Returns the vector of codes with this number, of 32.
-  static inline __attribute__((always_inline)) Sixteen of_words(const SixteenWords* words, int number) {
-    constexpr int OF_WORD = 32 / BITS, OF_WORDS = OF_WORD * BITS;
-    if (number < OF_WORDS) return number_of(words[number / OF_WORD], BITS * (number % OF_WORD));
-    // Codes of 5 bits leave 2 bits of each word, which are the last two: the middle word has a bit of both.
-    const int last = number - OF_WORDS, first = 3 * last;
-    return number_of(words[first] >> 30 | words[first + 1] >> 30 << 2 | (words[2] >> (30 + last) & 1) << 4, 0);
-  }
-
-  // The code at bit `at` of each word. Codes have a sign if there are no zeros.
-  static inline __attribute__((always_inline)) Sixteen number_of(SixteenWords words, int at) {
+  // The numbers of the codes in one column of a pair.
+  static INLINE Sixteen number_of(const Words& words, int pair, int column, const float* table) {
+    if constexpr (BITS == 8) {
+      const SixteenInts both = __builtin_convertvector(loaded<SixteenShorts>(words.codes + STRIP * 2 * pair), SixteenInts);
+      return __builtin_convertvector((column ? both : both << 24) >> (column ? 8 : 24), Sixteen);
+    }
+    SixteenWords code = words.words[pair / OF_LOW] >> LOW * (pair % OF_LOW) + 16 * column;
+    if (HIGH) {
+      const int by = HIGH * (pair % OF_HIGH) + 16 * column - LOW;
+      const SixteenWords plane = words.words[LOW + pair / OF_HIGH];
+      code = code & LOW_MASK | (by > 0 ? plane >> by : plane << -by) & HIGH_MASK;
+    }
 #if defined(__AVX512F__)
     // A look-up by their last bits, which is faster than a conversion.
-    const __m512 low = _mm512_set_ps(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
-    const __m512 high = _mm512_add_ps(low, _mm512_set1_ps(HAS_ZEROS ? 16 : -16));
-    if constexpr (BITS == 4) return (Sixteen)_mm512_permutexvar_ps((__m512i)(words >> at), low);
-    if constexpr (BITS == 5) return (Sixteen)_mm512_permutex2var_ps(low, (__m512i)(words >> at), high);
+    if constexpr (BITS <= 4) return (Sixteen)_mm512_permutexvar_ps((__m512i)code, (__m512)loaded<Sixteen>(table));
+    if constexpr (BITS == 5)
+      return (Sixteen)_mm512_permutex2var_ps((__m512)loaded<Sixteen>(table), (__m512i)code, (__m512)loaded<Sixteen>(table + 16));
 #endif
-    constexpr int OTHERS = 32 - BITS;
-    const SixteenWords first = words << (OTHERS - at);
-    if (HAS_ZEROS) return __builtin_convertvector((SixteenInts)(first >> OTHERS), Sixteen);
-    return __builtin_convertvector((SixteenInts)first >> OTHERS, Sixteen);
+    if (!HIGH) code &= LOW_MASK;
+    if constexpr (HAS_TABLE) return in_table(code, table);
+    // The codes stand for numbers one after the other.
+    return __builtin_convertvector((SixteenInts)code, Sixteen) + sixteen(table[0]);
+  }
+
+  static INLINE Sixteen in_table(SixteenWords codes, const float* table) {
+    Sixteen numbers;
+#if defined(__AVX2__)
+    for (int half = 0; half < 2; ++half) {
+      const __m256i at = loaded<__m256i>((const char*)&codes + 32 * half);
+      const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), at);
+      const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), at);
+      store((char*)&numbers + 32 * half, _mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(at, 28)));
+    }
+#else
+    for (int lane = 0; lane < 16; ++lane) numbers[lane] = table[codes[lane]];
+#endif
+    return numbers;
   }
 
   // A code times a scale is exact where there are zeros, so both ways give the same bits.
-  static inline __attribute__((always_inline)) Sixteen fused(Sixteen code, Sixteen scale, Sixteen zero) {
+  static INLINE Sixteen fused(Sixteen code, Sixteen scale, Sixteen zero) {
 #if defined(__AVX512F__)
     return (Sixteen)_mm512_fmadd_ps((__m512)code, (__m512)scale, (__m512)zero);
 #else
     return code * scale + zero;
 #endif
   }
+
+#endif
 };
 
 #if defined(KEEPS_CODES)
 
 // Weights in bfloat16 are turned: a row of the block holds 16 pairs.
 struct Rows {
-  static constexpr int64_t BYTES = INNER * 2;
-  static constexpr int GROUPS = 1;
+  static constexpr int64_t BYTES = INNER * 2, CODES = BYTES;
+  static constexpr int GROUPS = 1, BLOCKS = 1;
   static constexpr bool ZEROS = false;
 
+  struct Table {
+    explicit Table(const float*) {}
+  };
+
+  struct Numbers {
+    static constexpr int64_t BYTES = 0;
+    explicit Numbers(const uint8_t*) {}
+    static INLINE Sixteen scale(int64_t) { return (Sixteen)all(1.0f); }
+    static INLINE Sixteen zero(int64_t) { return Sixteen{}; }
+  };
+
   template <class Body>
-  static inline __attribute__((always_inline)) void each_pair(const uint8_t* block, int64_t stride, const Body& body) {
+  static INLINE void each_pair(const uint8_t* block, int64_t stride, const Table&, const Body& body) {
     Floats square[16];
     for (int64_t row = 0; row < 16; ++row) {
       square[row] = loaded<Floats>(block + row * stride);
@@ -280,46 +363,67 @@ struct Rows {
     for (int pair = 0; pair < 16; ++pair) body(pair, (__m512i)square[pair]);
   }
 
-  static Sixteen scale(const uint8_t*, int) { return (Sixteen)all(1.0f); }
-
   static constexpr auto look_up = nullptr;
 };
 
 template <class Weights>
-void unpack(const uint8_t* block, int64_t stride, uint8_t* to) {
-  Weights::each_pair(block, stride, [to](int pair, __m512i factors) { store(to + 64 * pair, factors); });
-  for (int number = 0; number < Weights::GROUPS + Weights::ZEROS; ++number)
-    store(to + SCALES_AT + 64 * number, Weights::scale(block, number));
+void unpack(const uint8_t* strip, int64_t block, int64_t stride, const float* table, uint8_t* to) {
+  const uint8_t* unit = strip + block / Weights::BLOCKS * Weights::BYTES;
+  const int64_t number = block % Weights::BLOCKS;
+  Weights::each_pair(unit + Weights::Numbers::BYTES + number * Weights::CODES, stride, typename Weights::Table(table),
+                     [to](int pair, __m512i factors) { store(to + 64 * pair, factors); });
+  const typename Weights::Numbers numbers(unit);
+  uint8_t* at = to + SCALES_AT;
+  for (int group = 0; group < Weights::GROUPS; ++group, at += 64) store(at, numbers.scale(number * Weights::GROUPS + group));
+  if (Weights::ZEROS)
+    for (int group = 0; group < Weights::GROUPS; ++group, at += 64) store(at, numbers.zero(number * Weights::GROUPS + group));
+}
+
+// The sum of a row's numbers in a group of a block, from the sums of the halves of the block.
+INLINE float sum_of_group(const float* halves, int64_t group, int64_t groups) {
+  return groups == 1 ? halves[0] + halves[1] : halves[group];
 }
 
 template <class Weights, int COUNT>
-void multiply(const uint8_t* block, int64_t stride, int64_t blocks, const uint16_t* rows, const float* sums, Sixteen* out) {
-  const int64_t columns = blocks * INNER;
+void multiply(const uint8_t* strip, int64_t stride, int64_t blocks, const float* table, const uint16_t* rows,
+              const float* sums, Sixteen* out) {
+  typedef typename Weights::Numbers Numbers;
+  const typename Weights::Table numbers_of_codes(table);
+  const int64_t columns = blocks * INNER, halves = blocks * 2;
   __m512 kept[COUNT] = {};
-  for (int64_t number = 0; number < blocks; ++number, block += Weights::BYTES, rows += INNER) {
-    __m512 found[COUNT][Weights::GROUPS] = {};
-    Weights::each_pair(block, stride, [&](int pair, __m512i factors) {
-      for (int i = 0; i < COUNT; ++i) {
-        __m512& sum = found[i][pair * Weights::GROUPS / 16];
-        const __m512i left = _mm512_set1_epi32(loaded<int32_t>(rows + i * columns + 2 * pair));
-        sum = _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)factors);
+  for (int64_t block = 0; block < blocks; block += Weights::BLOCKS) {
+    const Numbers numbers(strip);
+    for (int64_t line = 0; line < Numbers::BYTES; line += 64) __builtin_prefetch(strip + AHEAD + line);
+    strip += Numbers::BYTES;
+#pragma GCC unroll 1
+    for (int64_t i = 0; i < Weights::BLOCKS; ++i, strip += Weights::CODES, rows += INNER, sums += 2) {
+      __m512 found[COUNT][Weights::GROUPS] = {};
+      Weights::each_pair(strip, stride, numbers_of_codes, [&](int pair, __m512i factors) {
+        for (int row = 0; row < COUNT; ++row) {
+          __m512& sum = found[row][pair * Weights::GROUPS / 16];
+          const __m512i left = _mm512_set1_epi32(loaded<int32_t>(rows + row * columns + 2 * pair));
+          sum = _mm512_dpbf16_ps(sum, (__m512bh)left, (__m512bh)factors);
+        }
+      });
+      for (int group = 0; group < Weights::GROUPS; ++group) {
+        const __m512 scale = (__m512)numbers.scale(i * Weights::GROUPS + group);
+        for (int row = 0; row < COUNT; ++row) kept[row] = _mm512_fmadd_ps(found[row][group], scale, kept[row]);
       }
-    });
-    for (int group = 0; group < Weights::GROUPS; ++group) {
-      const __m512 scale = (__m512)Weights::scale(block, group);
-      for (int i = 0; i < COUNT; ++i) kept[i] = _mm512_fmadd_ps(found[i][group], scale, kept[i]);
-    }
-    if (Weights::ZEROS) {
-      const __m512 zero = (__m512)Weights::scale(block, Weights::GROUPS);
-      for (int i = 0; i < COUNT; ++i) kept[i] = _mm512_fmadd_ps(zero, _mm512_set1_ps(sums[i * blocks + number]), kept[i]);
+      for (int group = 0; Weights::ZEROS && group < Weights::GROUPS; ++group) {
+        const __m512 zero = (__m512)numbers.zero(i * Weights::GROUPS + group);
+        for (int row = 0; row < COUNT; ++row) {
+          const __m512 sum = _mm512_set1_ps(sum_of_group(sums + row * halves, group, Weights::GROUPS));
+          kept[row] = _mm512_fmadd_ps(zero, sum, kept[row]);
+        }
+      }
     }
   }
-  for (int i = 0; i < COUNT; ++i) out[i] = (Sixteen)kept[i];
+  for (int row = 0; row < COUNT; ++row) out[row] = (Sixteen)kept[row];
 }
 
 template <class Weights>
 Form form_with(int64_t strip_bytes, int64_t stride) {
-  return {unpack<Weights>, Weights::look_up, Weights::BYTES, strip_bytes, stride,
+  return {unpack<Weights>, Weights::look_up, strip_bytes, stride,
           {multiply<Weights, 1>, multiply<Weights, 2>, multiply<Weights, 3>, multiply<Weights, 4>, multiply<Weights, 5>,
            multiply<Weights, 6>},
           Weights::GROUPS, Weights::ZEROS};
@@ -328,9 +432,9 @@ Form form_with(int64_t strip_bytes, int64_t stride) {
 #elif defined(__AMX_BF16__)
 
 // Weights in bfloat16 are turned: a row of the block holds 16 pairs.
-inline void unpack_rows(const uint8_t* block, int64_t stride, uint8_t* to) {
+inline void unpack_rows(const uint8_t* strip, int64_t block, int64_t stride, const float*, uint8_t* to) {
   Floats square[16];
-  for (int64_t row = 0; row < 16; ++row) square[row] = loaded<Floats>(block + row * stride);
+  for (int64_t row = 0; row < 16; ++row) square[row] = loaded<Floats>(strip + block * INNER * 2 + row * stride);
   transpose(square);
   for (int64_t pair = 0; pair < 16; ++pair) store(to + 64 * pair, square[pair]);
 }
@@ -341,28 +445,52 @@ inline void unpack_rows(const uint8_t* block, int64_t stride, uint8_t* to) {
 
 template <class Weights>
 Form form_with(int64_t strip_bytes, int64_t stride) {
-  return {Weights::unpack, Weights::look_up, Weights::BYTES, strip_bytes, stride};
+  return {Weights::unpack, Weights::look_up, strip_bytes, stride};
 }
 
 #endif
 
-template <int BITS, int GROUP, bool HAS_ZEROS>
+template <int BITS, int GROUP, bool HAS_ZEROS, int SCALES, bool HAS_TABLE = false>
 Form form_of_blocks(const Matrix& matrix) {
-  typedef Block<BITS, GROUP, HAS_ZEROS, uint16_t> Small;
-  typedef Block<BITS, GROUP, HAS_ZEROS, float> Large;
-  const int64_t blocks = matrix.columns / INNER;
-  return matrix.scale_type == FLOAT16 ? form_with<Small>(Small::BYTES * blocks, 0) : form_with<Large>(Large::BYTES * blocks, 0);
+#if defined(__AVX512F__)
+  // Up to 5 bits are looked up anyway.
+  typedef Block<BITS, GROUP, HAS_ZEROS, SCALES, false> Weights;
+#else
+  typedef Block<BITS, GROUP, HAS_ZEROS, SCALES, HAS_TABLE> Weights;
+#endif
+  return form_with<Weights>(matrix.columns / INNER / Weights::BLOCKS * Weights::BYTES, 0);
 }
 
+// The forms in `model/quants/forms.py`.
 inline Form form_of(const Matrix& matrix) {
 #if defined(KEEPS_CODES)
   if (matrix.bits == 16) return form_with<Rows>(STRIP * matrix.columns * 2, matrix.columns * 2);
 #elif defined(__AMX_BF16__)
-  if (matrix.bits == 16) return {unpack_rows, nullptr, INNER * 2, STRIP * matrix.columns * 2, matrix.columns * 2};
+  if (matrix.bits == 16) return {unpack_rows, nullptr, STRIP * matrix.columns * 2, matrix.columns * 2};
 #endif
-  if (matrix.bits == 4) return form_of_blocks<4, 32, true>(matrix);
-  if (matrix.bits == 5) return matrix.has_zeros ? form_of_blocks<5, 32, true>(matrix) : form_of_blocks<5, 32, false>(matrix);
-  return matrix.group == 16 ? form_of_blocks<8, 16, false>(matrix) : form_of_blocks<8, 32, false>(matrix);
+#define FORM(bits_, group_, has_zeros_, scales_, has_table_)                                                        \
+  if (matrix.bits == bits_ && matrix.group == group_ && matrix.has_zeros == has_zeros_ && matrix.scales == scales_ && \
+      matrix.has_table == has_table_)                                                                                 \
+    return form_of_blocks<bits_, group_, has_zeros_, scales_, has_table_>(matrix);
+  FORM(2, 16, true, IN_NIBBLES, false)
+  FORM(2, 32, false, SHARED, true)
+  FORM(3, 16, false, IN_BYTES, false)
+  FORM(3, 16, false, IN_BYTES, true)
+  FORM(3, 32, false, IN_BYTES, true)
+  FORM(4, 32, true, IN_FLOAT32, false)
+  FORM(4, 32, true, IN_FLOAT16, false)
+  FORM(4, 32, true, IN_BYTES, false)
+  FORM(4, 32, false, IN_FLOAT16, false)
+  FORM(4, 32, false, IN_FLOAT16, true)
+  FORM(4, 32, false, IN_BYTES, true)
+  FORM(4, 32, false, IN_EXPONENTS, true)
+  FORM(5, 32, true, IN_FLOAT16, false)
+  FORM(5, 32, true, IN_BYTES, false)
+  FORM(5, 32, false, IN_FLOAT16, false)
+  FORM(6, 16, false, IN_BYTES, false)
+  FORM(8, 32, false, IN_FLOAT32, false)
+#undef FORM
+  return form_of_blocks<8, 32, false, IN_FLOAT16>(matrix);
 }
 
 }  // namespace matrices

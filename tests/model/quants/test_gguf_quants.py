@@ -1,4 +1,4 @@
-"""The quantised types of GGUF files are read number for number."""
+"""The quantised types of GGUF files: their forms, and matrices made of their rows."""
 
 from __future__ import annotations
 
@@ -6,62 +6,54 @@ from typing import Any
 
 import gguf
 import numpy as np
-import pytest
 import torch
 
-from diskprefix.model.quants import forms
-from diskprefix.model.quants import gguf_quants as gguf_quants_module
-from diskprefix.model.quants.forms import Quants, unpacked
-from diskprefix.model.quants.gguf_quants import _READERS, gguf_quants
+from diskprefix.model.load.gguf_file import _KEPT_BITS
+from diskprefix.model.quants.gguf_quants import _FORMS, form_of
 
-HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+_HALVES = {
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    "Q2_K": (80, 82),
+    "Q3_K": (108,),
+    "Q6_K": (208,),
+    "TQ1_0": (52,),
+    "TQ2_0": (64,),
+    "MXFP4": (),
+    "IQ1_M": (),
+}
 """At which bytes of a block there are float16 numbers, where not at the first one alone."""
 
 
 def content_of(kind: str, rows: int = 16, columns: int = 512) -> np.ndarray[Any, Any]:
     """Random blocks with random finite scales."""
     rng = np.random.default_rng(len(kind))
-    weights, num_bytes, _ = _READERS[kind]
+    weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
     blocks = rng.integers(0, 256, (rows, columns // weights, num_bytes), dtype=np.uint8)
-    for at in HALVES.get(kind, (0,)):
+    for at in _HALVES.get(kind, (0,)):
         numbers = rng.normal(0, 0.01, blocks[..., :1].shape).astype(np.float16)
         blocks[..., at : at + 2] = numbers.view(np.uint8)
+    if kind == "MXFP4":
+        blocks[..., 0] = rng.integers(100, 140, blocks[..., 0].shape)
+    if kind == "IQ1_M":  # The first bits of its float16.
+        blocks[..., 55] = blocks[..., 55] & 15 | 32
     return blocks.reshape(rows, -1)
 
 
-@pytest.mark.parametrize("kind", _READERS)
-def test_a_type_gives_the_numbers_that_the_gguf_library_gives(kind: str) -> None:
-    content = content_of(kind)
-    expected = gguf.quants.dequantize(content, gguf.GGMLQuantizationType[kind])
-    quants = gguf_quants(kind, torch.from_numpy(content), 16, 512)
-    assert quants is not None
-    assert torch.equal(quants.dequantised(), torch.from_numpy(expected).bfloat16())
-    assert torch.equal(unpacked(quants.packed(), quants.form).dequantised(), quants.dequantised())
+def dequantised(kind: str, content: np.ndarray[Any, Any]) -> torch.Tensor:
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(gguf.dequantize(content, gguf.GGMLQuantizationType[kind])).bfloat16()
 
 
-def test_the_size_of_the_codes_is_that_of_the_file_or_the_next_one() -> None:
-    bits = {}
-    for kind in _READERS:
-        quants = gguf_quants(kind, torch.from_numpy(content_of(kind)), 16, 512)
-        assert quants is not None
-        bits[kind] = quants.bits
-    assert bits == {kind: 8 if kind == "Q6_K" else int(kind[1]) for kind in _READERS}
+def test_memory_is_hardly_more_than_the_file() -> None:
+    """The few that take more are decoded codes of a grid."""
+    more = {}
+    for kind, form in _FORMS.items():
+        weights, num_bytes = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[kind]]
+        more[kind] = form.weight_bits / (num_bytes * 8 / weights)
+    grids = {kind for kind in _FORMS if kind.startswith(("IQ1", "IQ2", "IQ3", "TQ1"))}
+    assert {kind for kind, times in more.items() if times > 1.05} == grids
+    assert form_of("F16") is None
 
 
-def test_other_types_have_no_such_form() -> None:
-    assert gguf_quants("Q2_K", torch.zeros(16, 84, dtype=torch.uint8), 16, 256) is None
-
-
-def read(kind: str) -> Quants:
-    found = gguf_quants(kind, torch.from_numpy(content_of(kind)), 16, 512)
-    assert found is not None
-    return found
-
-
-def test_a_matrix_is_the_same_when_it_is_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = read("Q5_K")
-    monkeypatch.setattr(gguf_quants_module, "_AT_ONCE", 3 * 512)
-    monkeypatch.setattr(forms, "_AT_ONCE", 5 * 512)
-    pieces = read("Q5_K")
-    assert torch.equal(pieces.packed(), whole.packed())
-    assert torch.equal(pieces.dequantised(), unpacked(whole.packed(), whole.form).dequantised())
+def test_the_header_is_enough_to_know_the_memory() -> None:
+    assert {kind: form.weight_bits for kind, form in _FORMS.items()} == _KEPT_BITS
