@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from diskprefix.kv.step import TILE, Step, current_step
+from diskprefix.kv.step import TILE, Run, Step, current_step
 from diskprefix.model.exact.latent import LatentMemory
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
 from diskprefix.model.exact.torch_attention import TorchAttention
@@ -55,6 +55,8 @@ def attend(
     step = current_step()
     if step is None or not isinstance(attention_mask, Pattern):
         raise NotInvariant("attention without a step or with a mask of its own")
+    if attention_mask.last is not None:
+        step = _last_rows(step, attention_mask.last)
     if module.training or query.shape[0] != 1 or query.shape[2] != step.num_rows:
         raise NotInvariant("attention over other rows than those of the step")
     keys, values = ([memory] if isinstance(memory, torch.Tensor) else memory for memory in (key, value))
@@ -78,6 +80,12 @@ def attend(
     else:
         out = TorchAttention(step, attention_mask, scale, softcap, s_aux).attend(query[0], keys, values)
     return out.unsqueeze(0), None
+
+
+def _last_rows(step: Step, count: int) -> Step:
+    """Returns the step of only the last rows. A model that drops the others has one sequence."""
+    (run,) = step.runs
+    return Step((Run(run.end - min(count, run.num_rows), min(count, run.num_rows)),))
 
 
 def _check_memory(

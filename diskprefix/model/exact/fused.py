@@ -207,6 +207,7 @@ def _in_place(
         step is None
         or not is_known
         or not others.keys() <= HARMLESS
+        or attention_mask.last is not None
         or position_embeddings[0].shape[-1] != block.key_dim
     ):
         return own(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel, activations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from diskprefix.model.exact import latent
+from diskprefix.model.exact import latent, own_attention
 from diskprefix.model.exact.attention import attend
 from diskprefix.model.exact.fused import Parts
 from diskprefix.model.exact.mixtures import experts
@@ -84,10 +85,13 @@ def _methods_of(model: PreTrainedModel, config: Any) -> _Methods:
     finally:
         for module in found:
             del vars(module)["forward"]
-    expansions = ((module, "expand_kv", latent.replacement(module)) for module in model.modules())
+    others = [
+        *((module, "expand_kv", latent.replacement(module)) for module in model.modules()),
+        *((module, "_attn", own_attention.replacement(module)) for module in model.modules()),
+    ]
     return [
         *((module, "forward", forward) for module, forward in found.items()),
-        *((module, name, method) for module, name, method in expansions if method is not None),
+        *((module, name, method) for module, name, method in others if method is not None),
     ]
 
 
@@ -124,7 +128,7 @@ def _forward_of(parts: Parts | None, module: nn.Module) -> Callable[..., Any] | 
         return partial(_linear, module._parameters)
     if type(module) in _NUMBER_BY_NUMBER:
         return partial(in_whole_vectors, partial(type(module).forward, module))
-    if _has_matrices(module) or any(map(_has_matrices, module.children())):
+    if _has_matrices(module) or any(map(_has_matrices, module.children())) or _names_curve(module):
         return partial(_with_rows, type(module).forward, module)
     return None
 
@@ -134,6 +138,13 @@ def _has_matrices(module: torch.nn.Module) -> bool:
     if type(module) is torch.nn.Linear or isinstance(module, torch.nn.Embedding):
         return False
     return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
+
+
+def _names_curve(module: torch.nn.Module) -> bool:
+    """Returns whether the forward of a module itself calls a function with several codes, such as a gate's sigmoid.
+    Squares are not meant: they have one."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and any(name != "pow" and is_curve(name, torch.float32) for name in code.co_names)
 
 
 def _linear(parameters: Mapping[str, Any], rows: torch.Tensor) -> torch.Tensor:
@@ -160,6 +171,8 @@ class _Rows(TorchFunctionMode):
             return times(*args, **kwargs)
         if func is torch.addmm and not kwargs:
             return times(args[1], args[2], args[0])
+        if func is torch.bmm and not kwargs:
+            return torch.stack([times(rows, matrix) for rows, matrix in zip(*args, strict=True)])
         if not kwargs and args and isinstance(args[0], torch.Tensor):
             numbers, *others = args
             if is_curve(getattr(func, "__name__", ""), numbers.dtype) and not any(map(torch.is_tensor, others)):

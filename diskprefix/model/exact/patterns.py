@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,22 @@ class NotInvariant(Exception):
 @dataclass(frozen=True)
 class Pattern:
     """The tokens that a token sees: all up to itself, or the last `window`, or those of its chunk of `chunk` tokens. A
-    model passes it from the mask interface to its layers instead of a mask."""
+    model passes it from the mask interface to its layers instead of a mask. With `last`, the rows are only the last so
+    many of the step."""
 
     window: int | None = None
     chunk: int | None = None
+    last: int | None = None
+
+    def __getitem__(self, rows: tuple[slice, ...]) -> Pattern:
+        """Returns the pattern of the last rows, as a model cuts a mask [1, 1, rows, tokens]: `mask[:, :, -n:, :]`.
+        Raises `NotInvariant` for other parts."""
+        everything = slice(None)
+        if len(rows) == 4 and (rows[0], rows[1], rows[3]) == (everything,) * 3:
+            start, stop, step = rows[2].start, rows[2].stop, rows[2].step
+            if isinstance(start, int) and start < 0 and stop is None and step is None:
+                return replace(self, last=-start)
+        raise NotInvariant("a part of a mask")
 
     def first_visible(self, position: int) -> int:
         if self.window is not None:

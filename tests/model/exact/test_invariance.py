@@ -23,6 +23,7 @@ from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.kernel_calls import KernelCall
 from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern
 from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
+from diskprefix.model.exact.runner import can_pack
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.native import library
 from tests.exactness.architectures import tiny_model
@@ -43,14 +44,34 @@ def test_it_is_exact_at_every_token(name: str, dtype: torch.dtype) -> None:
     assert verdict(name, dtype) == ("token", "")
 
 
+@pytest.mark.parametrize("name", ["gptj", "gpt_neo", "gemma4"])
+def test_so_is_one_with_attention_of_its_own_or_that_drops_rows(name: str) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    layout, reason = make_exact(model, rehearse(model))
+    assert (layout.exact_at, reason) == ("token", "")
+    assert can_pack(model, layout)
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "reason"), [("laguna", "_names_curve", "softplus"), ("llama4", "_has_matrices", "bmm")]
+)
+def test_functions_and_experts_of_a_forward_are_computed_row_by_row(
+    name: str, part: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert verdict(name, torch.bfloat16) == ("token", "")
+    monkeypatch.setattr(invariant, part, lambda _: False)
+    exact_at, found = verdict(name, torch.bfloat16)
+    assert (exact_at, reason in found) == ("grid", True)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
         ("qwen3_next", "layers of the kind linear"),
         ("bloom", "it takes no position_ids"),
         ("deepseek_v4", "its state is not cached"),
-        ("gptj", "Pattern"),
-        ("llama4", "operators of its own: bmm"),
+        ("xglm", "Pattern"),
+        ("gemma3n", "operators of its own: "),
     ],
 )
 def test_what_is_exact_on_the_grid_only_says_why(name: str, reason: str) -> None:
