@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, one_by_one, routed
-from diskprefix.model.quants.forms import QuantForm, Quants, unpacked
-from diskprefix.model.quants.products import Product, matrix_of, product_of
+from diskprefix.model.quants.forms import QuantForm, Quants
+from diskprefix.model.quants.products import Product, matrix_of, product_of, weights_of
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import operators
 from diskprefix.native.matrix import Matrix, fills_blocks
@@ -37,7 +37,7 @@ class QuantisedMatrices(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weights as they are computed with, [experts, rows, columns], made anew each time."""
-        return torch.stack([unpacked(packed, self.form).dequantised() for packed in self.packed])
+        return torch.stack([weights_of(packed, self.form) for packed in self.packed])
 
     def each(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Returns the packed matrix of each expert and its bias."""
