@@ -99,7 +99,7 @@ def test_the_tokenizer_of_a_file_is_not_looked_at_before_it_is_converted(gguf: P
 
 
 def test_a_file_is_a_problem_where_the_start_would_refuse_it(gguf: Path, sizes: Any) -> None:
-    needed = conversion_needs(described(gguf), "native").memory
+    needed = conversion_needs(described(gguf), "auto").memory
     sizes(GIB, needed - 1)
     found = found_in(gguf)["model"]
     assert (found.level, "it takes" in found.text) == ("problem", True)

@@ -21,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from diskprefix.model.quants.quantised import chooser, prepare, quantise
+from diskprefix.model.quants.quantised import prepare, quantise
 
 VOCAB = 400
 POSITIONS = 4096
@@ -292,7 +292,7 @@ def tiny_model(name: str, dtype: torch.dtype, *, seed: int = 0) -> PreTrainedMod
 def quantised_tiny_model(name: str, weights: str) -> PreTrainedModel:
     """`tiny_model` in bfloat16 with the weights `int8` or `int4`, ready to compute."""
     model = tiny_model(name, torch.bfloat16)
-    quantise(model, chooser(model, weights))
+    quantise(model, weights)
     prepare(model)
     return model
 

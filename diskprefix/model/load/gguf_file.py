@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.gguf_header import Header, HeaderTensor, read_header
+from diskprefix.model.load.gguf_header import GgufHeader, HeaderTensor, read_header
 
 MATRICES = "matrices.npz"
 """The file in a converted model's folder that says which of its matrices are in the `.gguf` file."""
@@ -149,7 +149,7 @@ def model_stem(gguf: Path) -> str:
     return gguf.stem if found is None else found["model"]
 
 
-def read_tensors(parts: Sequence[Path]) -> tuple[Header, list[FileTensor]]:
+def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:
     """Returns the header of the first part, and the tensors of all of them.
 
     Raises `ModelError` if a part is damaged or the parts do not belong to one model, and `OSError`.
@@ -178,7 +178,7 @@ def _file_tensor(tensor: HeaderTensor, file: Path) -> FileTensor:
     )
 
 
-def _require_one_model(parts: Sequence[Path], headers: Sequence[Header], num_tensors: int) -> None:
+def _require_one_model(parts: Sequence[Path], headers: Sequence[GgufHeader], num_tensors: int) -> None:
     total = headers[0].values.get("split.tensors.count")
     for number, (part, header) in enumerate(zip(parts, headers, strict=True)):
         found = [header.values.get(f"split.{key}") for key in ("no", "count", "tensors.count")]
@@ -196,7 +196,7 @@ def file_stamp(file: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def write_header(first: Path, header: Header, tensors: Sequence[FileTensor], file: Path) -> None:
+def write_header(first: Path, header: GgufHeader, tensors: Sequence[FileTensor], file: Path) -> None:
     """Writes a GGUF file with the metadata of the file `first`, which has the given header, and all `tensors`, whose
     contents are holes: they take no space. Libraries that know one file read from it what a split model is."""
     with first.open("rb") as source:

@@ -38,7 +38,7 @@ class HeaderTensor:
 
 
 @dataclass(frozen=True)
-class Header:
+class GgufHeader:
     """`values` has the metadata that are numbers or strings. Arrays, such as the vocabulary, are not kept: all of the
     metadata are the bytes from 24 to `metadata_end` of the file, `num_values` of them."""
 
@@ -99,7 +99,7 @@ class _Reading:
             raise ValueError(f"an array in it has elements of the type {kind}")
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GgufHeader:
     """Returns the header of a GGUF file, all tensors of which lie inside the file. Memory: what the names and strings
     take, and a page. Raises `ModelError` with one line if the header is damaged or not known, and `OSError`."""
     num_bytes = path.stat().st_size
@@ -112,7 +112,7 @@ def read_header(path: Path) -> Header:
         raise ModelError(f"cannot read {path}: {first_line(error)}") from error
 
 
-def _read(reading: _Reading, num_bytes: int) -> Header:
+def _read(reading: _Reading, num_bytes: int) -> GgufHeader:
     if reading.take(4) != _MAGIC:
         raise ValueError("it does not begin with GGUF")
     version = reading.number("<I")
@@ -149,7 +149,7 @@ def _read(reading: _Reading, num_bytes: int) -> Header:
         raise ValueError("a tensor is in it twice")
     if sum(tensor.num_bytes for tensor in tensors) > num_bytes:
         raise ValueError("its tensors overlap")
-    return Header(values, num_values, end, alignment, tensors)
+    return GgufHeader(values, num_values, end, alignment, tensors)
 
 
 def _tensor(reading: _Reading) -> HeaderTensor:

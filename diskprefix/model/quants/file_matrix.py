@@ -89,7 +89,7 @@ class FileMatrix:
 
     @property
     def key(self) -> Hashable:
-        """What two matrices with the same weights have in common."""
+        """A value that matrices with the same weights have in common."""
         order = None if self.order is None else self.order.tobytes()
         return self.shape, tuple(tensor.name for tensor in self.tensors), order
 

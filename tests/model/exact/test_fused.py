@@ -18,7 +18,6 @@ from diskprefix.model.exact import fused, invariant
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.exact.runner import Rows, run
-from diskprefix.model.quants.forms import quantised
 from diskprefix.model.quants.quantised import QuantisedLinear, prepare, quantise
 from diskprefix.native import library
 from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm
@@ -52,7 +51,7 @@ def quantised_model(name: str = "llama") -> PreTrainedModel:
         # Weights of norms that are all 1 would hide how they are taken.
         if "Norm" in type(module).__name__ and hasattr(module, "weight"):
             module.weight.data += torch.randn(module.weight.shape, generator=random) * 0.3
-    quantise(model, lambda _, weight: quantised(weight, 8))
+    quantise(model, "int8")
     prepare(model)
     return model
 

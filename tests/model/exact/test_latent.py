@@ -12,7 +12,7 @@ from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.patterns import NotInvariant
 from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.exact.runner import can_pack
-from diskprefix.model.quants.quantised import QuantisedLinear, chooser, prepare, quantise
+from diskprefix.model.quants.quantised import QuantisedLinear, prepare, quantise
 from tests.exactness.architectures import tiny_model
 
 NAMES = ("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu")
@@ -79,7 +79,7 @@ def test_memory_in_two_pieces_is_refused() -> None:
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_a_quantised_model_shares_steps_at_every_token(weights: str) -> None:
     model = tiny_model("minicpm3", torch.bfloat16)
-    quantise(model, chooser(model, weights))
+    quantise(model, weights)
     prepare(model)
     quantised = {name.split(".")[-1] for name, m in model.named_modules() if isinstance(m, QuantisedLinear)}
     assert quantised >= {"q_a_proj", "q_b_proj", "o_proj"}

@@ -17,9 +17,8 @@ from diskprefix.model.load import gguf, loader
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.quants.forms import quantised
 from diskprefix.model.quants.products import TORCH, kernel
-from diskprefix.model.quants.quantised import QuantisedLinear, bits_for, prepare, quantise
+from diskprefix.model.quants.quantised import QuantisedLinear, prepare, quantise
 from diskprefix.native import library
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
@@ -48,13 +47,9 @@ def loaded(model: Path, weights: str, **changes: Any) -> LoadedModel:
 
 def quantised_model(weights: str, seed: int = 0) -> PreTrainedModel:
     model = tiny_llama(seed=seed)
-    quantise_to(model, weights)
+    quantise(model, weights)
     prepare(model)
     return model
-
-
-def quantise_to(model: PreTrainedModel, weights: str) -> None:
-    quantise(model, lambda name, weight: quantised(weight, bits_for(model, name, weights) or 8))
 
 
 def forms_of(model: PreTrainedModel) -> dict[str, str]:
@@ -95,7 +90,7 @@ def test_the_matrix_of_the_logits_has_8_bits_though_that_of_the_embeddings_is_th
     model = tiny_model("gemma3", torch.bfloat16)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     before = model.get_input_embeddings().weight.clone()
-    quantise_to(model, "int4")
+    quantise(model, "int4")
     forms = forms_of(model)
     assert forms.pop("lm_head").startswith("int8"), forms
     assert all(form.startswith("int4") for form in forms.values())
@@ -107,7 +102,7 @@ def test_the_matrix_of_the_logits_has_8_bits_though_that_of_the_embeddings_is_th
 )
 def test_recurrent_projections_routers_and_expansions_stay_as_they_are(name: str, part: str) -> None:
     model = tiny_model(name, torch.bfloat16)
-    quantise_to(model, "int8")
+    quantise(model, "int8")
     forms = forms_of(model)
     assert not [found for found in forms if part in found or found.endswith(("gate", "router"))]
 

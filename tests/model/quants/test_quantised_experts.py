@@ -13,7 +13,7 @@ from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
 from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.quants.products import TORCH, kernel
-from diskprefix.model.quants.quantised import chooser, describe, prepare, quantise, save_quantised
+from diskprefix.model.quants.quantised import describe, prepare, quantise, save_quantised
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts
@@ -49,7 +49,7 @@ def test_experts_are_quantised_and_routers_are_not() -> None:
 @pytest.mark.parametrize("name", ["step3p7", "beam", "inkling2_text"])
 def test_experts_without_the_interface_or_without_curves_stay_as_they_are(name: str) -> None:
     model = tiny_model(name, torch.bfloat16)
-    quantise(model, chooser(model, "int8"))
+    quantise(model, "int8")
     assert not forms_of(model)
 
 
