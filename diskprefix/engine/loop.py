@@ -151,7 +151,7 @@ class Loop:
                 raise running.error
             restored, reply = running.cached.restored, running.replies[0]
             running.cached.choose(reply.state if isinstance(reply.state, KVArena) else None)
-            reply.num_computed = restored.num_tokens
+            reply.num_computed, reply.stops = restored.num_tokens, running.cached.selection.checkpoints
             if reply.allocation is not None:
                 reply.allocation.num_computed = restored.num_tokens
                 reply.allocation.num_exact = reply.prompt_tokens if restored.exact else 0

@@ -69,6 +69,8 @@ def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, prog
     found = measured(loaded, settings)
     if found.reason:
         raise ModelError(f"--draft-model: {loaded.name} cannot guess, it is not exact at every token: {found.reason}")
+    if not found.layout.is_sliceable:
+        raise ModelError(f"--draft-model: {loaded.name} cannot guess, a recurrent layer cannot take a guess back")
     return LoadedDraft(loaded, found.cache(settings, cache.store, beside=cache))
 
 

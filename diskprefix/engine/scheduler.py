@@ -58,6 +58,8 @@ class Sequence:
     num_computed: int = 0
     overtaken: int = 0
     """The tokens of other prompts that were computed while this one waited."""
+    stops: tuple[int, ...] = ()
+    """Positions, ascending, at which a step of this sequence ends: states are copied there."""
     draft: list[int] = field(default_factory=list)
     """The guessed tokens to compute behind the last known one if a step has room for them."""
     last_step: int = 0
@@ -78,7 +80,8 @@ class Sequence:
     def next_end(self, max_rows: int) -> int:
         """Returns the end of this sequence's next chunk if it may have `max_rows` rows."""
         if self.packs:
-            return min(self.num_computed + max_rows, self.num_known)
+            end = min(self.num_computed + max_rows, self.num_known)
+            return next((stop for stop in self.stops if self.num_computed < stop < end), end)
         if self.num_computed >= self.prompt_tokens:
             # Tokens that were decoded before are decoded again: a prefill would give other bits.
             return self.num_computed + 1

@@ -215,7 +215,8 @@ class ServedModel:
         settings = self.cache.settings
         if settings.speculative == "off" and self.drafter is None:
             return None
-        if self.packs:
+        # A state cannot be taken back from a wrong guess.
+        if self.packs and self.cache.layout.is_sliceable:
             return Speculation(self.drafter)
         flag = f"--speculative {settings.speculative}" if self.drafter is None else "--draft-model"
         log.warning("[engine] %s has no effect: with this model, guesses could change the reply", flag)

@@ -120,9 +120,7 @@ class KVArena:
         with computing(step):
             output = model(input_ids=token_ids, **call)
         self.cache.keep_states(output)
-        # States do not count tokens.
-        self._num_tokens = end
-        assert self._num_tokens == self.num_tokens, "the model must add all tokens of a step to its state"
+        self.end_step(run)
         logits: torch.Tensor = output.logits[0, -num_logits:]
         return logits
 
@@ -133,6 +131,11 @@ class KVArena:
         if self._is_exact_at_tokens:
             self._clear_behind(end)
         return Run(start, num_rows)
+
+    def end_step(self, run: Run) -> None:
+        """Counts the tokens of a step: states do not."""
+        self._num_tokens = run.end
+        assert self._num_tokens == self.num_tokens, "the model must add all tokens of a step to its state"
 
     def make_room(self, end: int) -> None:
         """Makes room for tokens up to `end`. Windows move if that is needed."""

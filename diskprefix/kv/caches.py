@@ -20,12 +20,30 @@ from transformers.cache_utils import Cache
 
 from diskprefix.errors import InvalidRequest
 from diskprefix.kv.layers import StateLayer, TokenLayer
+from diskprefix.kv.step import current_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class ArenaCache(Cache):  # type: ignore[misc]
+class StepCache(Cache):  # type: ignore[misc]
+    """A cache that shows no state to recurrent layers in a step: they then compute one row as they compute many. The
+    functions of `model.exact.recurrent` get the states."""
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        found: torch.Tensor | None = None if current_step() else super().get_conv_state(layer_idx, state_idx)
+        return found
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        step = current_step()
+        if step is None:
+            found: torch.Tensor | None = super().get_recurrent_state(layer_idx, state_idx)
+            return found
+        step.states[:] = [self.layers[layer_idx].states_in(step, "recurrent", state_idx)]
+        return None
+
+
+class ArenaCache(StepCache):
     """The cache of `dynamic`. `num_tokens` counts tokens for layers that do not."""
 
     def __init__(self, layers: list[Any], num_tokens: Callable[[], int]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -154,11 +155,47 @@ class IndexedLayer(TokenLayer, DynamicIndexedLayer):  # type: ignore[misc]
         return self.indexer_keys[:, :end]
 
 
+@dataclass(frozen=True, eq=False)
+class ConvolvedRows:
+    """The inputs of a convolution, [1, channels, rows], and the states of the step's sequences, which it updates."""
+
+    rows: torch.Tensor
+    states: list[torch.Tensor]
+
+
 class StateLayer:
-    """A layer with convolution and recurrent states, each in memory of its own that is updated in place."""
+    """A layer with convolution and recurrent states, each in memory of its own that is updated in place.
+
+    In a step, the functions of `model.exact.recurrent` update the states of all its sequences.
+    """
 
     conv_states: dict[int, torch.Tensor | None]
     recurrent_states: dict[int, torch.Tensor | None]
+    sequences: Sequence[StateLayer] = ()
+    """As that of `TokenLayer`."""
+
+    def update_conv_state(self, conv_states: torch.Tensor, state_idx: int = 0, **others: Any) -> Any:
+        """Returns what the convolution takes for the inputs `conv_states`, [1, channels, n]."""
+        step = current_step()
+        if step is None:
+            return super().update_conv_state(conv_states, state_idx, **others)  # type: ignore[misc]
+        return ConvolvedRows(conv_states, self.states_in(step, "conv", state_idx))
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, state_idx: int = 0, **others: Any) -> Any:
+        if current_step() is None:
+            return super().update_recurrent_state(recurrent_states, state_idx, **others)  # type: ignore[misc]
+        if recurrent_states is not self.recurrent_states[state_idx]:
+            raise ValueError("a recurrence that does not update its state in place")
+        return recurrent_states
+
+    def states_in(self, step: Step, part: str, index: int) -> list[torch.Tensor]:
+        """Returns the states of the step's sequences before their rows; zeros at the beginning of a sequence."""
+        states = []
+        for layer, run in zip(self.sequences or (self,), step.runs, strict=True):
+            state = (layer.conv_states if part == "conv" else layer.recurrent_states)[index]
+            assert state is not None, "the arena binds all states"
+            states.append(state if run.start else state.zero_())
+        return states
 
     def bind_state(self, part: str, index: int, tensor: torch.Tensor) -> None:
         if part == "conv":
@@ -220,11 +257,13 @@ def _layer_of_kind(spec: LayerSpec) -> Any:
             return DummyLayer()
 
 
-def packed(layers: Sequence[TokenLayer], step: Step) -> TokenLayer:
+def packed(layers: Sequence[Any], step: Step) -> Any:
     """Returns one layer for several sequences that share a forward. The rows of each sequence go to its own memory, and
     `update` returns lists of memory for our own attention. Everything else is that of the first layer."""
     layer = copy.copy(layers[0])
-    vars(layer)["update"], vars(layer)["sequences"] = partial(_update, layers, step), layers
+    vars(layer)["sequences"] = layers
+    if isinstance(layer, TokenLayer):
+        vars(layer)["update"] = partial(_update, layers, step)
     return layer
 
 

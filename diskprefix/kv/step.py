@@ -29,10 +29,12 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The rows of a forward, in order. `masks` keeps the masks of attention, which layers of one kind share."""
+    """The rows of a forward, in order. `masks` keeps the masks of attention, which layers of one kind share. `states`
+    has the recurrent states that a layer has just asked for, one for each run: its recurrence takes them."""
 
     runs: tuple[Run, ...]
     masks: dict[Any, torch.Tensor] = field(default_factory=dict)
+    states: list[list[torch.Tensor]] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:

@@ -30,6 +30,9 @@ _NUM_ARGUMENTS = {
     "experts": 1,
     "pack": 1,
     "look_up": 1,
+    "convolution": 2,
+    "delta_rule": 2,
+    "state_space": 2,
 }
 """The operators that need torch's threads, in the order of `source/interface.h`."""
 
@@ -40,7 +43,7 @@ class Unavailable(Exception):
     """There are no operators. The message says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Operators:
     """The addresses of the operators of one variant, and that of torch's `parallel_for`, to share its threads."""
 
@@ -56,6 +59,9 @@ class Operators:
     head_products: Any
     pack: Any
     look_up: Any
+    convolution: Any
+    delta_rule: Any
+    state_space: Any
     parallel_for: int
 
     @property

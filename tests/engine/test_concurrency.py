@@ -148,7 +148,17 @@ def test_a_constraint_is_compiled_once_for_all_choices(engine: Engine, monkeypat
     assert compiled == [WORDS]
 
 
-@pytest.mark.parametrize(("name", "exact_at"), [("qwen3_next", "grid"), ("minicpm3", "token")])
+def test_models_with_recurrent_layers_share_steps(tmp_path: Path) -> None:
+    engine = load(write_model(tmp_path / "hybrid", "qwen3_next", torch.float32), tmp_path / "kv")
+    assert engine.packs
+    requests = [request(tokens(100 + 90 * i, i), n=1 + i % 2, max_tokens=8) for i in range(4)]
+    for one, client in zip(requests, run_together(engine, requests), strict=True):
+        expected = alone(engine, one)
+        assert [client.tokens_of(choice) for choice in (0, 1)] == [expected.tokens_of(choice) for choice in (0, 1)]
+    engine.close()
+
+
+@pytest.mark.parametrize(("name", "exact_at"), [("rwkv", "grid"), ("minicpm3", "token")])
 def test_models_that_cannot_be_packed_take_turns(
     name: str, exact_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -342,9 +342,15 @@ def test_a_draft_model_of_another_vocabulary_is_refused(folders: tuple[Path, Pat
 
 
 def test_a_draft_model_that_is_not_exact_at_every_token_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    grid = write_model(tmp_path / "grid", "qwen3_next", torch.float32)
+    grid = write_model(tmp_path / "grid", "rwkv", torch.float32)
     with pytest.raises(ModelError, match="--draft-model: grid cannot guess, it is not exact at every token"):
         load(folders[0], tmp_path / "kv", draft_model=str(grid))
+
+
+def test_a_draft_model_with_recurrent_layers_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    hybrid = write_model(tmp_path / "hybrid", "qwen3_next", torch.float32)
+    with pytest.raises(ModelError, match="--draft-model: hybrid cannot guess, a recurrent layer"):
+        load(folders[0], tmp_path / "kv", draft_model=str(hybrid))
 
 
 def test_a_draft_model_that_is_not_there_is_named_by_its_flag(folders: tuple[Path, Path], tmp_path: Path) -> None:

@@ -183,8 +183,8 @@ def _experts(
     return part(operators, hidden_states, top_k_index, top_k_weights)
 
 
-def _norm(own: Forward, norm: Norm, operators: Operators, rows: torch.Tensor) -> Any:
-    return norm(operators, rows) if rows.dtype is norm.weight.dtype else own(rows)
+def _norm(own: Forward, norm: Norm, operators: Operators, rows: torch.Tensor, *gate: Any) -> Any:
+    return own(rows, *gate) if gate or rows.dtype is not norm.weight.dtype else norm(operators, rows)
 
 
 def _in_place(
@@ -206,6 +206,7 @@ def _in_place(
     if (
         step is None
         or not is_known
+        or position_embeddings is None
         or not others.keys() <= HARMLESS
         or attention_mask.last is not None
         or position_embeddings[0].shape[-1] != block.key_dim

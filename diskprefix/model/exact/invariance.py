@@ -22,10 +22,11 @@ from diskprefix.model.exact import attention, rows
 from diskprefix.model.exact.invariant import install, uninstall
 from diskprefix.model.exact.kernel_calls import MAX_ROWS, Form, digest
 from diskprefix.model.exact.patterns import NAME, NotInvariant
+from diskprefix.model.exact.recurrent import has_scans
 from diskprefix.model.exact.rehearsal import made_up_tokens
 from diskprefix.model.exact.rows import are_whole, is_curve, is_ours
 from diskprefix.model.load.imports import without_tracer
-from diskprefix.native.library import described
+from diskprefix.native.library import described, operators
 from diskprefix.printable import first_line
 from diskprefix.version import __version__
 
@@ -47,7 +48,7 @@ _HARMLESS = frozenset({
     "split_with_sizes", "chunk", "cat", "concat", "stack", "repeat", "repeat_interleave", "as_strided", "empty",
     "empty_like", "new_empty", "zero", "zeros", "zeros_like", "new_zeros", "fill", "full", "full_like", "new_full",
     "ones", "ones_like", "new_ones", "scalar_tensor", "arange", "polar", "view_as_real", "view_as_complex", "item",
-    "equal", "is_nonzero", "dropout", "local_scalar_dense",
+    "equal", "is_nonzero", "dropout", "concatenate", "local_scalar_dense",
     # Which numbers are taken, and where they go.
     "embedding", "index", "index_select", "index_put", "index_add", "gather", "scatter", "scatter_add", "nonzero",
     "one_hot", "topk", "sort", "where", "masked_fill", "any", "max", "min", "amax", "argmax", "le", "lt", "ge", "gt",
@@ -129,10 +130,24 @@ def _why_not(model: PreTrainedModel, layout: Layout) -> str:
         return "its state is not cached"
     if model.device.type != "cpu":
         return f"not measured on {model.device.type}"
-    kinds = {layer.kind for layer in layout.layers} - {"full", "sliding", "none"}
-    if kinds or layout.states:
-        return f"layers of the kind {', '.join(sorted(kinds)) or 'state'}"
-    return "" if "position_ids" in layout.options else "it takes no position_ids"
+    if layout.cache_kind != "dynamic":
+        return "it has a cache of its own"
+    if layout.is_one_pass:
+        return "it adds no tokens to a state"
+    kinds = {layer.kind for layer in layout.layers}
+    if "indexed" in kinds:
+        return "layers of the kind indexed"
+    if layout.states and (why := _why_no_scans(model)):
+        return why
+    return "" if "position_ids" in layout.options or kinds <= {"linear", "none"} else "it takes no position_ids"
+
+
+def _why_no_scans(model: PreTrainedModel) -> str:
+    """Returns why no recurrent layer of a model is computed token after token, "" if one is."""
+    compiled = operators()
+    if compiled is None:
+        return f"recurrent layers need the compiled operators: {described()}"
+    return "" if any(has_scans(module, compiled) for module in model.modules()) else "recurrent layers of its own"
 
 
 def _plain_logits(model: PreTrainedModel) -> torch.Tensor:
@@ -173,13 +188,14 @@ def _random_steps() -> Sequence[int]:
 def _run(
     model: PreTrainedModel, layout: Layout, token_ids: torch.Tensor, steps: Sequence[int]
 ) -> tuple[bytes, dict[int, torch.Tensor]]:
-    """Returns the state of all tokens, and the next-token logits after each step by the number of tokens."""
+    """Returns the state of all tokens with the states at the end, and the next-token logits after each step by the
+    number of tokens."""
     arena, logits = KVArena(layout, model.device), {}
     arena.reserve(token_ids.shape[1])
     for part in torch.split(token_ids, list(steps), dim=1):
         out = arena.forward(model, part)
         logits[arena.num_tokens] = out
-    return bytes(arena.read_tokens(0, arena.num_tokens)), logits
+    return bytes(arena.read_tokens(0, arena.num_tokens)) + bytes(arena.read_states()), logits
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

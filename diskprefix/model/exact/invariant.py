@@ -26,6 +26,7 @@ from diskprefix.model.exact.fused import Parts
 from diskprefix.model.exact.mixtures import experts
 from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
+from diskprefix.model.exact.recurrent import with_scans
 from diskprefix.model.exact.rows import in_whole_vectors, is_curve, is_ours, linear, times
 from diskprefix.native.library import described, operators
 
@@ -122,6 +123,8 @@ def as_it_was(model: PreTrainedModel) -> Iterator[None]:
 
 def _forward_of(parts: Parts | None, module: nn.Module) -> Callable[..., Any] | None:
     """Returns what replaces a module's forward, None if that need not change."""
+    if (with_ours := with_scans(module, operators())) is not None:
+        return partial(_with_rows, with_ours, module)
     if parts is not None and (forward := parts.smallest(module)) is not None:
         return forward
     if type(module) is torch.nn.Linear:
@@ -161,7 +164,8 @@ class _Rows(TorchFunctionMode):
     """Computes products with matrices by `model.exact.rows`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # Functions of torch name `inplace` as they come here.
+        kwargs = {name: value for name, value in (kwargs or {}).items() if (name, value) != ("inplace", False)}
         if is_ours.get():
             # A module within a module has a second such mode.
             return func(*args, **kwargs)

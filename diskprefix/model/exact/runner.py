@@ -13,10 +13,10 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
-from transformers.cache_utils import Cache
 
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.layers import TokenLayer, packed
+from diskprefix.kv.caches import StepCache
+from diskprefix.kv.layers import StateLayer, TokenLayer, packed
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.step import Step, computing
 from diskprefix.kv.uncached import TransformersState
@@ -55,16 +55,17 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
     ends = accumulate(run.num_rows for run in runs)
     kept = torch.cat([torch.arange(end - rows.num_logits, end) for end, rows in zip(ends, step, strict=True)])
     layout = arenas[0].layout
+    positions = torch.cat([torch.arange(run.start, run.end) for run in runs])[None]
     with computing(together):
         output = model(
             input_ids=torch.cat([rows.token_ids for rows in step], dim=1),
-            position_ids=torch.cat([torch.arange(run.start, run.end) for run in runs])[None],
             use_cache=True,
+            **({"position_ids": positions} if "position_ids" in layout.options else {}),
             **{layout.cache_argument: _PackedCache(arenas, together)},
             **({"logits_to_keep": kept} if "logits_to_keep" in layout.options else {}),
         )
     for arena, run_ in zip(arenas, runs, strict=True):
-        assert arena.num_tokens == run_.end, "the model must add all tokens of a step to its state"
+        arena.end_step(run_)
     logits: torch.Tensor = output.logits[0]
     of_all = logits if "logits_to_keep" in layout.options else logits[kept]
     return list(torch.split(of_all, [rows.num_logits for rows in step]))
@@ -73,7 +74,7 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
 def can_pack(model: PreTrainedModel, layout: Layout) -> bool:
     """Returns whether the model computes several sequences in one forward, each with the bits that it has alone. Some
     models that are exact at every token do not: they use the memory of a layer before attention does."""
-    if layout.state_kind != "token":
+    if layout.exact_at != "token":
         return False
     prompts = [torch.tensor([ids], device=model.device) for ids in ([1, 2, 3], [2, 1])]
     step = [[Rows(KVArena(layout, model.device, capacity_step=1), ids) for ids in prompts] for _ in range(2)]
@@ -89,14 +90,15 @@ def can_pack(model: PreTrainedModel, layout: Layout) -> bool:
     return all(map(torch.equal, alone, together))
 
 
-class _PackedCache(Cache):  # type: ignore[misc]
+class _PackedCache(StepCache):
     """The cache of a packed forward. Its lengths, those of the first sequence, are not used for positions or masks."""
 
     def __init__(self, arenas: Sequence[KVArena], step: Step) -> None:
         of_layers = zip(*(arena.layers for arena in arenas), strict=True)
-        layers = [packed(of, step) if isinstance(of[0], TokenLayer) else of[0] for of in of_layers]
-        Cache.__init__(self, layers=layers)
+        layers = [packed(of, step) if isinstance(of[0], TokenLayer | StateLayer) else of[0] for of in of_layers]
+        super().__init__(layers=layers)
+        self._length = step.runs[0].start
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        length: int = self.layers[layer_idx].length
-        return length
+        layer = self.layers[layer_idx]
+        return layer.length if isinstance(layer, TokenLayer) else self._length

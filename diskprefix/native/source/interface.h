@@ -167,6 +167,50 @@ struct Layer {
   Norm norms[4];
 };
 
+// Consecutive tokens of one sequence, and the state that they change.
+struct StateRun {
+  int64_t num_rows;
+  void* state;
+};
+
+// A convolution of each channel alone with its last `kernel` inputs, rows [num_rows, channels] to the same. `weight` is
+// [channels, kernel], `bias` [channels] or null, a state [channels, kernel], all of one dtype. With `has_silu`, x ×
+// sigmoid(x) of the rounded number.
+struct Convolution {
+  int64_t dtype, num_runs, num_rows, channels, kernel, has_silu;
+  const void *rows, *weight, *bias;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// The gated delta rule: queries and keys [rows, key_heads, key_dim], values and out [rows, heads, value_dim] of one
+// dtype, with strides from row to row. Decays are logarithms [rows, heads, decay_dim]: 1 or one for each number of the
+// key. States are float32 [heads, key_dim, value_dim]. Queries and keys get length 1 if `epsilon` is not 0.
+struct DeltaRule {
+  int64_t dtype, num_runs, heads, key_heads, key_dim, value_dim, decay_dim;
+  const void *query, *key, *value;
+  int64_t query_stride, key_stride, value_stride;
+  const float *decay, *beta;
+  void* out;
+  double epsilon;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
+// Mamba 2: rows [rows, heads, dim], `into` and `from` [rows, groups, state_dim] (B and C) of one dtype, `steps` [rows,
+// heads], `decay` and `skip` [heads] (A and D, which may be null) and out [rows, heads, dim] in float32. States are
+// float32 [heads, dim, state_dim].
+struct StateSpace {
+  int64_t dtype, num_runs, heads, groups, dim, state_dim;
+  const void *rows, *into, *from;
+  int64_t row_stride, into_stride, from_stride;
+  const float *steps, *decay, *skip;
+  void* out;
+  int64_t num_threads;
+  ParallelFor parallel_for;
+};
+
 // Rows of `width` values, `stride` bytes apart, and the same values in planes: `num_bytes`, with `bits` in a code.
 // Splitting gets the room in `num_bytes` and sets both; it returns 1 if they do not fit. Joining returns 1 for data
 // that splitting does not write.
@@ -189,6 +233,9 @@ struct Operators {
   int32_t (*experts)(const Experts* call);
   int32_t (*pack)(const Packing* call);
   int32_t (*look_up)(const Lookup* call);
+  int32_t (*convolution)(const Convolution* call, const StateRun* runs);
+  int32_t (*delta_rule)(const DeltaRule* call, const StateRun* runs);
+  int32_t (*state_space)(const StateSpace* call, const StateRun* runs);
   int32_t (*split)(Planes* call);
   int32_t (*join)(Planes* call);
 };

@@ -5,6 +5,7 @@
 #include "heads.h"
 #include "packing.h"
 #include "planes.h"
+#include "recurrence.h"
 
 #define TEXT_OF(name) #name
 #define TEXT(name) TEXT_OF(name)
@@ -12,6 +13,7 @@
 namespace diskprefix {
 
 extern const Operators VARIANT;
-const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer, head_products, experts, pack, look_up, split, join};
+const Operators VARIANT = {TEXT(VARIANT), attention, product, norm, gated, attention_block, layer, head_products, experts, pack,
+                           look_up, convolution, delta_rule, state_space, split, join};
 
 }  // namespace diskprefix

@@ -11,12 +11,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
+from transformers.models.lfm2 import modeling_lfm2
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.group import GroupMemory
 from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.step import TILE
-from diskprefix.model.exact import invariance, invariant, rows, torch_attention
+from diskprefix.model.exact import invariance, invariant, recurrent, rows, torch_attention
 from diskprefix.model.exact import kernel_calls as calls
 from diskprefix.model.exact.attention import kernel
 from diskprefix.model.exact.invariance import make_exact
@@ -25,7 +27,7 @@ from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern
 from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
 from diskprefix.model.exact.runner import can_pack
 from diskprefix.model.load.fingerprint import Fingerprint
-from diskprefix.native import library
+from diskprefix.native import library, scans
 from tests.exactness.architectures import tiny_model
 
 LENGTH = TILE + 60
@@ -39,7 +41,7 @@ def verdict(name: str, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "qwen3_5", "falcon_h1", "lfm2"])
 def test_it_is_exact_at_every_token(name: str, dtype: torch.dtype) -> None:
     assert verdict(name, dtype) == ("token", "")
 
@@ -67,7 +69,8 @@ def test_functions_and_experts_of_a_forward_are_computed_row_by_row(
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("qwen3_next", "layers of the kind linear"),
+        ("zaya", "recurrent layers of its own"),
+        ("rwkv", "it has a cache of its own"),
         ("bloom", "it takes no position_ids"),
         ("deepseek_v4", "its state is not cached"),
         ("xglm", "Pattern"),
@@ -78,6 +81,50 @@ def test_what_is_exact_on_the_grid_only_says_why(name: str, reason: str) -> None
     exact_at, found = verdict(name)
     assert exact_at == "grid"
     assert reason in found
+
+
+def in_chunks_of_the_step(
+    _: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    runs: scans.Runs,
+    epsilon: float,
+) -> torch.Tensor:
+    """As transformers computes a prompt."""
+    ((_, state),) = runs
+    out, last = torch_chunk_gated_delta_rule(
+        *(query, key, value, decay, beta),
+        initial_state=state,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=epsilon > 0,
+    )
+    state.copy_(last)
+    found: torch.Tensor = out
+    return found
+
+
+def test_a_scan_in_chunks_is_not_exact_at_every_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scans, "delta_rule", in_chunks_of_the_step)
+    monkeypatch.setattr(invariance, "_is_harmless", lambda *_: True)
+    assert verdict("qwen3_next") == ("grid", "its state depends on the steps (0)")
+
+
+def test_recurrent_layers_need_the_compiled_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_chosen", "torch")
+    exact_at, reason = verdict("lfm2")
+    assert (exact_at, reason.split(":")[0]) == ("grid", "recurrent layers need the compiled operators")
+
+
+def test_a_function_that_computes_something_else_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_lfm2, "causal_conv1d_fn", lambda rows, *_, **__: 2 * rows)
+    recurrent._replacements.cache_clear()
+    model = tiny_model("lfm2", torch.float32)
+    layout = rehearse(model)
+    assert make_exact(model, layout) == (layout, "recurrent layers of its own")
+    recurrent._replacements.cache_clear()
 
 
 def test_an_operator_of_which_nothing_is_known_means_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,15 +37,18 @@ def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedMode
 
 
 Bits = list[tuple[bytes, list[torch.Tensor]]]
-"""By sequence: the state of all tokens, and the logits of the last ones, which are computed one a step."""
+"""By sequence: the state of all tokens with the states at the end, and the logits of the last ones, which are computed
+one a step."""
 
 
 def arena_of(model: PreTrainedModel, layout: Layout) -> KVArena:
     """With memory in which another sequence was that is not finite."""
     arena = KVArena(layout, model.device)
     arena.reserve(max(LENGTHS))
-    for number, group in enumerate(layout.groups):
-        rows = slice(0, len(group.specs) * group.heads)
+    rows_of = [len(group.specs) * group.heads for group in layout.groups]
+    rows_of += [len(group.specs) * group.rows_each for group in layout.states]
+    for number, num_rows in enumerate(rows_of):
+        rows = slice(0, num_rows)
         # All bits set are no number in any dtype.
         arena.fill(0, max(LENGTHS), number, rows, lambda out: out.fill(0xFF))
     arena.truncate(0)
@@ -60,8 +63,12 @@ def alone(model: PreTrainedModel, layout: Layout) -> Bits:
             ends = [*range(256, length - 4, 256), *range(max(1, length - 4), length + 1)]
             parts = [token_ids[:, begin:end] for begin, end in zip([0, *ends], ends, strict=False)]
             logits = [arena.forward(model, part) for part in parts]
-            found.append((bytes(arena.read_tokens(0, length)), logits[-min(4, length - 1) :]))
+            found.append((state_of(arena, length), logits[-min(4, length - 1) :]))
     return found
+
+
+def state_of(arena: KVArena, num_tokens: int) -> bytes:
+    return bytes(arena.read_tokens(0, num_tokens)) + bytes(arena.read_states())
 
 
 def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
@@ -79,7 +86,8 @@ def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
                 start, prompt = arenas[n].num_tokens, max(1, LENGTHS[n] - 4)
                 end, num_logits, num_wrong = min(prompt, start + chance.choice([1, 5, 100, 200])), 1, 0
                 if start >= prompt:
-                    end, num_wrong = chance.randint(start + 1, LENGTHS[n]), chance.choice([0, 0, 1, 5])
+                    end = chance.randint(start + 1, LENGTHS[n])
+                    num_wrong = chance.choice([0, 0, 1, 5]) if layout.is_sliceable else 0
                     num_logits = end - start + num_wrong
                     parts.append((n, end, end - start))
                 else:
@@ -88,9 +96,10 @@ def together(model: PreTrainedModel, layout: Layout, seed: int) -> Bits:
                 ids = torch.cat([right[:, start:end], wrong[:, :num_wrong]], dim=1)
                 step.append(Rows(arenas[n], ids, num_logits))
             for (n, end, num_right), found in zip(parts, runner.run(model, step), strict=True):
-                arenas[n].take_back(end)
+                if layout.is_sliceable:
+                    arenas[n].take_back(end)
                 logits[n] += found[:num_right]
-    return [(bytes(a.read_tokens(0, length)), f) for a, length, f in zip(arenas, LENGTHS, logits, strict=True)]
+    return [(state_of(a, length), f) for a, length, f in zip(arenas, LENGTHS, logits, strict=True)]
 
 
 def are_equal(one: Bits, other: Bits) -> bool:
@@ -107,6 +116,12 @@ def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> Non
     assert all(logits.isfinite().all() for _, of_one in expected for logits in of_one)
     for seed in range(examples(2)):
         assert are_equal(together(model, layout, seed), expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2"])
+def test_so_have_those_of_recurrent_layers(name: str) -> None:
+    model, layout = made(name)
+    assert are_equal(together(model, layout, seed=0), alone(model, layout))
 
 
 @pytest.mark.parametrize("is_ours", [True, False])

@@ -1,0 +1,351 @@
+// What layers with a state compute, token after token: a causal convolution of each channel, the delta rule, and the
+// state space of Mamba 2. Each number is one chain of operations that depends on the tokens before it alone, so the
+// state of a sequence has the same bits however its tokens are cut into steps, and whatever is computed beside them.
+
+#pragma once
+
+#include "interface.h"
+#include "memory.h"
+#include "parts.h"
+
+namespace diskprefix {
+namespace {
+
+inline Floats exp_of(Floats x) {
+  const Floats limited = larger(x * all(LOG2_E), all(-127.0f));
+  return exp2(limited > all(126.0f) ? all(126.0f) : limited);
+}
+
+inline Floats silu(Floats x) { return x / (all(1.0f) + exp_of(-x)); }
+
+// Channels of a convolution that one thread computes together: they fill a line of the cache.
+constexpr int64_t CHANNELS = 4 * LANES;
+constexpr int64_t MAX_KERNEL = 16;
+
+// The tokens of one sequence, for the channels from `first` on. `window` holds the last inputs of these channels and
+// the present one, the oldest first, and goes round.
+template <class Type>
+class ConvolvedChannels {
+  typedef typename Type::Stored Stored;
+
+ public:
+  ConvolvedChannels(const Convolution& call, int64_t first)
+      : call_(call), first_(first), width_(least(CHANNELS, call.channels - first)), kernel_(call.kernel) {
+    for (int64_t lane = 0; lane < CHANNELS; ++lane) {
+      const bool is_there = lane < width_;
+      for (int64_t k = 0; k < kernel_; ++k)
+        ((float*)weights_[k])[lane] = is_there ? Type::one(((const Stored*)call.weight)[(first + lane) * kernel_ + k]) : 0.0f;
+      ((float*)bias_)[lane] = is_there && call.bias ? Type::one(((const Stored*)call.bias)[first + lane]) : 0.0f;
+    }
+  }
+
+  void run(const StateRun& run, int64_t row) {
+    Stored* state = (Stored*)run.state + first_ * kernel_;
+    for (int64_t k = 0; k < kernel_; ++k)
+      for (int64_t lane = 0; lane < width_; ++lane) ((float*)window_[k])[lane] = Type::one(state[lane * kernel_ + k]);
+    // The window begins with the state's second number: the first one is that of the token that slides out.
+    int64_t oldest = 0;
+    for (int64_t token = 0; token < run.num_rows; ++token) {
+      const int64_t at = (row + token) * call_.channels + first_;
+      oldest = oldest + 1 == kernel_ ? 0 : oldest + 1;
+      step((const Stored*)call_.rows + at, (Stored*)call_.out + at, oldest);
+    }
+    for (int64_t k = 0; k < kernel_; ++k) {
+      const float* numbers = (const float*)window_[(oldest + k) % kernel_];
+      for (int64_t lane = 0; lane < width_; ++lane) state[lane * kernel_ + k] = stored(numbers[lane]);
+    }
+  }
+
+ private:
+  const Convolution& call_;
+  const int64_t first_, width_, kernel_;
+  Floats weights_[MAX_KERNEL][CHANNELS / LANES], window_[MAX_KERNEL][CHANNELS / LANES] = {}, bias_[CHANNELS / LANES];
+
+  static Stored stored(float number) {
+    Stored all_of_them[LANES];
+    Type::put(all_of_them, all(number));
+    return all_of_them[0];
+  }
+
+  void step(const Stored* row, Stored* out, int64_t oldest) {
+    const int64_t newest = oldest ? oldest - 1 : kernel_ - 1;
+    for (int64_t part = 0; part * LANES < width_; ++part) {
+      const int64_t left = width_ - part * LANES;
+      window_[newest][part] = some_of<Type>(row + part * LANES, left);
+      Floats sum = bias_[part];
+      for (int64_t k = 0, at = oldest; k < kernel_; ++k, at = at + 1 == kernel_ ? 0 : at + 1)
+        sum = fma(weights_[k][part], window_[at][part], sum);
+      if (call_.has_silu) sum = silu(rounded_to<Type>(sum));
+      put_some<Type>(out + part * LANES, sum, left);
+    }
+  }
+};
+
+template <class Type>
+inline bool convolved(const Convolution& call, const StateRun* runs) {
+  const int64_t blocks = (call.channels + CHANNELS - 1) / CHANNELS;
+  const int64_t grain = 1 + 16384 / (1 + call.num_rows * CHANNELS);
+  return spread(call.num_threads, call.parallel_for, blocks, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t block = begin; block < end; ++block) {
+      ConvolvedChannels<Type> channels(call, block * CHANNELS);
+      for (int64_t run = 0, row = 0; run < call.num_runs; row += runs[run++].num_rows) channels.run(runs[run], row);
+    }
+  });
+}
+
+int32_t convolution(const Convolution* call, const StateRun* runs) {
+  if (call->kernel > MAX_KERNEL) return 1;
+  switch (call->dtype) {
+    case FLOAT32:
+      return !convolved<Float32>(*call, runs);
+    case FLOAT16:
+      return !convolved<Float16>(*call, runs);
+    default:
+      return !convolved<BFloat16>(*call, runs);
+  }
+}
+
+// Calls `work(run, row, head)` for each head of each sequence; `row` is the sequence's first one. False if the threads
+// cannot be had, or if one of them has no memory.
+template <class Body>
+inline bool for_heads(int64_t num_threads, ParallelFor parallel_for, const StateRun* runs, int64_t num_runs, int64_t heads,
+                      const Body& work) {
+  bool is_done = true;
+  const bool is_spread = spread(num_threads, parallel_for, num_runs * heads, 1, [&](int64_t begin, int64_t end) {
+    int64_t run = 0, row = 0;
+    for (int64_t item = begin; item < end; ++item) {
+      while (run < item / heads) row += runs[run++].num_rows;
+      if (!work(runs[run], row, item % heads)) __atomic_store_n(&is_done, false, __ATOMIC_RELAXED);
+    }
+  });
+  return is_spread && is_done;
+}
+
+template <class Type>
+inline void to_floats(const void* from, int64_t count, float* to) {
+  for (int64_t i = 0; i < count; i += LANES)
+    put_some<Float32>(to + i, some_of<Type>((const typename Type::Stored*)from + i, count - i), count - i);
+}
+
+// Scaled to length 1 if `epsilon` is not 0, then times `scale`.
+inline void to_length(float* numbers, int64_t count, float epsilon, float scale) {
+  Floats factor = all(scale);
+  if (epsilon) {
+    Floats squares = {};
+    for (int64_t i = 0; i < count; i += LANES) {
+      const Floats some = some_of<Float32>(numbers + i, count - i);
+      squares = fma(some, some, squares);
+    }
+    factor = all(1.0f / __builtin_sqrtf(sum_of(squares) + epsilon) * scale);
+  }
+  for (int64_t i = 0; i < count; i += LANES)
+    put_some<Float32>(numbers + i, some_of<Float32>(numbers + i, count - i) * factor, count - i);
+}
+
+// Columns of a state that are computed together, and the sums that a number is made of.
+constexpr int64_t COLUMNS = 2, SUMS = 4;
+constexpr int64_t OF_STATE = COLUMNS * LANES;
+
+// One token of the delta rule for some columns of a head's state [key_dim, value_dim], a row every `stride` numbers:
+//   state = decay × state;  state += key × (beta × (value − key · state));  out = query · state
+// With `decays` each row has a decay of its own.
+inline void delta_step(float* state, int64_t stride, int64_t key_dim, const float* query, const float* key, const float* decays,
+                       float decay, const Floats* values, float beta, Floats* out) {
+  Floats sums[SUMS][COLUMNS] = {}, delta[COLUMNS];
+  for (int64_t row = 0; row < key_dim; row += SUMS)
+    for (int64_t sum = 0; sum < least(SUMS, key_dim - row); ++sum) {
+      const Floats factor = all(key[row + sum]), kept = all(decays ? decays[row + sum] : decay);
+      for (int64_t column = 0; column < COLUMNS; ++column)
+        sums[sum][column] =
+            fma(factor, kept * loaded<Floats>(state + (row + sum) * stride + column * LANES), sums[sum][column]);
+    }
+  for (int64_t column = 0; column < COLUMNS; ++column) {
+    const Floats known = (sums[0][column] + sums[1][column]) + (sums[2][column] + sums[3][column]);
+    delta[column] = (values[column] - known) * all(beta);
+    for (int64_t sum = 0; sum < SUMS; ++sum) sums[sum][column] = Floats{};
+  }
+  for (int64_t row = 0; row < key_dim; row += SUMS)
+    for (int64_t sum = 0; sum < least(SUMS, key_dim - row); ++sum) {
+      const Floats factor = all(key[row + sum]), asked = all(query[row + sum]), kept = all(decays ? decays[row + sum] : decay);
+      for (int64_t column = 0; column < COLUMNS; ++column) {
+        float* at = state + (row + sum) * stride + column * LANES;
+        const Floats next = fma(factor, delta[column], kept * loaded<Floats>(at));
+        store(at, next);
+        sums[sum][column] = fma(asked, next, sums[sum][column]);
+      }
+    }
+  for (int64_t column = 0; column < COLUMNS; ++column)
+    out[column] = (sums[0][column] + sums[1][column]) + (sums[2][column] + sums[3][column]);
+}
+
+template <class Type>
+class DeltaHead {
+  typedef typename Type::Stored Stored;
+
+ public:
+  DeltaHead(const DeltaRule& call, const StateRun& run, int64_t row, int64_t head) : call_(call), run_(run), row_(row), head_(head) {}
+
+  bool run() {
+    static thread_local Memory memory;
+    const int64_t keys = call_.key_dim, rows = run_.num_rows, decays = rows * call_.decay_dim;
+    if (!memory.reserve(2 * Memory::size_of<float>(rows * keys) + Memory::size_of<float>(decays) +
+                        Memory::size_of<float>(keys * OF_STATE)))
+      return false;
+    queries_ = memory.take<float>(rows * keys), keys_ = memory.take<float>(rows * keys);
+    decays_ = memory.take<float>(decays);
+    float* block = memory.take<float>(keys * OF_STATE);
+    prepare();
+    float* state = (float*)run_.state + head_ * keys * call_.value_dim;
+    for (int64_t column = 0; column < call_.value_dim; column += OF_STATE) {
+      const int64_t width = least(OF_STATE, call_.value_dim - column);
+      // Many tokens go over a part of the state that stays in the cache.
+      if (rows < 4 && width == OF_STATE) {
+        tokens(state + column, call_.value_dim, column, width);
+        continue;
+      }
+      memset(block, 0, keys * OF_STATE * sizeof *block);
+      for (int64_t i = 0; i < keys; ++i) memcpy(block + i * OF_STATE, state + i * call_.value_dim + column, width * 4);
+      tokens(block, OF_STATE, column, width);
+      for (int64_t i = 0; i < keys; ++i) memcpy(state + i * call_.value_dim + column, block + i * OF_STATE, width * 4);
+    }
+    return true;
+  }
+
+ private:
+  const DeltaRule& call_;
+  const StateRun& run_;
+  const int64_t row_, head_;
+  float *queries_ = nullptr, *keys_ = nullptr, *decays_ = nullptr;
+
+  void prepare() {
+    const int64_t keys = call_.key_dim, of_key = head_ / (call_.heads / call_.key_heads);
+    const float scale = 1.0f / __builtin_sqrtf((float)keys);
+    for (int64_t i = 0; i < run_.num_rows; ++i) {
+      const int64_t row = row_ + i;
+      to_floats<Type>((const Stored*)call_.query + row * call_.query_stride + of_key * keys, keys, queries_ + i * keys);
+      to_floats<Type>((const Stored*)call_.key + row * call_.key_stride + of_key * keys, keys, keys_ + i * keys);
+      to_length(queries_ + i * keys, keys, (float)call_.epsilon, scale);
+      to_length(keys_ + i * keys, keys, (float)call_.epsilon, 1.0f);
+      const float* decays = call_.decay + (row * call_.heads + head_) * call_.decay_dim;
+      for (int64_t k = 0; k < call_.decay_dim; k += LANES) {
+        const int64_t left = call_.decay_dim - k;
+        put_some<Float32>(decays_ + i * call_.decay_dim + k, exp_of(some_of<Float32>(decays + k, left)), left);
+      }
+    }
+  }
+
+  void tokens(float* state, int64_t stride, int64_t column, int64_t width) const {
+    const int64_t keys = call_.key_dim;
+    for (int64_t i = 0; i < run_.num_rows; ++i) {
+      const int64_t row = row_ + i, of_row = row * call_.heads + head_;
+      const Stored* value = (const Stored*)call_.value + row * call_.value_stride + head_ * call_.value_dim + column;
+      Stored* out = (Stored*)call_.out + of_row * call_.value_dim + column;
+      Floats values[COLUMNS], found[COLUMNS];
+      for (int64_t part = 0; part < COLUMNS; ++part)
+        values[part] = part * LANES < width ? some_of<Type>(value + part * LANES, width - part * LANES) : Floats{};
+      const float* decays = call_.decay_dim > 1 ? decays_ + i * call_.decay_dim : nullptr;
+      delta_step(state, stride, keys, queries_ + i * keys, keys_ + i * keys, decays, decays_[i * call_.decay_dim], values,
+                 call_.beta[of_row], found);
+      for (int64_t part = 0; part * LANES < width; ++part) put_some<Type>(out + part * LANES, found[part], width - part * LANES);
+    }
+  }
+};
+
+template <class Type>
+inline bool delta_ruled(const DeltaRule& call, const StateRun* runs) {
+  return for_heads(call.num_threads, call.parallel_for, runs, call.num_runs, call.heads,
+                   [&](const StateRun& run, int64_t row, int64_t head) { return DeltaHead<Type>(call, run, row, head).run(); });
+}
+
+int32_t delta_rule(const DeltaRule* call, const StateRun* runs) {
+  switch (call->dtype) {
+    case FLOAT32:
+      return !delta_ruled<Float32>(*call, runs);
+    case FLOAT16:
+      return !delta_ruled<Float16>(*call, runs);
+    default:
+      return !delta_ruled<BFloat16>(*call, runs);
+  }
+}
+
+// Rows of a head's state that go over all tokens together.
+constexpr int64_t STATE_ROWS = 16;
+
+// A head's state [dim, state_dim] is  state = exp(step × decay) × state + (step × x) ⊗ B,  and the result C · state.
+template <class Type>
+class StateSpaceHead {
+  typedef typename Type::Stored Stored;
+
+ public:
+  StateSpaceHead(const StateSpace& call, const StateRun& run, int64_t row, int64_t head)
+      : call_(call), run_(run), row_(row), head_(head) {}
+
+  bool run() {
+    static thread_local Memory memory;
+    const int64_t width = call_.state_dim, rows = run_.num_rows, group = head_ / (call_.heads / call_.groups);
+    if (!memory.reserve(2 * Memory::size_of<float>(rows * width) + Memory::size_of<float>(rows) +
+                        Memory::size_of<float>(rows * call_.dim)))
+      return false;
+    into_ = memory.take<float>(rows * width), from_ = memory.take<float>(rows * width);
+    decays_ = memory.take<float>(rows), inputs_ = memory.take<float>(rows * call_.dim);
+    for (int64_t i = 0; i < rows; ++i) {
+      const int64_t row = row_ + i;
+      to_floats<Type>((const Stored*)call_.into + row * call_.into_stride + group * width, width, into_ + i * width);
+      to_floats<Type>((const Stored*)call_.from + row * call_.from_stride + group * width, width, from_ + i * width);
+      to_floats<Type>((const Stored*)call_.rows + row * call_.row_stride + head_ * call_.dim, call_.dim, inputs_ + i * call_.dim);
+      decays_[i] = exp_of(all(call_.steps[row * call_.heads + head_] * call_.decay[head_]))[0];
+    }
+    float* state = (float*)run_.state + head_ * call_.dim * width;
+    for (int64_t first = 0; first < call_.dim; first += STATE_ROWS)
+      for (int64_t i = 0; i < rows; ++i) step(state, i, first, least(first + STATE_ROWS, call_.dim));
+    return true;
+  }
+
+ private:
+  const StateSpace& call_;
+  const StateRun& run_;
+  const int64_t row_, head_;
+  float *into_ = nullptr, *from_ = nullptr, *decays_ = nullptr, *inputs_ = nullptr;
+
+  void step(float* state, int64_t token, int64_t first, int64_t end) const {
+    const int64_t width = call_.state_dim, of_row = (row_ + token) * call_.heads + head_;
+    const float *into = into_ + token * width, *from = from_ + token * width, *inputs = inputs_ + token * call_.dim;
+    const Floats decay = all(decays_[token]);
+    for (int64_t row = first; row < end; ++row) {
+      const float input = inputs[row];
+      const Floats added = all(input * call_.steps[of_row]);
+      Floats sums[4] = {};
+      float* numbers = state + row * width;
+      for (int64_t i = 0; i < width; i += LANES) {
+        const int64_t left = width - i;
+        const Floats next = fma(added, some_of<Float32>(into + i, left), decay * some_of<Float32>(numbers + i, left));
+        put_some<Float32>(numbers + i, next, left);
+        Floats& sum = sums[i / LANES % 4];
+        sum = fma(next, some_of<Float32>(from + i, left), sum);
+      }
+      const float found = sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+      ((float*)call_.out)[of_row * call_.dim + row] = call_.skip ? found + input * call_.skip[head_] : found;
+    }
+  }
+};
+
+template <class Type>
+inline bool state_spaced(const StateSpace& call, const StateRun* runs) {
+  return for_heads(call.num_threads, call.parallel_for, runs, call.num_runs, call.heads, [&](const StateRun& run, int64_t row, int64_t head) {
+    return StateSpaceHead<Type>(call, run, row, head).run();
+  });
+}
+
+int32_t state_space(const StateSpace* call, const StateRun* runs) {
+  switch (call->dtype) {
+    case FLOAT32:
+      return !state_spaced<Float32>(*call, runs);
+    case FLOAT16:
+      return !state_spaced<Float16>(*call, runs);
+    default:
+      return !state_spaced<BFloat16>(*call, runs);
+  }
+}
+
+}  // namespace
+}  // namespace diskprefix
