@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from diskprefix.errors import ModelError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 _EMBEDDING = "an embedding model"
 
@@ -22,6 +22,24 @@ class ModelKind:
     loader: Any
     is_multimodal: bool
     has_own_generate: bool
+
+    def model_class(self, config: PreTrainedConfig) -> tuple[type[PreTrainedModel], PreTrainedConfig]:
+        """Returns the class of a model with this configuration, and the part of the configuration that it takes."""
+        from transformers.models.auto.auto_factory import _get_model_class
+
+        found = _get_model_class(config, self.loader._model_mapping)
+        text = config.sub_configs.get("text_config")
+        is_text = text is not None and getattr(found, "config_class", None) == text
+        return found, config.get_text_config() if is_text else config
+
+    def skeleton(self, config: PreTrainedConfig) -> PreTrainedModel:
+        """Returns a model with this configuration in bfloat16, without weights: it is on torch's meta device."""
+        import torch
+        from transformers.initialization import no_init_weights
+
+        found, part = self.model_class(config)
+        with torch.device("meta"), no_init_weights():
+            return found._from_config(part, dtype=torch.bfloat16)
 
 
 def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:

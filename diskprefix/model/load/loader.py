@@ -158,7 +158,7 @@ def _source(settings: Settings, progress: Report, clock: Clock, flag: str = "--m
         config = _read_config(folder)
         with _load_failures(folder):
             kind = require_served_kind(folder, config)
-        dtype = _pick_dtype(settings.dtype, config)
+            dtype = _pick_dtype(settings.dtype, config, weights)
     with clock("quantising"), _load_failures(folder):
         from diskprefix.model.quants.file_matrix import load_matrices
         from diskprefix.model.quants.quantising import weight_files_in
@@ -347,9 +347,13 @@ def pick_weights(name: str, dtype: str, device_name: str) -> str:
     return name
 
 
-def _pick_dtype(name: str, config: PreTrainedConfig) -> torch.dtype:
+def _pick_dtype(name: str, config: PreTrainedConfig, weights: str) -> torch.dtype:
     import torch
 
+    from diskprefix.model.quants.quantising import computes_in_bfloat16
+
+    if name == "auto" and computes_in_bfloat16(weights, config):
+        return torch.bfloat16
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
     own = config.dtype or config.get_text_config(decoder=True).dtype

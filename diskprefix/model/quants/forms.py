@@ -157,11 +157,11 @@ class Quants:
             found[part] = groups.view(len(scales), -1)
         return found
 
-    def packed(self) -> torch.Tensor:
-        """Returns its blocks, uint8 of `form.packed_shape`."""
+    def packed(self, form: QuantForm | None = None) -> torch.Tensor:
+        """Returns its blocks, uint8 of `form.packed_shape`. `form` may be a larger one than its own."""
         rows, columns = self.codes.shape
         blocks = rows // ROWS, columns // COLUMNS
-        kind = getattr(torch, self.form.scales)
+        kind = getattr(torch, (form or self.form).scales)
         parts = [
             numbers.to(kind).view(blocks[0], ROWS, blocks[1]).transpose(1, 2).contiguous().view(torch.uint8)
             for numbers in (self.scales, self.zeros)

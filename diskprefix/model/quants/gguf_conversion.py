@@ -6,7 +6,6 @@ and the folder says which rows make which matrix (`file_matrix.py`)."""
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
-import transformers.core_model_loading as loading
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as legacy
 from transformers.core_model_loading import revert_weight_conversion
@@ -33,6 +31,7 @@ from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.file_matrix import FileMatrix, numbered, numbers_in, save_matrices
 from diskprefix.model.quants.forms import quantised
 from diskprefix.model.quants.gguf_quants import form_of
+from diskprefix.model.quants.parameter_stream import TensorOnRequest, name_of_loaded, taking_parameters
 from diskprefix.model.quants.quantised import (
     FILE,
     bits_for,
@@ -45,25 +44,10 @@ from diskprefix.model.quants.quantised import (
 from diskprefix.model.quants.tensor_writer import TensorWriter
 from diskprefix.native.matrix import COLUMNS, ROWS, fills_blocks
 
-_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Without this variable, threads of transformers read all tensors ahead."""
 _ENTRY_BYTES = 512
 """The greatest length of a tensor's entry in the header, with its form."""
 _MOST_HEADER_BYTES = 10**8
 """safetensors refuses longer headers."""
-
-
-class TensorOnRequest:
-    """A tensor that transformers reads when its turn comes."""
-
-    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
-        self._read = read
-
-    def __getitem__(self, _: Any) -> torch.Tensor:
-        return self._read()
-
-    def is_floating_point(self) -> bool:
-        return True
 
 
 class TensorwiseQuantizer(GgufHfQuantizer):  # type: ignore[misc]
@@ -162,25 +146,14 @@ class TensorwiseConversion:
 
     @contextmanager
     def _streaming(self) -> Iterator[None]:
-        set_param = loading.set_param_for_module
-
-        def take(model: PreTrainedModel, name: str, tensor: torch.Tensor, *args: Any) -> None:
-            shape = self._take(model, name, tensor)
-            set_param(model, name, torch.empty(shape, dtype=torch.bfloat16, device="meta"), *args)
-
         mapping = quantizers.AUTO_QUANTIZER_MAPPING
-        quantizer, is_sequential = mapping["gguf"], os.environ.get(_SEQUENTIAL)
-        loading.set_param_for_module = take
+        quantizer = mapping["gguf"]
         mapping["gguf"] = partial(TensorwiseQuantizer, self)
-        os.environ[_SEQUENTIAL] = "1"
         try:
-            yield
+            with taking_parameters(self._take):
+                yield
         finally:
-            loading.set_param_for_module = set_param
             mapping["gguf"] = quantizer
-            os.environ.pop(_SEQUENTIAL)
-            if is_sequential is not None:
-                os.environ[_SEQUENTIAL] = is_sequential
             self._close()
 
     def _close(self) -> None:
@@ -196,7 +169,7 @@ class TensorwiseConversion:
             state = {tensor.name: TensorOnRequest(partial(self._content, tensor)) for tensor in self._tensors}
         users = defaultdict(list)
         for name in model.state_dict():
-            users[_comes_as(name, tied, state if is_legacy else {})].append(name)
+            users[name_of_loaded(name, tied, state if is_legacy else {})].append(name)
         self._users = dict(users)
         self._linears = {f"{name}.weight" for name, _ in quantisable(model)} if self._weights != "native" else set()
         embedding = model.get_input_embeddings()
@@ -277,18 +250,19 @@ class TensorwiseConversion:
         found = {tensor.name for matrix in self._matrices.values() for tensor in matrix.tensors}
         self._unclear |= {one.name for one in self._read if self._is_numbered(one) and one.name not in found}
 
-    def _take(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Sequence[int]:
-        """Takes a parameter: a matrix of the file, or weights, which are written at once. Returns its shape."""
+    def _take(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Takes a parameter: a matrix of the file, or weights, which are written at once. Returns one of its
+        shape on torch's meta device."""
         self._is_used = True
         if any(map(self._is_numbered, self._read)):
             rows = numbers_in(tensor)
             matrix = None if rows is None else FileMatrix.of(rows, self._tensors, self._firsts)
             if matrix is None:
-                return tensor.shape
+                return _empty(tensor.shape)
             self._matrices[name] = matrix
-            return matrix.shape
+            return _empty(matrix.shape)
         self._put(model, name, tensor)
-        return tensor.shape
+        return _empty(tensor.shape)
 
     def _put(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
         """Writes a parameter, quantised where `weights` wants it."""
@@ -352,12 +326,8 @@ class TensorwiseConversion:
                 self._write(model, name, tensor)
 
 
-def _comes_as(name: str, tied: Mapping[str, str], loaded: Mapping[str, Any]) -> str:
-    """Returns the name under which a parameter comes: its own, or one that it is tied to."""
-    source = tied.get(name, name)
-    if name in loaded or source in loaded:
-        return name if name in loaded else source
-    return next((target for target, of in tied.items() if of == source and target in loaded), source)
+def _empty(shape: Sequence[int]) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
 
 def _parameters_of(tensor: FileTensor, processor: Any, names: Mapping[str, str]) -> tuple[list[str], bool]:

@@ -1,4 +1,4 @@
-"""A model whose matrices are quantised: made of a loaded one, written to a folder, loaded again.
+"""A model whose matrices are quantised, as it is loaded from a folder.
 
 The weights file names the form of each matrix in its metadata. transformers puts `QuantisedLinear` in the place of
 those modules, and `QuantisedExperts` in that of experts, before it loads the tensors, through its own interface for
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -39,7 +38,6 @@ from diskprefix.model.quants.quantised_experts import (
 )
 from diskprefix.native.library import operators
 from diskprefix.native.matrix import Matrix, fills_blocks, rows_of
-from diskprefix.progress import Report, progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -123,8 +121,8 @@ def is_plain_embedding(module: nn.Module) -> bool:
     return type(module) is nn.Embedding or (isinstance(module, nn.Embedding) and hasattr(module, _SCALE))
 
 
-def quantise(model: PreTrainedModel, weights: str, advance: Callable[[int], None] = lambda _: None) -> None:
-    """Quantises the matrices of the decoder in place to `weights`, `int8` or `int4`. `advance` takes the numbers done.
+def quantise(model: PreTrainedModel, weights: str) -> None:
+    """Quantises the matrices of the decoder in place to `weights`, `int8` or `int4`.
 
     What does not fill whole blocks, routers, the projections of recurrent layers, and the expansion of latents stay as
     they are. `prepare` makes the model ready to compute.
@@ -133,7 +131,6 @@ def quantise(model: PreTrainedModel, weights: str, advance: Callable[[int], None
     def quants_of(name: str, weight: torch.Tensor) -> Quants:
         bits = bits_for(model, name, weights)
         assert bits is not None, weights
-        advance(weight.numel())
         return quantised(weight, bits)
 
     for name, linear in list(quantisable(model)):
@@ -187,40 +184,6 @@ def bits_for(model: PreTrainedModel, name: str, weights: str) -> int | None:
     return 8 if weights == "int8" or model.get_submodule(name) is model.get_output_embeddings() else 4
 
 
-def quantise_and_save(model: PreTrainedModel, weights: str, made: Path, report: Report) -> None:
-    """Quantises a loaded model in place to `int8` or `int4`, and writes it to the folder `made`. Raises
-    `ModelError` if it has no matrix that can be quantised, `OSError` if the disk is full."""
-    total = sum(parameter.numel() for parameter in model.parameters())
-    with progress_bar("quantising", total, report) as advance, torch.inference_mode(), one_thread():
-        done = 0
-
-        def step(count: int) -> None:
-            nonlocal done
-            done += count
-            advance(min(done, total))
-
-        quantise(model, weights, step)
-    if not any(isinstance(module, QuantisedLinear | QuantisedMatrices) for module in model.modules()):
-        raise ModelError("--weights: the model has no matrix that can be quantised; add --weights native")
-    save_quantised(model, made)
-
-
-def save_quantised(model: PreTrainedModel, folder: Path) -> None:
-    """Writes the weights and the configurations into `folder`. Raises `OSError` if the disk is full."""
-    forms = {
-        name: str(module.form)
-        for name, module in model.named_modules()
-        if isinstance(module, QuantisedLinear | QuantisedMatrices)
-    }
-    tensors, seen = {}, set()
-    for name, tensor in model.state_dict().items():
-        if tensor.data_ptr() not in seen:
-            seen.add(tensor.data_ptr())
-            tensors[name] = tensor.contiguous()
-    save_file(tensors, folder / FILE, metadata=metadata_of(model, forms))
-    save_configurations(model, folder)
-
-
 def metadata_of(model: PreTrainedModel, forms: Mapping[str, str], others: Collection[str] = ()) -> dict[str, str]:
     """Returns the metadata of the weights file of a model whose modules have these forms. The quants of `others` are in
     another file. For experts the names are those of the parts, such as `experts.gate`."""
@@ -240,7 +203,7 @@ def save_configurations(model: PreTrainedModel, folder: Path) -> None:
 
 
 def is_quantised(files: Sequence[Path]) -> bool:
-    """Returns whether `save_quantised` wrote these weight files."""
+    """Returns whether these weight files are of a quantised model that diskprefix made."""
     return len(files) == 1 and _FORMS in _metadata(files[0])
 
 

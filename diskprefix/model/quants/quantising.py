@@ -1,7 +1,13 @@
-"""Quantises the weights in a folder, once. What is made is kept with the converted models."""
+"""Quantises the weights in a folder, or takes the quants that they were published with, once. What is made is kept with
+the converted models."""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,14 +17,35 @@ from transformers import GenerationConfig
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.gguf import SUFFIXES, build_once, require_disk
-from diskprefix.model.load.memory import available_ram_bytes, require_memory, weights_bytes
-from diskprefix.model.quants.quantised import FILE, is_quantised, quantise_and_save
-from diskprefix.progress import Report
+from diskprefix.model.load.memory import available_ram_bytes, require_memory
+from diskprefix.model.load.stored_tensors import StoredTensor, stored_tensors
+from diskprefix.model.quants.published import PublishedWeights, Source, published_weights
+from diskprefix.model.quants.quantised import (
+    FILE,
+    is_quantised,
+    quantisable,
+    quantisable_experts,
+    save_configurations,
+)
+from diskprefix.model.quants.streamed import StreamedQuantising
+from diskprefix.native.matrix import fills_blocks
+from diskprefix.progress import Report, progress_bar
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
 
     from diskprefix.model.load.kinds import ModelKind
+
+_OVERHEAD_BYTES = 256 * 1024**2
+"""Memory for what is not weights."""
+_BYTES_OF_BITS = {4: 0.75, 8: 1.125}
+"""The most that a weight takes with its scale and zero, by the bits that its codes had or get."""
+_WORK_BYTES = 2.25
+"""Memory for quantising a weight, beside the weight: its quants, twice."""
+_EXPERTS_BYTES = 5
+"""The same for a weight of the experts of a layer, which are quantised as a whole."""
+_EXPERT = re.compile(r"\.experts\.\d+\..*")
+"""The end of the name of a tensor that is merged with those of the other experts."""
 
 
 def weight_files_in(
@@ -33,7 +60,9 @@ def weight_files_in(
 ) -> list[Path]:
     """Returns the weight files of a model in the form `weights`, which are made on first use. Raises `SettingsError` if
     the form does not fit the dtype or the device, `ModelError` if the model cannot have it."""
-    if is_quantised(files) or weights in ("int8", "int4"):
+    is_made = is_quantised(files)
+    published = None if is_made or weights == "native" else published_weights(config)
+    if is_made or published is not None or weights in ("int8", "int4"):
         if dtype is not torch.bfloat16:
             name = str(dtype).removeprefix("torch.")
             raise SettingsError(
@@ -41,26 +70,133 @@ def weight_files_in(
             )
         if device.type != "cpu":
             raise SettingsError(f"--weights: quantised weights are for the CPU, and the device is {device}")
-    if is_quantised(files) or weights not in ("int8", "int4"):
+    if is_made or (published is None and weights not in ("int8", "int4")):
         return files
-    if getattr(config, "quantization_config", None) is not None:
-        raise ModelError(f"--weights: the weights in {folder} are quantised already; add --weights native")
+    require_served(published, weights)
 
     def build(work: Path) -> Path:
-        needed = weights_bytes(files, 1)
-        require_memory(needed, available_ram_bytes(), what=f"quantising {folder.name}", advice="free some")
-        require_disk(work, needed)
-        report(f"quantising {folder.name} to {weights}; this is done once")
-        model = kind.loader.from_pretrained(
-            folder, config=config, dtype=dtype, local_files_only=True, trust_remote_code=False
-        )
         made = work / "model"
         made.mkdir()
-        quantise_and_save(model, weights, made, report)
+        _quantise(folder, files, config, kind, weights, published, made, report)
         return made
 
     name = f"{folder.resolve().name[:100]}-{weights_digest(files)[:12]}{SUFFIXES[weights]}"
     return [build_once(name, build, report) / FILE]
+
+
+def require_served(published: PublishedWeights | None, weights: str) -> None:
+    """Raises `ModelError` if no operator has the form that weights were published in, and they are to be kept so."""
+    if published is not None and published.is_other and weights == "auto":
+        raise ModelError(
+            f"no operator computes with {published.name} weights; add --weights int8 to quantise them anew"
+        )
+
+
+def computes_in_bfloat16(weights: str, config: PreTrainedConfig) -> bool:
+    """Returns whether a model is quantised when it is loaded with `--weights`, whatever the type of its weights."""
+    return weights in ("int8", "int4") or (weights == "auto" and published_weights(config) is not None)
+
+
+def _quantise(
+    folder: Path,
+    files: list[Path],
+    config: PreTrainedConfig,
+    kind: ModelKind,
+    weights: str,
+    published: PublishedWeights | None,
+    made: Path,
+    report: Report,
+) -> None:
+    stored = stored_tensors(folder, files)
+    if published is not None:
+        published.check(folder, stored)
+        if weights == "auto" and published.has_experts(stored):
+            raise ModelError(
+                f"experts are not served in their {published.name} weights; add --weights int4 or int8 to quantise anew"
+            )
+    plain = _without_quants(config)
+    skeleton = kind.skeleton(plain)
+    needs = quantising_needs(skeleton, stored, weights, published)
+    what = f"{'quantising' if published is None else f'packing the {published.name} weights of'} {folder.name}"
+    require_memory(needs.memory, available_ram_bytes(), what=what, advice="free some, or choose a smaller model")
+    require_disk(made.parent, needs.weights + _OVERHEAD_BYTES)
+    report(f"{what}{f' to {weights}' if published is None else ''}; this is done once")
+    before = [_stamp(file) for file in files]
+    sources: dict[str, Source] = {name: tensor.read for name, tensor in stored.items()}
+    if published is not None:
+        sources = published.sources(stored, 4 if weights == "int4" else 8)
+    total = sum(parameter.numel() for parameter in skeleton.parameters())
+    with progress_bar(what, total, report) as advance:
+        model = StreamedQuantising(sources, weights, made, lambda done: advance(min(done, total))).run(
+            *kind.model_class(plain)
+        )
+    if [_stamp(file) for file in files] != before:
+        raise ModelError(f"the weights in {folder} were changed while they were read; start again")
+    model.generation_config = generation_config_of(folder) or model.generation_config
+    save_configurations(model, made)
+
+
+def _without_quants(config: PreTrainedConfig) -> PreTrainedConfig:
+    found = deepcopy(config)
+    for part in (found, found.get_text_config(decoder=True)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return found
+
+
+def _stamp(file: Path) -> tuple[int, int, int]:
+    """Returns what changes when a file is written or replaced."""
+    found = file.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+@dataclass(frozen=True)
+class QuantisingNeeds:
+    """Bytes that quantising takes in memory, and those of the weights that it makes, in memory and on the disk."""
+
+    memory: int
+    weights: int
+
+
+def quantising_needs(
+    skeleton: PreTrainedModel, stored: Mapping[str, StoredTensor], weights: str, published: PublishedWeights | None
+) -> QuantisingNeeds:
+    """Returns what a model needs that is quantised one parameter at a time. `skeleton` is the model without weights."""
+    made = quantised_bytes(skeleton, weights, published)
+    steps: dict[str, int] = defaultdict(int)
+    for name, tensor in stored.items():
+        # In bfloat16 beside what is read; experts are also put together.
+        copies = (tensor.dtype is not torch.bfloat16) + (2 if _EXPERT.search(name) else 0)
+        steps[_EXPERT.sub(".experts", name)] += tensor.num_bytes + 2 * copies * _num_weights(tensor, published)
+    work = max((p.numel() * (_WORK_BYTES if p.ndim < 3 else _EXPERTS_BYTES) for p in skeleton.parameters()), default=0)
+    step = max(steps.values(), default=0) + int(work)
+    return QuantisingNeeds(max(step, made) + _OVERHEAD_BYTES, made)
+
+
+def _num_weights(tensor: StoredTensor, published: PublishedWeights | None) -> int:
+    """Returns the most weights that a tensor stands for. With quants, words of 32 bits hold up to 8."""
+    return tensor.num_elements if published is None or tensor.dtype.is_floating_point else 2 * tensor.num_bytes
+
+
+def quantised_bytes(skeleton: PreTrainedModel, weights: str, published: PublishedWeights | None) -> int:
+    """Returns the most bytes that the weights of a quantised model take."""
+    head, bits = skeleton.get_output_embeddings(), 4 if weights == "int4" else 8
+    if weights == "auto" and published is not None and "int8" not in published.name:
+        bits = 4
+    matrices = {
+        id(linear.weight): linear.weight.numel() * _BYTES_OF_BITS[8 if linear is head else bits]
+        for _, linear in quantisable(skeleton)
+        if fills_blocks(linear.weight)
+    }
+    for _, experts in quantisable_experts(skeleton) if weights != "auto" else ():
+        matrices |= {id(one): one.numel() * _BYTES_OF_BITS[bits] for one in experts.parameters() if one.ndim == 3}
+    embeddings = skeleton.get_input_embeddings().weight
+    others: int = sum(
+        tensor.numel() * tensor.element_size()
+        for tensor in (*skeleton.parameters(), *skeleton.buffers())
+        if id(tensor) not in matrices or tensor is embeddings
+    )
+    return int(sum(matrices.values())) + others
 
 
 def generation_config_of(folder: Path) -> GenerationConfig | None:

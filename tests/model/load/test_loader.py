@@ -240,7 +240,10 @@ DEFECTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "config.json").write_text("{"), "cannot read the configuration"),
     (lambda folder: (folder / "config.json").write_text("{}"), "cannot read the configuration"),
     (lambda folder: edit_config(folder, model_type="of-tomorrow"), "cannot read the configuration"),
-    (lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}), "cannot load"),
+    (
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}),
+        "but its weights are not",
+    ),
     (cut_weights, "model.safetensors is damaged or cut short"),
     (drop_tensor, "lack 1 tensors of the model, for example model.layers.1.mlp.up_proj.weight"),
     (reshape_tensor, "do not match its config.json: model.norm.weight is (7,), not (32,)"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +170,7 @@ def test_weights_are_quantised_once(folder: Path, cache: Path, monkeypatch: pyte
     first = loaded(folder, "int4")
     made = [path.name for path in cache.iterdir() if not path.name.startswith(".")]
     assert made == [f"tiny-{loaded(folder, 'native').weights_digest[:12]}{gguf.SUFFIXES['int4']}"]
-    monkeypatch.setattr("diskprefix.model.quants.quantised.quantise", None)
+    monkeypatch.setattr("diskprefix.model.quants.quantising.StreamedQuantising", None)
     assert loaded(folder, "int4").weights_digest == first.weights_digest
 
 
@@ -213,23 +212,6 @@ def test_what_does_not_fit_is_said_before_anything_slow(
     with pytest.raises(SettingsError) as raised:
         load_model(Settings(weights=weights, **changes), lambda _: None)  # type: ignore[arg-type]
     assert raised.value.message == message
-
-
-def test_a_model_in_float32_says_what_to_add(cache: Path, tmp_path: Path) -> None:
-    folder = tiny.write_folder(tmp_path / "float32")
-    with pytest.raises(SettingsError) as raised:
-        loaded(folder, "int8")
-    assert raised.value.message == (
-        "--weights: quantised weights compute in bfloat16, not in float32; add --dtype bfloat16"
-    )
-    assert not cache.exists()
-
-
-def test_a_model_that_is_quantised_in_another_way_is_refused(folder: Path) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
-    with pytest.raises(ModelError, match="are quantised already; add --weights native"):
-        loaded(folder, "int8")
 
 
 @pytest.mark.usefixtures("cache")

@@ -12,9 +12,11 @@ from transformers import PreTrainedModel
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
 from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.load.stored_tensors import stored_tensors
 from diskprefix.model.quants.products import TORCH, kernel
-from diskprefix.model.quants.quantised import describe, prepare, quantise, save_quantised
+from diskprefix.model.quants.quantised import describe, prepare, quantise, save_configurations
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
+from diskprefix.model.quants.streamed import StreamedQuantising
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
@@ -74,7 +76,12 @@ def test_they_compute_with_the_dequantised_weights(name: str, weights: str, kern
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
 def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
     model = quantised_tiny_model(name, "int4")
-    save_quantised(model, tmp_path)
+    source = tmp_path / "source"
+    tiny_model(name, torch.bfloat16).save_pretrained(source)
+    stored = stored_tensors(source, [source / "model.safetensors"])
+    sources = {name: tensor.read for name, tensor in stored.items()}
+    made = StreamedQuantising(sources, "int4", tmp_path, lambda _: None).run(type(model), model.config)
+    save_configurations(made, tmp_path)
     config = type(model.config).from_pretrained(tmp_path)
     describe(config, [tmp_path / "model.safetensors"])
     again, info = type(model).from_pretrained(tmp_path, config=config, dtype=torch.bfloat16, output_loading_info=True)

@@ -1,0 +1,74 @@
+"""Quants that give the numbers (code - zero) × scale of other formats exactly."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from diskprefix.model.quants.forms import QuantForm, Quants
+from diskprefix.native.matrix import COLUMNS, ROWS
+
+
+@dataclass(frozen=True, eq=False)
+class SignedQuants:
+    """A matrix [rows, columns] in 4 or 5 bits without zeros: `steps` int8 of that shape, `scales` float32 [rows,
+    columns / 32], which float16 holds."""
+
+    bits: int
+    steps: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def form(self) -> QuantForm:
+        return QuantForm(self.bits, COLUMNS, False, "float16")
+
+    def dequantised(self) -> torch.Tensor:
+        """Returns the weights, bfloat16 [rows, columns]."""
+        return Quants(self.steps, self.scales).dequantised()
+
+    def packed(self) -> torch.Tensor:
+        """Returns its blocks, uint8 of `form.packed_shape`."""
+        rows, columns = self.steps.shape
+        blocks = rows // ROWS, columns // COLUMNS
+        scales = self.scales.half().view(blocks[0], ROWS, blocks[1]).transpose(1, 2).contiguous().view(torch.uint8)
+        codes = (self.steps + (1 << (self.bits - 1))).view(blocks[0], ROWS, blocks[1], COLUMNS // 2, 2)
+        # Pair of columns, row of the strip and column of the pair.
+        pairs = codes.permute(0, 2, 3, 1, 4).reshape(*blocks, COLUMNS // 2, 2 * ROWS).to(torch.int32)
+        planes = [_words(pairs & 15, 4), *([_words(pairs >> 4, 1)] if self.bits == 5 else [])]
+        return torch.cat([scales, *planes], dim=2)
+
+
+ExactQuants: TypeAlias = Quants | SignedQuants
+
+
+def _words(digits: torch.Tensor, bits: int) -> torch.Tensor:
+    """Returns words of 16 bits as uint8 [.., bytes], for digits [.., pairs, lanes] of so many bits."""
+    in_word = 16 // bits
+    shifts = torch.arange(0, 16, bits, dtype=torch.int32).view(-1, 1)
+    words = (digits.view(*digits.shape[:-2], -1, in_word, digits.shape[-1]) << shifts).sum(-2)
+    return words.to(torch.int16).flatten(-2).view(torch.uint8)
+
+
+def exact_quants(bits: int, codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> ExactQuants:
+    """Returns the smallest quants for codes [rows, columns], and zeros and scales [rows, groups]. Codes and zeros are
+    uint8 or int8. Raises `ValueError` if no form holds the differences of codes and zeros.
+
+    A weight is the difference, which float32 holds, times the scale, rounded once to float32.
+    """
+    rows, groups = scales.shape
+    repeats = codes.shape[1] // groups // COLUMNS
+    scales, offsets = (part.repeat_interleave(repeats, dim=1) for part in (scales.float(), zeros.to(torch.int16)))
+    steps = codes.to(torch.int16).view(rows, -1, COLUMNS) - offsets.unsqueeze(-1)
+    low, high = (int(number) for number in steps.aminmax())
+    if not -128 <= low <= high <= 127:
+        raise ValueError(f"differences of codes and zeros from {low} to {high}")
+    steps = steps.to(torch.int8).view(rows, -1)
+    found: list[ExactQuants] = [Quants(steps, scales)]
+    if torch.equal(scales.half().float(), scales):
+        found += [SignedQuants(size, steps, scales) for size in (4, 5) if -1 << size - 1 <= low <= high < 1 << size - 1]
+    elif bits == 4 and torch.equal(scales.bfloat16().float(), scales):
+        # Products of bfloat16 scales with codes and zeros of 4 bits are exact in float32, and so are their sums.
+        found.append(Quants(codes.to(torch.int8).contiguous(), scales, -(offsets.float() * scales)))
+    return min(found, key=lambda quants: quants.form.weight_bits)

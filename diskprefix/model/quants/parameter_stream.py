@@ -1,0 +1,59 @@
+"""The parameters of a model one by one, as transformers names, merges and transforms them when it loads a checkpoint.
+The model itself stays on torch's meta device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers.core_model_loading as loading
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SEQUENTIAL = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Without this variable, threads of transformers read all tensors ahead."""
+
+
+class TensorOnRequest:
+    """A tensor that transformers reads when its turn comes."""
+
+    def __init__(self, read: Callable[[], torch.Tensor]) -> None:
+        self._read = read
+
+    def __getitem__(self, _: Any) -> torch.Tensor:
+        return self._read()
+
+    def is_floating_point(self) -> bool:
+        return True
+
+
+@contextmanager
+def taking_parameters(take: Callable[[PreTrainedModel, str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Gives a context in which transformers reads tensors in its own thread, and hands each parameter that it has made
+    of them to `take`, with the model and its name. The model gets what `take` returns: a tensor without memory."""
+    set_param, is_sequential = loading.set_param_for_module, os.environ.get(_SEQUENTIAL)
+
+    def set_taken(model: PreTrainedModel, name: str, tensor: torch.Tensor, *args: Any) -> None:
+        set_param(model, name, take(model, name, tensor), *args)
+
+    loading.set_param_for_module = set_taken
+    os.environ[_SEQUENTIAL] = "1"
+    try:
+        yield
+    finally:
+        loading.set_param_for_module = set_param
+        os.environ.pop(_SEQUENTIAL)
+        if is_sequential is not None:
+            os.environ[_SEQUENTIAL] = is_sequential
+
+
+def name_of_loaded(name: str, tied: Mapping[str, str], loaded: Mapping[str, Any]) -> str:
+    """Returns the name under which a parameter comes, if those in `loaded` do: its own, or one that it is tied to."""
+    source = tied.get(name, name)
+    if name in loaded or source in loaded:
+        return name if name in loaded else source
+    return next((target for target, of in tied.items() if of == source and target in loaded), source)

@@ -1,0 +1,178 @@
+"""A folder is quantised parameter by parameter: the numbers of a whole model, and nothing is left of failures."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load import stored_tensors
+from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.quants import quantising
+from diskprefix.model.quants.forms import quantised
+from diskprefix.model.quants.quantised import quantise
+from diskprefix.model.quants.streamed import pack_in_pieces
+from diskprefix.settings import Settings
+from tests.exactness.architectures import tiny_model
+from tests.model import tiny
+
+FILE = "model.safetensors"
+
+
+@pytest.fixture
+def folder(cache: Path, tmp_path: Path) -> Path:
+    assert not cache.exists()
+    return tiny.write_folder(tmp_path / "tiny", dtype=torch.bfloat16, hidden_size=64, intermediate_size=96)
+
+
+def loaded(folder: Path, weights: str = "int4", **changes: Any) -> LoadedModel:
+    return load_model(Settings(model=str(folder), weights=weights, **changes), lambda _: None)
+
+
+def made_in(cache: Path) -> list[str]:
+    return [path.name for path in cache.iterdir() if not path.name.startswith(".lock-")]
+
+
+def quantised_whole(model: PreTrainedModel, weights: str) -> dict[str, torch.Tensor]:
+    quantise(model, weights)
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mixtral", "qwen3_next", "phi3"])
+def test_a_streamed_model_has_the_bits_of_one_that_is_quantised_whole(name: str, cache: Path, tmp_path: Path) -> None:
+    model = tiny_model(name, torch.bfloat16)
+    model.save_pretrained(tmp_path / name)
+    tiny.tokenizer().save_pretrained(tmp_path / name)
+    found = load_file(quantised_folder(tmp_path / name, cache) / FILE)
+    expected = quantised_whole(model, "int4")
+    tied = {source: target for target, source in model.all_tied_weights_keys.items()}
+    assert {name for name in expected if name not in found} <= set(tied.values())
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def quantised_folder(source: Path, cache: Path, weights: str = "int4") -> Path:
+    from transformers import AutoConfig
+
+    from diskprefix.model.load.kinds import require_served_kind
+
+    config = AutoConfig.from_pretrained(source)
+    files, kind = sorted(source.glob("*.safetensors")), require_served_kind(source, config)
+    cpu = torch.device("cpu")
+    quantising.weight_files_in(weights, source, files, config, kind, torch.bfloat16, cpu, lambda _: None)
+    (found,) = made_in(cache)
+    return cache / found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_of_other_types_are_first_rounded_to_bfloat16(dtype: torch.dtype, cache: Path, tmp_path: Path) -> None:
+    assert not cache.exists()
+    folder = tiny.write_folder(tmp_path / "made", dtype=dtype)
+    expected = quantised_whole(tiny.llama().to(dtype).bfloat16(), "int8")
+    found = loaded(folder, "int8").model
+    assert found.dtype is torch.bfloat16
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
+
+
+def test_pickled_weights_are_quantised_too(folder: Path) -> None:
+    expected = loaded(folder).model.state_dict()
+    torch.save(load_file(folder / FILE), folder / "pytorch_model.bin")
+    (folder / FILE).unlink()
+    found = loaded(folder).model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_pieces_of_a_matrix_get_the_form_that_all_its_rows_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(64, 64)
+    # Scales of these rows are not float16 numbers.
+    weight[40] *= 1e-8
+    monkeypatch.setattr("diskprefix.model.quants.streamed._AT_ONCE", 16 * 64)
+    packed, form = pack_in_pieces(weight, 4, 2)
+    whole = quantised(weight, 4)
+    assert form == whole.form
+    assert torch.equal(packed, whole.packed())
+
+
+def test_no_more_than_two_tensors_of_the_file_are_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, alive, most = stored_tensors._read, [], 0
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        nonlocal most
+        tensor = read(*arguments)
+        alive.append(ref(tensor))
+        most = max(most, sum(one() is not None for one in alive))
+        return tensor
+
+    monkeypatch.setattr(stored_tensors, "_read", counted)
+    loaded(folder)
+    assert len(alive) == len(load_file(folder / FILE))
+    assert most <= 2
+
+
+def test_what_quantising_takes_is_required_before_anything_is_read(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_tensors, "_read", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(quantising, "available_ram_bytes", lambda: 1000)
+    with pytest.raises(ModelError, match=r"quantising tiny does not fit: about .* 1000 B available"):
+        loaded(folder)
+    assert not made_in(cache)
+
+
+def test_a_full_disk_leaves_nothing_behind(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("diskprefix.model.quants.tensor_writer.TensorWriter.add", fill)
+    with pytest.raises(ModelError, match="is full; free some space"):
+        loaded(folder)
+    assert not made_in(cache)
+
+
+def test_a_file_that_is_cut_short_meanwhile_is_refused(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, done = stored_tensors._read, []
+
+    def cutting(file: Path, *arguments: Any) -> torch.Tensor:
+        done.append(arguments)
+        if len(done) == 5:
+            os.truncate(file, file.stat().st_size // 2)
+        return read(file, *arguments)
+
+    monkeypatch.setattr(stored_tensors, "_read", cutting)
+    with pytest.raises(ModelError, match=r"model\.safetensors ends within .*; fetch or copy it again"):
+        loaded(folder)
+    assert not made_in(cache)
+
+
+def test_a_file_that_is_written_meanwhile_is_refused(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = stored_tensors._read
+
+    def touching(file: Path, *arguments: Any) -> torch.Tensor:
+        os.utime(file)
+        return read(file, *arguments)
+
+    monkeypatch.setattr(stored_tensors, "_read", touching)
+    with pytest.raises(ModelError, match="were changed while they were read; start again"):
+        loaded(folder)
+    assert not made_in(cache)
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_checkpoint_that_lacks_a_tensor_is_refused(folder: Path) -> None:
+    tensors = load_file(folder / FILE)
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, folder / FILE, {"format": "pt"})
+    with pytest.raises(ModelError, match=r"the weights lack 1 tensors of the model, for example model\.layers\.0\.mlp"):
+        loaded(folder)
