@@ -63,6 +63,14 @@ def _weights(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]
     return (weight.transpose(1, 2) if module.is_transposed else weight), bias
 
 
+def named_halves(module: Any, name: str, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns the parts of the parameter `name` of experts, [experts, rows, ..], as `matrices_of` names them. For
+    matrices that are not turned."""
+    if name == "down_proj":
+        return {"down": rows}
+    return dict(zip(("gate", "up"), _halves(module, rows), strict=True)) if module.has_gate else {"gate": rows}
+
+
 def _halves(module: Any, both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns gate and up. In one tensor they lie behind each other, or turn about."""
     if module.is_concatenated:

@@ -22,7 +22,7 @@ _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 _AT_ONCE = 1 << 22
 """Elements that are dequantised at a time."""
 _MATRIX = re.compile(
-    r"(output|blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down)|shortconv\.(in|out)_proj))\.weight"
+    r"(output|blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down)(_exps|_shexp)?|shortconv\.(in|out)_proj))\.weight"
 )
 """Names of matrices that are kept as quants, if their type has a form."""
 _RECURRENT = re.compile(r"(blk\.\d+\.)(ssm|time_mix)")
@@ -251,8 +251,8 @@ def weights_sizes(tensors: Sequence[FileTensor], weights: str) -> tuple[int, int
 
 
 def _fills_blocks(tensor: FileTensor) -> bool:
-    # native.matrix.fills_blocks, which needs torch.
-    return len(tensor.shape) == 2 and tensor.shape[0] % 16 == 0 and tensor.shape[1] % 32 == 0
+    # native.matrix.fills_blocks, which needs torch. Experts have a matrix each.
+    return len(tensor.shape) >= 2 and tensor.shape[-2] % 16 == 0 and tensor.shape[-1] % 32 == 0
 
 
 def _packed_bits(tensor: FileTensor, weights: str) -> tuple[float, bool]:

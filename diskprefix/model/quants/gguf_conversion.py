@@ -26,6 +26,7 @@ from transformers.quantizers import auto as quantizers
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from diskprefix.errors import ModelError
+from diskprefix.model.exact.mixtures import matrices_of, named_halves
 from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.file_matrix import FileMatrix, numbered, numbers_in, save_matrices
@@ -39,6 +40,7 @@ from diskprefix.model.quants.quantised import (
     is_untied,
     metadata_of,
     quantisable,
+    quantisable_experts,
     untie,
 )
 from diskprefix.model.quants.tensor_writer import TensorWriter
@@ -90,6 +92,8 @@ class TensorwiseConversion:
         self._forms: dict[str, str] = {}
         self._matrices: dict[str, FileMatrix] = {}
         """Parameters that are rows of the file's tensors."""
+        self._rows: dict[str, np.ndarray] = {}
+        """The numbers of the rows of experts, by the name of the parameter."""
         self._read: list[FileTensor] = []
         """Tensors of the file that the present parameter is made of."""
         self._is_used = False
@@ -173,6 +177,8 @@ class TensorwiseConversion:
         self._users = dict(users)
         self._linears = {f"{name}.weight" for name, _ in quantisable(model)} if self._weights != "native" else set()
         embedding = model.get_input_embeddings()
+        plain = (found for found in quantisable_experts(model) if not (found[1].has_bias or found[1].is_transposed))
+        self._experts: dict[str, Any] = {} if self._weights == "native" else dict(plain)
         self._embeddings = {
             f"{name}.weight" for name, one in model.named_modules() if one is embedding and is_plain_embedding(one)
         }
@@ -260,6 +266,8 @@ class TensorwiseConversion:
             if matrix is None:
                 return _empty(tensor.shape)
             self._matrices[name] = matrix
+            if name.rpartition(".")[0] in self._experts and rows is not None:
+                self._rows[name] = rows
             return _empty(matrix.shape)
         self._put(model, name, tensor)
         return _empty(tensor.shape)
@@ -288,8 +296,10 @@ class TensorwiseConversion:
 
     def _settle_matrices(self, model: PreTrainedModel) -> dict[str, FileMatrix]:
         """Writes the matrices whose quants are not used as they are. Returns the others, by their modules."""
-        kept: dict[str, FileMatrix] = {}
+        kept = self._kept_experts()
         for name, matrix in self._matrices.items():
+            if name in self._written:
+                continue
             users = self._users.get(name, [name])
             staying = [user for user in users if self._stays(model, user, matrix)]
             kept |= {user.removesuffix(".weight"): matrix for user in staying}
@@ -300,9 +310,29 @@ class TensorwiseConversion:
                 self._advanced(prod(matrix.shape))
         return kept
 
+    def _kept_experts(self) -> dict[str, FileMatrix]:
+        """Returns the matrices of the experts that stay in the file, by their modules: those of a mixture all stay, or
+        none does."""
+        kept: dict[str, FileMatrix] = {}
+        for owner, experts in self._experts.items():
+            parameters = [name for name in self._rows if name.rpartition(".")[0] == owner]
+            found = {
+                f"{owner}.{part}": FileMatrix.of(rows.numpy(), self._tensors, self._firsts)
+                for name in parameters
+                for part, rows in named_halves(
+                    experts, name.rpartition(".")[2], torch.from_numpy(self._rows[name])
+                ).items()
+            }
+            matrices = {part: matrix for part, matrix in found.items() if matrix is not None and _has_form(matrix)}
+            if len(matrices) == len(matrices_of(experts)):
+                kept |= matrices
+                self._written.update(parameters)
+                self._advanced(sum(prod(matrix.shape) for matrix in matrices.values()))
+        return kept
+
     def _stays(self, model: PreTrainedModel, user: str, matrix: FileMatrix) -> bool:
         form = None if matrix.kind is None else form_of(matrix.kind)
-        if form is None or len(matrix.shape) != 2 or matrix.shape[0] % ROWS:
+        if form is None or len(matrix.shape) != 2 or not _has_form(matrix):
             return False
         bits = bits_for(model, user.removesuffix(".weight"), self._weights)
         return user in self._embeddings or (user in self._linears and (bits is None or form.bits <= bits))
@@ -324,6 +354,11 @@ class TensorwiseConversion:
         for name, tensor in model.state_dict().items():
             if name not in self._written and tensor.device.type != "meta":
                 self._write(model, name, tensor)
+
+
+def _has_form(matrix: FileMatrix) -> bool:
+    """Returns whether the operators take the quants of a matrix, or of those of several experts."""
+    return matrix.kind is not None and form_of(matrix.kind) is not None and matrix.shape[-2] % ROWS == 0
 
 
 def _empty(shape: Sequence[int]) -> torch.Tensor:

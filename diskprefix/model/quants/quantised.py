@@ -239,7 +239,7 @@ def _metadata(file: Path) -> dict[str, str]:
 def packed_bytes(matrices: Mapping[str, FileMatrix]) -> int:
     """Returns the bytes that matrices of a `.gguf` file take in memory."""
     distinct = {matrix.key: matrix for matrix in matrices.values()}
-    return sum(prod(_form_of(matrix).packed_shape(*matrix.shape)) for matrix in distinct.values())
+    return sum(prod(_packed_shape(matrix)) for matrix in distinct.values())
 
 
 def pack_matrices(model: PreTrainedModel, matrices: Mapping[str, FileMatrix], memory: torch.Tensor) -> None:
@@ -252,13 +252,18 @@ def pack_matrices(model: PreTrainedModel, matrices: Mapping[str, FileMatrix], me
     used = 0
     for name, matrix in matrices.items():
         module = model.get_submodule(name)
-        assert isinstance(module, QuantisedLinear | QuantisedEmbedding)
+        assert isinstance(module, QuantisedLinear | QuantisedEmbedding | QuantisedMatrices)
         if matrix.key not in packed:
-            shape = module.form.packed_shape(*matrix.shape)
+            shape = _packed_shape(matrix)
             packed[matrix.key] = memory[used : used + prod(shape)].view(shape)
-            matrix.pack(found, packed[matrix.key])
+            matrix.pack(found, packed[matrix.key].flatten(0, -3))
             used += prod(shape)
         module.packed = packed[matrix.key]
+
+
+def _packed_shape(matrix: FileMatrix) -> tuple[int, ...]:
+    *experts, rows, columns = matrix.shape
+    return *experts, *_form_of(matrix).packed_shape(rows, columns)
 
 
 def _form_of(matrix: FileMatrix) -> QuantForm:
@@ -295,26 +300,27 @@ class QuantsConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 @register_quantizer(METHOD)
 class Quantiser(HfQuantizer):  # type: ignore[misc]
-    """Puts `QuantisedLinear` and `QuantisedExperts` where the weights file has quants."""
+    """Puts quantised modules where the weights file, or the `.gguf` file beside it, has quants."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] = (), **_: Any
     ) -> None:
         (file,) = checkpoint_files
-        parts: dict[str, dict[str, QuantForm]] = defaultdict(dict)
-        for name, text in json.loads(_metadata(Path(file))[_FORMS]).items():
-            (owner, _, part), form = name.rpartition("."), QuantForm.parse(text)
-            if is_mixture(model.get_submodule(owner)):
-                parts[owner][part] = form
+        written, in_gguf = json.loads(_metadata(Path(file))[_FORMS]), load_matrices(Path(file).parent)
+        found = [(name, QuantForm.parse(text), False) for name, text in written.items()]
+        found += [(name, _form_of(matrix), True) for name, matrix in in_gguf.items()]
+        experts: dict[tuple[str, bool], dict[str, QuantForm]] = defaultdict(dict)
+        for name, form, is_in_gguf in found:
+            owner, _, part = name.rpartition(".")
+            module = model.get_submodule(owner if owner and is_mixture(model.get_submodule(owner)) else name)
+            if is_mixture(module):
+                experts[owner, is_in_gguf][part] = form
+            elif isinstance(module, nn.Embedding):
+                model.set_submodule(name, QuantisedEmbedding(module, form))
             else:
-                model.set_submodule(name, QuantisedLinear(model.get_submodule(name), form))
-        for name, forms in parts.items():
-            model.set_submodule(name, QuantisedExperts(model.get_submodule(name), forms))
-        for name, matrix in load_matrices(Path(file).parent).items():
-            module, form = model.get_submodule(name), _form_of(matrix)
-            is_linear = isinstance(module, nn.Linear)
-            replaced = QuantisedLinear(module, form, is_in_gguf=True) if is_linear else QuantisedEmbedding(module, form)
-            model.set_submodule(name, replaced)
+                model.set_submodule(name, QuantisedLinear(module, form, is_in_gguf=is_in_gguf))
+        for (name, is_in_gguf), forms in experts.items():
+            model.set_submodule(name, QuantisedExperts(model.get_submodule(name), forms, is_in_gguf=is_in_gguf))
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return False

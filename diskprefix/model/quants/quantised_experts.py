@@ -25,13 +25,17 @@ class QuantisedMatrices(nn.Module):
     packed: torch.Tensor
     bias: torch.Tensor | None
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, form: QuantForm) -> None:
-        """`weight` is [experts, rows, columns]; only its sizes and device are used."""
+    def __init__(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, form: QuantForm, *, is_in_gguf: bool = False
+    ) -> None:
+        """`weight` is [experts, rows, columns]; only its sizes and device are used. `is_in_gguf`: the quants come from
+        a `.gguf` file, by `pack_matrices`."""
         super().__init__()
         self.form = form
         num_experts, rows, columns = weight.shape
-        shape = (num_experts, *form.packed_shape(rows, columns))
-        self.register_buffer("packed", torch.empty(shape, dtype=torch.uint8, device=weight.device))
+        shape = (0,) if is_in_gguf else (num_experts, *form.packed_shape(rows, columns))
+        packed = torch.empty(shape, dtype=torch.uint8, device=weight.device)
+        self.register_buffer("packed", packed, persistent=not is_in_gguf)
         self.register_buffer("bias", None if bias is None else bias.clone(memory_format=torch.contiguous_format))
 
     @property
@@ -51,14 +55,14 @@ class QuantisedExperts(nn.Module):
     Its children are `gate`, `up` (unless there is none) and `down`, each with a matrix of every expert.
     """
 
-    def __init__(self, experts: nn.Module, forms: Mapping[str, QuantForm]) -> None:
+    def __init__(self, experts: nn.Module, forms: Mapping[str, QuantForm], *, is_in_gguf: bool = False) -> None:
         super().__init__()
         found = curves_of(experts)
         assert found is not None
         self.curves = found
         for part, (weight, bias) in matrices_of(experts).items():
-            self.add_module(part, QuantisedMatrices(weight, bias, forms[part]))
-        self.num_experts = len(self.parts()["down"].packed)
+            self.add_module(part, QuantisedMatrices(weight, bias, forms[part], is_in_gguf=is_in_gguf))
+            self.num_experts = len(weight)
         self._routed: RoutedExperts | None = None
         self._products: dict[str, list[Product]] = {}
 

@@ -30,9 +30,9 @@ from diskprefix.model.load.gguf import (
     is_finished,
 )
 from diskprefix.model.load.gguf_file import MATRICES
-from diskprefix.model.quants import gguf_conversion
 from diskprefix.model.quants.file_matrix import load_matrices
 from diskprefix.model.quants.gguf_conversion import TensorwiseConversion
+from diskprefix.model.quants.parameter_stream import TensorOnRequest
 from diskprefix.model.quants.quantised import packed_bytes
 from tests.model import interrupted, tiny
 
@@ -404,7 +404,7 @@ def test_only_a_tensor_and_the_one_before_are_in_memory(tmp_path: Path, monkeypa
     alive: set[int] = set()
     numbers = itertools.count()
     most = 0
-    read = gguf_conversion.TensorOnRequest.__getitem__
+    read = TensorOnRequest.__getitem__
 
     def counted(self: Any, key: Any) -> torch.Tensor:
         nonlocal most
@@ -414,7 +414,7 @@ def test_only_a_tensor_and_the_one_before_are_in_memory(tmp_path: Path, monkeypa
         most = max(most, len(alive))
         return tensor
 
-    monkeypatch.setattr(gguf_conversion.TensorOnRequest, "__getitem__", counted)
+    monkeypatch.setattr(TensorOnRequest, "__getitem__", counted)
     converted_folder(file, print, "auto")
     assert next(numbers) == 21
     assert most == 2

@@ -240,7 +240,7 @@ def test_fp8_is_quantised_anew_if_asked(tmp_path: Path) -> None:
         assert 0 < float(error) < 0.01
 
 
-REFUSED = {
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "3 bits": (GPTQ | {"bits": 3}, "GPTQ weights in 3 bits are not served"),
     "8 bits with zeros": (GPTQ | {"bits": 8, "sym": False}, "GPTQ weights in 8 bits with zeros are not served"),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, "GPTQ weights in the format marlin are not served"),

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
 from diskprefix.model.exact.rehearsal import rehearse
+from diskprefix.model.load.loader import load_model
 from diskprefix.model.load.stored_tensors import stored_tensors
 from diskprefix.model.quants.products import TORCH, kernel
 from diskprefix.model.quants.quantised import describe, prepare, quantise, save_configurations
@@ -19,7 +20,9 @@ from diskprefix.model.quants.quantised_experts import QuantisedExperts, Quantise
 from diskprefix.model.quants.streamed import StreamedQuantising
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts
+from diskprefix.settings import Settings
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
+from tests.model import tiny
 from tests.native.variants import of_this_cpu
 
 
@@ -113,3 +116,18 @@ def test_experts_that_depend_on_the_number_of_rows_mean_the_grid(monkeypatch: py
     exact_at, reason = exactness(quantised_tiny_model("qwen3_moe", "int4"))
     assert exact_at == "grid"
     assert "depends on the steps" in reason
+
+
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("kind", ["Q4_1", "Q8_0"])
+def test_experts_of_a_gguf_keep_their_quants_number_for_number(kind: str, tmp_path: Path) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised=kind, experts=4)
+    model, native = (
+        load_model(Settings(model=str(file), weights=weights), lambda _: None).model for weights in ("auto", "native")
+    )
+    mixtures = [module for module in native.modules() if is_mixture(module)]
+    found = [module for module in model.modules() if isinstance(module, QuantisedExperts)]
+    assert len(found) == len(mixtures) == 2
+    for one, plain in zip(found, mixtures, strict=True):
+        assert all(torch.equal(one.parts()[part].weight, weight) for part, (weight, _) in matrices_of(plain).items())
+    assert {form.split()[0] for form in forms_of(model).values()} == {"int4" if kind == "Q4_1" else "int8"}
