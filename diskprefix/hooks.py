@@ -119,7 +119,11 @@ def _loaded() -> Iterator[ModuleType]:
 
 def commands() -> dict[str, str]:
     """Returns `COMMANDS` of all extras: `module:function` by the name of the command."""
-    return {name: place for found in _all("COMMANDS") for name, place in found.items()}
+    places: dict[str, str] = {}
+    for found in _all("COMMANDS"):
+        # The first has the name: no other package replaces a command of this one.
+        places = found | places
+    return places
 
 
 def command(place: str) -> click.Command:

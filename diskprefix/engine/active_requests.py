@@ -240,10 +240,10 @@ class ActiveRequests:
         running.is_over = True
         self.requests.remove(running)
         try:
+            report = running.cached.close()
             if running.request.on_stage is not None:
                 for stage in running.stages():
                     running.request.on_stage(stage)
-            report = running.cached.close()
             self._served.record(running, report)
             event = last(report)
         except Exception as error:  # noqa: BLE001 (as above)

@@ -32,7 +32,7 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """No calls are allowed."""
+        """Calls are refused, but for one probe at a time."""
         return self._opened > 0
 
     def would_allow(self) -> bool:
@@ -57,7 +57,7 @@ class Breaker:
             self._is_probing = False
 
     def failed(self) -> bool:
-        """Returns whether the circuit is open now. While it is open, further failures do not count."""
+        """Returns whether the circuit is open now. Of calls that began before it opened, failures do not count."""
         with self._lock:
             if self._opened and not self._is_probing:
                 return True

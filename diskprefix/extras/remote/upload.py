@@ -125,7 +125,7 @@ def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memor
 
 
 def _rest(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
-    """Returns the partial block behind `slot` with which the prompt begins or ends, an empty list without one."""
+    """Returns the partial block behind `slot` that the prompt goes on with, as far as either has tokens; or nothing."""
     nodes = upload.nodes
     behind = nodes.token_ids[slot.last * nodes.block_size :]
     with open_views(upload.tiers) as views:

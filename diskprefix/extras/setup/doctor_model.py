@@ -104,12 +104,14 @@ def _conversion_finding(settings: Settings, gguf: Path) -> Finding:
 
 def _memory_finding(settings: Settings, folder: Path) -> Finding:
     from diskprefix.model.load.memory import weights_bytes
+    from diskprefix.model.quants.file_matrix import load_matrices
+    from diskprefix.model.quants.quantised import packed_bytes
 
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
         return Finding("model", "problem", f"{folder} holds no weights", "give another --model")
     try:
-        needed = weights_bytes(files, 4 if settings.dtype == "float32" else 2)
+        needed = weights_bytes(files, 4 if settings.dtype == "float32" else 2) + packed_bytes(load_matrices(folder))
     except ModelError as error:
         return Finding("model", "problem", error.message, "fetch or copy it again")
     return _fitting(settings, folder, needed)

@@ -239,10 +239,11 @@ def weights_sizes(tensors: Sequence[FileTensor], weights: str) -> tuple[int, int
         if is_matrix and _MATRIX.fullmatch(tensor.name):
             bits, is_kept = _packed_bits(tensor, weights)
         elif is_matrix and tensor.name == "token_embd.weight" and own is not None:
-            # Without a matrix of their own the logits have this one too.
             bits, is_kept = own, True
-            if not has_head and not _packed_bits(tensor, weights)[1]:
-                written += tensor.num_elements * _packed_bits(tensor, weights)[0]
+        if is_matrix and tensor.name == "token_embd.weight" and not has_head:
+            # The logits have this matrix too, in their own form or in the same one.
+            of_head, is_same = _packed_bits(tensor, weights)
+            written += 0 if is_same or of_head == 16 else tensor.num_elements * of_head
         if is_kept:
             packed += tensor.num_elements * bits
         else:
@@ -258,7 +259,7 @@ def _fills_blocks(tensor: FileTensor) -> bool:
 def _packed_bits(tensor: FileTensor, weights: str) -> tuple[float, bool]:
     """Returns the bits of a weight, and whether they are those of the file."""
     own = _KEPT_BITS.get(tensor.kind)
-    if weights == "auto":
+    if weights == "auto" or "_exps." in tensor.name:
         return own or 16, own is not None
     is_head = tensor.name in ("output.weight", "token_embd.weight")
     wanted = "int8" if is_head else weights

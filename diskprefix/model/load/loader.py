@@ -127,16 +127,17 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model", *, k
     is_used = source.device.type == "cpu" and (source.weights == "native" or _computes_with_packed())
     ahead = kv_ahead(source.config, source.dtype, source.device, kv_ahead_bytes)
     memory = large_pages(needed + _ALIGNMENT_BYTES if is_used else 0, *ahead)
-    stamps = [file_stamp(part) for part in source.gguf]
     with clock("digest"), _load_failures(folder):
+        stamps = [file_stamp(part) for part in source.gguf]
         digest = weights_digest([*files, *folder.glob(MATRICES)], source.gguf)
     with clock("tokenizer"):
         tokenizer = read_tokenizer(folder, template)
         media = _load_media(folder, source.config, source.kind) if source.kind.is_multimodal else None
     with clock("weights"):
         model = _load_weights(source, memory)
-    if [file_stamp(part) for part in source.gguf] != stamps:
-        raise ModelError(f"{source.gguf[0]} was changed while it was read; start again")
+    with _load_failures(folder):
+        if [file_stamp(part) for part in source.gguf] != stamps:
+            raise ModelError(f"{source.gguf[0]} was changed while it was read; start again")
     name = settings.served_model_name or source.name
     return LoadedModel(model=model, tokenizer=tokenizer, media=media, name=name, weights_digest=digest, timings=timings)
 
@@ -164,6 +165,8 @@ def _source(settings: Settings, progress: Report, clock: Clock, flag: str = "--m
         from diskprefix.model.quants.quantising import weight_files_in
 
         matrices = load_matrices(folder, gguf)
+        if matrices and not gguf:
+            raise ModelError(f"{folder} was made of a .gguf file and lacks what is in it; give that file")
         files = weight_files_in(weights, folder, files, config, kind, dtype, device, progress)
     return _ModelSource(
         folder=folder,
@@ -216,19 +219,30 @@ def _find(
     """Returns the folder that holds the model's files, the model's name, and the parts of the .gguf file that holds
     what the folder does not. What is made of such a file has the form that `pick_weights` returns."""
     if model is None or (model == EMBEDDED.name and not os.path.isdir(model)):
-        folder = embedded_folder(progress, weights=pick_weights())
+        folder = embedded_folder(progress, weights=_gguf_weights(pick_weights()))
         return folder, EMBEDDED.name, [*folder.glob("*.gguf")]
     path = Path(os.path.expanduser(model))
     is_gguf = path.suffix.lower() == ".gguf"
     if model.strip() and os.path.isdir(path):
-        return path, path.resolve().name, []
+        # What was made of a .gguf file needs that file beside it.
+        return path, path.resolve().name, sorted(path.glob("*.gguf")) if (path / MATRICES).is_file() else []
     if is_gguf and os.path.isfile(path):
-        return converted_folder(path, progress, pick_weights()), model_stem(path), part_paths(path)
+        return converted_folder(path, progress, _gguf_weights(pick_weights())), model_stem(path), part_paths(path)
     if os.path.isfile(path):
         raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
     if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
         raise ModelError(f"{flag}: no such file or folder: {model!r}")
     return _fetch_from_hub(model, progress, flag, with_weights=with_weights), model, []
+
+
+def _gguf_weights(weights: str) -> str:
+    """Returns the form of the weights of a .gguf file. Raises `SettingsError` if nothing can compute with its
+    quants."""
+    from diskprefix.model.quants.products import TORCH, kernel
+
+    if weights != "native" and kernel() == TORCH:
+        raise SettingsError(f"--weights: {weights} of a .gguf file needs the compiled operators; add --weights native")
+    return weights
 
 
 def _fetch_from_hub(repo: str, progress: Report, flag: str, *, with_weights: bool) -> Path:

@@ -108,6 +108,8 @@ class TensorwiseConversion:
                 num_unclear = len(self._unclear)
                 try:
                     model, info = self._load(source, name, config)
+                except (MemoryError, OSError, ModelError):
+                    raise
                 except Exception:
                     self._note_unclear()
                     if len(self._unclear) == num_unclear:
@@ -264,6 +266,7 @@ class TensorwiseConversion:
             rows = numbers_in(tensor)
             matrix = None if rows is None else FileMatrix.of(rows, self._tensors, self._firsts)
             if matrix is None:
+                self._unclear |= {one.name for one in self._read if self._is_numbered(one)}
                 return _empty(tensor.shape)
             self._matrices[name] = matrix
             if name.rpartition(".")[0] in self._experts and rows is not None:

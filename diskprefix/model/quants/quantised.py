@@ -104,6 +104,11 @@ class QuantisedEmbedding(nn.Module):
         # Gemma multiplies the rows.
         self._scale: float | None = getattr(embedding, _SCALE, None)
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """The weights without the scale, made anew each time."""
+        return weights_of(self.packed, self.form)
+
     def prepare(self) -> None:
         """Prepares the matrix for the operators, once the weights are there. They must not change afterwards."""
         self.matrix = matrix_of(self.packed, self.form, None)
@@ -255,7 +260,9 @@ def pack_matrices(model: PreTrainedModel, matrices: Mapping[str, FileMatrix], me
         assert isinstance(module, QuantisedLinear | QuantisedEmbedding | QuantisedMatrices)
         if matrix.key not in packed:
             shape = _packed_shape(matrix)
-            packed[matrix.key] = memory[used : used + prod(shape)].view(shape)
+            place = memory[used : used + prod(shape)]
+            # Other tensors may have taken more than their files say.
+            packed[matrix.key] = (place if len(place) == prod(shape) else place.new_empty(prod(shape))).view(shape)
             matrix.pack(found, packed[matrix.key].flatten(0, -3))
             used += prod(shape)
         module.packed = packed[matrix.key]

@@ -3,6 +3,8 @@ the converted models."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,7 +21,7 @@ from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.gguf import SUFFIXES, build_once, require_disk
 from diskprefix.model.load.memory import available_ram_bytes, require_memory
 from diskprefix.model.load.stored_tensors import StoredTensor, stored_tensors
-from diskprefix.model.quants.published import PublishedWeights, Source, published_weights
+from diskprefix.model.quants.published import PublishedWeights, Source, published_weights, settings_of
 from diskprefix.model.quants.quantised import (
     FILE,
     is_quantised,
@@ -80,7 +82,12 @@ def weight_files_in(
         _quantise(folder, files, config, kind, weights, published, made, report)
         return made
 
-    name = f"{folder.resolve().name[:100]}-{weights_digest(files)[:12]}{SUFFIXES[weights]}"
+    digest = weights_digest(files)
+    if published is not None:
+        # It says what the bytes of the files mean.
+        described = json.dumps(settings_of(config), sort_keys=True, default=str)
+        digest = hashlib.sha256(f"{digest} {described}".encode()).hexdigest()
+    name = f"{folder.resolve().name[:100]}-{digest[:12]}{SUFFIXES[weights]}"
     return [build_once(name, build, report) / FILE]
 
 

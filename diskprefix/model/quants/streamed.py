@@ -168,7 +168,11 @@ class StreamedQuantising:
     def _packed(
         self, model: PreTrainedModel, linear: str, weight: torch.Tensor
     ) -> tuple[torch.Tensor, QuantForm] | None:
-        if self._own is not None and self._own[0].data_ptr() == weight.data_ptr():
+        own = None if self._own is None else self._own[0]
+        is_own = own is not None and (own.data_ptr(), own.shape, own.stride()) == (
+            *(weight.data_ptr(), weight.shape, weight.stride()),
+        )
+        if self._own is not None and is_own:
             return self._own[1].packed(), self._own[1].form
         bits = bits_for(model, linear, self._weights)
         return None if bits is None else pack_in_pieces(weight, bits, self._num_threads)
