@@ -26,7 +26,7 @@ log = logging.getLogger("diskprefix")
 
 
 def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[torch.Tensor | Exception]:
-    """Computes a step. If that fails, computes each of its sequences alone.
+    """Computes a step. If that fails, computes each of its sequences alone, unless they have states in their midst.
 
     Returns the next-token logits of each chunk, or the error of its own forward. Logits have shape [1 + num_drafted,
     vocab]: behind the last known token and behind each guess. Raises `DeviceLost`.
@@ -39,11 +39,18 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[torch.Tens
         raise_if_lost(error)
         if len(step) == 1:
             return [_naming_media(error, step[0].sequence.running.request)]
+        if any(chunk.start and _arena_of(chunk).layout.states for chunk in step):
+            # The layers before the one that failed have their new states already.
+            return [error for _ in step]
         log.warning("[engine] a step of %d sequences failed, now each alone: %s", len(step), first_line(error))
     for chunk in step:
-        assert isinstance(chunk.sequence.state, KVArena)
-        chunk.sequence.state.truncate(chunk.start)
+        _arena_of(chunk).truncate(chunk.start)
     return [result for chunk in step for result in forward(model, [chunk])]
+
+
+def _arena_of(chunk: Chunk[Reply]) -> KVArena:
+    assert isinstance(chunk.sequence.state, KVArena)
+    return chunk.sequence.state
 
 
 def _rows(chunk: Chunk[Reply]) -> runner.Rows:
