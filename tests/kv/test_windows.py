@@ -32,9 +32,11 @@ AT_TOKENS = {
     "mistral": torch.float32,
     "gpt_oss": torch.bfloat16,
     "mimo_v2_flash": torch.float32,
+    "llama4": torch.bfloat16,
+    "lfm3": torch.float32,
 }
-AT_GRID = {"llama4": torch.bfloat16, "lfm3": torch.float32, "gemma3n": torch.bfloat16}
-"""Chunks; a hybrid; layers that share their keys with others."""
+AT_GRID = {"gemma3n": torch.bfloat16}
+"""Layers that share their keys with others."""
 
 
 @dataclass

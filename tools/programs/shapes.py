@@ -79,13 +79,17 @@ class MemoryWatch:
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         self._thread.join()
+        self._sample()
 
     def _watch(self) -> None:
         while not self._is_over.wait(_SAMPLE_S):
-            # VmHWM is the peak of one process, also between two samples.
-            pids = self._process.pids()
-            highest = max((status_bytes(pid, "VmHWM") for pid in pids), default=0)
-            self.peak_bytes = max(self.peak_bytes, highest, sum(status_bytes(pid, "VmRSS") for pid in pids))
+            self._sample()
+
+    def _sample(self) -> None:
+        # VmHWM is the peak of one process, also between two samples.
+        pids = self._process.pids()
+        highest = max((status_bytes(pid, "VmHWM") for pid in pids), default=0)
+        self.peak_bytes = max(self.peak_bytes, highest, sum(status_bytes(pid, "VmRSS") for pid in pids))
 
 
 def status_bytes(pid: int, key: str) -> int:
