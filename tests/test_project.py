@@ -116,6 +116,7 @@ EXPECTED_PAGES = {
     *(
         "diskprefix/engine/README.md",
         "diskprefix/model/README.md",
+        "diskprefix/model/quants/README.md",
         "diskprefix/kv/README.md",
         "diskprefix/native/README.md",
         "diskprefix/extras/vllm/README.md",

@@ -21,7 +21,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from diskprefix.model.quants.quantised import prepare, quantise
+from diskprefix.model.quants.quantised import prepare
+from tests.model.quantising_in_place import quantise
 
 VOCAB = 400
 POSITIONS = 4096

@@ -11,7 +11,6 @@ import json
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,17 +26,16 @@ from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices
-from diskprefix.model.quants.forms import QuantForm, Quants, quantised
+from diskprefix.model.quants.forms import QuantForm
 from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.products import Product, kernel, matrix_of, product_of, weights_of
 from diskprefix.model.quants.quantised_experts import (
     QuantisedExperts,
     QuantisedMatrices,
     may_be_quantised,
-    quantised_experts,
 )
 from diskprefix.native.library import operators
-from diskprefix.native.matrix import Matrix, fills_blocks, rows_of
+from diskprefix.native.matrix import Matrix, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -124,35 +122,6 @@ class QuantisedEmbedding(nn.Module):
 def is_plain_embedding(module: nn.Module) -> bool:
     """Returns whether `QuantisedEmbedding` computes what a module computes."""
     return type(module) is nn.Embedding or (isinstance(module, nn.Embedding) and hasattr(module, _SCALE))
-
-
-def quantise(model: PreTrainedModel, weights: str) -> None:
-    """Quantises the matrices of the decoder in place to `weights`, `int8` or `int4`.
-
-    What does not fill whole blocks, routers, the projections of recurrent layers, and the expansion of latents stay as
-    they are. `prepare` makes the model ready to compute.
-    """
-
-    def quants_of(name: str, weight: torch.Tensor) -> Quants:
-        bits = bits_for(model, name, weights)
-        assert bits is not None, weights
-        return quantised(weight, bits)
-
-    for name, linear in list(quantisable(model)):
-        if fills_blocks(linear.weight):
-            _put(model, name, quants_of(name, linear.weight.detach()))
-    for name, experts in list(quantisable_experts(model)):
-        made = quantised_experts(experts, partial(quants_of, name))
-        if made is not None:
-            model.set_submodule(name, made)
-    if isinstance(model.get_output_embeddings(), QuantisedLinear):
-        untie(model.config)
-
-
-def _put(model: PreTrainedModel, name: str, quants: Quants) -> None:
-    module = QuantisedLinear(model.get_submodule(name), quants.form)
-    module.packed = quants.packed()
-    model.set_submodule(name, module)
 
 
 def quantisable(model: PreTrainedModel) -> Iterator[tuple[str, nn.Linear]]:

@@ -18,10 +18,11 @@ from diskprefix.model.exact import fused, invariant
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.exact.runner import Rows, run
-from diskprefix.model.quants.quantised import QuantisedLinear, prepare, quantise
+from diskprefix.model.quants.quantised import QuantisedLinear, prepare
 from diskprefix.native import library
 from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm
 from tests.exactness.architectures import tiny_model
+from tests.model.quantising_in_place import quantise
 from tests.native.variants import TESTED, of_this_cpu
 
 

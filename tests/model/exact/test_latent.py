@@ -12,8 +12,9 @@ from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.patterns import NotInvariant
 from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.exact.runner import can_pack
-from diskprefix.model.quants.quantised import QuantisedLinear, prepare, quantise
+from diskprefix.model.quants.quantised import QuantisedLinear, prepare
 from tests.exactness.architectures import tiny_model
+from tests.model.quantising_in_place import quantise
 
 NAMES = ("deepseek_v2", "deepseek_v3", "axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "mistral4", "youtu")
 LATENT, ROTARY = 32, 8

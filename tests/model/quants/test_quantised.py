@@ -17,11 +17,12 @@ from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.quants.products import TORCH, kernel
-from diskprefix.model.quants.quantised import QuantisedLinear, prepare, quantise
+from diskprefix.model.quants.quantised import QuantisedLinear, prepare
 from diskprefix.native import library
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
+from tests.model.quantising_in_place import quantise
 from tests.native.variants import of_this_cpu
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 

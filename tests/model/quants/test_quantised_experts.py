@@ -15,7 +15,7 @@ from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.load.stored_tensors import stored_tensors
 from diskprefix.model.quants.products import TORCH, kernel
-from diskprefix.model.quants.quantised import describe, prepare, quantise, save_configurations
+from diskprefix.model.quants.quantised import describe, prepare, save_configurations
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
 from diskprefix.model.quants.streamed import StreamedQuantising
 from diskprefix.native import library
@@ -23,6 +23,7 @@ from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.settings import Settings
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.model import tiny
+from tests.model.quantising_in_place import quantise
 from tests.native.variants import of_this_cpu
 
 

@@ -18,11 +18,11 @@ from diskprefix.model.load import stored_tensors
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.quants import quantising
 from diskprefix.model.quants.forms import quantised
-from diskprefix.model.quants.quantised import quantise
 from diskprefix.model.quants.streamed import pack_in_pieces
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
 from tests.model import tiny
+from tests.model.quantising_in_place import quantise
 
 FILE = "model.safetensors"
 
