@@ -146,13 +146,15 @@ def test_another_run_adds_to_a_file_of_results(tmp_path: Path) -> None:
     first = Results(path)
     first.add("m", "diskprefix", 0, [Figure("rate", 64, 20.0), Figure("rate", 64, 40.0), Figure("ready_s", 0, 3.0)])
     first.leave_out("m", "other", "it ended")
+    first.begin("m", "third", 0)
     second = Results(path)
     assert second.has("m", "diskprefix", 0)
     assert not second.has("m", "diskprefix", 1)
-    assert second.left_out == {"m": {"other": "it ended"}}
+    assert second.left_out == {"m": {"other": "it ended", "third": "cut off"}}
     second.add("m", "other", 0, [Figure("rate", 64, 10.0)])
+    second.end("m", "other")
     report = json.loads(path.read_text())
-    assert report["left_out"] == {"m": {}}
+    assert report["left_out"] == {"m": {"third": "cut off"}}
     assert report["models"]["m"]["rate 64"] == {
         "diskprefix": {"min": 20.0, "median": 30.0, "max": 40.0},
         "other": {"min": 10.0, "median": 10.0, "max": 10.0, "ratio": 3.0},

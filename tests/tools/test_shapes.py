@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from diskprefix.model.load.gguf_file import read_tensors
 from tests.model import tiny
 from tests.server.chat_model import write_tokenizer
 from tests.tools.test_peers import WORKER
-from tools.peers.peer import PeerError, Process, WorkerPeer
+from tools.peers.peer import PeerError, Process, Reply, WorkerPeer
 from tools.peers.results import MACHINE, Figure, Results
 from tools.programs import shapes
 from tools.shapes.gguf_shapes import DENSE_7B, GPT_OSS, MIXTURE_30B
@@ -123,8 +125,8 @@ def test_every_case_is_measured(worker: WorkerPeer, tmp_path: Path) -> None:
     (tmp_path / "kept" / "made").write_bytes(b"x" * 10_000)
     found = {figure.cell: figure.value for figure in shapes.measured(worker, tmp_path / "kept", (64, 128), 60)}
     starts = {"first_s", "later_s", "peak_gib", "later_peak_gib", "resident_gib", "mapped_gib", "disk_gib"}
-    of_prompts = {"prefill 64", "rate 64", "prefill 128", "rate 128", "together 64", "recovery_s 128", "next_s 128"}
-    assert found.keys() == starts | of_prompts
+    of_prompts = {f"{case} {size}" for case in ("prefill", "rate", "recovery_s", "next_s") for size in (64, 128)}
+    assert found.keys() == starts | of_prompts | {"together 64"}
     assert found["peak_gib"] > 0.005
     assert 0 < found["mapped_gib"] < found["resident_gib"]
     assert found["prefill 64"] == 7
@@ -136,6 +138,20 @@ def test_a_part_that_takes_too_long_ends_its_program_and_says_so(worker: WorkerP
     with pytest.raises(PeerError, match=r"^first start: not done after 0 s$"):
         list(shapes.measured(worker, tmp_path, (64,), 0.2))
     assert worker.process.popen is None
+
+
+def test_a_restored_prompt_with_another_reply_is_an_error(worker: WorkerPeer, tmp_path: Path) -> None:
+    texts = iter(["", "one reply", "the other reply", *["five"] * 5, "one", "next", "another"])
+    ask = worker.ask
+
+    def told(prompts: Sequence[str], max_tokens: int) -> list[Reply]:
+        return [replace(reply, text=next(texts)) for reply in ask(prompts, max_tokens)]
+
+    worker.ask = told  # type: ignore[method-assign]
+    figures = shapes.measured(worker, tmp_path, (64, 128), 60)
+    with pytest.raises(PeerError, match=r"^prompt of 128 after kill -9: the reply was 'the other reply' before"):
+        list(figures)
+    assert next(texts, None) is None
 
 
 def test_the_table_has_ratios_and_says_why_a_program_is_missing() -> None:
@@ -151,6 +167,34 @@ def test_the_table_has_ratios_and_says_why_a_program_is_missing() -> None:
     assert "prefill, tokens/s, 2000 30.0 10.0 3.00" in rows
     assert "first start, s 4 2 0.50" in rows
     assert "diskprefix: first start: error: no such type" in rows
+
+
+def test_a_program_that_was_cut_off_or_failed_is_measured_again(
+    worker: WorkerPeer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model.gguf").write_bytes(bytes(4096))
+    path, asked = tmp_path / "results.json", {"diskprefix": (64, 128), "llama.cpp": (64,)}
+    monkeypatch.setattr(shapes, "diskprefix", lambda *_: worker)
+    monkeypatch.setattr(shapes, "PEERS", {"llama.cpp": lambda *_: worker})
+
+    def measure() -> bool:
+        results, progress = Results(path, "shapes"), Console(file=StringIO())
+        return shapes.measure("a", tmp_path / "model.gguf", asked, 60, results, tmp_path, progress)
+
+    before = Results(path, "shapes")
+    before.begin("a", "diskprefix", 0)
+    before.add("a", "diskprefix", 0, [Figure("first_s", 0, 1000.0)])
+    assert json.loads(path.read_text())["left_out"] == {"a": {"diskprefix": "cut off"}}
+    assert measure()
+    report = json.loads(path.read_text())
+    assert report["left_out"] == {"a": {}}
+    cells = report["models"]["a"]
+    assert cells["first_s"]["diskprefix"]["max"] < 1000
+    assert cells["prefill 128"].keys() == {"diskprefix"}
+    assert cells["prefill 64"].keys() == cells["next_s 64"].keys() == {"diskprefix", "llama.cpp"}
+    (tmp_path / "worker.py").unlink()
+    assert measure()
+    assert json.loads(path.read_text())["samples"] == report["samples"]
 
 
 def test_an_unknown_shape_is_refused() -> None:

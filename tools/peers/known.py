@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 
 from diskprefix.progress import Report
-from tools.peers.environments import python_of
+from tools.peers.environments import llama_cpp_libraries, python_of
 from tools.peers.peer import HttpPeer, Peer, Process, WorkerPeer, free_port
 
 _WORKERS = Path(__file__).parent / "workers"
@@ -61,7 +61,7 @@ def _all_is_saved(client: httpx.Client) -> None:
 
 
 def llama_cpp(model: Model, workspace: Path, report: Report, flash_attention: str = "auto") -> Peer:
-    command = [str(python_of("llama.cpp", report)), str(_WORKERS / "llama_cpp_worker.py")]
+    command = [sys.executable, str(_WORKERS / "llama_cpp_worker.py"), str(llama_cpp_libraries(report))]
     command += [str(model.gguf), str(model.context), str(workspace), flash_attention]
     return WorkerPeer(Process(command, workspace / "server.log"), restores=True)
 

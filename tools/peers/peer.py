@@ -30,11 +30,13 @@ class PeerError(DiskPrefixError):
 
 @dataclass(frozen=True)
 class Reply:
-    """`at_s` are the client's seconds from the question to each piece of the reply, a token or a few."""
+    """`at_s` are the client's seconds from the question to each piece of the reply, a token or a few. `text` is empty
+    where a program does not say it."""
 
     prompt_tokens: int | None
     tokens: int
     at_s: tuple[float, ...]
+    text: str = ""
 
     @property
     def ttft_s(self) -> float:
@@ -212,6 +214,7 @@ class HttpPeer:
     def _ask(self, prompt: str, max_tokens: int) -> Reply:
         body = {"prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "stream": True, **self._fields}
         at_s: list[float] = []
+        text = ""
         usage: dict[str, Any] = {}
         began = time.perf_counter()
         try:
@@ -224,14 +227,15 @@ class HttpPeer:
                         continue
                     chunk = json.loads(line.removeprefix("data: "))
                     usage = chunk.get("usage") or usage
-                    if any(choice.get("text") for choice in chunk.get("choices", [])):
+                    if piece := "".join(choice.get("text") or "" for choice in chunk.get("choices", [])):
                         at_s.append(time.perf_counter() - began)
+                        text += piece
         except httpx.HTTPError as error:
             self.process.check()
             raise PeerError(f"the connection broke: {error}") from error
         if not at_s:
             raise PeerError("it answered without a reply")
-        return Reply(usage.get("prompt_tokens"), usage.get("completion_tokens") or len(at_s), tuple(at_s))
+        return Reply(usage.get("prompt_tokens"), usage.get("completion_tokens") or len(at_s), tuple(at_s), text)
 
     def memory_bytes(self) -> int:
         return self.process.memory_bytes()

@@ -63,8 +63,16 @@ class Results:
     def has(self, model: str, peer: str, round_: int) -> bool:
         return any((one.model, one.peer, one.round) == (model, peer, round_) for one in self.samples)
 
+    def begin(self, model: str, peer: str, round_: int) -> None:
+        """Forgets the samples of the round. Until `end`, the peer counts as left out."""
+        self.samples = [one for one in self.samples if (one.model, one.peer, one.round) != (model, peer, round_)]
+        self.leave_out(model, peer, "cut off")
+
     def add(self, model: str, peer: str, round_: int, figures: Iterable[Figure]) -> None:
         self.samples += [Sample(model, peer, round_, figure) for figure in figures]
+        self.save()
+
+    def end(self, model: str, peer: str) -> None:
         self.left_out.get(model, {}).pop(peer, None)
         self.save()
 
@@ -74,7 +82,9 @@ class Results:
 
     def save(self) -> None:
         if self._path is not None:
-            self._path.write_text(json.dumps(self.report(), indent=2), encoding="utf-8")
+            work = self._path.with_name(f"{self._path.name}.partial")
+            work.write_text(json.dumps(self.report(), indent=2), encoding="utf-8")
+            work.replace(self._path)
 
     def report(self) -> dict[str, Any]:
         return {

@@ -24,13 +24,13 @@ import torch
 from rich.console import Console
 
 from diskprefix.progress import Report
+from tools.measuring.installing import NotInstalled
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, MODELS
 from tools.measuring.prompts import WORDS, extended, prompt_text
 from tools.measuring.report import machine, new_table, print_report, say, short, show_machine
 from tools.measuring.workspace import model_folder
 from tools.models import real
-from tools.peers.environments import NotInstalled
 from tools.peers.known import PEERS, Model
 from tools.peers.peer import Peer, PeerError, rate_together
 from tools.peers.results import MACHINE, Figure, Results
@@ -152,6 +152,7 @@ def measure(
                     note(f"left out: {error}")
                 else:
                     results.add(model.name, name, round_, figures)
+                    results.end(model.name, name)
     return failed
 
 
@@ -236,9 +237,8 @@ def main(
 ) -> None:
     """Measure the daemon beside transformers, llama.cpp and vLLM.
 
-    Each is installed on first use, in an environment of its own; llama.cpp is compiled, which takes minutes. A round
-    of all takes half an hour; one that is stopped goes on with `--results`. Nothing else should run on the machine.
-    Exits with 1 if a peer was left out.
+    Each is installed on first use, in an environment of its own. A round of all takes half an hour; one that is
+    stopped goes on with `--results`. Nothing else should run on the machine. Exits with 1 if a peer was left out.
     """
     progress = Console(stderr=True)
     torch.set_num_threads(machine()["cpus"])

@@ -10,8 +10,7 @@ The files have real shapes, random numbers and a real tokenizer. They are made o
 from __future__ import annotations
 
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,12 +23,12 @@ from rich.console import Console
 from diskprefix.errors import ModelError
 from diskprefix.settings import cache_home
 from tools.measuring import page_cache
+from tools.measuring.installing import NotInstalled
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.prompts import WORDS, extended, prompt_text
 from tools.measuring.report import new_table, print_report, say, short, show_machine
 from tools.models import real
-from tools.peers.environments import NotInstalled
 from tools.peers.known import PEERS, Model, diskprefix
 from tools.peers.peer import Peer, PeerError, Process, rate_together
 from tools.peers.results import MACHINE, OURS, Figure, Results
@@ -39,6 +38,8 @@ from tools.shapes.known import SHAPES, shape_file
 PROMPTS = (2000, 8000)
 """Words of the prompts, about as many tokens."""
 REPLY_TOKENS = 32
+FIRST_TOKENS = 4
+"""Where the first token is measured. Those of a restored prompt are compared with those of its first reply."""
 NUM_TOGETHER = 5
 LIMIT_S = 1800
 TOKENIZER = "qwen2.5-coder-0.5b"
@@ -124,16 +125,17 @@ def limited(peer: Peer, seconds: float, part: str) -> Iterator[None]:
 def measured(peer: Peer, kept: Path, sizes: Sequence[int], limit_s: float) -> Iterator[Figure]:
     """Yields the figures of one peer. `kept` is the folder where it keeps what it makes of the model. It is killed at
     the end. Raises `PeerError`."""
+    answers: dict[int, str] = {}
     try:
         yield from _starts(peer, kept, limit_s)
         with MemoryWatch(peer.process) as memory:
             for size in sizes:
-                yield from _alone(peer, size, limit_s)
+                answers[size] = yield from _alone(peer, size, limit_s)
             yield from _together(peer, min(sizes), limit_s)
             yield from _resident(peer.process)
         yield Figure("later_peak_gib", 0, memory.peak_bytes / _GIB)
-        if peer.restores:
-            yield from _restarted(peer, max(sizes), limit_s)
+        for size in sizes if peer.restores else ():
+            yield from _restarted(peer, size, answers[size], limit_s)
     finally:
         # It may have been killed for being late, and a daemon that is gone has nothing to save.
         with suppress(Exception):
@@ -151,7 +153,7 @@ def _starts(peer: Peer, kept: Path, limit_s: float) -> Iterator[Figure]:
     with limited(peer, limit_s, "later start"):
         peer.kill()
         yield Figure("later_s", 0, peer.start())
-        peer.ask([prompt_text(32, "first")], 2)
+        peer.ask([prompt_text(32, "first")], FIRST_TOKENS)
 
 
 def disk_bytes(folder: Path) -> int:
@@ -159,11 +161,13 @@ def disk_bytes(folder: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 
-def _alone(peer: Peer, size: int, limit_s: float) -> Iterator[Figure]:
+def _alone(peer: Peer, size: int, limit_s: float) -> Generator[Figure, None, str]:
+    """Returns the text of the reply."""
     with limited(peer, limit_s, f"prompt of {size}"):
         reply = peer.ask([prompt_text(size, "alone")], REPLY_TOKENS)[0]
         yield Figure("prefill", size, (reply.prompt_tokens or size) / reply.ttft_s)
         yield Figure("rate", size, reply.decode_rate)
+    return reply.text
 
 
 def _together(peer: Peer, size: int, limit_s: float) -> Iterator[Figure]:
@@ -179,34 +183,40 @@ def _resident(process: Process) -> Iterator[Figure]:
     yield Figure("mapped_gib", 0, sum(status_bytes(pid, "RssFile") for pid in pids) / _GIB)
 
 
-def _restarted(peer: Peer, size: int, limit_s: float) -> Iterator[Figure]:
+def _restarted(peer: Peer, size: int, answer: str, limit_s: float) -> Iterator[Figure]:
     """Kills and starts it for each of two prompts, as the second would find the first in memory."""
     prompt = prompt_text(size, "alone")
-    with limited(peer, limit_s, "same prompt after kill -9"):
+    with limited(peer, limit_s, f"prompt of {size} after kill -9"):
         peer.kill()
-        began = time.perf_counter()
-        peer.start()
-        peer.ask([prompt], 2)[0]
-        yield Figure("recovery_s", size, time.perf_counter() - began)
-    with limited(peer, limit_s, "next turn after kill -9"):
+        started_s = peer.start()
+        reply = peer.ask([prompt], FIRST_TOKENS)[0]
+        if not answer.startswith(reply.text):
+            raise PeerError(f"the reply was {answer!r} before, and is {reply.text!r}")
+        yield Figure("recovery_s", size, started_s + reply.ttft_s)
+    with limited(peer, limit_s, f"next turn after {size}, after kill -9"):
         peer.kill()
         peer.start()
-        yield Figure("next_s", size, peer.ask([extended(prompt)], 2)[0].ttft_s)
-
-
-def model_of(letter: str, path: Path, sizes: Sequence[int]) -> Model:
-    return Model(letter, path, path, max(sizes) + REPLY_TOKENS + _ROOM)
+        yield Figure("next_s", size, peer.ask([extended(prompt)], FIRST_TOKENS)[0].ttft_s)
 
 
 def measure(
-    letter: str, path: Path, sizes: Sequence[int], limit_s: float, results: Results, folder: Path, progress: Console
+    letter: str,
+    path: Path,
+    sizes: Mapping[str, Sequence[int]],
+    limit_s: float,
+    results: Results,
+    folder: Path,
+    progress: Console,
 ) -> bool:
-    """Adds the missing figures of one shape. Returns whether all of them are there; others have a reason."""
+    """Adds the missing figures of one shape, for each program with prompts of the `sizes` that it has there. Returns
+    whether all of them are there; others have a reason."""
     shape, is_whole = SHAPES[letter], True
-    model, files = model_of(letter, path, sizes), [path] if path.is_file() else [*path.glob("*.safetensors")]
+    model = Model(letter, path, path, max(map(max, sizes.values())) + REPLY_TOKENS + _ROOM)
+    files = [path] if path.is_file() else [*path.glob("*.safetensors")]
     for name in (OURS, shape.beside):
-        if results.has(letter, name, 0):
+        if results.has(letter, name, 0) and name not in results.left_out.get(letter, {}):
             continue
+        results.begin(letter, name, 0)
         with (
             step(progress, f"{letter}: {shape.what}: {name}") as note,
             TemporaryDirectory(prefix="diskprefix-shapes-", dir=folder) as made,
@@ -221,8 +231,9 @@ def measure(
                     peer = PEERS[name](model, workspace, note)
                 for file in files:
                     page_cache.drop(file)
-                for figure in told(measured(peer, workspace / "kept", sizes, limit_s), note):
+                for figure in told(measured(peer, workspace / "kept", sizes[name], limit_s), note):
                     results.add(letter, name, 0, [figure])
+                results.end(letter, name)
             except (PeerError, NotInstalled) as error:
                 is_whole = False
                 results.leave_out(letter, name, str(error))
@@ -263,7 +274,7 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 def _order(cell: str) -> tuple[int, int]:
     case, *size = cell.split()
-    return int(size[0]) if size and case in ("prefill", "rate") else 0, list(TITLES).index(case)
+    return list(TITLES).index(case), int(size[0]) if size else 0
 
 
 def _shown(spread: dict[str, float] | None) -> str:
@@ -293,6 +304,13 @@ def letters(_context: click.Context, _option: click.Parameter, value: str) -> li
     show_default=True,
     help="Words of a prompt; repeatable.",
 )
+@click.option(
+    "--peer-size",
+    "peer_sizes",
+    multiple=True,
+    type=click.IntRange(min=64, max=30_000),
+    help="Words of the prompts of what is beside diskprefix, if others; repeatable.",
+)
 @click.option("--limit", "limit_s", default=LIMIT_S, show_default=True, help="Seconds for each part of a program.")
 @click.option("--write-only", is_flag=True, help="Write the files and print their paths, without measuring.")
 @click.option(
@@ -308,6 +326,7 @@ def main(
     layers: int | None,
     scale: int,
     sizes: tuple[int, ...],
+    peer_sizes: tuple[int, ...],
     limit_s: int,
     write_only: bool,
     results_path: Path | None,
@@ -338,7 +357,8 @@ def main(
         if write_only:
             click.echo(path)
         else:
-            is_whole &= measure(letter, path, sorted(set(sizes)), limit_s, results, files, progress)
+            asked = {OURS: sorted(set(sizes)), SHAPES[letter].beside: sorted(set(peer_sizes or sizes))}
+            is_whole &= measure(letter, path, asked, limit_s, results, files, progress)
     if not write_only:
         print_report(results.report(), as_json, show)
     sys.exit(0 if is_whole else 1)

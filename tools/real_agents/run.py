@@ -18,12 +18,13 @@ from rich.console import Console
 
 from diskprefix.errors import ModelError
 from diskprefix.extras.clients.recipe import NO_KEY, Served, recipe
+from tools.measuring.installing import NotInstalled
 from tools.measuring.live_server import LiveServer, LiveServerError, log_tail, step
 from tools.measuring.options import JSON
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.models import real
 from tools.real_agents.agents import AGENTS, FILE, LAST_REPLY, MENDED, PRINTED, TASK, Agent
-from tools.real_agents.install import NotInstalled, installed
+from tools.real_agents.install import installed
 from tools.real_agents.scratch import scratch
 from tools.real_agents.tap import Exchange, Tap
 from tools.real_agents.tiny_model import POSITIONS, write_tiny

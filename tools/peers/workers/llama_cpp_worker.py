@@ -1,4 +1,4 @@
-"""llama.cpp through the low-level functions of llama-cpp-python: sequences that decode together, state in a file.
+"""llama.cpp through the functions of its library: sequences that decode together, state in a file.
 
 A file has the state of a prompt that was computed alone. It is used for a prompt that begins with it, as llama.cpp's
 own server does with a slot that was saved.
@@ -10,43 +10,126 @@ import ctypes
 import json
 import sys
 import time
+from ctypes import CDLL, POINTER, Structure, byref, c_bool, c_char_p, c_int8, c_int32, c_size_t, c_uint32, c_void_p
 from pathlib import Path
 from typing import Any
 
-import llama_cpp  # type: ignore[import-not-found]
 import numpy as np
 
 THREADS = 2
 BATCH = 512
 MOST_SEQUENCES = 5
 RESERVE = 256
+WITHOUT_FLASH_ATTENTION = 0
+
+
+class ModelSettings(Structure):
+    """`llama_model_params`, as the library fills it."""
+
+    _fields_ = (("as_they_are", ctypes.c_uint64 * 10),)
+
+
+class ContextSettings(Structure):
+    """`llama_context_params`, in the order of version 0.5."""
+
+    _fields_ = (
+        ("n_ctx", c_uint32),
+        ("n_batch", c_uint32),
+        ("n_ubatch", c_uint32),
+        ("n_seq_max", c_uint32),
+        ("recurrent_and_outputs", c_uint32 * 3),
+        ("n_threads", c_int32),
+        ("n_threads_batch", c_int32),
+        ("kinds", c_int32 * 4),
+        ("flash_attn_type", c_int32),
+        ("positions", c_uint32 * 8),
+        ("on_evaluation", c_void_p * 2),
+        ("cache_types", c_int32 * 2),
+        ("on_abort", c_void_p * 2),
+        ("flags", c_bool * 5),
+        ("kv_unified", c_bool),
+        ("samplers", c_void_p * 3),
+    )
+
+
+class Batch(Structure):
+    """`llama_batch`."""
+
+    _fields_ = (
+        ("n_tokens", c_int32),
+        ("token", POINTER(c_int32)),
+        ("embd", c_void_p),
+        ("pos", POINTER(c_int32)),
+        ("n_seq_id", POINTER(c_int32)),
+        ("seq_id", POINTER(POINTER(c_int32))),
+        ("logits", POINTER(c_int8)),
+    )
+
+
+_FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "llama_model_default_params": (ModelSettings, ()),
+    "llama_model_load_from_file": (c_void_p, (c_char_p, ModelSettings)),
+    "llama_model_get_vocab": (c_void_p, (c_void_p,)),
+    "llama_vocab_n_tokens": (c_int32, (c_void_p,)),
+    "llama_context_default_params": (ContextSettings, ()),
+    "llama_init_from_model": (c_void_p, (c_void_p, ContextSettings)),
+    "llama_get_memory": (c_void_p, (c_void_p,)),
+    "llama_batch_init": (Batch, (c_int32, c_int32, c_int32)),
+    "llama_tokenize": (c_int32, (c_void_p, c_char_p, c_int32, POINTER(c_int32), c_int32, c_bool, c_bool)),
+    "llama_decode": (c_int32, (c_void_p, Batch)),
+    "llama_get_logits_ith": (POINTER(ctypes.c_float), (c_void_p, c_int32)),
+    "llama_memory_clear": (None, (c_void_p, c_bool)),
+    "llama_memory_seq_rm": (c_bool, (c_void_p, c_int32, c_int32, c_int32)),
+    "llama_memory_seq_cp": (None, (c_void_p, c_int32, c_int32, c_int32, c_int32)),
+    "llama_state_seq_save_file": (c_size_t, (c_void_p, c_char_p, c_int32, POINTER(c_int32), c_size_t)),
+    "llama_state_seq_load_file": (
+        c_size_t,
+        (c_void_p, c_char_p, c_int32, POINTER(c_int32), c_size_t, POINTER(c_size_t)),
+    ),
+}
+"""What each function returns and takes."""
+
+
+def loaded(folder: Path) -> CDLL:
+    """Returns the library in a folder, with the fastest of its forms that this processor can run."""
+    (path,) = folder.glob("libllama.v*.so")
+    library = CDLL(str(path))
+    for name, (returned, taken) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = returned, taken
+    (ggml,) = folder.glob("libggml.v*.so")
+    CDLL(str(ggml)).ggml_backend_load_all_from_path(c_char_p(bytes(folder)))
+    return library
 
 
 class Worker:
-    def __init__(self, gguf: str, context: int, folder: str, flash_attention: str) -> None:
-        llama_cpp.llama_backend_init()
-        params = llama_cpp.llama_model_default_params()
-        self.model = llama_cpp.llama_model_load_from_file(gguf.encode(), params)
-        self.vocab = llama_cpp.llama_model_get_vocab(self.model)
-        self.num_words = llama_cpp.llama_vocab_n_tokens(self.vocab)
-        settings = llama_cpp.llama_context_default_params()
+    def __init__(self, llama: CDLL, gguf: str, context: int, folder: str, flash_attention: str) -> None:
+        self.llama = llama
+        model = llama.llama_model_load_from_file(gguf.encode(), llama.llama_model_default_params())
+        if model is None:
+            sys.exit("llama_model_load_from_file failed")
+        self.vocab = llama.llama_model_get_vocab(model)
+        self.num_words = llama.llama_vocab_n_tokens(self.vocab)
+        settings = llama.llama_context_default_params()
         settings.n_ctx = MOST_SEQUENCES * context
         settings.n_batch = settings.n_ubatch = BATCH
         settings.n_seq_max = MOST_SEQUENCES
         # Each sequence has memory of its own: five of them are several times faster so.
         settings.kv_unified = False
         if flash_attention == "off":
-            settings.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            settings.flash_attn_type = WITHOUT_FLASH_ATTENTION
         settings.n_threads = settings.n_threads_batch = THREADS
-        self.context = llama_cpp.llama_init_from_model(self.model, settings)
-        self.memory = llama_cpp.llama_get_memory(self.context)
-        self.batch = llama_cpp.llama_batch_init(BATCH, 0, 1)
+        self.context = llama.llama_init_from_model(model, settings)
+        if self.context is None:
+            sys.exit("llama_init_from_model failed")
+        self.memory = llama.llama_get_memory(self.context)
+        self.batch = llama.llama_batch_init(BATCH, 0, 1)
         self.folder = Path(folder)
 
     def tokens(self, text: str) -> list[int]:
-        room = (llama_cpp.llama_token * (len(text) + 8))()
+        room = (c_int32 * (len(text) + 8))()
         raw = text.encode()
-        count = llama_cpp.llama_tokenize(self.vocab, raw, len(raw), room, len(room), False, False)
+        count = self.llama.llama_tokenize(self.vocab, raw, len(raw), room, len(room), False, False)
         return list(room[:count])
 
     def decode(self, rows: list[tuple[int, int, int, bool]]) -> None:
@@ -56,11 +139,11 @@ class Worker:
             self.batch.token[i], self.batch.pos[i] = token, position
             self.batch.n_seq_id[i], self.batch.seq_id[i][0] = 1, sequence
             self.batch.logits[i] = wanted
-        if llama_cpp.llama_decode(self.context, self.batch):
+        if self.llama.llama_decode(self.context, self.batch):
             raise RuntimeError("llama_decode failed")
 
     def best(self, row: int) -> int:
-        logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(self.context, row), (self.num_words,))
+        logits = np.ctypeslib.as_array(self.llama.llama_get_logits_ith(self.context, row), (self.num_words,))
         return int(logits.argmax())
 
     def restored(self, ids: list[int]) -> int:
@@ -70,20 +153,19 @@ class Worker:
         if not fitting:
             return 0
         path, known = max(fitting.items(), key=lambda of_file: len(of_file[1]))
-        room, count = (llama_cpp.llama_token * len(known))(), ctypes.c_size_t()
-        name = str(path).encode()
-        if not llama_cpp.llama_state_seq_load_file(self.context, name, 0, room, len(room), ctypes.byref(count)):
+        room, count = (c_int32 * len(known))(), c_size_t()
+        if not self.llama.llama_state_seq_load_file(self.context, bytes(path), 0, room, len(room), byref(count)):
             raise RuntimeError("llama_state_seq_load_file failed")
         if len(known) == len(ids):
             # The logits are not in the file: the last token is computed again.
-            llama_cpp.llama_memory_seq_rm(self.memory, 0, len(ids) - 1, -1)
+            self.llama.llama_memory_seq_rm(self.memory, 0, len(ids) - 1, -1)
         return min(len(known), len(ids) - 1)
 
     def save(self, ids: list[int]) -> None:
-        array = (llama_cpp.llama_token * len(ids))(*ids)
+        array = (c_int32 * len(ids))(*ids)
         path = self.folder / f"{len(list(self.folder.glob('*.state')))}.state"
         path.with_suffix(".json").write_text(json.dumps(ids))
-        if not llama_cpp.llama_state_seq_save_file(self.context, str(path).encode(), 0, array, len(ids)):
+        if not self.llama.llama_state_seq_save_file(self.context, bytes(path), 0, array, len(ids)):
             raise RuntimeError("llama_state_seq_save_file failed")
 
     def prefill(self, ids: list[int], sequence: int, begin: int) -> int:
@@ -94,7 +176,7 @@ class Worker:
 
     def answer(self, prompts: list[str], max_tokens: int) -> list[dict[str, Any]]:
         began = time.perf_counter()
-        llama_cpp.llama_memory_clear(self.memory, True)
+        self.llama.llama_memory_clear(self.memory, True)
         all_ids = [self.tokens(prompt) for prompt in prompts]
         latest: list[int] = []
         times: list[list[float]] = [[] for _ in prompts]
@@ -104,8 +186,8 @@ class Worker:
                 begin = self.restored(ids)
             else:
                 begin = min(shared, len(ids) - 1)
-                llama_cpp.llama_memory_seq_cp(self.memory, 0, sequence, 0, -1)
-                llama_cpp.llama_memory_seq_rm(self.memory, sequence, begin, -1)
+                self.llama.llama_memory_seq_cp(self.memory, 0, sequence, 0, -1)
+                self.llama.llama_memory_seq_rm(self.memory, sequence, begin, -1)
             latest.append(self.prefill(ids, sequence, begin))
             times[sequence].append(time.perf_counter() - began)
         if len(prompts) == 1:
@@ -123,8 +205,8 @@ class Worker:
 
 
 def main() -> None:
-    model, context, folder, flash_attention = sys.argv[1:]
-    worker = Worker(model, int(context) + RESERVE, folder, flash_attention)
+    library, model, context, folder, flash_attention = sys.argv[1:]
+    worker = Worker(loaded(Path(library)), model, int(context) + RESERVE, folder, flash_attention)
     print("{}", flush=True)
     for line in sys.stdin:
         question = json.loads(line)
