@@ -28,6 +28,7 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import can_pack
+from diskprefix.model.load.fit import KV_SHARE
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import KV_AHEAD_BYTES, available_bytes, kv_bytes
 from diskprefix.nouns import CacheReport
@@ -40,7 +41,6 @@ log = logging.getLogger("diskprefix")
 
 _UNLIMITED_POSITIONS = 1 << 20
 """The limit of models whose config has none (recurrent ones)."""
-_KV_SHARE = 0.5
 """The share of the free memory after loading that the state of sequences may use."""
 _FLUSH_TIMEOUT_S = 30.0
 
@@ -235,7 +235,7 @@ class ServedModel:
         return KVPool(
             layout,
             device,
-            limit_bytes=int(share * (available_bytes(device) * _KV_SHARE if limit is None else limit)),
+            limit_bytes=int(share * (available_bytes(device) * KV_SHARE if limit is None else limit)),
             free_bytes=partial(kv_bytes, device),
             max_idle=settings.kv_memory_entries,
             block_size=settings.block_size,

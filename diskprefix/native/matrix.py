@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from diskprefix.native import COLUMNS, ROWS
 from diskprefix.native.library import Operators
 
 _MATRIX = struct.Struct("@7q 3P")
@@ -18,9 +19,6 @@ _LOOKUP = struct.Struct("@q 3P q P")
 _SCALES = {"float32": 0, "float16": 1, "exponents": 2, "bytes": 3, "nibbles": 4, "shared": 5}
 _TABLE = 64
 """Numbers in a table. Those of fewer codes stand in it again and again."""
-
-ROWS, COLUMNS = 16, 32
-"""The size of a block. A matrix has a multiple of both."""
 
 
 class Matrix:

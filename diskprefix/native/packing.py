@@ -7,8 +7,8 @@ from functools import cache
 
 import torch
 
+from diskprefix.native import ROWS
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import ROWS
 
 _PACKING = struct.Struct("@3q 4P q P")
 """`Packing` of `source/interface.h`."""

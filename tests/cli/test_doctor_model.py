@@ -17,13 +17,17 @@ from diskprefix.extras.setup import doctor_model
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.extras.setup.doctor_model import local_folder, model_findings
 from diskprefix.extras.warm import this_process
-from diskprefix.model.load import memory
-from diskprefix.model.load.gguf import conversion_needs, converted_folder, described
+from diskprefix.model.load import fit, memory
+from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
+from diskprefix.model.load.gguf import converted_folder
+from diskprefix.model.load.served_tensors import whole_file
 from diskprefix.settings import Settings
 from tests.model import tiny
 from tests.server.chat_model import write_tokenizer
 
 GIB = 2**30
+STATE = TokenState(per_token=2**15, positions=32_768)
+"""A GiB for the longest sequence."""
 
 
 @pytest.fixture
@@ -39,7 +43,11 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Says how much memory the weights take, and how much is free."""
 
     def set_to(needed: int, free: int) -> None:
-        monkeypatch.setattr(memory, "weights_bytes", lambda _files, bytes_each: needed * bytes_each // 2)
+        def needs(folder: Path, _files: object, _weights: str, dtype: str) -> ModelNeeds:
+            num_bytes = needed * (2 if dtype == "float32" else 1)
+            return ModelNeeds(name=folder.name, tensors=[whole_file("all", num_bytes)], state=STATE)
+
+        monkeypatch.setattr(fit, "needs_of_folder", needs)
         monkeypatch.setattr(memory, "available_ram_bytes", lambda: free)
 
     set_to(GIB, 10 * GIB)
@@ -81,7 +89,7 @@ def test_weights_that_cannot_be_read_are_a_problem(folder: Path, monkeypatch: py
     def damaged(*_: Any) -> int:
         raise ModelError("model.safetensors is cut off")
 
-    monkeypatch.setattr(memory, "weights_bytes", damaged)
+    monkeypatch.setattr(fit, "needs_of_folder", damaged)
     found = found_in(folder)["model"]
     assert (found.level, found.text) == ("problem", "model.safetensors is cut off")
 
@@ -99,10 +107,10 @@ def test_the_tokenizer_of_a_file_is_not_looked_at_before_it_is_converted(gguf: P
 
 
 def test_a_file_is_a_problem_where_the_start_would_refuse_it(gguf: Path, sizes: Any) -> None:
-    needed = conversion_needs(described(gguf), "auto").memory
+    needed = fitted(needs_of_gguf(gguf, "auto"), 0).needed_bytes
     sizes(GIB, needed - 1)
     found = found_in(gguf)["model"]
-    assert (found.level, "it takes" in found.text) == ("problem", True)
+    assert (found.level, dict(found.table)["room to compute"]) == ("problem", fit.ROOM_BYTES)
     sizes(GIB, needed)
     assert levels(found_in(gguf))["model"] == "ok"
 

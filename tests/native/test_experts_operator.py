@@ -10,7 +10,8 @@ import torch
 from torch.nn import functional
 
 from diskprefix.model.exact.mixtures import GateCurves, curves_of, one_by_one, routed
-from diskprefix.model.quants.forms import FORMS, QuantForm, Quants
+from diskprefix.model.quants.forms import Quants
+from diskprefix.model.quants.quant_form import FORMS, QuantForm
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators

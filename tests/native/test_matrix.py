@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from diskprefix.model.quants.forms import FORMS, QuantForm, Quants
+from diskprefix.model.quants.forms import Quants
 from diskprefix.model.quants.products import matrix_of as matrix_in_memory
+from diskprefix.model.quants.quant_form import FORMS, QuantForm
 from diskprefix.native import library
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of

@@ -13,7 +13,7 @@ from diskprefix.cli.tooling import print_json, status
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.printable import printable_only
 from diskprefix.settings import CACHE, SETTINGS, Settings
-from diskprefix.units import counted
+from diskprefix.units import counted, format_size
 
 _SIGNS = {"ok": "ok", "note": "note", "problem": "PROBLEM", "skipped": "–"}
 
@@ -84,5 +84,7 @@ def _findings(settings: Settings, say: Callable[[str], None], *, with_request: b
 
 def _show(finding: Finding) -> None:
     click.echo(f"{_SIGNS[finding.level]:<8} {finding.check:<17} {printable_only(finding.text)}")
+    for what, num_bytes in finding.table:
+        click.echo(f"{'':<8} {'':<17} {printable_only(what):<34} {format_size(num_bytes):>10}")
     if finding.advice:
         click.echo(f"{'':<8} {'':<17} → {printable_only(finding.advice)}")

@@ -44,7 +44,8 @@ _CONTENT_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check. `advice` says what to do about it, and is empty if there is nothing to do.
+    """The result of one check. `advice` says what to do about it, and is empty if there is nothing to do. `table` has
+    bytes by what takes them.
 
     `level`: `ok`, `note` (it works, and could be better), `problem` (it does not work) or `skipped` (not checked).
     """
@@ -53,6 +54,7 @@ class Finding:
     level: Level
     text: str
     advice: str = ""
+    table: tuple[tuple[str, int], ...] = ()
 
 
 def python_findings() -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import DiskPrefixError, ModelError
@@ -15,12 +15,15 @@ from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.settings import Settings, cache_home
 from diskprefix.units import format_size
 
+if TYPE_CHECKING:
+    from diskprefix.model.load.fit import ModelNeeds
+
 _SENTENCE = (
     "The harbor office keeps a list of all ships, with their draught, their cargo and the pilot who led them in. "
 )
 _SYSTEM = "Be brief."
-_FACTOR = 1.2
-"""The memory of a loaded model, as a multiple of its weights."""
+_SHORT_CONTEXT = 16_384
+"""Agents fill less than this in a few turns."""
 
 
 def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
@@ -34,8 +37,7 @@ def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[F
         yield Finding("model", "problem", error.message, "see the message")
         return
     if folder is None:
-        what = "the embedded model" if settings.model is None else repr(settings.model)
-        yield Finding("model", "skipped", f"{what} is not on this machine yet: the first start downloads it")
+        yield _listing_finding(settings)
         return
     yield _conversion_finding(settings, folder) if folder.is_file() else _memory_finding(settings, folder)
     if folder.is_file():
@@ -47,6 +49,20 @@ def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[F
         return
     say("reading the tokenizer")
     yield from _tokenizer_findings(settings, folder)
+
+
+def _listing_finding(settings: Settings) -> Finding:
+    """Returns the finding about a model that is not here, from the hub's listing of it where there is one."""
+    from diskprefix.model.load.embedded import EMBEDDED
+    from diskprefix.model.load.hub_listing import listing_of
+
+    model = settings.model
+    listing = None if model is None or model == EMBEDDED.name else listing_of(model)
+    if listing is not None:
+        found = _fit_finding(settings, listing.needs(_form(settings), settings.dtype))
+        return replace(found, text=f"{found.text}; it is not on this machine yet")
+    what = "the embedded model" if model is None else repr(model)
+    return Finding("model", "skipped", f"{what} is not on this machine yet: the first start downloads it")
 
 
 def local_folder(model: str | None) -> Path | None:
@@ -82,54 +98,56 @@ def _form(settings: Settings) -> str:
 
 
 def _conversion_finding(settings: Settings, gguf: Path) -> Finding:
-    """Returns the finding about a file that the first start converts: what that takes, and the weights afterwards."""
+    """Returns the finding about a file that the first start converts."""
     import shutil
 
-    from diskprefix.model.load.gguf import conversion_needs, described
-    from diskprefix.model.load.memory import available_ram_bytes
+    from diskprefix.model.load.fit import needs_of_gguf
 
     try:
-        needs = conversion_needs(described(gguf), _form(settings))
+        needs = needs_of_gguf(gguf, _form(settings), 4 if settings.dtype == "float32" else 2)
     except DiskPrefixError as error:
         return Finding("model", "problem", error.message, "see the message")
-    free, space = available_ram_bytes(), shutil.disk_usage(existing_folder(cache_home() / "models")).free
-    if needs.memory > free:
-        text = f"{gguf.name}: it takes {format_size(needs.memory)} of memory, {format_size(free)} are free"
-        return Finding("model", "problem", text, "free memory, or take a file with fewer bits or a smaller model")
-    if needs.disk > space:
-        text = f"{gguf.name}: its folder takes {format_size(needs.disk)} on the disk, {format_size(space)} are free"
+    space = shutil.disk_usage(existing_folder(cache_home() / "models")).free
+    if needs.disk_bytes > space:
+        text = f"{gguf.name}: its folder takes {format_size(needs.disk_bytes)} on the disk, {format_size(space)} free"
         return Finding("model", "problem", text, "free some, or set XDG_CACHE_HOME to a folder on a larger disk")
-    return _fitting(settings, gguf, needs.weights * (2 if settings.dtype == "float32" else 1))
+    return _fit_finding(settings, needs)
 
 
 def _memory_finding(settings: Settings, folder: Path) -> Finding:
-    from diskprefix.model.load.memory import weights_bytes
+    from diskprefix.model.load.fit import needs_of_folder, with_matrices
     from diskprefix.model.quants.file_matrix import load_matrices
-    from diskprefix.model.quants.quantised import packed_bytes
+    from diskprefix.model.quants.quantised import packed_tensors
 
     files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
     if not files:
         return Finding("model", "problem", f"{folder} holds no weights", "give another --model")
+    matrices = load_matrices(folder)
     try:
-        needed = weights_bytes(files, 4 if settings.dtype == "float32" else 2) + packed_bytes(load_matrices(folder))
+        needs = needs_of_folder(folder, files, "native" if matrices else settings.weights, settings.dtype)
     except ModelError as error:
         return Finding("model", "problem", error.message, "fetch or copy it again")
-    return _fitting(settings, folder, needed)
+    return _fit_finding(settings, with_matrices(needs, folder.name, packed_tensors(matrices)))
 
 
-def _fitting(settings: Settings, model: Path, needed: int) -> Finding:
-    """Returns whether weights of `needed` bytes fit into the free memory."""
+def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:
+    """Returns whether a model fits into the free memory, with the table by part and what else would fit."""
+    from diskprefix.model.load.alternatives import other_forms
+    from diskprefix.model.load.fit import fitted
     from diskprefix.model.load.memory import available_ram_bytes
 
-    free = available_ram_bytes()
-    text = f"{model.name}: about {format_size(needed)} of weights, {format_size(free)} of memory free"
+    found = fitted(needs, available_ram_bytes(), settings.kv_memory)
+    text = f"{needs.name}: about {format_size(found.needed_bytes)} of memory, {format_size(found.free_bytes)} are free"
+    table = tuple(found.rows())
     if settings.device not in ("auto", "cpu"):
-        return Finding("model", "ok", f"{text}; it will run on {settings.device}")
-    if needed > free:
-        return Finding("model", "problem", text, "free memory, take a smaller model, or --weights int8 or int4")
-    if needed * _FACTOR > free:
-        return Finding("model", "note", text, "little memory is left for the state of requests; see --kv-memory")
-    return Finding("model", "ok", text)
+        return Finding("model", "ok", f"{text}; it will run on {settings.device}", table=table)
+    if not found.is_enough:
+        return Finding("model", "problem", text, "; ".join(found.advice(other_forms(settings))), table)
+    positions = needs.state.positions
+    text += f"; a context of {found.context:,} of {positions:,} tokens"
+    if found.context < min(positions, _SHORT_CONTEXT):
+        return Finding("model", "note", text, "free memory or take fewer bits for a longer one; see --kv-memory", table)
+    return Finding("model", "ok", text, table=table)
 
 
 def _tokenizer_findings(settings: Settings, folder: Path) -> Iterator[Finding]:

@@ -8,26 +8,23 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.fingerprint import remembered_digest, weights_digest
+from diskprefix.model.load.fit import Check, ModelNeeds, needs_of_tensors, require_making
 from diskprefix.model.load.gguf_file import (
-    FileTensor,
-    conversion_bytes,
     file_stamp,
     model_stem,
     part_paths,
     read_tensors,
-    weights_sizes,
     write_header,
 )
 from diskprefix.model.load.gguf_header import GgufHeader
-from diskprefix.model.load.memory import available_ram_bytes, require_memory
+from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
 from diskprefix.settings import cache_home
@@ -46,18 +43,22 @@ SUFFIXES = {"native": "", "auto": "-quants.3", "int8": "-int8.4", "int4": "-int4
 _LOCK, _PARTIAL = ".lock-", ".partial-"
 """Prefixes of a model's name: the file that is locked while the model is made, and the folder that it is made in."""
 _GGUF = "model.load.gguf"
-_OVERHEAD_BYTES = 256 * 1024**2
-"""Memory for the metadata, and space on the disk for the tokenizer."""
 
 # Values of tokenizer.ggml.pre by how they cut text before BPE (llama.cpp, src/llama-vocab.cpp).
 _CUT_AS_GPT2 = frozenset({"default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
 _CUT_DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 
 
-def converted_folder(gguf: Path, report: Report, weights: str = "native") -> Path:
+def enough_to_make(needs: ModelNeeds) -> None:
+    """The check that there is memory for a conversion. Raises `ModelError`."""
+    require_making(needs, available_ram_bytes())
+
+
+def converted_folder(gguf: Path, report: Report, weights: str = "native", check: Check = enough_to_make) -> Path:
     """Returns the folder of the model in `gguf`, which is converted on first use. `weights` is that of `convert`.
-    Raises `ModelError` if the file cannot be read or converted, or its conversion does not fit in memory or on disk."""
-    return build_once(_folder_name(gguf, weights), lambda work: convert(gguf, work, report, weights), report)
+    Raises `ModelError` if the file cannot be read or converted, or the space on the disk or `check` says that it does
+    not fit."""
+    return build_once(_folder_name(gguf, weights), lambda work: convert(gguf, work, report, weights, check), report)
 
 
 def finished_folder(gguf: Path, weights: str) -> Path | None:
@@ -195,11 +196,11 @@ def require_disk(folder: Path, needed_bytes: int) -> None:
         )
 
 
-def convert(gguf: Path, work: Path, report: Report, weights: str = "native") -> Path:
+def convert(gguf: Path, work: Path, report: Report, weights: str = "native", check: Check = enough_to_make) -> Path:
     """Converts `gguf` to safetensors and a tokenizer in `work/model`. Returns that folder.
 
     `weights` is `native` (all bfloat16), `auto` (the quants of the file where `gguf_quants` reads them), or `int8` or
-    `int4` (the others are quantised anew). Raises `ModelError` if it cannot be read or does not fit, `OSError` if the
+    `int4` (the others are quantised anew). Raises `ModelError` if it cannot be read or `check` does, `OSError` if the
     disk fills up.
     """
     source, made = work / "source", work / "model"
@@ -208,7 +209,7 @@ def convert(gguf: Path, work: Path, report: Report, weights: str = "native") -> 
     try:
         with progress_bar(f"converting {gguf.name}", 100, report) as advance:
             quiet_transformers()
-            _convert(gguf, source, made, weights, advance, report)
+            _convert(gguf, source, made, weights, advance, report, check)
     except ModelError:
         raise
     except Exception as error:
@@ -219,34 +220,14 @@ def convert(gguf: Path, work: Path, report: Report, weights: str = "native") -> 
     return made
 
 
-@dataclass(frozen=True)
-class ConversionNeeds:
-    """Bytes that a file takes in memory, for its conversion or afterwards, on the disk, and for its weights."""
-
-    memory: int
-    disk: int
-    weights: int
-
-
-def conversion_needs(tensors: Sequence[FileTensor], weights: str) -> ConversionNeeds:
-    """Returns the needs of converting a file with these tensors to the form `weights`."""
-    written, packed = weights_sizes(tensors, weights)
-    memory = max(conversion_bytes(tensors, weights), written + packed)
-    return ConversionNeeds(memory + _OVERHEAD_BYTES, written + _OVERHEAD_BYTES, written + packed)
-
-
-def described(gguf: Path) -> list[FileTensor]:
-    """Returns the tensors of a file, or of all parts of a split one. Raises `ModelError` if it cannot be read."""
-    try:
-        return read_tensors(part_paths(gguf))[1]
-    except ModelError:
-        raise
-    except Exception as error:
-        raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
-
-
 def _convert(
-    gguf: Path, source: Path, made: Path, weights: str, advance: Callable[[float], None], report: Report
+    gguf: Path,
+    source: Path,
+    made: Path,
+    weights: str,
+    advance: Callable[[float], None],
+    report: Report,
+    check: Check,
 ) -> None:
     """Converts, and reports progress in per cent."""
     from gguf import GGUFReader
@@ -254,10 +235,9 @@ def _convert(
 
     parts = part_paths(gguf)
     header, tensors = read_tensors(parts)
-    needs = conversion_needs(tensors, weights)
-    advice = "free some, or take a file with fewer bits or a smaller model"
-    require_memory(needs.memory, available_ram_bytes(), what=gguf.name, advice=advice)
-    require_disk(made.parent, needs.disk)
+    needs = needs_of_tensors(gguf.name, header, tensors, weights)
+    check(needs)
+    require_disk(made.parent, needs.disk_bytes)
     # In a folder of its own: the folder of the original may hold files of other models.
     if len(parts) == 1:
         (source / _GGUF).symlink_to(gguf.resolve())

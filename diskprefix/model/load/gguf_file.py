@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, or of all parts of a split one, and what they take when they are converted."""
+"""The tensors of a GGUF file, or of all parts of a split one."""
 
 from __future__ import annotations
 
@@ -21,45 +21,10 @@ MATRICES = "matrices.npz"
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 _AT_ONCE = 1 << 22
 """Elements that are dequantised at a time."""
-_MATRIX = re.compile(
-    r"(output|blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down)(_exps|_shexp)?|shortconv\.(in|out)_proj))\.weight"
-)
-"""Names of matrices that are kept as quants, if their type has a form."""
-_RECURRENT = re.compile(r"(blk\.\d+\.)(ssm|time_mix)")
-"""Names of tensors of recurrent layers. In their blocks `attn_qkv` belongs to the layer, and is not quantised."""
-_KEPT_BITS = {
-    "Q4_0": 4.5,
-    "Q4_1": 5,
-    "Q5_0": 5.5,
-    "Q5_1": 6,
-    "Q8_0": 8.5,
-    "Q2_K": 2.625,
-    "Q3_K": 3.5625,
-    "Q4_K": 4.625,
-    "Q5_K": 5.625,
-    "Q6_K": 6.5625,
-    "IQ1_S": 3.3125,
-    "IQ1_M": 3.5625,
-    "IQ2_XXS": 3.3125,
-    "IQ2_XS": 3.5625,
-    "IQ2_S": 3.5625,
-    "IQ3_XXS": 4.3125,
-    "IQ3_S": 4.3125,
-    "IQ4_NL": 4.5,
-    "IQ4_XS": 4.3125,
-    "TQ1_0": 2.0625,
-    "TQ2_0": 2.0625,
-    "MXFP4": 4.25,
-}
-"""Bits of a weight with its scales, by the type in the file."""
 _PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16} | {
     f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)
 }
 """Types of numpy. The content of other types is bytes."""
-_NEW_BITS = {"int4": 5, "int8": 8.5}
-_MATRIX_BYTES, _EXPERTS_BYTES, _ROWS_BYTES = 10, 24, 3
-"""Memory for converting an element of a matrix, of experts, which transformers stacks in float32, and of matrices of
-which only rows are put into another order."""
 
 
 @dataclass(frozen=True)
@@ -212,56 +177,3 @@ def write_header(first: Path, header: GgufHeader, tensors: Sequence[FileTensor],
     with file.open("wb") as out:
         out.write(written)
         out.truncate(-(-len(written) // header.alignment) * header.alignment + at)
-
-
-def conversion_bytes(tensors: Sequence[FileTensor], weights: str) -> int:
-    """Returns the memory that a conversion takes for the largest of the tensors, which are converted one by one."""
-
-    def of(tensor: FileTensor) -> int:
-        if weights != "native" and tensor.kind in _KEPT_BITS:
-            return tensor.num_elements * _ROWS_BYTES
-        return tensor.num_elements * (_EXPERTS_BYTES if len(tensor.shape) > 2 else _MATRIX_BYTES)
-
-    return max(map(of, tensors), default=0)
-
-
-def weights_sizes(tensors: Sequence[FileTensor], weights: str) -> tuple[int, int]:
-    """Returns the bytes of the weights in the form `weights`: of those that a conversion writes, and of those that are
-    packed from the file at each start. Estimated from names and types."""
-    recurrent = {found[1] for tensor in tensors if (found := _RECURRENT.match(tensor.name))}
-    has_head = any(tensor.name == "output.weight" for tensor in tensors)
-    written = packed = 0.0
-    for tensor in tensors:
-        own = _KEPT_BITS.get(tensor.kind)
-        is_recurrent = any(tensor.name == f"{block}attn_qkv.weight" for block in recurrent)
-        is_matrix = _fills_blocks(tensor) and weights != "native" and not is_recurrent
-        bits, is_kept = 16.0, False
-        if is_matrix and _MATRIX.fullmatch(tensor.name):
-            bits, is_kept = _packed_bits(tensor, weights)
-        elif is_matrix and tensor.name == "token_embd.weight" and own is not None:
-            bits, is_kept = own, True
-        if is_matrix and tensor.name == "token_embd.weight" and not has_head:
-            # The logits have this matrix too, in their own form or in the same one.
-            of_head, is_same = _packed_bits(tensor, weights)
-            written += 0 if is_same or of_head == 16 else tensor.num_elements * of_head
-        if is_kept:
-            packed += tensor.num_elements * bits
-        else:
-            written += tensor.num_elements * bits
-    return int(written / 8), int(packed / 8)
-
-
-def _fills_blocks(tensor: FileTensor) -> bool:
-    # native.matrix.fills_blocks, which needs torch. Experts have a matrix each.
-    return len(tensor.shape) >= 2 and tensor.shape[-2] % 16 == 0 and tensor.shape[-1] % 32 == 0
-
-
-def _packed_bits(tensor: FileTensor, weights: str) -> tuple[float, bool]:
-    """Returns the bits of a weight, and whether they are those of the file."""
-    own = _KEPT_BITS.get(tensor.kind)
-    if weights == "auto" or "_exps." in tensor.name:
-        return own or 16, own is not None
-    is_head = tensor.name in ("output.weight", "token_embd.weight")
-    wanted = "int8" if is_head else weights
-    is_kept = own is not None and (wanted == "int8" or own <= _NEW_BITS["int4"])
-    return (own, True) if own is not None and is_kept else (_NEW_BITS[wanted], False)

@@ -17,22 +17,22 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.ahead import ReadAhead
+from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.embedded import EMBEDDED, embedded_folder
 from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.gguf import converted_folder, quiet_transformers
+from diskprefix.model.load.fit import Check, ModelNeeds, needs_of_folder, with_matrices
+from diskprefix.model.load.gguf import converted_folder, enough_to_make, quiet_transformers
 from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths
+from diskprefix.model.load.hub_listing import is_fetched, listing_of
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
 from diskprefix.model.load.memory import (
-    ADVICE,
     available_bytes,
     explain_out_of_memory,
     kv_ahead,
     large_pages,
     move,
-    require_memory,
-    weights_bytes,
 )
 from diskprefix.model.load.tokenizer import read_template, read_tokenizer, read_tokenizer_ahead
 from diskprefix.printable import first_line
@@ -117,14 +117,15 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model", *, k
         timings[step] = time.perf_counter() - started
 
     template = read_template(settings.chat_template)
-    source = _source(settings, progress, clock, flag)
-    from diskprefix.model.quants.quantised import packed_bytes
-
+    check = _fit_check(settings, progress, is_alone=flag == "--model")
+    source = _source(settings, progress, clock, flag, check)
     folder, files = source.folder, source.files
-    needed = weights_bytes(files, source.dtype.itemsize) + packed_bytes(source.matrices)
-    require_memory(needed, available_bytes(source.device), what=str(source), advice=ADVICE)
-    # Pages come beside the digest and the tokenizer.
+    needs = _needs(source)
+    check(needs)
+    # Pages come beside the digest and the tokenizer. What is cast or put together would be there twice for a moment.
     is_used = source.device.type == "cpu" and (source.weights == "native" or _computes_with_packed())
+    needed = needs.weights_bytes
+    is_used = is_used and needed + needs.unmapped_bytes <= available_bytes(source.device)
     ahead = kv_ahead(source.config, source.dtype, source.device, kv_ahead_bytes)
     memory = large_pages(needed + _ALIGNMENT_BYTES if is_used else 0, *ahead)
     with clock("digest"), _load_failures(folder):
@@ -142,7 +143,28 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model", *, k
     return LoadedModel(model=model, tokenizer=tokenizer, media=media, name=name, weights_digest=digest, timings=timings)
 
 
-def _source(settings: Settings, progress: Report, clock: Clock, flag: str = "--model") -> _ModelSource:
+def _fit_check(settings: Settings, progress: Report, *, is_alone: bool) -> Check:
+    """Returns the check that a model fits beside what is in memory. `is_alone`: the KV memory is all its own."""
+
+    def check(needs: ModelNeeds) -> None:
+        free = available_bytes(_pick_device(settings.device))
+        require_fit(needs, free, settings.kv_memory if is_alone else None, progress, settings)
+
+    return check
+
+
+def _needs(source: _ModelSource) -> ModelNeeds:
+    """Returns what a model needs whose files are made."""
+    from diskprefix.model.quants.quantised import packed_tensors
+
+    dtype = str(source.dtype).removeprefix("torch.")
+    needs = needs_of_folder(source.files[0].parent, source.files, "native", dtype)
+    return with_matrices(needs, str(source), packed_tensors(source.matrices))
+
+
+def _source(
+    settings: Settings, progress: Report, clock: Clock, flag: str = "--model", check: Check = enough_to_make
+) -> _ModelSource:
     # Wrong settings are reported before anything slow happens.
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
@@ -150,7 +172,15 @@ def _source(settings: Settings, progress: Report, clock: Clock, flag: str = "--m
     if settings.weights in ("int8", "int4"):
         weights_of()
     with clock("source"):
-        folder, name, gguf = _find(settings.model, progress, weights_of, flag=flag)
+
+        def before_fetch(repo: str) -> None:
+            listing = listing_of(repo)
+            if listing is not None:
+                check(listing.needs(weights_of(), settings.dtype))
+
+        folder, name, gguf = _find(
+            settings.model, progress, weights_of, flag=flag, check=check, before_fetch=before_fetch
+        )
         files = _weight_files(folder)
     with clock("imports"):
         device = _pick_device(settings.device)
@@ -167,7 +197,7 @@ def _source(settings: Settings, progress: Report, clock: Clock, flag: str = "--m
         matrices = load_matrices(folder, gguf)
         if matrices and not gguf:
             raise ModelError(f"{folder} was made of a .gguf file and lacks what is in it; give that file")
-        files = weight_files_in(weights, folder, files, config, kind, dtype, device, progress)
+        files = weight_files_in(weights, folder, files, config, kind, dtype, device, progress, check)
     return _ModelSource(
         folder=folder,
         name=name,
@@ -215,6 +245,8 @@ def _find(
     *,
     with_weights: bool = True,
     flag: str = "--model",
+    check: Check = enough_to_make,
+    before_fetch: Callable[[str], None] = lambda _repo: None,
 ) -> tuple[Path, str, list[Path]]:
     """Returns the folder that holds the model's files, the model's name, and the parts of the .gguf file that holds
     what the folder does not. What is made of such a file has the form that `pick_weights` returns."""
@@ -227,12 +259,13 @@ def _find(
         # What was made of a .gguf file needs that file beside it.
         return path, path.resolve().name, sorted(path.glob("*.gguf")) if (path / MATRICES).is_file() else []
     if is_gguf and os.path.isfile(path):
-        return converted_folder(path, progress, _gguf_weights(pick_weights())), model_stem(path), part_paths(path)
+        made = converted_folder(path, progress, _gguf_weights(pick_weights()), check)
+        return made, model_stem(path), part_paths(path)
     if os.path.isfile(path):
         raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
     if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
         raise ModelError(f"{flag}: no such file or folder: {model!r}")
-    return _fetch_from_hub(model, progress, flag, with_weights=with_weights), model, []
+    return _fetch_from_hub(model, progress, flag, before_fetch, with_weights=with_weights), model, []
 
 
 def _gguf_weights(weights: str) -> str:
@@ -245,7 +278,9 @@ def _gguf_weights(weights: str) -> str:
     return weights
 
 
-def _fetch_from_hub(repo: str, progress: Report, flag: str, *, with_weights: bool) -> Path:
+def _fetch_from_hub(
+    repo: str, progress: Report, flag: str, before: Callable[[str], None], *, with_weights: bool
+) -> Path:
     """Returns the folder of the newest snapshot of `repo`; if the hub cannot be reached, that in the hub's cache."""
     from huggingface_hub import errors, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -257,6 +292,8 @@ def _fetch_from_hub(repo: str, progress: Report, flag: str, *, with_weights: boo
     network_error: type[Exception] = getattr(errors, "HTTPError", OSError)
     try:
         wanted = [*_HUB_FILES, _HUB_WEIGHTS] if with_weights else _HUB_FILES
+        if with_weights and not is_fetched(repo, wanted, _HUB_SUBFOLDERS):
+            before(repo)
         folder = Path(snapshot_download(repo, allow_patterns=wanted, ignore_patterns=_HUB_SUBFOLDERS))
         if with_weights and not any(folder.glob(_HUB_WEIGHTS)):
             snapshot_download(repo, allow_patterns=_HUB_PICKLED, ignore_patterns=_HUB_SUBFOLDERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
 import threading
@@ -19,22 +18,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 ADVICE = "free some, or choose a smaller model, another --dtype or another --device"
-_CAST_AT_LOAD = frozenset({"F64", "F32", "F16", "BF16"})
-"""Types of safetensors that are cast to the model's dtype when loaded. Packed quantised weights keep their size."""
 KV_AHEAD_BYTES = 1 << 30
 """KV memory that is taken and made before the first request: fresh pages would slow down its restore."""
 _LARGE_PAGE = 1 << 21
 _LINE = 64
-_ELEMENT_BYTES = {"I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2, "U16": 2}
-
-
-def require_memory(needed_bytes: int, available: int, *, what: str, advice: str) -> None:
-    """Raises `ModelError` with both figures if `needed_bytes` is more than `available`."""
-    if needed_bytes > available:
-        raise ModelError(
-            f"{what} does not fit: about {format_size(needed_bytes)} of memory needed, {format_size(available)} "
-            f"available; {advice}"
-        )
 
 
 @contextmanager
@@ -115,32 +102,6 @@ def move(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
             else:
                 tensor.data = tensor.data.clone()
     return memory[used:]
-
-
-def weights_bytes(files: Sequence[Path], dtype_bytes: int) -> int:
-    """Returns the bytes that the weights in `files` take when loaded in a dtype of `dtype_bytes` bytes an element.
-    Pickled files count with their size. Raises `ModelError` for safetensors that are damaged or cut short."""
-    return sum(
-        _safetensors_bytes(file, dtype_bytes) if file.suffix == ".safetensors" else file.stat().st_size
-        for file in files
-    )
-
-
-def _safetensors_bytes(file: Path, dtype_bytes: int) -> int:
-    from safetensors import SafetensorError, safe_open
-
-    total = 0
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (it is no dict)
-                view = tensors.get_slice(name)
-                dtype = view.get_dtype()
-                total += math.prod(view.get_shape()) * (
-                    dtype_bytes if dtype in _CAST_AT_LOAD else _ELEMENT_BYTES.get(dtype, 1)
-                )
-    except (SafetensorError, OSError) as error:
-        raise ModelError(f"{file} is damaged or cut short ({error}); fetch or copy it again") from error
-    return total
 
 
 def available_bytes(device: torch.device) -> int:

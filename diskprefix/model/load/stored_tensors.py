@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 import torch
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
 from diskprefix.printable import first_line
 
 _TYPES = {
@@ -29,8 +29,6 @@ _TYPES = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-_MOST_HEADER_BYTES = 10**8
-"""safetensors refuses longer headers."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +48,18 @@ class StoredTensor:
     def num_bytes(self) -> int:
         return self.num_elements * self.dtype.itemsize
 
+    @property
+    def stored_shape(self) -> StoredShape:
+        """The entry that a header has for it."""
+        kind = next((kind for kind, dtype in _TYPES.items() if dtype is self.dtype), str(self.dtype))
+        return StoredShape(self.name, kind, self.shape, 0, self.num_bytes)
+
 
 def stored_tensors(folder: Path, files: Sequence[Path]) -> dict[str, StoredTensor]:
     """Returns the tensors that transformers would load of the weight `files` of a folder. Raises `ModelError` if a file
     is damaged."""
     found: dict[str, StoredTensor] = {}
-    for file in _checkpoint(folder, files):
+    for file in checkpoint_files(folder, files):
         try:
             found |= _of_safetensors(file) if file.suffix == ".safetensors" else _of_pickle(file)
         except ModelError:
@@ -65,36 +69,14 @@ def stored_tensors(folder: Path, files: Sequence[Path]) -> dict[str, StoredTenso
     return found
 
 
-def _checkpoint(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Returns the files of one checkpoint: a folder may hold the same weights twice, under other names."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{name}.index.json"
-        if folder / name in files:
-            return [folder / name]
-        if index.is_file():
-            shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-            return [folder / shard for shard in sorted(shards)]
-    return list(files)
-
-
 def _of_safetensors(file: Path) -> dict[str, StoredTensor]:
-    with file.open("rb") as content:
-        size = int.from_bytes(content.read(8), "little")
-        if size > _MOST_HEADER_BYTES:
-            raise ValueError(f"its header has {size} bytes")
-        header = json.loads(content.read(size))
-    total = file.stat().st_size - 8 - size
-    header.pop("__metadata__", None)
     found = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in _TYPES:
-            raise ModelError(f"{file.name}: {name} is of the type {entry['dtype']}, which is not known")
-        dtype, shape = _TYPES[entry["dtype"]], tuple(entry["shape"])
-        first, last = entry["data_offsets"]
-        if not 0 <= first <= last <= total or last - first != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{name} lies outside of it")
-        read = partial(_read, file, name, 8 + size + first, shape, dtype)
-        found[name] = StoredTensor(name, shape, dtype, read)
+    for one in stored_shapes(file):
+        if one.kind not in _TYPES:
+            raise ModelError(f"{file.name}: {one.name} is of the type {one.kind}, which is not known")
+        dtype = _TYPES[one.kind]
+        read = partial(_read, file, one.name, one.offset, one.shape, dtype)
+        found[one.name] = StoredTensor(one.name, one.shape, dtype, read)
     return found
 
 

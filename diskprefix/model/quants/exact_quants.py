@@ -7,8 +7,9 @@ from typing import TypeAlias
 
 import torch
 
-from diskprefix.model.quants.forms import QuantForm, Quants
-from diskprefix.native.matrix import COLUMNS, ROWS
+from diskprefix.model.quants.forms import Quants
+from diskprefix.model.quants.quant_form import QuantForm
+from diskprefix.native import COLUMNS, ROWS
 
 
 @dataclass(frozen=True, eq=False)

@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from diskprefix.model.load.gguf_file import MATRICES, FileTensor
+from diskprefix.native import ROWS
 from diskprefix.native.library import Operators
-from diskprefix.native.matrix import ROWS
 from diskprefix.native.packing import pack
 
 _DIGITS = 4

@@ -1,20 +1,4 @@
-"""Quantised weights: the forms, how a matrix gets one, and how it lies in memory.
-
-A weight is `number × scale + zero`, computed in float32 and rounded to bfloat16. The number belongs to the code of the
-weight, of 2 to 8 bits. Along a row of a matrix, groups of 16 or 32 weights share their scale and zero. The compiled
-products compute with these bfloat16 numbers, but for those of the variant `avx512_bf16`, which do not round them.
-
-In memory, 16 rows are a strip, and 32 columns of a strip are a block. A strip is a row of units: one block or eight,
-with the scales of its groups, then the zeros, then the codes of its blocks. Scales and zeros lie group after group, in
-each the 16 rows. The scales of units of eight blocks (`bytes`, `nibbles`, `shared`) are integers, a byte for each
-group, and begin with a float16 for each row that they are multiplied with. Another one is for the zeros, which are then
-subtracted. Units follow each other, and so do strips, so a product reads from the first to the last byte.
-
-The codes of a block are 16 pairs of columns, each with 16 rows × 2 codes: 32 lanes. With 8 bits these are 32 bytes.
-With fewer there are planes: words of 32 lanes of 16 bits. The first words have the low 4 bits (with 2 or 3 bits: the
-low 2) of consecutive pairs, the lowest bits those of the first pair. The next words have the other bits in the same
-way.
-"""
+"""Quantised weights: how a matrix gets a form of `quant_form.py`, and is packed."""
 
 from __future__ import annotations
 
@@ -23,107 +7,13 @@ from functools import cached_property
 
 import torch
 
-from diskprefix.native.matrix import COLUMNS, ROWS
+from diskprefix.model.quants.quant_form import FORMS, QuantForm
+from diskprefix.native import COLUMNS, ROWS
 
 _SHRUNK = (1.0, 0.94, 0.88, 0.82)
 """The parts of a group's range that are tried for 4 bits. A smaller one cuts the outermost weights off and is finer."""
 _AT_ONCE = 1 << 18
 """Weights that are worked on at a time, so that the work does not take several times the memory of the matrix."""
-
-_TABLES: dict[str, tuple[float, ...]] = {
-    "ternary": (-1, 0, 1, 2),
-    "iq1": tuple(number + shift for shift in (0.125, -0.125) for number in (-1, 0, 1, 0)),
-    "iq2": tuple(sign * number / 8 for sign in (1, -1) for number in (8, 25, 43, 0)),
-    "iq3_xxs": tuple(sign * number / 4 for sign in (1, -1) for number in (4, 12, 20, 28, 36, 44, 52, 62)),
-    "iq3_s": tuple(sign * number for sign in (1, -1) for number in range(1, 17, 2)),
-    "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
-    "mxfp4": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
-}
-"""The numbers of codes that are not integers one after the other."""
-
-_NUMBER_BYTES = {"float32": 4, "float16": 2, "exponents": 1, "bytes": 1, "nibbles": 1, "shared": 0}
-"""Bytes of a scale for a group, by how it is stored."""
-_OF_MANY = ("bytes", "nibbles", "shared")
-
-
-@dataclass(frozen=True)
-class QuantForm:
-    """Codes of `bits` bits: without a `table` the integers from 0 on, or with a sign if there are no zeros.
-
-    `scales` says how scales and zeros are stored: as `float32` or `float16` for each group; as `exponents` of 2
-    (MXFP4); as `bytes` or as `nibbles` (both in one byte) that are multiplied by a float16 of 256 columns, or as that
-    alone (`shared`).
-    """
-
-    bits: int
-    group: int
-    has_zeros: bool
-    scales: str
-    table: str = ""
-
-    def __str__(self) -> str:
-        zeros = "zeros" if self.has_zeros else "symmetric"
-        return f"int{self.bits} {self.group} {zeros} {self.scales} {self.table}".strip()
-
-    @classmethod
-    def parse(cls, text: str) -> QuantForm:
-        """Returns the form that `str` described. Raises `ValueError` for other texts."""
-        for form in (*FORMS, *FILE_FORMS):
-            if str(form) == text:
-                return form
-        raise ValueError(f"{text!r} is not a form of quantised weights")
-
-    @property
-    def numbers(self) -> tuple[float, ...]:
-        """The numbers of the codes."""
-        least = 0 if self.has_zeros else -(1 << self.bits - 1)
-        return _TABLES[self.table] if self.table else tuple(range(least, least + (1 << self.bits)))
-
-    @property
-    def unit_columns(self) -> int:
-        return COLUMNS * (8 if self.scales in _OF_MANY else 1)
-
-    @property
-    def numbers_bytes(self) -> int:
-        """Bytes of scales and zeros in a unit."""
-        parts = 2 if self.has_zeros else 1
-        shared = 2 * parts if self.scales in _OF_MANY else 0
-        of_group = _NUMBER_BYTES[self.scales] * (1 if self.scales == "nibbles" else parts)
-        return ROWS * (shared + self.unit_columns // self.group * of_group)
-
-    @property
-    def unit_bytes(self) -> int:
-        return self.numbers_bytes + ROWS * self.unit_columns * self.bits // 8
-
-    @property
-    def weight_bits(self) -> float:
-        """Bits of a weight, with its part of scales and zeros."""
-        return self.unit_bytes * 8 / (ROWS * self.unit_columns)
-
-    def packed_shape(self, rows: int, columns: int) -> tuple[int, int, int]:
-        return rows // ROWS, columns // self.unit_columns, self.unit_bytes
-
-
-FORMS = tuple(
-    QuantForm(bits, COLUMNS, has_zeros, scales)
-    for bits, has_zeros in ((4, True), (8, False))
-    for scales in ("float16", "float32")
-)
-"""Those of matrices that are quantised here."""
-
-FILE_FORMS = (
-    *(QuantForm(bits, 32, False, "float16") for bits in (4, 5)),
-    QuantForm(5, 32, True, "float16"),
-    QuantForm(2, 16, True, "nibbles"),
-    *(QuantForm(bits, 16, False, "bytes") for bits in (3, 6)),
-    *(QuantForm(bits, 32, True, "bytes") for bits in (4, 5)),
-    QuantForm(2, 32, False, "shared", "ternary"),
-    *(QuantForm(3, group, False, "bytes", table) for table in ("iq1", "iq2") for group in (16, 32)),
-    *(QuantForm(4, 32, False, "bytes", table) for table in ("iq3_xxs", "iq3_s", "iq4")),
-    QuantForm(4, 32, False, "float16", "iq4"),
-    QuantForm(4, 32, False, "exponents", "mxfp4"),
-)
-"""Those that only matrices in files have. `native.packing` packs them."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,7 +44,8 @@ from diskprefix.model.quants.quantised import (
     untie,
 )
 from diskprefix.model.quants.tensor_writer import TensorWriter
-from diskprefix.native.matrix import COLUMNS, ROWS, fills_blocks
+from diskprefix.native import COLUMNS, ROWS
+from diskprefix.native.matrix import fills_blocks
 
 _ENTRY_BYTES = 512
 """The greatest length of a tensor's entry in the header, with its form."""

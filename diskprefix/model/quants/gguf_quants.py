@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from diskprefix.model.quants.forms import QuantForm
+from diskprefix.model.quants.quant_form import QuantForm
 
 _FORMS = {
     "Q4_0": QuantForm(4, 32, False, "float16"),

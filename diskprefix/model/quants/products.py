@@ -16,9 +16,11 @@ import torch
 
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.rows import is_ours
-from diskprefix.model.quants.forms import FORMS, QuantForm, Quants, unpacked
+from diskprefix.model.quants.forms import Quants, unpacked
+from diskprefix.model.quants.quant_form import FORMS, QuantForm
+from diskprefix.native import COLUMNS, ROWS
 from diskprefix.native.library import operators
-from diskprefix.native.matrix import COLUMNS, ROWS, Matrix, product, rows_of
+from diskprefix.native.matrix import Matrix, product, rows_of
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """From rows [.., columns of the matrix] to [.., rows of the matrix], in bfloat16."""

@@ -20,7 +20,7 @@ import torch
 from diskprefix.errors import ModelError
 from diskprefix.model.load.stored_tensors import StoredTensor
 from diskprefix.model.quants.exact_quants import ExactQuants, exact_quants
-from diskprefix.native.matrix import COLUMNS
+from diskprefix.native import COLUMNS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -25,10 +25,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
+from diskprefix.model.load.served_tensors import ServedTensor, packed_tensor
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices
-from diskprefix.model.quants.forms import QuantForm
 from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.products import Product, kernel, matrix_of, product_of, weights_of
+from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised_experts import (
     QuantisedExperts,
     QuantisedMatrices,
@@ -210,10 +211,13 @@ def _metadata(file: Path) -> dict[str, str]:
         return {}
 
 
-def packed_bytes(matrices: Mapping[str, FileMatrix]) -> int:
-    """Returns the bytes that matrices of a `.gguf` file take in memory."""
-    distinct = {matrix.key: matrix for matrix in matrices.values()}
-    return sum(prod(_packed_shape(matrix)) for matrix in distinct.values())
+def packed_tensors(matrices: Mapping[str, FileMatrix]) -> list[ServedTensor]:
+    """Returns what matrices of a `.gguf` file take in memory."""
+    distinct = {matrix.key: (name, matrix) for name, matrix in matrices.items()}
+    return [
+        packed_tensor(name, matrix.shape, str(matrix.kind), prod(_packed_shape(matrix)))
+        for name, matrix in distinct.values()
+    ]
 
 
 def pack_matrices(model: PreTrainedModel, matrices: Mapping[str, FileMatrix], memory: torch.Tensor) -> None:

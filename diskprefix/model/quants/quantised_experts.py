@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, one_by_one, routed
-from diskprefix.model.quants.forms import QuantForm, Quants
+from diskprefix.model.quants.forms import Quants
 from diskprefix.model.quants.products import Product, matrix_of, product_of, weights_of
+from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import operators
 from diskprefix.native.matrix import Matrix, fills_blocks

@@ -5,11 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
-from collections import defaultdict
-from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,36 +14,22 @@ from transformers import GenerationConfig
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.gguf import SUFFIXES, build_once, require_disk
-from diskprefix.model.load.memory import available_ram_bytes, require_memory
-from diskprefix.model.load.stored_tensors import StoredTensor, stored_tensors
+from diskprefix.model.load.fit import Check, needs_of_checkpoint, read_config
+from diskprefix.model.load.gguf import SUFFIXES, build_once, enough_to_make, require_disk
+from diskprefix.model.load.stored_tensors import stored_tensors
 from diskprefix.model.quants.published import PublishedWeights, Source, published_weights, settings_of
 from diskprefix.model.quants.quantised import (
     FILE,
     is_quantised,
-    quantisable,
-    quantisable_experts,
     save_configurations,
 )
 from diskprefix.model.quants.streamed import StreamedQuantising
-from diskprefix.native.matrix import fills_blocks
 from diskprefix.progress import Report, progress_bar
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig
 
     from diskprefix.model.load.kinds import ModelKind
-
-_OVERHEAD_BYTES = 256 * 1024**2
-"""Memory for what is not weights."""
-_BYTES_OF_BITS = {4: 0.75, 8: 1.125}
-"""The most that a weight takes with its scale and zero, by the bits that its codes had or get."""
-_WORK_BYTES = 2.25
-"""Memory for quantising a weight, beside the weight: its quants, twice."""
-_EXPERTS_BYTES = 5
-"""The same for a weight of the experts of a layer, which are quantised as a whole."""
-_EXPERT = re.compile(r"\.experts\.\d+\..*")
-"""The end of the name of a tensor that is merged with those of the other experts."""
 
 
 def weight_files_in(
@@ -59,9 +41,10 @@ def weight_files_in(
     dtype: torch.dtype,
     device: torch.device,
     report: Report,
+    check: Check = enough_to_make,
 ) -> list[Path]:
     """Returns the weight files of a model in the form `weights`, which are made on first use. Raises `SettingsError` if
-    the form does not fit the dtype or the device, `ModelError` if the model cannot have it."""
+    the form does not fit the dtype or the device, `ModelError` if the model cannot have it or `check` does."""
     is_made = is_quantised(files)
     published = None if is_made or weights == "native" else published_weights(config)
     if is_made or published is not None or weights in ("int8", "int4"):
@@ -79,7 +62,7 @@ def weight_files_in(
     def build(work: Path) -> Path:
         made = work / "model"
         made.mkdir()
-        _quantise(folder, files, config, kind, weights, published, made, report)
+        _quantise(folder, files, config, kind, weights, published, made, report, check)
         return made
 
     digest = weights_digest(files)
@@ -113,6 +96,7 @@ def _quantise(
     published: PublishedWeights | None,
     made: Path,
     report: Report,
+    check: Check,
 ) -> None:
     stored = stored_tensors(folder, files)
     if published is not None:
@@ -123,10 +107,11 @@ def _quantise(
             )
     plain = _without_quants(config)
     skeleton = kind.skeleton(plain)
-    needs = quantising_needs(skeleton, stored, weights, published)
+    shapes = [tensor.stored_shape for tensor in stored.values()]
+    needs = needs_of_checkpoint(folder.name, shapes, read_config(folder), weights, "bfloat16")
     what = f"{'quantising' if published is None else f'packing the {published.name} weights of'} {folder.name}"
-    require_memory(needs.memory, available_ram_bytes(), what=what, advice="free some, or choose a smaller model")
-    require_disk(made.parent, needs.weights + _OVERHEAD_BYTES)
+    check(needs)
+    require_disk(made.parent, needs.disk_bytes)
     report(f"{what}{f' to {weights}' if published is None else ''}; this is done once")
     before = [_stamp(file) for file in files]
     sources: dict[str, Source] = {name: tensor.read for name, tensor in stored.items()}
@@ -155,55 +140,6 @@ def _stamp(file: Path) -> tuple[int, int, int]:
     """Returns what changes when a file is written or replaced."""
     found = file.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-@dataclass(frozen=True)
-class QuantisingNeeds:
-    """Bytes that quantising takes in memory, and those of the weights that it makes, in memory and on the disk."""
-
-    memory: int
-    weights: int
-
-
-def quantising_needs(
-    skeleton: PreTrainedModel, stored: Mapping[str, StoredTensor], weights: str, published: PublishedWeights | None
-) -> QuantisingNeeds:
-    """Returns what a model needs that is quantised one parameter at a time. `skeleton` is the model without weights."""
-    made = quantised_bytes(skeleton, weights, published)
-    steps: dict[str, int] = defaultdict(int)
-    for name, tensor in stored.items():
-        # In bfloat16 beside what is read; experts are also put together.
-        copies = (tensor.dtype is not torch.bfloat16) + (2 if _EXPERT.search(name) else 0)
-        steps[_EXPERT.sub(".experts", name)] += tensor.num_bytes + 2 * copies * _num_weights(tensor, published)
-    work = max((p.numel() * (_WORK_BYTES if p.ndim < 3 else _EXPERTS_BYTES) for p in skeleton.parameters()), default=0)
-    step = max(steps.values(), default=0) + int(work)
-    return QuantisingNeeds(max(step, made) + _OVERHEAD_BYTES, made)
-
-
-def _num_weights(tensor: StoredTensor, published: PublishedWeights | None) -> int:
-    """Returns the most weights that a tensor stands for. With quants, words of 32 bits hold up to 8."""
-    return tensor.num_elements if published is None or tensor.dtype.is_floating_point else 2 * tensor.num_bytes
-
-
-def quantised_bytes(skeleton: PreTrainedModel, weights: str, published: PublishedWeights | None) -> int:
-    """Returns the most bytes that the weights of a quantised model take."""
-    head, bits = skeleton.get_output_embeddings(), 4 if weights == "int4" else 8
-    if weights == "auto" and published is not None and "int8" not in published.name:
-        bits = 4
-    matrices = {
-        id(linear.weight): linear.weight.numel() * _BYTES_OF_BITS[8 if linear is head else bits]
-        for _, linear in quantisable(skeleton)
-        if fills_blocks(linear.weight)
-    }
-    for _, experts in quantisable_experts(skeleton) if weights != "auto" else ():
-        matrices |= {id(one): one.numel() * _BYTES_OF_BITS[bits] for one in experts.parameters() if one.ndim == 3}
-    embeddings = skeleton.get_input_embeddings().weight
-    others: int = sum(
-        tensor.numel() * tensor.element_size()
-        for tensor in (*skeleton.parameters(), *skeleton.buffers())
-        if id(tensor) not in matrices or tensor is embeddings
-    )
-    return int(sum(matrices.values())) + others
 
 
 def generation_config_of(folder: Path) -> GenerationConfig | None:

@@ -16,13 +16,15 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from diskprefix.errors import ModelError
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.exact_quants import ExactQuants
-from diskprefix.model.quants.forms import QuantForm, Quants, quantised, unpacked
+from diskprefix.model.quants.forms import Quants, quantised, unpacked
 from diskprefix.model.quants.parameter_stream import TensorOnRequest, name_of_loaded, taking_parameters
 from diskprefix.model.quants.published import Source
+from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised import FILE, bits_for, metadata_of, quantisable, quantisable_experts
 from diskprefix.model.quants.quantised_experts import QuantisedMatrices, quantised_experts
 from diskprefix.model.quants.tensor_writer import TensorWriter
-from diskprefix.native.matrix import ROWS, fills_blocks
+from diskprefix.native import ROWS
+from diskprefix.native.matrix import fills_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

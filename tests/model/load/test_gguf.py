@@ -21,19 +21,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTra
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import gguf as module
+from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.gguf import (
     MANIFEST,
     build_once,
-    conversion_needs,
     converted_folder,
-    described,
     is_finished,
 )
 from diskprefix.model.load.gguf_file import MATRICES
 from diskprefix.model.quants.file_matrix import load_matrices
 from diskprefix.model.quants.gguf_conversion import TensorwiseConversion
 from diskprefix.model.quants.parameter_stream import TensorOnRequest
-from diskprefix.model.quants.quantised import packed_bytes
+from diskprefix.model.quants.quantised import packed_tensors
 from tests.model import interrupted, tiny
 
 Usage = namedtuple("Usage", "total used free")
@@ -424,18 +423,19 @@ def test_only_a_tensor_and_the_one_before_are_in_memory(tmp_path: Path, monkeypa
 @pytest.mark.parametrize("weights", ["native", "auto", "int8", "int4"])
 def test_the_size_that_is_asked_for_is_the_size_that_is_made(weights: str, tmp_path: Path) -> None:
     file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
-    needs = conversion_needs(described(file), weights)
+    needs = needs_of_gguf(file, weights)
     folder = converted_folder(file, print, weights)
     with safe_open(folder / "model.safetensors", "pt") as tensors:
         sizes = [tensors.get_tensor(name).nbytes for name in tensors.keys()]  # noqa: SIM118 (it is no dict)
-    assert needs.weights == pytest.approx(sum(sizes) + packed_bytes(load_matrices(folder)), rel=0.01)
+    packed = sum(tensor.num_bytes for tensor in packed_tensors(load_matrices(folder)))
+    assert needs.weights_bytes == pytest.approx(sum(sizes) + packed, rel=0.01)
 
 
 def test_a_conversion_that_does_not_fit_in_memory_is_refused_with_both_figures(
     gguf: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "available_ram_bytes", lambda: 2048)
-    with pytest.raises(ModelError, match=r"needed, 2\.0 KiB available"):
+    with pytest.raises(ModelError, match=r"needed to make .*, 2\.0 KiB available"):
         converted_folder(gguf, print)
 
 

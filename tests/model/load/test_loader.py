@@ -325,7 +325,8 @@ def test_a_model_that_does_not_fit_is_refused_before_loading_with_both_figures(
     monkeypatch.setattr(loader, "_load_weights", None)
     message = refusal(folder, dtype="float32")
     assert message.startswith("tiny-llama as float32 on cpu does not fit: about ")
-    assert "KiB of memory needed, 4.0 KiB available" in message
+    assert "of memory needed (embeddings " in message
+    assert "4.0 KiB available; free some" in message
 
 
 @pytest.mark.parametrize(

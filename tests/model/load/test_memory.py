@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from diskprefix.errors import ModelError
 from diskprefix.kv.pool import KVPool
 from diskprefix.model.load.memory import (
     available_bytes,
@@ -17,10 +15,7 @@ from diskprefix.model.load.memory import (
     kv_ahead,
     large_pages,
     move,
-    require_memory,
-    weights_bytes,
 )
-from tests.model import tiny
 from tests.synthetic_model import dense_layout
 
 MIB = 1024**2
@@ -37,41 +32,6 @@ def write(folder: Path, files: Mapping[str, object]) -> Path:
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
     return write(tmp_path / "proc", {"meminfo": "MemTotal: 9999 kB\nMemAvailable: 8192 kB", "self/cgroup": "0::/"})
-
-
-def test_the_estimate_is_what_the_model_takes(tmp_path: Path) -> None:
-    model = tiny.llama()
-    model.save_pretrained(tmp_path)
-    files = list(tmp_path.glob("*.safetensors"))
-    for dtype in (torch.float32, torch.bfloat16):
-        taken = sum(p.numel() * p.element_size() for p in model.to(dtype).parameters())
-        assert weights_bytes(files, dtype.itemsize) == taken
-
-
-def test_packed_weights_keep_their_size(tmp_path: Path) -> None:
-    tensors = {"packed": torch.zeros(64, dtype=torch.uint8), "index": torch.zeros(2, dtype=torch.int64)}
-    save_file(tensors | {"scale": torch.zeros(4)}, tmp_path / "model.safetensors")
-    assert weights_bytes([tmp_path / "model.safetensors"], 2) == 64 + 2 * 8 + 4 * 2
-
-
-def test_pickled_weights_count_as_they_are(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 100)
-    assert weights_bytes([tmp_path / "pytorch_model.bin"], 2) == 100
-
-
-@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.99])
-def test_cut_weights_are_refused_by_name(share: float, tmp_path: Path) -> None:
-    tiny.llama().save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
-    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or cut short"):
-        weights_bytes([file], 2)
-
-
-def test_what_does_not_fit_is_refused_with_both_figures_and_advice() -> None:
-    require_memory(3 * MIB, 3 * MIB, what="x", advice="y")
-    with pytest.raises(ModelError, match=r"^x does not fit: about 3\.0 MiB of memory needed, 2\.0 MiB available; y$"):
-        require_memory(3 * MIB, 2 * MIB, what="x", advice="y")
 
 
 def test_a_machine_without_limits_offers_what_is_available(proc: Path, tmp_path: Path) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from diskprefix.model.quants.forms import FILE_FORMS, FORMS, QuantForm, Quants, quantised, unpacked
+from diskprefix.model.quants.forms import Quants, quantised, unpacked
+from diskprefix.model.quants.quant_form import FILE_FORMS, FORMS, QuantForm
 from diskprefix.native.matrix import fills_blocks
 
 

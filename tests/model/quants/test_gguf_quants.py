@@ -8,7 +8,6 @@ import gguf
 import numpy as np
 import torch
 
-from diskprefix.model.load.gguf_file import _KEPT_BITS
 from diskprefix.model.quants.gguf_quants import _FORMS, form_of
 
 _HALVES = {
@@ -53,7 +52,3 @@ def test_memory_is_hardly_more_than_the_file() -> None:
     grids = {kind for kind in _FORMS if kind.startswith(("IQ1", "IQ2", "IQ3", "TQ1"))}
     assert {kind for kind, times in more.items() if times > 1.05} == grids
     assert form_of("F16") is None
-
-
-def test_the_header_is_enough_to_know_the_memory() -> None:
-    assert {kind: form.weight_bits for kind, form in _FORMS.items()} == _KEPT_BITS

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load import stored_tensors
+from diskprefix.model.load import loader, stored_tensors
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.quants import quantising
 from diskprefix.model.quants.forms import quantised
@@ -121,8 +121,8 @@ def test_what_quantising_takes_is_required_before_anything_is_read(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stored_tensors, "_read", lambda *_: pytest.fail("a tensor was read"))
-    monkeypatch.setattr(quantising, "available_ram_bytes", lambda: 1000)
-    with pytest.raises(ModelError, match=r"quantising tiny does not fit: about .* 1000 B available"):
+    monkeypatch.setattr(loader, "available_bytes", lambda _device: 1000)
+    with pytest.raises(ModelError, match=r"^\S+ does not fit: about .* 1000 B available"):
         loaded(folder)
     assert not made_in(cache)
 

@@ -1,0 +1,87 @@
+"""The tensors of a model's files for `diskprefix models FILE`: from headers, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from diskprefix.cli.tooling import plain, print_table, terminal_width
+from diskprefix.errors import ModelError
+from diskprefix.units import counted, format_size
+
+if TYPE_CHECKING:
+    from diskprefix.model.load.served_tensors import ServedTensor
+
+
+def tensors_in(path: Path, weights: str) -> list[ServedTensor]:
+    """Returns the tensors of a `.gguf` file with all its parts, a safetensors file, or the folder of a model, as they
+    are served with `--weights`. Raises `ModelError` if a header cannot be read, or there are no such files."""
+    from diskprefix.model.load.fit import needs_of_folder, needs_of_gguf
+
+    if path.suffix.lower() == ".gguf":
+        return [*needs_of_gguf(path, weights).tensors]
+    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelError(f"{path} holds no *.safetensors; give a .gguf file, or the folder of a model")
+    return [*needs_of_folder(files[0].parent, files, weights, "auto").tensors]
+
+
+def described(path: Path, tensors: Sequence[ServedTensor]) -> dict[str, Any]:
+    """Returns the tensors and their sums by type, for JSON."""
+    shown = ("name", "shape", "part", "kind", "stored_bytes", "form", "num_bytes")
+    rows = [{key: value for key, value in asdict(one).items() if key in shown} | {"bits": one.bits} for one in tensors]
+    sums = [
+        dict(zip(("kind", "form", "tensors", "stored_bytes", "num_bytes"), row, strict=True)) for row in _sums(tensors)
+    ]
+    return {"file": str(path), "tensors": rows, "types": sums}
+
+
+def show(tensors: Sequence[ServedTensor]) -> None:
+    """Prints a table of the tensors, and one of the sums by type."""
+    from rich.table import Column
+
+    titles = ("tensor", "shape", "in the file", "bytes", "served as", "bits", "bytes")
+    cells = [
+        (
+            plain(one.name),
+            " × ".join(map(str, one.shape)),
+            plain(one.kind),
+            format_size(one.stored_bytes),
+            plain(one.form),
+            f"{one.bits:.4g}",
+            format_size(one.num_bytes),
+        )
+        for one in tensors
+    ]
+    width = terminal_width(otherwise=200)
+    print_table([Column(title, no_wrap=title != "tensor", overflow="fold") for title in titles], cells, width=width)
+    click.echo()
+    sums = [
+        (plain(kind), plain(form), f"{number:,}", format_size(stored), format_size(served))
+        for kind, form, number, stored, served in _sums(tensors)
+    ]
+    print_table(
+        [Column(title) for title in ("in the file", "served as", "tensors", "bytes", "bytes")], sums, width=width
+    )
+    stored, served = (sum(getattr(one, name) for one in tensors) for name in ("stored_bytes", "num_bytes"))
+    weights = sum(prod(one.shape) for one in tensors if one.stored_bytes)
+    click.echo(
+        f"{counted(len(tensors), 'tensor')}, {weights:,} weights: {format_size(stored)} in the file, "
+        f"{format_size(served)} in memory, {served * 8 / max(weights, 1):.3g} bits of a weight"
+    )
+
+
+def _sums(tensors: Iterable[ServedTensor]) -> list[tuple[str, str, int, int, int]]:
+    """Returns type in the file, form, number of tensors, bytes in the file and in memory: the largest first."""
+    found: dict[tuple[str, str], list[int]] = {}
+    for one in tensors:
+        sums = found.setdefault((one.kind, one.form), [0, 0, 0])
+        for place, number in enumerate((1, one.stored_bytes, one.num_bytes)):
+            sums[place] += number
+    rows = [(kind, form, sums[0], sums[1], sums[2]) for (kind, form), sums in found.items()]
+    return sorted(rows, key=lambda row: -row[4])

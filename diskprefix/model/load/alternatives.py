@@ -1,0 +1,54 @@
+"""The refusal of a model that does not fit, and which other forms of it would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.embedded import EMBEDDED
+from diskprefix.model.load.fit import ModelNeeds, fitted, needs_of_folder, needs_of_gguf
+from diskprefix.model.load.hub_listing import listing_of
+from diskprefix.progress import Report
+from diskprefix.settings import Settings
+
+_MOST_OTHERS = 8
+"""Other files whose headers are read."""
+
+
+def require_fit(needs: ModelNeeds, free_bytes: int, kv_memory: int | None, report: Report, settings: Settings) -> None:
+    """Raises `ModelError` if a model does not fit beside KV memory of `kv_memory` bytes, None for what is left. Reports
+    the table first. `settings` name the model, of which other forms are looked at."""
+    found = fitted(needs, free_bytes, kv_memory)
+    if found.is_enough:
+        return
+    for line in found.lines():
+        report(line)
+    raise ModelError(found.refusal(other_forms(settings)))
+
+
+def other_forms(settings: Settings) -> Iterator[tuple[str, ModelNeeds]]:
+    """Yields what else may be made of the model that `settings` name, each with how it is asked for: fewer bits, and
+    other files in the folder of a `.gguf` file or in the repository. What cannot be read is left out."""
+    is_plain = settings.dtype in ("auto", "bfloat16") and settings.device in ("auto", "cpu")
+    if settings.model in (None, EMBEDDED.name) or settings.model is None or not is_plain:
+        return
+    path = Path(settings.model).expanduser()
+    if not path.exists():
+        listing = listing_of(settings.model)
+        yield from () if listing is None else listing.other_forms(settings.weights)
+        return
+    asked: list[tuple[str, Callable[[], ModelNeeds]]] = []
+    forms = [form for form in ("int8", "int4") if form != settings.weights]
+    if path.is_file():
+        asked += [(f"--weights {form}", partial(needs_of_gguf, path, form)) for form in forms]
+        others = sorted(path.parent.glob(f"*{path.suffix}"), key=lambda other: -other.stat().st_size)
+        smaller = [other for other in others if other.stat().st_size < path.stat().st_size]
+        asked += [(f"the file {other.name}", partial(needs_of_gguf, other, "auto")) for other in smaller[:_MOST_OTHERS]]
+    elif files := sorted(path.glob("*.safetensors")):
+        asked += [(f"--weights {form}", partial(needs_of_folder, path, files, form, "auto")) for form in forms]
+    for how, needs in asked:
+        with suppress(ModelError, OSError, ValueError, KeyError):
+            yield how, needs()

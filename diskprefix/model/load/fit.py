@@ -1,0 +1,312 @@
+"""The memory that a model needs, by part, and whether it fits: computed from headers before anything is read or made.
+
+This is the one estimate. The start refuses by it, `diskprefix doctor` shows it, and `diskprefix models FILE` lists the
+tensors that it is made of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.gguf_file import FileTensor, part_paths, read_tensors
+from diskprefix.model.load.gguf_header import GgufHeader
+from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
+from diskprefix.model.load.served_tensors import PARTS, ServedTensor, made_peak, of_checkpoint, of_gguf
+from diskprefix.printable import first_line
+from diskprefix.units import format_size, whole_size
+
+ROOM_BYTES = 640 * 1024**2
+"""Memory for the libraries, and for what is computed in a step."""
+MAKING_BYTES = 256 * 1024**2
+"""Memory for what is not weights while a form of weights is made, and space on the disk for the tokenizer."""
+KV_SHARE = 0.5
+"""The part of the memory that is free beside the weights that KV may take without `--kv-memory`."""
+_LEAST_CONTEXT = 2048
+_UNLIMITED_POSITIONS = 1 << 20
+_WINDOWED = {"gpt-oss": 2, "gemma2": 2, "gemma3": 6}
+"""Architectures of `.gguf` files with windows: each of so many layers sees all tokens."""
+
+
+@dataclass(frozen=True)
+class TokenState:
+    """The most bytes that the state of a sequence takes: `per_token`, of which `windowed` only for the last `window`
+    tokens, and `fixed`, which is that of recurrent layers. `positions` is the longest sequence."""
+
+    per_token: int
+    windowed: int = 0
+    window: int = 0
+    fixed: int = 0
+    positions: int = _UNLIMITED_POSITIONS
+
+    def num_bytes(self, num_tokens: int) -> int:
+        return self.per_token * num_tokens + self.windowed * min(num_tokens, self.window)
+
+    def tokens_in(self, num_bytes: int) -> int:
+        """Returns the longest sequence that fits in so many bytes."""
+        left, beyond = max(0, num_bytes), self.windowed * self.window
+        of_token, fixed = self.per_token, beyond
+        if left < beyond + self.per_token * self.window:
+            of_token, fixed = self.per_token + self.windowed, 0
+        return min((left - fixed) // of_token, self.positions) if of_token else self.positions
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelNeeds:
+    """The needs of a model. `making_bytes` is the memory while its forms are made, which is over when it is loaded;
+    `disk_bytes` is what that writes. Both are 0 if nothing has to be made."""
+
+    name: str
+    tensors: Sequence[ServedTensor]
+    state: TokenState
+    making_bytes: int = 0
+    disk_bytes: int = 0
+
+    @property
+    def weights_bytes(self) -> int:
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def unmapped_bytes(self) -> int:
+        """Bytes of which there are two for a moment, if they are to lie in large pages."""
+        return sum(tensor.num_bytes for tensor in self.tensors if not tensor.is_mapped)
+
+    def parts(self) -> dict[str, int]:
+        """Returns the bytes of the weights by part."""
+        found = {part: sum(one.num_bytes for one in self.tensors if one.part == part) for part in PARTS}
+        return {part: num_bytes for part, num_bytes in found.items() if num_bytes}
+
+
+Check: TypeAlias = Callable[[ModelNeeds], None]
+"""Raises `ModelError` if a model does not fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """A model's needs beside the memory that is `free_bytes`. `kv_bytes` is what `--kv-memory` says, or follows from
+    what is free."""
+
+    needs: ModelNeeds
+    free_bytes: int
+    kv_bytes: int
+    context: int
+    """The tokens of the longest sequence."""
+
+    @property
+    def needed_bytes(self) -> int:
+        served = self.needs.weights_bytes + self.kv_bytes + self.needs.state.fixed + ROOM_BYTES
+        return max(served, self.needs.making_bytes)
+
+    @property
+    def is_enough(self) -> bool:
+        return self.needed_bytes <= self.free_bytes
+
+    def rows(self) -> list[tuple[str, int]]:
+        """Returns the table by part: what, and its bytes."""
+        found = [*self.needs.parts().items(), (f"KV memory for {self.context:,} tokens", self.kv_bytes)]
+        if self.needs.state.fixed:
+            found.append(("states of recurrent layers", self.needs.state.fixed))
+        found.append(("room to compute", ROOM_BYTES))
+        if self.needs.making_bytes > sum(num_bytes for _, num_bytes in found):
+            return [("making the form of the weights, before it is loaded", self.needs.making_bytes)]
+        return found
+
+    def lines(self) -> list[str]:
+        """Returns the table as text."""
+        rows = [*self.rows(), ("all together", self.needed_bytes), ("free", self.free_bytes)]
+        return [f"{what:<34} {format_size(num_bytes):>10}" for what, num_bytes in rows]
+
+    def refusal(self, others: Iterable[tuple[str, ModelNeeds]] = ()) -> str:
+        """Returns one line with both figures and the parts, and what would fit instead. `others` are other forms of the
+        model, each with how it is asked for."""
+        parts = ", ".join(f"{what} {format_size(num_bytes)}" for what, num_bytes in self.rows())
+        return (
+            f"{self.needs.name} does not fit: about {format_size(self.needed_bytes)} of memory needed ({parts}), "
+            f"{format_size(self.free_bytes)} available; {'; '.join(self.advice(others))}"
+        )
+
+    def advice(self, others: Iterable[tuple[str, ModelNeeds]] = ()) -> list[str]:
+        """Returns what would fit. For `others` see `refusal`."""
+        return list(self._fitting(others)) or ["free some, or choose a smaller model or one with fewer bits"]
+
+    def _fitting(self, others: Iterable[tuple[str, ModelNeeds]]) -> Iterator[str]:
+        left = self.free_bytes - (self.needed_bytes - self.kv_bytes)
+        context = self.needs.state.tokens_in(left)
+        if self.needs.making_bytes <= self.free_bytes and 0 < context < self.context:
+            yield f"a context of {context:,} tokens would fit: --kv-memory {whole_size(left)}"
+        for how, needs in others:
+            found = fitted(needs, self.free_bytes)
+            if found.is_enough:
+                yield f"{how} would fit: {format_size(found.needed_bytes)}"
+
+
+def fitted(needs: ModelNeeds, free_bytes: int, kv_memory: int | None = None) -> Fit:
+    """Returns a model's needs with KV memory of `kv_memory` bytes, or else of the share of what it leaves free."""
+    state = needs.state
+    if kv_memory is None:
+        left = free_bytes - needs.weights_bytes - state.fixed - ROOM_BYTES
+        longest = state.num_bytes(state.positions)
+        kv_memory = max(state.num_bytes(min(_LEAST_CONTEXT, state.positions)), min(int(left * KV_SHARE), longest))
+    return Fit(needs=needs, free_bytes=free_bytes, kv_bytes=kv_memory, context=state.tokens_in(kv_memory))
+
+
+def require_making(needs: ModelNeeds, free_bytes: int) -> None:
+    """Raises `ModelError` if there is no memory for making the form of a model's weights."""
+    if needs.making_bytes > free_bytes:
+        raise ModelError(
+            f"{needs.name} does not fit: about {format_size(needs.making_bytes)} of memory needed to make the form of "
+            f"its weights, {format_size(free_bytes)} available; free some, or choose a smaller model"
+        )
+
+
+def needs_of_gguf(gguf: Path, weights: str, dtype_bytes: int = 2) -> ModelNeeds:
+    """Returns what a `.gguf` file needs, or all parts of a split one, that is not converted yet. Raises `ModelError`
+    if its header cannot be read."""
+    try:
+        header, tensors = read_tensors(part_paths(gguf))
+    except OSError as error:
+        raise ModelError(f"cannot read {gguf}: {first_line(error)}") from error
+    return needs_of_tensors(gguf.name, header, tensors, weights, dtype_bytes)
+
+
+def needs_of_tensors(
+    name: str, header: GgufHeader, tensors: Sequence[FileTensor], weights: str, dtype_bytes: int = 2
+) -> ModelNeeds:
+    """Returns what a `.gguf` file with this header needs that is not converted yet."""
+    served = of_gguf(tensors, weights, dtype_bytes)
+    written = sum(one.num_bytes for one in served if not one.is_in_file) * 2 // dtype_bytes
+    return ModelNeeds(
+        name=name,
+        tensors=served,
+        state=_state_of_gguf(header, tensors, dtype_bytes),
+        making_bytes=made_peak(served) + MAKING_BYTES,
+        disk_bytes=written + MAKING_BYTES,
+    )
+
+
+def _state_of_gguf(header: GgufHeader, tensors: Sequence[FileTensor], dtype_bytes: int) -> TokenState:
+    """Returns the state of a sequence, from the sizes of the matrices that make keys and values."""
+    values, kind = header.values, str(header.values.get("general.architecture", ""))
+    shapes = {tensor.name.removesuffix(".weight"): tensor.shape for tensor in tensors}
+    blocks = sorted({name.split(".")[1] for name in shapes if name.startswith("blk.")}, key=int)
+    each = [_rows_of_block(f"blk.{block}.", shapes) for block in blocks]
+    window = int(values.get(f"{kind}.attention.sliding_window") or 0)
+    full_every = _WINDOWED.get(kind, 1) if window else 1
+    windowed = sum(rows for number, rows in enumerate(each) if (number + 1) % full_every)
+    num_recurrent = sum(any(name.startswith(f"blk.{block}.ssm_") for name in shapes) for block in blocks)
+    sizes = [int(values.get(f"{kind}.ssm.{name}") or 0) for name in ("inner_size", "state_size")]
+    return TokenState(
+        per_token=(sum(each) - windowed) * dtype_bytes,
+        windowed=windowed * dtype_bytes,
+        window=window,
+        fixed=4 * sizes[0] * sizes[1] * num_recurrent,
+        positions=int(values.get(f"{kind}.context_length") or _UNLIMITED_POSITIONS),
+    )
+
+
+def _rows_of_block(block: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Returns how many numbers a token has in the state of a block: keys and values, or what they are made of."""
+    if f"{block}attn_kv_a_mqa" in shapes:
+        return shapes[f"{block}attn_kv_a_mqa"][0]
+    if f"{block}attn_k" in shapes:
+        return shapes[f"{block}attn_k"][0] + shapes.get(f"{block}attn_v", shapes[f"{block}attn_k"])[0]
+    if f"{block}attn_qkv" in shapes and f"{block}attn_output" in shapes:
+        return max(0, shapes[f"{block}attn_qkv"][0] - shapes[f"{block}attn_output"][1])
+    return 0
+
+
+def needs_of_folder(folder: Path, files: Sequence[Path], weights: str, dtype: str) -> ModelNeeds:
+    """Returns what a model in a folder of transformers' needs. `files` are those of its weights. Of pickled ones only
+    the sizes are known. Raises `ModelError` if a header cannot be read."""
+    config = read_config(folder)
+    found: list[StoredShape] = []
+    for file in checkpoint_files(folder, files):
+        found += stored_shapes(file) if file.suffix == ".safetensors" else [_pickled(file)]
+    return needs_of_checkpoint(folder.name, found, config, weights, dtype)
+
+
+def _pickled(file: Path) -> StoredShape:
+    size = file.stat().st_size
+    return StoredShape(file.name, "U8", (size,), 0, size)
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Returns the configuration in a folder. Raises `ModelError` if it cannot be read."""
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is no object")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"cannot read the configuration of {folder}: {first_line(error)}") from error
+    return found
+
+
+def needs_of_checkpoint(
+    name: str, stored: Sequence[StoredShape], config: Mapping[str, Any], weights: str, dtype: str
+) -> ModelNeeds:
+    """Returns what a checkpoint with these tensors needs. `dtype` is that of `--dtype`."""
+    is_made = weights in ("int8", "int4") or (weights == "auto" and bool(config.get("quantization_config")))
+    dtype_bytes = 2 if is_made else dtype_bytes_of(dtype, config)
+    served = of_checkpoint(stored, config, weights, dtype_bytes)
+    needs = ModelNeeds(name=name, tensors=served, state=state_of_config(config, dtype_bytes))
+    if not is_made:
+        return needs
+    return ModelNeeds(
+        name=name,
+        tensors=served,
+        state=needs.state,
+        making_bytes=made_peak(served) + MAKING_BYTES,
+        disk_bytes=needs.weights_bytes + MAKING_BYTES,
+    )
+
+
+def dtype_bytes_of(dtype: str, config: Mapping[str, Any]) -> int:
+    """Returns the bytes of a number in the type that `--dtype` asks for, or that a configuration names."""
+    parts = (config, _text_part(config))
+    named = next((str(part.get(key)) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
+    return 4 if (named if dtype == "auto" else dtype) == "float32" else 2
+
+
+def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    found = config.get("text_config") or (config.get("thinker_config") or {}).get("text_config")
+    return found if isinstance(found, dict) else config
+
+
+def state_of_config(config: Mapping[str, Any], dtype_bytes: int) -> TokenState:
+    """Returns the state of a sequence of a model with this `config.json`, as far as that tells it."""
+    text = _text_part(config)
+
+    def size(*names: str) -> int:
+        found = next((text[name] for name in names if isinstance(text.get(name), int)), 0)
+        return int(found)
+
+    layers = size("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    width = size("hidden_size", "n_embd", "d_model")
+    heads = size("num_attention_heads", "n_head", "n_heads")
+    row = 2 * (size("num_key_value_heads") or heads) * (size("head_dim") or (width // heads if heads else 0))
+    if size("kv_lora_rank"):
+        row = size("kv_lora_rank") + size("qk_rope_head_dim")
+    kinds = text.get("layer_types") or ["full_attention"] * layers
+    window, num_windowed = size("sliding_window"), kinds.count("sliding_attention")
+    num_recurrent = sum("attention" not in kind or kind == "linear_attention" for kind in kinds)
+    inner = size("linear_num_value_heads") * size("linear_value_head_dim") * size("linear_key_head_dim")
+    inner = inner or size("mamba_n_heads", "mamba_num_heads") * size("mamba_d_head", "mamba_head_dim") * (
+        size("mamba_d_state", "ssm_state_size") or 1
+    )
+    num_full = len(kinds) - num_recurrent - (num_windowed if window else 0)
+    return TokenState(
+        per_token=row * num_full * dtype_bytes,
+        windowed=row * num_windowed * dtype_bytes if window else 0,
+        window=window,
+        fixed=4 * inner * num_recurrent,
+        positions=size("max_position_embeddings", "n_positions", "max_seq_len") or _UNLIMITED_POSITIONS,
+    )
+
+
+def with_matrices(needs: ModelNeeds, name: str, tensors: Iterable[ServedTensor]) -> ModelNeeds:
+    """Returns the needs with another name and more tensors: those that stay in a `.gguf` file."""
+    return ModelNeeds(name=name, tensors=[*needs.tensors, *tensors], state=needs.state)

@@ -1,0 +1,74 @@
+"""The headers of safetensors files, read strictly: every offset is compared with the size of the file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from diskprefix.errors import ModelError
+from diskprefix.printable import first_line
+
+_MOST_HEADER_BYTES = 10**8
+"""safetensors refuses longer headers."""
+_BITS = {"F4": 4, "BOOL": 8, "C64": 64}
+
+
+@dataclass(frozen=True)
+class StoredShape:
+    """A tensor of type `kind` (`BF16`, `F32`, …). `offset` counts from the begin of its file, `num_bytes` is what it
+    takes there."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+def checkpoint_files(folder: Path, files: Sequence[Path]) -> list[Path]:
+    """Returns the files of one checkpoint: a folder may hold the same weights twice, under other names."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        index = folder / f"{name}.index.json"
+        if folder / name in files:
+            return [folder / name]
+        if index.is_file():
+            shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
+            return [folder / shard for shard in sorted(shards)]
+    return list(files)
+
+
+def stored_shapes(file: Path) -> list[StoredShape]:
+    """Returns the tensors of a safetensors file. Raises `ModelError` if it is damaged or cut short."""
+    try:
+        with file.open("rb") as content:
+            size = int.from_bytes(content.read(8), "little")
+            if size > _MOST_HEADER_BYTES:
+                raise ValueError(f"its header has {size} bytes")
+            header = json.loads(content.read(size))
+        total = file.stat().st_size - 8 - size
+        return [_stored(name, entry, 8 + size, total) for name, entry in header.items() if name != "__metadata__"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{file} is damaged or cut short ({first_line(error)}); fetch or copy it again") from error
+
+
+def _stored(name: str, entry: Mapping[str, Any], begin: int, total: int) -> StoredShape:
+    kind, shape = str(entry["dtype"]), tuple(map(int, entry["shape"]))
+    first, last = entry["data_offsets"]
+    if not 0 <= first <= last <= total or min(shape, default=0) < 0 or last - first != bytes_of(kind, shape):
+        raise ValueError(f"{name} lies outside of it")
+    return StoredShape(name, kind, shape, begin + first, last - first)
+
+
+def bytes_of(kind: str, shape: Sequence[int]) -> int:
+    """Returns the bytes of a tensor. Raises `ValueError` for a type whose name does not say its bits."""
+    digits = "".join(letter for letter in kind.partition("_")[0] if letter.isdigit())
+    bits = _BITS.get(kind) or int(digits)
+    return prod(shape) * bits // 8

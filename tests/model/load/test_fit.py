@@ -1,0 +1,221 @@
+"""The estimate of what a model needs: from headers alone, compared with what models take, and what is advised."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.alternatives import other_forms, require_fit
+from diskprefix.model.load.fit import (
+    ROOM_BYTES,
+    ModelNeeds,
+    TokenState,
+    fitted,
+    needs_of_checkpoint,
+    needs_of_folder,
+    needs_of_gguf,
+    state_of_config,
+)
+from diskprefix.model.load.hub_listing import listing_of
+from diskprefix.model.load.safetensors_header import StoredShape, stored_shapes
+from diskprefix.model.load.served_tensors import part_of, whole_file
+from diskprefix.settings import Settings
+from tests.model import tiny
+from tests.model.hub import fake_hub
+from tests.model.load.test_loader import load
+
+MIB = 1024**2
+
+
+def folder_of(path: Path, dtype: torch.dtype = torch.float32) -> Path:
+    return tiny.write_folder(path / "tiny", dtype=dtype)
+
+
+def needs_in(folder: Path, weights: str = "native", dtype: str = "auto") -> ModelNeeds:
+    return needs_of_folder(folder, sorted(folder.glob("*.safetensors")), weights, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_take_what_the_headers_say_in_the_type_that_is_served(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny.llama()
+    taken = sum(p.numel() * dtype.itemsize for p in model.parameters())
+    needs = needs_in(folder_of(tmp_path), dtype=str(dtype).removeprefix("torch."))
+    assert needs.weights_bytes == taken
+    assert needs.unmapped_bytes == (0 if dtype is torch.float32 else taken), "a cast makes a copy"
+
+
+def test_quantised_weights_take_about_what_is_made(cache: Path, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path)
+    needs = needs_in(folder, "int4")
+    load(folder, weights="int4")
+    (made,) = cache.glob("tiny-*")
+    taken = sum(one.num_bytes for one in stored_shapes(made / "model.safetensors"))
+    assert taken <= needs.weights_bytes * 1.05
+    assert needs.weights_bytes <= 1.2 * taken
+
+
+def test_packed_weights_and_pickled_ones_keep_their_size(tmp_path: Path) -> None:
+    tensors = {"packed": torch.zeros(64, dtype=torch.uint8), "index": torch.zeros(2, dtype=torch.int64)}
+    save_file(tensors | {"scale": torch.zeros(4)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    assert needs_in(tmp_path).weights_bytes == 64 + 2 * 8 + 4 * 2
+    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 100)
+    assert needs_of_folder(tmp_path, [tmp_path / "pytorch_model.bin"], "native", "auto").weights_bytes == 100
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.99])
+def test_cut_weights_are_refused_by_name(share: float, tmp_path: Path) -> None:
+    file = folder_of(tmp_path) / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: int(share * file.stat().st_size)])
+    with pytest.raises(ModelError, match=r"model\.safetensors is damaged or cut short"):
+        stored_shapes(file)
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["[]", '{"a": 1}', '{"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 0]}}', '{"a": {"dtype": "ODD"}}'],
+)
+def test_headers_that_mean_nothing_are_refused(header: str, tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(64))
+    with pytest.raises(ModelError, match=r"x\.safetensors is damaged"):
+        stored_shapes(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("token_embd.weight", "embeddings"),
+        ("model.embed_tokens.weight", "embeddings"),
+        ("output.weight", "logits"),
+        ("lm_head.weight", "logits"),
+        ("blk.0.attn_q.weight", "attention"),
+        ("blk.0.attn_norm.weight", "norms and others"),
+        ("output_norm.weight", "norms and others"),
+        ("model.layers.0.self_attn.q_proj.weight", "attention"),
+        ("model.layers.0.linear_attn.in_proj_qkvz.weight", "recurrent layers"),
+        ("blk.0.ssm_in.weight", "recurrent layers"),
+        ("blk.0.ffn_up_exps.weight", "experts"),
+        ("model.layers.0.mlp.experts.3.up_proj.weight", "experts"),
+        ("model.layers.0.mlp.shared_experts.up_proj.weight", "feed forward"),
+        ("blk.0.ffn_up_shexp.weight", "feed forward"),
+        ("model.visual.blocks.0.attn.qkv.weight", "media"),
+    ],
+)
+def test_a_tensor_belongs_to_a_part(name: str, part: str) -> None:
+    assert part_of(name) == part
+
+
+@pytest.mark.parametrize(
+    ("changed", "state"),
+    [
+        ({}, TokenState(per_token=2 * 2 * 64 * 4 * 2, positions=2048)),
+        (
+            {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 128},
+            TokenState(per_token=2 * 2 * 64 * 2 * 2, windowed=2 * 2 * 64 * 2 * 2, window=128, positions=2048),
+        ),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64}, TokenState(per_token=576 * 4 * 2, positions=2048)),
+        (
+            {
+                "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+                "linear_num_value_heads": 4,
+                "linear_value_head_dim": 16,
+                "linear_key_head_dim": 8,
+            },
+            TokenState(per_token=2 * 2 * 64 * 2, fixed=3 * 4 * 4 * 16 * 8, positions=2048),
+        ),
+    ],
+)
+def test_the_state_of_a_token_follows_from_the_configuration(changed: dict[str, Any], state: TokenState) -> None:
+    config = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 256}
+    config |= {"max_position_embeddings": 2048, **changed}
+    assert state_of_config(config, 2) == state
+    assert state_of_config({"text_config": config}, 2) == state
+
+
+def test_the_state_of_a_file_is_that_of_its_folder(cache: Path, tmp_path: Path) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
+    load(file)
+    (made,) = cache.glob("tiny-*")
+    config = json.loads((made / "config.json").read_text())
+    assert needs_of_gguf(file, "auto").state == state_of_config(config, 2)
+
+
+@pytest.mark.parametrize("state", [TokenState(10), TokenState(10, 5, 100), TokenState(0, 5, 100), TokenState(0)])
+def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
+    for num_bytes in (0, 9, 15, 1400, 1499, 1500, 1501, 100_000):
+        tokens = state.tokens_in(num_bytes)
+        assert state.num_bytes(tokens) <= num_bytes
+        assert tokens == state.positions or state.num_bytes(tokens + 1) > num_bytes
+
+
+def test_kv_memory_and_context_follow_from_what_is_free() -> None:
+    needs = ModelNeeds(name="x", tensors=[whole_file("all", 100 * MIB)], state=TokenState(MIB, positions=100_000))
+    for left in (0, 8192, 20_000):
+        found = fitted(needs, 100 * MIB + ROOM_BYTES + left * MIB)
+        assert (found.context, found.kv_bytes) == (max(left // 2, 2048), max(left // 2, 2048) * MIB)
+        assert found.is_enough == (left >= 2048)
+
+
+def test_a_refusal_has_the_parts_and_the_context_that_would_fit() -> None:
+    needs = ModelNeeds(
+        name="x", tensors=[whole_file("blk.0.attn_q.weight", 100 * MIB)], state=TokenState(MIB, positions=100_000)
+    )
+    free = 100 * MIB + ROOM_BYTES + 700 * MIB
+    text = fitted(needs, free, 1000 * MIB).refusal()
+    assert "x does not fit: about 1.7 GiB of memory needed (norms and others 100.0 MiB, KV memory for 1,000" in text
+    assert text.endswith("a context of 700 tokens would fit: --kv-memory 700MiB")
+    assert not fitted(needs, free, 700 * MIB).needed_bytes > free
+
+
+def test_other_files_and_fewer_bits_that_would_fit_are_named(tmp_path: Path) -> None:
+    large, small = (tiny.write_gguf(tmp_path / f"{kind}.gguf", quantised=kind) for kind in ("Q8_0", "Q4_0"))
+    others = dict(other_forms(Settings(model=str(large))))
+    assert list(others) == ["--weights int8", "--weights int4", "the file Q4_0.gguf"]
+    assert others["the file Q4_0.gguf"].weights_bytes == needs_of_gguf(small, "auto").weights_bytes
+    lines: list[str] = []
+    needs = ModelNeeds(name="x", tensors=[whole_file("all", 2**40)], state=TokenState(1, positions=10))
+    with pytest.raises(ModelError, match=r"the file Q4_0\.gguf would fit: ") as caught:
+        require_fit(needs, 2**30, None, lines.append, Settings(model=str(large)))
+    assert "\n" not in caught.value.message
+    assert [line.split()[0] for line in lines] == ["norms", "KV", "room", "all", "free"]
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_model_of_the_hub_that_does_not_fit_is_refused_before_it_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path)
+    expected = needs_in(folder, "int4").weights_bytes
+    monkeypatch.setattr("diskprefix.model.load.loader.available_bytes", lambda _device: 1000)
+    with fake_hub(tmp_path / "hub", monkeypatch) as hub:
+        hub.repos["org/tiny"] = folder
+        listing = listing_of("org/tiny")
+        assert listing is not None
+        assert listing.needs("int4", "auto").weights_bytes == expected
+        with pytest.raises(ModelError, match=r"^org/tiny does not fit: "):
+            load("org/tiny")
+    assert not list((tmp_path / "hub").rglob("*.safetensors"))
+
+
+def test_a_hub_that_cannot_be_reached_lists_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_hub(tmp_path / "hub", monkeypatch):
+        pass
+    assert listing_of("org/tiny") is None
+    assert list(other_forms(Settings(model="org/tiny"))) == []
+
+
+def test_published_quants_count_as_they_are_kept() -> None:
+    stored = [
+        StoredShape("model.layers.0.self_attn.q_proj.qweight", "I32", (32, 256), 0, 32 * 256 * 4),
+        StoredShape("model.layers.0.self_attn.q_proj.scales", "F16", (8, 256), 0, 8 * 256 * 2),
+    ]
+    config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "sym": True}}
+    needs = needs_of_checkpoint("x", stored, config, "auto", "auto")
+    assert needs.weights_bytes == 256 * 256 * 4.5 / 8
+    assert needs_of_checkpoint("x", stored, config, "native", "bfloat16").weights_bytes == 32 * 256 * 4 + 8 * 256 * 2
