@@ -15,10 +15,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 from rich.console import Console
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.gguf_file import read_tensors
+from diskprefix.model.quants.file_matrix import load_matrices
 from tests.model import tiny
 from tests.server.chat_model import write_tokenizer
 from tests.tools.test_peers import WORKER
@@ -74,12 +76,29 @@ def test_a_small_gguf_file_is_read_by_the_library_and_by_us(letter: str, tmp_pat
 
 
 @pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("letter", "ac")
 def test_a_small_gguf_file_is_converted_and_gives_logits_that_differ_by_position(
-    tmp_path: Path, tokenizer: Path
+    letter: str, tmp_path: Path, tokenizer: Path
 ) -> None:
-    folder = converted_folder(small("a", tmp_path, tokenizer), lambda _line: None)
+    folder = converted_folder(small(letter, tmp_path, tokenizer), lambda _line: None)
     spread = logits_spread(folder)
     assert 0.1 < spread < 10
+
+
+@pytest.mark.usefixtures("cache")
+def test_experts_of_gpt_oss_stay_in_the_file_and_their_biases_are_beside_them(tmp_path: Path, tokenizer: Path) -> None:
+    file = small("c", tmp_path, tokenizer)
+    folders = {weights: converted_folder(file, lambda _line: None, weights) for weights in ("native", "auto")}
+    kept = load_matrices(folders["auto"], [file])
+    native, auto = (load_file(folder / "model.safetensors") for folder in folders.values())
+    at = "model.layers.1.mlp.experts"
+    both = native[f"{at}.gate_up_proj"].transpose(1, 2)
+    assert torch.equal(kept[f"{at}.gate"].dequantised(), both[:, ::2])
+    assert torch.equal(kept[f"{at}.up"].dequantised(), both[:, 1::2])
+    assert torch.equal(kept[f"{at}.down"].dequantised(), native[f"{at}.down_proj"].transpose(1, 2))
+    assert torch.equal(auto[f"{at}.up.bias"], native[f"{at}.gate_up_proj_bias"][:, 1::2])
+    assert torch.equal(auto[f"{at}.down.bias"], native[f"{at}.down_proj_bias"])
+    assert auto["model.layers.1.self_attn.sinks"].any()
 
 
 def logits_spread(folder: Path) -> float:

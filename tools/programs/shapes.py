@@ -137,9 +137,7 @@ def measured(peer: Peer, kept: Path, sizes: Sequence[int], limit_s: float) -> It
         for size in sizes if peer.restores else ():
             yield from _restarted(peer, size, answers[size], limit_s)
     finally:
-        # It may have been killed for being late, and a daemon that is gone has nothing to save.
-        with suppress(Exception):
-            peer.kill()
+        # Not as `Peer.kill`, which waits until all is saved.
         peer.process.kill()
 
 

@@ -24,6 +24,7 @@ from diskprefix.model.load.gguf_file import (
     write_header,
 )
 from diskprefix.model.load.gguf_header import GgufHeader
+from diskprefix.model.load.gguf_rope import SCALING, scale_positions
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
@@ -33,7 +34,7 @@ from diskprefix.tokens import file_digest
 from diskprefix.trusted_path import distrusted_by_root
 from diskprefix.units import format_size
 
-CONVERSION_FORMAT = 1
+CONVERSION_FORMAT = 2
 """The format of converted folders. Increase it when the conversion makes other files: older folders are then made
 again."""
 
@@ -245,10 +246,13 @@ def _convert(
         write_header(parts[0], header, tensors, source / _GGUF)
     # For transformers. It trusts what it reads, so the header was checked before.
     reader = GGUFReader(source / _GGUF)
+    for name in [name for name in reader.fields if SCALING in name]:
+        del reader.fields[name]
     facts = _facts(header)
     advance(2)
     with _parsed_once(reader):
         config = AutoConfig.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
+        scale_positions(config, header.values, tensors, report)
         advance(4)
         _load_tokenizer(source, config, facts, report).save_pretrained(made)
         advance(8)

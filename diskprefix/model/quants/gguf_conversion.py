@@ -31,6 +31,7 @@ from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.file_matrix import FileMatrix, numbered, numbers_in, save_matrices
 from diskprefix.model.quants.forms import quantised
+from diskprefix.model.quants.gguf_experts import PROCESSORS
 from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.parameter_stream import TensorOnRequest, name_of_loaded, taking_parameters
 from diskprefix.model.quants.quantised import (
@@ -51,6 +52,8 @@ _ENTRY_BYTES = 512
 """The greatest length of a tensor's entry in the header, with its form."""
 _MOST_HEADER_BYTES = 10**8
 """safetensors refuses longer headers."""
+_BIAS = "_bias"
+"""The end of the names of the biases of experts."""
 
 
 class TensorwiseQuantizer(GgufHfQuantizer):  # type: ignore[misc]
@@ -95,6 +98,8 @@ class TensorwiseConversion:
         """Parameters that are rows of the file's tensors."""
         self._rows: dict[str, np.ndarray] = {}
         """The numbers of the rows of experts, by the name of the parameter."""
+        self._biases: dict[str, torch.Tensor] = {}
+        """The biases of experts, by the name of the parameter."""
         self._read: list[FileTensor] = []
         """Tensors of the file that the present parameter is made of."""
         self._is_used = False
@@ -180,8 +185,7 @@ class TensorwiseConversion:
         self._users = dict(users)
         self._linears = {f"{name}.weight" for name, _ in quantisable(model)} if self._weights != "native" else set()
         embedding = model.get_input_embeddings()
-        plain = (found for found in quantisable_experts(model) if not (found[1].has_bias or found[1].is_transposed))
-        self._experts: dict[str, Any] = {} if self._weights == "native" else dict(plain)
+        self._experts: dict[str, Any] = {} if self._weights == "native" else dict(quantisable_experts(model))
         self._embeddings = {
             f"{name}.weight" for name, one in model.named_modules() if one is embedding and is_plain_embedding(one)
         }
@@ -199,7 +203,7 @@ class TensorwiseConversion:
         """Returns a tensor for each parameter, as the mapping of `load_gguf_checkpoint` has them."""
         config = legacy.load_gguf_checkpoint(file)["config"]
         architecture = legacy.read_field(gguf.GGUFReader(file), "general.architecture")[0]
-        processor = legacy.TENSOR_PROCESSORS.get(architecture, legacy.TensorProcessor)(config=config)
+        processor = PROCESSORS.get(architecture, legacy.TensorProcessor)(config=config)
         names = legacy.get_gguf_hf_weights_map(model, processor)
         sources: dict[str, list[FileTensor]] = defaultdict(list)
         unchanged = set()
@@ -263,17 +267,21 @@ class TensorwiseConversion:
         """Takes a parameter: a matrix of the file, or weights, which are written at once. Returns one of its
         shape on torch's meta device."""
         self._is_used = True
+        experts = self._experts.get(name.rpartition(".")[0])
         if any(map(self._is_numbered, self._read)):
-            rows = numbers_in(tensor)
+            rows = numbers_in(_turned(tensor, experts))
             matrix = None if rows is None else FileMatrix.of(rows, self._tensors, self._firsts)
             if matrix is None:
                 self._unclear |= {one.name for one in self._read if self._is_numbered(one)}
                 return _empty(tensor.shape)
             self._matrices[name] = matrix
-            if name.rpartition(".")[0] in self._experts and rows is not None:
+            if experts is not None and rows is not None:
                 self._rows[name] = rows
-            return _empty(matrix.shape)
-        self._put(model, name, tensor)
+            return _turned(_empty(matrix.shape), experts)
+        if experts is not None and name.endswith(_BIAS):
+            self._biases[name] = tensor
+        else:
+            self._put(model, name, tensor)
         return _empty(tensor.shape)
 
     def _put(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
@@ -300,7 +308,7 @@ class TensorwiseConversion:
 
     def _settle_matrices(self, model: PreTrainedModel) -> dict[str, FileMatrix]:
         """Writes the matrices whose quants are not used as they are. Returns the others, by their modules."""
-        kept = self._kept_experts()
+        kept = self._kept_experts(model)
         for name, matrix in self._matrices.items():
             if name in self._written:
                 continue
@@ -309,16 +317,17 @@ class TensorwiseConversion:
             kept |= {user.removesuffix(".weight"): matrix for user in staying}
             self._written.update(staying)
             if len(staying) < len(users):
-                self._put(model, name, matrix.dequantised())
+                self._put(model, name, _turned(matrix.dequantised(), self._experts.get(name.rpartition(".")[0])))
             else:
                 self._advanced(prod(matrix.shape))
         return kept
 
-    def _kept_experts(self) -> dict[str, FileMatrix]:
+    def _kept_experts(self, model: PreTrainedModel) -> dict[str, FileMatrix]:
         """Returns the matrices of the experts that stay in the file, by their modules: those of a mixture all stay, or
-        none does."""
+        none does. Writes the biases of all experts."""
         kept: dict[str, FileMatrix] = {}
         for owner, experts in self._experts.items():
+            biases = {name: bias for name, bias in self._biases.items() if name.rpartition(".")[0] == owner}
             parameters = [name for name in self._rows if name.rpartition(".")[0] == owner]
             found = {
                 f"{owner}.{part}": FileMatrix.of(rows.numpy(), self._tensors, self._firsts)
@@ -332,6 +341,15 @@ class TensorwiseConversion:
                 kept |= matrices
                 self._written.update(parameters)
                 self._advanced(sum(prod(matrix.shape) for matrix in matrices.values()))
+                biases = {
+                    f"{owner}.{part}.bias": of_part.contiguous()
+                    for name, bias in biases.items()
+                    for part, of_part in named_halves(
+                        experts, name.rpartition(".")[2].removesuffix(_BIAS), bias
+                    ).items()
+                }
+            for name, bias in biases.items():
+                self._write(model, name, bias)
         return kept
 
     def _stays(self, model: PreTrainedModel, user: str, matrix: FileMatrix) -> bool:
@@ -363,6 +381,11 @@ class TensorwiseConversion:
 def _has_form(matrix: FileMatrix) -> bool:
     """Returns whether the operators take the quants of a matrix, or of those of several experts."""
     return matrix.kind is not None and form_of(matrix.kind) is not None and matrix.shape[-2] % ROWS == 0
+
+
+def _turned(weights: torch.Tensor, experts: Any) -> torch.Tensor:
+    """Returns the matrices of a parameter with rows and columns exchanged, if its module has experts that way."""
+    return weights.transpose(1, 2) if experts is not None and experts.is_transposed and weights.ndim == 3 else weights
 
 
 def _empty(shape: Sequence[int]) -> torch.Tensor:
