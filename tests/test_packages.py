@@ -25,7 +25,7 @@ for _row in (
     "units",
     "private_file settings tenant_ids tokens",
     "nouns",
-    "namespace_key memo native",
+    "namespace_key memo native accelerator",
     "store",
     "kv",
     "hooks",
@@ -56,7 +56,13 @@ BESIDE = {
 LAYERS = ("store.codec", "store", "store.maintenance", "cache.policy", "cache.tiers", "cache")
 """Parts of one package: a module of one part imports its own part and the parts before it."""
 
-ONLY_IMPORTERS = {"xxhash": {"tokens"}, "lmdb": {"store"}, "zstandard": {"store"}, "obstore": {"extras"}}
+ONLY_IMPORTERS = {
+    "xxhash": {"tokens"},
+    "lmdb": {"store"},
+    "zstandard": {"store"},
+    "obstore": {"extras"},
+    "triton": {"accelerator"},
+}
 WITHOUT_TORCH = {
     "errors",
     "identity",

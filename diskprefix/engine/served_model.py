@@ -19,7 +19,7 @@ from diskprefix.engine.gauges import EngineFigures
 from diskprefix.engine.guesser import DraftRate, Guesser
 from diskprefix.engine.request import GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
-from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
+from diskprefix.engine.scheduler import MAX_ACCELERATED_ROWS, MAX_ROWS, Chunk, Pace
 from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
 from diskprefix.hooks import Recorder
@@ -73,7 +73,7 @@ class ServedModel:
         self.max_sequences = cache.settings.max_sequences
         self.packs = can_pack(self.model, cache.layout)
         """True if one step can compute several sequences."""
-        self.max_rows = MAX_ROWS
+        self.max_rows = MAX_ACCELERATED_ROWS if self.packs and self.model.device.type == "cuda" else MAX_ROWS
         """The most rows of a step."""
         self.pace = Pace(cache.settings.inter_token_latency)
         self.clock = time.perf_counter

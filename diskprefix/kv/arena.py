@@ -67,11 +67,11 @@ class KVArena:
         self.memory = [GroupMemory(group, device, block_size) for group in layout.groups]
         """The memory of per-token tensors, by group."""
         layers = [make_layer(spec) for spec in layout.layers]
-        self._token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
+        self.token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
         self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self.layers = layers
         self._states = self._allocate_states()
-        for layer in self._token_layers:
+        for layer in self.token_layers:
             layer.grow = self.reserve
         self.cache = make_cache(layout.cache_kind, layers, lambda: self.num_tokens)
 
@@ -99,7 +99,7 @@ class KVArena:
 
     @property
     def num_tokens(self) -> int:
-        return self._token_layers[0].length if self._token_layers else self._num_tokens
+        return self.token_layers[0].length if self.token_layers else self._num_tokens
 
     def forward(self, model: PreTrainedModel, token_ids: torch.Tensor) -> torch.Tensor:
         """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
@@ -169,14 +169,14 @@ class KVArena:
 
     def truncate(self, num_tokens: int) -> None:
         """Keeps the first `num_tokens` tokens, which must be `held`. The states must be those after these tokens."""
-        assert num_tokens <= self.capacity or num_tokens == 0 or not self._token_layers
+        assert num_tokens <= self.capacity or num_tokens == 0 or not self.token_layers
         self._num_tokens = self._clear_to = num_tokens
         if num_tokens < self.marked_tokens:
             self._marked = 0, []
         for memory in self.memory:
             memory.truncate(num_tokens)
         self._bind()
-        for token_layer in self._token_layers:
+        for token_layer in self.token_layers:
             token_layer.set_length(num_tokens)
         for state_layer in self._state_layers:
             state_layer.set_has_state(num_tokens > 0)
@@ -186,7 +186,7 @@ class KVArena:
         assert not self._state_layers, "a state cannot be taken back"
         for memory in self.memory:
             memory.clear(num_tokens, self.num_tokens)
-        for layer in self._token_layers:
+        for layer in self.token_layers:
             layer.set_length(num_tokens)
         self._num_tokens = num_tokens
 
@@ -231,10 +231,10 @@ class KVArena:
     def reserve(self, num_tokens: int) -> None:
         """Makes room for `num_tokens` tokens in all, and keeps those of the sequence. Raises `ContextTooLong` if they
         do not fit. After `truncate(0)` the old memory is freed before the new is allocated."""
-        if num_tokens <= self.capacity or not self._token_layers:
+        if num_tokens <= self.capacity or not self.token_layers:
             return
         # The longest: in the middle of a step, some layers have its tokens already.
-        valid = max(layer.length for layer in self._token_layers)
+        valid = max(layer.length for layer in self.token_layers)
         capacity = self._affordable_capacity(num_tokens, valid)
         if not valid:
             self._release()

@@ -23,7 +23,7 @@ from transformers.cache_utils import (
 )
 
 from diskprefix.kv.layout import LayerSpec
-from diskprefix.kv.step import TILE, Run, Step, current_step
+from diskprefix.kv.step import TILE, Run, Step, current_step, is_accelerated
 
 
 class TokenLayer:
@@ -45,6 +45,8 @@ class TokenLayer:
     sequences: Sequence[TokenLayer] = ()
     """The layers of several sequences that this layer stands for, in the order of the step's runs."""
     grow: Callable[[int], None]
+    writes_later = False
+    """Whether our own attention writes the rows of a step (`AppendedRows`)."""
 
     def bind(self, part: str, tensor: torch.Tensor, first: int) -> None:
         if part == "latent":
@@ -53,6 +55,7 @@ class TokenLayer:
             setattr(self, part, tensor)
         self.first = first
         self.dtype, self.device = tensor.dtype, tensor.device
+        self.writes_later = is_accelerated(tensor.device)
         self.is_initialized = True
 
     def set_length(self, num_tokens: int) -> None:
@@ -63,9 +66,12 @@ class TokenLayer:
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends [1, heads, n, head_dim]. Returns views of all keys and values that the n tokens may look at."""
+    ) -> tuple[Any, Any]:
+        """Appends [1, heads, n, head_dim]. Returns views of all keys and values that the n tokens may look at, or
+        `AppendedRows`."""
         step = current_step()
+        if step is not None and self.writes_later:
+            return _appended((self,), step, key_states, value_states)
         if step is not None:
             (run,) = step.runs
             return self.put(key_states, value_states, run)
@@ -153,6 +159,25 @@ class IndexedLayer(TokenLayer, DynamicIndexedLayer):  # type: ignore[misc]
         self.indexer_keys[:, self.indexed : end] = indexer_key_states
         self.indexed = end
         return self.indexer_keys[:, :end]
+
+
+@dataclass(frozen=True, eq=False)
+class AppendedRows:
+    """The keys and values of a step's rows, [1, heads, rows, dim], and the layers of its sequences: on an accelerator,
+    attention writes them to all memory in one call."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    layers: Sequence[TokenLayer]
+
+
+def _appended(
+    layers: Sequence[TokenLayer], step: Step, keys: torch.Tensor, values: torch.Tensor, *_args: Any, **_kwargs: Any
+) -> tuple[AppendedRows, AppendedRows]:
+    for layer, run in zip(layers, step.runs, strict=True):
+        layer.length = run.end
+    rows = AppendedRows(keys, values, layers)
+    return rows, rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +288,7 @@ def packed(layers: Sequence[Any], step: Step) -> Any:
     layer = copy.copy(layers[0])
     vars(layer)["sequences"] = layers
     if isinstance(layer, TokenLayer):
-        vars(layer)["update"] = partial(_update, layers, step)
+        vars(layer)["update"] = partial(_appended if layer.writes_later else _update, layers, step)
     return layer
 
 

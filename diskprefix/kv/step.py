@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,16 +30,23 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The rows of a forward, in order. `masks` keeps the masks of attention, which layers of one kind share. `states`
+    """The rows of a forward, in order. `masks` keeps the masks of attention, which layers of one kind share, and
+    `tables` where an accelerator finds their memory. `states`
     has the recurrent states that a layer has just asked for, one for each run: its recurrence takes them."""
 
     runs: tuple[Run, ...]
     masks: dict[Any, torch.Tensor] = field(default_factory=dict)
+    tables: dict[Any, Any] = field(default_factory=dict)
     states: list[list[torch.Tensor]] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
         return sum(run.num_rows for run in self.runs)
+
+
+def is_accelerated(device: torch.device) -> bool:
+    """Returns whether kernels in Triton (`accelerator`) compute on a device: on a CPU, if they are interpreted."""
+    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 _current: ContextVar[Step | None] = ContextVar("step", default=None)

@@ -11,9 +11,12 @@ from typing import Any
 
 import torch
 
-from diskprefix.kv.step import TILE, Run, Step, current_step
+from diskprefix.kv.layers import AppendedRows
+from diskprefix.kv.step import TILE, Run, Step, current_step, is_accelerated
+from diskprefix.model.exact import accelerated
 from diskprefix.model.exact.latent import LatentMemory
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
+from diskprefix.model.exact.rows import as_ours
 from diskprefix.model.exact.torch_attention import TorchAttention
 from diskprefix.native import attention_operator as native
 from diskprefix.native.library import operators
@@ -28,8 +31,8 @@ HARMLESS = frozenset({
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor | list[torch.Tensor] | LatentMemory,
-    value: torch.Tensor | list[torch.Tensor] | LatentMemory,
+    key: torch.Tensor | list[torch.Tensor] | LatentMemory | AppendedRows,
+    value: torch.Tensor | list[torch.Tensor] | LatentMemory | AppendedRows,
     attention_mask: Any,
     *,
     scaling: float | None = None,
@@ -55,13 +58,22 @@ def attend(
     step = current_step()
     if step is None or not isinstance(attention_mask, Pattern):
         raise NotInvariant("attention without a step or with a mask of its own")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(key, AppendedRows):
+        if attention_mask.last is not None or query.shape[0] != 1 or query.shape[2] != step.num_rows:
+            raise NotInvariant("attention over other rows than those of the step")
+        sinks = None if s_aux is None else s_aux.float()
+        out = as_ours(
+            accelerated.attend, step, query[0], key, attention_mask, scale=scale, softcap=softcap or 0.0, sinks=sinks
+        )
+        return out.unsqueeze(0), None
+    assert not isinstance(value, AppendedRows)
     if attention_mask.last is not None:
         step = _last_rows(step, attention_mask.last)
     if module.training or query.shape[0] != 1 or query.shape[2] != step.num_rows:
         raise NotInvariant("attention over other rows than those of the step")
     keys, values = ([memory] if isinstance(memory, torch.Tensor) else memory for memory in (key, value))
     _check_memory(step, attention_mask, query, keys, values)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     compiled = operators()
     if compiled is not None and query.dtype in native.DTYPES:
         out = native.attention(
@@ -107,7 +119,9 @@ def _first(end: int, memory: torch.Tensor) -> int:
     return -(-end // TILE) * TILE - memory.shape[2]
 
 
-def kernel() -> str:
-    """Returns the kernel that computes attention, for the identity: "" for torch's."""
+def kernel(device: torch.device) -> str:
+    """Returns the kernel that computes attention on a device, for the identity: "" for torch's."""
+    if is_accelerated(device):
+        return accelerated.kernel()
     found = operators()
     return found.identity if found else ""

@@ -50,20 +50,20 @@ def matrix_of(module: nn.Module, operators: Operators) -> Matrix | None:
     )
 
 
-def norm_of(module: nn.Module, operators: Operators) -> Norm | None:
-    """Returns the norm that a module computes, None if it computes something else."""
+def norm_of(module: nn.Module, compute: Callable[[Norm, torch.Tensor], torch.Tensor]) -> Norm | None:
+    """Returns the norm that a module computes, None if it computes something else. `compute` computes a norm."""
     parameters = [*module.parameters(recurse=False)]
     epsilon = next((vars(module)[name] for name in _EPSILONS if isinstance(vars(module).get(name), float)), None)
     if len(parameters) != 1 or any(True for _ in module.children()) or epsilon is None:
         return None
     (weight,) = parameters
-    if weight.ndim != 1 or weight.device.type != "cpu" or weight.dtype not in native.DTYPES:
+    if weight.ndim != 1 or weight.dtype not in native.DTYPES:
         return None
-    rows = made_up_rows(weight.dtype, len(weight))
+    rows = made_up_rows(weight.dtype, len(weight)).to(weight.device)
     expected = result_of(lambda: type(module).forward(module, rows))
     for kind in NORM_KINDS:
         norm = Norm(weight.detach(), kind, epsilon)
-        if isinstance(expected, torch.Tensor) and _is_near(norm(operators, rows), expected):
+        if isinstance(expected, torch.Tensor) and _is_near(compute(norm, rows), expected):
             return norm
     return None
 
@@ -148,7 +148,7 @@ class Parts:
         experts = experts_of(module, self._operators)
         if experts is not None:
             return partial(_experts, experts, self._operators)
-        norm = norm_of(module, self._operators)
+        norm = norm_of(module, lambda norm, rows: norm(self._operators, rows))
         return None if norm is None else self._forward(module, norm, _norm)
 
     def larger(self, module: nn.Module) -> Forward | None:

@@ -17,8 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout, is_out_of_memory
+from diskprefix.kv.step import is_accelerated
 from diskprefix.memo import Memo
-from diskprefix.model.exact import attention, rows
+from diskprefix.model.exact import accelerated, attention, rows
 from diskprefix.model.exact.invariant import install, uninstall
 from diskprefix.model.exact.kernel_calls import MAX_ROWS, Form, digest
 from diskprefix.model.exact.patterns import NAME, NotInvariant
@@ -79,7 +80,9 @@ def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tu
     """
     reason, forms = _why_not(model, layout), frozenset[Form]()
     if not reason:
-        key = hashlib.sha256(f"{__version__} {NAME} {attention.kernel()} {layout} {identity}".encode()).hexdigest()
+        key = hashlib.sha256(
+            f"{__version__} {NAME} {attention.kernel(model.device)} {layout} {identity}".encode()
+        ).hexdigest()
         remembered = _remembered(key) if identity else None
         if remembered is None:
             log.info("[model] measuring whether it is exact at every token; this is done once")
@@ -90,7 +93,7 @@ def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tu
         log.info("[model] exact in steps of one grid: %s", reason)
         return layout, reason
     install(model, digest(forms))
-    log.info("[model] attention: %s", described())
+    log.info("[model] attention: %s", accelerated.kernel() if is_accelerated(model.device) else described())
     return replace(layout, exact_at="token"), ""
 
 
@@ -128,8 +131,8 @@ def _why_not(model: PreTrainedModel, layout: Layout) -> str:
     """Returns the reasons that are known without running the model."""
     if layout.unsupported:
         return "its state is not cached"
-    if model.device.type != "cpu":
-        return f"not measured on {model.device.type}"
+    if model.device.type != "cpu" and (why := accelerated.why_not(model.device)):
+        return why
     if layout.cache_kind != "dynamic":
         return "it has a cache of its own"
     if layout.is_one_pass:
@@ -145,6 +148,8 @@ def _why_not(model: PreTrainedModel, layout: Layout) -> str:
 def _why_no_scans(model: PreTrainedModel) -> str:
     """Returns why no recurrent layer of a model is computed token after token, "" if one is."""
     compiled = operators()
+    if is_accelerated(model.device):
+        return "recurrent layers on an accelerator"
     if compiled is None:
         return f"recurrent layers need the compiled operators: {described()}"
     return "" if any(has_scans(module, compiled) for module in model.modules()) else "recurrent layers of its own"
@@ -212,14 +217,20 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+_SHARED_SUMS = frozenset({"sum", "mean", "linalg_vector_norm", "index_add", "scatter_add"})
+"""An accelerator splits these by the number of rows, or adds in any order."""
+
+
 def _is_harmless(name: str, args: Sequence[Any]) -> bool:
+    if name in _SHARED_SUMS and isinstance(args[0], torch.Tensor) and args[0].device.type != "cpu":
+        return False
     return _is_outer(args) if name in _PRODUCTS else name in _HARMLESS and _is_whole(name, args)
 
 
 def _is_whole(name: str, args: Sequence[Any]) -> bool:
     """Returns whether all numbers are computed by one code, however many rows there are."""
     numbers = args[0] if args else None
-    if not isinstance(numbers, torch.Tensor):
+    if not isinstance(numbers, torch.Tensor) or numbers.device.type != "cpu":
         return True
     if not is_curve(name, numbers.dtype):
         return True

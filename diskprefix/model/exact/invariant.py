@@ -20,15 +20,17 @@ from transformers import PreTrainedModel, activations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from diskprefix.model.exact import latent, own_attention
+from diskprefix.kv.step import is_accelerated
+from diskprefix.model.exact import accelerated, latent, own_attention
 from diskprefix.model.exact.attention import attend
-from diskprefix.model.exact.fused import Parts
+from diskprefix.model.exact.fused import Parts, norm_of
 from diskprefix.model.exact.mixtures import experts
 from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
 from diskprefix.model.exact.recurrent import with_scans
-from diskprefix.model.exact.rows import in_whole_vectors, is_curve, is_ours, linear, times
-from diskprefix.native.library import described, operators
+from diskprefix.model.exact.rows import as_ours, in_whole_vectors, is_curve, is_ours, linear, times
+from diskprefix.native.blocks import Norm
+from diskprefix.native.library import Operators, described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
 
@@ -69,12 +71,14 @@ def install(model: PreTrainedModel, products: str = "") -> None:
 
 def _methods_of(model: PreTrainedModel, config: Any) -> _Methods:
     """Returns replacements for methods of modules. A module that already has another forward keeps it."""
-    compiled = operators()
-    parts = None if compiled is None or model.device.type != "cpu" else Parts(compiled)
+    accelerates = is_accelerated(model.device)
+    compiled = None if accelerates else operators()
+    parts = None if compiled is None else Parts(compiled)
     found: dict[nn.Module, Callable[..., Any]] = {}
     try:
         # What is larger is compared with what its own parts compute.
-        steps: list[_ForwardOf] = [partial(_forward_of, parts)]
+        steps: list[_ForwardOf] = [_norm_of] if accelerates else []
+        steps.append(partial(_forward_of, parts, compiled))
         if parts is not None:
             steps += [parts.larger, parts.largest]
         for forward_of in steps:
@@ -86,10 +90,14 @@ def _methods_of(model: PreTrainedModel, config: Any) -> _Methods:
     finally:
         for module in found:
             del vars(module)["forward"]
-    others = [
-        *((module, "expand_kv", latent.replacement(module)) for module in model.modules()),
-        *((module, "_attn", own_attention.replacement(module)) for module in model.modules()),
-    ]
+    others = (
+        []
+        if accelerates
+        else [
+            *((module, "expand_kv", latent.replacement(module)) for module in model.modules()),
+            *((module, "_attn", own_attention.replacement(module)) for module in model.modules()),
+        ]
+    )
     return [
         *((module, "forward", forward) for module, forward in found.items()),
         *((module, name, method) for module, name, method in others if method is not None),
@@ -121,9 +129,9 @@ def as_it_was(model: PreTrainedModel) -> Iterator[None]:
             install(model, products)
 
 
-def _forward_of(parts: Parts | None, module: nn.Module) -> Callable[..., Any] | None:
+def _forward_of(parts: Parts | None, compiled: Operators | None, module: nn.Module) -> Callable[..., Any] | None:
     """Returns what replaces a module's forward, None if that need not change."""
-    if (with_ours := with_scans(module, operators())) is not None:
+    if (with_ours := with_scans(module, compiled)) is not None:
         return partial(_with_rows, with_ours, module)
     if parts is not None and (forward := parts.smallest(module)) is not None:
         return forward
@@ -134,6 +142,16 @@ def _forward_of(parts: Parts | None, module: nn.Module) -> Callable[..., Any] | 
     if _has_matrices(module) or any(map(_has_matrices, module.children())) or _names_curve(module):
         return partial(_with_rows, type(module).forward, module)
     return None
+
+
+def _norm_of(module: nn.Module) -> Callable[..., Any] | None:
+    """Returns what replaces the forward of a norm on an accelerator, None for other modules."""
+    found = norm_of(module, accelerated.normed)
+    return None if found is None else partial(_normed, partial(type(module).forward, module), found)
+
+
+def _normed(own: Callable[..., Any], norm: Norm, rows: torch.Tensor, *gate: Any) -> Any:
+    return own(rows, *gate) if gate or rows.dtype is not norm.weight.dtype else as_ours(accelerated.normed, norm, rows)
 
 
 def _has_matrices(module: torch.nn.Module) -> bool:

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from diskprefix.kv.step import is_accelerated
+from diskprefix.model.exact import accelerated
 from diskprefix.model.exact.kernel_calls import Form, calls_of, matrix_first
 
 _VECTOR, _UNSHARED = 64, 32768
@@ -24,6 +26,15 @@ _CURVES_OF_HALF = frozenset({"gelu", "mish", "pow", "rsqrt"})
 
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
 """True while a product is computed here. `invariance` does not watch the operators of that time."""
+
+
+def as_ours(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Returns the result of a function of ours, while `is_ours`."""
+    token = is_ours.set(True)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        is_ours.reset(token)
 
 
 def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -58,6 +69,9 @@ def in_whole_vectors(function: Callable[..., torch.Tensor], numbers: torch.Tenso
     a vector or are not side by side."""
     token = is_ours.set(True)
     try:
+        if numbers.device.type != "cpu":
+            # Each number is computed by the same code there.
+            return function(numbers, *args)
         if are_whole(numbers.numel(), torch.get_num_threads()):
             return function(numbers.contiguous(), *args)
         flat = numbers.reshape(-1)
@@ -76,6 +90,8 @@ def are_whole(count: int, threads: int) -> bool:
 
 
 def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, *, is_plain: bool) -> torch.Tensor:
+    if is_accelerated(rows.device):
+        return as_ours(accelerated.product, rows, matrix, bias, is_plain=is_plain)
     if not matrix.is_contiguous():
         # The calls were measured for matrices that lie row after row.
         is_plain, matrix = (not is_plain, matrix.t()) if matrix.t().is_contiguous() else (is_plain, matrix.contiguous())

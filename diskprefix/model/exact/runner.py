@@ -54,8 +54,9 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
     together = Step(runs)
     ends = accumulate(run.num_rows for run in runs)
     kept = torch.cat([torch.arange(end - rows.num_logits, end) for end, rows in zip(ends, step, strict=True)])
+    kept = kept.to(model.device)
     layout = arenas[0].layout
-    positions = torch.cat([torch.arange(run.start, run.end) for run in runs])[None]
+    positions = torch.cat([torch.arange(run.start, run.end) for run in runs])[None].to(model.device)
     with computing(together):
         output = model(
             input_ids=torch.cat([rows.token_ids for rows in step], dim=1),

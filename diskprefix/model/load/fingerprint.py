@@ -119,7 +119,7 @@ class Fingerprint:
             switches=canonical(switches(model)),
             threads=str(torch.get_num_threads()) if model.device.type == "cpu" else "",
             products=products_of(model),
-            attention_kernel=kernel() if products_of(model) else "",
+            attention_kernel=kernel(model.device) if products_of(model) else "",
             mode=mode,
         )
 

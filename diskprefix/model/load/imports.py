@@ -37,6 +37,8 @@ _MODELS, _TRACER, _SHAPES = "transformers.models", "torch._dynamo", "torch.fx.ex
 _MARKS = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _mark)
 """Decorators that tell the tracer how to compile a function. What is not compiled does not need them."""
 _CONDITIONS = ("expect_true", "guard_or_false", "guard_or_true", "guard_size_oblivious", "statically_known_true")
+_QUESTIONED = {f"{_TRACER}.utils": {"is_compile_supported": lambda _device: False}}
+"""What torchvision imports from a module of the tracer."""
 _NUMBERS: dict[str, Any] = {
     **dict.fromkeys(_CONDITIONS, bool),
     "has_guarding_hint": lambda _number: True,
@@ -83,7 +85,8 @@ def without_tracer() -> Iterator[None]:
     import torch
 
     tracer = _StandIn(_TRACER, _MARKS, file=torch.__file__)
-    stand_ins = [tracer, _StandIn(_SHAPES, _NUMBERS), _StandIn("sympy", {"Basic": _Symbol})]
+    stand_ins = [tracer, *(_StandIn(*module) for module in _QUESTIONED.items()), _StandIn(_SHAPES, _NUMBERS)]
+    stand_ins.append(_StandIn("sympy", {"Basic": _Symbol}))
     for stand_in in stand_ins:
         sys.modules.setdefault(stand_in.__name__, stand_in)
     try:
@@ -107,8 +110,10 @@ class _StandIn(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
+        # The real package brings its own modules.
+        for one in (self.__name__, *_QUESTIONED):
+            if one.startswith(self.__name__) and isinstance(sys.modules.get(one), _StandIn):
+                del sys.modules[one]
         return getattr(importlib.import_module(self.__name__), name)
 
 

@@ -160,7 +160,9 @@ def test_the_fingerprint_names_our_attention_and_experts() -> None:
     after = Fingerprint.of(model, "")
     products = invariant.products_of(model)
     assert products
-    assert after == replace(before, attention=NAME, experts=NAME, products=products, attention_kernel=kernel())
+    assert after == replace(
+        before, attention=NAME, experts=NAME, products=products, attention_kernel=kernel(torch.device("cpu"))
+    )
     assert "sdpa" in before.attention
 
 

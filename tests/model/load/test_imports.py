@@ -102,3 +102,21 @@ def test_a_record_that_is_no_list_of_classes_is_read_again(record: object) -> No
 
 def test_transformers_gets_the_remembered_list(seen: dict[str, Any]) -> None:
     assert seen["remembered"] == 1
+
+
+def test_torchvision_finds_what_it_asks_of_the_tracer() -> None:
+    program = """
+import sys
+from diskprefix.model.load.imports import without_tracer
+with without_tracer():
+    from torch._dynamo.utils import is_compile_supported
+assert not is_compile_supported("cpu")
+assert "torch._dynamo" not in sys.modules and "torch._dynamo.utils" not in sys.modules
+with without_tracer():
+    import torch._dynamo
+    torch._dynamo.config
+    from torch._dynamo.utils import is_compile_supported
+assert is_compile_supported.__module__ == "torch._dynamo.utils"
+"""
+    answer = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert answer.returncode == 0, answer.stderr

@@ -1,0 +1,276 @@
+"""The kernels for an accelerator, called with torch's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from diskprefix.accelerator import kernels
+
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+SPAN = 1024
+"""The keys of a part of attention, counted from position 0."""
+MAX_DIM = 256
+REVISION = 1
+"""The number changes with the bits of what a kernel computes."""
+IDENTITY = f"triton {triton.__version__}, {REVISION}"
+_ENOUGH = 512
+"""The number of programs from which the spans of a tile are computed one after another."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The sizes of a launch."""
+
+    rows: int
+    outer: int
+    inner: int
+    warps: int
+    stages: int
+
+
+_FEW = Tiles(16, 32, 256, 4, 4)
+_LARGE = (Tiles(128, 128, 64, 4, 3), Tiles(64, 128, 128, 4, 3))
+_SMALL = Tiles(64, 64, 128, 4, 4)
+_PROGRAMS = 112
+"""The number of programs from which larger tiles, which read less, are faster."""
+_ANY = Tiles(32, 32, 32, 4, 3)
+_FEW_QUERIES = {"BLOCK_ROWS": 64, "BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 3}
+_MANY_QUERIES = {"BLOCK_ROWS": 128, "BLOCK_KEYS": 64, "num_warps": 8, "num_stages": 3}
+_FEW_ROWS, _KEPT, _MERGED = 64, 16, 4
+_ALIGNMENT = 16
+_LOG2_E = 1.4426950408889634
+
+
+def product(
+    rows: torch.Tensor,
+    matrix: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    is_plain: bool = False,
+    tiles: Tiles | None = None,
+) -> torch.Tensor:
+    """Returns [.., outer] for `rows`, [.., inner], and a matrix [outer, inner], or [inner, outer] with `is_plain`."""
+    inner = rows.shape[-1]
+    flat = rows.reshape(-1, inner)
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    outer, strides = matrix.shape[0], matrix.stride()
+    if is_plain:
+        outer, strides = matrix.shape[1], strides[::-1]
+    out = rows.new_empty(*rows.shape[:-1], outer)
+    num_rows = len(flat)
+    if not num_rows:
+        return out
+    tiles = tiles or _tiles_of(num_rows, outer, rows.dtype, rows.device)
+    grid = (triton.cdiv(num_rows, tiles.rows) * triton.cdiv(outer, tiles.outer),)
+    kernels.product[grid](
+        flat,
+        matrix,
+        flat if bias is None else bias,
+        out,
+        num_rows,
+        outer,
+        inner,
+        flat.stride(0),
+        *strides,
+        HAS_BIAS=bias is not None,
+        IS_WHOLE=inner % tiles.inner == 0,
+        IS_WIDENED=rows.device.type == "cpu",
+        PRECISION="ieee",
+        BLOCK_ROWS=tiles.rows,
+        BLOCK_OUTER=tiles.outer,
+        BLOCK_INNER=tiles.inner,
+        GROUP=8,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        enable_fp_fusion=False,
+    )
+    return out
+
+
+def _tiles_of(num_rows: int, outer: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """Returns the tiles of a product. Those of bfloat16 and float16 give the same bits: the units that multiply them
+    add in the order of the columns."""
+    if device.type == "cpu" or dtype is torch.float32:
+        return _ANY
+    if num_rows <= _FEW.rows * 2:
+        return _FEW
+    for tiles in _LARGE:
+        if triton.cdiv(num_rows, tiles.rows) * triton.cdiv(outer, tiles.outer) >= _PROGRAMS:
+            return tiles
+    return _SMALL
+
+
+def norm(rows: torch.Tensor, weight: torch.Tensor, kind: int, epsilon: float) -> torch.Tensor:
+    """Returns the norm by the root of the mean square of rows [.., width], in their dtype."""
+    width = rows.shape[-1]
+    flat = rows.reshape(-1, width)
+    if flat.stride(-1) != 1:
+        flat = flat.contiguous()
+    out = rows.new_empty(rows.shape)
+    if len(flat):
+        block = triton.next_power_of_2(width)
+        kernels.norm[(len(flat),)](
+            *(flat, weight, out, width, flat.stride(0), epsilon),
+            KIND=kind,
+            BLOCK=block,
+            num_warps=min(8, max(1, block // 512)),
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+@dataclass(frozen=True)
+class PlacedRun:
+    """A run of consecutive tokens of one sequence. `keys` and `values` are the memory of a layer, [heads, tokens, dim],
+    which begins with position `first`."""
+
+    start: int
+    num_rows: int
+    first: int
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class Runs:
+    """The runs of a step and the memory of their keys and values, as kernels take them: `table`, int64 [runs, 11].
+
+    A row has the first position, the number of rows, and the first row in the step; then for keys and for values the
+    address that position 0 would have, and the strides of layers, heads and tokens, in numbers. A sequence's memory has
+    the tensors of several layers one behind the other.
+    """
+
+    def __init__(self, runs: Sequence[PlacedRun]) -> None:
+        rows = _columns(runs)
+        self.table = torch.tensor(rows, dtype=torch.int64).to(runs[0].keys.device)
+        strides = {stride for row in rows for stride in (*row[4:7], *row[8:11])}
+        self.alignment = min(_ALIGNMENT, *(stride & -stride for stride in strides))
+        """The largest power of two, at most 16, that divides all strides."""
+        self.most_rows = max(run.num_rows for run in runs)
+        self.end = max(run.start + run.num_rows for run in runs)
+        self._sizes = [run.num_rows for run in runs]
+        self._tiles: dict[int, torch.Tensor] = {}
+
+    def tiles(self, tokens: int) -> torch.Tensor:
+        """Returns the tiles of so many tokens: a run and its first row in the tile, int32 [tiles, 2]."""
+        if tokens not in self._tiles:
+            pairs = [(run, first) for run, size in enumerate(self._sizes) for first in range(0, size, tokens)]
+            self._tiles[tokens] = torch.tensor(pairs, dtype=torch.int32).to(self.table.device)
+        return self._tiles[tokens]
+
+    def spans(self, programs: int) -> int:
+        """Returns the number of spans in which keys are computed side by side: 1 if there are programs enough."""
+        return triton.cdiv(self.end, SPAN) if programs < _ENOUGH else 1
+
+
+def _columns(runs: Sequence[PlacedRun]) -> list[list[int]]:
+    found, row = [], 0
+    for run in runs:
+        found.append([run.start, run.num_rows, row, *_placed(run.keys, run.first), *_placed(run.values, run.first)])
+        row += run.num_rows
+    return found
+
+
+def _placed(memory: torch.Tensor, first: int) -> tuple[int, int, int, int]:
+    head_stride, stride, one = memory.stride()
+    assert one == 1
+    address = memory.untyped_storage().data_ptr() - first * stride * memory.itemsize
+    return address, head_stride * memory.shape[0], head_stride, stride
+
+
+def number_of(memory: torch.Tensor) -> int:
+    """Returns the number of a layer's tensor, [heads, tokens, dim], among those that lie one behind the other."""
+    number, rest = divmod(int(memory.storage_offset()), memory.stride(0) * memory.shape[0])
+    assert not rest
+    return number
+
+
+def keep(runs: Runs, keys: torch.Tensor, values: torch.Tensor, numbers: tuple[int, int]) -> None:
+    """Copies the keys and values of a step's rows, [heads, rows, dim], to the memory of their runs."""
+    for rows, number, place in ((keys, numbers[0], 3), (values, numbers[1], 7)):
+        heads, _, dim = rows.shape
+        given = rows if rows.stride(-1) == 1 else rows.contiguous()
+        kernels.keep[(len(runs.table), heads, triton.cdiv(runs.most_rows, _KEPT))](
+            *(given, runs.table, given.stride(0), given.stride(1), number),
+            DIM=dim,
+            PLACE=place,
+            BLOCK=triton.next_power_of_2(dim),
+            BLOCK_ROWS=_KEPT if runs.most_rows > 1 else 1,
+            num_warps=4 if runs.most_rows > 1 else 1,
+        )
+
+
+def attention(
+    query: torch.Tensor,
+    runs: Runs,
+    numbers: tuple[int, int],
+    groups: int,
+    value_dim: int,
+    *,
+    scale: float,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    num_spans: int | None = None,
+) -> torch.Tensor:
+    """Returns [rows, heads, value_dim] for `query`, [heads, rows, key_dim], in the dtype of all tensors.
+
+    `numbers` are those of the layer's keys and values (`number_of`), `groups` is the number of heads of keys. Visible
+    tokens, sinks and scale are those of `native.attention_operator.attention`. Keys are computed in `num_spans` spans
+    side by side, by default as many as make it faster: that changes no bit.
+    """
+    if query.stride(-1) != 1:
+        query = query.contiguous()
+    heads, rows, key_dim = query.shape
+    group = heads // groups
+    few = runs.most_rows * group <= _FEW_ROWS
+    tiling = _FEW_QUERIES if few else _MANY_QUERIES
+    block_rows = tiling["BLOCK_ROWS"]
+    tiles = runs.tiles(block_rows // group)
+    num_spans = num_spans or runs.spans(len(tiles) * groups)
+    out = query.new_empty(rows, heads, value_dim)
+    block_value = max(16, triton.next_power_of_2(value_dim))
+    sums = parts = out
+    max_parts = min(block_rows, runs.most_rows * group)
+    if num_spans > 1:
+        shape = (len(tiles), groups, num_spans, max_parts)
+        sums = query.new_empty(*shape, 2, dtype=torch.float32)
+        parts = query.new_empty(*shape, block_value, dtype=torch.float32)
+    of_sinks = out if sinks is None else sinks
+    both = {
+        "GROUP": group,
+        "VALUE_DIM": value_dim,
+        "HAS_SINKS": sinks is not None,
+        "SPAN": SPAN,
+        "BLOCK_ROWS": block_rows,
+        "BLOCK_VALUE": block_value,
+        "enable_fp_fusion": False,
+    }
+    kernels.attention[(len(tiles), groups, num_spans)](
+        *(query, runs.table, tiles, out, sums, parts, of_sinks, query.stride(0), query.stride(1), *numbers),
+        *(scale * _LOG2_E, softcap, window, chunk, max_parts),
+        **both,
+        KEY_DIM=key_dim,
+        ALIGNMENT=runs.alignment,
+        HAS_SOFTCAP=softcap > 0,
+        IS_WIDENED=query.device.type == "cpu",
+        PRECISION="ieee",
+        BLOCK_KEYS=tiling["BLOCK_KEYS"],
+        BLOCK_KEY=max(16, triton.next_power_of_2(key_dim)),
+        IS_SPLIT=num_spans > 1,
+        num_warps=tiling["num_warps"],
+        num_stages=tiling["num_stages"],
+    )
+    if num_spans > 1:
+        kernels.attention_of_parts[(len(tiles), groups, triton.cdiv(max_parts, _MERGED))](
+            *(runs.table, tiles, out, sums, parts, of_sinks, num_spans, window, chunk, max_parts),
+            **both,
+            ROWS=_MERGED,
+            num_warps=4,
+        )
+    return out

@@ -1,0 +1,94 @@
+"""The parts of a model that kernels in Triton compute on an accelerator (`accelerator`): products, attention, norms.
+
+On a CPU they run in Triton's interpreter, slowly, if the environment variable TRITON_INTERPRET is 1.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from diskprefix.kv.layers import AppendedRows
+from diskprefix.kv.step import TILE, Step, is_accelerated
+from diskprefix.model.exact.patterns import NotInvariant, Pattern
+from diskprefix.native.blocks import Norm
+
+if TYPE_CHECKING:
+    from diskprefix.accelerator.operators import Runs
+
+
+def why_not(device: torch.device) -> str:
+    """Returns why the kernels do not compute on a device, "" if they do."""
+    if not is_accelerated(device):
+        return f"there are no kernels for {device.type}"
+    try:
+        _operators()
+    except ImportError as error:
+        return f"it needs Triton: {error}"
+    return ""
+
+
+@cache
+def _operators() -> ModuleType:
+    # Only for models on an accelerator: torch's build for CPUs comes without Triton.
+    from diskprefix.accelerator import operators
+
+    return operators
+
+
+def kernel() -> str:
+    """Returns the version of the kernels, for the identity."""
+    return str(_operators().IDENTITY)
+
+
+def product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, *, is_plain: bool) -> torch.Tensor:
+    """Returns [.., outer] for rows [.., inner] and a matrix [outer, inner], or [inner, outer] with `is_plain`."""
+    if rows.dtype not in _operators().DTYPES or matrix.dtype is not rows.dtype or matrix.ndim != 2:
+        raise NotInvariant(f"a product of {rows.dtype} and {matrix.dtype}")
+    found: torch.Tensor = _operators().product(rows, matrix, bias, is_plain=is_plain)
+    return found
+
+
+def normed(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
+    """Returns the norm of rows [.., width], in their dtype, which is that of the weight."""
+    found: torch.Tensor = _operators().norm(rows, norm.weight, norm.kind, norm.epsilon)
+    return found
+
+
+def attend(step: Step, query: torch.Tensor, appended: AppendedRows, pattern: Pattern, **options: Any) -> torch.Tensor:
+    """Writes the rows of a step to the memory of their sequences. Returns the attention's output for `query`, [heads,
+    rows, key_dim], of shape [rows, heads, value_dim]."""
+    first, (run, *_) = appended.layers[0], step.runs
+    for layer, run in zip(appended.layers, step.runs, strict=True):
+        if layer.first > pattern.first_visible(run.start) // TILE * TILE:
+            raise NotInvariant("attention to tokens that the cache does not keep")
+    operators, dim = _operators(), max(query.shape[-1], first.values.shape[-1])
+    if query.dtype not in operators.DTYPES or first.keys.dtype is not query.dtype or dim > operators.MAX_DIM:
+        raise NotInvariant(f"attention in {query.dtype} over {first.keys.dtype} with heads of {dim}")
+    runs = runs_of(step, appended)
+    numbers = operators.number_of(first.keys[0]), operators.number_of(first.values[0])
+    operators.keep(runs, appended.keys[0], appended.values[0], numbers)
+    found: torch.Tensor = operators.attention(
+        query, runs, numbers, first.keys.shape[1], first.values.shape[-1],
+        window=pattern.window or 0, chunk=pattern.chunk or 0, **options,
+    )  # fmt: skip
+    return found
+
+
+def runs_of(step: Step, appended: AppendedRows) -> Runs:
+    """Returns the runs of a step as kernels take them. Layers whose memory lies in the same tensors share them."""
+    first = appended.layers[0]
+    key = tuple(memory.untyped_storage().data_ptr() for memory in (first.keys, first.values))
+    found: Runs | None = step.tables.get(key)
+    if found is None:
+        operators = _operators()
+        found = step.tables[key] = operators.Runs(
+            [
+                operators.PlacedRun(run.start, run.num_rows, layer.first, layer.keys[0], layer.values[0])
+                for run, layer in zip(step.runs, appended.layers, strict=True)
+            ]
+        )
+    return found
