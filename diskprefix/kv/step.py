@@ -14,6 +14,7 @@ import torch
 TILE = 512
 """The tokens in a tile. Attention reads keys in tiles, counted from position 0 of a sequence, and the memory of a
 sequence is a multiple of a tile."""
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Step:
 
 def is_accelerated(device: torch.device) -> bool:
     """Returns whether kernels in Triton (`accelerator`) compute on a device: on a CPU, if they are interpreted."""
-    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
+    return device.type == "cuda" or (_IS_INTERPRETED and device.type == "cpu")
 
 
 _current: ContextVar[Step | None] = ContextVar("step", default=None)
