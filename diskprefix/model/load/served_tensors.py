@@ -27,17 +27,16 @@ _GGUF_MATRIX = re.compile(
 """Names of matrices that are kept as quants, if their type has a form."""
 _GGUF_RECURRENT = re.compile(r"(blk\.\d+\.)(ssm|time_mix)")
 """Names of tensors of recurrent layers. In their blocks `attn_qkv` belongs to the layer, and is not quantised."""
-_OF_PART = {
-    "media": r"visual|vision|audio|multi_modal|image",
-    "experts": r"_exps\b|ffn_gate_inp|\.experts\.|\.router\b|mlp\.gate\.|block_sparse_moe\.gate",
-    "logits": r"^output\.weight|lm_head|embed_out",
-    "embeddings": r"token_embd|embed|\bwte\b|\bwpe\b|per_layer",
-    OTHERS: r"norm|\bln_",
-    "recurrent layers": r"ssm_|shortconv|time_mix|linear_attn|mamba|mixer|\.conv\b|delta|rwkv",
-    "attention": r"attn|attention|\.att\.",
-    "feed forward": r"ffn|mlp|feed_forward|\.ff\.|shared_expert",
+_PARTS_OF_NAMES = {
+    "media": re.compile(r"visual|vision|audio|multi_modal|image"),
+    "experts": re.compile(r"_exps\b|ffn_gate_inp|\.experts\.|\.router\b|mlp\.gate\.|block_sparse_moe\.gate"),
+    "logits": re.compile(r"^output\.weight|lm_head|embed_out"),
+    "embeddings": re.compile(r"token_embd|embed|\bwte\b|\bwpe\b|per_layer"),
+    OTHERS: re.compile(r"norm|\bln_"),
+    "recurrent layers": re.compile(r"ssm_|shortconv|time_mix|linear_attn|mamba|mixer|\.conv\b|delta|rwkv"),
+    "attention": re.compile(r"attn|attention|\.att\."),
+    "feed forward": re.compile(r"ffn|mlp|feed_forward|\.ff\.|shared_expert"),
 }
-_PARTS_OF_NAMES = {part: re.compile(pattern) for part, pattern in _OF_PART.items()}
 
 _LINEAR = re.compile(
     r"\.(\w+_proj|qkv|q|k|v|o|query_key_value|dense\w*|fc1|fc2|fc_in|fc_out|w[123]|gate_up|linear\w*|Wqkv|out_proj|"
