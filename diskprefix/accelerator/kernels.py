@@ -30,7 +30,6 @@ def product(
     HAS_BIAS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     IS_WIDENED: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTER: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
@@ -65,7 +64,7 @@ def product(
             columns = tl.load(from_matrix, mask=is_inner[:, None], other=0.0)
         if IS_WIDENED:
             part, columns = part.to(tl.float32), columns.to(tl.float32)
-        total = tl.dot(part, columns, total, input_precision=PRECISION)
+        total = tl.dot(part, columns, total, input_precision="ieee")
         from_rows += BLOCK_INNER
         from_matrix += BLOCK_INNER * inner_stride
     if HAS_BIAS:
@@ -122,7 +121,6 @@ def _with_tile(
     IS_WHOLE: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_WIDENED: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
     """Returns the attention of rows with one more tile of keys, which begins at position `start`. Without `IS_MASKED`
@@ -139,7 +137,7 @@ def _with_tile(
         values = tl.load(from_values + in_values, mask=is_value_dim[None, :], other=0.0)
     if IS_WIDENED:
         keys = keys.to(tl.float32)
-    scores = tl.dot(queries, keys, input_precision=PRECISION) * scale
+    scores = tl.dot(queries, keys, input_precision="ieee") * scale
     if HAS_SOFTCAP:
         # tanh of scores, which are in units of log2(e).
         doubled = tl.exp2(scores * (2.0 / softcap))
@@ -153,7 +151,7 @@ def _with_tile(
     weights = weights.to(values.dtype)
     if IS_WIDENED:
         weights, values = weights.to(tl.float32), values.to(tl.float32)
-    taken = tl.dot(weights, values, taken * kept[:, None], input_precision=PRECISION)
+    taken = tl.dot(weights, values, taken * kept[:, None], input_precision="ieee")
     return higher, total, taken
 
 
@@ -193,7 +191,6 @@ def attention(
     HAS_SINKS: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     IS_WIDENED: tl.constexpr,
-    PRECISION: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
     BLOCK_KEY: tl.constexpr,
@@ -266,14 +263,14 @@ def attention(
                 highest_of_part, total_of_part, taken_of_part, query, positions, first_visible,
                 from_keys + at * key_stride, from_values + at * value_stride, at, end_key, scale, softcap,
                 in_keys, in_values, is_key_dim, is_value_dim, False, IS_WHOLE, HAS_SOFTCAP, IS_WIDENED,
-                PRECISION, BLOCK_KEYS,
+                BLOCK_KEYS,
             )  # fmt: skip
         for at in range(first_masked, end_key, BLOCK_KEYS):
             highest_of_part, total_of_part, taken_of_part = _with_tile(
                 highest_of_part, total_of_part, taken_of_part, query, positions, first_visible,
                 from_keys + at * key_stride, from_values + at * value_stride, at, end_key, scale, softcap,
                 in_keys, in_values, is_key_dim, is_value_dim, True, IS_WHOLE, HAS_SOFTCAP, IS_WIDENED,
-                PRECISION, BLOCK_KEYS,
+                BLOCK_KEYS,
             )  # fmt: skip
         if IS_SPLIT:
             number = ((tile * tl.num_programs(1) + group) * tl.num_programs(2) + span).to(tl.int64)

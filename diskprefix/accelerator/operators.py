@@ -51,7 +51,6 @@ def product(
     bias: torch.Tensor | None = None,
     *,
     is_plain: bool = False,
-    tiles: Tiles | None = None,
 ) -> torch.Tensor:
     """Returns [.., outer] for `rows`, [.., inner], and a matrix [outer, inner], or [inner, outer] with `is_plain`."""
     inner = rows.shape[-1]
@@ -65,7 +64,7 @@ def product(
     num_rows = len(flat)
     if not num_rows:
         return out
-    tiles = tiles or _tiles_of(num_rows, outer, rows.dtype, rows.device)
+    tiles = _tiles_of(num_rows, outer, rows.dtype, rows.device)
     grid = (triton.cdiv(num_rows, tiles.rows) * triton.cdiv(outer, tiles.outer),)
     kernels.product[grid](
         flat,
@@ -80,7 +79,6 @@ def product(
         HAS_BIAS=bias is not None,
         IS_WHOLE=inner % tiles.inner == 0,
         IS_WIDENED=rows.device.type == "cpu",
-        PRECISION="ieee",
         BLOCK_ROWS=tiles.rows,
         BLOCK_OUTER=tiles.outer,
         BLOCK_INNER=tiles.inner,
@@ -259,7 +257,6 @@ def attention(
         ALIGNMENT=runs.alignment,
         HAS_SOFTCAP=softcap > 0,
         IS_WIDENED=query.device.type == "cpu",
-        PRECISION="ieee",
         BLOCK_KEYS=tiling["BLOCK_KEYS"],
         BLOCK_KEY=max(16, triton.next_power_of_2(key_dim)),
         IS_SPLIT=num_spans > 1,

@@ -61,7 +61,7 @@ def normed(norm: Norm, rows: torch.Tensor) -> torch.Tensor:
 def attend(step: Step, query: torch.Tensor, appended: AppendedRows, pattern: Pattern, **options: Any) -> torch.Tensor:
     """Writes the rows of a step to the memory of their sequences. Returns the attention's output for `query`, [heads,
     rows, key_dim], of shape [rows, heads, value_dim]."""
-    first, (run, *_) = appended.layers[0], step.runs
+    first = appended.layers[0]
     for layer, run in zip(appended.layers, step.runs, strict=True):
         if layer.first > pattern.first_visible(run.start) // TILE * TILE:
             raise NotInvariant("attention to tokens that the cache does not keep")

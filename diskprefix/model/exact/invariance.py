@@ -131,8 +131,8 @@ def _why_not(model: PreTrainedModel, layout: Layout) -> str:
     """Returns the reasons that are known without running the model."""
     if layout.unsupported:
         return "its state is not cached"
-    needs_kernels = model.device.type != "cpu" or is_accelerated(model.device)
-    if needs_kernels and (why := accelerated.why_not(model.device)):
+    on_accelerator = model.device.type != "cpu" or is_accelerated(model.device)
+    if on_accelerator and (why := accelerated.why_not(model.device)):
         return why
     if layout.cache_kind != "dynamic":
         return "it has a cache of its own"

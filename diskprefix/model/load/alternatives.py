@@ -33,7 +33,7 @@ def other_forms(settings: Settings) -> Iterator[tuple[str, ModelNeeds]]:
     """Yields what else may be made of the model that `settings` name, each with how it is asked for: fewer bits, and
     other files in the folder of a `.gguf` file or in the repository. What cannot be read is left out."""
     is_plain = settings.dtype in ("auto", "bfloat16") and settings.device in ("auto", "cpu")
-    if settings.model in (None, EMBEDDED.name) or settings.model is None or not is_plain:
+    if settings.model is None or settings.model == EMBEDDED.name or not is_plain:
         return
     path = Path(settings.model).expanduser()
     if not path.exists():

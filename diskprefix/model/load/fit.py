@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -255,13 +255,7 @@ def needs_of_checkpoint(
     needs = ModelNeeds(name=name, tensors=served, state=state_of_config(config, dtype_bytes))
     if not is_made:
         return needs
-    return ModelNeeds(
-        name=name,
-        tensors=served,
-        state=needs.state,
-        making_bytes=made_peak(served) + MAKING_BYTES,
-        disk_bytes=needs.weights_bytes + MAKING_BYTES,
-    )
+    return replace(needs, making_bytes=made_peak(served) + MAKING_BYTES, disk_bytes=needs.weights_bytes + MAKING_BYTES)
 
 
 def dtype_bytes_of(dtype: str, config: Mapping[str, Any]) -> int:
