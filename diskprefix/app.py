@@ -87,7 +87,7 @@ def identify_model(settings: Settings, progress: Report) -> ModelRecord:
 
     _require_kernels(settings)
     with explain_out_of_memory(_NO_MEMORY_LEFT):
-        found = measured(load_model(settings, progress), settings)
+        found = measured(load_model(settings, progress), settings, progress)
     return ModelRecord(model=found.loaded.name, identity=found.identity(settings)(str(SHARED)))
 
 
@@ -131,7 +131,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             opened.callback(recorder.close)
         loaded = load_model(settings, progress, kv_ahead_bytes=KV_AHEAD_BYTES)
         loaded_at = time.perf_counter()
-        found = measured(loaded, settings)
+        found = measured(loaded, settings, progress)
         layout = found.layout
         if recorder is not None and not layout.unsupported:
             recorder.describe(

@@ -21,9 +21,10 @@ def progress_bar(
 ) -> Iterator[Callable[[float], None]]:
     """Yields a function that takes the work done so far, out of `total` or of an unknown amount (None).
 
-    On a terminal a bar is shown on stderr until the end. Elsewhere `label` is reported at the start and at each
-    quarter. A smaller number than before changes nothing.
+    `label` is reported at the start. Then a bar is shown on stderr until the end; without a terminal, each quarter is
+    reported. A smaller number than before changes nothing.
     """
+    report(label)
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield _quarters(label, total or math.inf, report)
@@ -45,5 +46,4 @@ def _quarters(label: str, total: float, report: Report) -> Callable[[float], Non
             reported = quarter
             report(f"{label}: {25 * quarter} %")
 
-    report(label)
     return advance

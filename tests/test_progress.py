@@ -14,7 +14,7 @@ def test_without_a_terminal_every_quarter_is_a_line() -> None:
 
 
 @pytest.mark.parametrize("in_bytes", [False, True])
-def test_on_a_terminal_a_bar_is_drawn_and_no_line_reported(
+def test_on_a_terminal_a_bar_is_drawn_below_one_line(
     in_bytes: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
@@ -24,7 +24,7 @@ def test_on_a_terminal_a_bar_is_drawn_and_no_line_reported(
         advance(1024)
         advance(512)
     out, err = capsys.readouterr()
-    assert (out, lines) == ("", [])
+    assert (out, lines) == ("", ["working"])
     assert "working" in err
     assert ("1.0/2.0 KiB" if in_bytes else "50%") in err
 

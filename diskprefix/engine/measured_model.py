@@ -51,11 +51,11 @@ class MeasuredModel:
         )
 
 
-def measured(loaded: LoadedModel, settings: Settings) -> MeasuredModel:
+def measured(loaded: LoadedModel, settings: Settings, progress: Report) -> MeasuredModel:
     """Makes a model compute exactly where it can. Raises the errors of torch when memory runs out."""
     model, digest = loaded.model, loaded.weights_digest
     identity = str(Fingerprint.of(model, digest, settings.fingerprint))
-    layout, reason = make_exact(model, rehearse(model, identity=identity), identity=identity)
+    layout, reason = make_exact(model, rehearse(model, identity=identity), identity, progress)
     # The fingerprint includes the attention that `make_exact` has installed.
     return MeasuredModel(loaded, layout, Fingerprint.of(model, digest, settings.fingerprint), reason)
 
@@ -66,7 +66,7 @@ def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, prog
     own = replace(settings, model=settings.draft_model, served_model_name=None, chat_template=None)
     loaded = load_model(own, progress, flag="--draft-model")
     require_same_vocabulary(served, loaded)
-    found = measured(loaded, settings)
+    found = measured(loaded, settings, progress)
     if found.reason:
         raise ModelError(f"--draft-model: {loaded.name} cannot guess, it is not exact at every token: {found.reason}")
     if not found.layout.is_sliceable:

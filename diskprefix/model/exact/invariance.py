@@ -6,7 +6,7 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -29,6 +29,7 @@ from diskprefix.model.exact.rows import are_whole, is_curve, is_ours
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.native.library import described, operators
 from diskprefix.printable import first_line
+from diskprefix.progress import Report, progress_bar
 from diskprefix.version import __version__
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ _HARMLESS = frozenset({
 })
 # fmt: on
 """Operators whose result for a row does not depend on the other rows. A model with any other is on the grid."""
+_MEASURING = "measuring once whether this model is exact at every token"
 _NUM_TOKENS = 560
 """More than a tile of keys."""
 _STEPS = (256, 256, 48)
@@ -72,11 +74,14 @@ _MAX_ERROR = 0.3
 """The largest allowed difference from transformers' own attention, relative to that of another token's logits."""
 
 
-def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tuple[Layout, str]:
+def make_exact(
+    model: PreTrainedModel, layout: Layout, identity: str = "", report: Report = log.info
+) -> tuple[Layout, str]:
     """Returns the layout with `exact_at`, and why that is not `token` ("" if it is).
 
-    With `token` the model is changed to compute so (`model.exact.invariant`). Takes seconds. The result is remembered
-    for `identity`, the model's fingerprint, if it is given. Raises only what torch raises when memory runs out.
+    With `token` the model is changed to compute so (`model.exact.invariant`). Takes seconds to minutes, and `report`
+    takes lines about the progress. The result is remembered for `identity`, the model's fingerprint, if it is given.
+    Raises only what torch raises when memory runs out.
     """
     reason, forms = _why_not(model, layout), frozenset[Form]()
     if not reason:
@@ -84,9 +89,7 @@ def make_exact(model: PreTrainedModel, layout: Layout, identity: str = "") -> tu
             f"{__version__} {NAME} {attention.kernel(model.device)} {layout} {identity}".encode()
         ).hexdigest()
         remembered = _remembered(key) if identity else None
-        if remembered is None:
-            log.info("[model] measuring whether it is exact at every token; this is done once")
-        reason, forms = remembered or _measured(model, layout)
+        reason, forms = remembered or _measured(model, layout, report)
         if identity and remembered is None:
             _verdicts.put(key, {"reason": reason, "forms": [form.describe() for form in forms]})
     if reason:
@@ -106,16 +109,21 @@ def _remembered(key: str) -> tuple[str, frozenset[Form]] | None:
     return None
 
 
-def _measured(model: PreTrainedModel, layout: Layout) -> tuple[str, frozenset[Form]]:
+def _measured(model: PreTrainedModel, layout: Layout, report: Report) -> tuple[str, frozenset[Form]]:
     """Returns why the bits of a token depend on the steps of a run, "" if they do not, and the forms of the products
     that the model computes."""
     started = time.perf_counter()
     rows.forget_forms()
     try:
-        with without_tracer(), torch.inference_mode():
+        with (
+            progress_bar(_MEASURING, _NUM_TOKENS * (2 + len(_OTHER_STEPS)), report) as advance,
+            without_tracer(),
+            torch.inference_mode(),
+        ):
             expected = _plain_logits(model)
+            advance(_NUM_TOKENS)
             install(model)
-            _rehearse(model, replace(layout, exact_at="token"), expected)
+            _rehearse(model, replace(layout, exact_at="token"), expected, advance)
     except Exception as error:  # a model class of any age and author may fail in any way
         if is_out_of_memory(error):
             raise
@@ -161,18 +169,22 @@ def _plain_logits(model: PreTrainedModel) -> torch.Tensor:
     return logits[-2:].float()
 
 
-def _rehearse(model: PreTrainedModel, layout: Layout, expected: torch.Tensor) -> None:
-    """Raises `NotInvariant` if the bits of a run depend on its steps."""
+def _rehearse(model: PreTrainedModel, layout: Layout, expected: torch.Tensor, advance: Callable[[float], None]) -> None:
+    """Raises `NotInvariant` if the bits of a run depend on its steps. `advance` takes the tokens computed so far."""
     token_ids = made_up_tokens(model, 4, _NUM_TOKENS)
+
+    def advance_in(run: int) -> Callable[[float], None]:
+        return lambda done: advance(run * _NUM_TOKENS + done)
+
     with _Watch() as watch:
-        whole = _run(model, layout, token_ids, _STEPS)
+        whole = _run(model, layout, token_ids, _STEPS, advance_in(1))
     if watch.found:
         raise NotInvariant(f"operators of its own: {', '.join(sorted(watch.found))}")
     error = (whole[1][_NUM_TOKENS].float() - expected[1]).abs().max() / (expected[0] - expected[1]).abs().max()
     if not error <= _MAX_ERROR:
         raise NotInvariant(f"its attention is another one (error {float(error):.2f})")
-    for number, steps in enumerate((_random_steps(), (200, 111, 201, *[1] * 12, 36), (_NUM_TOKENS,))):
-        found = _run(model, layout, token_ids, steps)
+    for number, steps in enumerate(_OTHER_STEPS):
+        found = _run(model, layout, token_ids, steps, advance_in(2 + number))
         if found[0] != whole[0]:
             raise NotInvariant(f"its state depends on the steps ({number})")
         both = found[1].keys() & whole[1].keys()
@@ -191,8 +203,15 @@ def _random_steps() -> Sequence[int]:
     return steps
 
 
+_OTHER_STEPS = (_random_steps(), (200, 111, 201, *[1] * 12, 36), (_NUM_TOKENS,))
+
+
 def _run(
-    model: PreTrainedModel, layout: Layout, token_ids: torch.Tensor, steps: Sequence[int]
+    model: PreTrainedModel,
+    layout: Layout,
+    token_ids: torch.Tensor,
+    steps: Sequence[int],
+    advance: Callable[[float], None],
 ) -> tuple[bytes, dict[int, torch.Tensor]]:
     """Returns the state of all tokens with the states at the end, and the next-token logits after each step by the
     number of tokens."""
@@ -201,6 +220,7 @@ def _run(
     for part in torch.split(token_ids, list(steps), dim=1):
         out = arena.forward(model, part)
         logits[arena.num_tokens] = out
+        advance(arena.num_tokens)
     return bytes(arena.read_tokens(0, arena.num_tokens)) + bytes(arena.read_states()), logits
 
 

@@ -109,10 +109,12 @@ def _quantise(
     skeleton = kind.skeleton(plain)
     shapes = [tensor.stored_shape for tensor in stored.values()]
     needs = needs_of_checkpoint(folder.name, shapes, read_config(folder), weights, "bfloat16")
-    what = f"{'quantising' if published is None else f'packing the {published.name} weights of'} {folder.name}"
+    if published is None:
+        what = f"quantising {folder.name} to {weights}"
+    else:
+        what = f"packing the {published.name} weights of {folder.name}"
     check(needs)
     require_disk(made.parent, needs.disk_bytes)
-    report(f"{what}{f' to {weights}' if published is None else ''}; this is done once")
     before = [_stamp(file) for file in files]
     sources: dict[str, Source] = {name: tensor.read for name, tensor in stored.items()}
     if published is not None:

@@ -178,6 +178,15 @@ def test_within_as_it_was_a_model_computes_as_before() -> None:
     assert run(model, layout, [LENGTH])
 
 
+def test_the_measurement_tells_how_far_it_is_and_a_remembered_one_nothing() -> None:
+    lines: list[str] = []
+    for _ in range(2):
+        model = tiny_model("llama", torch.float32)
+        make_exact(model, rehearse(model), "told once", lines.append)
+    label = lines[0]
+    assert lines == [label, *(f"{label}: {share} %" for share in (25, 50, 75))]
+
+
 def test_the_verdict_is_remembered_for_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = (tiny_model("llama", torch.float32) for _ in range(3))
     layout, _ = make_exact(first, rehearse(first), identity="this one")
