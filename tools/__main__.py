@@ -33,15 +33,12 @@ NO_THREADS = {"OMP_NUM_THREADS": "1"}
 SECTIONS: dict[str, dict[str, Tool]] = {
     "Benchmarks": {
         "restart": Tool("programs.restart", "What a restart costs: cold, exact repeat, nearest prefix."),
-        "prefix": Tool("programs.prefix", "Prompts of 2 000 to 20 000 tokens on real models."),
         "company": Tool("programs.company", "Several requests at once, overtaking, and a prompt sent again."),
         "speculation": Tool("programs.speculation", "Decoding with guessed tokens, against without."),
         "peers": Tool("programs.peers", "The daemon beside transformers, llama.cpp and vLLM."),
         "shapes": Tool("programs.shapes", "Files of 7B to 30B beside llama.cpp, with random numbers."),
-        "roofline": Tool("programs.roofline", "Decode, prefill and restore against the machine's limits."),
-        "quality": Tool("programs.quality", "Quantised weights: perplexity, agreement, speed, memory."),
-        "hitpath": Tool("programs.hitpath", "An exact repeat, stage by stage, and how each grows."),
-        "store": Tool("programs.store", "The store alone: restores, lookups, codecs, sharing."),
+        "quality": Tool("programs.quality", "Quantised weights: perplexity and agreement."),
+        "store": Tool("programs.store", "The store alone: restores, lookups, codecs."),
         "soak": Tool("programs.soak", "Ten times its budget through one store."),
         "remote": Tool("programs.remote", "Two daemons and a bucket: speed by tier, and its faults."),
         "hostile": Tool("programs.hostile", "Good clients beside 56 that try to stop the daemon."),

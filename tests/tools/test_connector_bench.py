@@ -1,12 +1,9 @@
-"""The parts of `tools/vllm bench` that are joined, without vLLM."""
+"""`tools/vllm bench` without vLLM."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
-import click
 import pytest
 
 from tools.connector import bench
@@ -20,18 +17,10 @@ def case(connector: Connector, name: str, ttft_ms: float, *, tokens: int = 2048,
     return Case(connector, name, tokens, 1, ttft_ms, REPLY.restored, REPLY, equal)
 
 
-def written(folder: Path, name: str, results: Results) -> Path:
-    path = folder / name
-    path.write_text(json.dumps(asdict(results) | results.ratios()), encoding="utf-8")
-    return path
-
-
-def test_parts_are_joined_with_their_ratios(tmp_path: Path) -> None:
-    theirs = Results([case("example", "exact", 400)], [Conversation("example", 9000)])
-    ours = Results([case("diskprefix", "exact", ms) for ms in (100, 300, 900)], [Conversation("diskprefix", 1000)])
-    paths = [written(tmp_path, "theirs.json", theirs), written(tmp_path, "ours.json", ours)]
-    whole = Results.joined(map(Results.read, paths))
-    assert whole.cases == theirs.cases + ours.cases
+def test_ratios_are_of_medians() -> None:
+    ours = [case("diskprefix", "exact", ms) for ms in (100, 300, 900)]
+    conversations = [Conversation("example", 9000), Conversation("diskprefix", 1000)]
+    whole = Results([case("example", "exact", 400), *ours], conversations)
     assert whole.ratios() == {
         "ttft_to_example": {"exact": {2048: 0.75}, "nearest": {2048: None}},
         "times_fewer_bytes_than_example": 9.0,
@@ -47,17 +36,9 @@ def test_parts_are_joined_with_their_ratios(tmp_path: Path) -> None:
         Results([Case("diskprefix", "nearest", 2048, 1, 1, 0, REPLY, True)]),
     ],
 )
-def test_a_wrong_part_makes_the_whole_wrong(results: Results, tmp_path: Path) -> None:
-    right = Results([case("diskprefix", "exact", 1), case("example", "exact", 1, equal=False)])
-    assert not right.is_wrong
-    assert Results.joined([right, Results.read(written(tmp_path, "part.json", results))]).is_wrong
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"cases": [{}], "conversations": [], "load_errors": 0}'])
-def test_what_is_no_result_is_refused(text: str, tmp_path: Path) -> None:
-    (path := tmp_path / "part.json").write_text(text, encoding="utf-8")
-    with pytest.raises(click.UsageError, match="is not what a run wrote with --json"):
-        Results.read(path)
+def test_a_load_that_failed_and_another_or_no_restored_reply_of_ours_are_wrong(results: Results) -> None:
+    assert results.is_wrong
+    assert not Results([case("diskprefix", "exact", 1), case("example", "exact", 1, equal=False)]).is_wrong
 
 
 class FakeServer:
@@ -91,7 +72,7 @@ def test_all_connectors_are_asked_and_shown(
     monkeypatch.setattr(bench, "Server", FakeServer)
     monkeypatch.setattr(bench, "disk_bytes", lambda store: (store / "data").stat().st_size)
     plan = bench.Plan(tmp_path, (512, 1024), bench.KINDS, turns=3, kills=2, codec="planes")
-    found = bench.measured(plan, tmp_path, (), lambda _line: None)
+    found = bench.measured(plan, tmp_path, lambda _line: None)
     assert [(one.connector, one.disk_bytes) for one in found.conversations] == [("example", 135), ("diskprefix", 15)]
     for kind, asked in (("none", 8), ("example", 16), ("diskprefix", 16)):
         assert sum(one.connector == kind for one in found.cases) == asked

@@ -61,12 +61,12 @@ def test_the_store_benchmark_measures_restores_lookups_and_codecs(tmp_path: Path
 
 @thorough
 @pytest.mark.slow
-def test_a_prompt_is_restored_exactly_and_up_to_where_its_end_differs(chat_model: Path, tmp_path: Path) -> None:
-    report = run(tmp_path / "report.json", "prefix", "--model", str(chat_model), "--tokens", "700", "--runs", "1")
+def test_after_a_restart_prompts_are_restored_with_the_texts_of_cold_runs(chat_model: Path, tmp_path: Path) -> None:
+    report = run(tmp_path / "report.json", "restart", "--model", str(chat_model), "--tokens", "700", "--runs", "1")
     assert report["texts_equal"]
     (prompt,) = report["prompts"]
     restored = {case: figures["restored"] for case, figures in prompt["cases"].items()}
-    assert restored == {"cold": 0, "cold_nearest": 0, "exact": 699, "nearest": 700 - 64}
+    assert restored == {"cold": 0, "cold_off": 0, "exact": 700, "nearest": 700, "nearest_off": 0}
     texts = {sample["case"]: sample["text"] for sample in report["samples"]}
-    assert texts["cold"] == texts["exact"]
-    assert texts["cold_nearest"] == texts["nearest"]
+    assert texts["cold"] == texts["cold_off"] == texts["exact"]
+    assert texts["nearest_off"] == texts["nearest"]

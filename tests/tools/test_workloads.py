@@ -220,19 +220,11 @@ def big_bench_hard(data: Path) -> Path:
 
 
 def test_big_bench_hard_puts_the_worked_examples_before_each_question(big_bench_hard: Path) -> None:
-    in_order = [turn.body["prompt"] for turn in workloads.big_bench_hard(big_bench_hard, shuffled=False)]
-    assert len(in_order) == 18
-    assert in_order[0] == "The task navigate.\n\nQ: a\nA: b\n\nQ: navigate 0?\nA: Let's think step by step."
     shuffled = [turn.body["prompt"] for turn in workloads.big_bench_hard(big_bench_hard)]
-    assert shuffled != in_order
-    assert sorted(shuffled) == sorted(in_order)
+    assert len(shuffled) == 18
+    assert shuffled != sorted(shuffled)
+    assert min(shuffled) == "The task navigate.\n\nQ: a\nA: b\n\nQ: navigate 0?\nA: Let's think step by step."
     assert shuffled == [turn.body["prompt"] for turn in workloads.big_bench_hard(big_bench_hard)]
-
-
-def test_big_bench_hard_as_a_chat_has_its_examples_in_the_system_message(big_bench_hard: Path) -> None:
-    messages = next(workloads.big_bench_hard(big_bench_hard, as_chat=True)).body["messages"]
-    assert [m["role"] for m in messages] == ["system", "user"]
-    assert messages[1]["content"].startswith("Q: ")
 
 
 def test_the_template_can_be_printed_for_a_daemon() -> None:

@@ -287,7 +287,7 @@ def _in_vllm(task: Task, ranks: int, size: int = 4096) -> Iterator[Row]:
         python=Path(sys.executable),
         arguments=("--load-format", "dummy", "--tensor-parallel-size", str(ranks)),
     )
-    found = measured(plan, folder, (), lambda line: print(line, file=sys.stderr))
+    found = measured(plan, folder, lambda line: print(line, file=sys.stderr))
     after = next(one for one in found.cases if one.case == "exact")
     cold_ms = found.ttft_ms("diskprefix", "cold", size)
     result = f"first token {cold_ms:.0f} ms, after a kill {after.ttft_ms:.0f} ms; {after.restored} restored, "

@@ -10,7 +10,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -21,8 +21,9 @@ from rich.console import Console
 from rich.table import Table
 
 from diskprefix.progress import Report
-from tools.connector.server import Connector, Reply, Server, disk_bytes, stored_blocks
+from tools.connector.server import Connector, Reply, Server, stored_blocks
 from tools.measuring.options import FOLDER, JSON, codec_option
+from tools.measuring.processes import disk_bytes
 from tools.measuring.prompts import NEW_TOKENS, WORDS, extended, prompt_text
 from tools.measuring.workspace import measuring, model_folder
 
@@ -80,30 +81,11 @@ class Plan:
 
 @dataclass
 class Results:
-    """The findings of one or several runs. `load_errors`: the number of our loads that failed."""
+    """The findings. `load_errors`: the number of our loads that failed."""
 
     cases: list[Case] = field(default_factory=list)
     conversations: list[Conversation] = field(default_factory=list)
     load_errors: int = 0
-
-    @classmethod
-    def read(cls, path: Path) -> Results:
-        """Returns what a run wrote with --json. Raises `click.UsageError`."""
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            cases = [Case(**case | {"reply": _reply(case["reply"])}) for case in found["cases"]]
-            return cls(cases, [Conversation(**one) for one in found["conversations"]], found["load_errors"])
-        except (ValueError, KeyError, TypeError) as error:
-            raise click.UsageError(f"{path} is not what a run wrote with --json: {error}") from error
-
-    @classmethod
-    def joined(cls, parts: Iterable[Results]) -> Results:
-        whole = cls()
-        for part in parts:
-            whole.cases += part.cases
-            whole.conversations += part.conversations
-            whole.load_errors += part.load_errors
-        return whole
 
     @property
     def is_wrong(self) -> bool:
@@ -140,10 +122,6 @@ def _ratio(one: float | None, other: float | None) -> float | None:
     return None if one is None or not other else round(one / other, 3)
 
 
-def _reply(found: dict[str, Any]) -> Reply:
-    return Reply(tuple(found["tokens"]), tuple(found["logprobs"]), found["ttft_s"], found["restored"])
-
-
 @click.command()
 @click.option("--model", default="smollm2", show_default=True, help="A real model's name or a model's folder.")
 @click.option("--tokens", multiple=True, type=int, default=(2048, 4096), show_default=True, help="Repeatable.")
@@ -151,13 +129,6 @@ def _reply(found: dict[str, Any]) -> Reply:
 @click.option("--turns", type=click.IntRange(min=0), default=10, show_default=True, help="Of the conversation.")
 @click.option(
     "--kills", type=click.IntRange(min=1), default=1, show_default=True, help="After each, all is asked again."
-)
-@click.option(
-    "--with",
-    "earlier",
-    multiple=True,
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What an earlier run wrote with --json: its results are joined with those of this one. Repeatable.",
 )
 @codec_option("planes")
 @FOLDER
@@ -168,24 +139,20 @@ def bench(
     kinds: tuple[Connector, ...],
     turns: int,
     kills: int,
-    earlier: tuple[Path, ...],
     codec: str,
     folder: Path | None,
     as_json: bool,
 ) -> None:
     """Cold, with vLLM's own cache warm, after a kill, each with 23 tokens more too, and a conversation.
 
-    A long run may be made in parts, of some connectors or sizes each: --json > PART, and --with PART in the last one.
-
     Ends with 1 if a reply of ours after the kill is not that of the same server before it, if nothing was restored, or
     if a load failed. Then the logs and the replies are kept.
     """
     progress = Console(stderr=True)
     weights = model_folder(model, progress)
-    found = Results.joined(Results.read(path) for path in earlier)
     with measuring(folder, progress) as workspace:
         plan = Plan(weights, tokens, kinds, turns, kills, codec)
-        found = Results.joined([found, measured(plan, workspace, found.cases, progress.print)])
+        found = measured(plan, workspace, progress.print)
         if found.is_wrong:
             _keep(workspace, found, progress.print)
     if as_json:
@@ -195,12 +162,12 @@ def bench(
     sys.exit(found.is_wrong)
 
 
-def measured(plan: Plan, workspace: Path, earlier: Iterable[Case], report: Report) -> Results:
+def measured(plan: Plan, workspace: Path, report: Report) -> Results:
     """Runs all. What a size adds is asked for in the same servers, which are started once for each connector, and again
     after each kill."""
     context = max(*plan.sizes, _FIRST_TOKENS + plan.turns * _TURN_TOKENS) + _CONTEXT_LEFT
     found = Results()
-    cold = {(case.tokens, case.run): case.reply for case in earlier if case.case == "cold"}
+    cold: dict[tuple[int, int], Reply] = {}
 
     def add(case: Case) -> None:
         report(

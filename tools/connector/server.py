@@ -15,8 +15,9 @@ import httpx
 
 from diskprefix.progress import Report
 from diskprefix.store.store import Store
+from tools.measuring.processes import disk_bytes, free_port
 from tools.peers.environments import python_of
-from tools.peers.peer import ANSWER_DEADLINE_S, PeerError, Process, free_port, started
+from tools.peers.peer import ANSWER_DEADLINE_S, PeerError, Process, started
 
 Connector: TypeAlias = Literal["none", "example", "diskprefix"]
 _ROOT = Path(__file__).parents[2]
@@ -162,11 +163,6 @@ def environment_of() -> dict[str, str]:
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
     memory = {"VLLM_CPU_KVCACHE_SPACE": str(_MEMORY_GIB), "VLLM_CPU_OMP_THREADS_BIND": cores}
     return {"PYTHONPATH": str(_ROOT)} | memory
-
-
-def disk_bytes(folder: Path) -> int:
-    """Returns what the files of a folder take on the disk."""
-    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file()) if folder.exists() else 0
 
 
 def stored_blocks(folder: Path) -> int:

@@ -17,12 +17,12 @@ import numpy as np
 
 from tools.hostile.crowd import Attacked, Health, Seen, Turn
 from tools.measuring.live_server import LiveServer, LiveServerError
+from tools.measuring.processes import status_bytes
 
 RELOAD_EVERY_S, MEMORY_EVERY_S, TELL_EVERY_S = 5.0, 1.0, 10.0
 NUM_LAST_TURNS = 3
 """Turns of each good client that are kept, to ask them again after the restart."""
 NUM_SHOWN_FAILURES = 20
-_RSS = ("RssAnon", "RssShmem", "RssFile")
 
 
 @dataclass
@@ -155,18 +155,10 @@ def _processes(process_id: int) -> Iterator[int]:
 
 def _memory_of(process_id: int) -> dict[str, float]:
     """Returns megabytes of all processes: `own` leaves out pages of files, such as the store and the weights."""
-    own = files = 0
-    for process in _processes(process_id):
-        try:
-            lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
-        except OSError:
-            continue
-        kilobytes = {
-            name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines) if name in _RSS
-        }
-        own += kilobytes.get("RssAnon", 0) + kilobytes.get("RssShmem", 0)
-        files += kilobytes.get("RssFile", 0)
-    return {"own_mb": round(own * 1024 / 1e6, 1), "resident_mb": round((own + files) * 1024 / 1e6, 1)}
+    processes = list(_processes(process_id))
+    own = sum(status_bytes(process, "RssAnon", "RssShmem") for process in processes)
+    files = sum(status_bytes(process, "RssFile") for process in processes)
+    return {"own_mb": round(own / 1e6, 1), "resident_mb": round((own + files) / 1e6, 1)}
 
 
 def _busy_s(process_id: int) -> float:

@@ -8,6 +8,7 @@ half-life and expiry work as in a daemon.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections import Counter, deque
@@ -15,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from diskprefix.tokens import TokenIds
 from tests.store.building import Clock
 from tests.synthetic_model import Restorer, SyntheticModel, dense_layout
 from tools.measuring.kv_sample import SMOLLM2, synthetic_sample
+from tools.measuring.processes import status_bytes
 
 BUDGET_S = 360.0
 """Simulated seconds in which one budget is written: an hour for ten."""
@@ -88,7 +89,7 @@ class WatchedStore(Store):
                     evicted=evicted,
                     file_bytes=self.file_bytes(),
                     used_bytes=self.counts()["used_bytes"],
-                    memory_bytes=anonymous_memory_bytes(),
+                    memory_bytes=status_bytes(os.getpid(), "RssAnon"),
                     failed=failed,
                 )
             )
@@ -108,14 +109,6 @@ def failures(writes: Sequence[Write]) -> dict[str, int]:
 def _without_figures(error: CacheError) -> str:
     """Returns the message without sizes and paths, so that equal reasons have equal messages."""
     return re.sub(r"/\S+|[0-9a-f]{32}|[0-9.]+ [KMG]?i?B", "…", error.message)
-
-
-def anonymous_memory_bytes() -> int:
-    """Returns the memory of this process without mapped files such as the store's."""
-    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise OSError("/proc/self/status has no RssAnon; the soak needs Linux")
 
 
 class Payloads:

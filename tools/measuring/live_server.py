@@ -21,6 +21,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from tools.measuring.processes import free_port
+
 START_DEADLINE_S = 900.0
 """Long, because the first start fetches and converts the embedded model."""
 SAVE_DEADLINE_S = 120.0
@@ -123,7 +125,7 @@ class LiveServer:
     ) -> None:
         self.kv_cache_dir = kv_cache_dir
         self.log_path = log_path
-        self.port = _free_port()
+        self.port = free_port()
         self._environment = dict(environment or {})
         self._command = [sys.executable, "-m", module, "serve", "--port", str(self.port)]
         self._command += ["--kv-cache-dir", str(kv_cache_dir), *flags]
@@ -333,12 +335,6 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in response.iter_lines():
         if line.startswith("data: ") and line != "data: [DONE]":
             yield json.loads(line.removeprefix("data: "))
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def time_import_torch_s() -> float:

@@ -15,9 +15,7 @@ AGENT_PROMPT = ROOT / "tools" / "prompts" / "agent_system.md"
 WORDS = (ROOT / "tools" / "prompts" / "words.txt").read_text(encoding="utf-8").split()
 """Each word, with the blank before it, is one token of the embedded model."""
 NEW_TOKENS = 23
-"""The number of words that `extended` adds."""
-TAIL_TOKENS = 64
-"""The number of last tokens in which `Prompts.other_end` differs."""
+"""The number of words that `extended` adds, and of tokens that `Prompts.longer` has more."""
 MOST_CHARS_A_TOKEN = 8
 """More than the average token of any tokenizer, so that only a part of the text must be tokenized."""
 
@@ -42,16 +40,15 @@ class Prompts:
         """Returns a prompt whose first words depend on the arguments, so that no two prompts share a block."""
         return self._ids(num_tokens, run)[:num_tokens]
 
-    def other_end(self, num_tokens: int, run: int) -> list[int]:
-        """Returns the same prompt with other last tokens: those that follow it in the text."""
-        ids = self._ids(num_tokens, run)
-        return ids[: num_tokens - TAIL_TOKENS] + ids[num_tokens : num_tokens + TAIL_TOKENS]
+    def longer(self, num_tokens: int, run: int) -> list[int]:
+        """Returns the same prompt, continued by `NEW_TOKENS` tokens."""
+        return self._ids(num_tokens, run)[: num_tokens + NEW_TOKENS]
 
     def _ids(self, num_tokens: int, run: int) -> list[int]:
         heading = f"Reading number {run + 1}, of {num_tokens} tokens.\n\n"
         text = heading + _corpus()[: MOST_CHARS_A_TOKEN * num_tokens]
         ids: list[int] = self.tokenizer(text, verbose=False)["input_ids"]
-        if len(ids) < num_tokens + TAIL_TOKENS:
+        if len(ids) < num_tokens + NEW_TOKENS:
             raise LiveServerError(f"the project's texts are {len(ids)} tokens long, too short for {num_tokens}")
         return ids
 

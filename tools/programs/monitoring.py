@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +26,7 @@ from rich.console import Console
 from tests.server.chat_model import write_chat_model
 from tools.measuring.live_server import LiveServer, log_tail, step
 from tools.measuring.options import JSON
+from tools.measuring.processes import free_port
 from tools.measuring.report import new_table, print_report, say
 
 FILES = Path(__file__).parent.parent / "monitoring"
@@ -101,7 +101,7 @@ def prometheus(folder: Path, target: str) -> Iterator[httpx.Client]:
     configuration["rule_files"] = [str(FILES / name) for name in configuration["rule_files"]]
     configuration["scrape_configs"][0]["static_configs"] = [{"targets": [target]}]
     (folder / "prometheus.yml").write_text(yaml.safe_dump(configuration), encoding="utf-8")
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     command = ["prometheus", f"--config.file={folder / 'prometheus.yml'}", f"--storage.tsdb.path={folder / 'data'}"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
@@ -123,12 +123,6 @@ def _is_ready(client: httpx.Client) -> bool:
         return client.get("/-/ready").status_code == 200
     except httpx.TransportError:
         return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def samples(client: httpx.Client, query: Query) -> list[float]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -128,40 +129,38 @@ def _sample(network: str, tier: str, tokens: int, answer: Answer, bytes_per_toke
 def faults(
     one: LiveServer, other: LiveServer, server: ObjectServer, requests: int, gone_s: float, console: Console
 ) -> Iterator[FaultResult]:
-    prompts = iter(range(10_000, 20_000))
+    prompts = (prompt_text(FAULT_TOKENS, number) for number in range(10_000, 20_000))
+
+    def shared() -> tuple[list[str], list[Answer]]:
+        asked = list(islice(prompts, requests))
+        return asked, [share(one, prompt) for prompt in asked]
+
     for fault in FAULTS:
         with step(console, f"fault: {fault}"):
             _wait_until_closed(other)
-            asked = [prompt_text(FAULT_TOKENS, next(prompts)) for _ in range(requests)]
-            firsts = [share(one, prompt) for prompt in asked]
+            asked, firsts = shared()
             server.fault = fault
-            yield _under(fault, other, asked, firsts, requests)
+            yield _under(fault, other, asked, firsts)
             server.reset()
     with step(console, "planted objects: good checksums, no key"):
         _wait_until_closed(other)
-        asked = [prompt_text(FAULT_TOKENS, next(prompts)) for _ in range(requests)]
         known = set(server.folder.rglob("*.*"))
-        firsts = [share(one, prompt) for prompt in asked]
+        asked, firsts = shared()
         for path in set(server.folder.rglob("*.*")) - known:
             path.write_bytes(planted(path.read_bytes()))
-        yield _under("planted", other, asked, firsts, requests)
+        yield _under("planted", other, asked, firsts)
     with step(console, f"gone for {gone_s:.0f} s, requests all the time"):
-        firsts, asked = [], []
-        for _ in range(requests):
-            asked.append(prompt_text(FAULT_TOKENS, next(prompts)))
-            firsts.append(share(one, asked[-1]))
+        asked, firsts = shared()
         server.fault = "reset"
         until = time.monotonic() + gone_s
-        asked_all, firsts_all = list(asked), list(firsts)
-        while time.monotonic() < until and len(asked_all) < 200:
-            asked_all.append(prompt_text(FAULT_TOKENS, next(prompts)))
-            firsts_all.append(one.complete(asked_all[-1], max_tokens=REPLY_TOKENS))
-        yield _under("gone", other, asked_all, firsts_all, len(asked_all))
+        while time.monotonic() < until and len(asked) < 200:
+            asked.append(next(prompts))
+            firsts.append(one.complete(asked[-1], max_tokens=REPLY_TOKENS))
+        yield _under("gone", other, asked, firsts)
         server.reset()
     with step(console, "the bucket is back"):
         _wait_until_closed(other)
-        asked = [prompt_text(FAULT_TOKENS, next(prompts)) for _ in range(requests)]
-        yield _under("back", other, asked, [share(one, prompt) for prompt in asked], requests)
+        yield _under("back", other, *shared())
 
 
 def planted(data: bytes) -> bytes:
@@ -181,13 +180,13 @@ def _wait_until_closed(server: LiveServer) -> None:
         server.complete(prompt_text(300, 50_000 + number), max_tokens=1)
 
 
-def _under(fault: str, other: LiveServer, asked: Sequence[str], firsts: Sequence[Answer], requests: int) -> FaultResult:
+def _under(fault: str, other: LiveServer, asked: Sequence[str], firsts: Sequence[Answer]) -> FaultResult:
     before = sum(other.cache_stats()["remote"]["refused"].values())
     answers = [other.complete(prompt, max_tokens=REPLY_TOKENS) for prompt in asked]
     refused = sum(other.cache_stats()["remote"]["refused"].values()) - before
     return FaultResult(
         fault=fault,
-        requests=requests,
+        requests=len(asked),
         wrong=sum(answer.text != first.text for answer, first in zip(answers, firsts, strict=True)),
         from_remote=sum(answer.cache.get("source") == "remote" for answer in answers),
         most_ttft_ms=max(answer.times_ms["ttft_ms"] for answer in answers),

@@ -1,11 +1,13 @@
 """The restart benchmark: what a prompt costs cold, repeated after a restart, and extended after a restart.
 
-All ratios come from one run: the cases are interleaved, and a memory copy of as many bytes is timed between them.
+All ratios come from one run: the cases are interleaved, and a memory copy of as many bytes is timed between them. Each
+text is compared with that of a request that restored nothing.
 """
 
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -16,20 +18,28 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import AutoTokenizer
 
-from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step, time_import_torch_s
-from tools.measuring.options import FOLDER, JSON, codec_option, runs_option
-from tools.measuring.prompts import NEW_TOKENS, extended, prompt_text
-from tools.measuring.report import machine, median, new_table, print_report, short, show_machine
-from tools.measuring.workspace import measuring
+from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step
+from tools.measuring.options import FOLDER, JSON, MODEL, codec_option, runs_option
+from tools.measuring.prompts import NEW_TOKENS, Prompts
+from tools.measuring.report import machine, median, new_table, print_report, say, short, show_machine
+from tools.measuring.workspace import measuring, model_folder
 
 PROMPT_TOKENS = (2048, 4096, 7900)
-MAX_TOKENS = 1
-RECOVERY_TOKENS = 6000
+MAX_TOKENS = 8
 TIMES = ("lookup_ms", "restore_ms", "prefill_ms", "server_ttft_ms", "ttft_ms")
 COPY_REPEATS = 7
 COPY_THREADS = 2
-CASES = {"cold": "cold", "cold_off": "cold, off", "exact": "exact repeat", "nearest": f"+{NEW_TOKENS} tokens"}
+CASES = {
+    "cold": "cold",
+    "cold_off": "cold, off",
+    "exact": "exact repeat",
+    "nearest": f"+{NEW_TOKENS} tokens",
+    "nearest_off": "that one, off",
+}
+COLD_OF = {"cold_off": "cold", "exact": "cold", "nearest": "nearest_off"}
+"""The case whose texts a case must have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +51,7 @@ class Sample:
     run: int
     prompt_tokens: int
     restored: int
+    text: str
     ttft_ms: float
     server_ttft_ms: float
     lookup_ms: float
@@ -49,48 +60,16 @@ class Sample:
     total_ms: float
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recovery:
-    """From `kill -9` of the process that serves to the first token of a prompt that it had stored, in seconds.
-
-    `import_torch_s` is how long a new Python takes to import torch, measured just before.
-    """
-
-    standby: bool
-    import_torch_s: float
-    first_token_s: float
-    restored: int
-
-
-def recoveries(server: LiveServer, runs: int, *, standby: bool) -> Iterator[Recovery]:
-    """Kills and measures, see `LiveServer.recover`. Raises `LiveServerError`."""
-    prompt = prompt_text(RECOVERY_TOKENS, 0)
-
-    def ask() -> Answer:
-        return server.complete(prompt, max_tokens=MAX_TOKENS)
-
-    for _ in range(runs):
-        # Afresh: a supervisor waits longer from death to death.
-        server.kill()
-        server.start()
-        ask()
-        server.wait_until_saved()
-        import_torch_s = time_import_torch_s()
-        first_token_s, answer = server.recover(ask, standby=standby)
-        yield Recovery(
-            standby=standby, import_torch_s=import_torch_s, first_token_s=first_token_s, restored=answer.restored
-        )
-
-
 class RestartBench:
     """Collects samples from one server that is killed and started again and again."""
 
-    def __init__(self, server: LiveServer, console: Console, runs: int) -> None:
+    def __init__(self, server: LiveServer, prompts: Prompts, console: Console, runs: int) -> None:
         self.samples: list[Sample] = []
         self.startups: list[dict[str, float]] = []
         self.copy_s: dict[int, list[float]] = {}
         self.bytes_per_token = 0
         self._server = server
+        self._prompts = prompts
         self._console = console
         self._runs = runs
 
@@ -108,31 +87,32 @@ class RestartBench:
         for tokens in sizes:
             with self._step(run, tokens, "restart, exact repeat"):
                 self.start()
-                self._ask("exact", tokens, run, prompt_text(tokens, run))
+                self._ask("exact", tokens, run, self._prompts.prompt(tokens, run))
                 self._server.wait_until_saved()
                 self._copy(tokens)
         for tokens in sizes:
             with self._step(run, tokens, "restart, nearest prefix"):
                 self.start()
-                self._ask("nearest", tokens, run, extended(prompt_text(tokens, run)))
+                longer = self._prompts.longer(tokens, run)
+                self._ask("nearest", tokens, run, longer)
                 self._server.wait_until_saved()
+                self._ask("nearest_off", tokens, run, longer, scope="off")
 
     def _step(self, run: int, tokens: int, what: str) -> Any:
         return step(self._console, f"run {run + 1} of {self._runs}, {tokens} tokens: {what}")
 
     def _cold(self, tokens: int, run: int) -> None:
         """Measures both cold cases, one right after the other. Which is first alternates, so that a drift cancels."""
-        prompt = prompt_text(tokens, run)
+        prompt = self._prompts.prompt(tokens, run)
         # Scope off neither restores nor saves, so it may go second with the prompt that was just saved.
         for case in ("cold", "cold_off") if saves_first(run) else ("cold_off", "cold"):
             self._ask(case, tokens, run, prompt, scope="off" if case == "cold_off" else None)
             self._server.wait_until_saved()
 
-    def _ask(self, case: str, tokens: int, run: int, prompt: str, scope: str | None = None) -> None:
+    def _ask(self, case: str, tokens: int, run: int, prompt: Sequence[int], scope: str | None = None) -> None:
         answer = self._server.complete(prompt, max_tokens=MAX_TOKENS, scope=scope)
-        expected = len(prompt.split())
-        if answer.prompt_tokens != expected:
-            raise LiveServerError(f"a prompt of {expected} words became {answer.prompt_tokens} tokens")
+        if answer.prompt_tokens != len(prompt):
+            raise LiveServerError(f"a prompt of {len(prompt)} tokens became {answer.prompt_tokens}")
         if bool(answer.restored) != (case in ("exact", "nearest")):
             raise LiveServerError(f"{case} of {tokens} tokens restored {answer.restored}: {answer.cache}")
         self.samples.append(_sample(case, tokens, run, answer))
@@ -159,54 +139,46 @@ def _sample(case: str, tokens: int, run: int, answer: Answer) -> Sample:
         run=run,
         prompt_tokens=answer.prompt_tokens,
         restored=answer.restored,
+        text=answer.text,
         **answer.times_ms,
     )
 
 
 def measure(
-    kv_cache_dir: Path, log_path: Path, sizes: Sequence[int], runs: int, codec: str, console: Console
+    workspace: Path, model: Path, sizes: Sequence[int], runs: int, codec: str, console: Console
 ) -> dict[str, Any]:
     """Runs the benchmark. Returns the report as JSON values. Raises `LiveServerError`."""
     torch.set_num_threads(COPY_THREADS)
-    flags = ("--disk-prefix-cache", "full", "--kv-cache-budget", "64GiB", "--kv-cache-codec", codec)
+    prompts = Prompts(AutoTokenizer.from_pretrained(model))
+    flags: tuple[str, ...] = ("--model", str(model), "--disk-prefix-cache", "full", "--kv-cache-budget", "64GiB")
+    flags += ("--kv-cache-codec", codec)
+    kv_cache_dir, log_path = workspace / "kv", workspace / "server.log"
     with LiveServer(kv_cache_dir=kv_cache_dir, log_path=log_path, flags=flags) as server:
-        bench = RestartBench(server, console, runs)
-        with step(console, "server starting (the first time ever, it fetches and converts its model)") as note:
+        bench = RestartBench(server, prompts, console, runs)
+        with step(console, "server starting") as note:
             bench.start(note)
-        # The first start may have fetched the model, which is no part of starting.
+        # The first start measures whether the model is exact, which later ones remember.
         bench.startups.clear()
         for run in range(runs):
             bench.run(run, sizes)
-    found: list[Recovery] = []
-    for name, more in (("alone", ()), ("with --standby", ("--standby",))):
-        log = log_path.with_name(f"recovery{len(more)}.log")
-        with (
-            step(console, f"kill -9 to the first token, {name}"),
-            LiveServer(kv_cache_dir=kv_cache_dir, log_path=log, flags=(*flags, *more)) as server,
-        ):
-            found += recoveries(server, runs, standby=bool(more))
     return {
         "benchmark": "restart",
         "runs": runs,
         "codec": codec,
         "machine": machine(),
+        "texts_equal": texts_equal(bench.samples),
         "prompts": [_prompt_report(bench, tokens) for tokens in sizes],
         "save_cost_percent": _save_cost_percent(bench.samples),
         "startup_s": {name: median(start[name] for start in bench.startups) for name in bench.startups[0]},
-        "recovery": [_recovery_report([one for one in found if one.standby == standby]) for standby in (False, True)],
         "samples": [asdict(sample) for sample in bench.samples],
     }
 
 
-def _recovery_report(found: Sequence[Recovery]) -> dict[str, Any]:
-    return {
-        "standby": found[0].standby,
-        "tokens": RECOVERY_TOKENS,
-        "first_token_s": median(one.first_token_s for one in found),
-        "import_torch_s": median(one.import_torch_s for one in found),
-        "ratio": median(one.first_token_s / one.import_torch_s for one in found),
-        "samples": [asdict(one) for one in found],
-    }
+def texts_equal(samples: Sequence[Sample]) -> bool:
+    texts = {(one.case, one.tokens, one.run): one.text for one in samples}
+    return all(
+        text == texts[COLD_OF[case], tokens, run] for (case, tokens, run), text in texts.items() if case in COLD_OF
+    )
 
 
 def _prompt_report(bench: RestartBench, tokens: int) -> dict[str, Any]:
@@ -252,9 +224,10 @@ def saves_first(run: int) -> bool:
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    for table in (_cases_table(report), _bandwidth_table(report), _startup_table(report), _recovery_table(report)):
+    for table in (_cases_table(report), _bandwidth_table(report), _startup_table(report)):
         console.print(table)
         console.print()
+    say(console, f"Texts: {'equal to those that restored nothing' if report['texts_equal'] else 'DIFFERENT'}.")
     show_machine(report["machine"], console)
 
 
@@ -300,20 +273,12 @@ def _startup_table(report: dict[str, Any]) -> Table:
     return table
 
 
-def _recovery_table(report: dict[str, Any]) -> Table:
-    title = f"From kill -9 to the first token of a stored prompt of {RECOVERY_TOKENS:,} tokens, seconds"
-    table = new_table(title, left=("",), right=("first token", "import torch", "ratio"))
-    for one in report["recovery"]:
-        name = "--standby" if one["standby"] else "started again at once"
-        table.add_row(name, f"{one['first_token_s']:.2f}", f"{one['import_torch_s']:.2f}", f"{one['ratio']:.2f}")
-    return table
-
-
 @click.command()
+@MODEL
 @runs_option(4)
 @click.option(
     "--tokens",
-    type=click.IntRange(min=512, max=8100),
+    type=click.IntRange(min=512),
     multiple=True,
     default=PROMPT_TOKENS,
     show_default=True,
@@ -322,15 +287,17 @@ def _recovery_table(report: dict[str, Any]) -> Table:
 @codec_option("raw")
 @FOLDER
 @JSON
-def main(runs: int, tokens: tuple[int, ...], codec: str, folder: Path | None, as_json: bool) -> None:
+def main(model: str, runs: int, tokens: tuple[int, ...], codec: str, folder: Path | None, as_json: bool) -> None:
     """Measure what a restart costs: cold, exact repeat, nearest prefix.
 
     Every restored figure is the first request of a server that was killed with SIGKILL and started again. The operating
     system's page cache survives that, so this is a restarted process and not a rebooted machine. The cache folder grows
     by about 0.4 GB with each run. Best an even number of runs: saving is measured first in one and second in the next.
+    Exits with 1 if a text differs from that of a request that restored nothing.
     """
     progress = Console(stderr=True)
+    source = model_folder(model, progress)
     with measuring(folder, progress) as workspace:
-        log_path = workspace / "server.log"
-        report = measure(workspace / "kv", log_path, sorted(set(tokens)), runs, codec, progress)
+        report = measure(workspace, source, sorted(set(tokens)), runs, codec, progress)
     print_report(report, as_json, show)
+    sys.exit(0 if report["texts_equal"] else 1)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread, Timer
@@ -26,6 +26,7 @@ from tools.measuring import page_cache
 from tools.measuring.installing import NotInstalled
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON
+from tools.measuring.processes import disk_bytes, status_bytes
 from tools.measuring.prompts import WORDS, extended, prompt_text
 from tools.measuring.report import new_table, print_report, say, short, show_machine
 from tools.models import real
@@ -93,15 +94,6 @@ class MemoryWatch:
         self.peak_bytes = max(self.peak_bytes, highest, sum(status_bytes(pid, "VmRSS") for pid in pids))
 
 
-def status_bytes(pid: int, key: str) -> int:
-    """Returns a size that the kernel has for a process, 0 if there is none."""
-    with suppress(OSError):
-        for line in Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace").splitlines():
-            if line.startswith(f"{key}:"):
-                return int(line.split()[1]) << 10
-    return 0
-
-
 @contextmanager
 def limited(peer: Peer, seconds: float, part: str) -> Iterator[None]:
     """Ends the peer when a part takes longer. Raises `PeerError` that names the part."""
@@ -152,11 +144,6 @@ def _starts(peer: Peer, kept: Path, limit_s: float) -> Iterator[Figure]:
         peer.kill()
         yield Figure("later_s", 0, peer.start())
         peer.ask([prompt_text(32, "first")], FIRST_TOKENS)
-
-
-def disk_bytes(folder: Path) -> int:
-    """Returns what the files of a folder take on the disk, without holes."""
-    return sum(file.stat().st_blocks * 512 for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
 
 
 def _alone(peer: Peer, size: int, limit_s: float) -> Generator[Figure, None, str]:

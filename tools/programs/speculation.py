@@ -64,24 +64,20 @@ def _edit(number: int, path: Path) -> str:
     return EDIT.format(task=EDITS[number % len(EDITS)].format(name=max(names, key=names.count)), source=source)
 
 
-class SpeculationBench:
-    """Asks a server that guesses and one that does not, in turns."""
-
-    def __init__(self, plain: LiveServer, guessing: LiveServer, console: Console) -> None:
-        self._servers = plain, guessing
-        self._console = console
-
-    def ask(self, kind: str, prompts: Sequence[str], reply_tokens: int) -> list[dict[str, Any]]:
-        samples = []
-        for number, prompt in enumerate(prompts, start=1):
-            with step(self._console, f"{kind} {number} of {len(prompts)}"):
-                messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
-                # Who is first takes turns too.
-                order = self._servers if number % 2 else self._servers[::-1]
-                answers = {id(one): one.chat(messages, max_tokens=reply_tokens, scope="off") for one in order}
-            plain, guessing = (answers[id(one)] for one in self._servers)
-            samples.append({"kind": kind} | _compared(plain, guessing))
-        return samples
+def ask_both(
+    servers: tuple[LiveServer, LiveServer], kind: str, prompts: Sequence[str], reply_tokens: int, console: Console
+) -> list[dict[str, Any]]:
+    """Asks a server that does not guess and one that does, in turns."""
+    samples = []
+    for number, prompt in enumerate(prompts, start=1):
+        with step(console, f"{kind} {number} of {len(prompts)}"):
+            messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": prompt}]
+            # Who is first takes turns too.
+            order = servers if number % 2 else servers[::-1]
+            answers = {id(one): one.chat(messages, max_tokens=reply_tokens, scope="off") for one in order}
+        plain, guessing = (answers[id(one)] for one in servers)
+        samples.append({"kind": kind} | _compared(plain, guessing))
+    return samples
 
 
 def _compared(plain: Answer, guessing: Answer) -> dict[str, Any]:
@@ -121,9 +117,8 @@ def measure(
     num_edits, num_questions, reply_tokens = sizes
     guesses = ("--speculative", "ngram") if draft is None else ("--draft-model", str(draft))
     with _server(workspace, folder, (), console) as plain, _server(workspace, folder, guesses, console) as guessing:
-        bench = SpeculationBench(plain, guessing, console)
-        samples = bench.ask("edits", edits(num_edits), reply_tokens)
-        samples += bench.ask("chat", QUESTIONS[:num_questions], reply_tokens)
+        samples = ask_both((plain, guessing), "edits", edits(num_edits), reply_tokens, console)
+        samples += ask_both((plain, guessing), "chat", QUESTIONS[:num_questions], reply_tokens, console)
     return {
         "benchmark": "speculation",
         "model": model,

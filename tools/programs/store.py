@@ -33,8 +33,8 @@ from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
 from tests.synthetic_model import SyntheticModel, dense_layout, open_restorer
-from tools.measuring import kv_sample, page_cache
-from tools.measuring.kv_sample import BLOCK_SIZE, KVSample
+from tools.measuring import page_cache
+from tools.measuring.kv_sample import BLOCK_SIZE, KVSample, synthetic_sample
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, runs_option
 from tools.measuring.report import machine, new_table, print_report
@@ -61,7 +61,7 @@ def measure(plan: Plan, console: Console) -> dict[str, Any]:
     """Runs the benchmark. Returns the report as JSON values. Raises `CacheError`."""
     torch.set_num_threads(THREADS)
     sample = plan.sample
-    with step(console, f"codecs, on {sample.num_bytes / 1e6:.0f} MB of KV ({sample.origin})"):
+    with step(console, f"codecs, on {sample.num_bytes / 1e6:.0f} MB of KV"):
         codecs = {codec.name.lower(): _measure_codec(sample, codec, plan.runs) for codec in CODECS}
     restore = _measure_restore(plan, console)
     with step(console, f"a store of {plan.blocks} blocks, and lookups of {MATCH_TOKENS} tokens in it"):
@@ -70,7 +70,7 @@ def measure(plan: Plan, console: Console) -> dict[str, Any]:
         "benchmark": "store",
         "machine": machine(),
         "runs": plan.runs,
-        "kv": {"origin": sample.origin, "is_real": sample.is_real, "bytes": sample.num_bytes},
+        "kv_bytes": sample.num_bytes,
         "codecs": codecs,
         "restore": restore,
         "match": match,
@@ -294,7 +294,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     restore, facts = report["restore"], report["machine"]
     direct = restore["direct_read_gb_s"]
     console.print(
-        f"KV: {report['kv']['origin']}; memory copy {restore['copy_gb_s']} GB/s on {THREADS} threads; "
+        f"memory copy {restore['copy_gb_s']} GB/s on {THREADS} threads; "
         f"direct read {'none' if direct is None else f'{direct} GB/s'}; at most "
         f"{restore['resident_share_before_cold']:.1%} of a file was in the page cache before a cold restore; "
         f"{facts['cpus']} cpus, Python {facts['python']}, {facts['platform']}; load {facts['load_average_1min']}",
@@ -353,27 +353,17 @@ def _match_table(report: dict[str, Any]) -> Table:
     help="How many the store holds in which prompts of 100 000 tokens are looked up.",
 )
 @runs_option(7)
-@click.option("--model", is_flag=True, help="Compute real KV with the embedded model.")
 @FOLDER
 @JSON
-def main(
-    tokens: int,
-    blocks: int,
-    runs: int,
-    model: bool,
-    folder: Path | None,
-    as_json: bool,
-) -> None:
+def main(tokens: int, blocks: int, runs: int, folder: Path | None, as_json: bool) -> None:
     """Measure what the store can do: restores against a memory copy and a direct read, lookups, codecs.
 
-    Without --model the KV is made up, so that it compresses as that of the embedded model does.
+    The KV is made up, so that it compresses as that of the embedded model does.
     """
     progress = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="diskprefix-bench-", dir=folder) as workspace:
         try:
-            with step(progress, "KV to measure with") as note:
-                sample = kv_sample.sample_from_model(note) if model else kv_sample.synthetic_sample(8)
-            plan = Plan(sample=sample, tokens=tokens, blocks=blocks, runs=runs, folder=Path(workspace))
+            plan = Plan(sample=synthetic_sample(8), tokens=tokens, blocks=blocks, runs=runs, folder=Path(workspace))
             report = measure(plan, progress)
         except (DiskPrefixError, ValueError) as error:
             progress.print(f"[red]error:[/red] {error}", highlight=False)

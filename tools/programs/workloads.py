@@ -207,22 +207,16 @@ def _functions(path: Path) -> list[Json]:
     return [{"type": "function", "function": json.loads(line)} for line in lines]
 
 
-def big_bench_hard(data: Path, *, as_chat: bool = False, shuffled: bool = True) -> Iterator[Turn]:
-    """27 tasks, each with three worked examples before the question, as raw prompts.
-
-    As a chat, the examples are the system message and the question is the user's. `shuffled`: tasks in any order; else
-    one after the other.
-    """
+def big_bench_hard(data: Path) -> Iterator[Turn]:
+    """27 tasks in any order, each with three worked examples before the question, as raw prompts."""
     turns = []
     for path in sorted((data / "big-bench-hard" / "bbh").glob("*.json")):
         worked = (data / "big-bench-hard" / "cot-prompts" / f"{path.stem}.txt").read_text(encoding="utf-8")
         examples = worked.split("-----\n", 1)[1].strip()
         for example in json.loads(path.read_text(encoding="utf-8"))["examples"]:
             question = f"Q: {example['input']}\nA: Let's think step by step."
-            messages = [{"role": "system", "content": examples}, {"role": "user", "content": question}]
-            turns.append(Turn({"messages": messages} if as_chat else {"prompt": f"{examples}\n\n{question}"}))
-    if shuffled:
-        random.Random(SEED).shuffle(turns)
+            turns.append(Turn({"prompt": f"{examples}\n\n{question}"}))
+    random.Random(SEED).shuffle(turns)
     return iter(turns)
 
 
@@ -231,8 +225,6 @@ CONVERSATIONS: dict[str, Callable[[Path], Iterator[Turn]]] = {
     "openhands-mock": openhands,
     "bfcl": bfcl,
     "big-bench-hard": big_bench_hard,
-    "big-bench-hard-in-order": partial(big_bench_hard, shuffled=False),
-    "big-bench-hard-chat": partial(big_bench_hard, as_chat=True),
 }
 TRACES: dict[str, Callable[[Path], Trace]] = {
     "mooncake": mooncake,
