@@ -28,12 +28,12 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import CacheError, InvalidRequest, ModelError, StoreUnavailable
+from diskprefix.extras.library.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.caches import ArenaCache, expire, lend
 from diskprefix.kv.layout import Layout
 from diskprefix.model.exact.rehearsal import rehearse, unsupported
 from diskprefix.model.load.fingerprint import Fingerprint
-from diskprefix.model.load.library_model import Ids, in_main_memory, memory_digest, stamp, unpacked, with_prefill
 from diskprefix.model.load.memory import kv_bytes
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import printable_only

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load import library_model as weights
-from diskprefix.model.load.library_model import memory_digest, stamp
+from diskprefix.extras.library import library_model as weights
+from diskprefix.extras.library.library_model import memory_digest, stamp
 from tests.runner import DEVICES, tiny_llama
 
 
