@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -131,6 +132,9 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             opened.callback(recorder.close)
         loaded = load_model(settings, progress, kv_ahead_bytes=KV_AHEAD_BYTES)
         loaded_at = time.perf_counter()
+        if loaded.model.device.type == "cpu":
+            buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)
+            settings = replace(settings, kv_cache_write_buffer=buffer_bytes)
         found = measured(loaded, settings, progress)
         layout = found.layout
         if recorder is not None and not layout.unsupported:

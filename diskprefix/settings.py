@@ -178,10 +178,11 @@ class Settings:
     )
     kv_memory: int | None = _server(
         None,
-        "Memory for the state of requests. A request that does not fit waits; one that never fits gets a 400.",
+        "Memory for the state of requests. The context that is served is as long as it has room for. A request that "
+        "does not fit beside others waits; one that never fits gets a 400.",
         is_common=True,
         kind="size",
-        unset="half of what is free once the model is loaded",
+        unset="half of what the weights leave free",
         bounds=(1024**2, MAX_BUDGET),
     )
     kv_memory_entries: int = _server(
@@ -269,7 +270,8 @@ class Settings:
     )
     kv_cache_write_buffer: int = _cache(
         1024**3,
-        "Memory for state that waits to be written. Prompts that do not fit are saved in parts.",
+        "Memory for state that waits to be written, at most half of what is left beside --kv-memory. Prompts that do "
+        "not fit are saved in parts.",
         kind="size",
         bounds=(0, MAX_BUDGET),
     )

@@ -166,16 +166,23 @@ def _separating(added: Iterable[AddedToken]) -> list[str]:
 
 
 class Encoder:
-    """Encodes the prompts of one model. Errors name the field `param`. Thread-safe. `needs_bos`: each prompt begins
-    with a BOS, as with an image, where the processors of multimodal models write it."""
+    """Encodes the prompts of one model. Errors name the field `param`. Thread-safe. `positions_limit` says in an error
+    why no more than `max_positions` are served. `needs_bos`: each prompt begins with a BOS, as with an image, where the
+    processors of multimodal models write it."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerFast, *, vocab_size: int, max_positions: int, needs_bos: bool = False
+        self,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        vocab_size: int,
+        max_positions: int,
+        positions_limit: str = "the positions of this model",
+        needs_bos: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._needs_bos = needs_bos
         self._vocab_size = vocab_size
-        self._max_positions = max_positions
+        self._max_positions, self._positions_limit = max_positions, positions_limit
         # Switches off padding and truncation, which the tokenizer's files may ask for.
         tokenizer("", add_special_tokens=False, verbose=False)
         self._parts = TextParts(tokenizer)
@@ -267,8 +274,8 @@ class Encoder:
     def _too_long(self, num_tokens: str, param: str) -> ContextTooLong:
         # Agents look for the words of Anthropic's API, "prompt is too long: N tokens > M", and then shorten it.
         return ContextTooLong(
-            f"{param}: the prompt is too long: {num_tokens} tokens > {self._max_positions}, the positions of this "
-            "model for prompt and reply together",
+            f"{param}: the prompt is too long: {num_tokens} tokens > {self._max_positions}, {self._positions_limit} "
+            "for prompt and reply together",
             param=param,
         )
 

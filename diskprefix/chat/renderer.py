@@ -49,6 +49,7 @@ class PromptRenderer:
         *,
         vocab_size: int,
         max_positions: int,
+        positions_limit: str = "the positions of this model",
         media: MediaProcessor | None = None,
         normalisers: Normalisers = Normalisers(),  # noqa: B008 (immutable)
         compress: Compress | None = None,
@@ -59,7 +60,11 @@ class PromptRenderer:
         self._compress = compress
         self._media = media
         self._encoder = Encoder(
-            tokenizer, vocab_size=vocab_size, max_positions=max_positions, needs_bos=media is not None
+            tokenizer,
+            vocab_size=vocab_size,
+            max_positions=max_positions,
+            positions_limit=positions_limit,
+            needs_bos=media is not None,
         )
         self.end_ids = frozenset({*end_ids, tokenizer.eos_token_id} - {None})
         self.vocab_size = vocab_size

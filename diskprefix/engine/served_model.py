@@ -28,11 +28,11 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.exact.runner import can_pack
-from diskprefix.model.load.fit import KV_SHARE
 from diskprefix.model.load.loader import LoadedModel
-from diskprefix.model.load.memory import KV_AHEAD_BYTES, available_bytes, kv_bytes
+from diskprefix.model.load.memory import KV_AHEAD_BYTES, kv_bytes
 from diskprefix.nouns import CacheReport
 from diskprefix.printable import first_line
+from diskprefix.units import format_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +41,6 @@ log = logging.getLogger("diskprefix")
 
 _UNLIMITED_POSITIONS = 1 << 20
 """The limit of models whose config has none (recurrent ones)."""
-"""The share of the free memory after loading that the state of sequences may use."""
 _FLUSH_TIMEOUT_S = 30.0
 
 
@@ -69,7 +68,6 @@ class ServedModel:
         self.figures = EngineFigures()
         self.recorder = recorder
         self.identity = identity or {}
-        self.max_positions = _max_positions(self.model)
         self.max_sequences = cache.settings.max_sequences
         self.packs = can_pack(self.model, cache.layout)
         """True if one step can compute several sequences."""
@@ -78,7 +76,13 @@ class ServedModel:
         self.pace = Pace(cache.settings.inter_token_latency)
         self.clock = time.perf_counter
         """The clock that measures steps."""
+        self._kv_limit = loaded.fit.kv_limit if draft is None else min(loaded.fit.kv_limit, draft.loaded.fit.kv_limit)
         self.pool = self._make_pool(cache.layout, None if draft is None else draft.cache.layout)
+        self.model_positions = _max_positions(self.model)
+        """The positions that the model was made for."""
+        longest = loaded.fit.context if cache.layout.unsupported else self.pool.longest(self.model_positions)
+        self.max_positions = min(longest, self.model_positions)
+        """The tokens of the longest sequence that is served: as many as the model has positions, and KV memory room."""
         self.drafter = None if draft is None else self._make_drafter(draft)
         self.speculation = self._make_speculation()
         """None if no tokens are guessed."""
@@ -88,6 +92,11 @@ class ServedModel:
         """The tokens that end a reply."""
         self._special_tokens = special_tokens(self.tokenizer)
         self.constraints = ConstraintCompiler(self.tokenizer, self.end_ids, _vocab_size(self.model))
+        if self.max_positions < self.model_positions:
+            log.info(
+                *("[engine] the context is %d of %d tokens, %s", self.max_positions, self.model_positions),
+                self.positions_limit,
+            )
         if cache.layout.unsupported:
             self._require_uncached()
         else:
@@ -141,9 +150,16 @@ class ServedModel:
             raise InvalidRequest("the prompt is empty")
         if num_tokens >= self.max_positions:
             raise ContextTooLong(
-                f"the prompt has {num_tokens} tokens; this model has {self.max_positions} positions, "
-                "and at least one must be left for the reply"
+                f"the prompt has {num_tokens} tokens, of {self.max_positions}, {self.positions_limit} for prompt and "
+                "reply together"
             )
+
+    @property
+    def positions_limit(self) -> str:
+        """The meaning of `max_positions` in an error."""
+        if self.max_positions == self.model_positions:
+            return "the positions of this model"
+        return f"the room in KV memory ({format_size(self.pool.limit_bytes)}, see --kv-memory)"
 
     def reply_limit(self, request: GenerateRequest) -> int:
         """Returns the most tokens of a reply."""
@@ -230,12 +246,11 @@ class ServedModel:
     def _make_pool(self, layout: Layout, beside: Layout | None) -> KVPool:
         """Makes a pool. `beside` is the layout of another model that gets memory for as many tokens."""
         device, settings = self.model.device, self.cache.settings
-        limit = settings.kv_memory
         share = 1.0 if beside is None else layout.bytes_per_token / (layout.bytes_per_token + beside.bytes_per_token)
         return KVPool(
             layout,
             device,
-            limit_bytes=int(share * (available_bytes(device) * KV_SHARE if limit is None else limit)),
+            limit_bytes=int(share * self._kv_limit),
             free_bytes=partial(kv_bytes, device),
             max_idle=settings.kv_memory_entries,
             block_size=settings.block_size,

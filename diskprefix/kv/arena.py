@@ -15,9 +15,10 @@ import torch
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.caches import ArenaCache, ModelCache, RwkvStates, XlstmStates
 from diskprefix.kv.capturer import Capturer
-from diskprefix.kv.group import GroupMemory, group_bytes, whole_tiles, zeros
+from diskprefix.kv.group import GroupMemory, group_bytes, zeros
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
+from diskprefix.kv.sizes import CAPACITY_STEP, longest_within, whole_tiles
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.transfer import bytes_of, copy_into, in_main_memory, tensor_over, write_through
 from diskprefix.store.codec.planes import Bytes
@@ -26,13 +27,16 @@ from diskprefix.units import format_size
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_CAPACITY_STEP = 1024
-
 
 def bytes_for(layout: Layout, num_tokens: int, block_size: int | None = None) -> int:
     """Returns the least memory of a `KVArena` with room for `num_tokens` tokens."""
-    capacity = -(-num_tokens // _CAPACITY_STEP) * _CAPACITY_STEP
+    capacity = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
     return sum(group_bytes(group, capacity, block_size) for group in layout.groups) + layout.state_bytes
+
+
+def tokens_within(layout: Layout, num_bytes: int, most: int, block_size: int) -> int:
+    """Returns the longest sequence, at most `most` tokens, whose `KVArena` fits in so many bytes."""
+    return longest_within(num_bytes, lambda count: bytes_for(layout, count, block_size), most, CAPACITY_STEP)
 
 
 class KVArena:
@@ -48,7 +52,7 @@ class KVArena:
         layout: Layout,
         device: torch.device,
         free_bytes: Callable[[], int] | None = None,
-        capacity_step: int = _CAPACITY_STEP,
+        capacity_step: int = CAPACITY_STEP,
         block_size: int | None = None,
     ) -> None:
         self.layout = layout

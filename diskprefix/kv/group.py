@@ -15,40 +15,21 @@ import numpy as np
 import torch
 
 from diskprefix.kv.layout import Group
-from diskprefix.kv.step import TILE
+from diskprefix.kv.sizes import PAD_TOKENS, TILE, whole_tiles, window_room
 from diskprefix.kv.transfer import bytes_of, copy_into, in_main_memory, write_through
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.tokens import floor_to_grid
 
-_PAD_TOKENS = 64
-"""Keeps the distance between heads off powers of two, which would map them to the same cache sets. Never used."""
-_STEP_TOKENS = 256
-"""The most rows of a step that do not enlarge the memory of a window."""
-_SPARE_TILES = 1
-"""The tiles above what is needed. With more, memory moves less often."""
-
-
-def whole_tiles(num_tokens: int) -> int:
-    """Returns the number rounded up to whole tiles."""
-    return -(-num_tokens // TILE) * TILE
-
 
 def group_bytes(group: Group, capacity: int, block_size: int | None) -> int:
     """Returns the bytes of a group's memory with room for `capacity` tokens. `block_size`: see `GroupMemory`."""
-    return group.bytes_per_token * (_room_for(group, capacity, block_size) + _PAD_TOKENS) if capacity else 0
-
-
-def sequence_bytes(bytes_per_token: int, num_tokens: int) -> int:
-    """Returns the bytes of the memory of a group that keeps all of `num_tokens` tokens."""
-    return bytes_per_token * (num_tokens + _PAD_TOKENS)
+    return group.bytes_per_token * (_room_for(group, capacity, block_size) + PAD_TOKENS) if capacity else 0
 
 
 def _room_for(group: Group, capacity: int, block_size: int | None) -> int:
     if block_size is None or group.window is None:
         return capacity
-    looked_at = max(group.window, block_size) + max(_STEP_TOKENS, block_size)
-    # A tile more, as both ends are within a tile.
-    return min(capacity, whole_tiles(looked_at) + TILE * (1 + _SPARE_TILES))
+    return min(capacity, window_room(group.window, block_size))
 
 
 @dataclass(eq=False)
@@ -90,7 +71,7 @@ class GroupMemory:
     @property
     def room(self) -> int:
         """The number of tokens that fit."""
-        return max(0, self.tensor.shape[3] - _PAD_TOKENS)
+        return max(0, self.tensor.shape[3] - PAD_TOKENS)
 
     def allocated(self, capacity: int, valid: int) -> torch.Tensor:
         """Returns a tensor for `capacity` tokens of a sequence, with the state of the first `valid`, for `replace`.
@@ -226,7 +207,7 @@ class GroupMemory:
 
     def _enlarged(self, room: int, valid: int) -> torch.Tensor:
         """Returns a larger tensor with the same tokens."""
-        shape = (len(self.group.specs), 1, self.group.heads, room + _PAD_TOKENS, self.group.head_dim)
+        shape = (len(self.group.specs), 1, self.group.heads, room + PAD_TOKENS, self.group.head_dim)
         grown = zeros(shape, self.group.dtype, self._device)
         kept = max(0, valid - self.first)
         grown[:, :, :, :kept] = self.tensor[:, :, :, :kept]

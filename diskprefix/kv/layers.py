@@ -23,7 +23,8 @@ from transformers.cache_utils import (
 )
 
 from diskprefix.kv.layout import LayerSpec
-from diskprefix.kv.step import TILE, Run, Step, current_step, is_accelerated
+from diskprefix.kv.sizes import TILE
+from diskprefix.kv.step import Run, Step, current_step, is_accelerated
 
 
 class TokenLayer:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv.arena import KVArena, bytes_for
+from diskprefix.kv.arena import KVArena, bytes_for, tokens_within
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.transfer import populate
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length, floor_to_grid
@@ -99,6 +99,16 @@ class KVPool:
     def used_bytes(self) -> int:
         arenas = [*(allocation.arena for allocation in self.allocations), *self._spare]
         return sum(arena.num_bytes for arena in arenas)
+
+    def longest(self, most_tokens: int) -> int:
+        """Returns the longest sequence, at most `most_tokens`, that fits if it is alone."""
+        return tokens_within(self.layout, self.limit_bytes, most_tokens, self._block_size)
+
+    def tokens_at_once(self, num_tokens: int, most_tokens: int) -> int:
+        """Returns the tokens to allocate memory for, of a sequence that has `num_tokens` and may get `most_tokens`:
+        all, if it could not grow for want of room for the old memory beside the new."""
+        needed = bytes_for(self.layout, num_tokens, self._block_size)
+        return most_tokens if 2 * needed > self.limit_bytes else num_tokens
 
     def touch(self, num_bytes: int, max_tokens: int) -> None:
         """Allocates memory before the first request. A thread makes its pages beside the rest of the start, until

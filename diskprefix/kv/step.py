@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 
-TILE = 512
-"""The tokens in a tile. Attention reads keys in tiles, counted from position 0 of a sequence, and the memory of a
-sequence is a multiple of a tile."""
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 

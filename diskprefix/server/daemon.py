@@ -202,6 +202,7 @@ class Daemon:
             engine.tokenizer,
             vocab_size=engine.model.config.get_text_config(decoder=True).vocab_size,
             max_positions=engine.max_positions,
+            positions_limit=engine.positions_limit,
             media=engine.media,
             normalisers=normalisers,
             compress=compress,

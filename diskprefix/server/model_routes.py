@@ -132,7 +132,7 @@ def card(serving: Serving) -> ModelCard:
         context_length=positions,
         context_window=positions,
         max_context_length=positions,
-        meta=Meta(n_ctx_train=positions, n_ctx=positions, n_vocab=serving.renderer.vocab_size),
+        meta=Meta(n_ctx_train=serving.engine.model_positions, n_ctx=positions, n_vocab=serving.renderer.vocab_size),
         architecture=Architecture(input_modalities=["text", *reversed(media)], output_modalities=["text"]),
         capabilities=capabilities,
         supported_parameters=[*_PARAMETERS, *of_tools, *of_thoughts],

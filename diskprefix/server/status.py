@@ -143,6 +143,7 @@ def _model_props(serving: Serving) -> dict[str, Any]:
     return {
         "name": serving.model_name,
         "max_positions": serving.engine.max_positions,
+        "model_positions": serving.engine.model_positions,
         "vocab_size": serving.renderer.vocab_size,
         "device": str(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),

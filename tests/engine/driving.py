@@ -28,7 +28,7 @@ from diskprefix.engine.request import (
     TextEvent,
 )
 from diskprefix.extras.simulate.recording import RecordedRequest
-from diskprefix.kv import arena
+from diskprefix.kv import arena, sizes
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVPool
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
@@ -222,6 +222,6 @@ def memory_in_steps_of(num_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None
     """Memory grows in steps of so many tokens, so that with small ones much happens while there are few tokens."""
     given = KVArena.__init__.__defaults__
     assert given is not None
-    steps = tuple(num_tokens if value == arena._CAPACITY_STEP else value for value in given)
+    steps = tuple(num_tokens if value == sizes.CAPACITY_STEP else value for value in given)
     monkeypatch.setattr(KVArena.__init__, "__defaults__", steps)
-    monkeypatch.setattr(arena, "_CAPACITY_STEP", num_tokens)
+    monkeypatch.setattr(arena, "CAPACITY_STEP", num_tokens)

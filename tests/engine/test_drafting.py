@@ -20,7 +20,7 @@ from diskprefix.engine.drafting import ModelDrafter
 from diskprefix.engine.guesser import DraftRate
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.errors import ModelError
-from diskprefix.kv.step import TILE
+from diskprefix.kv.sizes import TILE
 from diskprefix.model.exact import runner
 from diskprefix.nouns import SHARED
 from tests.engine.driving import (

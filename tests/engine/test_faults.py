@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
@@ -18,7 +19,7 @@ from diskprefix.engine.loop import Engine, Loop
 from diskprefix.engine.request import ErrorEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.served_model import ServedModel
-from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady
+from diskprefix.errors import ContextTooLong, DeviceLost, DiskPrefixError, NotReady
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.pool import KVPool
 from tests.engine.driving import (
@@ -33,6 +34,7 @@ from tests.engine.driving import (
     tokens,
     wait_until_idle,
 )
+from tests.model import tiny
 
 
 @pytest.fixture
@@ -88,6 +90,36 @@ def test_a_reply_that_is_alone_grows_though_there_is_no_room_for_two_of_it(engin
     limit_memory(engine, 2048)
     (client,) = run_together(engine, [one])
     assert replies(client, 2) == expected
+
+
+@pytest.fixture
+def tight(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Engine]:
+    """KV memory has room for 3 072 of 4 096 tokens."""
+    caplog.set_level("INFO")
+    sizes = {"max_position_embeddings": 4096, "num_hidden_layers": 5}
+    folder = tiny.write_folder(tmp_path / "model", dtype=torch.bfloat16, **sizes)
+    engine = load(folder, tmp_path / "kv", kv_memory=1 << 20)
+    yield engine
+    engine.close()
+
+
+def test_the_context_is_as_long_as_kv_memory_has_room_for(tight: Engine, caplog: pytest.LogCaptureFixture) -> None:
+    assert (tight.max_positions, tight.model_positions) == (3072, 4096)
+    told = [record.getMessage() for record in caplog.get_records("setup")]
+    assert "[engine] the context is 3072 of 4096 tokens, the room in KV memory (1.0 MiB, see --kv-memory)" in told
+    (whole,) = run_together(tight, [request(tokens(3062), max_tokens=None)])
+    assert (len(whole.tokens), tight.figures.preemptions) == (10, 0)
+    (refused,) = run_together(tight, [request(tokens(3072))])
+    with pytest.raises(ContextTooLong, match="3072 tokens, of 3072, the room in KV memory "):
+        refused.done  # noqa: B018
+
+
+def test_a_reply_that_cannot_grow_is_computed_again_once(tight: Engine) -> None:
+    one = request(tokens(1000), max_tokens=1060)
+    (client,) = run_together(tight, [one])
+    assert tight.figures.preemptions == 1, "then it has memory for all of its reply"
+    tight.pool.limit_bytes *= 10
+    assert client.tokens == alone(tight, one).tokens
 
 
 def test_a_reply_that_outgrows_all_memory_fails_and_others_are_served(engine: Engine) -> None:

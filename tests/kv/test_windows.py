@@ -17,7 +17,7 @@ from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.capturer import Capture, Capturer
 from diskprefix.kv.group import GroupMemory
 from diskprefix.kv.layout import Layout
-from diskprefix.kv.step import TILE
+from diskprefix.kv.sizes import TILE
 from diskprefix.model.exact import runner
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse

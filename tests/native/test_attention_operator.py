@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from diskprefix.kv.step import TILE, Run
+from diskprefix.kv.sizes import TILE
+from diskprefix.kv.step import Run
 from diskprefix.model.exact.patterns import Pattern
 from diskprefix.native import library
 from tests.model.exact.test_attention import LENGTH, Case, Layer, plain, random_steps, together

@@ -126,7 +126,8 @@ class ScriptedEngine:
         )
         self.tokenizer: Any = None
         self.media: Any = None
-        self.max_positions = POSITIONS
+        self.max_positions = self.model_positions = POSITIONS
+        self.positions_limit = "the positions of this model"
         self.max_sequences = 1
         self.end_ids: frozenset[int] = frozenset()
         self.model_name = "scripted"

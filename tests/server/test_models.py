@@ -23,10 +23,10 @@ def card_of(chat_model: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_the_context_length_has_the_names_that_clients_look_for(chat_model: Path) -> None:
-    card = card_of(chat_model)
+    card = card_of(chat_model, model_positions=4 * POSITIONS)
     names = ("max_model_len", "context_length", "context_window", "max_context_length")
     assert {card[name] for name in names} == {POSITIONS}
-    assert card["meta"] == {"n_ctx_train": POSITIONS, "n_ctx": POSITIONS, "n_vocab": VOCAB_SIZE}
+    assert card["meta"] == {"n_ctx_train": 4 * POSITIONS, "n_ctx": POSITIONS, "n_vocab": VOCAB_SIZE}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from diskprefix.kv.layers import AppendedRows
-from diskprefix.kv.step import TILE, Step, is_accelerated
+from diskprefix.kv.sizes import TILE
+from diskprefix.kv.step import Step, is_accelerated
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
 from diskprefix.native.blocks import Norm
 

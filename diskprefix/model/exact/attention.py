@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from diskprefix.kv.layers import AppendedRows
-from diskprefix.kv.step import TILE, Run, Step, current_step, is_accelerated
+from diskprefix.kv.sizes import TILE
+from diskprefix.kv.step import Run, Step, current_step, is_accelerated
 from diskprefix.model.exact import accelerated
 from diskprefix.model.exact.latent import LatentMemory
 from diskprefix.model.exact.patterns import NotInvariant, Pattern

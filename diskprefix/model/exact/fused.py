@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from diskprefix.kv.layers import FullAttentionLayer, SlidingWindowLayer, TokenLayer
-from diskprefix.kv.step import TILE, Run, current_step
+from diskprefix.kv.sizes import TILE
+from diskprefix.kv.step import Run, current_step
 from diskprefix.model.exact.attention import HARMLESS
 from diskprefix.model.exact.mixtures import experts_of
 from diskprefix.model.exact.observed import ObservedMemory, made_up_rows, result_of

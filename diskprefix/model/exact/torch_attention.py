@@ -16,7 +16,8 @@ from functools import lru_cache
 
 import torch
 
-from diskprefix.kv.step import TILE, Run, Step
+from diskprefix.kv.sizes import TILE
+from diskprefix.kv.step import Run, Step
 from diskprefix.model.exact.patterns import Pattern
 from diskprefix.model.exact.rows import in_whole_vectors, is_ours, linear, times
 

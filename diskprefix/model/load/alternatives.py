@@ -9,7 +9,7 @@ from pathlib import Path
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.embedded import EMBEDDED
-from diskprefix.model.load.fit import ModelNeeds, fitted, needs_of_folder, needs_of_gguf
+from diskprefix.model.load.fit import Fit, ModelNeeds, fitted, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.hub_listing import listing_of
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
@@ -18,12 +18,12 @@ _MOST_OTHERS = 8
 """Other files whose headers are read."""
 
 
-def require_fit(needs: ModelNeeds, free_bytes: int, kv_memory: int | None, report: Report, settings: Settings) -> None:
-    """Raises `ModelError` if a model does not fit beside KV memory of `kv_memory` bytes, None for what is left. Reports
-    the table first. `settings` name the model, of which other forms are looked at."""
-    found = fitted(needs, free_bytes, kv_memory)
+def require_fit(needs: ModelNeeds, free_bytes: int, report: Report, settings: Settings) -> Fit:
+    """Returns how a model fits beside the KV memory of `settings`. Raises `ModelError` if it does not, and reports the
+    table first. `settings` name the model, of which other forms are looked at."""
+    found = fitted(needs, free_bytes, settings.kv_memory)
     if found.is_enough:
-        return
+        return found
     for line in found.lines():
         report(line)
     raise ModelError(found.refusal(other_forms(settings)))

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from diskprefix.errors import ModelError
+from diskprefix.kv.sizes import CAPACITY_STEP, PAD_TOKENS, longest_within, window_room
 from diskprefix.model.load.gguf_file import FileTensor, part_paths, read_tensors
 from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
@@ -24,9 +25,13 @@ ROOM_BYTES = 640 * 1024**2
 """Memory for the libraries, and for what is computed in a step."""
 MAKING_BYTES = 256 * 1024**2
 """Memory for what is not weights while a form of weights is made, and space on the disk for the tokenizer."""
-KV_SHARE = 0.5
+_KV_SHARE = 0.5
 """The part of the memory that is free beside the weights that KV may take without `--kv-memory`."""
+_BUFFER_SHARE = 0.5
+"""The part of what KV leaves that state may take while it waits to be written."""
+_LEAST_BUFFER_BYTES = 64 * 1024**2
 _LEAST_CONTEXT = 2048
+_BLOCK_SIZE = 256
 _UNLIMITED_POSITIONS = 1 << 20
 _WINDOWED = {"gpt-oss": 2, "gemma2": 2, "gemma3": 6}
 """Architectures of `.gguf` files with windows: each of so many layers sees all tokens."""
@@ -44,15 +49,14 @@ class TokenState:
     positions: int = _UNLIMITED_POSITIONS
 
     def num_bytes(self, num_tokens: int) -> int:
-        return self.per_token * num_tokens + self.windowed * min(num_tokens, self.window)
+        """Returns the bytes of the memory of a sequence, as `kv.arena` allocates it."""
+        room = -(-num_tokens // CAPACITY_STEP) * CAPACITY_STEP
+        in_window = min(room, window_room(self.window, _BLOCK_SIZE))
+        return self.fixed + self.per_token * (room + PAD_TOKENS) + self.windowed * (in_window + PAD_TOKENS)
 
     def tokens_in(self, num_bytes: int) -> int:
         """Returns the longest sequence that fits in so many bytes."""
-        left, beyond = max(0, num_bytes), self.windowed * self.window
-        of_token, fixed = self.per_token, beyond
-        if left < beyond + self.per_token * self.window:
-            of_token, fixed = self.per_token + self.windowed, 0
-        return min((left - fixed) // of_token, self.positions) if of_token else self.positions
+        return longest_within(num_bytes, self.num_bytes, self.positions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,25 +85,35 @@ class ModelNeeds:
         return {part: num_bytes for part, num_bytes in found.items() if num_bytes}
 
 
-Check: TypeAlias = Callable[[ModelNeeds], None]
+Check: TypeAlias = Callable[[ModelNeeds], object]
 """Raises `ModelError` if a model does not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """A model's needs beside the memory that is `free_bytes`. `kv_bytes` is what `--kv-memory` says, or follows from
-    what is free."""
+    """A model's needs beside the memory that is `free_bytes`. `kv_limit` is what `--kv-memory` says, or follows from
+    what is free; `kv_bytes` is what of it must be there: without `--kv-memory` one sequence has to fit."""
 
     needs: ModelNeeds
     free_bytes: int
+    kv_limit: int
     kv_bytes: int
-    context: int
-    """The tokens of the longest sequence."""
+
+    @property
+    def context(self) -> int:
+        """The tokens of the longest sequence that is served."""
+        return self.needs.state.tokens_in(self.kv_limit)
 
     @property
     def needed_bytes(self) -> int:
-        served = self.needs.weights_bytes + self.kv_bytes + self.needs.state.fixed + ROOM_BYTES
-        return max(served, self.needs.making_bytes)
+        return max(self.needs.weights_bytes + self.kv_bytes + ROOM_BYTES, self.needs.making_bytes)
+
+    def buffer_bytes(self, asked: int) -> int:
+        """Returns how much of the `asked` bytes state may take while it waits to be written, so that all that may be
+        used is there."""
+        left = self.free_bytes - self.needs.weights_bytes - ROOM_BYTES - self.kv_limit
+        least = max(_LEAST_BUFFER_BYTES, self.needs.state.num_bytes(CAPACITY_STEP))
+        return min(asked, max(least, int(left * _BUFFER_SHARE)))
 
     @property
     def is_enough(self) -> bool:
@@ -108,8 +122,6 @@ class Fit:
     def rows(self) -> list[tuple[str, int]]:
         """Returns the table by part: what, and its bytes."""
         found = [*self.needs.parts().items(), (f"KV memory for {self.context:,} tokens", self.kv_bytes)]
-        if self.needs.state.fixed:
-            found.append(("states of recurrent layers", self.needs.state.fixed))
         found.append(("room to compute", ROOM_BYTES))
         if self.needs.making_bytes > sum(num_bytes for _, num_bytes in found):
             return [("making the form of the weights, before it is loaded", self.needs.making_bytes)]
@@ -146,12 +158,12 @@ class Fit:
 
 def fitted(needs: ModelNeeds, free_bytes: int, kv_memory: int | None = None) -> Fit:
     """Returns a model's needs with KV memory of `kv_memory` bytes, or else of the share of what it leaves free."""
-    state = needs.state
-    if kv_memory is None:
-        left = free_bytes - needs.weights_bytes - state.fixed - ROOM_BYTES
-        longest = state.num_bytes(state.positions)
-        kv_memory = max(state.num_bytes(min(_LEAST_CONTEXT, state.positions)), min(int(left * KV_SHARE), longest))
-    return Fit(needs=needs, free_bytes=free_bytes, kv_bytes=kv_memory, context=state.tokens_in(kv_memory))
+    if kv_memory is not None:
+        return Fit(needs=needs, free_bytes=free_bytes, kv_limit=kv_memory, kv_bytes=kv_memory)
+    state, left = needs.state, free_bytes - needs.weights_bytes - ROOM_BYTES
+    limit = max(state.num_bytes(min(_LEAST_CONTEXT, state.positions)), int(left * _KV_SHARE))
+    longest = state.num_bytes(state.positions)
+    return Fit(needs=needs, free_bytes=free_bytes, kv_limit=limit, kv_bytes=min(limit, longest))
 
 
 def require_making(needs: ModelNeeds, free_bytes: int) -> None:

@@ -20,7 +20,7 @@ from diskprefix.model.load.ahead import ReadAhead
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.embedded import EMBEDDED, embedded_folder
 from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.fit import Check, ModelNeeds, needs_of_folder, with_matrices
+from diskprefix.model.load.fit import Check, Fit, ModelNeeds, needs_of_folder, with_matrices
 from diskprefix.model.load.gguf import converted_folder, enough_to_make, quiet_transformers
 from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths
 from diskprefix.model.load.hub_listing import is_fetched, listing_of
@@ -73,6 +73,8 @@ class LoadedModel:
     media: MediaProcessor | None
     name: str
     weights_digest: str
+    fit: Fit
+    """How it fits into the memory that was free before it was loaded."""
     timings: dict[str, float]
 
 
@@ -117,16 +119,19 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model", *, k
         timings[step] = time.perf_counter() - started
 
     template = read_template(settings.chat_template)
-    check = _fit_check(settings, progress, is_alone=flag == "--model")
+
+    def check(needs: ModelNeeds) -> Fit:
+        return require_fit(needs, available_bytes(_pick_device(settings.device)), progress, settings)
+
     source = _source(settings, progress, clock, flag, check)
     folder, files = source.folder, source.files
     needs = _needs(source)
-    check(needs)
+    fit = check(needs)
     # Pages come beside the digest and the tokenizer. What is cast or put together would be there twice for a moment.
     is_used = source.device.type == "cpu" and (source.weights == "native" or _computes_with_packed())
     needed = needs.weights_bytes
     is_used = is_used and needed + needs.unmapped_bytes <= available_bytes(source.device)
-    ahead = kv_ahead(source.config, source.dtype, source.device, kv_ahead_bytes)
+    ahead = kv_ahead(fit, kv_ahead_bytes) if source.device.type == "cpu" else []
     memory = large_pages(needed + _ALIGNMENT_BYTES if is_used else 0, *ahead)
     with clock("digest"), _load_failures(folder):
         stamps = [file_stamp(part) for part in source.gguf]
@@ -140,17 +145,9 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model", *, k
         if [file_stamp(part) for part in source.gguf] != stamps:
             raise ModelError(f"{source.gguf[0]} was changed while it was read; start again")
     name = settings.served_model_name or source.name
-    return LoadedModel(model=model, tokenizer=tokenizer, media=media, name=name, weights_digest=digest, timings=timings)
-
-
-def _fit_check(settings: Settings, progress: Report, *, is_alone: bool) -> Check:
-    """Returns the check that a model fits beside what is in memory. `is_alone`: the KV memory is all its own."""
-
-    def check(needs: ModelNeeds) -> None:
-        free = available_bytes(_pick_device(settings.device))
-        require_fit(needs, free, settings.kv_memory if is_alone else None, progress, settings)
-
-    return check
+    return LoadedModel(
+        model=model, tokenizer=tokenizer, media=media, name=name, weights_digest=digest, fit=fit, timings=timings
+    )
 
 
 def _needs(source: _ModelSource) -> ModelNeeds:

@@ -15,7 +15,8 @@ from diskprefix.units import format_size
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig
+
+    from diskprefix.model.load.fit import Fit
 
 ADVICE = "free some, or choose a smaller model, another --dtype or another --device"
 KV_AHEAD_BYTES = 1 << 30
@@ -72,20 +73,15 @@ def large_pages(num_bytes: int, *others: torch.Tensor) -> torch.Tensor:
     return made
 
 
-def kv_ahead(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, most_bytes: int) -> list[torch.Tensor]:
-    """Returns the memory that the KV of the longest sequence will get, at most `most_bytes`, before the model is there:
-    nothing if that is more or cannot be told from its configuration."""
-    from diskprefix.kv.group import make_ahead, sequence_bytes
+def kv_ahead(fit: Fit, most_bytes: int) -> list[torch.Tensor]:
+    """Returns the main memory that the KV of the longest sequence will get, at most `most_bytes`, before the model is
+    there: nothing if that is more, or if it is not one piece."""
+    from diskprefix.kv.group import make_ahead
 
-    text = config.get_text_config(decoder=True)
-    names = ("num_hidden_layers", "num_key_value_heads", "max_position_embeddings", "hidden_size")
-    layers, heads, positions, width = sizes = [int(getattr(text, name, None) or 0) for name in names]
-    has_windows = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
-    if device.type != "cpu" or has_windows or not all(sizes):
-        return []
-    head_dim = getattr(text, "head_dim", None) or width // text.num_attention_heads
-    num_bytes = sequence_bytes(2 * layers * heads * head_dim * dtype.itemsize, positions)
-    return [make_ahead(num_bytes)] if num_bytes <= min(most_bytes, available_ram_bytes() // 4) else []
+    state, most_bytes = fit.needs.state, min(most_bytes, available_ram_bytes() // 4)
+    num_bytes = state.num_bytes(fit.context)
+    is_one_piece = state.per_token and not (state.windowed or state.fixed)
+    return [make_ahead(num_bytes)] if is_one_piece and num_bytes <= most_bytes else []
 
 
 def move(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:

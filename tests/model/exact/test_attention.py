@@ -17,7 +17,8 @@ from transformers.masking_utils import (
     create_sliding_window_causal_mask,
 )
 
-from diskprefix.kv.step import TILE, Run, Step, computing
+from diskprefix.kv.sizes import TILE
+from diskprefix.kv.step import Run, Step, computing
 from diskprefix.model.exact import torch_attention
 from diskprefix.model.exact.attention import attend
 from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern, pattern_of

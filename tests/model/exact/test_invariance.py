@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.group import GroupMemory
 from diskprefix.kv.layers import TokenLayer
-from diskprefix.kv.step import TILE
+from diskprefix.kv.sizes import TILE
 from diskprefix.model.exact import invariance, invariant, recurrent, rows, torch_attention
 from diskprefix.model.exact import kernel_calls as calls
 from diskprefix.model.exact.attention import kernel

@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 from diskprefix.kv import layers
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
-from diskprefix.kv.step import TILE, Run
+from diskprefix.kv.sizes import TILE
+from diskprefix.kv.step import Run
 from diskprefix.model.exact import latent, runner
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from diskprefix.errors import ModelError
+from diskprefix.kv.arena import bytes_for, tokens_within
+from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.load.alternatives import other_forms, require_fit
 from diskprefix.model.load.fit import (
     ROOM_BYTES,
@@ -26,6 +28,7 @@ from diskprefix.model.load.hub_listing import listing_of
 from diskprefix.model.load.safetensors_header import StoredShape, stored_shapes
 from diskprefix.model.load.served_tensors import part_of, whole_file
 from diskprefix.settings import Settings
+from tests.exactness.architectures import tiny_model
 from tests.model import tiny
 from tests.model.hub import fake_hub
 from tests.model.load.test_loader import load
@@ -148,28 +151,49 @@ def test_the_state_of_a_file_is_that_of_its_folder(cache: Path, tmp_path: Path) 
 
 @pytest.mark.parametrize("state", [TokenState(10), TokenState(10, 5, 100), TokenState(0, 5, 100), TokenState(0)])
 def test_the_longest_sequence_is_the_one_that_fits(state: TokenState) -> None:
-    for num_bytes in (0, 9, 15, 1400, 1499, 1500, 1501, 100_000):
+    for num_bytes in (0, 9, 10_879, 10_880, 21_000, 35_000, 100_000):
         tokens = state.tokens_in(num_bytes)
-        assert state.num_bytes(tokens) <= num_bytes
+        assert not tokens or state.num_bytes(tokens) <= num_bytes
         assert tokens == state.positions or state.num_bytes(tokens + 1) > num_bytes
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_context_of_the_estimate_is_the_one_that_memory_is_allocated_for(name: str, dtype: torch.dtype) -> None:
+    model = tiny_model(name, dtype)
+    layout, state = rehearse(model), state_of_config(model.config.to_dict(), dtype.itemsize)
+    for num_tokens in (500, 1024, 1025, 5000, 20_000):
+        num_bytes = state.num_bytes(num_tokens)
+        assert num_bytes == bytes_for(layout, num_tokens, 256)
+        for left in (num_bytes - 1, num_bytes):
+            assert tokens_within(layout, left, state.positions, 256) == state.tokens_in(left)
 
 
 def test_kv_memory_and_context_follow_from_what_is_free() -> None:
     needs = ModelNeeds(name="x", tensors=[whole_file("all", 100 * MIB)], state=TokenState(MIB, positions=100_000))
-    for left in (0, 8192, 20_000):
+    for left, context in ((0, 2048), (4223, 2048), (8192, 3072), (8320, 4096)):
         found = fitted(needs, 100 * MIB + ROOM_BYTES + left * MIB)
-        assert (found.context, found.kv_bytes) == (max(left // 2, 2048), max(left // 2, 2048) * MIB)
-        assert found.is_enough == (left >= 2048)
+        assert (found.context, found.kv_limit) == (context, max(left * MIB // 2, (2048 + 64) * MIB))
+        assert found.is_enough == (left > 2048)
+        assert found.kv_bytes == found.kv_limit
+
+
+def test_what_waits_to_be_written_has_room_beside_kv_memory() -> None:
+    needs = ModelNeeds(name="x", tensors=[whole_file("all", 100 * MIB)], state=TokenState(1024, positions=100_000))
+    for left, kv_memory, room in ((4000, None, 1000), (1000, 200 * MIB, 400), (1000, 1000 * MIB, 64)):
+        found = fitted(needs, 100 * MIB + ROOM_BYTES + left * MIB, kv_memory)
+        assert found.buffer_bytes(1 << 40) == room * MIB
+        assert found.buffer_bytes(MIB) == MIB
 
 
 def test_a_refusal_has_the_parts_and_the_context_that_would_fit() -> None:
     needs = ModelNeeds(
-        name="x", tensors=[whole_file("blk.0.attn_q.weight", 100 * MIB)], state=TokenState(MIB, positions=100_000)
+        name="x", tensors=[whole_file("blk.0.attn_q.weight", 100 * MIB)], state=TokenState(MIB // 4, positions=100_000)
     )
     free = 100 * MIB + ROOM_BYTES + 700 * MIB
     text = fitted(needs, free, 1000 * MIB).refusal()
-    assert "x does not fit: about 1.7 GiB of memory needed (norms and others 100.0 MiB, KV memory for 1,000" in text
-    assert text.endswith("a context of 700 tokens would fit: --kv-memory 700MiB")
+    assert "x does not fit: about 1.7 GiB of memory needed (norms and others 100.0 MiB, KV memory for 3,072" in text
+    assert text.endswith("a context of 2,048 tokens would fit: --kv-memory 700MiB")
     assert not fitted(needs, free, 700 * MIB).needed_bytes > free
 
 
@@ -181,7 +205,7 @@ def test_other_files_and_fewer_bits_that_would_fit_are_named(tmp_path: Path) -> 
     lines: list[str] = []
     needs = ModelNeeds(name="x", tensors=[whole_file("all", 2**40)], state=TokenState(1, positions=10))
     with pytest.raises(ModelError, match=r"the file Q4_0\.gguf would fit: ") as caught:
-        require_fit(needs, 2**30, None, lines.append, Settings(model=str(large)))
+        require_fit(needs, 2**30, lines.append, Settings(model=str(large)))
     assert "\n" not in caught.value.message
     assert [line.split()[0] for line in lines] == ["norms", "KV", "room", "all", "free"]
 

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from diskprefix.kv.pool import KVPool
+from diskprefix.model.load.fit import Fit, ModelNeeds, TokenState, fitted
 from diskprefix.model.load.memory import (
     available_bytes,
     available_ram_bytes,
@@ -110,9 +111,15 @@ def test_large_pages_are_asked_for() -> None:
     assert " hg" in flags
 
 
+DENSE = TokenState(per_token=2 * 2 * 2 * 64 * 2, positions=2048)
+
+
+def fit_of(state: TokenState) -> Fit:
+    return fitted(ModelNeeds(name="x", tensors=[], state=state), 1 << 40)
+
+
 def test_the_longest_sequence_gets_the_memory_that_was_made_ahead_for_it() -> None:
-    config = decoder_config(layer_types=["full_attention"] * 2)
-    (ahead,) = kv_ahead(config, torch.bfloat16, torch.device("cpu"), 1 << 30)
+    (ahead,) = kv_ahead(fit_of(DENSE), 1 << 30)
     layout = dense_layout(layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, vocab_size=16)
     pool = KVPool(
         layout, torch.device("cpu"), limit_bytes=1 << 30, free_bytes=lambda: 1 << 30, max_idle=1, block_size=16
@@ -123,21 +130,7 @@ def test_the_longest_sequence_gets_the_memory_that_was_made_ahead_for_it() -> No
 
 
 @pytest.mark.parametrize(
-    ("changed", "most_bytes"),
-    [({}, 1000), ({"layer_types": ["sliding_attention"] * 2}, 1 << 30), ({"num_hidden_layers": None}, 1 << 30)],
+    ("changed", "most_bytes"), [({}, 1000), ({"windowed": 1024, "window": 64}, 1 << 30), ({"per_token": 0}, 1 << 30)]
 )
-def test_no_memory_is_made_ahead_that_is_too_much_or_of_unknown_size(changed: dict[str, Any], most_bytes: int) -> None:
-    assert kv_ahead(decoder_config(**changed), torch.bfloat16, torch.device("cpu"), most_bytes) == []
-
-
-def decoder_config(**changed: Any) -> Any:
-    sizes = {
-        "num_hidden_layers": 2,
-        "num_key_value_heads": 2,
-        "num_attention_heads": 4,
-        "hidden_size": 256,
-        "max_position_embeddings": 2048,
-    }
-    config = SimpleNamespace(**sizes | changed)
-    config.get_text_config = lambda decoder: config  # noqa: ARG005 (transformers' name)
-    return config
+def test_no_memory_is_made_ahead_that_is_too_much_or_not_one_piece(changed: dict[str, Any], most_bytes: int) -> None:
+    assert kv_ahead(fit_of(replace(DENSE, **changed)), most_bytes) == []
