@@ -10,7 +10,9 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 from diskprefix.errors import ModelError
@@ -231,7 +233,6 @@ def _convert(
     check: Check,
 ) -> None:
     """Converts, and reports progress in per cent."""
-    from gguf import GGUFReader
     from transformers import AutoConfig
 
     parts = part_paths(gguf)
@@ -244,13 +245,9 @@ def _convert(
         (source / _GGUF).symlink_to(gguf.resolve())
     else:
         write_header(parts[0], header, tensors, source / _GGUF)
-    # For transformers. It trusts what it reads, so the header was checked before.
-    reader = GGUFReader(source / _GGUF)
-    for name in [name for name in reader.fields if SCALING in name]:
-        del reader.fields[name]
     facts = _facts(header)
     advance(2)
-    with _parsed_once(reader):
+    with metadata_read_once(source / _GGUF):
         config = AutoConfig.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
         scale_positions(config, header.values, tensors, report)
         advance(4)
@@ -300,17 +297,38 @@ def _load_tokenizer(source: Path, config: Any, facts: dict[str, Any], report: Re
 
 
 @contextmanager
-def _parsed_once(reader: Any) -> Iterator[None]:
-    """Gives transformers the `reader` that has parsed the file. Otherwise it would parse the file twice more, which
-    takes seconds."""
-    import gguf
+def metadata_read_once(file: Path) -> Iterator[None]:
+    """Gives transformers the metadata of `file` where it would read them with the `gguf` library, several times over,
+    which takes seconds for a vocabulary. The scaling of positions is left out: `scale_positions` reads it.
 
-    own_reader = gguf.GGUFReader
-    gguf.GGUFReader = lambda *_: reader
+    transformers trusts what it reads, so the header is checked before.
+    """
+    import gguf
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    metadata, tensor_names = read_gguf_metadata(str(file), ("tokenizer.ggml.tokens",))
+    fields = {name: _field(name, value) for name, value in metadata.items() if SCALING not in name}
+    reader = SimpleNamespace(fields=fields, tensors=[SimpleNamespace(name=name) for name in tensor_names])
+    own_reader, own_names = gguf.GGUFReader, gguf.get_tensor_name_map
+    # The names are asked for once for each module of a model.
+    gguf.GGUFReader, gguf.get_tensor_name_map = lambda *_: reader, cache(own_names)
     try:
         yield
     finally:
-        gguf.GGUFReader = own_reader
+        gguf.GGUFReader, gguf.get_tensor_name_map = own_reader, own_names
+
+
+def _field(name: str, value: Any) -> Any:
+    """Returns a value of the metadata as the reader of the `gguf` library has it. Of the arrays of a tokenizer only the
+    length is used."""
+    from gguf import GGUFValueType as Kind
+
+    values = value if isinstance(value, list) else [value]
+    if name.startswith("tokenizer.") and isinstance(value, list):
+        values = [0] * len(value)
+    kinds = {bool: Kind.BOOL, int: Kind.INT64, float: Kind.FLOAT64, str: Kind.STRING}
+    parts = [one.encode() if isinstance(one, str) else [one] for one in values]
+    return SimpleNamespace(parts=parts, data=range(len(parts)), types=[kinds[type(one)] for one in values[:1]])
 
 
 def quiet_transformers() -> None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import gguf as module
@@ -27,6 +28,7 @@ from diskprefix.model.load.gguf import (
     build_once,
     converted_folder,
     is_finished,
+    metadata_read_once,
 )
 from diskprefix.model.load.gguf_file import MATRICES
 from diskprefix.model.quants.file_matrix import load_matrices
@@ -395,6 +397,24 @@ def test_tensors_that_are_converted_one_by_one_are_those_of_the_whole_model(
         names = set(tensors.keys())
         assert expected.keys() - names == ({"lm_head.weight"} if "without" in options else set())
         assert all(torch.equal(tensors.get_tensor(name), expected[name]) for name in names)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"experts": 4}]
+    + [{"architecture": name} for name in ("llama", "qwen2", "gemma3", "gemma4", "stablelm", "gpt-oss")],
+    ids=str,
+)
+def test_transformers_has_the_configuration_that_the_library_would_read(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", **options)
+    expected = load_gguf_checkpoint(str(file))["config"]
+    monkeypatch.setattr("gguf.GGUFReader", never)
+    with metadata_read_once(file):
+        assert load_gguf_checkpoint(str(file))["config"] == expected
+    with pytest.raises(AssertionError):
+        load_gguf_checkpoint(str(file))
 
 
 @pytest.mark.usefixtures("cache")
