@@ -96,7 +96,8 @@ def calls_of(form: Form, num_rows: int) -> tuple[KernelCall, ...]:
     """Returns the calls for `num_rows` rows. Their rows add up to `num_rows`, or with the last one to more."""
     calls, most = safe_calls(form), _most_rows(form)
     whole, rest = divmod(num_rows, most)
-    return _cheapest(calls, most)[1] * whole + _cheapest(calls, rest)[1]
+    cheapest = _cheapest(calls, most)
+    return cheapest[most][1] * whole + cheapest[rest][1]
 
 
 @lru_cache(maxsize=1024)
@@ -140,21 +141,21 @@ def _candidates(form: Form) -> list[KernelCall]:
     return [KernelCall(count) for count in counts] + [KernelCall(count, True) for count in counts if count > 1]
 
 
-@lru_cache(maxsize=4096)
-def _cheapest(calls: tuple[KernelCall, ...], num_rows: int) -> tuple[int, tuple[KernelCall, ...]]:
-    """Returns the calls that cost least and their cost, the larger ones first."""
+@lru_cache(maxsize=64)
+def _cheapest(calls: tuple[KernelCall, ...], most: int) -> list[tuple[int, tuple[KernelCall, ...]]]:
+    """Returns the calls that cost least and their cost, the larger ones first, for each number of rows from 0 to
+    `most`."""
     best: list[tuple[int, tuple[KernelCall, ...]]] = [(0, ())]
-    for n in range(1, num_rows + 1):
+    for n in range(1, most + 1):
         tried = [(best[max(0, n - call.num_rows)], call) for call in calls]
         best.append(min((cost + call.cost, (*rest, call)) for (cost, rest), call in tried))
-    cost, chosen = best[num_rows]
     # The filled up call is the last one: only a whole call can come before it.
-    return cost, tuple(sorted(chosen, reverse=True))
+    return [(cost, tuple(sorted(chosen, reverse=True))) for cost, chosen in best]
 
 
 def _cost(calls: tuple[KernelCall, ...], most: int) -> float:
     """Returns the cost of one row and of many, relative to a call that takes them as they are."""
-    return sum(_cheapest(calls, rows)[0] / (_READ + rows) for rows in (1, most))
+    return sum(_cheapest(calls, most)[rows][0] / (_READ + rows) for rows in (1, most))
 
 
 def _classes(form: Form) -> list[tuple[KernelCall, ...]]:
