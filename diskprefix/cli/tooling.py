@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,6 +26,7 @@ from diskprefix.store.tree import EntryInfo, grown_from, has_grown
 if TYPE_CHECKING:
     from rich.table import Column
 
+_LONG_S = 3.0
 _SHOWN_ID_DIGITS, _MIN_ID_DIGITS = 12, 4
 _SEE_IDS = "run `diskprefix inspect` to see the ids"
 SHOWN = 20
@@ -170,14 +172,44 @@ def progress(label: str, total: int, *, in_bytes: bool = True) -> Iterator[Calla
 
 @contextmanager
 def status(text: str) -> Iterator[Callable[[str], None]]:
-    """Shows a text on stderr if that is a terminal. Yields a function that changes the text."""
+    """Shows a text on stderr while something is waited for. Yields a function that changes the text.
+
+    Where stderr is no terminal, the text is a line, and so is each other text. The first one is printed only if the
+    wait is long, so that short commands print nothing.
+    """
     if not sys.stderr.isatty():
-        yield lambda _text: None
+        with _lines_of_status(text) as say:
+            yield say
         return
     from rich.console import Console
 
     with Console(stderr=True).status(plain(text)) as shown:
         yield lambda line: shown.update(plain(line))
+
+
+@contextmanager
+def _lines_of_status(text: str) -> Iterator[Callable[[str], None]]:
+    last, is_long = text, False
+
+    def print_last() -> None:
+        nonlocal is_long
+        is_long = True
+        click.echo(printable_only(last), err=True)
+
+    def say(line: str) -> None:
+        nonlocal last
+        if line != last:
+            last = line
+            if is_long:
+                print_last()
+
+    timer = threading.Timer(_LONG_S, print_last)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield say
+    finally:
+        timer.cancel()
 
 
 def terminal_width(otherwise: int) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from diskprefix.cli import main
+from diskprefix.cli import main, tooling
 from diskprefix.store.store import Publication
 from diskprefix.tokens import TokenIds
 from tests.extras.exchange.exported import entry_of
@@ -44,8 +44,10 @@ Run = Callable[..., Ended]
 
 
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs `diskprefix` with some arguments; neither standard input nor standard error is a terminal."""
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs `diskprefix` with some arguments; neither standard input nor standard error is a terminal. No wait is long
+    enough to be told of, however busy the machine is."""
+    monkeypatch.setattr(tooling, "_LONG_S", 3600.0)
 
     def call(*args: object) -> Ended:
         with pytest.raises(SystemExit) as end:

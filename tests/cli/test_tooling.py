@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix.cli import command_names
+from diskprefix.cli import command_names, tooling
+from diskprefix.cli.tooling import status
 from diskprefix.errors import SettingsError
 from diskprefix.units import parse_duration, parse_size
 from tests.cli.conftest import Run, overwrite, run_fresh
 from tests.cli.terminal import Terminal
 from tests.store.building import BLOCK, open_store, prompt, publication
+from tests.waiting import wait_for
 
 TOOLS = sorted(set(command_names()) - {"serve"})
 STORE_TOOLS = sorted(set(TOOLS) - {"clients", "completion", "doctor", "init", "models", "remote", "simulate", "warm"})
@@ -59,6 +61,20 @@ def test_output_that_cannot_be_written_is_one_line_and_exit_code_4(folder: Path,
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
     message = "error: cannot write the output: No space left on device\n"
     assert (ended.returncode, ended.stderr) == (4, message)
+
+
+def test_a_long_wait_shows_a_line_and_a_short_one_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with status("short") as say:
+        say("still short")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(tooling, "_LONG_S", 0.0)
+    with status("waiting") as say:
+        wait_for(lambda: capsys.readouterr().err == "waiting\n")
+        for line in ("waiting", "more \x1b[2J", "more \x1b[2J"):
+            say(line)
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 HELP = [["--help"], ["serve", "--help"]]
