@@ -47,6 +47,7 @@ Reason: TypeAlias = Literal[
     "no_match",
     "no_safe_boundary",
     "below_min_tokens",
+    "short_prefix",
     "whole_prompt_only",
     "media",
     "unsupported",
@@ -57,7 +58,9 @@ Reason: TypeAlias = Literal[
 """The reason for a boundary. Responses and log lines show these stable words. server/README.md explains each."""
 StateSource: TypeAlias = Literal["none", "memory", "disk", "remote"]
 Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "whole_prompt_only", "damaged", "faster_to_compute"]
-MissReason: TypeAlias = Literal[Refused, "not_stored", "diverged", "too_short", "off", "media", "unsupported", "error"]
+MissReason: TypeAlias = Literal[
+    Refused, "new", "not_stored", "diverged", "too_short", "off", "media", "unsupported", "error"
+]
 MISS_REASONS: tuple[str, ...] = get_args(MissReason)
 Saved: TypeAlias = Literal["none", "queued", "stored", "dropped"]
 

@@ -47,7 +47,8 @@ class CacheReply(BaseModel):
     scope: str = Field(description="The scope that was used, in its canonical form.", examples=["auto:30"])
     restored: int = Field(description="Prompt tokens whose state was restored, not computed; 0 for a miss.")
     source: StateSource = Field(
-        default="none", description="Present for a hit: `disk`, or `memory` before it was written."
+        default="none",
+        description="Present for a hit: `disk`, or `memory` of an earlier request or before it was written.",
     )
     miss_reason: MissReason | None = Field(default=None, description="Present for a miss.")
     diverged_at: int | None = Field(

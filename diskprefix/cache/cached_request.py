@@ -138,7 +138,7 @@ class CachedRequest:
         if restored.num_tokens:
             self._miss_reason = None
         elif self._miss_reason is None:
-            self._miss_reason = self._context.why_missed(restored, self.selection)
+            self._miss_reason = self._context.why_missed(restored, self.selection, self._broken)
         if arena is not None and self._bypass is None:
             with self._guarded("not all of the prompt is saved"):
                 self._saver.publish_what_slides(arena)

@@ -18,7 +18,7 @@ from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Upload
 from diskprefix.nouns import Break, CacheOptions, MissReason, Prompt, Selection
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.savings import Tally
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import LEAST_TOKENS, TokenIds
 
 
 @dataclass(eq=False)
@@ -70,16 +70,20 @@ class RequestContext:
         recent = self.namespace.seen.in_window(self.options.scope, self.options.group)
         return find_break(self.prompt.token_ids, recent, known)
 
-    def why_missed(self, restored: Restored, selection: Selection) -> MissReason:
-        """Returns the reason why nothing was restored. `diverged` only if the prompt leaves every earlier one within
-        its first block: behind that, a block could have been restored if it were stored."""
+    def why_missed(self, restored: Restored, selection: Selection, broken: Break | None) -> MissReason:
+        """Returns the reason why nothing was restored. `not_stored` if the first block was seen before, which could
+        have been restored if it were stored. `diverged` if the prompt leaves an earlier one before that, within the
+        system message, or if it is `broken`."""
+        prompt, settings = self.prompt, self.cache.settings
+        num_tokens = len(prompt.token_ids)
         if restored.refused is not None:
             return restored.refused
-        if len(self.prompt.token_ids) < self.cache.settings.kv_cache_min_tokens:
+        if num_tokens < settings.kv_cache_min_tokens:
             return "too_short"
-        if not selection.recent or selection.common >= self.cache.settings.block_size:
+        if max(selection.common, selection.seen) >= min(settings.block_size, num_tokens):
             return "not_stored"
-        return "diverged"
+        is_like = LEAST_TOKENS <= selection.common < (prompt.system_end or num_tokens)
+        return "diverged" if broken is not None or is_like else "new"
 
     def record_savings(self, restored: Restored) -> None:
         """Counts a request that asked the cache, with the seconds that it saved."""

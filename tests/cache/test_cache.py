@@ -24,6 +24,7 @@ from diskprefix.store.savings import read_savings
 from diskprefix.store.schema import Kind, node_name, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree, list_entries
+from diskprefix.tokens import LEAST_TOKENS
 from tests.cache.opening import gated
 from tests.exactness.architectures import tiny_model
 from tests.naming import name_nodes
@@ -48,7 +49,7 @@ def test_an_exact_repeat_after_a_reopen_runs_no_forward(runner: Runner) -> None:
     assert same(cold, warm)
     assert (cold.num_forwards, warm.num_forwards) == (11, 0)
     assert (warm.report.restored, warm.report.source, warm.report.miss_reason) == (len(prompt), "disk", None)
-    assert (cold.report.restored, cold.report.source, cold.report.miss_reason) == (0, "none", "not_stored")
+    assert (cold.report.restored, cold.report.source, cold.report.miss_reason) == (0, "none", "new")
     assert (cold.report.saved, warm.report.saved) == ("queued", "stored")
 
 
@@ -248,7 +249,7 @@ def test_another_root_never_hits(tmp_path: Path) -> None:
     model = tiny_llama()
     for name in ("one", "another"):
         runner = Runner(model, tiny_settings(tmp_path), name)
-        assert runner.run(prompt, "full").report.miss_reason == "not_stored"
+        assert runner.run(prompt, "full").report.miss_reason == "new"
         runner.close()
 
 
@@ -256,18 +257,40 @@ def test_the_miss_reason_says_what_would_help(runner: Runner) -> None:
     prompt = random_prompt(21, 4 * BLOCK)
     assert runner.run(prompt[: BLOCK - 1].copy(), "full").report.miss_reason == "too_short"
     assert runner.run(prompt, "off").report.miss_reason == "off"
-    assert runner.run(prompt, "full").report.miss_reason == "not_stored"
-    edited = prompt.copy()
-    edited[5] = (edited[5] + 1) % 100
-    report = runner.run(edited, "full").report
-    assert (report.miss_reason, report.diverged_at) == ("diverged", 5)
+    assert runner.run(prompt, "full").report.miss_reason == "new"
+
+
+@pytest.mark.parametrize(
+    ("common", "system_end", "reason"),
+    [
+        (0, 0, "new"),
+        (LEAST_TOKENS - 1, 0, "new"),
+        (LEAST_TOKENS, 0, "diverged"),
+        (3 * BLOCK - 1, 0, "diverged"),
+        (3 * BLOCK, 0, "not_stored"),
+        (LEAST_TOKENS + 4, LEAST_TOKENS + 5, "diverged"),
+        (LEAST_TOKENS + 5, LEAST_TOKENS + 5, "new"),
+    ],
+)
+def test_a_prompt_that_leaves_another_in_its_system_message_has_diverged(
+    common: int, system_end: int, reason: str, tmp_path: Path
+) -> None:
+    """One that leaves it later, but in the first block, is another conversation."""
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", block_size=3 * BLOCK))
+    prompt = random_prompt(21, 6 * BLOCK)
+    assert runner.run(prompt, "auto:1", boundaries=(3,)).report.selection.kept == 0
+    other = prompt.copy()
+    other[common] = (other[common] + 1) % 100
+    report = runner.run_prompt(Prompt(other, system_end=system_end), FULL).report
+    assert (report.miss_reason, report.diverged_at) == (reason, common if reason == "diverged" else None)
+    runner.close()
 
 
 def test_a_prompt_that_was_seen_but_not_kept_has_not_diverged(runner: Runner) -> None:
     prompt = random_prompt(29, 4 * BLOCK)
-    for _ in range(2):
+    for reason in ("new", "not_stored"):
         report = runner.run(prompt, "auto:1", boundaries=(3,)).report
-        assert (report.miss_reason, report.diverged_at, report.saved) == ("not_stored", None, "none")
+        assert (report.miss_reason, report.diverged_at, report.saved) == (reason, None, "none")
 
 
 def test_a_prompt_of_one_stored_block_misses_for_its_logits(runner: Runner) -> None:

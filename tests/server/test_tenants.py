@@ -134,9 +134,9 @@ def test_what_one_tenant_sent_moves_no_boundary_of_another(daemon: DaemonProcess
         return told
 
     alone = reports("window-1")
-    assert alone[0]["miss_reason"] == "not_stored"
+    assert alone[0]["miss_reason"] == "new"
     assert alone[1]["restored"] >= alone[0]["boundary"] > 0
-    assert alone[3]["miss_reason"] == "diverged"
+    assert alone[3]["miss_reason"] == "new"
     assert reports("window-2") == alone
     reports(None)
     assert reports("window-3") == alone

@@ -65,4 +65,4 @@ def test_an_entry_with_a_time_to_live_expires_although_it_was_reused(
     assert cache.store.counts()["prompts"] == 0, "nor is the prompt remembered"
     assert cache.writer.wipe(60)
     assert left_in(cache.store.path, wanted) == [], "nor has the file a byte of it"
-    assert ask(server)["miss_reason"] == "not_stored"
+    assert ask(server)["miss_reason"] == "new"

@@ -39,8 +39,8 @@ def find_break(token_ids: TokenIds, recent: Sequence[TokenIds], known: int) -> B
 
 def _num_shared(hashes: npt.NDArray[np.uint64], earlier: TokenIds) -> int:
     """Returns the number of tokens of `earlier` in runs that are among the ascending `hashes`; 0 if fewer than half of
-    them."""
-    wanted = _hashes(earlier)[::_WINDOW]
+    them. Equal runs count once: text that repeats itself says little."""
+    wanted = np.unique(_hashes(earlier)[::_WINDOW])
     found = hashes[np.minimum(np.searchsorted(hashes, wanted), len(hashes) - 1)]
     num_shared = int(np.count_nonzero(found == wanted))
     return num_shared * _WINDOW if 2 * num_shared >= len(wanted) else 0

@@ -168,7 +168,7 @@ def select(
     aligned = floor_to_grid(selected, grid)
     keep_tail = 0 < selected == num_tokens and choice.is_whole
     if selected and (selected if keep_tail else aligned) < least:
-        aligned, keep_tail, reason = 0, False, "below_min_tokens"
+        aligned, keep_tail, reason = 0, False, _why_short(prompt, least)
     if state == "one_pass" and aligned and not keep_tail:
         aligned, reason = 0, "whole_prompt_only"
     support: dict[int, int] = {}
@@ -246,7 +246,7 @@ def _by_support(prompt: Prompt, window: _Window, block_size: int, least: int, re
         )
     if max(votes, default=0) >= least:
         return _Choice(0, "already_saved", {})
-    return _Choice(0, "below_min_tokens" if any(votes) else _why_nothing(window), {})
+    return _Choice(0, _why_short(prompt, least) if any(votes) else _why_nothing(window), {})
 
 
 def _expected(prompt: Prompt, window: _Window) -> _Choice | None:
@@ -280,6 +280,10 @@ def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None
     beginnings = [bytes(earlier[:least]) for earlier in window.prompts]
     is_shared = len(set(beginnings)) < len(beginnings)
     return _Choice(prompt.system_end, "new_system_prompt") if is_shared or len(beginnings) < _SEEN_ENOUGH else None
+
+
+def _why_short(prompt: Prompt, least: int) -> Reason:
+    return "below_min_tokens" if len(prompt.token_ids) < least else "short_prefix"
 
 
 def _why_nothing(window: _Window) -> Reason:

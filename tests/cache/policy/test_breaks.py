@@ -52,6 +52,12 @@ def test_other_prompts_show_no_break(earlier: TokenIds, now: TokenIds) -> None:
     assert find_break(now, [earlier], known=20) is None
 
 
+def test_a_text_that_repeats_itself_counts_once() -> None:
+    again = np.tile(text(32), 30)
+    found = find_break(prompt(HEAD, text(10), again, text(500)), [prompt(HEAD, text(10), again)], known=20)
+    assert found is None
+
+
 def test_what_is_found_anyway_is_not_lost() -> None:
     """A sub-agent's prompt that shares the tools with another agent's breaks once, not in each of its turns."""
     other, own = prompt(HEAD, text(10), REST), prompt(HEAD, text(10), REST, text(50))

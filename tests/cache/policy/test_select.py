@@ -19,7 +19,7 @@ DEFAULTS: dict[str, Any] = {"block_size": 256, "min_tokens": 512, "cold_max": 10
 SMALL: dict[str, Any] = {"block_size": 4, "min_tokens": 0, "cold_max": 100, "interval": 100}
 NOTHING_KEPT = frozenset(
     {"off", "already_saved", "no_history", "no_match", "no_safe_boundary"}
-    | {"below_min_tokens", "whole_prompt_only", "read_only", "faster_to_compute"}
+    | {"below_min_tokens", "short_prefix", "whole_prompt_only", "read_only", "faster_to_compute"}
 )
 BEGIN, END, THINK = 1, 2, 3
 """Markers around messages, and one that is no marker of this template."""
@@ -148,7 +148,7 @@ def test_exactly_min_tokens_is_enough() -> None:
 
 def test_what_would_be_kept_counts_and_not_the_boundary_above_it() -> None:
     selection = pick(tokens(700), Prompt(ids(4123)), min_tokens=600)
-    assert (selection.selected, selection.aligned, selection.reason) == (700, 0, "below_min_tokens")
+    assert (selection.selected, selection.aligned, selection.reason) == (700, 0, "short_prefix")
 
 
 def test_a_prompt_shorter_than_a_block_is_kept_by_its_tail_alone() -> None:
@@ -159,7 +159,7 @@ def test_a_prompt_shorter_than_a_block_is_kept_by_its_tail_alone() -> None:
 
 def test_less_than_a_block_without_its_tail_is_nothing_even_without_a_minimum() -> None:
     selection = pick(tokens(255), Prompt(ids(4123)), min_tokens=0)
-    assert (selection.aligned, selection.keep_tail, selection.reason) == (0, False, "below_min_tokens")
+    assert (selection.aligned, selection.keep_tail, selection.reason) == (0, False, "short_prefix")
 
 
 @pytest.mark.parametrize("scope", [OFF, FULL, AUTO, tokens(7)], ids=str)
@@ -201,7 +201,7 @@ def test_a_system_message_that_nobody_has_sent_yet_is_guessed_beside_other_promp
 def test_where_eight_recent_prompts_share_nothing_the_guess_is_not_used() -> None:
     others = [chat((n, 1000), (50, 300)).token_ids for n in range(10, 18)]
     selection = pick(AUTO, SECOND_TURN, *others)
-    assert (selection.selected, selection.aligned, selection.reason) == (1, 0, "below_min_tokens")
+    assert (selection.selected, selection.aligned, selection.reason) == (1, 0, "short_prefix")
     again = chat((17, 1000), (51, 200)).token_ids
     assert pick(AUTO, SECOND_TURN, *others, again).reason == "new_system_prompt"
 
@@ -606,7 +606,7 @@ def test_where_state_can_be_cut_auto_keeps_what_was_seen_or_will_return_or_the_s
             assert selection.selected == safe[-1] > known
         case "new_system_prompt":
             assert selection.selected == prompt.system_end > known
-        case "below_min_tokens":
+        case "below_min_tokens" | "short_prefix":
             assert selection.selected in (selection.safe, safe[-1], prompt.system_end)
         case _:
             assert not selection.selected

@@ -168,8 +168,8 @@ def test_an_exact_repeat_of_whole_blocks_can_be_restored() -> None:
         ((sharing(0),), UNLIKELY, "no_match"),
         ((sharing(850),), UNLIKELY, "no_safe_boundary"),
         ((), replace(UNLIKELY, num_blocks=8), "no_safe_boundary"),
-        ((sharing(950),), UNLIKELY, "below_min_tokens"),
-        ((), LIKELY, "below_min_tokens"),
+        ((sharing(950),), UNLIKELY, "short_prefix"),
+        ((), LIKELY, "short_prefix"),
     ],
 )
 def test_auto_says_why_it_has_no_checkpoint(recent: tuple[TokenIds, ...], sighting: Sighting, reason: str) -> None:
