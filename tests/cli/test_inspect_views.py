@@ -120,6 +120,13 @@ def test_why_reads_a_body_from_standard_input(inspect: Any, monkeypatch: pytest.
     assert inspect("--why", "-", "--json").json["cause"]["kind"] == "tenant"
 
 
+def test_why_says_that_a_request_with_the_scope_off_does_not_ask(inspect: Any, tmp_path: Path) -> None:
+    body = chat(QUESTION) | {"prefix_cache": {"scope": "off"}}
+    lines = inspect("--why", _written(tmp_path, body)).stdout.splitlines()
+    assert lines[0].startswith("0 of ")
+    assert any(line.startswith("because   the request has the scope off") for line in lines)
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '"x"', '{"messages": 3}', '{"messages": [{"role": "user"}]}'])
 def test_a_file_that_is_no_request_is_one_line(inspect: Any, tmp_path: Path, text: str) -> None:
     (tmp_path / "body.json").write_text(text)

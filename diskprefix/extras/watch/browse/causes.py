@@ -60,13 +60,13 @@ def cause_between(new: str, old: str) -> Cause:
             return Cause("schema-keys", "the keys of a tool's schema in another order", _on("schema-keys"))
         return Cause("order", "the same words in another order", "keep the order of what the prompt is made of")
     if theirs and f"\n{theirs}\n" in f"{new[at:]}\n":
-        return Cause("inserted", "text that was not there before", _LATER)
+        return Cause("inserted", "text that was not there before", LATER)
     if mine and f"\n{mine}\n" in f"{old[at:]}\n":
         return Cause("removed", "text that is left out now", "keep it, or leave it out always")
     return Cause("text", "another text", "")
 
 
-_LATER = "put what changes behind what stays: into the last message, not into the system prompt"
+LATER = "put what changes behind what stays: into the last message, not into the system prompt"
 
 
 def _on(name: str) -> str:
@@ -76,14 +76,14 @@ def _on(name: str) -> str:
 def _changed_value(mine: str, theirs: str) -> Cause:
     """Returns the cause for two lines that differ in numbers, dates or ids only."""
     if _FORMAT["clock"].is_in(mine) and _DATE.sub("", mine) != mine and _DATE.findall(mine) != _DATE.findall(theirs):
-        return Cause("date", "a date that changes", _LATER)
+        return Cause("date", "a date that changes", LATER)
     if _FORMAT["clock"].is_in(mine):
         return Cause("clock", "a time of day that changes", _on("clock"))
     if _DATE.search(mine):
-        return Cause("date", "a date that changes", _LATER)
+        return Cause("date", "a date that changes", LATER)
     if _NUMBER.sub("0", mine) == _NUMBER.sub("0", theirs):
-        return Cause("number", "a number that changes", _LATER)
-    return Cause("id", "an id that changes in each request", _LATER)
+        return Cause("number", "a number that changes", LATER)
+    return Cause("id", "an id that changes in each request", LATER)
 
 
 def _masked(line: str) -> str:

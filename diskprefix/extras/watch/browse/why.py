@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -15,9 +15,10 @@ from diskprefix.cache.policy.breaks import find_break
 from diskprefix.cache.policy.select import StateKind
 from diskprefix.cache.tiers.local import DiskView
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.extras.watch.browse.causes import Cause, cause_between, first_difference, line_at
+from diskprefix.extras.watch.browse.causes import LATER, Cause, cause_between, first_difference, line_at
 from diskprefix.identity import differing
 from diskprefix.nouns import Prompt
+from diskprefix.settings import Settings
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes
 from diskprefix.store.pieces import LayoutText, PayloadLayout
@@ -25,7 +26,7 @@ from diskprefix.store.savings import Savings
 from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree
-from diskprefix.tokens import TokenIds, common_prefix_length
+from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length
 
 Decode = Callable[[TokenIds], str]
 _MOST_PROMPTS = 100
@@ -129,26 +130,34 @@ def explain(
     )
 
 
+def not_asked(why: Why) -> Why:
+    """Returns the answer for a request that does not ask the cache."""
+    cause = Cause("off", "the request has the scope off: nothing is restored, and nothing is saved", "leave it out")
+    return replace(why, restored=0, parting=None, cause=cause)
+
+
 class _Look(NamedTuple):
     """The number of a prompt's tokens that are stored under one root, and that can be restored."""
 
     stored: int
     restored: int
+    state: StateKind
 
 
 def _look_up(snapshot: Snapshot, secret: int, token_ids: TokenIds, root: bytes, record: RootRecord) -> _Look:
     nodes = PromptNodes(secret, root, token_ids, record.block_size, PayloadLayout.parse(record.layout))
     notes = ReadOnlyNotes(snapshot, root)
+    state = _state_kind(record)
     matcher = Matcher(
         nodes,
         [DiskView(snapshot, set(), on_damaged=lambda _node, _error: None)],
-        _state_kind(record),
+        state,
         has_logits=lambda: notes.get(NoteKind.LOGITS, nodes.end_id) is not None,
     )
     matcher.match()
     _, end = matcher.restorable()
     found = (matcher.deepest, matcher.partial_match)
-    return _Look(max(end, *(node.end for node in found if node is not None), 0), end)
+    return _Look(max(end, *(node.end for node in found if node is not None), 0), end, state)
 
 
 def _state_kind(record: RootRecord) -> StateKind:
@@ -230,7 +239,8 @@ def _nearest(
         behind = found.num_tokens if found is not None else 0
         nearest = Nearest(id=id_, num_tokens=len(other), common=common, behind=behind, preview=preview)
         worth = (common + behind, common, bool(id_))
-        if common + behind and (best is None or worth > best[0]):
+        is_like = common + behind >= min(LEAST_TOKENS, len(token_ids))
+        if is_like and (best is None or worth > best[0]):
             best = worth, nearest, other
     return (best[1], best[2]) if best is not None else (None, token_ids[:0])
 
@@ -271,7 +281,7 @@ def _cause(
     elsewhere: Sequence[Elsewhere],
 ) -> Cause:
     if look is None or nearest is None:
-        return _cause_of_nothing(look, elsewhere)
+        return _cause_of_nothing(len(prompt.token_ids), look, elsewhere)
     if elsewhere and elsewhere[0].stored > nearest.common:
         return _cause_elsewhere(elsewhere[0])
     if between is None:
@@ -286,10 +296,11 @@ def _cause(
         return Cause("question", "the last message is another one; what comes before it is the same")
     if not nearest.behind and prompt.system_end and nearest.common >= prompt.system_end:
         return Cause("conversation", "another conversation: only system prompt and tools are the same")
-    return cause_between(*between)
+    cause = cause_between(*between)
+    return replace(cause, advice=LATER) if nearest.behind and not cause.advice else cause
 
 
-def _cause_of_nothing(look: _Look | None, elsewhere: Sequence[Elsewhere]) -> Cause:
+def _cause_of_nothing(num_tokens: int, look: _Look | None, elsewhere: Sequence[Elsewhere]) -> Cause:
     if elsewhere:
         return _cause_elsewhere(elsewhere[0])
     if look is None:
@@ -298,7 +309,14 @@ def _cause_of_nothing(look: _Look | None, elsewhere: Sequence[Elsewhere]) -> Cau
             "nothing is saved for this tenant; other tenants have prompts of their own",
             "say whose request it is with --salt or the body's prefix_cache.salt",
         )
-    return Cause("unlike", "no saved prompt begins like this one", "")
+    least = Settings().kv_cache_min_tokens
+    return Cause(
+        "unlike",
+        "no saved prompt begins like this one",
+        f"fewer tokens than --kv-cache-min-tokens ({least} by default) are not saved"
+        if num_tokens < least
+        else "if it was sent before: another key or salt sent it, or it was evicted or purged",
+    )
 
 
 def _cause_elsewhere(one: Elsewhere) -> Cause:
@@ -328,14 +346,25 @@ def _cause_of_length(prompt: Prompt, look: _Look, nearest: Nearest) -> Cause:
 
 def _not_kept(look: _Look, nearest: Nearest) -> Cause:
     if look.stored > look.restored + 1:
-        return Cause(
-            "no-checkpoint",
-            f"{look.stored:,} tokens are stored, but this model restores at its checkpoints only",
-            "a smaller --kv-cache-interval keeps more of them",
-        )
+        return _not_restored(look)
     return Cause(
         "not-kept",
         f"{nearest.common:,} tokens are those of an earlier prompt, of which {look.stored:,} are stored: the policy "
         "kept no more, or the rest was evicted or purged",
         "the scope full keeps whole prompts; a larger --kv-cache-budget keeps them longer",
     )
+
+
+def _not_restored(look: _Look) -> Cause:
+    stored = f"{look.stored:,} tokens are stored, but "
+    match look.state:
+        case "checkpoints":
+            text = f"{stored}this model restores at its checkpoints only"
+            return Cause("no-checkpoint", text, "a smaller --kv-cache-interval keeps more of them")
+        case "one_pass":
+            return Cause("whole-prompt", f"{stored}this model restores whole prompts only")
+        case "sliceable":
+            return Cause("whole-blocks", f"{stored}this model restores whole blocks, and computes the last token")
+        case "token":
+            text = f"{stored}fewer than {LEAST_TOKENS} are computed as fast as they are restored"
+            return Cause("few-tokens", text)

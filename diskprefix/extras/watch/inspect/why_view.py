@@ -13,7 +13,7 @@ import click
 from diskprefix.cli.tooling import print_json, short_id, shortened, status, terminal_width
 from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.extras.warm.warm_prompts import body_in
-from diskprefix.extras.watch.browse.why import Parting, Why, explain
+from diskprefix.extras.watch.browse.why import Parting, Why, explain, not_asked
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.printable import escaped, printable_only, shown
 from diskprefix.store.notes import ReadOnlyNotes
@@ -71,7 +71,7 @@ def _read(file: Path) -> dict[str, object]:
 def _explained(
     snapshot: Snapshot, secret: int, entries: list[EntryInfo], body: dict[str, object], options: WhyOptions
 ) -> Why:
-    with status("reading the tokenizer"):
+    with status("reading the tokenizer …"):
         from diskprefix.chat.normalisers import Normalisers
         from diskprefix.chat.renderer import PromptRenderer
         from diskprefix.extras.request_bodies import parse_body
@@ -100,7 +100,7 @@ def _explained(
         def decode(token_ids: TokenIds) -> str:
             return str(tokenizer.decode(token_ids.tolist(), skip_special_tokens=False))
 
-        return explain(
+        found = explain(
             snapshot,
             secret,
             prompt,
@@ -110,6 +110,7 @@ def _explained(
             decode=decode,
             model=model,
         )
+        return not_asked(found) if parsed.options.scope.kind == "off" else found
 
 
 def _tokenizer(

@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+from diskprefix.cache.policy.select import StateKind
 from diskprefix.extras.request_bodies import parse_body
-from diskprefix.extras.watch.browse.why import Why, explain
+from diskprefix.extras.watch.browse.why import Nearest, Why, _Look, _not_kept, explain
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import list_entries
+from diskprefix.tokens import LEAST_TOKENS
 from tests.extras.watch.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat
 
 Json = dict[str, Any]
@@ -72,6 +74,38 @@ def test_a_changed_date_is_named_with_the_text_around_it(chats: SavedChats, snap
 )
 def test_the_cause_is_named(chats: SavedChats, snapshot: Snapshot, body: Json, kind: str) -> None:
     assert why(chats, snapshot, body).cause.kind == kind
+
+
+def test_a_prompt_that_was_never_saved_may_be_too_short_or_evicted(chats: SavedChats, snapshot: Snapshot) -> None:
+    short, long = ({"prompt": "Zebras graze. " * times} for times in (9, 400))
+    assert "--kv-cache-min-tokens (512" in why(chats, snapshot, short).cause.advice
+    found = why(chats, snapshot, long)
+    assert (found.nearest, found.cause.kind, "evicted" in found.cause.advice) == (None, "unlike", True)
+
+
+def test_the_few_tokens_that_every_prompt_begins_with_make_none_alike(chats: SavedChats, snapshot: Snapshot) -> None:
+    head = parse_body(chat(QUESTION)).prompt(chats.renderer).token_ids[: LEAST_TOKENS - 1].tolist()
+    other = parse_body({"prompt": "Zebras graze. " * 9}).prompt(chats.renderer).token_ids.tolist()
+    assert why(chats, snapshot, {"prompt": head + other}).nearest is None
+    found = why(chats, snapshot, {"prompt": head})
+    assert (found.stored, found.restored, found.cause.kind) == (len(head), 0, "few-tokens")
+
+
+@pytest.mark.parametrize(
+    ("state", "kind"),
+    [("checkpoints", "no-checkpoint"), ("one_pass", "whole-prompt"), ("sliceable", "whole-blocks")],
+)
+def test_what_is_stored_but_not_restored_has_the_reason_of_its_kind_of_state(state: StateKind, kind: str) -> None:
+    nearest = Nearest(id="", num_tokens=64, common=64, behind=0, preview="")
+    assert _not_kept(_Look(64, 32, state), nearest).kind == kind
+
+
+def test_another_text_before_much_that_is_the_same_has_advice(chats: SavedChats) -> None:
+    chats.save(chat(QUESTION, SYSTEM + "The pier is long. " * 400))
+    with chats.store.snapshot() as now:
+        found = why(chats, now, chat(QUESTION, "You are quite another one." + SYSTEM[20:] + "The pier is long. " * 400))
+    assert found.nearest is not None
+    assert (found.nearest.behind > 0, found.cause.advice != "") == (True, True)
 
 
 def test_what_another_build_or_tenant_has_is_named_with_what_differs(chats: SavedChats, snapshot: Snapshot) -> None:
