@@ -23,6 +23,8 @@ _QUIET_ROUTES = frozenset({"/health", "/metrics", "/dashboard/state", "/dashboar
 """Logged at debug, because machines poll them every few seconds."""
 
 _LOGGED_PATH_CHARS = 200
+_CAME = ("prompt_tokens", "ready_tokens", "restored_tokens", "reply_tokens")
+"""The figures of a cancelled request. The first `ready_tokens` of the prompt were restored or computed."""
 
 
 class AccessLog:
@@ -117,12 +119,23 @@ def _facts(scope: Scope, record: LogContext, route: str, elapsed_s: float) -> di
     if record.done is not None:
         facts["usage"] = asdict(record.done.usage)
         facts |= figures_reply(record.done, None)
+    elif (came := record.cancelled_at) is not None:
+        facts["cancelled_at"] = {name: getattr(came, name) for name in _CAME}
     return {name: fact for name, fact in facts.items() if fact is not None}
 
 
 def _figures(record: LogContext) -> str:
     if record.done is None:
-        return f" · {record.error}" if record.error else ""
+        came = record.cancelled_at
+        far = (
+            ""
+            if came is None
+            else (
+                f" · prompt {came.ready_tokens} of {came.prompt_tokens} · restored {came.restored_tokens}"
+                f" · reply {came.reply_tokens}"
+            )
+        )
+        return f"{far} · {record.error}" if record.error else far
     usage, cache, timings = record.done.usage, record.done.cache, record.done.timings
     return (
         f" · prompt {usage.prompt_tokens} · restored {cache.restored} ({cache.miss_reason or cache.source})"

@@ -43,6 +43,7 @@ from diskprefix.chat.content import holds_media
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat, PlainText
 from diskprefix.chat.replay import Replayed
+from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import CacheOptions, Stage
@@ -279,8 +280,11 @@ async def submit(rendered: Rendered) -> Submitted:
         daemon.metrics.count_generation(done)
         daemon.breaks.note(done.cache)
 
+    def on_cancelled(activity: Activity) -> None:
+        context.cancelled_at = activity
+
     writer = rendered.dialect.writer(arrival.body, head)
-    generation = Generation(serving.inbox, generate, arrival.request.receive, on_done)
+    generation = Generation(serving.inbox, generate, arrival.request.receive, on_done, on_cancelled)
     return Submitted(generation, reader, writer, bool(arrival.body.stream))
 
 

@@ -25,6 +25,7 @@ from diskprefix.engine.request import (
 from diskprefix.errors import DiskPrefixError
 
 if TYPE_CHECKING:
+    from diskprefix.engine.gauges import Activity
     from diskprefix.engine.inbox import Inbox
 
 log = logging.getLogger("diskprefix")
@@ -119,14 +120,22 @@ class Generation:
     error if the request failed. Call `close()` in the end, once or more: it cancels what still runs."""
 
     def __init__(
-        self, inbox: Inbox, request: GenerateRequest, receive: Receive, on_done: Callable[[DoneEvent], None]
+        self,
+        inbox: Inbox,
+        request: GenerateRequest,
+        receive: Receive,
+        on_done: Callable[[DoneEvent], None],
+        on_cancelled: Callable[[Activity], None],
     ) -> None:
-        """Submits the request. Raises `QueueFull` or `NotReady`."""
+        """Submits the request. Raises `QueueFull` or `NotReady`. `on_cancelled` takes how far a cancelled one came."""
         self._loop = asyncio.get_running_loop()
         self._events = EventBuffer(self._loop)
         self._id = request.id
         self._on_done = on_done
+        self._on_cancelled = on_cancelled
+        self._has_ended = False
         self._closed = False
+        self._activities = inbox.activities
         self._ticket = inbox.submit(request, self._emit)
         self._watch = asyncio.create_task(self._wait_for_disconnect(receive))
 
@@ -139,6 +148,7 @@ class Generation:
             return None
         if event is None:
             raise ClientDisconnect
+        self._has_ended = isinstance(event, ErrorEvent | DoneEvent)
         if isinstance(event, ErrorEvent):
             raise event.error
         if isinstance(event, DoneEvent):
@@ -148,7 +158,7 @@ class Generation:
     def close(self) -> None:
         """Cancels what still runs and stops listening."""
         self._closed = True
-        self._ticket.cancel()
+        self._cancel()
         self._watch.cancel()
 
     def _emit(self, event: Event) -> None:
@@ -159,10 +169,17 @@ class Generation:
     def _cancel_slow(self) -> None:
         if not self._ticket.cancelled:
             log.warning("[server] %s cancelled: the client reads too slowly", self._id)
-            self._ticket.cancel()
+            self._cancel()
 
     async def _wait_for_disconnect(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._ticket.cancel()
+        self._cancel()
         self._events.put(None)
+
+    def _cancel(self) -> None:
+        if not self._has_ended and not self._ticket.cancelled:
+            for activity in self._activities():
+                if activity.id == self._id:
+                    self._on_cancelled(activity)
+        self._ticket.cancel()

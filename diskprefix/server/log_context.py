@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 from starlette.requests import HTTPConnection
 
+from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent
 from diskprefix.hooks import RequestTrace
 from diskprefix.server.keys import NOBODY, Caller
@@ -37,6 +38,8 @@ class LogContext:
     wants_reply: bool = False
     """True for a request that asks for a reply."""
     done: DoneEvent | None = None
+    cancelled_at: Activity | None = None
+    """How far a request for a reply had come when it was cancelled."""
 
     @property
     def outcome(self) -> Outcome | None:

@@ -25,7 +25,7 @@ class EndedRequest:
     the first byte of the request to the last one of the answer.
 
     Of one that was answered, `prefix_cache` and `timings` are those of its response. Otherwise they are None, and
-    `error` says why, if it was not the client that left.
+    `error` says why, if it was not the client that left. The tokens of a cancelled one are those that it had.
     """
 
     number: int
@@ -60,6 +60,8 @@ class RecentRequests:
         if (done := context.done) is not None:
             figures = figures_reply(done, None)
             figures |= {"prompt_tokens": done.usage.prompt_tokens, "reply_tokens": done.usage.completion_tokens}
+        elif (came := context.cancelled_at) is not None:
+            figures = {"prompt_tokens": came.prompt_tokens, "reply_tokens": came.reply_tokens}
         ended = EndedRequest(
             number=self.count,
             ended_at=round(time.time(), 3),

@@ -19,6 +19,7 @@ import pytest
 
 from diskprefix import hooks
 from diskprefix.chat.output.format import PlainText
+from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import Constraint, FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import ModelError
 from diskprefix.nouns import SHARED
@@ -404,6 +405,31 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_cancels_its_request(
         assert engine.cancelled.wait(30)
         counted = 'diskprefix_http_requests_total{route="/v1/chat/completions",status="499"} 1.0'
         wait_until(lambda: counted in client.get("/metrics").text, "the request is counted as left")
+
+
+def test_the_log_line_of_a_cancelled_request_says_how_far_it_came(
+    server: AppServer, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    def endless(request: GenerateRequest, emit: Emit, is_cancelled: Callable[[], bool]) -> None:
+        figures: dict[str, Any] = {
+            "prompt_tokens": 10,
+            "restored_tokens": 4,
+            "ready_tokens": 8,
+            "reply_tokens": 0,
+            "elapsed_s": 1.0,
+        }
+        activity = Activity(id=request.id, state="prefilling", scope=request.cache.scope, **figures)
+        server.daemon.inbox.running_activities = lambda: [activity]
+        emit(TextEvent(0, "first", (1,)))
+        until_cancelled(request, emit, is_cancelled)
+
+    engine.script = endless
+    with caplog.at_level(logging.INFO), server.client() as client:
+        with client.stream("POST", CHAT, json=HELLO | {"stream": True}) as answer:
+            assert any("first" in line for line in answer.iter_lines())
+        wait_until(lambda: "prompt 8 of 10 · restored 4 · reply 0" in caplog.text, "the request is logged")
+        [ended] = client.get("/dashboard/state").json()["ended"]
+        assert (ended["status"], ended["prompt_tokens"]) == (499, 10)
 
 
 def test_a_client_that_leaves_while_it_waits_never_reaches_the_engine(
