@@ -180,7 +180,7 @@ def _amounts(num_entries: int, num_blocks: int, num_bytes: int) -> str:
 
 def _others(num_prompts: int, num_notes: int) -> str:
     prompts = counted(num_prompts, "recent prompt")
-    return f"{prompts}, {counted(num_notes, 'note')}" if num_notes else prompts
+    return f"{prompts}, {counted(num_notes, 'record')} of replies and texts" if num_notes else prompts
 
 
 def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:

@@ -44,7 +44,7 @@ def header(state: State | None, name: str, trouble: str | None) -> Text:
 def figures(state: State, ended: Sequence[State], width: int) -> RenderableType:
     """Returns the gain of the cache, and how full memory and disk are."""
     replies = [one for one in ended if one["timings"]]
-    cold, warm = (_ttft(replies, restored=restored) for restored in (False, True))
+    cold, warm = (_ttft(replies, warm=warm) for warm in (False, True))
     prompt = sum(one["prompt_tokens"] for one in replies)
     restored = sum(one["prefix_cache"]["restored"] for one in replies)
     savings = (state["cache"] or {}).get("savings")
@@ -180,8 +180,14 @@ def end_of(preview: str) -> Text:
     return text
 
 
-def _ttft(replies: Sequence[State], *, restored: bool) -> float | None:
-    found = [one["timings"]["ttft_ms"] / 1e3 for one in replies if (one["prefix_cache"]["restored"] > 0) is restored]
+def _ttft(replies: Sequence[State], *, warm: bool) -> float | None:
+    """Returns the median time to the first token of the requests with at least half of the prompt restored, or of the
+    others. A few tokens that all prompts begin with make no request warm."""
+    found = [
+        one["timings"]["ttft_ms"] / 1e3
+        for one in replies
+        if (2 * one["prefix_cache"]["restored"] >= one["prompt_tokens"]) is warm
+    ]
     return median(found) if found else None
 
 

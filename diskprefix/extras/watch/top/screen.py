@@ -34,7 +34,7 @@ class TopApp(App[None]):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("1", "show('now')", "Now"),
         Binding("2", "show('saved')", "Saved"),
-        Binding("3", "show('problems')", "Look at"),
+        Binding("3", "show('problems')", "Problems"),
         Binding("q", "quit", "Quit"),
     ]
 
@@ -70,7 +70,7 @@ class TopApp(App[None]):
                         yield self._parts["hottest"]
             with TabPane("Saved", id="saved"):
                 yield self._browser
-            with TabPane("Look at", id="problems"), VerticalScroll():
+            with TabPane("Problems", id="problems"), VerticalScroll():
                 yield self._parts["problem-list"]
         yield Footer()
 
@@ -160,7 +160,7 @@ class TopApp(App[None]):
         elif self._tabs.active == "problems":
             parts["problem-list"].update(live.problems(state))
         count = len(state["problems"])
-        self._tabs.get_tab("problems").label = f"Look at ({count})" if count else "Look at"
+        self._tabs.get_tab("problems").label = f"Problems ({count})" if count else "Problems"
 
     def _draw_now(self, state: dict[str, Any], width: int) -> None:
         parts, is_wide = self._parts, width >= _WIDE - 4

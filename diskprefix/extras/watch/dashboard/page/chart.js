@@ -1,16 +1,16 @@
-// Time to first token by the time at which requests ended: cold ones, and those of which something was restored.
+// Time to first token by the time at which requests ended: cold ones, and those of which at least half was restored.
 
 const HEIGHT = 230, LEFT = 54, RIGHT = 12, TOP = 12, BOTTOM = 26;
 
 function drawTtft(box, ended) {
   const points = ended
     .filter((one) => one.timings && one.timings.ttft_ms > 0)
-    .map((one) => ({ at: one.ended_at, s: one.timings.ttft_ms / 1000, restored: one.prefix_cache.restored, one }));
+    .map((one) => ({ at: one.ended_at, s: one.timings.ttft_ms / 1000, restored: one.prefix_cache.restored, warm: isWarm(one), one }));
   if (!points.length) return box.replaceChildren(make("p", { class: "quiet" }, "No request has ended since the start."));
   const width = Math.max(280, box.clientWidth);
   const [x, ticksX] = timeScale(points, width);
   const [y, ticksY] = logScale(points);
-  const medians = [false, true].map((warm) => median(points.filter((p) => p.restored > 0 === warm).map((p) => p.s)));
+  const medians = [false, true].map((warm) => median(points.filter((p) => p.warm === warm).map((p) => p.s)));
   const svg = make("svg", { viewBox: `0 0 ${width} ${HEIGHT}`, height: HEIGHT, role: "img", "aria-label": told(points, medians) });
   for (const [value, label] of ticksY) {
     svg.append(make("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value) }));
@@ -30,14 +30,14 @@ function drawTtft(box, ended) {
 function markOf(point, x, y) {
   const prompt = plural(point.one.prompt_tokens, "prompt token");
   const title = make("title", {}, `${seconds(point.s)} · ${prompt}, ${count(point.restored)} restored`);
-  if (point.restored) return make("circle", { class: "warm", cx: x, cy: y, r: 4.5 }, title);
+  if (point.warm) return make("circle", { class: "warm", cx: x, cy: y, r: 4.5 }, title);
   return make("rect", { class: "cold", x: x - 4, y: y - 4, width: 8, height: 8 }, title);
 }
 
 function told(points, [cold, warm]) {
   const parts = [`Time to first token of ${plural(points.length, "request")}.`];
-  if (cold !== null) parts.push(`Median with nothing restored: ${seconds(cold)}.`);
-  if (warm !== null) parts.push(`Median with a restored prefix: ${seconds(warm)}.`);
+  if (cold !== null) parts.push(`Median with less than half restored: ${seconds(cold)}.`);
+  if (warm !== null) parts.push(`Median with half and more restored: ${seconds(warm)}.`);
   return parts.join(" ");
 }
 

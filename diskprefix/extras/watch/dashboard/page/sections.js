@@ -22,7 +22,7 @@ function drawProblems(problems) {
 
 function drawTiles(now, ended) {
   const replies = ended.filter((one) => one.timings), cache = now.cache ?? {}, savings = cache.savings;
-  const ttft = (warm) => median(replies.filter((one) => one.prefix_cache.restored > 0 === warm).map((one) => one.timings.ttft_ms / 1000));
+  const ttft = (warm) => median(replies.filter((one) => isWarm(one) === warm).map((one) => one.timings.ttft_ms / 1000));
   const [cold, warm] = [ttft(false), ttft(true)];
   const prompt = replies.reduce((sum, one) => sum + one.prompt_tokens, 0), restored = replies.reduce((sum, one) => sum + one.prefix_cache.restored, 0);
   const speed = now.requests.reduce((sum, one) => sum + (one.tokens_per_s ?? 0), 0);
@@ -30,9 +30,9 @@ function drawTiles(now, ended) {
   const tiles = [
     ["compute saved today", savings ? seconds(savings.today.saved_s) : "–", savings ? `${seconds(savings.total.saved_s)} in all` : "nothing yet"],
     ["restored share", percent(restored, prompt), `of ${plural(prompt, "prompt token")}`],
-    ["first token, cold", seconds(cold), "median, nothing restored"],
+    ["first token, cold", seconds(cold), "median, less than half restored"],
     ["first token, restored", seconds(warm), cold && warm ? `${(cold / warm).toFixed(1)} times as fast` : "median"],
-    ["requests", count(now.requests.length - now.requests.filter((one) => one.state === "waiting").length), `${count(waiting)} wait`],
+    ["requests", count(now.requests.length - now.requests.filter((one) => one.state === "waiting").length), `${count(waiting)} waiting`],
     ["tokens a second", speed ? speed.toFixed(1) : "–", "all replies together"],
   ];
   whenChanged("tiles", tiles, () =>
@@ -81,7 +81,8 @@ function drawEnded(ended, now) {
 function endedRow(one, now) {
   const when = make("td", { title: new Date(one.ended_at * 1000).toLocaleString("en-GB") }, ago(one.ended_at, now));
   if (!one.prefix_cache) {
-    const why = one.error ?? "the client left";
+    const size = one.prompt_tokens ? `, ${plural(one.prompt_tokens, "prompt token")}` : "";
+    const why = (one.error ?? "the client left") + size;
     return make("tr", { class: one.status >= 400 || one.error ? "failed" : "" }, when, make("td", { class: "say", colspan: 5 }, `${one.status} ${one.route} · ${why}`));
   }
   const cache = one.prefix_cache, restored = cache.restored;
@@ -89,7 +90,7 @@ function endedRow(one, now) {
   const label = `${count(restored)} of ${plural(one.prompt_tokens, "prompt token")} restored`;
   return make("tr", {}, when, make("td", {}, count(one.prompt_tokens)),
     make("td", {}, bar("meter", label, [["restored", restored]], one.prompt_tokens), make("div", { class: "under" }, why)),
-    make("td", { class: "extra" }, count(cache.boundary), make("div", { class: "under" }, `${words(cache.boundary_reason)}, ${cache.saved}`)),
+    make("td", { class: "extra" }, count(cache.boundary), make("div", { class: "under" }, words(cache.boundary_reason) + (cache.saved === "dropped" ? ", dropped" : ""))),
     make("td", {}, seconds(one.timings.ttft_ms / 1000)),
     make("td", { class: "extra" }, plural(one.reply_tokens, "token"), make("div", { class: "under" }, `${one.timings.decode_tokens_per_s.toFixed(1)} tok/s`)));
 }
@@ -98,14 +99,14 @@ function drawMeters(now) {
   const { memory, cache } = now;
   const meters = [];
   if (memory) {
-    meters.push(meter("Memory of requests", memory.used_bytes, memory.limit_bytes, `${count(memory.running)} of ${count(memory.max_running)} run, ${count(memory.entries)} may go on`));
-    const titles = memory.slots.map((slot) => make("span", { class: slot.busy ? "busy" : "idle", title: `${plural(slot.tokens, "token")}, ${bytes(slot.num_bytes)}, ${slot.busy ? "runs" : "may be gone on from"}` }));
+    meters.push(meter("Memory of requests", memory.used_bytes, memory.limit_bytes, `${count(memory.running)} of ${count(memory.max_running)} running; ${plural(memory.entries, "conversation")} kept for the next turn`));
+    const titles = memory.slots.map((slot) => make("span", { class: slot.busy ? "busy" : "idle", title: `${plural(slot.tokens, "token")}, ${bytes(slot.num_bytes)}, ${slot.busy ? "running" : "kept for the next turn"}` }));
     meters.push(make("div", { class: "slots", role: "img", "aria-label": `${plural(memory.slots.length, "slot")}, ${count(memory.running)} of them busy` }, ...titles), make("br"));
   }
   if (cache) {
     const kept = `${plural(cache.entries, "prompt")}, ${plural(cache.blocks, "block")}, ${cache.codec}; ${count(cache.evicted_blocks)} evicted`;
     meters.push(meter("Store", cache.used_bytes, cache.budget_bytes, kept));
-    meters.push(meter("Waits to be written", cache.pending_bytes, cache.buffer_bytes, `${plural(cache.pending, "publication")}, ${bytes(cache.saved_bytes)} written, ${count(cache.dropped)} dropped`));
+    meters.push(meter("Write buffer", cache.pending_bytes, cache.buffer_bytes, `${plural(cache.pending, "prompt")} waiting, ${bytes(cache.saved_bytes)} written, ${count(cache.dropped)} dropped`));
   }
   whenChanged("meters", [memory, cache && { ...cache, savings: null, gate: null }], () => find("#meters").replaceChildren(...meters));
 }
@@ -123,8 +124,8 @@ function drawMisses(cache) {
     const all = cache.hits + misses.reduce((sum, [, number]) => sum + number, 0);
     const line = (name, number) => make("div", { class: "meter" },
       make("p", {}, make("b", {}, name), make("span", {}, `${count(number)}, ${percent(number, all)}`)),
-      bar("meter", `${name}: ${count(number)} of ${count(all)}`, [["", number]], all, name === "restored" ? "plain" : ""));
-    const lines = [["restored", cache.hits], ...misses.map(([reason, number]) => [words(reason), number])];
+      bar("meter", `${name}: ${count(number)} of ${count(all)}`, [["", number]], all, name.startsWith("restored") ? "plain" : ""));
+    const lines = [["restored, all or in part", cache.hits], ...misses.map(([reason, number]) => [words(reason), number])];
     find("#misses").replaceChildren(...(all ? lines.map(([name, number]) => line(name, number)) : [make("p", { class: "quiet" }, "No request since the start.")]));
   });
 }
