@@ -59,7 +59,7 @@ def theirs(folder: Path | None) -> None:
             "-p",
             "no:cacheprovider",
             "--noconftest",
-            "tests/connectors",
+            "tests/extras/vllm",
         ]
         environment["PYTHONPATH"] = str(_ROOT)
         ended_own = subprocess.run(own, check=False, cwd=_ROOT, env=environment)

@@ -183,7 +183,6 @@ class Soak:
     store: WatchedStore
     clock: Clock
     churn: float
-    min_seconds: float
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -193,11 +192,10 @@ class Soak:
         self._models = [self._model("soak-bf16", SMOLLM2), self._model("soak-fp32", OTHER)]
         self._pins: deque[ExitStack] = deque()
         self._next_expiry = self.clock.now + EXPIRY_EVERY_S
-        self._started = time.monotonic()
 
     def run(self) -> None:
-        """Runs until `churn` budgets are written, and for at least `min_seconds`. Raises `StoreFull`."""
-        while self.progress() < 1.0 or time.monotonic() - self._started < self.min_seconds:
+        """Runs until `churn` budgets are written. Raises `StoreFull`."""
+        while self.progress() < 1.0:
             if self._is_stuck():
                 raise StoreFull(f"the store took none of {STUCK} prompts: {failures(self.store.writes[-STUCK:])}")
             self._request(self._models[int(self._rng.random() < 0.3)])

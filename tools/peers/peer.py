@@ -73,9 +73,6 @@ class Peer(Protocol):
     def ask(self, prompts: Sequence[str], max_tokens: int) -> list[Reply]:
         """Sends all prompts at once; returns their replies. Raises `PeerError`."""
 
-    def memory_bytes(self) -> int:
-        """Returns the resident memory of its processes."""
-
 
 @dataclass
 class Process:
@@ -236,9 +233,6 @@ class HttpPeer:
             raise PeerError("it answered without a reply")
         return Reply(usage.get("prompt_tokens"), usage.get("completion_tokens") or len(at_s), tuple(at_s), text)
 
-    def memory_bytes(self) -> int:
-        return self.process.memory_bytes()
-
 
 class WorkerPeer:
     """A program of `tools.peers.workers`."""
@@ -273,6 +267,3 @@ class WorkerPeer:
         popen.stdin.write(json.dumps({"prompts": list(prompts), "max_tokens": max_tokens}) + "\n")
         popen.stdin.flush()
         return [Reply(one["prompt_tokens"], len(one["at_s"]), tuple(one["at_s"])) for one in self._line()]
-
-    def memory_bytes(self) -> int:
-        return self.process.memory_bytes()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import DiskPrefixError
-from tools.measuring.report import machine
+from tools.measuring.report import machine, short
 
 OURS = "diskprefix"
 MACHINE = "machine"
@@ -132,3 +132,13 @@ def _spread(values: list[float]) -> dict[str, float]:
 def better(cell: str, ours: float, theirs: float) -> float:
     """Returns how many times better `ours` is: more of a rate, less of everything else."""
     return ours / theirs if cell.split()[0] in MORE_IS_BETTER else theirs / ours
+
+
+def order(titles: Mapping[str, str], cell: str) -> tuple[int, int]:
+    """Returns what cells are sorted by: the place of the case in `titles`, then the size."""
+    case, *size = cell.split()
+    return list(titles).index(case), int(size[0]) if size else 0
+
+
+def shown(value: float) -> str:
+    return short(value) if value >= 10 else f"{value:.3g}"

@@ -24,6 +24,7 @@ from rich.console import Console
 
 from tests.server.agent_model import TEMPLATE
 from tests.server.chat_model import write_chat_model
+from tools.hostile.report import tracebacks
 from tools.measuring.installing import NotInstalled
 from tools.measuring.live_server import LiveServer
 from tools.measuring.options import FOLDER, JSON
@@ -201,11 +202,6 @@ def write_model(folder: Path) -> Path:
     return folder
 
 
-def tracebacks(log: Path) -> int:
-    """Returns how many failures nobody expected are in the daemon's log: one in a stream comes after a 200."""
-    return log.read_text(encoding="utf-8", errors="replace").count("Traceback (most recent call last)")
-
-
 def counted(sent: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, Found]:
     found: dict[str, Found] = {}
     for route, exchange in sent:
@@ -222,7 +218,7 @@ def report_of(found: dict[str, Found], log: Path, seed: int, minutes: float) -> 
         "requests": sum(one.statuses.total() for one in found.values()),
         "busy": sum(one.statuses["busy"] for one in found.values()),
         "failures": [vars(failure) for failure in failures],
-        "tracebacks": tracebacks(log),
+        "tracebacks": len(tracebacks(log)),
         "machine": machine(),
     }
 

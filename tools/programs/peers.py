@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,12 +29,12 @@ from tools.measuring.installing import NotInstalled
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, MODELS
 from tools.measuring.prompts import WORDS, extended, prompt_text
-from tools.measuring.report import machine, new_table, print_report, say, short, show_machine
+from tools.measuring.report import machine, new_table, print_report, say, show_machine
 from tools.measuring.workspace import model_folder
 from tools.models import real
 from tools.peers.known import PEERS, Model
 from tools.peers.peer import Peer, PeerError, rate_together
-from tools.peers.results import MACHINE, Figure, Results
+from tools.peers.results import MACHINE, Figure, Results, order, shown
 
 REPLY_TOKENS = {64: 64, 4000: 64, 16000: 16}
 """By the size of the prompt: after a long one, a token takes long."""
@@ -70,7 +71,7 @@ def measured(peer: Peer, sizes: Sequence[int], round_: int) -> Iterator[Figure]:
                 yield from _alone(peer, size, f"first-turn-{round_}")
         for size in (size for size in TOGETHER_SIZES if size in sizes):
             yield from _together(peer, size, round_)
-        yield Figure("memory_mib", 0, peer.memory_bytes() / 2**20)
+        yield Figure("memory_mib", 0, peer.process.memory_bytes() / 2**20)
         yield from _restarted(peer, restored, round_)
     finally:
         peer.kill()
@@ -160,7 +161,7 @@ def told(figures: Iterator[Figure], note: Report) -> Iterator[Figure]:
     """Passes figures on, and says when each is there."""
     began = time.perf_counter()
     for figure in figures:
-        note(f"{time.perf_counter() - began:4.0f} s: {figure.cell} {_shown(figure.value)}")
+        note(f"{time.perf_counter() - began:4.0f} s: {figure.cell} {shown(figure.value)}")
         yield figure
 
 
@@ -168,26 +169,17 @@ def show(report: dict[str, Any], console: Console) -> None:
     for model, cells in report["models"].items():
         title = f"{model}; ratio: how many times better diskprefix is"
         table = new_table(title, left=("", "peer"), right=("min", "median", "max", "ratio"))
-        for cell in sorted(cells, key=_order):
+        for cell in sorted(cells, key=partial(order, TITLES)):
             case, *size = cell.split()
             for i, (peer, spread) in enumerate(cells[cell].items()):
                 name = "" if i else ", ".join([TITLES[case], *size])
                 ratio = f"{spread['ratio']:.2g}" if "ratio" in spread else ""
-                table.add_row(name, peer, *(_shown(spread[of]) for of in ("min", "median", "max")), ratio)
+                table.add_row(name, peer, *(shown(spread[of]) for of in ("min", "median", "max")), ratio)
         console.print(table)
     for model, reasons in report["left_out"].items():
         for peer, reason in reasons.items():
             say(console, f"{model}: {peer} was left out: {reason}")
     show_machine(report["machine"], console)
-
-
-def _order(cell: str) -> tuple[int, int]:
-    case, *size = cell.split()
-    return list(TITLES).index(case), int(size[0]) if size else 0
-
-
-def _shown(value: float) -> str:
-    return short(value) if value >= 10 else f"{value:.3g}"
 
 
 def known_model(name: str, wanted: Sequence[int], progress: Console) -> tuple[Model, list[int]]:

@@ -1,21 +1,19 @@
 """The restart benchmark: what a prompt costs cold, repeated after a restart, and extended after a restart.
 
-All ratios come from one run: the cases are interleaved, and a memory copy of as many bytes is timed between them. Each
-text is compared with that of a request that restored nothing.
+All ratios come from one run, whose cases are interleaved. Each text is compared with that of a request that restored
+nothing.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
@@ -29,8 +27,6 @@ from tools.measuring.workspace import measuring, model_folder
 PROMPT_TOKENS = (2048, 4096, 7900)
 MAX_TOKENS = 8
 TIMES = ("lookup_ms", "restore_ms", "prefill_ms", "server_ttft_ms", "ttft_ms")
-COPY_REPEATS = 7
-COPY_THREADS = 2
 CASES = {
     "cold": "cold",
     "cold_off": "cold, off",
@@ -66,7 +62,6 @@ class RestartBench:
     def __init__(self, server: LiveServer, prompts: Prompts, console: Console, runs: int) -> None:
         self.samples: list[Sample] = []
         self.startups: list[dict[str, float]] = []
-        self.copy_s: dict[int, list[float]] = {}
         self.bytes_per_token = 0
         self._server = server
         self._prompts = prompts
@@ -89,7 +84,6 @@ class RestartBench:
                 self.start()
                 self._ask("exact", tokens, run, self._prompts.prompt(tokens, run))
                 self._server.wait_until_saved()
-                self._copy(tokens)
         for tokens in sizes:
             with self._step(run, tokens, "restart, nearest prefix"):
                 self.start()
@@ -117,20 +111,6 @@ class RestartBench:
             raise LiveServerError(f"{case} of {tokens} tokens restored {answer.restored}: {answer.cache}")
         self.samples.append(_sample(case, tokens, run, answer))
 
-    def _copy(self, tokens: int) -> None:
-        """Measures a memory copy, between warm buffers, of as many bytes as an exact repeat restores."""
-        num_bytes = tokens * self.bytes_per_token
-        source = torch.ones(num_bytes, dtype=torch.uint8)
-        target = torch.zeros_like(source)
-        self.copy_s.setdefault(tokens, []).append(statistics.median(_copy_times(source, target)))
-
-
-def _copy_times(source: torch.Tensor, target: torch.Tensor) -> Iterator[float]:
-    for _ in range(COPY_REPEATS):
-        started = time.perf_counter()
-        target.copy_(source)
-        yield time.perf_counter() - started
-
 
 def _sample(case: str, tokens: int, run: int, answer: Answer) -> Sample:
     return Sample(
@@ -148,7 +128,6 @@ def measure(
     workspace: Path, model: Path, sizes: Sequence[int], runs: int, codec: str, console: Console
 ) -> dict[str, Any]:
     """Runs the benchmark. Returns the report as JSON values. Raises `LiveServerError`."""
-    torch.set_num_threads(COPY_THREADS)
     prompts = Prompts(AutoTokenizer.from_pretrained(model))
     flags: tuple[str, ...] = ("--model", str(model), "--disk-prefix-cache", "full", "--kv-cache-budget", "64GiB")
     flags += ("--kv-cache-codec", codec)
@@ -185,7 +164,6 @@ def _prompt_report(bench: RestartBench, tokens: int) -> dict[str, Any]:
     cases = {case: _case_report([s for s in bench.samples if (s.case, s.tokens) == (case, tokens)]) for case in CASES}
     num_bytes = tokens * bench.bytes_per_token
     restore_gb_s = num_bytes / cases["exact"]["restore_ms"] / 1e6
-    copy_gb_s = num_bytes / statistics.median(bench.copy_s[tokens]) / 1e9
     return {
         "tokens": tokens,
         "cases": cases,
@@ -193,8 +171,6 @@ def _prompt_report(bench: RestartBench, tokens: int) -> dict[str, Any]:
         "nearest_ratio": round(cases["cold"]["ttft_ms"] / cases["nearest"]["ttft_ms"], 1),
         "restored_bytes": num_bytes,
         "restore_gb_s": round(restore_gb_s, 2),
-        "memory_copy_gb_s": round(copy_gb_s, 2),
-        "restore_to_copy": round(restore_gb_s / copy_gb_s, 2),
         "save_cost_percent": _save_cost_percent([s for s in bench.samples if s.tokens == tokens]),
     }
 
@@ -250,19 +226,16 @@ def _cases_table(report: dict[str, Any]) -> Table:
 
 
 def _bandwidth_table(report: dict[str, Any]) -> Table:
-    title = "Exact repeat: restore against a memory copy of as many bytes; cold: the cost of saving"
-    speeds = ("restore\nGB/s", "memory copy\nGB/s", "restore /\ncopy")
-    table = new_table(title, right=("prompt", "MB", *speeds, "saving costs\n% of cold TTFT"))
+    title = "Exact repeat: the speed of the restore; cold: the cost of saving"
+    table = new_table(title, right=("prompt", "MB", "restore\nGB/s", "saving costs\n% of cold TTFT"))
     for prompt in report["prompts"]:
         table.add_row(
             f"{prompt['tokens']}",
             f"{prompt['restored_bytes'] / 1e6:.0f}",
             f"{prompt['restore_gb_s']:.1f}",
-            f"{prompt['memory_copy_gb_s']:.1f}",
-            f"{prompt['restore_to_copy']:.2f}",
             f"{prompt['save_cost_percent']:+.1f}",
         )
-    table.add_row("all", "", "", "", "", f"{report['save_cost_percent']:+.1f}")
+    table.add_row("all", "", "", f"{report['save_cost_percent']:+.1f}")
     return table
 
 

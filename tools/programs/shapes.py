@@ -12,6 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Event, Thread, Timer
@@ -28,11 +29,11 @@ from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.processes import disk_bytes, status_bytes
 from tools.measuring.prompts import WORDS, extended, prompt_text
-from tools.measuring.report import new_table, print_report, say, short, show_machine
+from tools.measuring.report import new_table, print_report, show_machine
 from tools.models import real
 from tools.peers.known import PEERS, Model, diskprefix
 from tools.peers.peer import Peer, PeerError, Process, rate_together
-from tools.peers.results import MACHINE, OURS, Figure, Results
+from tools.peers.results import MACHINE, OURS, Figure, Results, order, shown
 from tools.programs.peers import told
 from tools.shapes.known import SHAPES, shape_file
 
@@ -242,31 +243,22 @@ def show(report: dict[str, Any], console: Console) -> None:
             continue
         beside = SHAPES[letter].beside
         table.add_row(letter, f"[b]{SHAPES[letter].what}", "", beside, "")
-        for cell in sorted(cells, key=_order):
+        for cell in sorted(cells, key=partial(order, TITLES)):
             of_peers = cells[cell]
-            shown = [_shown(of_peers.get(name) or of_peers.get(MACHINE)) for name in (OURS, beside)]
+            values = [_shown(of_peers.get(name) or of_peers.get(MACHINE)) for name in (OURS, beside)]
             ratio = of_peers.get(beside, {}).get("ratio")
             case, *size = cell.split()
-            table.add_row("", ", ".join([TITLES[case], *size]), *shown, f"{ratio:.2f}" if ratio else "")
+            table.add_row("", ", ".join([TITLES[case], *size]), *values, f"{ratio:.2f}" if ratio else "")
         for name, reason in reasons.items():
             table.add_row("", f"{name}: {reason}", "", "", "")
     console.print(table)
     show_machine(report["machine"], console)
-    for letter, reasons in report["left_out"].items():
-        for name, reason in reasons.items():
-            say(console, f"{letter}, {name}: {reason}")
-
-
-def _order(cell: str) -> tuple[int, int]:
-    case, *size = cell.split()
-    return list(TITLES).index(case), int(size[0]) if size else 0
 
 
 def _shown(spread: dict[str, float] | None) -> str:
     if spread is None:
         return ""
-    value = spread["median"]
-    return short(value) if value >= 10 else f"{value:.3g}"
+    return shown(spread["median"])
 
 
 def letters(_context: click.Context, _option: click.Parameter, value: str) -> list[str]:

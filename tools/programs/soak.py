@@ -42,14 +42,14 @@ LIVE_GOAL = 0.8
 LOST_GOAL = 0.005
 
 
-def measure(folder: Path, *, budget_bytes: int, churn: float, codec: str, min_seconds: float) -> dict[str, Any]:
+def measure(folder: Path, *, budget_bytes: int, churn: float, codec: str) -> dict[str, Any]:
     """Runs the soak. Returns the report as JSON values. Raises `CacheError`."""
     torch.set_num_threads(1)
     clock = Clock()
     store = WatchedStore(folder, budget_bytes=budget_bytes, clock=clock)
     store.writes = []
     store.codec = Codec[codec.upper()]
-    soak = Soak(store, clock, churn, min_seconds)
+    soak = Soak(store, clock, churn)
     started = time.perf_counter()
     try:
         soak.run()
@@ -171,13 +171,12 @@ def _parts_table(report: dict[str, Any]) -> Table:
 
 
 @click.command()
-@click.option("--minutes", type=click.FloatRange(min=0), default=0.0, help="Go on for at least this time.")
 @click.option("--budget", default="1GiB", show_default=True, metavar="SIZE", help="Budget of the store.")
 @click.option("--churn", type=float, default=10.0, show_default=True, help="How many times the budget to write.")
 @codec_option("planes")
 @FOLDER
 @JSON
-def main(minutes: float, budget: str, churn: float, codec: str, folder: Path | None, as_json: bool) -> None:
+def main(budget: str, churn: float, codec: str, folder: Path | None, as_json: bool) -> None:
     """Write ten times its budget through one store, and say whether it stayed in bounds.
 
     Exits with 1 if a verdict does not hold.
@@ -190,7 +189,7 @@ def main(minutes: float, budget: str, churn: float, codec: str, folder: Path | N
     with tempfile.TemporaryDirectory(prefix="diskprefix-soak-", dir=folder) as workspace, step(console, title):
         folder = Path(workspace) / "kv"
         try:
-            report = measure(folder, budget_bytes=budget_bytes, churn=churn, codec=codec, min_seconds=minutes * 60)
+            report = measure(folder, budget_bytes=budget_bytes, churn=churn, codec=codec)
         except CacheError as error:
             raise click.ClickException(str(error)) from error
     print_report(report, as_json, show)

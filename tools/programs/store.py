@@ -6,8 +6,6 @@ Figures that are compared are measured alternately in one run, so that a drift o
 from __future__ import annotations
 
 import statistics
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 from diskprefix.cache.tiers.nodes import Node
-from diskprefix.errors import DiskPrefixError
 from diskprefix.store.codec.codec import Codec, Piece, decode_piece, encode_piece
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.folder import DATA
@@ -38,6 +35,7 @@ from tools.measuring.kv_sample import BLOCK_SIZE, KVSample, synthetic_sample
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, runs_option
 from tools.measuring.report import machine, new_table, print_report
+from tools.measuring.workspace import measuring
 
 THREADS = 2
 """As many as a restore uses."""
@@ -361,11 +359,7 @@ def main(tokens: int, blocks: int, runs: int, folder: Path | None, as_json: bool
     The KV is made up, so that it compresses as that of the embedded model does.
     """
     progress = Console(stderr=True)
-    with tempfile.TemporaryDirectory(prefix="diskprefix-bench-", dir=folder) as workspace:
-        try:
-            plan = Plan(sample=synthetic_sample(8), tokens=tokens, blocks=blocks, runs=runs, folder=Path(workspace))
-            report = measure(plan, progress)
-        except (DiskPrefixError, ValueError) as error:
-            progress.print(f"[red]error:[/red] {error}", highlight=False)
-            sys.exit(1)
+    with measuring(folder, progress) as workspace:
+        plan = Plan(sample=synthetic_sample(8), tokens=tokens, blocks=blocks, runs=runs, folder=workspace)
+        report = measure(plan, progress)
     print_report(report, as_json, show)

@@ -70,7 +70,7 @@ class Run:
     """Runs agents one after the other, each with a daemon and folders of its own below `workspace`.
 
     `commands` is the folder of the agents' programs; `bodies` is where what they send is kept. `is_real`: the `model`
-    is not the random one. `is_sampled`: it says what it likes.
+    is not the random one.
     """
 
     workspace: Path
@@ -79,21 +79,18 @@ class Run:
     console: Console
     bodies: Path | None
     is_real: bool
-    is_sampled: bool
 
     def agent(self, agent: Agent, limit_s: float) -> Outcome:
         folder = self.workspace / agent.name
         folder.mkdir()
         file = folder / "repository" / FILE
-        environment: dict[str, str] = {}
-        if not self.is_sampled:
-            environment["DISKPREFIX_SCRIPT"] = str(_write_script(folder / "script.json", agent, file, self.model))
+        script = _write_script(folder / "script.json", agent, file, self.model)
         with LiveServer(
             kv_cache_dir=folder / "kv",
             log_path=folder / "server.log",
             flags=self._flags(),
-            module="diskprefix" if self.is_sampled else "tools.real_agents.scripted_daemon",
-            environment=environment,
+            module="tools.real_agents.scripted_daemon",
+            environment={"DISKPREFIX_SCRIPT": str(script)},
         ) as server:
             with step(self.console, f"{agent.name}: the daemon starts") as note:
                 server.start(note)
@@ -248,17 +245,12 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 @click.option(
     "--real", "is_real", is_flag=True, help="Qwen2.5-Coder-0.5B computes the prompts, not a random model of two layers."
 )
-@click.option(
-    "--sampled", "is_sampled", is_flag=True, help="With --real: the model says what it likes, not the prepared calls."
-)
 @click.option("--limit", "limit_s", default=600, show_default=True, help="Seconds after which an agent is ended.")
 @click.option(
     "--bodies", type=click.Path(file_okay=False, path_type=Path), help="A folder in which to keep what is sent."
 )
 @JSON
-def main(
-    names: tuple[str, ...], is_real: bool, is_sampled: bool, limit_s: int, bodies: Path | None, as_json: bool
-) -> None:
+def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | None, as_json: bool) -> None:
     """Real command-line agents mend a file in a scratch repository: read it, edit it, run it.
 
     AGENT is one of qwen-code, claude-code, codex and opencode; without one all four work, one after the other. They
@@ -270,14 +262,11 @@ def main(
 
     The replies are prepared: the tokens of the right calls are taken in place of those that the model would sample.
     The model is a random one of two layers with the tokenizer and the chat template of Qwen2.5-Coder, or with --real
-    that model itself, which takes minutes for a first prompt. Everything else is the daemon as it is. With --sampled a
-    model that is too small for the task may do anything, and mostly ends after one turn.
+    that model itself, which takes minutes for a first prompt. Everything else is the daemon as it is.
 
-    Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done (not with --sampled), or
-    less than 90 % of the prompts after the first were restored; 2 wrong usage.
+    Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done, or less than 90 % of
+    the prompts after the first were restored; 2 wrong usage.
     """
-    if is_sampled and not is_real:
-        raise click.UsageError("--sampled: a random model has nothing to say; add --real")
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="diskprefix-agents-") as name:
         workspace = Path(name)
@@ -293,7 +282,6 @@ def main(
                 console=console,
                 bodies=bodies,
                 is_real=is_real,
-                is_sampled=is_sampled,
             )
             chosen = [AGENTS[each] for each in names or AGENTS]
             outcomes = [run.agent(each, limit_s) for each in chosen]
@@ -305,10 +293,10 @@ def main(
         for log in sorted(workspace.glob("*/server.log")) if bodies else ():
             shutil.copy(log, bodies / f"{log.parent.name}.log")  # type: ignore[operator]
     computing = "Qwen2.5-Coder-0.5B" if is_real else "a random model with Qwen2.5-Coder's tokenizer"
-    title = computing if is_sampled else f"Prepared replies over {computing}"
+    title = f"Prepared replies over {computing}"
     report = {"title": title, "agents": [asdict(each) for each in outcomes], "machine": machine()}
     print_report(report, as_json, show)
-    sys.exit(0 if all(each.is_whole and (each.is_done or is_sampled) for each in outcomes) else 1)
+    sys.exit(0 if all(each.is_whole and each.is_done for each in outcomes) else 1)
 
 
 if __name__ == "__main__":
