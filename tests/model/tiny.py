@@ -38,6 +38,7 @@ def write_gguf(
     architecture: str = "llama",
     quantised: str = "",
     experts: int = 0,
+    expert_width: int = 768,
     tensors_in_a_part: int = 0,
 ) -> Path:
     """A Llama of two layers with a byte-level tokenizer; `without` names a tensor to leave out.
@@ -45,7 +46,7 @@ def write_gguf(
     It is in float32, or its layers in the type `quantised`. With `experts` it is a Qwen3 with so many. A model in parts
     has the names `path-00001-of-0000N.gguf`.
     """
-    from gguf import GGMLQuantizationType, GGUFWriter, TokenType
+    from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
 
     writer = GGUFWriter(path, "qwen3moe" if experts else architecture, split_max_tensors=tensors_in_a_part)
@@ -62,18 +63,10 @@ def write_gguf(
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(expert_width)
         writer.add_key_length(HIDDEN // HEADS)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens())
-    kinds = [TokenType.CONTROL if token in SPECIAL_TOKENS else TokenType.NORMAL for token in tokens()]
-    writer.add_token_types(kinds)
-    writer.add_token_merges(MERGES)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_eot_token_id(0)
-    writer.add_chat_template(CHAT_TEMPLATE)
-    for name, tensor in _tensors(seed, experts).items():
+    add_tokenizer(writer, pre)
+    for name, tensor in _tensors(seed, experts, expert_width).items():
         if name != without and quantised and tensor.ndim >= 2:
             kind = GGMLQuantizationType[quantised]
             writer.add_tensor(name, quantize(tensor, kind), raw_dtype=kind)
@@ -86,7 +79,23 @@ def write_gguf(
     return path
 
 
-def _tensors(seed: int, experts: int = 0) -> dict[str, Any]:
+def add_tokenizer(writer: Any, pre: str = "smollm") -> None:
+    """Adds a byte-level tokenizer to a GGUF file that is being written."""
+    from gguf import TokenType
+
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens())
+    kinds = [TokenType.CONTROL if token in SPECIAL_TOKENS else TokenType.NORMAL for token in tokens()]
+    writer.add_token_types(kinds)
+    writer.add_token_merges(MERGES)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_eot_token_id(0)
+    writer.add_chat_template(CHAT_TEMPLATE)
+
+
+def _tensors(seed: int, experts: int = 0, expert_width: int = 0) -> dict[str, Any]:
     rng = np.random.default_rng(seed)
     kv = KV_HEADS * HIDDEN // HEADS
     shapes = {"token_embd": (len(tokens()), HIDDEN), "output_norm": (HIDDEN,), "output": (len(tokens()), HIDDEN)}
@@ -103,14 +112,13 @@ def _tensors(seed: int, experts: int = 0) -> dict[str, Any]:
             f"blk.{i}.ffn_down": (HIDDEN, INNER),
         }
         if experts:
-            # The width of an expert is not in the file, and is the default of its architecture.
             shapes |= {
                 f"blk.{i}.attn_q_norm": (HIDDEN // HEADS,),
                 f"blk.{i}.attn_k_norm": (HIDDEN // HEADS,),
                 f"blk.{i}.ffn_gate_inp": (experts, HIDDEN),
-                f"blk.{i}.ffn_gate_exps": (experts, 768, HIDDEN),
-                f"blk.{i}.ffn_up_exps": (experts, 768, HIDDEN),
-                f"blk.{i}.ffn_down_exps": (experts, HIDDEN, 768),
+                f"blk.{i}.ffn_gate_exps": (experts, expert_width, HIDDEN),
+                f"blk.{i}.ffn_up_exps": (experts, expert_width, HIDDEN),
+                f"blk.{i}.ffn_down_exps": (experts, HIDDEN, expert_width),
             }
     return {f"{name}.weight": rng.normal(0, 0.1, shape).astype(np.float32) for name, shape in shapes.items()}
 

@@ -46,6 +46,11 @@ SUFFIXES = {"native": "", "auto": "-quants.3", "int8": "-int8.4", "int4": "-int4
 _LOCK, _PARTIAL = ".lock-", ".partial-"
 """Prefixes of a model's name: the file that is locked while the model is made, and the folder that it is made in."""
 _GGUF = "model.load.gguf"
+_WIDTHS = {
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+}
+"""What the file says about experts, and transformers takes from its defaults for some architectures."""
 
 # Values of tokenizer.ggml.pre by how they cut text before BPE (llama.cpp, src/llama-vocab.cpp).
 _CUT_AS_GPT2 = frozenset({"default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
@@ -235,6 +240,9 @@ def _convert(
     """Converts, and reports progress in per cent."""
     from transformers import AutoConfig
 
+    from diskprefix.model.load.gguf_architectures import know_architectures
+
+    know_architectures()
     parts = part_paths(gguf)
     header, tensors = read_tensors(parts)
     needs = needs_of_tensors(gguf.name, header, tensors, weights)
@@ -249,6 +257,7 @@ def _convert(
     advance(2)
     with metadata_read_once(source / _GGUF):
         config = AutoConfig.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
+        _set_widths(config, header)
         scale_positions(config, header.values, tensors, report)
         advance(4)
         _load_tokenizer(source, config, facts, report).save_pretrained(made)
@@ -267,6 +276,13 @@ def _convert(
         # transformers reads only the end of text from a GGUF, not the end of a turn.
         model.generation_config.eos_token_id = facts["stop_ids"]
     save_configurations(model, made)
+
+
+def _set_widths(config: Any, header: GgufHeader) -> None:
+    for name, attribute in _WIDTHS.items():
+        width = header.values.get(f"{header.values['general.architecture']}.{name}")
+        if width is not None and hasattr(config, attribute):
+            setattr(config, attribute, width)
 
 
 def _facts(header: GgufHeader) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -19,6 +19,7 @@ MATRICES = "matrices.npz"
 """The file in a converted model's folder that says which of its matrices are in the `.gguf` file."""
 
 _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
+_BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _AT_ONCE = 1 << 22
 """Elements that are dequantised at a time."""
 _PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16} | {
@@ -115,7 +116,7 @@ def model_stem(gguf: Path) -> str:
 
 
 def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:
-    """Returns the header of the first part, and the tensors of all of them.
+    """Returns the header of the first part, and the tensors of all of them that are served.
 
     Raises `ModelError` if a part is damaged or the parts do not belong to one model, and `OSError`.
     """
@@ -125,7 +126,17 @@ def read_tensors(parts: Sequence[Path]) -> tuple[GgufHeader, list[FileTensor]]:
     ]
     if len(parts) > 1:
         _require_one_model(parts, headers, len({tensor.name for tensor in tensors}))
-    return headers[0], tensors
+    return headers[0], _without_predictors(headers[0].values, tensors)
+
+
+def _without_predictors(values: Mapping[str, Any], tensors: list[FileTensor]) -> list[FileTensor]:
+    """Returns the tensors without those of the last blocks, if these predict tokens after the next one."""
+    kind = values.get("general.architecture")
+    num_blocks, num_predictors = (values.get(f"{kind}.{name}") for name in ("block_count", "nextn_predict_layers"))
+    if not num_predictors or not isinstance(num_predictors, int) or not isinstance(num_blocks, int):
+        return tensors
+    blocks = ((_BLOCK.match(tensor.name), tensor) for tensor in tensors)
+    return [tensor for block, tensor in blocks if block is None or int(block[1]) < num_blocks - num_predictors]
 
 
 def _file_tensor(tensor: HeaderTensor, file: Path) -> FileTensor:

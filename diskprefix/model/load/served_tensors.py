@@ -22,7 +22,7 @@ _NEW_BITS = {"int4": 5.0, "int8": 8.5}
 """Bits of a weight that is quantised here, with scale and zero."""
 _FLOATING = re.compile(r"B?F\d")
 _GGUF_MATRIX = re.compile(
-    r"(output|blk\.\d+\.(attn_(q|k|v|qkv|output)|ffn_(gate|up|down)(_exps|_shexp)?|shortconv\.(in|out)_proj))\.weight"
+    r"(output|blk\.\d+\.(attn_(q|k|v|qkv|output|q_a|q_b|kv_a_mqa)|ffn_(gate|up|down)(_exps|_shexp)?|shortconv\.(in|out)_proj))\.weight"
 )
 """Names of matrices that are kept as quants, if their type has a form."""
 _GGUF_RECURRENT = re.compile(r"(blk\.\d+\.)(ssm|time_mix)")
@@ -50,6 +50,8 @@ _EXPERT = re.compile(r"\.experts\.\d+\..*")
 """The end of the name of a tensor that is merged with those of the other experts."""
 _CODES = (".qweight", ".weight_packed", "_blocks")
 """Ends of names of codes in published quants. What belongs to a matrix besides is in its form."""
+_KEPT = "MXFP4"
+"""The form of published quants of experts that is never made anew."""
 _BESIDE_CODES = re.compile(r"\.(qzeros|scales|g_idx)$|\.weight_(scale\w*|shape|zero_point|g_idx)$|_scales$")
 
 
@@ -187,7 +189,7 @@ def of_checkpoint(
             continue
         elif _is_linear(tensor, part) and not tensor.name.startswith(recurrent or "\0"):
             form = "plain"
-        if form and is_quantised:
+        if form and form != _KEPT and is_quantised:
             form = "int8" if part == "logits" else weights
         elif form == "plain":
             form = ""
@@ -214,6 +216,9 @@ def _in_form(
     copies = (tensor.kind != "BF16") + (2 if is_expert else 0)
     each = _QUANTISING_EXPERTS_BYTES if part == "experts" else _QUANTISING_BYTES
     working = tensor.num_bytes + 2 * copies * num_weights + (int(num_weights * each) if form or is_quantised else 0)
+    if form == _KEPT:
+        # As they are read, in another order, and packed.
+        working = 3 * tensor.num_bytes
     is_same = tensor.num_bytes == num_bytes and not is_expert
     return ServedTensor(
         name=tensor.name,
@@ -241,7 +246,7 @@ def _of_checkpoint(tensor: StoredShape, form: str, num_bytes: int, part: str, wo
     )
 
 
-_FORM_BITS = _NEW_BITS | {"4 bits": 4.5, "4 bits with zeros": 5.5, "8 bits": 8.5, "MXFP4": 4.25}
+_FORM_BITS = _NEW_BITS | {"4 bits": 4.5, "4 bits with zeros": 5.5, "8 bits": 8.5, _KEPT: 4.25}
 
 
 def _published(config: Mapping[str, Any]) -> tuple[int, str] | None:
@@ -251,7 +256,7 @@ def _published(config: Mapping[str, Any]) -> tuple[int, str] | None:
     if not found:
         return None
     if found.get("quant_method") == "mxfp4":
-        return 4, "MXFP4"
+        return 4, _KEPT
     schemes = [group.get("weights") or {} for group in (found.get("config_groups") or {}).values()]
     bits = int(found.get("bits") or next((one.get("num_bits") or 8 for one in schemes), 4))
     if bits == 8:

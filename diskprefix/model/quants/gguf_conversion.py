@@ -22,6 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as legacy
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.integrations.gguf.reader import GgufHeader, TensorInfo, read_gguf_metadata
+from transformers.integrations.gguf.utils import is_gguf_arch_supported
 from transformers.quantizers import auto as quantizers
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
@@ -63,14 +65,20 @@ class TensorwiseQuantizer(GgufHfQuantizer):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         self._conversion = conversion
 
+    def read_header(self, gguf_file: str) -> None:
+        # transformers refuses types here that it does not compute with.
+        architecture = read_gguf_metadata(gguf_file)[0]["general.architecture"]
+        tensors = (TensorInfo(one.name, one.shape, one.type, 0, 0) for one in self._conversion.tensors)
+        self.supported = is_gguf_arch_supported(architecture)
+        self.header = GgufHeader(gguf_file, architecture, tuple(tensors), 0)
+
     def get_state_dict(self, checkpoint_file: str, model: PreTrainedModel) -> dict[str, TensorOnRequest]:
         return self._conversion.begin(model, checkpoint_file, is_legacy=not self.supported)
 
-    def update_weight_conversions(self, weight_conversions: list[Any], model: PreTrainedModel) -> list[Any]:
-        # None comes in blocks.
-        self.quantized: dict[str, int] = {}
-        found: list[Any] = super().update_weight_conversions(weight_conversions, model)
-        self._conversion.renamed_by = None if self.supported else found
+    def update_weight_conversions(self, weight_conversions: list[Any], _: PreTrainedModel) -> list[Any]:
+        # Without the steps that unpack blocks and cast: none comes in blocks, and all are cast when they are written.
+        self._conversion.renamed_by = None if self.supported else weight_conversions
+        found: list[Any] = self.mapping if self.supported else weight_conversions
         return found
 
 
@@ -78,7 +86,7 @@ class TensorwiseConversion:
     """The conversion of `tensors` to the form `weights`, into the folder `made`. `advance` takes the elements done."""
 
     def __init__(self, tensors: Sequence[FileTensor], weights: str, made: Path, advance: Callable[[int], None]) -> None:
-        self._tensors, self._weights, self._made, self._advance = tensors, weights, made, advance
+        self.tensors, self._weights, self._made, self._advance = tensors, weights, made, advance
         self._firsts = [0, *accumulate(tensor.num_rows for tensor in tensors)][:-1]
         """The numbers of the tensors' first rows."""
         self._first_of = {tensor.name: first for tensor, first in zip(tensors, self._firsts, strict=True)}
@@ -134,7 +142,7 @@ class TensorwiseConversion:
             metadata = {"format": "pt"} if self._weights == "native" else metadata_of(model, self._forms, kept)
             self._writer.finish(metadata)
         if kept:
-            save_matrices(kept, list(dict.fromkeys(tensor.file for tensor in self._tensors)), self._made)
+            save_matrices(kept, list(dict.fromkeys(tensor.file for tensor in self.tensors)), self._made)
         if is_untied(metadata):
             untie(model.config)
         if self._weights == "native":
@@ -178,7 +186,7 @@ class TensorwiseConversion:
         if is_legacy:
             state = self._by_parameter(model, file, tied)
         else:
-            state = {tensor.name: TensorOnRequest(partial(self._content, tensor)) for tensor in self._tensors}
+            state = {tensor.name: TensorOnRequest(partial(self._content, tensor)) for tensor in self.tensors}
         users = defaultdict(list)
         for name in model.state_dict():
             users[name_of_loaded(name, tied, state if is_legacy else {})].append(name)
@@ -207,7 +215,7 @@ class TensorwiseConversion:
         names = legacy.get_gguf_hf_weights_map(model, processor)
         sources: dict[str, list[FileTensor]] = defaultdict(list)
         unchanged = set()
-        for tensor in self._tensors:
+        for tensor in self.tensors:
             parameters, is_same = _parameters_of(tensor, processor, names)
             for parameter in parameters:
                 sources[parameter].append(tensor)
@@ -270,7 +278,7 @@ class TensorwiseConversion:
         experts = self._experts.get(name.rpartition(".")[0])
         if any(map(self._is_numbered, self._read)):
             rows = numbers_in(_turned(tensor, experts))
-            matrix = None if rows is None else FileMatrix.of(rows, self._tensors, self._firsts)
+            matrix = None if rows is None else FileMatrix.of(rows, self.tensors, self._firsts)
             if matrix is None:
                 self._unclear |= {one.name for one in self._read if self._is_numbered(one)}
                 return _empty(tensor.shape)
@@ -278,6 +286,7 @@ class TensorwiseConversion:
             if experts is not None and rows is not None:
                 self._rows[name] = rows
             return _turned(_empty(matrix.shape), experts)
+        tensor = tensor.to(_dtype_of(model, name))
         if experts is not None and name.endswith(_BIAS):
             self._biases[name] = tensor
         else:
@@ -330,7 +339,7 @@ class TensorwiseConversion:
             biases = {name: bias for name, bias in self._biases.items() if name.rpartition(".")[0] == owner}
             parameters = [name for name in self._rows if name.rpartition(".")[0] == owner]
             found = {
-                f"{owner}.{part}": FileMatrix.of(rows.numpy(), self._tensors, self._firsts)
+                f"{owner}.{part}": FileMatrix.of(rows.numpy(), self.tensors, self._firsts)
                 for name in parameters
                 for part, rows in named_halves(
                     experts, name.rpartition(".")[2], torch.from_numpy(self._rows[name])
@@ -386,6 +395,12 @@ def _has_form(matrix: FileMatrix) -> bool:
 def _turned(weights: torch.Tensor, experts: Any) -> torch.Tensor:
     """Returns the matrices of a parameter with rows and columns exchanged, if its module has experts that way."""
     return weights.transpose(1, 2) if experts is not None and experts.is_transposed and weights.ndim == 3 else weights
+
+
+def _dtype_of(model: PreTrainedModel, name: str) -> torch.dtype:
+    """Returns the type of a parameter in a model in bfloat16."""
+    is_float32 = any(part in name for part in model._keep_in_fp32_modules_strict or ())
+    return torch.float32 if is_float32 else torch.bfloat16
 
 
 def _empty(shape: Sequence[int]) -> torch.Tensor:

@@ -132,3 +132,12 @@ def test_experts_of_a_gguf_keep_their_quants_number_for_number(kind: str, tmp_pa
     for one, plain in zip(found, mixtures, strict=True):
         assert all(torch.equal(one.parts()[part].weight, weight) for part, (weight, _) in matrices_of(plain).items())
     assert {form.split()[0] for form in forms_of(model).values()} == {"int4" if kind == "Q4_1" else "int8"}
+
+
+@pytest.mark.usefixtures("cache")
+def test_experts_of_a_gguf_are_as_wide_as_it_says(tmp_path: Path) -> None:
+    """transformers takes 768 for all of Qwen3's."""
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q8_0", experts=4, expert_width=96)
+    model = load_model(Settings(model=str(file), weights="native"), lambda _: None).model
+    found = next(module for module in model.modules() if is_mixture(module))
+    assert [weight.shape for weight, _ in matrices_of(found).values()] == [(4, 96, 32), (4, 96, 32), (4, 32, 96)]
