@@ -50,11 +50,16 @@ def is_mixture(module: Any) -> bool:
 def matrices_of(module: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor | None]]:
     """Returns the matrices of all experts, [experts, rows, columns], each with its biases [experts, rows] or None:
     `gate`, `up` (unless there is none) and `down`. They are views."""
-    first, last = _weights(module, "gate_up_proj" if module.has_gate else "up_proj"), _weights(module, "down_proj")
+    first, last = (_weights(module, name) for name in weight_names(module))
     if not module.has_gate:
         return {"gate": first, "down": last}
     gate, up = zip(*((None, None) if part is None else _halves(module, part) for part in first), strict=True)
     return {"gate": gate, "up": up, "down": last}
+
+
+def weight_names(module: Any) -> tuple[str, str]:
+    """Returns the names of the parameters with the matrices of experts."""
+    return "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
 
 
 def _weights(module: Any, name: str) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -135,8 +140,7 @@ def experts(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """Returns what the experts of transformers' modules do, [tokens, hidden_size]; for its experts interface."""
-    matrices = {name: _weights(self, name) for name in ("gate_up_proj" if self.has_gate else "up_proj", "down_proj")}
-    (first, first_bias), (last, last_bias) = matrices.values()
+    (first, first_bias), (last, last_bias) = (_weights(self, name) for name in weight_names(self))
 
     def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
         inner = linear(rows, first[expert], None if first_bias is None else first_bias[expert])

@@ -1,4 +1,4 @@
-"""Quants that give the numbers (code - zero) × scale of other formats exactly."""
+"""Quants that give the numbers of other formats exactly: (code - zero) × scale, and MXFP4."""
 
 from __future__ import annotations
 
@@ -8,8 +8,13 @@ from typing import TypeAlias
 import torch
 
 from diskprefix.model.quants.forms import Quants
+from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import COLUMNS, ROWS
+from diskprefix.native.library import operators
+from diskprefix.native.packing import pack
+
+_MXFP4 = "MXFP4"
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +46,54 @@ class SignedQuants:
         return torch.cat([scales, *planes], dim=2)
 
 
-ExactQuants: TypeAlias = Quants | SignedQuants
+@dataclass(frozen=True, eq=False)
+class ExpertQuants:
+    """A matrix [rows, columns] of each expert in MXFP4: `blocks` uint8 [experts, rows, columns / 32, 16], with two
+    neighbouring codes in a byte, and `scales` uint8 [experts, rows, columns / 32], which are exponents."""
+
+    blocks: torch.Tensor
+    scales: torch.Tensor
+
+    @property
+    def form(self) -> QuantForm:
+        found = form_of(_MXFP4)
+        assert found is not None
+        return found
+
+    @property
+    def outline(self) -> torch.Tensor:
+        """A tensor of the type and shape of `dequantised`, without memory for its numbers."""
+        experts, rows, blocks = self.scales.shape
+        return torch.zeros(1, dtype=torch.bfloat16).expand(experts, blocks * COLUMNS, rows)
+
+    def dequantised(self) -> torch.Tensor:
+        """Returns the weights, bfloat16 [experts, columns, rows], as gpt-oss has them. All are exact."""
+        numbers, found = torch.tensor(self.form.numbers), torch.empty(self.outline.mT.shape, dtype=torch.bfloat16)
+        for expert, (blocks, scales) in enumerate(zip(self.blocks, self.scales, strict=True)):
+            weights = torch.ldexp(numbers[_digits(blocks).int()], scales.unsqueeze(-1).int() - 128)
+            found[expert] = weights.flatten(-2)
+        return found.mT
+
+    def packed(self) -> torch.Tensor:
+        """Returns the blocks of each matrix, uint8 [experts, *`form.packed_shape`], by the compiled packing."""
+        compiled = operators()
+        assert compiled is not None
+        columns, rows = self.outline.shape[1:]
+        out = torch.empty(len(self.blocks), *self.form.packed_shape(rows, columns), dtype=torch.uint8)
+        for blocks, scales, to in zip(self.blocks, self.scales, out, strict=True):
+            # A byte of a .gguf file has codes that are half a block apart.
+            low, high = _digits(blocks).chunk(2, dim=-1)
+            content = torch.cat([scales.unsqueeze(-1), low | high << 4], dim=-1)
+            pack(compiled, _MXFP4, content.flatten(1), None, to)
+        return out
+
+
+ExactQuants: TypeAlias = Quants | SignedQuants | ExpertQuants
+
+
+def _digits(content: torch.Tensor) -> torch.Tensor:
+    """Returns the two halves of each byte, the lower one first, uint8 [.., 2 × bytes]."""
+    return torch.stack([content & 15, content >> 4], dim=-1).flatten(-2)
 
 
 def _words(digits: torch.Tensor, bits: int) -> torch.Tensor:
@@ -52,7 +104,7 @@ def _words(digits: torch.Tensor, bits: int) -> torch.Tensor:
     return words.to(torch.int16).flatten(-2).view(torch.uint8)
 
 
-def exact_quants(bits: int, codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> ExactQuants:
+def exact_quants(bits: int, codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor) -> Quants | SignedQuants:
     """Returns the smallest quants for codes [rows, columns], and zeros and scales [rows, groups]. Codes and zeros are
     uint8 or int8. Raises `ValueError` if no form holds the differences of codes and zeros.
 
@@ -66,7 +118,7 @@ def exact_quants(bits: int, codes: torch.Tensor, zeros: torch.Tensor, scales: to
     if not -128 <= low <= high <= 127:
         raise ValueError(f"differences of codes and zeros from {low} to {high}")
     steps = steps.to(torch.int8).view(rows, -1)
-    found: list[ExactQuants] = [Quants(steps, scales)]
+    found: list[Quants | SignedQuants] = [Quants(steps, scales)]
     if torch.equal(scales.half().float(), scales):
         found += [SignedQuants(size, steps, scales) for size in (4, 5) if -1 << size - 1 <= low <= high < 1 << size - 1]
     elif bits == 4 and torch.equal(scales.bfloat16().float(), scales):

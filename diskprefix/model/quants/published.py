@@ -19,8 +19,9 @@ import torch
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.stored_tensors import StoredTensor
-from diskprefix.model.quants.exact_quants import ExactQuants, exact_quants
+from diskprefix.model.quants.exact_quants import ExactQuants, ExpertQuants, exact_quants
 from diskprefix.native import COLUMNS
+from diskprefix.native.library import operators
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -37,7 +38,6 @@ _PACKED_BITS = (4, 8)
 _UNSERVED_BITS = 16
 """For weights that are read in bfloat16."""
 _COMPRESSED = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")
-_FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
 
 @dataclass(frozen=True)
@@ -158,24 +158,22 @@ def _unserved_bits(_: Parts) -> int:
     return _UNSERVED_BITS
 
 
-def _mxfp4(parts: Parts) -> torch.Tensor:
-    """Returns the matrices of experts [experts, columns, rows] as OpenAI's gpt-oss has them. Each weight is an entry of
-    the table of FP4 times a power of two, and exact in bfloat16."""
-    blocks, scales = parts["_blocks"].read(), parts["_scales"].read()
-    experts, rows = blocks.shape[:2]
-    found = torch.empty(experts, rows, blocks.shape[2] * COLUMNS, dtype=torch.bfloat16)
-    for expert, (block, scale) in enumerate(zip(blocks, scales, strict=True)):
-        codes = torch.stack([block & 15, block >> 4], dim=-1).flatten(-2)
-        numbers = torch.ldexp(_FP4[codes.int()], scale.unsqueeze(-1).int() - 127)
-        found[expert] = numbers.flatten(-2)
-    return found.transpose(1, 2)
+def _mxfp4_bits(parts: Parts) -> int:
+    blocks, scales = parts["_blocks"].shape, parts["_scales"].shape
+    if len(blocks) != 4 or blocks != (*scales, COLUMNS // 2):
+        raise ValueError(f"blocks of the shape {blocks} and scales of the shape {scales}")
+    return 4 if operators() is not None else _UNSERVED_BITS
+
+
+def _mxfp4(parts: Parts) -> ExpertQuants:
+    return ExpertQuants(parts["_blocks"].read(), parts["_scales"].read())
 
 
 _GPTQ_PARTS, _AWQ_PARTS = (".qzeros", ".scales", ".g_idx"), (".qzeros", ".scales")
 _PACKED_PARTS = (".weight_scale", ".weight_shape", ".weight_zero_point", ".weight_g_idx")
 _PACKED = MatrixLayout(".weight_packed", _PACKED_PARTS, _packed_bits, _packed)
 _INT8 = MatrixLayout(".weight", (".weight_scale", ".weight_zero_point"), _int8_bits, _int8)
-_MXFP4 = MatrixLayout("_blocks", ("_scales",), _unserved_bits, _mxfp4, target="")
+_MXFP4 = MatrixLayout("_blocks", ("_scales",), _mxfp4_bits, _mxfp4, target="")
 _FP8_PARTS = (".weight_scale_inv", ".weight_scale")
 
 
@@ -203,8 +201,9 @@ class PublishedWeights:
                 raise ModelError(f"{self.name} weights with {error} are not served; {_ANOTHER}") from error
 
     def has_experts(self, stored: Mapping[str, StoredTensor]) -> bool:
-        """Returns whether there are matrices of experts, which are put together before they are computed with."""
-        return any(".experts." in name for name in self._matrices(stored))
+        """Returns whether there are matrices of single experts, which are put together before they are computed
+        with."""
+        return any(".experts." in name and layout.target for name, (layout, _) in self._matrices(stored).items())
 
     def sources(self, stored: Mapping[str, StoredTensor], most_bits: int) -> dict[str, Source]:
         """Returns what reads each tensor, by its name without quants. Matrices of `most_bits` or fewer are read as
@@ -298,7 +297,7 @@ _METHODS: Mapping[str, Callable[[Mapping[str, Any]], PublishedWeights]] = {
     "compressed-tensors": _of_compressed,
     "fp8": _of_fp8,
     "fbgemm_fp8": _of_fp8,
-    "mxfp4": lambda _: PublishedWeights("MXFP4", (_MXFP4,), is_other=True),
+    "mxfp4": lambda _: PublishedWeights("MXFP4", (_MXFP4,)),
 }
 
 

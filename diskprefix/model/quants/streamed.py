@@ -14,8 +14,9 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from diskprefix.errors import ModelError
+from diskprefix.model.exact.mixtures import named_halves, weight_names
 from diskprefix.model.load.memory import one_thread
-from diskprefix.model.quants.exact_quants import ExactQuants
+from diskprefix.model.quants.exact_quants import ExactQuants, ExpertQuants
 from diskprefix.model.quants.forms import Quants, quantised, unpacked
 from diskprefix.model.quants.parameter_stream import TensorOnRequest, name_of_loaded, taking_parameters
 from diskprefix.model.quants.published import Source
@@ -49,7 +50,7 @@ class StreamedQuantising:
         """Names that share a parameter, by the name that it comes with."""
         self._linears: set[str] = set()
         self._mixtures: set[str] = set()
-        self._held: dict[str, torch.Tensor] = {}
+        self._held: dict[str, torch.Tensor | ExpertQuants] = {}
         """Parameters of the experts of a layer, until all are there."""
         self._written: set[str] = set()
         self._forms: dict[str, str] = {}
@@ -87,7 +88,8 @@ class StreamedQuantising:
                 found = source()
                 if isinstance(found, torch.Tensor):
                     return found
-                weight = found.dequantised()
+                # Experts that come with quants are not computed with in another form.
+                weight = found.outline if isinstance(found, ExpertQuants) else found.dequantised()
                 self._own = weight, found
             except Exception as error:
                 self._failure = self._failure or error
@@ -103,8 +105,7 @@ class StreamedQuantising:
             users[name_of_loaded(name, tied, loaded)].append(name)
         self._users = dict(users)
         self._linears = {f"{name}.weight" for name, _ in quantisable(model)}
-        if self._weights != "auto":
-            self._mixtures = {name for name, _ in quantisable_experts(model)}
+        self._mixtures = {name for name, _ in quantisable_experts(model)}
         return TensorWriter(self._made / FILE, _ENTRY_BYTES * (len(model.state_dict()) + 1))
 
     def _loaded_names(self, model: PreTrainedModel) -> dict[str, None]:
@@ -120,12 +121,13 @@ class StreamedQuantising:
         if self._writer is None:
             self._writer = self._begin(model)
         owner, _, part = name.rpartition(".")
+        own = self._own_of(tensor)
         if owner in self._mixtures:
-            self._held[part] = tensor
+            self._held[part] = own if isinstance(own, ExpertQuants) else tensor
             if len(self._held) == len(model.get_submodule(owner)._parameters):
                 self._write_experts(model, owner)
         else:
-            self._write(model, name, tensor)
+            self._write(model, name, own.dequantised() if isinstance(own, ExpertQuants) else tensor)
         self._written.update(self._users.get(name, [name]))
         self._done += tensor.numel()
         self._advance(self._done)
@@ -151,8 +153,15 @@ class StreamedQuantising:
         """Writes the experts of a layer, whose parameters are all there."""
         assert self._writer is not None
         experts = model.get_submodule(name)
+        if sum(isinstance(held, ExpertQuants) for held in self._held.values()) == len(weight_names(experts)):
+            self._write_own_experts(experts, name)
+            self._held.clear()
+            return
+        plain = {
+            part: held.dequantised() if isinstance(held, ExpertQuants) else held for part, held in self._held.items()
+        }
         empty = dict(experts._parameters)
-        experts._parameters.update({part: nn.Parameter(tensor, False) for part, tensor in self._held.items()})
+        experts._parameters.update({part: nn.Parameter(tensor, False) for part, tensor in plain.items()})
 
         def choose(weight: torch.Tensor) -> Quants | None:
             bits = bits_for(model, name, self._weights)
@@ -167,15 +176,38 @@ class StreamedQuantising:
         experts._parameters.update(empty)
         self._held.clear()
 
+    def _write_own_experts(self, experts: nn.Module, name: str) -> None:
+        """Writes the experts of a layer in the quants that they came with."""
+        assert self._writer is not None
+        for parameter, held in self._held.items():
+            if isinstance(held, ExpertQuants):
+                blocks, scales = (named_halves(experts, parameter, part) for part in (held.blocks, held.scales))
+                for part, of_part in blocks.items():
+                    quants = ExpertQuants(of_part, scales[part])
+                    self._writer.add(f"{name}.{part}.packed", quants.packed())
+                    self._forms[f"{name}.{part}"] = str(quants.form)
+            else:
+                biases = named_halves(experts, parameter.removesuffix("_bias"), held)
+                for part, bias in biases.items():
+                    self._writer.add(f"{name}.{part}.bias", bias)
+
+    def _own_of(self, weight: torch.Tensor) -> ExactQuants | None:
+        """Returns the quants that a parameter came with, if transformers left it as it was."""
+        if self._own is None:
+            return None
+        given, quants = self._own
+        is_same = (given.data_ptr(), given.shape, given.stride()) == (
+            *(weight.data_ptr(), weight.shape, weight.stride()),
+        )
+        assert is_same or not isinstance(quants, ExpertQuants), "these have no weights"
+        return quants if is_same else None
+
     def _packed(
         self, model: PreTrainedModel, linear: str, weight: torch.Tensor
     ) -> tuple[torch.Tensor, QuantForm] | None:
-        own = None if self._own is None else self._own[0]
-        is_own = own is not None and (own.data_ptr(), own.shape, own.stride()) == (
-            *(weight.data_ptr(), weight.shape, weight.stride()),
-        )
-        if self._own is not None and is_own:
-            return self._own[1].packed(), self._own[1].form
+        own = self._own_of(weight)
+        if own is not None:
+            return own.packed(), own.form
         bits = bits_for(model, linear, self._weights)
         return None if bits is None else pack_in_pieces(weight, bits, self._num_threads)
 

@@ -14,13 +14,18 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from diskprefix.errors import ModelError
+from diskprefix.model.exact.mixtures import matrices_of
+from diskprefix.model.load.fit import needs_of_folder
 from diskprefix.model.load.gguf import SUFFIXES
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.quants.exact_quants import exact_quants
 from diskprefix.model.quants.quantised import QuantisedLinear
+from diskprefix.model.quants.quantised_experts import QuantisedExperts
+from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.model import tiny
 
@@ -238,6 +243,90 @@ def test_fp8_is_quantised_anew_if_asked(tmp_path: Path) -> None:
     for module, weight in weights.items():
         error = (model.get_submodule(module).weight.double() - weight).norm() / weight.norm()
         assert 0 < float(error) < 0.01
+
+
+def gpt_oss(folder: Path) -> tuple[Path, PreTrainedModel]:
+    """A tiny gpt-oss as OpenAI publishes it, and the model with the weights that transformers reads in it."""
+    torch.manual_seed(0)
+    config = GptOssConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=len(tiny.tokens()),
+    )
+    model = GptOssForCausalLM(config).bfloat16().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith(("bias", "sinks")):
+            parameter.data.normal_()
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    random = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            experts, columns, rows = tensors.pop(name).shape
+            blocks = numbers(random, 0, 255, experts, rows, columns // 32, 16).to(torch.uint8)
+            scales = numbers(random, 110, 124, experts, rows, columns // 32).to(torch.uint8)
+            # The ends of the exponents too.
+            scales[0, 0, 0], scales[1, 1, 1] = 1, 140
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.bfloat16).contiguous()
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]})
+    return folder, model
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8", "int4"])
+@pytest.mark.usefixtures("cache")
+def test_gpt_oss_is_served_in_the_quants_that_it_was_published_with(weights: str, tmp_path: Path) -> None:
+    if operators() is None:
+        pytest.skip("no compiled operators")
+    folder, plain = gpt_oss(tmp_path / "made")
+    model = loaded(folder, weights)
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.experts"
+        found = model.get_submodule(name)
+        assert isinstance(found, QuantisedExperts)
+        for part, (weight, bias) in matrices_of(plain.get_submodule(name)).items():
+            of_part = found.parts()[part]
+            assert str(of_part.form) == "int4 32 symmetric exponents mxfp4"
+            assert torch.equal(of_part.weight, weight), (name, part)
+            assert of_part.bias is not None
+            assert bias is not None
+            assert torch.equal(of_part.bias, bias)
+    is_plain = {type(model.get_submodule(f"model.layers.0.self_attn.{name}_proj")) is torch.nn.Linear for name in "qo"}
+    assert is_plain == {weights == "auto"}
+    if weights == "auto":
+        error = (logits_of(model) - logits_of(plain)).norm(dim=1) / logits_of(plain).norm(dim=1)
+        assert float(error.median()) < 0.02
+
+
+@pytest.mark.usefixtures("cache")
+def test_what_the_experts_of_gpt_oss_take_is_known_from_the_header(tmp_path: Path) -> None:
+    if operators() is None:
+        pytest.skip("no compiled operators")
+    folder, _ = gpt_oss(tmp_path / "made")
+    needs = needs_of_folder(folder, [folder / "model.safetensors"], "auto", "auto")
+    model = loaded(folder)
+    found = sum({part.data_ptr(): part.nbytes for part in (*model.parameters(), *model.buffers())}.values())
+    assert needs.weights_bytes == pytest.approx(found, rel=0.02)
+
+
+@pytest.mark.usefixtures("cache")
+def test_blocks_without_their_scales_are_refused(tmp_path: Path) -> None:
+    folder, _ = gpt_oss(tmp_path / "made")
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    tensors[name] = tensors[name][:, 1:].contiguous()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=r"MXFP4 weights with blocks of the shape .* are not served"):
+        loaded(folder)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
