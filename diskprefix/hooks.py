@@ -30,7 +30,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_NAMES = ("clients", "setup", "warm", "watch", "exchange", "simulate", "remote", "tracing", "standby", "compression")
+_NAMES = (
+    "models",
+    "housekeeping",
+    "clients",
+    "setup",
+    "warm",
+    "watch",
+    "exchange",
+    "simulate",
+    "remote",
+    "tracing",
+    "standby",
+    "compression",
+)
 _OWN = tuple(f"diskprefix.extras.{name}" for name in _NAMES)
 _GROUP = "diskprefix.extras"
 

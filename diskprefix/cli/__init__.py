@@ -13,12 +13,6 @@ from diskprefix.errors import DiskPrefixError
 
 COMMANDS = {
     "serve": "serve_command",
-    "models": "models_command",
-    "verify": "verify_command",
-    "purge": "purge_command",
-    "compact": "backup_command",
-    "backup": "backup_command",
-    "restore": "backup_command",
     "completion": "about",
 }
 """The module of each command of the core. The function has the command's name."""

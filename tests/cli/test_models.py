@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import BertConfig, Gemma3TextConfig, LlamaConfig, T5Config
 
-from diskprefix.cli import models_command
+from diskprefix.extras.models import models_command
 from tests.cli.conftest import Run
 from tests.model import tiny
 

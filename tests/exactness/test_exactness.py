@@ -16,9 +16,9 @@ from click.testing import CliRunner
 from diskprefix.cache.matching import Matcher
 from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
-from diskprefix.cli.models_command import TABLE
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import ModelError
+from diskprefix.extras.models.models_command import TABLE
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group
 from diskprefix.model.exact.rehearsal import rehearse

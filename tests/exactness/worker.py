@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from diskprefix.extras.models.survey import describe_layers
 from diskprefix.kv.layout import Layout
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.load.survey import describe_layers
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
 from tests.exactness.architectures import tiny_model

@@ -20,8 +20,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from diskprefix.cli.models_command import installed_versions
 from diskprefix.errors import ModelError
+from diskprefix.extras.models.models_command import installed_versions
 from tests.exactness.architectures import ARCHITECTURES
 from tests.exactness.jobs import Job, Lengths
 from tests.exactness.rows import DTYPES, Row, run_jobs
@@ -174,7 +174,7 @@ def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]
 @click.option(
     "--write-table",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write what was verified, for `diskprefix models`: diskprefix/cli/verified_models.json. Not with --only.",
+    help="Write what was verified, for `diskprefix models`: extras/models/verified_models.json. Not with --only.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of rows to stdout instead of a table.")
 def main(

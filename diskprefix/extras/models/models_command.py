@@ -111,7 +111,7 @@ def models(names: tuple[str, ...], tensors: bool, weights: str, as_json: bool) -
 
 
 def _list_tensors(files: Sequence[Path], weights: str, *, as_json: bool) -> None:
-    from diskprefix.cli.tensor_list import described, show, tensors_in
+    from diskprefix.extras.models.tensor_list import described, show, tensors_in
 
     found = [(file, tensors_in(file, weights)) for file in files]
     if as_json:
@@ -177,7 +177,7 @@ def _row_of_type(name: str, table: dict[str, Any]) -> ModelRow:
 
 def _row(name: str, config: PreTrainedConfig, table: dict[str, Any]) -> ModelRow:
     """The row that the configuration gives, with what was verified of the architecture."""
-    from diskprefix.model.load.survey import describe_layers, moving_ropes_of, survey
+    from diskprefix.extras.models.survey import describe_layers, moving_ropes_of, survey
 
     row = ModelRow(architecture=name, layers="", restored="not")
     if config.is_encoder_decoder:
