@@ -132,7 +132,7 @@ def explain(
 
 def not_asked(why: Why) -> Why:
     """Returns the answer for a request that does not ask the cache."""
-    cause = Cause("off", "the request has the scope off: nothing is restored, and nothing is saved", "leave it out")
+    cause = Cause("off", "the request has the scope off: nothing is restored, and nothing is saved", "send no scope")
     return replace(why, restored=0, parting=None, cause=cause)
 
 
@@ -345,7 +345,9 @@ def _cause_of_length(prompt: Prompt, look: _Look, nearest: Nearest) -> Cause:
 
 
 def _not_kept(look: _Look, nearest: Nearest) -> Cause:
-    if look.stored > look.restored + 1:
+    # Every prompt shares a few tokens with what another one left.
+    is_rest = look.state != "token" or look.stored + 1 >= nearest.common
+    if look.stored > look.restored + 1 and is_rest:
         return _not_restored(look)
     return Cause(
         "not-kept",

@@ -141,7 +141,7 @@ def _show(found: Why, width: int) -> None:
         click.echo(f"model     {printable_only(found.model)}{whose}")
     if found.nearest is not None:
         nearest = found.nearest
-        what = short_id(nearest.id) if nearest.id else "a prompt that was not saved"
+        what = short_id(nearest.id) if nearest.id else "a recent prompt that is not stored"
         behind = f", and about {nearest.behind:,} more behind the difference" if nearest.behind else ""
         click.echo(
             f"nearest   {what}: {nearest.common:,} of its {counted(nearest.num_tokens, 'token')} are the same{behind}"

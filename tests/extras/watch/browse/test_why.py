@@ -93,11 +93,21 @@ def test_the_few_tokens_that_every_prompt_begins_with_make_none_alike(chats: Sav
 
 @pytest.mark.parametrize(
     ("state", "kind"),
-    [("checkpoints", "no-checkpoint"), ("one_pass", "whole-prompt"), ("sliceable", "whole-blocks")],
+    [
+        ("checkpoints", "no-checkpoint"),
+        ("one_pass", "whole-prompt"),
+        ("sliceable", "whole-blocks"),
+        ("token", "few-tokens"),
+    ],
 )
 def test_what_is_stored_but_not_restored_has_the_reason_of_its_kind_of_state(state: StateKind, kind: str) -> None:
     nearest = Nearest(id="", num_tokens=64, common=64, behind=0, preview="")
     assert _not_kept(_Look(64, 32, state), nearest).kind == kind
+
+
+def test_of_an_evicted_prompt_the_first_tokens_may_be_stored_for_another() -> None:
+    nearest = Nearest(id="", num_tokens=64, common=64, behind=0, preview="")
+    assert _not_kept(_Look(8, 0, "token"), nearest).kind == "not-kept"
 
 
 def test_another_text_before_much_that_is_the_same_has_advice(chats: SavedChats) -> None:
