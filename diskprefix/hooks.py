@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.chat.draft import Compress
+    from diskprefix.model.load.media import MediaProcessor
     from diskprefix.nouns import CacheOptions, CacheReport, Prompt, Stage
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
@@ -43,6 +44,7 @@ _NAMES = (
     "tracing",
     "standby",
     "compression",
+    "media",
 )
 _OWN = tuple(f"diskprefix.extras.{name}" for name in _NAMES)
 _GROUP = "diskprefix.extras"
@@ -190,6 +192,16 @@ def open_compression(settings: Settings, max_positions: int) -> Compress | None:
     found = (open_(settings, max_positions) for open_ in _all("open_compression"))
     compress: Compress | None = _only(one for one in found if one is not None)
     return compress
+
+
+def open_media(folder: Path, config: Any, problem: str | None) -> MediaProcessor | None:
+    """Returns what prepares images and sounds for the multimodal model in a folder, None if no extra does.
+
+    `config` is its configuration of transformers. With a `problem`, the model takes text only.
+    """
+    found = (open_(folder, config, problem) for open_ in _all("open_media"))
+    media: MediaProcessor | None = _only(one for one in found if one is not None)
+    return media
 
 
 def open_supervisor(settings: Settings) -> Supervise | None:

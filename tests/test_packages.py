@@ -39,7 +39,7 @@ for _row in (
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
 BELOW["cache.policy"], BELOW["cache.tiers"] = BELOW["store"], BELOW["hooks"]
-BELOW["hooks"] |= {"cache", "chat"}  # Only for the types of what extras provide.
+BELOW["hooks"] |= {"cache", "chat", "model"}  # Only for the types of what extras provide.
 BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
 
@@ -297,9 +297,7 @@ for name in ("inspect", "verify", "purge", "compact", "backup", "restore", "expo
 
 
 def test_the_default_installation_has_what_the_core_imports() -> None:
-    """Pictures, sounds and traces alone need an extra."""
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    listed = [*project["dependencies"], *project["optional-dependencies"]["media"]]
     distributions = packages_distributions()
     imported = {
         canonicalize_name(distribution)
@@ -308,7 +306,7 @@ def test_the_default_installation_has_what_the_core_imports() -> None:
         for name in imported_names(source)
         for distribution in distributions.get(package_of(name), [])
     }
-    known = {canonicalize_name(Requirement(line).name) for line in listed}
+    known = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
     # Two come with FastAPI.
     assert imported <= known | {"starlette", "pydantic-core", "diskprefix"}
 

@@ -21,8 +21,8 @@ from diskprefix.chat import content as server_content
 from diskprefix.chat.messages import Message
 from diskprefix.engine import inbox
 from diskprefix.engine.sampler import Sampler
+from diskprefix.extras.media import media_reader
 from diskprefix.model.exact.invariant import as_it_was
-from diskprefix.model.load import media as engine_media
 from tests.server.daemon_process import reply_to
 from tests.server.media_models import (
     PARTS_ONLY,
@@ -321,7 +321,7 @@ def test_a_strip_is_refused_before_it_is_decoded(llava: AppServer, size: tuple[i
 
 
 def test_images_count_together(llava: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_media, "MAX_PIXELS", 40 * 30 * 2)
+    monkeypatch.setattr(media_reader, "MAX_PIXELS", 40 * 30 * 2)
     ask(llava, body(IMAGE, IMAGE))
     assert refusal(llava, IMAGE, IMAGE, IMAGE)["param"] == "messages.0.content.2.image_url.url"
 

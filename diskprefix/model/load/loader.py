@@ -15,6 +15,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.ahead import ReadAhead
 from diskprefix.model.load.alternatives import require_fit
@@ -408,12 +409,10 @@ def _pick_dtype(name: str, config: PreTrainedConfig, weights: str) -> torch.dtyp
     return own if isinstance(own, torch.dtype) else torch.float32
 
 
-def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> MediaProcessor:
-    if kind.has_own_generate:
-        media = MediaProcessor(None, "it generates in a way of its own, which diskprefix does not follow")
-    else:
-        media = MediaProcessor.load(folder, config)
-    if media.problem is not None:
+def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> MediaProcessor | None:
+    problem = "it generates in a way of its own, which diskprefix does not follow" if kind.has_own_generate else None
+    media = hooks.open_media(folder, config, problem)
+    if media is not None and media.problem is not None:
         log.warning("this model is served for text only: %s", media.problem)
     return media
 

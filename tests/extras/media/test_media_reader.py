@@ -17,9 +17,10 @@ from PIL import Image
 from transformers import DynamicCache
 
 from diskprefix.errors import InvalidRequest, ModelError
-from diskprefix.model.load import media as engine_media
+from diskprefix.extras.media import media_reader
+from diskprefix.extras.media.media_reader import MediaReader
 from diskprefix.model.load.loader import LoadedModel, load_model
-from diskprefix.model.load.media import MediaProcessor, prepared_bytes
+from diskprefix.model.load.media import prepared_bytes
 from diskprefix.settings import Settings
 from tests.server.media_models import (
     PARTS_ONLY,
@@ -34,11 +35,9 @@ RATE = 16000
 
 
 @pytest.fixture
-def reader() -> MediaProcessor:
+def reader() -> MediaReader:
     """Over a processor of which only the rate is asked."""
-    return MediaProcessor(
-        SimpleNamespace(image_processor=object(), _audio_processor=SimpleNamespace(sampling_rate=RATE))
-    )
+    return MediaReader(SimpleNamespace(image_processor=object(), _audio_processor=SimpleNamespace(sampling_rate=RATE)))
 
 
 def load(folder: Path) -> LoadedModel:
@@ -56,21 +55,19 @@ def test_kinds_and_placeholders_are_those_of_the_processors_parts(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
-def test_images_come_in_the_usual_formats(reader: MediaProcessor, kind: str) -> None:
+def test_images_come_in_the_usual_formats(reader: MediaReader, kind: str) -> None:
     image = reader.read_image(image_bytes((200, 30, 30), (40, 30), kind), param="x")
     assert (image.mode, image.size) == ("RGB", (40, 30))
     assert np.abs(np.asarray(image)[29, 39].astype(int) - (200, 30, 30)).max() < 24
 
 
 @pytest.mark.parametrize("content", [image_bytes(kind="TIFF"), b"hello"], ids=["seldom read", "no image"])
-def test_what_is_no_image_of_these_formats_is_refused_without_an_address(
-    reader: MediaProcessor, content: bytes
-) -> None:
+def test_what_is_no_image_of_these_formats_is_refused_without_an_address(reader: MediaReader, content: bytes) -> None:
     with pytest.raises(InvalidRequest, match=r"x: is not an image that can be read \(PNG, JPEG, WEBP, GIF, BMP\)$"):
         reader.read_image(content, param="x")
 
 
-def test_a_photograph_is_turned_upright(reader: MediaProcessor) -> None:
+def test_a_photograph_is_turned_upright(reader: MediaReader) -> None:
     file = io.BytesIO()
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -79,7 +76,7 @@ def test_a_photograph_is_turned_upright(reader: MediaProcessor) -> None:
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "1", "CMYK"])
-def test_every_mode_becomes_red_green_and_blue(reader: MediaProcessor, mode: str) -> None:
+def test_every_mode_becomes_red_green_and_blue(reader: MediaReader, mode: str) -> None:
     file = io.BytesIO()
     Image.new(mode, (8, 8)).save(file, "JPEG" if mode == "CMYK" else "PNG")
     assert reader.read_image(file.getvalue(), param="x").mode == "RGB"
@@ -87,7 +84,7 @@ def test_every_mode_becomes_red_green_and_blue(reader: MediaProcessor, mode: str
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 @pytest.mark.parametrize("channels", [1, 2])
-def test_samples_of_any_width_are_between_minus_one_and_one(reader: MediaProcessor, width: int, channels: int) -> None:
+def test_samples_of_any_width_are_between_minus_one_and_one(reader: MediaReader, width: int, channels: int) -> None:
     samples = reader.read_audio(wav_bytes(width=width, channels=channels), param="x")
     expected = np.sin(2 * np.pi * 440 * np.arange(RATE // 2) / RATE) / 2
     assert samples.dtype == np.float32
@@ -95,7 +92,7 @@ def test_samples_of_any_width_are_between_minus_one_and_one(reader: MediaProcess
 
 
 @pytest.mark.parametrize("rate", [8000, 22050, 44100, 48000])
-def test_a_sound_at_another_rate_is_the_same_sound(reader: MediaProcessor, rate: int) -> None:
+def test_a_sound_at_another_rate_is_the_same_sound(reader: MediaReader, rate: int) -> None:
     samples = reader.read_audio(wav_bytes(rate=rate, seconds=0.5), param="x")
     expected = np.sin(2 * np.pi * 440 * np.arange(RATE // 2) / RATE) / 2
     assert len(samples) == len(expected)
@@ -104,14 +101,14 @@ def test_a_sound_at_another_rate_is_the_same_sound(reader: MediaProcessor, rate:
 
 
 @pytest.mark.parametrize("rate", [8000, 11025, 44101, 96000])
-def test_where_two_steps_of_a_long_sound_meet_nothing_is_heard(reader: MediaProcessor, rate: int) -> None:
+def test_where_two_steps_of_a_long_sound_meet_nothing_is_heard(reader: MediaReader, rate: int) -> None:
     samples = reader.read_audio(wav_bytes(rate=rate, seconds=13.25), param="x")
     expected = np.sin(2 * np.pi * 440 * np.arange(len(samples)) / RATE) / 2
     assert len(samples) == 13.25 * RATE
     assert np.abs(samples - expected)[400:-400].max() < 1e-4
 
 
-def test_what_the_wanted_rate_cannot_hold_is_left_out_not_folded_down(reader: MediaProcessor) -> None:
+def test_what_the_wanted_rate_cannot_hold_is_left_out_not_folded_down(reader: MediaReader) -> None:
     samples = reader.read_audio(wav_bytes(rate=48000, hertz=12000, seconds=1), param="x")
     assert np.abs(samples)[4000:-4000].max() < 1e-3
 
@@ -126,13 +123,13 @@ def traced_peak(work: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def test_a_long_sound_is_read_in_bounded_memory(reader: MediaProcessor) -> None:
+def test_a_long_sound_is_read_in_bounded_memory(reader: MediaReader) -> None:
     """Twelve million samples of a byte at a rate whose length no fast transform likes."""
     content = wav_bytes(rate=191_999, width=1, seconds=63, hertz=0)
     assert traced_peak(lambda: reader.read_audio(content, param="x")) < 80e6
 
 
-def test_a_sound_that_is_too_long_is_refused_before_it_is_decoded(reader: MediaProcessor) -> None:
+def test_a_sound_that_is_too_long_is_refused_before_it_is_decoded(reader: MediaReader) -> None:
     content = wav_bytes(rate=4000, width=1, seconds=2000, hertz=0)
 
     def read() -> None:
@@ -142,39 +139,39 @@ def test_a_sound_that_is_too_long_is_refused_before_it_is_decoded(reader: MediaP
     assert traced_peak(read) < 1e6
 
 
-def test_a_short_sound_is_refused_with_what_is_least(reader: MediaProcessor) -> None:
+def test_a_short_sound_is_refused_with_what_is_least(reader: MediaReader) -> None:
     assert len(reader.read_audio(wav_bytes(seconds=0.1), param="x")) == RATE // 10
     with pytest.raises(InvalidRequest, match=r"x: lasts 0\.090 s, and a sound must last at least 0\.1 s"):
         reader.read_audio(wav_bytes(seconds=0.09), param="x")
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
-def test_the_extensible_header_with_pcm_samples_is_read(reader: MediaProcessor, width: int) -> None:
+def test_the_extensible_header_with_pcm_samples_is_read(reader: MediaReader, width: int) -> None:
     plain, extensible = (wav_bytes(width=width, channels=2, is_extensible=flag) for flag in (False, True))
     assert plain != extensible
     assert np.array_equal(reader.read_audio(extensible, param="x"), reader.read_audio(plain, param="x"))
 
 
-def test_the_extensible_header_with_other_samples_is_refused(reader: MediaProcessor) -> None:
+def test_the_extensible_header_with_other_samples_is_refused(reader: MediaReader) -> None:
     content = bytearray(wav_bytes(width=4, is_extensible=True))
     content[44] = 3
     with pytest.raises(InvalidRequest, match="is not a WAV file with PCM samples: its samples are of the format FLOAT"):
         reader.read_audio(bytes(content), param="x")
 
 
-def test_a_sound_that_is_cut_short_says_so(reader: MediaProcessor) -> None:
+def test_a_sound_that_is_cut_short_says_so(reader: MediaReader) -> None:
     content = wav_bytes(seconds=0.5)
     with pytest.raises(InvalidRequest, match="x: is cut short: 15944 of 16044 bytes are there"):
         reader.read_audio(content[:-100], param="x")
 
 
-def test_a_sound_of_which_no_length_is_known_goes_on_to_the_end_of_the_file(reader: MediaProcessor) -> None:
+def test_a_sound_of_which_no_length_is_known_goes_on_to_the_end_of_the_file(reader: MediaReader) -> None:
     content = bytearray(wav_bytes())
     content[40:44] = b"\xff\xff\xff\xff"
     assert np.array_equal(reader.read_audio(bytes(content), param="x"), reader.read_audio(wav_bytes(), param="x"))
 
 
-def test_damaged_sounds_are_refused_and_nothing_else_is_raised(reader: MediaProcessor) -> None:
+def test_damaged_sounds_are_refused_and_nothing_else_is_raised(reader: MediaReader) -> None:
     random = np.random.default_rng(7)
     refused = 0
     for is_extensible in (False, True):
@@ -213,7 +210,7 @@ def extractor(**attributes: Any) -> Any:
     ],
 )
 def test_what_the_model_would_cut_off_is_refused(processor: dict[str, Any], longest_s: int | None) -> None:
-    reader = MediaProcessor(SimpleNamespace(**processor))
+    reader = MediaReader(SimpleNamespace(**processor))
     if longest_s is None:
         reader.read_audio(wav_bytes(seconds=4), param="x")
         return
@@ -232,9 +229,9 @@ class RunningOut:
         raise MemoryError
 
 
-def test_no_memory_is_not_taken_for_a_refusal(reader: MediaProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_memory_is_not_taken_for_a_refusal(reader: MediaReader, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MemoryError):
-        MediaProcessor(RunningOut()).prepare("x", [], [])
+        MediaReader(RunningOut()).prepare("x", [], [])
 
     def run_out(_image: object) -> None:
         raise MemoryError
@@ -250,18 +247,18 @@ def test_what_the_processor_makes_is_limited(tmp_path: Path, monkeypatch: pytest
     image = Image.new("RGB", (1, 1))
     held = prepared_bytes(media.prepare("<image>", [image], []).tensors)
     assert held >= 28 * 28 * 3 * 4
-    monkeypatch.setattr(engine_media, "MAX_PREPARED_BYTES", held)
+    monkeypatch.setattr(media_reader, "MAX_PREPARED_BYTES", held)
     media.prepare("<image>", [image], [])
     with pytest.raises(InvalidRequest, match="messages: prepared for the model, the images and sounds take"):
         media.prepare("<image><image>", [image, image], [])
 
 
 def test_placeholders_are_texts_that_show() -> None:
-    assert MediaProcessor(None, "none").placeholders == frozenset()
-    assert MediaProcessor(SimpleNamespace(image_token="[IMG]", row_token="\n")).placeholders == {"[IMG]"}
+    assert MediaReader(None, "none").placeholders == frozenset()
+    assert MediaReader(SimpleNamespace(image_token="[IMG]", row_token="\n")).placeholders == {"[IMG]"}
 
 
-def test_sounds_count_together(reader: MediaProcessor) -> None:
+def test_sounds_count_together(reader: MediaReader) -> None:
     content = wav_bytes(seconds=301, rate=4000, width=1)
     first = reader.read_audio(content, param="x")
     with pytest.raises(InvalidRequest, match="more than 600 s of sound"):
@@ -284,7 +281,7 @@ def test_without_pillow_the_model_takes_text_and_says_what_to_install(
 def test_without_soundfile_a_model_that_listens_takes_text_and_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_media, "find_spec", lambda name: None if name == "soxr" else object())
+    monkeypatch.setattr(media_reader, "find_spec", lambda name: None if name == "soxr" else object())
     media = load(write_qwen2_audio(tmp_path / "audio")).media
     assert media is not None
     assert media.kinds == frozenset()

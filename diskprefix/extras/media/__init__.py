@@ -1,0 +1,18 @@
+"""Images and sounds for multimodal models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from diskprefix.model.load.media import MediaProcessor
+
+
+def open_media(folder: Path, config: PreTrainedConfig, problem: str | None) -> MediaProcessor:
+    """Returns what prepares the media of a model. With a `problem`, it takes none."""
+    from diskprefix.extras.media.media_reader import MediaReader
+
+    return MediaReader.load(folder, config) if problem is None else MediaReader(None, problem)
