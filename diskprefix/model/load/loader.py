@@ -24,7 +24,7 @@ from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Check, Fit, ModelNeeds, needs_of_folder, with_matrices
 from diskprefix.model.load.gguf import converted_folder, enough_to_make, quiet_transformers
 from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths
-from diskprefix.model.load.hub_listing import is_fetched, listing_of
+from diskprefix.model.load.hub_listing import HubListing, is_fetched, listing_of
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
@@ -174,6 +174,7 @@ def _source(
         def before_fetch(repo: str) -> None:
             listing = listing_of(repo)
             if listing is not None:
+                _require_kept(listing, weights_of())
                 check(listing.needs(weights_of(), settings.dtype))
 
         folder, name, gguf = _find(
@@ -208,6 +209,15 @@ def _source(
         device=device,
         weights=weights,
     )
+
+
+def _require_kept(listing: HubListing, weights: str) -> None:
+    """Raises `ModelError` if a repository's weights are quantised in a way that is not served."""
+    from diskprefix.model.quants.published import published_as
+    from diskprefix.model.quants.quantising import require_served
+
+    if weights != "native":
+        require_served(published_as(listing.config.get("quantization_config")), weights)
 
 
 def import_model(settings: Settings) -> None:

@@ -245,8 +245,12 @@ def _require_order(parts: Parts) -> None:
 def published_weights(config: PreTrainedConfig) -> PublishedWeights | None:
     """Returns how the checkpoint of a model is quantised; None if it is not. Raises `ModelError` for quants that are
     not read, with what to do."""
-    found = settings_of(config)
-    if found is None:
+    return published_as(settings_of(config))
+
+
+def published_as(found: Mapping[str, Any] | None) -> PublishedWeights | None:
+    """Returns what `published_weights` does, for a `quantization_config`."""
+    if not found:
         return None
     method = str(found.get("quant_method") or "an unknown method")
     if method not in _METHODS:

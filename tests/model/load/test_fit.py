@@ -227,6 +227,22 @@ def test_a_model_of_the_hub_that_does_not_fit_is_refused_before_it_is_fetched(
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
 
 
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("method", ["fp8", "bitsandbytes"])
+def test_weights_of_the_hub_that_no_operator_has_are_refused_before_they_are_fetched(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "weight_block_size": [128, 128]}
+    (folder / "config.json").write_text(json.dumps(config))
+    with fake_hub(tmp_path / "hub", monkeypatch) as hub:
+        hub.repos["org/tiny"] = folder
+        with pytest.raises(ModelError, match=r"^(no operator computes with FP8|weights quantised with bitsandbytes)"):
+            load("org/tiny")
+    assert not list((tmp_path / "hub").rglob("*.safetensors"))
+
+
 def test_a_hub_that_cannot_be_reached_lists_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_hub(tmp_path / "hub", monkeypatch):
         pass
