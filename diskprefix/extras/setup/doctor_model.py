@@ -54,7 +54,7 @@ def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[F
 def _listing_finding(settings: Settings) -> Finding:
     """Returns the finding about a model that is not here, from the hub's listing of it where there is one."""
     from diskprefix.model.load.embedded import EMBEDDED
-    from diskprefix.model.load.hub_listing import listing_of
+    from diskprefix.model.load.hub import listing_of
 
     model = settings.model
     listing = None if model is None or model == EMBEDDED.name else listing_of(model)

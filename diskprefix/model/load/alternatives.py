@@ -10,7 +10,7 @@ from pathlib import Path
 from diskprefix.errors import ModelError
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, ModelNeeds, fitted, needs_of_folder, needs_of_gguf
-from diskprefix.model.load.hub_listing import listing_of
+from diskprefix.model.load.hub import listing_of
 from diskprefix.progress import Report
 from diskprefix.settings import Settings
 

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import re
-import sys
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -24,7 +23,7 @@ from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Check, Fit, ModelNeeds, needs_of_folder, with_matrices
 from diskprefix.model.load.gguf import converted_folder, enough_to_make, quiet_transformers
 from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths
-from diskprefix.model.load.hub_listing import HubListing, is_fetched, listing_of
+from diskprefix.model.load.hub import HubListing, fetched_folder
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
@@ -55,10 +54,6 @@ _ahead: ReadAhead[PreTrainedModel] = ReadAhead()
 _ALIGNMENT_BYTES = 1 << 20
 """Between the tensors of a model, and for those that are not in its files."""
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
-_HUB_FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-_HUB_WEIGHTS = "*.safetensors"
-_HUB_PICKLED = ["pytorch_model*.bin"]
-_HUB_SUBFOLDERS = ["*/*"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -171,11 +166,9 @@ def _source(
         weights_of()
     with clock("source"):
 
-        def before_fetch(repo: str) -> None:
-            listing = listing_of(repo)
-            if listing is not None:
-                _require_kept(listing, weights_of())
-                check(listing.needs(weights_of(), settings.dtype))
+        def before_fetch(listing: HubListing) -> None:
+            _require_kept(listing, weights_of())
+            check(listing.needs(weights_of(), settings.dtype))
 
         folder, name, gguf = _find(
             settings.model, progress, weights_of, flag=flag, check=check, before_fetch=before_fetch
@@ -254,7 +247,7 @@ def _find(
     with_weights: bool = True,
     flag: str = "--model",
     check: Check = enough_to_make,
-    before_fetch: Callable[[str], None] = lambda _repo: None,
+    before_fetch: Callable[[HubListing], None] = lambda _listing: None,
 ) -> tuple[Path, str, list[Path]]:
     """Returns the folder that holds the model's files, the model's name, and the parts of the .gguf file that holds
     what the folder does not. What is made of such a file has the form that `pick_weights` returns."""
@@ -273,7 +266,7 @@ def _find(
         raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
     if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
         raise ModelError(f"{flag}: no such file or folder: {model!r}")
-    return _fetch_from_hub(model, progress, flag, before_fetch, with_weights=with_weights), model, []
+    return fetched_folder(model, progress, flag, before_fetch, with_weights=with_weights), model, []
 
 
 def _gguf_weights(weights: str) -> str:
@@ -284,54 +277,6 @@ def _gguf_weights(weights: str) -> str:
     if weights != "native" and kernel() == TORCH:
         raise SettingsError(f"--weights: {weights} of a .gguf file needs the compiled operators; add --weights native")
     return weights
-
-
-def _fetch_from_hub(
-    repo: str, progress: Report, flag: str, before: Callable[[str], None], *, with_weights: bool
-) -> Path:
-    """Returns the folder of the newest snapshot of `repo`; if the hub cannot be reached, that in the hub's cache."""
-    from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
-
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    progress(f"looking for {repo} on the Hugging Face hub")
-    # The root error of httpx is not an OSError. The hub library imports it under this name.
-    network_error: type[Exception] = getattr(errors, "HTTPError", OSError)
-    try:
-        wanted = [*_HUB_FILES, _HUB_WEIGHTS] if with_weights else _HUB_FILES
-        if with_weights and not is_fetched(repo, wanted, _HUB_SUBFOLDERS):
-            before(repo)
-        folder = Path(snapshot_download(repo, allow_patterns=wanted, ignore_patterns=_HUB_SUBFOLDERS))
-        if with_weights and not any(folder.glob(_HUB_WEIGHTS)):
-            snapshot_download(repo, allow_patterns=_HUB_PICKLED, ignore_patterns=_HUB_SUBFOLDERS)
-    except errors.GatedRepoError as error:
-        raise ModelError(
-            f"cannot fetch {repo!r} from the hub: access must be granted first; ask for it on the model's page and log "
-            f"in (hf auth login), or give a local folder"
-        ) from error
-    except errors.HFValidationError as error:
-        raise ModelError(f"{flag}: {repo!r} is neither an existing file or folder nor a hub id (org/name)") from error
-    except (OSError, RuntimeError, network_error) as error:
-        raise ModelError(
-            f"cannot fetch {repo!r} from the hub: {_hub_reason(error)}; check the name and the network, or give a "
-            f"local folder"
-        ) from error
-    return folder
-
-
-def _hub_reason(error: Exception) -> str:
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return "there is no such model, or it is private"
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        if isinstance(error.__cause__, errors.HfHubHTTPError):
-            return first_line(error.__cause__)
-        offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
-        where = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
-        return f"{where}, and its cache on this machine holds no complete copy"
-    return first_line(error)
 
 
 def _weight_files(folder: Path) -> list[Path]:

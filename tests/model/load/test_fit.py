@@ -24,7 +24,7 @@ from diskprefix.model.load.fit import (
     needs_of_gguf,
     state_of_config,
 )
-from diskprefix.model.load.hub_listing import listing_of
+from diskprefix.model.load.hub import listing_of
 from diskprefix.model.load.safetensors_header import StoredShape, stored_shapes
 from diskprefix.model.load.served_tensors import part_of, whole_file
 from diskprefix.settings import Settings
