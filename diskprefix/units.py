@@ -48,6 +48,15 @@ def format_size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
+def format_part(part: float, whole: float) -> str:
+    """Returns two sizes, in one unit unless the first one is much smaller: `0.3 of 4.0 GiB`, `3.0 MiB of 4.0 GiB`."""
+    sizes = [format_size(size).split() for size in (part, whole)]
+    if part and part < whole / 64:
+        return " of ".join(map(" ".join, sizes))
+    unit_bytes = parse_size(f"1{sizes[1][1]}", param="")
+    return f"{part / unit_bytes:.{1 if unit_bytes > 1 else 0}f} of {' '.join(sizes[1])}"
+
+
 def whole_size(num_bytes: int) -> str:
     """Returns a size in the largest binary unit of which it is a whole number: `4GiB`, which `parse_size` reads."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):

@@ -31,19 +31,21 @@ DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 BLOCK = 16
 
 
-def tiny_llama(dtype: torch.dtype = torch.bfloat16, device: str = "cpu", *, seed: int = 0) -> PreTrainedModel:
+def tiny_llama(
+    dtype: torch.dtype = torch.bfloat16, device: str = "cpu", *, seed: int = 0, **changes: int
+) -> PreTrainedModel:
     """Two layers, grouped-query attention, head size 16."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCAB,
-        max_position_embeddings=4096,
-    )
-    return LlamaForCausalLM(config).to(device, dtype).eval()
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 4096,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(sizes | changes))).to(device, dtype).eval()
 
 
 def random_prompt(seed: int, num_tokens: int) -> TokenIds:

@@ -38,6 +38,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "peers": Tool("programs.peers", "The daemon beside transformers, llama.cpp and vLLM."),
         "shapes": Tool("programs.shapes", "Files of 7B to 30B beside llama.cpp, with random numbers."),
         "quality": Tool("programs.quality", "Quantised weights: perplexity and agreement."),
+        "long": Tool("programs.long", "Gigabytes of state: saved, restored after a kill, gone on from."),
         "store": Tool("programs.store", "The store alone: restores, lookups, codecs."),
         "soak": Tool("programs.soak", "Ten times its budget through one store."),
         "remote": Tool("programs.remote", "Two daemons and a bucket: speed by tier, and its faults."),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,13 +23,14 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import CacheError, StoreFull, StoreUnavailable
 from diskprefix.kv.arena import KVArena
 from diskprefix.nouns import CacheOptions, Prompt
+from diskprefix.store.codec.codec import PIECE_BYTES
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds
 from tests import forked
 from tests.cache.opening import gated, open_runner
-from tests.runner import BLOCK, Runner, random_prompt, same
+from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
 
 FULL = CacheOptions(scope=parse_scope("full", param="scope"))
 KINDS = ["token", "grid", "qwen3_next"]
@@ -40,6 +43,17 @@ def stored_blocks(runner: Runner, token_ids: TokenIds) -> list[bool]:
     cached.close()
     with runner.cache.store.snapshot() as snapshot:
         return [snapshot.usage(name) is not None for name in names]
+
+
+@contextmanager
+def beside(runner: Runner, prompt: TokenIds) -> Iterator[SimpleNamespace]:
+    """Measures the peak of what is allocated beside the memory of the prompt's state, by numpy and Python."""
+    runner.arena.reserve(len(prompt) + 16)
+    found = SimpleNamespace(peak_bytes=0)
+    tracemalloc.start()
+    yield found
+    found.peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
 
 
 def is_sound(store: Store) -> bool:
@@ -82,6 +96,27 @@ def test_a_prompt_larger_than_the_write_buffer_is_saved_whole(
     assert BLOCK * layout.bytes_per_token < most <= buffer
     runner.reopen()
     warm = runner.run(prompt, "full", reply=4)
+    assert same(cold, warm)
+    assert warm.report.restored == len(prompt)
+    runner.close()
+
+
+def test_a_long_state_takes_no_memory_beside_itself_but_the_write_buffer_and_some_pieces(tmp_path: Path) -> None:
+    """32 MiB of state: saved with a buffer of 4 MiB, and restored in pieces."""
+    model, buffer = tiny_llama(torch.bfloat16, num_key_value_heads=16, num_attention_heads=16, head_dim=128), 4 << 20
+    settings = tiny_settings(tmp_path, block_size=128, kv_cache_write_buffer=buffer, kv_cache_codec="planes")
+    runner, prompt = Runner(model, settings, exact_at=None), random_prompt(1, 2048)
+    state_bytes = len(prompt) * runner.layout.bytes_per_token
+    assert state_bytes == 32 << 20
+    with beside(runner, prompt) as saving:
+        cold = runner.run(prompt, "full", reply=4)
+        runner.flush()
+    assert runner.cache.stats()["saved_bytes"] >= state_bytes
+    assert saving.peak_bytes < buffer + 4 * PIECE_BYTES
+    runner.reopen()
+    with beside(runner, prompt) as restoring:
+        warm = runner.run(prompt, "full", reply=4)
+    assert restoring.peak_bytes < 6 * PIECE_BYTES
     assert same(cold, warm)
     assert warm.report.restored == len(prompt)
     runner.close()

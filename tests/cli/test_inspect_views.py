@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from diskprefix.extras.watch.browse.statistics import Victim
+from diskprefix.extras.watch.inspect.stats_view import _runs
 from tests.cli.conftest import Run, run_fresh
 from tests.extras.watch.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat
 from tests.store.building import open_store
@@ -94,6 +96,15 @@ def test_the_figures_tell_what_is_saved_and_what_goes_next(inspect: Any) -> None
     assert (main["total"]["requests"], main["hit_rate"], main["total"]["saved_s"]) == (4, 0.5, 3.0)
     assert main["shared_bytes"] > 0 < figures["budget_bytes"]
     assert figures["next_victims"][0]["reason"] == "never used again"
+
+
+def test_blocks_of_one_prompt_that_go_one_after_the_other_are_one_line() -> None:
+    def block(root: str, start: int, end: int, *entries: str) -> Victim:
+        sizes: dict[str, Any] = {"stored_bytes": 1, "score": 0.0, "age_s": 1.0, "hits": 0, "prefill_s": 0.0}
+        return Victim(hash="", root=root, kind="block", start=start, end=end, entries=entries, reason="", **sizes)
+
+    victims = [block("a", 20, 25, "x"), block("a", 10, 20), block("b", 0, 10), block("a", 0, 10, "y")]
+    assert list(_runs(victims)) == [victims[:2], victims[2:3], victims[3:]]
 
 
 def _written(folder: Path, body: object) -> Path:

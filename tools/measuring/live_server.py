@@ -111,7 +111,8 @@ class _Reading:
 class LiveServer:
     """Starts, kills and restarts one server on one port and one cache folder. Its log goes to `log_path`.
 
-    `module` is another program to start in place of `diskprefix`, `environment` has more variables for it.
+    `module` is another program to start in place of `diskprefix`, `environment` has more variables for it. The server
+    may be silent for `deadline_s`.
     """
 
     def __init__(
@@ -122,10 +123,12 @@ class LiveServer:
         flags: tuple[str, ...] = (),
         module: str = "diskprefix",
         environment: Mapping[str, str] | None = None,
+        deadline_s: float = ANSWER_DEADLINE_S,
     ) -> None:
         self.kv_cache_dir = kv_cache_dir
         self.log_path = log_path
         self.port = free_port()
+        self._deadline_s = deadline_s
         self._environment = dict(environment or {})
         self._command = [sys.executable, "-m", module, "serve", "--port", str(self.port)]
         self._command += ["--kv-cache-dir", str(kv_cache_dir), *flags]
@@ -133,7 +136,7 @@ class LiveServer:
         self._client = self._new_client()
 
     def _new_client(self) -> httpx.Client:
-        timeout = httpx.Timeout(ANSWER_DEADLINE_S, connect=5.0)
+        timeout = httpx.Timeout(self._deadline_s, connect=5.0)
         return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=timeout)
 
     def __enter__(self) -> LiveServer:

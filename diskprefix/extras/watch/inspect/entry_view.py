@@ -17,7 +17,7 @@ from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo
 from diskprefix.tokens import TokenIds
-from diskprefix.units import ago, format_size
+from diskprefix.units import ago, format_part, format_size
 
 _LABEL = 12
 _BARS, _NUM_BARS = " ▁▂▃▄▅▆▇█", 24
@@ -129,7 +129,7 @@ def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:
         start, end = first.position, last.position + last.num_tokens
         where = f"at token {end:,}" if first.kind == "checkpoint" else f"tokens {start:,}–{end:,}"
         number = f"{len(run)} blocks" if len(run) > 1 else first.kind
-        size = f"{format_size(sum(node.stored_bytes for node in run))} of {format_size(sum(n.raw_bytes for n in run))}"
+        size = format_part(sum(node.stored_bytes for node in run), sum(node.raw_bytes for node in run))
         notes = [size, "/".join(first.codecs), f"in {first.entries} prompts" if first.entries > 1 else ""]
         notes += ["generated" if first.generated else "", f"{last.hits} hits" if last.hits else ""]
         hashes = last.hash if len(run) == 1 else f"…{last.hash[-8:]}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import click
@@ -17,11 +18,14 @@ from diskprefix.store.tree import EntryInfo
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import ago, counted, format_age, format_duration, format_size
 
+_LISTED, _MOST_VICTIMS = 10, 1000
+"""Runs of blocks that are listed of those that go next, and blocks that are looked at for that."""
+
 
 def show_stats(snapshot: Snapshot, entries: list[EntryInfo], now: float, budget_bytes: int, *, as_json: bool) -> None:
     """Prints figures for each model and tenant. `entries` are those of `snapshot`, `now` is in seconds since 1970."""
     rows = statistics(snapshot, entries, read_savings(snapshot), now)
-    victims = next_victims(snapshot, now)
+    victims = next_victims(snapshot, now, most=_LISTED if as_json else _MOST_VICTIMS)
     used = snapshot.used_bytes()
     if as_json:
         print_json(
@@ -72,15 +76,23 @@ def _print_victims(victims: list[Victim], width: int) -> None:
     columns = [
         Column(title, justify="right" if title in ("size", "s/MiB") else "left", no_wrap=True) for title in titles
     ]
-    rows = [
-        [
-            f"{victim.start:,}–{victim.end:,}",
-            format_size(victim.stored_bytes),
-            f"{format_age(victim.age_s)} ago",
-            short_id(victim.entries[0]) if victim.entries else "",
-            f"{victim.prefill_s / max(victim.stored_bytes, 1) * 2**20:.3g}" if victim.prefill_s else "?",
-            victim.reason,
-        ]
-        for victim in victims
-    ]
+    rows = []
+    for run in islice(_runs(victims), _LISTED):
+        stored_bytes, prefill_s = sum(one.stored_bytes for one in run), sum(one.prefill_s for one in run)
+        ends = [short_id(entry) for one in run for entry in one.entries]
+        cost = f"{prefill_s / max(stored_bytes, 1) * 2**20:.3g}" if prefill_s else "?"
+        where, age = f"{run[-1].start:,}–{run[0].end:,}", f"{format_age(run[0].age_s)} ago"
+        rows.append([where, format_size(stored_bytes), age, " ".join(ends), cost, run[0].reason])
     print_table(columns, rows, width=width)
+
+
+def _runs(victims: list[Victim]) -> Iterator[list[Victim]]:
+    """Yields blocks that are evicted one after the other, and follow each other in a prompt, together."""
+    run: list[Victim] = []
+    for victim in victims:
+        if run and (victim.root, victim.end, victim.reason) != (run[-1].root, run[-1].start, run[-1].reason):
+            yield run
+            run = []
+        run.append(victim)
+    if run:
+        yield run

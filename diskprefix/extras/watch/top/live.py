@@ -12,7 +12,7 @@ from rich.text import Text
 
 from diskprefix.cli.tooling import plain
 from diskprefix.printable import printable_only, shown
-from diskprefix.units import format_age, format_duration, format_size
+from diskprefix.units import format_age, format_duration, format_part
 
 State = dict[str, Any]
 
@@ -77,8 +77,7 @@ def _meters(state: State, bar_width: int) -> list[tuple[RenderableType, ...]]:
 
 
 def _meter(name: str, used: int, whole: int, bar_width: int, note: str) -> tuple[RenderableType, ...]:
-    sizes = f"{format_size(used)} of {format_size(whole)}"
-    return Text(name, "bold"), bar([used], whole, bar_width), Text(sizes), Text(note)
+    return Text(name, "bold"), bar([used], whole, bar_width), Text(format_part(used, whole)), Text(note)
 
 
 def requests(state: State, width: int) -> RenderableType:
@@ -113,7 +112,7 @@ def decisions(ended: Sequence[State], now: float, width: int) -> RenderableType:
             said = f"{one['status']} {one['error'] or 'the client left'}"
             table.add_row(format_age(now - one["ended_at"]), "–", "–", Text(shown(said, _WHY)), style="red")
             continue
-        speed = [f"{one['timings']['decode_tokens_per_s']:.0f}"] if more else []
+        speed = [f"{one['timings']['decode_tokens_per_s']:.1f}"] if more else []
         table.add_row(
             format_age(now - one["ended_at"]),
             f"{one['prompt_tokens']:,}",

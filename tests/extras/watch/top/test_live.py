@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from rich.console import Console, RenderableType
 
 from diskprefix.extras.watch.top import live
+from diskprefix.units import format_part
 from tests.extras.watch.top.states import NOW, ended, request, saved, state
 
 
@@ -50,7 +52,7 @@ def test_a_decision_tells_what_was_restored_and_kept_and_why_and_the_latest_come
     assert "400" in lines[1]
     assert lines[2] == ["1", "min", "1,000", "0.0%", "not", "stored", "990", "continues", "4.0", "s"]
     assert lines[3] == ["1", "min", "1,000", "90.0%", "disk", "990", "continues", "200", "ms"]
-    assert words(live.decisions([ended(1)], NOW, 90))[1][-1] == "30"
+    assert words(live.decisions([ended(1)], NOW, 90))[1][-1] == "30.0"
     assert "\x1b" not in said(live.decisions([failed], NOW, 76))
 
 
@@ -70,9 +72,24 @@ def test_the_figures_compare_cold_with_restored() -> None:
     text = said(live.figures(state(), [ended(1), ended(2, restored=0), ended(3)], 76))
     assert "compute saved 90.0 s today, 2.0 h in all · restored 60.0%" in text
     assert "first token 4.0 s cold, 200 ms restored (20×)" in text
-    assert "3.0 MiB of 4.0 MiB" in text
+    assert "3.0 of 4.0 MiB" in text
     empty = said(live.figures(state(cache=None, memory=None), [], 76))
     assert "compute saved – today, – in all · restored –" in empty
+
+
+@pytest.mark.parametrize(
+    ("part", "whole", "text"),
+    [
+        (7.52 * 2**30, 9.4 * 2**30, "7.5 of 9.4 GiB"),
+        (2**30 - 1, 2**30, "1.0 of 1.0 GiB"),
+        (3 << 20, 4 << 30, "3.0 MiB of 4.0 GiB"),
+        (0, 1 << 40, "0.0 of 1.0 TiB"),
+        (100, 900, "100 of 900 B"),
+        (0, 0, "0 of 0 B"),
+    ],
+)
+def test_two_sizes_have_one_unit_unless_one_is_much_smaller(part: float, whole: float, text: str) -> None:
+    assert format_part(part, whole) == text
 
 
 def test_the_hottest_prefixes_come_first_with_the_end_of_a_prompt() -> None:

@@ -10,6 +10,13 @@ function bytes(number) {
   return `${number.toFixed(1)} TiB`;
 }
 
+// Two sizes, in one unit unless the first one is much smaller.
+function part(number, whole) {
+  if (number && number < whole / 64) return `${bytes(number)} of ${bytes(whole)}`;
+  const [size, unit] = bytes(whole).split(" ");
+  return `${((number * size) / (whole || 1)).toFixed(unit === "B" ? 0 : 1)} of ${size} ${unit}`;
+}
+
 function seconds(s) {
   if (s === null || s === undefined) return "–";
   if (s < 0.9995) return `${Math.round(s * 1000)} ms`;

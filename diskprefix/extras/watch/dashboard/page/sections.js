@@ -112,8 +112,8 @@ function drawMeters(now) {
 }
 
 function meter(name, used, limit, note) {
-  const label = `${name}: ${bytes(used)} of ${bytes(limit)}`;
-  const head = make("p", {}, make("b", {}, name), make("span", {}, `${bytes(used)} of ${bytes(limit)}`));
+  const label = `${name}: ${part(used, limit)}`;
+  const head = make("p", {}, make("b", {}, name), make("span", {}, part(used, limit)));
   return make("div", { class: "meter" }, head, bar("meter", label, [["", used]], limit, used > 0.9 * limit ? "plain high" : "plain"), make("p", { class: "under" }, note));
 }
 
