@@ -27,6 +27,7 @@ from diskprefix.model.load.gguf_file import (
 )
 from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.gguf_rope import SCALING, scale_positions
+from diskprefix.model.load.gguf_splits import set_splits
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
@@ -51,10 +52,6 @@ _WIDTHS = {
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 """What the file says about experts, and transformers takes from its defaults for some architectures."""
-
-# Values of tokenizer.ggml.pre by how they cut text before BPE (llama.cpp, src/llama-vocab.cpp).
-_CUT_AS_GPT2 = frozenset({"default", "gpt-2", "gpt2", "mpt", "olmo", "jais", "trillion", "granite-docling"})
-_CUT_DIGITS_FIRST = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"})
 
 
 def enough_to_make(needs: ModelNeeds) -> None:
@@ -238,7 +235,7 @@ def _convert(
     check: Check,
 ) -> None:
     """Converts, and reports progress in per cent."""
-    from transformers import AutoConfig
+    from transformers import AutoConfig, AutoTokenizer
 
     from diskprefix.model.load.gguf_architectures import know_architectures
 
@@ -260,7 +257,10 @@ def _convert(
         _set_widths(config, header)
         scale_positions(config, header.values, tensors, report)
         advance(4)
-        _load_tokenizer(source, config, facts, report).save_pretrained(made)
+        tokenizer = AutoTokenizer.from_pretrained(source, config=config, gguf_file=_GGUF, trust_remote_code=False)
+        if facts["tokenizer"] == "gpt2":
+            set_splits(tokenizer, facts["pre"], report)
+        tokenizer.save_pretrained(made)
         advance(8)
         # It imports the code of all models.
         from diskprefix.model.quants.gguf_conversion import TensorwiseConversion
@@ -293,23 +293,6 @@ def _facts(header: GgufHeader) -> dict[str, Any]:
         "pre": header.values.get("tokenizer.ggml.pre"),
         "stop_ids": list(dict.fromkeys(int(stop) for stop in stops if stop is not None)),
     }
-
-
-def _load_tokenizer(source: Path, config: Any, facts: dict[str, Any], report: Report) -> Any:
-    from tokenizers import pre_tokenizers
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(source, config=config, gguf_file=_GGUF, trust_remote_code=False)
-    backend = tokenizer.backend_tokenizer
-    if facts["tokenizer"] != "gpt2" or not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
-        return tokenizer
-    # transformers uses GPT-2's rule for every pre-tokenizer that it does not know.
-    if facts["pre"] in _CUT_DIGITS_FIRST:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    elif facts["pre"] is not None and facts["pre"] not in _CUT_AS_GPT2:
-        report(f"warning: the tokenizer's rule {facts['pre']!r} is not known; some text may give other tokens")
-    return tokenizer
 
 
 @contextmanager

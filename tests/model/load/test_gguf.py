@@ -148,7 +148,7 @@ def test_a_terminal_shows_one_bar(
     assert "Loading weights" not in err
     assert "de-quantizing" not in err
     assert "Writing model" not in err
-    assert lines == [f"kept in {folder}"]
+    assert lines == ["converting tiny.gguf", f"kept in {folder}"]
 
 
 def cut(path: Path) -> None:
