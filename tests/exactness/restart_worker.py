@@ -2,8 +2,8 @@
 
 PLAN: {"folder": str, "dtype": "bfloat16", "requests": [{"seeds": [[seed, num_tokens], ...], "scope": "full"}, ...]},
 and "exact_at" and "block_size" where they are not those of `Runner` alone; "mixture" names a model of which experts and
-all else are in 4 bits. A prompt is its seeded parts, joined. A
-third number says how many tokens of a part are taken. OUT holds the next-token logits of every request as raw bytes,
+all else are in 4 bits, or a .gguf file. A prompt is its seeded parts, joined. A third number says how many tokens of a
+part are taken. OUT holds the next-token logits of every request as raw bytes,
 the greedy tokens, and how many tokens were restored.
 """
 
@@ -17,6 +17,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from diskprefix.model.load.loader import load_model
+from diskprefix.settings import Settings
 from tests.exactness.architectures import quantised_tiny_model
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
@@ -26,7 +28,10 @@ REPLY = 4
 def main(plan_file: str, out_file: str) -> None:
     plan = json.loads(Path(plan_file).read_text())
     mixture = plan.get("mixture")
-    model = quantised_tiny_model(mixture, "int4") if mixture else tiny_llama(getattr(torch, plan["dtype"]))
+    if mixture and mixture.endswith(".gguf"):
+        model = load_model(Settings(model=mixture, weights="auto"), lambda _line: None).model
+    else:
+        model = quantised_tiny_model(mixture, "int4") if mixture else tiny_llama(getattr(torch, plan["dtype"]))
     settings = tiny_settings(Path(plan["folder"]), block_size=plan.get("block_size", BLOCK))
     runner = Runner(model, settings, exact_at=plan.get("exact_at", "grid"))
     logits, greedy, restored = [], [], []
@@ -34,7 +39,7 @@ def main(plan_file: str, out_file: str) -> None:
         prompt = np.concatenate(
             [random_prompt(seed, length)[: sum(cut) or None] for seed, length, *cut in request["seeds"]]
         )
-        answer = runner.run(prompt, request["scope"], reply=REPLY)
+        answer = runner.run(prompt % model.config.vocab_size, request["scope"], reply=REPLY)
         logits.append(answer.logits.view(torch.uint8).numpy())
         greedy.append(answer.greedy)
         restored.append(answer.report.restored)
