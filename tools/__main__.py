@@ -33,7 +33,7 @@ NO_THREADS = {"OMP_NUM_THREADS": "1"}
 SECTIONS: dict[str, dict[str, Tool]] = {
     "Benchmarks": {
         "restart": Tool("programs.restart", "What a restart costs: cold, exact repeat, nearest prefix."),
-        "company": Tool("programs.company", "Several requests at once, overtaking, and a prompt sent again."),
+        "company": Tool("programs.company", "Several requests at once, overtaking, prompts beside replies."),
         "speculation": Tool("programs.speculation", "Decoding with guessed tokens, against without."),
         "peers": Tool("programs.peers", "The daemon beside transformers, llama.cpp and vLLM."),
         "shapes": Tool("programs.shapes", "Files of 7B to 30B beside llama.cpp, with random numbers."),

@@ -118,17 +118,13 @@ class Watch:
 
     def _line(self, phase: Phase) -> str:
         times = figures(phase)
-        last = phase.memory[-1]
+        last, slowest_s = phase.memory[-1], max((one.seconds for one in self.health), default=0.0)
         return (
             f"good {times['requests']}, first token {times['ttft_p50_ms']:.0f} ms, p99 {times['ttft_p99_ms']:.0f} ms, "
             f"{sum(phase.failures.values())} failed; bad {sum(kind.ends.total() for kind in self.kinds.values())}, "
-            f"{self.num_failed_answers} of 500; /health at most {self.slowest_health_s:.2f} s; "
+            f"{self.num_failed_answers} of 500; /health at most {slowest_s:.2f} s; "
             f"memory {last['own_mb']:.0f} MB, with files {last['resident_mb']:.0f} MB"
         )
-
-    @property
-    def slowest_health_s(self) -> float:
-        return max((health.seconds for health in self.health), default=0.0)
 
 
 def figures(phase: Phase) -> dict[str, Any]:

@@ -254,23 +254,12 @@ class LiveServer:
         """`prompt` is text or token ids."""
         return self._complete("/v1/completions", {"prompt": prompt}, max_tokens, scope)
 
-    def complete_within(self, prompt: Sequence[int], seconds: float, *, max_tokens: int, scope: str) -> Answer | None:
-        """Hangs up and returns None if nothing comes for `seconds`."""
-        timeout = httpx.Timeout(seconds, connect=5.0)
-        try:
-            return self._complete("/v1/completions", {"prompt": prompt}, max_tokens, scope, timeout)
-        except LiveServerError as error:
-            if isinstance(error.__cause__, httpx.ReadTimeout):
-                return None
-            raise
-
     def _complete(
         self,
         path: str,
         body: dict[str, Any],
         max_tokens: int,
         scope: str | None,
-        timeout: httpx.Timeout | None = None,
     ) -> Answer:
         body |= {"temperature": 0, "max_tokens": max_tokens, "stream": True}
         body["stream_options"] = {"include_usage": True}
@@ -279,7 +268,7 @@ class LiveServer:
         reading = _Reading()
         started = time.perf_counter()
         try:
-            with self._client.stream("POST", path, json=body, timeout=timeout or self._client.timeout) as response:
+            with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     response.read()
                     raise LiveServerError(f"the server answered {response.status_code}: {response.text[:300]}")

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import socket
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
+from types import SimpleNamespace
+
+_SAMPLE_S = 0.02
 
 
 def status_bytes(pid: int, *keys: str) -> int:
@@ -26,3 +31,22 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+@contextmanager
+def peak_of(num_bytes: Callable[[], int]) -> Iterator[SimpleNamespace]:
+    """Gives an object whose `peak_bytes` is the most that `num_bytes` returned so far. It is whole at the end."""
+    found, is_over = SimpleNamespace(peak_bytes=0), Event()
+
+    def watch() -> None:
+        while not is_over.wait(_SAMPLE_S):
+            found.peak_bytes = max(found.peak_bytes, num_bytes())
+
+    thread = Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield found
+    finally:
+        is_over.set()
+        thread.join()
+        found.peak_bytes = max(found.peak_bytes, num_bytes())

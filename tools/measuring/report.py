@@ -59,10 +59,6 @@ def at_most(what: str, figure: float, goal: float) -> dict[str, Any]:
     return verdict(what, f"{figure:,.2f}", f"≤ {goal:,.2f}", figure <= goal)
 
 
-def at_least(what: str, figure: float, goal: float) -> dict[str, Any]:
-    return verdict(what, f"{figure:,.2f}", f"≥ {goal:,.2f}", figure >= goal)
-
-
 def none_of(what: str, number: int) -> dict[str, Any]:
     return verdict(what, str(number), "0", number == 0)
 

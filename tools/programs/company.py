@@ -1,10 +1,9 @@
 """The company benchmark: several requests at once, against one after another.
 
-Four questions: how much more five requests get done together; how soon a short request gets its first token in the
-middle of a long prefill, and what that costs the long one; what a client pays that hangs up every second and sends
-the same prompt again; and how long a reply waits for its tokens while the prompt of another request is computed,
-against how much later the first token of that one comes, for several values of `--inter-token-latency`. Replies are
-compared with those of the same requests alone.
+Three questions: how much more five requests get done together; how soon a short request gets its first token in the
+middle of a long prefill, and what that costs the long one; and how long a reply waits for its tokens while the prompt
+of another request is computed, against how much later the first token of that one comes, for several values of
+`--inter-token-latency`. Replies are compared with those of the same requests alone.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ LONG, SHORT = 6000, 300
 BESIDE, DECODING_CONTEXT, DECODED = 4000, 512, 400
 """The tokens of a prompt that comes beside a reply; those before that reply, and its own at most."""
 LATENCIES = ("0", "50ms", "100ms", "200ms")
-HANG_UP_S = 1.0
 
 Prompt = Sequence[int]
 
@@ -100,24 +98,6 @@ class CompanyBench:
             "texts_equal": (overtaken.text, overtaking.text) == (long_alone.text, short_alone.text),
         }
 
-    def resend(self) -> dict[str, Any]:
-        """Measures a client that hangs up every second and sends the same again, until a token comes in time."""
-        prompt = self._fresh(LONG)
-        with step(self._console, f"{LONG} tokens, hanging up every {HANG_UP_S:.0f} s"):
-            cold = self._server.complete(prompt, max_tokens=8, scope="off")
-            began, num_tries, answer = time.perf_counter(), 0, None
-            while answer is None:
-                num_tries += 1
-                answer = self._server.complete_within(prompt, HANG_UP_S, max_tokens=8, scope="auto:30")
-            seconds = time.perf_counter() - began - (answer.total_s - answer.ttft_s)
-        return {
-            "cold_s": cold.ttft_s,
-            "tries": num_tries,
-            "seconds": seconds,
-            "ratio": seconds / cold.ttft_s,
-            "texts_equal": answer.text == cold.text,
-        }
-
     def beside(self) -> dict[str, Any]:
         """Measures a prompt that comes while another request decodes."""
         decoded, prompt = self._fresh(DECODING_CONTEXT), self._fresh(BESIDE)
@@ -161,7 +141,7 @@ def measure(workspace: Path, model: str, folder: Path, rounds: int, console: Con
     """Returns the report as JSON values. The server's log is `server.log` in `workspace`. Raises `LiveServerError`."""
     prompts = Prompts(AutoTokenizer.from_pretrained(folder))
     flags = ("--model", str(folder))
-    samples: dict[str, list[dict[str, Any]]] = {"together": [], "overtake": [], "resend": []}
+    samples: dict[str, list[dict[str, Any]]] = {"together": [], "overtake": []}
     log_path = workspace / "server.log"
     beside: dict[str, list[dict[str, Any]]] = {latency: [] for latency in LATENCIES}
     for latency, of_latency in beside.items():
@@ -179,7 +159,6 @@ def measure(workspace: Path, model: str, folder: Path, rounds: int, console: Con
             for context in CONTEXTS:
                 samples["together"] += [bench.together(context, is_cold=is_cold) for is_cold in (False, True)]
             samples["overtake"].append(bench.overtake())
-            samples["resend"].append(bench.resend())
     everything = [sample for of_kind in [*samples.values(), *beside.values()] for sample in of_kind]
     return {
         "benchmark": "company",
@@ -203,18 +182,13 @@ def show(report: dict[str, Any], console: Console) -> None:
             table.add_row(f"{context}, {'cold' if is_cold else 'in memory'}", *(f"{figure:.2f}" for figure in figures))
     console.print(table)
     console.print()
-    overtake, resend = samples["overtake"], samples["resend"]
+    overtake = samples["overtake"]
     say(
         console,
         f"{SHORT} tokens in the middle of a prefill of {LONG}: first token after {_median(overtake, 'short_s'):.2f} s "
         f"(alone {_median(overtake, 'short_alone_s'):.2f} s), {_median(overtake, 'share_of_what_is_left'):.3f} of what "
         f"is left; the long one is {_median(overtake, 'long_later_s'):.2f} s later, "
         f"{_median(overtake, 'later_by_own_cost'):.2f} of what the short one costs alone.",
-    )
-    say(
-        console,
-        f"{LONG} tokens sent again every {HANG_UP_S:.0f} s: {_median(resend, 'seconds'):.2f} s in "
-        f"{_median(resend, 'tries'):.0f} tries, {_median(resend, 'ratio'):.2f} of one prefill.",
     )
     title = f"a prompt of {BESIDE} tokens beside a reply, medians of {report['rounds']}"
     columns = ("between tokens, ms", "95th percentile, ms", "alone, ms", "first token, s", "alone, s", "ratio")
@@ -240,7 +214,7 @@ def _median(samples: Sequence[dict[str, Any]], name: str) -> float:
 @FOLDER
 @JSON
 def main(model: str, rounds: int, folder: Path | None, as_json: bool) -> None:
-    """Measure several requests at once: throughput, overtaking, and a prompt that is sent again.
+    """Measure several requests at once: throughput, overtaking, and a prompt beside a reply.
 
     Exits with 1 if a text differs from that of the same request alone.
     """

@@ -9,10 +9,8 @@ from __future__ import annotations
 import random
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,7 +23,7 @@ from tests.model import tiny
 from tools.measuring import page_cache
 from tools.measuring.live_server import Answer, LiveServer, step
 from tools.measuring.options import FOLDER, JSON
-from tools.measuring.processes import status_bytes
+from tools.measuring.processes import peak_of, status_bytes
 from tools.measuring.report import at_most, machine, new_table, none_of, print_report, show_machine, verdict_table
 from tools.measuring.workspace import measuring
 
@@ -38,20 +36,10 @@ CASES = {32_000: (7, 16), 128_000: (2, 4)}
 """The tokens of a prompt; the layers and the heads, of 128 numbers each, of its random model."""
 
 
-@contextmanager
-def watched(pid: int) -> Iterator[SimpleNamespace]:
-    """Gives the most memory that a process has, without pages of files, above what it has now. Whole at the end."""
-    found, before, is_over = SimpleNamespace(peak_bytes=0), status_bytes(pid, "RssAnon"), Event()
-
-    def watch() -> None:
-        while not is_over.wait(0.02):
-            found.peak_bytes = max(found.peak_bytes, status_bytes(pid, "RssAnon") - before)
-
-    thread = Thread(target=watch, daemon=True)
-    thread.start()
-    yield found
-    is_over.set()
-    thread.join()
+def watched(pid: int) -> AbstractContextManager[SimpleNamespace]:
+    """Watches the memory that a process has, without pages of files, above what it has now."""
+    before = status_bytes(pid, "RssAnon")
+    return peak_of(lambda: status_bytes(pid, "RssAnon") - before)
 
 
 def measure(workspace: Path, model: str | None, tokens: int, console: Console, *, compares: bool) -> dict[str, Any]:

@@ -4,24 +4,21 @@
     tools/bench peers --results peers.json --peer llama.cpp --rounds 1      # a part of it; the file has them all
     tools/bench peers --results peers.json --size 64 --size 4000            # without the prompts that take minutes
 
-Every figure is the client's. A program is alone on the machine while it is measured; a product of matrices and a copy
-are timed before each, which says how even the machine was.
+Every figure is the client's. A program is alone on the machine while it is measured.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
-import torch
 from rich.console import Console
 
 from diskprefix.progress import Report
@@ -29,12 +26,12 @@ from tools.measuring.installing import NotInstalled
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON, MODELS
 from tools.measuring.prompts import WORDS, extended, prompt_text
-from tools.measuring.report import machine, new_table, print_report, say, show_machine
+from tools.measuring.report import new_table, print_report, say, show_machine
 from tools.measuring.workspace import model_folder
 from tools.models import real
 from tools.peers.known import PEERS, Model
 from tools.peers.peer import Peer, PeerError, rate_together
-from tools.peers.results import MACHINE, Figure, Results, order, shown
+from tools.peers.results import Figure, Results, order, shown
 
 REPLY_TOKENS = {64: 64, 4000: 64, 16000: 16}
 """By the size of the prompt: after a long one, a token takes long."""
@@ -43,8 +40,6 @@ TOGETHER_SIZES = (64, 4000)
 RESTART_SIZE = 4000
 NUM_TOGETHER = 5
 _ROOM = 256
-_PROBE_SIZE = 2048
-_PROBE_REPEATS = 5
 
 TITLES = {
     "ready_s": "ready, s",
@@ -54,8 +49,6 @@ TITLES = {
     "together": f"{NUM_TOGETHER} at once, tokens/s",
     "exact_s": "restart, same prompt, s",
     "next_s": "restart, next turn, s",
-    "bf16_gflops": "product in bf16, GFLOPS",
-    "copy_gb_s": "copy, GB/s",
 }
 
 
@@ -104,27 +97,6 @@ def _restarted(peer: Peer, size: int, round_: int) -> Iterator[Figure]:
             yield Figure(case, size, peer.ask([prompt], 2)[0].ttft_s)
 
 
-def probe() -> list[Figure]:
-    """Returns the speed of the machine at this moment: products of bf16 matrices, and copies between warm buffers."""
-    weights = torch.ones(_PROBE_SIZE, _PROBE_SIZE, dtype=torch.bfloat16)
-    target = torch.empty_like(weights)
-    product_s, copy_s = _seconds(lambda: weights @ weights), _seconds(lambda: target.copy_(weights))
-    num_bytes = 2 * weights.numel() * weights.itemsize
-    return [
-        Figure("bf16_gflops", 0, 2 * _PROBE_SIZE**3 / product_s / 1e9),
-        Figure("copy_gb_s", 0, num_bytes / copy_s / 1e9),
-    ]
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    times = []
-    for _ in range(_PROBE_REPEATS):
-        began = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
 def measure(
     model: Model,
     sizes: Sequence[int],
@@ -144,7 +116,6 @@ def measure(
                 step(console, f"{model.name}, round {round_ + 1} of {rounds}: {name}") as note,
                 TemporaryDirectory(prefix="diskprefix-peers-", dir=folder) as workspace,
             ):
-                results.add(model.name, MACHINE, round_, probe())
                 try:
                     figures = list(told(measured(PEERS[name](model, Path(workspace), note), sizes, round_), note))
                 except (PeerError, NotInstalled) as error:
@@ -233,7 +204,6 @@ def main(
     stopped goes on with `--results`. Nothing else should run on the machine. Exits with 1 if a peer was left out.
     """
     progress = Console(stderr=True)
-    torch.set_num_threads(machine()["cpus"])
     found = Results(results)
     wanted = sorted(map(int, sizes)) or list(REPLY_TOKENS)
     failed = [

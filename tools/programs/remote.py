@@ -35,19 +35,6 @@ SHARE_DEADLINE_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One request of a prompt that the daemon had not on its disk (`tier` cold or remote), or had (disk)."""
-
-    network: str
-    tier: str
-    tokens: int
-    restored: int
-    ttft_ms: float
-    restore_ms: float
-    num_bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
 class FaultResult:
     """Requests while one fault held. `wrong`: answers that differ from those without the tier."""
 
@@ -94,7 +81,8 @@ def share(one: LiveServer, prompt: str) -> Answer:
 
 def tiers(
     one: LiveServer, other: LiveServer, server: ObjectServer, sizes: Sequence[int], runs: int, console: Console
-) -> Iterator[Sample]:
+) -> Iterator[dict[str, Any]]:
+    """Yields samples of prompts that a daemon had not on its disk (`tier` cold or remote), or had (disk)."""
     bytes_per_token = one.cache_stats()["bytes_per_token"]
     for run in range(runs):
         for number, (network, (latency_s, bytes_per_s)) in enumerate(NETWORKS.items()):
@@ -113,17 +101,10 @@ def tiers(
                     yield _sample(network, "cold", tokens, first, bytes_per_token)
 
 
-def _sample(network: str, tier: str, tokens: int, answer: Answer, bytes_per_token: int) -> Sample:
-    times = answer.times_ms
-    return Sample(
-        network=network,
-        tier=tier,
-        tokens=tokens,
-        restored=answer.restored,
-        ttft_ms=times["ttft_ms"],
-        restore_ms=times["restore_ms"],
-        num_bytes=answer.restored * bytes_per_token,
-    )
+def _sample(network: str, tier: str, tokens: int, answer: Answer, bytes_per_token: int) -> dict[str, Any]:
+    times = {name: answer.times_ms[name] for name in ("ttft_ms", "restore_ms")}
+    restored = {"restored": answer.restored, "num_bytes": answer.restored * bytes_per_token}
+    return {"network": network, "tier": tier, "tokens": tokens} | restored | times
 
 
 def faults(
@@ -212,20 +193,20 @@ def _show(report: dict[str, Any], console: Console) -> None:
     console.print(table)
 
 
-def _by_tier(samples: Sequence[Sample]) -> Iterator[dict[str, Any]]:
+def _by_tier(samples: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for network in NETWORKS:
-        for tokens in sorted({sample.tokens for sample in samples}):
+        for tokens in sorted({sample["tokens"] for sample in samples}):
             for tier in ("cold", "remote", "disk"):
-                some = [s for s in samples if (s.network, s.tokens, s.tier) == (network, tokens, tier)]
-                restore_ms = median(s.restore_ms for s in some)
+                some = [s for s in samples if (s["network"], s["tokens"], s["tier"]) == (network, tokens, tier)]
+                restore_ms = median(s["restore_ms"] for s in some)
                 yield {
                     "network": network,
                     "tokens": tokens,
                     "tier": tier,
-                    "ttft_ms": median(s.ttft_ms for s in some),
+                    "ttft_ms": median(s["ttft_ms"] for s in some),
                     "restore_ms": restore_ms,
-                    "restored": some[0].restored,
-                    "mb_s": some[0].num_bytes / 1e3 / restore_ms if restore_ms else 0.0,
+                    "restored": some[0]["restored"],
+                    "mb_s": some[0]["num_bytes"] / 1e3 / restore_ms if restore_ms else 0.0,
                 }
 
 
@@ -259,7 +240,7 @@ def main(runs: int, tokens: tuple[int, ...], requests: int, gone: float, folder:
         "machine": machine(),
         "tiers": list(_by_tier(samples)),
         "faults": [asdict(one) for one in found],
-        "samples": [asdict(sample) for sample in samples],
+        "samples": samples,
     }
     print_report(report, as_json, _show)
     if any(one.wrong for one in found):

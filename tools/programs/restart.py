@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoTokenizer
 
-from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step
+from tools.measuring.live_server import LiveServer, LiveServerError, step
 from tools.measuring.options import FOLDER, JSON, MODEL, codec_option, runs_option
 from tools.measuring.prompts import NEW_TOKENS, Prompts
 from tools.measuring.report import machine, median, new_table, print_report, say, short, show_machine
@@ -38,29 +37,12 @@ COLD_OF = {"cold_off": "cold", "exact": "cold", "nearest": "nearest_off"}
 """The case whose texts a case must have."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One request. Times in milliseconds, as `Answer.times_ms`."""
-
-    case: str
-    tokens: int
-    run: int
-    prompt_tokens: int
-    restored: int
-    text: str
-    ttft_ms: float
-    server_ttft_ms: float
-    lookup_ms: float
-    restore_ms: float
-    prefill_ms: float
-    total_ms: float
-
-
 class RestartBench:
     """Collects samples from one server that is killed and started again and again."""
 
     def __init__(self, server: LiveServer, prompts: Prompts, console: Console, runs: int) -> None:
-        self.samples: list[Sample] = []
+        self.samples: list[dict[str, Any]] = []
+        """One of each request. Times are those of `Answer.times_ms`."""
         self.startups: list[dict[str, float]] = []
         self.bytes_per_token = 0
         self._server = server
@@ -109,19 +91,8 @@ class RestartBench:
             raise LiveServerError(f"a prompt of {len(prompt)} tokens became {answer.prompt_tokens}")
         if bool(answer.restored) != (case in ("exact", "nearest")):
             raise LiveServerError(f"{case} of {tokens} tokens restored {answer.restored}: {answer.cache}")
-        self.samples.append(_sample(case, tokens, run, answer))
-
-
-def _sample(case: str, tokens: int, run: int, answer: Answer) -> Sample:
-    return Sample(
-        case=case,
-        tokens=tokens,
-        run=run,
-        prompt_tokens=answer.prompt_tokens,
-        restored=answer.restored,
-        text=answer.text,
-        **answer.times_ms,
-    )
+        sample = {"case": case, "tokens": tokens, "run": run, "prompt_tokens": answer.prompt_tokens}
+        self.samples.append(sample | {"restored": answer.restored, "text": answer.text} | answer.times_ms)
 
 
 def measure(
@@ -149,19 +120,20 @@ def measure(
         "prompts": [_prompt_report(bench, tokens) for tokens in sizes],
         "save_cost_percent": _save_cost_percent(bench.samples),
         "startup_s": {name: median(start[name] for start in bench.startups) for name in bench.startups[0]},
-        "samples": [asdict(sample) for sample in bench.samples],
+        "samples": bench.samples,
     }
 
 
-def texts_equal(samples: Sequence[Sample]) -> bool:
-    texts = {(one.case, one.tokens, one.run): one.text for one in samples}
+def texts_equal(samples: Sequence[dict[str, Any]]) -> bool:
+    texts = {(one["case"], one["tokens"], one["run"]): one["text"] for one in samples}
     return all(
         text == texts[COLD_OF[case], tokens, run] for (case, tokens, run), text in texts.items() if case in COLD_OF
     )
 
 
 def _prompt_report(bench: RestartBench, tokens: int) -> dict[str, Any]:
-    cases = {case: _case_report([s for s in bench.samples if (s.case, s.tokens) == (case, tokens)]) for case in CASES}
+    of_size = [sample for sample in bench.samples if sample["tokens"] == tokens]
+    cases = {case: _case_report([sample for sample in of_size if sample["case"] == case]) for case in CASES}
     num_bytes = tokens * bench.bytes_per_token
     restore_gb_s = num_bytes / cases["exact"]["restore_ms"] / 1e6
     return {
@@ -171,22 +143,24 @@ def _prompt_report(bench: RestartBench, tokens: int) -> dict[str, Any]:
         "nearest_ratio": round(cases["cold"]["ttft_ms"] / cases["nearest"]["ttft_ms"], 1),
         "restored_bytes": num_bytes,
         "restore_gb_s": round(restore_gb_s, 2),
-        "save_cost_percent": _save_cost_percent([s for s in bench.samples if s.tokens == tokens]),
+        "save_cost_percent": _save_cost_percent(of_size),
     }
 
 
-def _case_report(samples: Sequence[Sample]) -> dict[str, float]:
-    medians = {name: median(getattr(sample, name) for sample in samples) for name in TIMES}
-    return medians | {"prompt_tokens": samples[0].prompt_tokens, "restored": samples[0].restored}
+def _case_report(samples: Sequence[dict[str, Any]]) -> dict[str, float]:
+    medians = {name: median(sample[name] for sample in samples) for name in TIMES}
+    return medians | {name: samples[0][name] for name in ("prompt_tokens", "restored")}
 
 
-def _save_cost_percent(samples: Sequence[Sample]) -> float:
+def _save_cost_percent(samples: Sequence[dict[str, Any]]) -> float:
     """Returns how much longer the first token took with saving than without, in percent.
 
     The first of two equal requests is some percent slower or faster, so the medians of both orders are averaged.
     """
-    with_saving = {(s.tokens, s.run): s.ttft_ms for s in samples if s.case == "cold"}
-    without = {(s.tokens, s.run): s.ttft_ms for s in samples if s.case == "cold_off"}
+    with_saving, without = (
+        {(sample["tokens"], sample["run"]): sample["ttft_ms"] for sample in samples if sample["case"] == case}
+        for case in ("cold", "cold_off")
+    )
     percents: dict[bool, list[float]] = {}
     for tokens, run in with_saving:
         percent = (with_saving[tokens, run] / without[tokens, run] - 1) * 100

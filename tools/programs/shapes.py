@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from threading import Event, Thread, Timer
+from threading import Event, Timer
 from typing import Any
 
 import click
@@ -27,7 +27,7 @@ from tools.measuring import page_cache
 from tools.measuring.installing import NotInstalled
 from tools.measuring.live_server import step
 from tools.measuring.options import FOLDER, JSON
-from tools.measuring.processes import disk_bytes, status_bytes
+from tools.measuring.processes import disk_bytes, peak_of, status_bytes
 from tools.measuring.prompts import WORDS, extended, prompt_text
 from tools.measuring.report import new_table, print_report, show_machine
 from tools.models import real
@@ -45,7 +45,6 @@ FIRST_TOKENS = 4
 NUM_TOGETHER = 5
 LIMIT_S = 1800
 TOKENIZER = "qwen2.5-coder-0.5b"
-_SAMPLE_S = 0.05
 _ROOM = 512
 _GIB = 2**30
 
@@ -66,33 +65,11 @@ TITLES = {
 }
 
 
-class MemoryWatch:
-    """Watches the resident memory of a process and its children, pages of files included."""
-
-    def __init__(self, process: Process) -> None:
-        self.peak_bytes = 0
-        self._process = process
-        self._is_over = Event()
-        self._thread = Thread(target=self._watch, daemon=True)
-
-    def __enter__(self) -> MemoryWatch:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-        self._sample()
-
-    def _watch(self) -> None:
-        while not self._is_over.wait(_SAMPLE_S):
-            self._sample()
-
-    def _sample(self) -> None:
-        # VmHWM is the peak of one process, also between two samples.
-        pids = self._process.pids()
-        highest = max((status_bytes(pid, "VmHWM") for pid in pids), default=0)
-        self.peak_bytes = max(self.peak_bytes, highest, sum(status_bytes(pid, "VmRSS") for pid in pids))
+def _highest_bytes(process: Process) -> int:
+    """Returns the resident memory of a process and its children, pages of files included."""
+    # VmHWM is the peak of one process, also between two samples.
+    pids = process.pids()
+    return max(sum(status_bytes(pid, "VmRSS") for pid in pids), *(status_bytes(pid, "VmHWM") for pid in pids), 0)
 
 
 @contextmanager
@@ -121,7 +98,7 @@ def measured(peer: Peer, kept: Path, sizes: Sequence[int], limit_s: float) -> It
     answers: dict[int, str] = {}
     try:
         yield from _starts(peer, kept, limit_s)
-        with MemoryWatch(peer.process) as memory:
+        with peak_of(partial(_highest_bytes, peer.process)) as memory:
             for size in sizes:
                 answers[size] = yield from _alone(peer, size, limit_s)
             yield from _together(peer, min(sizes), limit_s)
@@ -135,7 +112,7 @@ def measured(peer: Peer, kept: Path, sizes: Sequence[int], limit_s: float) -> It
 
 
 def _starts(peer: Peer, kept: Path, limit_s: float) -> Iterator[Figure]:
-    with limited(peer, limit_s, "first start"), MemoryWatch(peer.process) as memory:
+    with limited(peer, limit_s, "first start"), peak_of(partial(_highest_bytes, peer.process)) as memory:
         seconds = peer.start()
     yield Figure("first_s", 0, seconds)
     yield Figure("peak_gib", 0, memory.peak_bytes / _GIB)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.gguf import require_disk
 from diskprefix.progress import Report
-from tools.shapes.room import require_room
 
 _CONTEXT = 32_768
 _HEADER_BYTES = 8 << 20
@@ -64,7 +64,7 @@ def write_folder(
     vocabulary = -(-len(loaded) // 64) * 64
     model = _fitting(shape, vocabulary, scale, layers)
     total = sum(2 * parameter.numel() for parameter in model.parameters())
-    require_room(folder.parent, total)
+    require_disk(folder.parent, total)
     work = folder.with_suffix(".partial")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()

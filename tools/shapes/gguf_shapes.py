@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from diskprefix.errors import ModelError
+from diskprefix.model.load.gguf import require_disk
 from diskprefix.progress import Report
 from tools.shapes.random_blocks import num_bytes, random_blocks
-from tools.shapes.room import require_room
 
 _WIDTHS = 256
 """Scaled widths are multiples of this, the block of the K quants."""
@@ -187,7 +187,7 @@ def write_gguf(shape: GgufShape, tokenizer: Path, file: Path, report: Report, se
     vocabulary = len(fields["tokenizer.ggml.tokens"].data)
     tensors = shape.tensors(vocabulary)
     total = sum(tensor.num_bytes for tensor in tensors)
-    require_room(file.parent, total)
+    require_disk(file.parent, total)
     layers = len({tensor.name.split(".")[1] for tensor in tensors if tensor.name.startswith("blk.")})
     work = file.with_suffix(".partial")
     writer = GGUFWriter(work, shape.architecture)
