@@ -68,6 +68,12 @@ def test_the_longest_reasons_fit_into_a_small_terminal() -> None:
     assert len(lines[1].rstrip()) <= 76
 
 
+def test_the_few_tokens_that_all_prompts_begin_with_make_no_request_warm() -> None:
+    few, half = ended(restored=24), ended(restored=500)
+    assert "200 ms cold, – restored" in said(live.figures(state(), [few], 76))
+    assert "first token – cold, 200 ms restored" in said(live.figures(state(), [half], 76))
+
+
 def test_the_figures_compare_cold_with_restored() -> None:
     text = said(live.figures(state(), [ended(1), ended(2, restored=0), ended(3)], 76))
     assert "compute saved 90.0 s today, 2.0 h in all · restored 60.0%" in text
