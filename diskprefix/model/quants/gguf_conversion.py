@@ -33,7 +33,6 @@ from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.file_matrix import FileMatrix, numbered, numbers_in, save_matrices
 from diskprefix.model.quants.forms import quantised
-from diskprefix.model.quants.gguf_experts import PROCESSORS
 from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.parameter_stream import TensorOnRequest, name_of_loaded, taking_parameters
 from diskprefix.model.quants.quantised import (
@@ -211,7 +210,7 @@ class TensorwiseConversion:
         """Returns a tensor for each parameter, as the mapping of `load_gguf_checkpoint` has them."""
         config = legacy.load_gguf_checkpoint(file)["config"]
         architecture = legacy.read_field(gguf.GGUFReader(file), "general.architecture")[0]
-        processor = PROCESSORS.get(architecture, legacy.TensorProcessor)(config=config)
+        processor = legacy.TENSOR_PROCESSORS.get(architecture, legacy.TensorProcessor)(config=config)
         names = legacy.get_gguf_hf_weights_map(model, processor)
         sources: dict[str, list[FileTensor]] = defaultdict(list)
         unchanged = set()
