@@ -70,7 +70,7 @@ class ExpertQuants:
         """Returns the weights, bfloat16 [experts, columns, rows], as gpt-oss has them. All are exact."""
         numbers, found = torch.tensor(self.form.numbers), torch.empty(self.outline.mT.shape, dtype=torch.bfloat16)
         for expert, (blocks, scales) in enumerate(zip(self.blocks, self.scales, strict=True)):
-            weights = torch.ldexp(numbers[_digits(blocks).int()], scales.unsqueeze(-1).int() - 128)
+            weights = torch.ldexp(numbers[halves_of(blocks).int()], scales.unsqueeze(-1).int() - 128)
             found[expert] = weights.flatten(-2)
         return found.mT
 
@@ -82,7 +82,7 @@ class ExpertQuants:
         out = torch.empty(len(self.blocks), *self.form.packed_shape(rows, columns), dtype=torch.uint8)
         for blocks, scales, to in zip(self.blocks, self.scales, out, strict=True):
             # A byte of a .gguf file has codes that are half a block apart.
-            low, high = _digits(blocks).chunk(2, dim=-1)
+            low, high = halves_of(blocks).chunk(2, dim=-1)
             content = torch.cat([scales.unsqueeze(-1), low | high << 4], dim=-1)
             pack(compiled, _MXFP4, content.flatten(1), None, to)
         return out
@@ -91,7 +91,7 @@ class ExpertQuants:
 ExactQuants: TypeAlias = Quants | SignedQuants | ExpertQuants
 
 
-def _digits(content: torch.Tensor) -> torch.Tensor:
+def halves_of(content: torch.Tensor) -> torch.Tensor:
     """Returns the two halves of each byte, the lower one first, uint8 [.., 2 × bytes]."""
     return torch.stack([content & 15, content >> 4], dim=-1).flatten(-2)
 

@@ -19,7 +19,7 @@ import torch
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.stored_tensors import StoredTensor
-from diskprefix.model.quants.exact_quants import ExactQuants, ExpertQuants, exact_quants
+from diskprefix.model.quants.exact_quants import ExactQuants, ExpertQuants, exact_quants, halves_of
 from diskprefix.native import COLUMNS
 from diskprefix.native.library import operators
 
@@ -58,7 +58,7 @@ class MatrixLayout:
 def _nibbles(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Returns the codes, uint8, that the last dimension of int32 words holds from the lowest bits up."""
     content = packed.contiguous().view(torch.uint8)
-    return content if bits == 8 else torch.stack([content & 15, content >> 4], dim=-1).flatten(-2)
+    return content if bits == 8 else halves_of(content)
 
 
 def _gptq_bits(parts: Parts) -> int:

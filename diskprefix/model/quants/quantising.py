@@ -16,6 +16,7 @@ from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Check, needs_of_checkpoint, read_config
 from diskprefix.model.load.gguf import SUFFIXES, build_once, enough_to_make, require_disk
+from diskprefix.model.load.gguf_file import file_stamp
 from diskprefix.model.load.stored_tensors import stored_tensors
 from diskprefix.model.quants.published import PublishedWeights, Source, published_weights, settings_of
 from diskprefix.model.quants.quantised import (
@@ -115,7 +116,7 @@ def _quantise(
         what = f"packing the {published.name} weights of {folder.name}"
     check(needs)
     require_disk(made.parent, needs.disk_bytes)
-    before = [_stamp(file) for file in files]
+    before = [file_stamp(file) for file in files]
     sources: dict[str, Source] = {name: tensor.read for name, tensor in stored.items()}
     if published is not None:
         sources = published.sources(stored, 4 if weights == "int4" else 8)
@@ -124,7 +125,7 @@ def _quantise(
         model = StreamedQuantising(sources, weights, made, lambda done: advance(min(done, total))).run(
             *kind.model_class(plain)
         )
-    if [_stamp(file) for file in files] != before:
+    if [file_stamp(file) for file in files] != before:
         raise ModelError(f"the weights in {folder} were changed while they were read; start again")
     model.generation_config = generation_config_of(folder) or model.generation_config
     save_configurations(model, made)
@@ -136,12 +137,6 @@ def _without_quants(config: PreTrainedConfig) -> PreTrainedConfig:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     return found
-
-
-def _stamp(file: Path) -> tuple[int, int, int]:
-    """Returns what changes when a file is written or replaced."""
-    found = file.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def generation_config_of(folder: Path) -> GenerationConfig | None:
