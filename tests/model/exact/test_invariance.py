@@ -363,8 +363,13 @@ def functions_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
         ("deepseek_v3", functions_as_they_are),
     ],
 )
-def test_without_a_protection_it_is_not_exact(name: str, remove: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_large", [False, True], ids=["steps of small models", "steps of large models"])
+def test_without_a_protection_it_is_not_exact(
+    name: str, remove: Any, is_large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(library, "_chosen", "torch")
+    if is_large:
+        monkeypatch.setattr(invariance, "_LARGE_BYTES", 0)
     assert verdict(name)[0] == "token"
     remove(monkeypatch)
     assert verdict(name)[0] == "grid"
