@@ -241,7 +241,7 @@ class KVArena:
         valid = max(layer.length for layer in self.token_layers)
         capacity = self._affordable_capacity(num_tokens, valid)
         if not valid:
-            self._release()
+            self.free()
         grown = self._allocate(num_tokens, capacity, valid)
         for memory, tensor in zip(self.memory, grown, strict=True):
             memory.replace(tensor)
@@ -341,7 +341,9 @@ class KVArena:
             layer.set_has_state(False)
         return states
 
-    def _release(self) -> None:
+    def free(self) -> None:
+        """Frees the memory of per-token tensors at once. That of an arena that is only dropped stays for a while: its
+        layers refer to it."""
         self.capacity = 0
         for memory in self.memory:
             memory.release()

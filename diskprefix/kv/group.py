@@ -86,7 +86,7 @@ class GroupMemory:
 
     def release(self) -> None:
         """Frees the memory."""
-        self._rows = None
+        self._rows = self._mark = None
         shape = (len(self.group.specs), 1, self.group.heads, 0, self.group.head_dim)
         self.tensor = torch.empty(shape, dtype=self.group.dtype, device=self._device)
 

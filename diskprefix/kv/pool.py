@@ -204,10 +204,10 @@ class KVPool:
         not stay in memory that is kept for others."""
         now = time.monotonic()
         gone = [one for one in self._idle if one.expires_at <= now or is_gone(one.owner)]
-        for allocation in gone:
-            self._removed(allocation)
         if gone:
-            self._spare.clear()
+            self._spare += [self._removed(allocation) for allocation in gone]
+            while self._spare:
+                self._spare.pop().free()
 
     def stats(self) -> dict[str, int]:
         """Returns sizes in bytes, numbers of sequences, and the tokens of those that ended."""
@@ -291,11 +291,11 @@ class KVPool:
     def _free_something(self) -> bool:
         """Gives memory back: spare memory first, then that of the sequence that ended longest ago."""
         if self._spare:
-            self._spare.pop()
+            self._spare.pop().free()
             return True
         if not (idle := self._idle):
             return False
-        self._removed(min(idle, key=lambda one: one.used_at))
+        self._removed(min(idle, key=lambda one: one.used_at)).free()
         return True
 
     def _removed(self, allocation: KVAllocation) -> KVArena:
