@@ -240,12 +240,13 @@ class Break(NamedTuple):
 class Selection:
     """The policy's decision on what to keep of one prompt. All positions and lengths are in tokens.
 
-    `selected` is the policy's boundary; `aligned` is up to where state is kept for it: the same position where prompts
-    restore to the token, elsewhere the grid point at or below it. `keep_tail`: `selected` is the whole prompt, so its
-    last tokens and its next-token logits are kept too and an exact repeat runs no forward; `aligned` may then be 0.
+    `selected` is the policy's boundary; `aligned` is up to where state is kept for it: the same position if the model
+    is exact at every token, elsewhere the grid point at or below it. `keep_tail`: `selected` is the whole prompt, so
+    its last tokens and its next-token logits are kept too and an exact repeat runs no forward; `aligned` may then be 0.
     `keeps_reply`: the prompt is kept to its end, or to its last boundary because it is expected to go on from there, so
-    the state of its reply is kept with it where that is exact. `checkpoints` are the grid points, ascending, at which
-    state that cannot be cut is kept; `votes` the votes of the window for each, where it was asked. `common` is the
+    the state of its reply is kept with it where that is exact. `checkpoints` are the positions, ascending, at which
+    state that cannot be cut is kept; `votes` the votes of the window for each, where it was asked. `anchors` are
+    positions whose checkpoints are not dropped for those of later turns: other prompts may need them. `common` is the
     longest prefix shared with one of the `recent` prompts looked at, `seen` the longest whose blocks were seen before.
     `window` (the most prompts that would have been looked at) and `safe` (the last safe boundary in what was seen) are
     0 unless the scope is auto; `price` (of a checkpoint, in tokens) unless it places checkpoints. `lost` is what this
@@ -262,6 +263,7 @@ class Selection:
     keeps_reply: bool = False
     checkpoints: tuple[int, ...] = ()
     votes: tuple[int, ...] = ()
+    anchors: tuple[int, ...] = ()
     window: int = 0
     recent: int = 0
     common: int = 0

@@ -192,6 +192,7 @@ class Runner:
                     start=restored.num_tokens,
                     block_size=self.settings.block_size,
                     after_step=cached.after_step,
+                    stops=self._stops(cached),
                 )
             cached.publish(self.arena, logits, 0.0)
             greedy = self._decode(cached, logits, reply)
@@ -218,13 +219,18 @@ class Runner:
             self.arena.truncate(0)
             self.arena.reserve(len(prompt.token_ids))
             start, block_size = cached.restore(self.arena).num_tokens, self.settings.block_size
+            stops = self._stops(cached)
             try:
                 prefill(
-                    self.model, self.arena, prompt.token_ids, start=start, block_size=block_size, after_step=after_step
-                )
+                    *(self.model, self.arena, prompt.token_ids),
+                    start=start, block_size=block_size, after_step=after_step, stops=stops,
+                )  # fmt: skip
             except Gone:
                 cached.leave(self.arena)
         return cached.close()
+
+    def _stops(self, cached: CachedRequest) -> tuple[int, ...]:
+        return tuple(at for at in cached.selection.checkpoints if at < len(cached.prompt.token_ids))
 
     def _decode(self, cached: CachedRequest, logits: torch.Tensor, count: int) -> list[int]:
         tokens = [int(logits.argmax())] if count else []

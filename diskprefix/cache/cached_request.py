@@ -14,6 +14,7 @@ import torch
 
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.matching import Restored
+from diskprefix.cache.policy.select import AT_ANY_TOKEN
 from diskprefix.cache.restoration import Restoration
 from diskprefix.cache.saving import Saver
 from diskprefix.cache.tiers.nodes import PromptNodes
@@ -133,7 +134,7 @@ class CachedRequest:
         self._saver.begin(restored)
         if self._bypass is None:
             self._saver.selection = selection = self._context.choose(self.nodes, restored)
-            self._publisher.reason = selection.reason
+            self._publisher.selection = selection
             self._broken = self._context.find_break(restored, selection)
         if restored.num_tokens:
             self._miss_reason = None
@@ -191,7 +192,7 @@ class CachedRequest:
         """Queues the part of the reply that is kept. `token_ids` are the prompt and the tokens of the reply that are in
         the arena.
 
-        If prompts restore to the token, the reply is kept with its prompt. Otherwise the blocks that decoding completed
+        If the model is exact at every token, the reply is kept with its prompt. Else the blocks that decoding completed
         are kept as generated ones if the request reuses replies, with the blocks that they continue, even if the scope
         keeps less of the prompt.
         """
@@ -201,7 +202,7 @@ class CachedRequest:
             return
         nodes = self._context.nodes_of(token_ids)
         with self._guarded("the reply is not saved"):
-            if self.cache.layout.state_kind == "token":
+            if self.cache.layout.state_kind in AT_ANY_TOKEN:
                 is_wanted = self._saver.publish_exact_reply(arena, nodes)
             else:
                 is_wanted = self._saver.keeps_generated and self._saver.publish_generated(arena, nodes)

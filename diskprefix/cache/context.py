@@ -52,11 +52,13 @@ class RequestContext:
     def choose(self, nodes: PromptNodes, restored: Restored) -> Selection:
         """Returns the part of the prompt to keep, by the policy and by the measured speeds. For the engine thread."""
         cache = self.cache
-        rules = Rules.of(cache.settings, cache.layout.state_kind)
+        rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
         args = (self.prompt, self.options, nodes.block_names, restored.stored_tokens)
         selection = choose_kept(self.namespace.seen, rules, *args)
-        if self.goes_on:
-            selection = replace(selection, keep_tail=False)
+        if self.goes_on and selection.keep_tail:
+            # Of the tail only the states are kept, as a checkpoint.
+            points = (*selection.checkpoints, selection.aligned) if cache.layout.states else ()
+            selection = replace(selection, keep_tail=False, checkpoints=points, votes=())
         if selection.kept and not cache.cost_model.allows(selection.kept, use="save"):
             return selection.keeping_nothing("faster_to_compute")
         return selection

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from diskprefix.cache.policy.select import StateKind
+from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS, StateKind
 from diskprefix.cache.tiers.nodes import Node, PartialMatch, PromptNodes
 from diskprefix.cache.tiers.tier import NodeIndex
 from diskprefix.nouns import Refused, StateSource
@@ -69,14 +69,16 @@ class Matcher(Generic[_Index]):
     tail: Node | None = None
     partial_match: PartialMatch | None = None
     """Where prompts restore to the token: the node behind `blocks` that shares most of the prompt's tokens."""
-    checkpoints: dict[int, Node | None] = field(default_factory=dict)
-    """By position. None where none is stored."""
     found_in: dict[bytes, _Index] = field(default_factory=dict)
     """The index of each node that was found, by the node's name."""
 
     @property
     def deepest(self) -> Node | None:
         return self.tail or (self.blocks[-1] if self.blocks else None)
+
+    @property
+    def _is_exact(self) -> bool:
+        return self.state in AT_ANY_TOKEN
 
     def match(self) -> None:
         """Finds the longest chain of stored nodes that the prompt starts with."""
@@ -98,8 +100,7 @@ class Matcher(Generic[_Index]):
 
     def drop(self, node: Node) -> None:
         """Drops a node that is damaged, and what continues it."""
-        if node.kind == Kind.CHECKPOINT:
-            self.checkpoints[node.position] = None
+        if node.kind == Kind.CHECKPOINT or (node.kind == Kind.TAIL and node != self.tail):
             return
         self.tail = None
         self.blocks = [block for block in self.blocks if block.end <= node.position]
@@ -119,11 +120,12 @@ class Matcher(Generic[_Index]):
         if self.state == "token" and (part := self._part(len(blocks), end)) is not None:
             node, end = part
             return ([*blocks, node], end) if end >= LEAST_TOKENS else ([], 0)
-        if self.state == "checkpoints":
-            blocks = self._to_a_checkpoint(blocks)
+        if self.state in AT_CHECKPOINTS:
+            blocks = self._to_a_checkpoint(blocks, end)
         elif self.state == "one_pass":
             blocks = []
-        return blocks, blocks[-1].end if blocks else 0
+        end = blocks[-1].end if blocks else 0
+        return (blocks, end) if end >= LEAST_TOKENS or not self._is_exact else ([], 0)
 
     def _reaches_end(self) -> bool:
         end = self.partial_match.end if self.partial_match else len(self.blocks) * self.nodes.block_size
@@ -170,12 +172,16 @@ class Matcher(Generic[_Index]):
                     break
         return max(found, key=attrgetter("end", "node.end"), default=None)
 
-    def _to_a_checkpoint(self, blocks: list[Node]) -> list[Node]:
-        for num_blocks in range(len(blocks), 0, -1):
-            last = blocks[num_blocks - 1]
-            if last.end not in self.checkpoints:
-                checkpoint = self.nodes.checkpoint(last)
-                self.checkpoints[last.end] = checkpoint if self._is_stored(checkpoint) else None
-            if (found := self.checkpoints[last.end]) is not None:
-                return [*blocks[:num_blocks], found]
+    def _to_a_checkpoint(self, blocks: list[Node], most: int) -> list[Node]:
+        """Returns the nodes of the longest prefix of at most `most` tokens that ends at a checkpoint."""
+        for num_blocks in range(len(blocks), -1, -1):
+            last = blocks[num_blocks - 1] if num_blocks else None
+            parent, generated = (last.name, last.generated) if last else (self.nodes.root, False)
+            if generated:
+                found = iter([self.nodes.checkpoint(parent, blocks[num_blocks - 1].end, generated=True)])
+            else:
+                last_end = most if self._is_exact else num_blocks * self.nodes.block_size
+                found = self.nodes.checkpoints(parent, num_blocks, last_end)
+            if (checkpoint := next(filter(self._is_stored, found), None)) is not None:
+                return [*blocks[:num_blocks], checkpoint]
         return []

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from diskprefix.cache.matching import Restored
-from diskprefix.cache.policy.select import StateKind
+from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS, StateKind
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.nouns import Mark, Selection
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import TokenIds
-
-_SLICEABLE: tuple[StateKind, ...] = ("token", "sliceable")
-"""Kinds of state that need no checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Planner:
         self._restorable = self.restored.stored_tokens
         """The last position at which a later request could continue."""
 
-    def plan(self, selection: Selection, states_at: Container[int]) -> Plan:
+    def plan(self, selection: Selection, states_at: Collection[int]) -> Plan:
         """Returns the nodes that the policy wants and that are not stored yet. `states_at`: the positions of copied
         states."""
         missing, block = self.missing(selection.aligned // self.nodes.block_size, states_at)
@@ -55,25 +53,35 @@ class Planner:
             end = self.nodes.tail(parent, self.nodes.num_blocks, generated=not self.restored.exact)
         elif self.state == "token" and selection.aligned % self.nodes.block_size:
             end = self.nodes.partial_block(parent, selection.aligned)
-        elif block is not None:
-            return Plan(missing, self._boundary_node(block, states_at), block.end)
+        elif self.state in AT_CHECKPOINTS and selection.aligned:
+            generated = block is not None and block.generated
+            point = self.nodes.checkpoint(parent, selection.aligned, generated=generated)
+            # Not if this run did not compute the states there.
+            is_there = point.end in states_at or point.name == self.restored.last_node
+            return Plan(missing, point.name if is_there else None, point.end)
         else:
-            return Plan()
+            return Plan() if block is None else Plan(missing, block.name, block.end)
         holder = self._holder(end)
         if holder is None:
             return Plan((*missing, end), end.name, end.end)
         # Where ends are replaced, this one may be gone by then; its entry is stored with it.
         return Plan(missing, holder, end.end, has_entry=self.state != "token")
 
-    def plan_reply(self, nodes: PromptNodes, selection: Selection) -> Plan:
-        """Returns the same for the prompt and its reply, which have these `nodes`, if prompts restore to the token.
-        Decoding then computes the same bits as a prefill."""
-        num_tokens = len(nodes.token_ids)
+    def reply_end(self, num_tokens: int, selection: Selection) -> int:
+        """Returns how many of the `num_tokens` tokens of the prompt and its reply are kept if a part of the reply is;
+        otherwise 0. Replies are kept if the model is exact at every token: decoding then computes the same bits as a
+        prefill. Of states there are only those at the end."""
         end = min(selection.scope.value, num_tokens) if selection.reason == "tokens" else num_tokens
-        if self.state != "token" or not selection.keeps_reply or end <= self.prompt_tokens:
+        is_kept = self.state in AT_ANY_TOKEN and selection.keeps_reply and end > self.prompt_tokens
+        return end if is_kept and (end == num_tokens or self.state == "token") else 0
+
+    def plan_reply(self, nodes: PromptNodes, selection: Selection, states_at: Collection[int]) -> Plan:
+        """Returns what `plan` does for the prompt and its reply, which have these `nodes`."""
+        end = self.reply_end(len(nodes.token_ids), selection)
+        if not end:
             return Plan()
         self.nodes = nodes
-        return self.plan(replace(selection, aligned=end, keep_tail=False), ())
+        return self.plan(replace(selection, aligned=end, keep_tail=False), states_at)
 
     def _holder(self, end: Node) -> bytes | None:
         """Returns the stored node that holds a tail or a partial block: all of its tokens, and the logits of a tail
@@ -89,24 +97,29 @@ class Planner:
         has_more = part.node.end > end.end or part.node.kind in (Kind.TAIL, end.kind)
         return part.node.name if has_more else None
 
-    def missing(self, num_blocks: int, states_at: Container[int]) -> tuple[tuple[Node, ...], Node | None]:
-        """Returns the missing ones of the first `num_blocks` blocks, each with the checkpoint at its end if there is
-        one, and the last block of all (None without any)."""
+    def missing(self, num_blocks: int, states_at: Collection[int]) -> tuple[tuple[Node, ...], Node | None]:
+        """Returns the missing ones of the first `num_blocks` blocks, behind each the checkpoints that continue it, and
+        the last block of all (None without any)."""
         missing: list[Node] = []
         block: Node | None = None
-        for index in range(num_blocks):
-            block, is_stored = self._block(index, block)
-            if not is_stored:
-                missing.append(block)
-            if block.end in states_at and (checkpoint := self.nodes.checkpoint(block)).name not in self.submitted:
-                missing.append(checkpoint)
+        ahead = deque(sorted(states_at))
+        for index in range(num_blocks + 1):
+            if index:
+                block, is_stored = self._block(index - 1, block)
+                if not is_stored:
+                    missing.append(block)
+            parent, generated = (block.name, block.generated) if block else (self.nodes.root, False)
+            while ahead and ahead[0] < (index + 1) * self.nodes.block_size:
+                checkpoint = self.nodes.checkpoint(parent, ahead.popleft(), generated=generated)
+                if checkpoint.name not in self.submitted:
+                    missing.append(checkpoint)
         return tuple(missing), block
 
     def saved_tokens(self, nodes: Sequence[Node]) -> Iterator[int]:
         """Yields the number of tokens whose prefill each node saves. If states cannot be cut, a checkpoint or a tail
         saves all tokens since the one before; blocks save nothing, but count their own tokens to have a cost."""
         for node in nodes:
-            if node.kind == Kind.BLOCK or self.state in _SLICEABLE:
+            if node.kind == Kind.BLOCK or self.state not in AT_CHECKPOINTS:
                 yield node.num_tokens
             else:
                 yield node.end - self._restorable
@@ -116,20 +129,13 @@ class Planner:
         """Returns block number `index` after the block `before`, and whether it is stored or queued."""
         stored = self.restored.blocks
         is_of_reply = (index + 1) * self.nodes.block_size > self.prompt_tokens
-        generated = self.state != "token" and (is_of_reply or not self.restored.exact)
+        generated = self.state not in AT_ANY_TOKEN and (is_of_reply or not self.restored.exact)
         # What was decoded and reaches further than was restored is not what this run computed.
         if index < len(stored) and stored[index].generated <= generated:
             return stored[index], True
         parent = before.name if before else self.nodes.root
         block = self.nodes.block(parent, index, generated=generated)
         return block, block.name in self.submitted
-
-    def _boundary_node(self, block: Node, states_at: Container[int]) -> bytes | None:
-        """Returns the node that a boundary ends with. None if this run did not compute the states there."""
-        if self.state in _SLICEABLE:
-            return block.name
-        checkpoint = self.nodes.checkpoint(block).name
-        return checkpoint if block.end in states_at or checkpoint == self.restored.last_node else None
 
 
 def ttl_at(position: int, marks: Sequence[Mark], ttl_s: float | None) -> float | None:

@@ -17,7 +17,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capture
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.transfer import is_finite
-from diskprefix.nouns import MAX_VALUE
+from diskprefix.nouns import MAX_VALUE, Selection
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import EntryRecord, Kind
 from diskprefix.store.store import Chain, Publication
@@ -43,8 +43,8 @@ class Publisher:
         self.has_published = False
         self.at_end: Callable[[], None] = lambda: None
         """Called when the last batch is with the writer."""
-        self.reason = ""
-        """The policy's reason."""
+        self.selection: Selection | None = None
+        """The policy's decision, once it is made."""
         self._arena: KVArena | None = None
         self._end = ExitStack()
         """Unpins the last node that is with the writer. Its child is not there yet."""
@@ -156,7 +156,7 @@ class Publisher:
             scope=str(context.options.scope),
             preview=context.prompt.text,
             created_at=time.time(),
-            reason=self.reason,
+            reason=self.selection.reason if self.selection else "",
         )
         return Publication(
             store_id=context.names.store_id,
@@ -170,6 +170,7 @@ class Publisher:
             prompt_group=context.options.group,
             prompt_ttl_s=context.ttl_at(len(context.prompt.token_ids)),
             ttl_s=context.ttl_at(plan.num_tokens),
+            anchors=self.selection.anchors if self.selection and self._cache.layout.states else None,
             chain=self.chain,
         )
 
@@ -261,7 +262,7 @@ class HeldStates:
 
 def _captured(arena: KVArena, node: NewNode) -> NewNode:
     """Returns the node with its whole payload: the state of its tokens, then what was copied already."""
-    if node.kind == Kind.CHECKPOINT or not len(node.token_ids):
+    if not len(node.token_ids):
         return node
     state = arena.read_tokens(node.position, len(node.token_ids))
     return replace(node, payload=memoryview(b"".join((state, node.payload))) if node.payload else state)

@@ -141,7 +141,7 @@ class Restoration:
         """Returns the nodes of the prefix to restore, the last of them pinned, and where it ends. Returns no nodes if
         computing the tokens behind the first `have` is faster."""
         nodes, end = matcher.restorable()
-        if end % self.nodes.block_size and end < len(self.nodes.token_ids):
+        if not self.layout.states and end % self.nodes.block_size and end < len(self.nodes.token_ids):
             # All of the last node is read and verified, however little of it is used.
             last = nodes[-1]
             if end > have and not self.pays(

@@ -11,6 +11,7 @@ import torch
 from diskprefix.cache.context import RequestContext
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.planning import Plan, Planner, marked_nodes
+from diskprefix.cache.policy.select import AT_ANY_TOKEN
 from diskprefix.cache.publish import HeldStates, Publisher
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.kv.arena import KVArena
@@ -19,7 +20,7 @@ from diskprefix.nouns import Selection
 from diskprefix.store.changes import NewNode
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.schema import Kind
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import LEAST_TOKENS, TokenIds
 
 _LEAVE_S = 600.0
 """Seconds for which the state of a cancelled request is kept at least."""
@@ -61,17 +62,22 @@ class Saver:
         return self._cache.store.problem is not None or self.publisher.chain.is_broken()
 
     @property
+    def _is_exact(self) -> bool:
+        """The model is exact at every token."""
+        return self._cache.layout.state_kind in AT_ANY_TOKEN
+
+    @property
     def keeps_generated(self) -> bool:
         """The blocks of the reply are kept although decoding computes other bits than a prefill."""
         options, layout = self._options, self._cache.layout
         is_wanted = options.reuse_generated and options.save and self.selection.reason != "faster_to_compute"
-        return is_wanted and layout.state_kind not in ("token", "one_pass")
+        return is_wanted and not self._is_exact and not layout.is_one_pass
 
     def after_step(self, arena: KVArena) -> None:
         """See `CachedRequest.after_step`."""
         self._states.reserve(self._last_states_bytes(arena.num_tokens))
         if arena.num_tokens in self.selection.checkpoints:
-            self._take_states(arena)
+            self._take_states(arena, is_last=arena.num_tokens == self.selection.aligned)
         num_tokens = min(arena.num_tokens, self.selection.aligned)
         self._publish_blocks(arena, num_tokens // self.planner.nodes.block_size)
         self.publish_what_slides(arena)
@@ -113,12 +119,14 @@ class Saver:
     def keep_last_states(self, arena: KVArena) -> None:
         """Copies the states at the end of the block that the reply has just completed, and drops earlier copies."""
         self._states.release()
-        self._take_states(arena)
+        self._take_states(arena, is_last=False)
 
     def publish_exact_reply(self, arena: KVArena, nodes: PromptNodes) -> bool:
         """Queues the part that is kept of the prompt and its reply, if decoding computes the same bits as a prefill.
         `nodes` are those of both. Returns whether a part of the reply is kept."""
-        plan = self.planner.plan_reply(nodes, self.selection)
+        if self._cache.layout.states and self.planner.reply_end(len(nodes.token_ids), self.selection):
+            self._take_states(arena, is_last=True)
+        plan = self.planner.plan_reply(nodes, self.selection, self._states.positions)
         if plan.last_node is not None:
             self._submit(arena, plan.nodes, replace(plan, has_entry=True))
             # The reply takes the place of the tail.
@@ -147,8 +155,9 @@ class Saver:
         """Queues what the prefill of a cancelled request has computed behind the part that was `restored`."""
         nodes, layout = self.planner.nodes, self._cache.layout
         is_at_end_of_block = arena.num_tokens % nodes.block_size == 0
-        if layout.states and is_at_end_of_block and arena.num_tokens > restored.num_tokens:
-            self._take_states(arena)
+        is_possible = is_at_end_of_block or self._is_exact
+        if layout.states and is_possible and arena.num_tokens >= restored.num_tokens + LEAST_TOKENS:
+            self._take_states(arena, is_last=True)
         self._publish_blocks(arena, arena.num_tokens // nodes.block_size, least_s=_LEAVE_S)
         if layout.state_kind == "token" and not is_at_end_of_block and arena.num_tokens > restored.stored_tokens:
             self._leave_partial_block(arena)
@@ -206,7 +215,7 @@ class Saver:
         token_s, planner = self._seconds_per_token(arena), self.planner
         new: list[NewNode] = []
         for node, saved_tokens in zip(nodes, planner.saved_tokens(nodes), strict=True):
-            copied = self._states.pop(node.position) if node.kind == Kind.CHECKPOINT else None
+            copied = self._states.pop(node.end) if node.kind == Kind.CHECKPOINT else None
             new.append(
                 NewNode(
                     name=node.name,
@@ -240,8 +249,8 @@ class Saver:
         computed = arena.num_tokens - self._num_restored
         return (time.perf_counter() - self._began_at) / computed if computed else 0.0
 
-    def _take_states(self, arena: KVArena) -> None:
-        if not self._states.take(arena, is_last=arena.num_tokens == self.selection.aligned):
+    def _take_states(self, arena: KVArena, *, is_last: bool) -> None:
+        if not self._states.take(arena, is_last=is_last):
             self.publisher.record_loss("the write buffer had no room for a checkpoint; raise --kv-cache-write-buffer")
 
     def _last_states_bytes(self, num_tokens: int) -> int:

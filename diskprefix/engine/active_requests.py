@@ -232,13 +232,14 @@ class ActiveRequests:
         self._scheduler.remove(reply)
         if allocation is None:
             return
-        options, kind = reply.running.request.cache, self._cache.layout.state_kind
+        options, layout = reply.running.request.cache, self._cache.layout
+        is_exact = layout.exact_at == "token" and not layout.is_one_pass
         allocation.token_ids = reply.computed_ids()
         allocation.num_computed = len(allocation.token_ids)
-        if kind == "token":
+        if is_exact:
             allocation.num_exact = len(allocation.token_ids)
         allocation.expires_at = time.monotonic() + self._cache.lasts_s(options.ttl_s)
-        is_usable = kind in ("token", "sliceable") or reply.num_computed <= reply.prompt_tokens
+        is_usable = is_exact or layout.is_sliceable or reply.num_computed <= reply.prompt_tokens
         keep = keep and is_usable and options.save and options.scope.kind != "off" and allocation.num_exact > 0
         self._pool.release(allocation, keep=keep)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,19 +81,22 @@ def prefill(
     start: int,
     block_size: int,
     after_step: Callable[[KVArena], None],
+    stops: Sequence[int] = (),
 ) -> torch.Tensor:
     """Computes a prompt from position `start` to its end. Returns the next-token logits, shape [vocab].
 
     Steps have `block_size` tokens counted from position 0, as in a cold run: other steps could change the last bits.
-    `start` is a grid point unless the model is exact at every token. A one-pass model computes the whole prompt in one
-    step. `after_step` is called after each step.
+    `start` and `stops`, where steps end too, are grid points unless the model is exact at every token. A one-pass model
+    computes the whole prompt in one step. `after_step` is called after each step.
     """
-    assert arena.layout.state_kind == "token" or start % block_size == 0, "state enters at grid points only"
+    is_exact = arena.layout.exact_at == "token"
+    assert is_exact or not any(at % block_size for at in (start, *stops)), "state enters and leaves at grid points only"
     assert start < len(token_ids), "at least one token must be computed"
     ids = torch.from_numpy(token_ids).to(model.device, torch.long).unsqueeze(0)
     step = len(token_ids) if arena.layout.is_one_pass else block_size
-    for grid_point in range(floor_to_grid(start, step), len(token_ids), step):
-        logits = arena.forward(model, ids[:, max(start, grid_point) : grid_point + step])
+    ends = {*range(floor_to_grid(start, step) + step, len(token_ids), step), *stops, len(token_ids)}
+    for end in sorted(at for at in ends if start < at <= len(token_ids)):
+        logits = arena.forward(model, ids[:, arena.num_tokens : end])
         after_step(arena)
     # The time that it takes is measured.
     synchronize(logits.device)

@@ -48,7 +48,7 @@ class Sequence:
 
     A sequence is prefilled up to its last known token, then decoded: each step samples one more token. `arrived` orders
     sequences by age. A sequence that `packs` may share a forward with others and be cut anywhere. Any other is computed
-    alone: its prompt in steps of `grid` tokens counted from position 0, then one token a step.
+    alone: its prompt in steps that end at multiples of `grid`, then one token a step.
     """
 
     tenant: Hashable
@@ -83,11 +83,12 @@ class Sequence:
         """Returns the end of this sequence's next chunk if it may have `max_rows` rows."""
         if self.packs:
             end = min(self.num_computed + max_rows, self.num_known)
-            return next((stop for stop in self.stops if self.num_computed < stop < end), end)
-        if self.num_computed >= self.prompt_tokens:
+        elif self.num_computed >= self.prompt_tokens:
             # Tokens that were decoded before are decoded again: a prefill would give other bits.
-            return self.num_computed + 1
-        return min(self.num_computed - self.num_computed % self.grid + self.grid, self.prompt_tokens)
+            end = self.num_computed + 1
+        else:
+            end = min(self.num_computed - self.num_computed % self.grid + self.grid, self.prompt_tokens)
+        return next((stop for stop in self.stops if self.num_computed < stop < end), end)
 
 
 S = TypeVar("S", bound=Sequence)

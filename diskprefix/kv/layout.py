@@ -169,13 +169,13 @@ class Layout:
         return not self.states
 
     @property
-    def state_kind(self) -> Literal["token", "sliceable", "checkpoints", "one_pass"]:
-        """The places where a restored prefix can end: any token, the end of any block, a checkpoint, or the end of a
-        prompt only."""
+    def state_kind(self) -> Literal["token", "sliceable", "token_checkpoints", "checkpoints", "one_pass"]:
+        """The places where a restored prefix can end: any token, the end of any block, a checkpoint (at any token, or
+        at the end of a block), or the end of a prompt only."""
         if self.is_one_pass:
             return "one_pass"
         if not self.is_sliceable:
-            return "checkpoints"
+            return "token_checkpoints" if self.exact_at == "token" else "checkpoints"
         return "token" if self.exact_at == "token" else "sliceable"
 
     def loaded_bytes(self, num_tokens: int) -> int:

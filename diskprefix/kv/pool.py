@@ -243,10 +243,11 @@ class KVPool:
             case "sliceable":
                 grid_point = floor_to_grid(min(num_tokens, prompt_tokens - 1), self._block_size)
                 return grid_point if allocation.arena.held(grid_point) == grid_point else 0
-            case "checkpoints":
+            case "token_checkpoints" | "checkpoints" as kind:
                 # States are those at the end of what was computed.
                 is_there = num_tokens == num_computed < prompt_tokens and not allocation.is_busy
-                return num_computed if is_there and num_computed % self._block_size == 0 else 0
+                is_exact = kind == "token_checkpoints" or num_computed % self._block_size == 0
+                return num_computed if is_there and is_exact else 0
             case "one_pass":
                 return 0
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +22,8 @@ from diskprefix.store.schema import UsageRecord
 HALF_LIFE_S = 300.0
 """The number of hits in a usage record halves in this time."""
 JUST_WRITTEN_S = 10.0
+RECENT_CHECKPOINTS = 4
+"""The last checkpoints of a conversation that are kept: the ends of two prompts and of their replies."""
 _EVICT_AHEAD = 64
 """A full store makes room for this part of its budget at a time, because choosing reads every usage record."""
 _MAX_COST_BITS = 6.0
@@ -186,6 +188,12 @@ def choose_victims(
         victims.append(table.names[row])
         freed += int(table.records["stored_bytes"][row])
     return victims
+
+
+def superseded(ends: Iterable[int], anchors: Container[int]) -> set[int]:
+    """Returns those of the `ends` (in tokens) of one conversation's checkpoints that later ones replace. A later turn
+    restores the last one. The few before serve an edited message, and `anchors` serve other prompts."""
+    return {end for end in sorted(set(ends))[:-RECENT_CHECKPOINTS] if end not in anchors}
 
 
 def expired(

@@ -74,6 +74,14 @@ def shorter_names(secret: int, parent: bytes, token_ids: bytes, kind: Kind) -> l
     return blocks[: None if kind == Kind.TAIL else -1] + tails[:-1]
 
 
+def checkpoint_names(secret: int, parent: bytes, token_ids: bytes) -> list[tuple[tuple[Kind, bytes], ...]]:
+    """Returns kinds and names of the checkpoints and tails that continue `parent` with no, one, two … of these token
+    ids (int32, little-endian), if they are not generated."""
+    kinds = (Kind.CHECKPOINT, Kind.TAIL)
+    of_kinds = [beginning_hashes(secret, parent, token_ids, _NAME_MARKS[kind]) for kind in kinds]
+    return [tuple(zip(kinds, names, strict=True)) for names in zip(*of_kinds, strict=True)]
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class NodeRecord:
     """The index record of one node. `position` is the position of its first token; it ends before `end`."""

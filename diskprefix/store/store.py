@@ -20,7 +20,7 @@ from diskprefix.store.changes import NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
-from diskprefix.store.schema import EntryRecord, RootRecord
+from diskprefix.store.schema import EntryRecord, Kind, RootRecord
 from diskprefix.store.store_file import OnCorruption, StoreFile
 from diskprefix.store.tree import PrefixTree
 from diskprefix.store.wiping import wipe
@@ -74,6 +74,8 @@ class Publication:
     `store_id` names the store whose secret named the nodes. `last_node` is the last node of the request's path, new or
     already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; with None, the daemon's
     setting holds; `prompt_ttl_s` is the same for the prompt. `prompt_group` is the prompt's group: 8 bytes, or empty.
+    New checkpoints remove the conversation's earlier ones, except the last few and those at `anchors`, in tokens; with
+    None they remove none.
     """
 
     store_id: bytes
@@ -87,6 +89,7 @@ class Publication:
     prompt_group: bytes = b""
     prompt_ttl_s: float | None = None
     ttl_s: float | None = None
+    anchors: tuple[int, ...] | None = None
     chain: Chain = field(default_factory=Chain)
 
     @property
@@ -274,6 +277,9 @@ class Store(StoreFile):
                         changes.remove_shorter(node, self.secret)
                     elif node.name == last_node:
                         last_node = holder
+                    if publication.anchors is not None and node.kind != Kind.BLOCK and not node.generated:
+                        has_entry = publication.entry is not None and node.name == publication.last_node
+                        changes.remove_superseded(node, self.secret, publication.anchors, has_entry=has_entry)
                 if last_node is not None:
                     changes.touch(last_node, Use(self.clock(), 0, recorded_ttl(publication.ttl_s)))
                     # What a longer saved prompt holds is listed with that one.

@@ -13,7 +13,15 @@ import numpy as np
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.printable import shown
-from diskprefix.store.schema import EntryRecord, Kind, NodeRecord, node_kind, node_name, shorter_names
+from diskprefix.store.schema import (
+    EntryRecord,
+    Kind,
+    NodeRecord,
+    checkpoint_names,
+    node_kind,
+    node_name,
+    shorter_names,
+)
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import HASH_BYTES
 
@@ -65,13 +73,17 @@ class PrefixTree:
 
     def entry(self, name: bytes) -> dict[bytes, NodeRecord]:
         """Returns the nodes of the saved prompt that ends with node `name`: its path from the first block on, each
-        block followed by the checkpoints that continue it. Raises `StoreCorrupt`."""
+        block followed by the checkpoints that continue it and lie in the prompt. Raises `StoreCorrupt`."""
+        path = self.path(name)
+        following = [*path.values(), None]
         nodes: dict[bytes, NodeRecord] = {}
-        for step, node in self.path(name).items():
-            nodes[step] = node
-            for child in self.children.get(step, ()):
-                if child in self.checkpoints and (checkpoint := self.node(child)) is not None:
-                    nodes[child] = checkpoint
+        for step, behind in zip([path[next(iter(path))].parent, *path], following, strict=True):
+            if step in path and path[step].kind == Kind.BLOCK:
+                nodes[step] = path[step]
+            found = ((child, self.node(child)) for child in self.children.get(step, ()) if child in self.checkpoints)
+            checkpoints = [(child, one) for child, one in found if one is not None and _is_before(one, behind)]
+            nodes.update(sorted(checkpoints, key=lambda item: item[1].end))
+        nodes[name] = path[name]
         return nodes
 
     @cached_property
@@ -184,12 +196,21 @@ def grown_from(snapshot: Snapshot, secret: int, beginning: str) -> list[str]:
             # All that grew out of one node continue the same one.
             if node is None or parent not in (None, node.parent):
                 continue
-            shorter = shorter_names(secret, node.parent, node.token_ids.tobytes(), node.kind)
+            token_ids = node.token_ids.tobytes()
+            shorter = shorter_names(secret, node.parent, token_ids, node.kind)
+            points = checkpoint_names(secret, node.parent, token_ids)
+            shorter += [one for kinds in points for _, one in kinds if one != name]
             # One search in all names, joined. A match may lie across two names, so it is checked below.
             if digits in b"".join(shorter) and any(one.hex().startswith(beginning) for one in shorter):
                 parent = node.parent
                 grown.add(name)
     return [name.hex() for name in snapshot.keys("entries") if grown and not grown.isdisjoint(_path(tree, name))]
+
+
+def _is_before(checkpoint: NodeRecord, node: NodeRecord | None) -> bool:
+    """Returns whether a checkpoint holds only tokens of `node`, which continues the same node."""
+    tokens = b"" if node is None else node.token_ids.tobytes()
+    return tokens.startswith(checkpoint.token_ids.tobytes())
 
 
 def has_grown(former_id: str, ids: Sequence[str]) -> str:
@@ -219,7 +240,7 @@ def _info(
         raw_bytes=sum(node.raw_bytes for node in nodes.values()),
         stored_bytes=sum(node.stored_bytes for node in nodes.values()),
         shared_bytes=sum(node.stored_bytes for step, node in nodes.items() if users[step] > 1),
-        checkpoints=tuple(sorted(node.position for node in checkpoints)),
+        checkpoints=tuple(sorted(node.end for node in checkpoints)),
         checkpoint_bytes=sum(node.stored_bytes for node in checkpoints),
         generated_tokens=sum(node.num_tokens for node in nodes.values() if node.generated),
         hits=usage.restores if usage else 0,

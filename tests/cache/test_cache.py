@@ -435,7 +435,8 @@ def test_checkpoints_take_no_more_memory_than_may_wait_to_be_written(
     monkeypatch.setattr(CachedRequest, "after_step", watched)
     with gated(runner, monkeypatch):
         answer = runner.run(random_prompt(1, 20 * BLOCK), "full")
-    assert len(answer.report.selection.checkpoints) == 20
+    # The tail has the states at the end.
+    assert len(answer.report.selection.checkpoints) == 19
     assert max(held) <= settings.kv_cache_write_buffer
     assert (answer.report.saved, runner.cache.stats()["dropped"]) == ("dropped", 1)
     runner.close()

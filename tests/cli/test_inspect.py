@@ -147,6 +147,7 @@ def test_the_table_has_a_column_for_checkpoints_and_one_for_generated_tokens_whe
     assert " checkpoints " in shown.splitlines()[0]
     assert " generated " in shown.splitlines()[0]
     assert "2 saved prompts, 5 blocks (2 generated), 2 checkpoints (62.6 KiB), " in shown
+    assert "5 blocks and 2 checkpoints (62.6 KiB) in " in inspect(hybrid[0], "--stats").stdout
 
 
 def test_an_entry_that_ends_with_a_checkpoint_shows_it_after_its_block(

@@ -24,7 +24,7 @@ from diskprefix.kv.arena import bytes_for
 from diskprefix.model.exact import latent, runner
 from diskprefix.nouns import Tenant
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
-from diskprefix.tokens import TokenIds
+from diskprefix.tokens import TokenIds, as_token_ids
 from tests.engine.driving import (
     BLOCK,
     WORDS,
@@ -46,8 +46,8 @@ from tests.waiting import wait_for
 
 @pytest.fixture(scope="module")
 def grid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose layers cannot be packed."""
-    return write_model(tmp_path_factory.mktemp("qwen3_next"), "qwen3_next", torch.float32)
+    """A model that is exact on the grid only."""
+    return write_model(tmp_path_factory.mktemp("minimax"), "minimax", torch.float32)
 
 
 class Asked:
@@ -150,12 +150,22 @@ def test_a_constraint_is_compiled_once_for_all_choices(engine: Engine, monkeypat
 
 
 def test_models_with_recurrent_layers_share_steps(tmp_path: Path) -> None:
-    engine = load(write_model(tmp_path / "hybrid", "qwen3_next", torch.float32), tmp_path / "kv")
+    model = write_model(tmp_path / "hybrid", "qwen3_next", torch.float32)
+    engine = load(model, tmp_path / "kv")
     assert engine.packs
     requests = [request(tokens(100 + 90 * i, i), n=1 + i % 2, max_tokens=8) for i in range(4)]
-    for one, client in zip(requests, run_together(engine, requests), strict=True):
+    clients = run_together(engine, requests)
+    for one, client in zip(requests, clients, strict=True):
         expected = alone(engine, one)
         assert [client.tokens_of(choice) for choice in (0, 1)] == [expected.tokens_of(choice) for choice in (0, 1)]
+    engine.close()
+    engine = load(model, tmp_path / "kv")
+    whole = [(one.prompt.token_ids, as_token_ids(client.tokens)) for one, client in zip(requests, clients, strict=True)]
+    turns = [request(np.concatenate([*known, tokens(9 * (i + 1), 9 + i)])) for i, known in enumerate(whole)]
+    for one, turn, client in zip(requests, turns, run_together(engine, turns), strict=True):
+        # Each from the checkpoint at the end of its own reply, whose last token was not computed.
+        assert client.done.cache.restored == len(one.prompt.token_ids) + 7
+        assert client.tokens == alone(engine, turn).tokens
     engine.close()
 
 

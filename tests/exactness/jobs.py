@@ -36,11 +36,10 @@ class Lengths:
     shorter: int = 150
     on_grid: int = 160
 
-    @property
-    def checkpoints(self) -> list[int]:
+    def checkpoints(self, exact_at: str) -> list[int]:
         """Where the states are saved that cannot be cut."""
         asked = [*range(self.interval, self.prompt, self.interval), self.boundary, self.prompt]
-        return sorted({floor_to_grid(position, self.block) for position in asked})
+        return sorted({floor_to_grid(position, 1 if exact_at == "token" else self.block) for position in asked})
 
     @classmethod
     def scaled(cls, prompt: int, *, block: int) -> Lengths:
@@ -142,7 +141,7 @@ def expected(case: Case, kind: Kind, lengths: Lengths, exact_at: str = "grid") -
         return most
     if kind == "cut":
         return floor_to_grid(most, lengths.block)
-    return max((p for p in lengths.checkpoints if p <= most), default=0) if kind == "checkpoint" else 0
+    return max((p for p in lengths.checkpoints(exact_at) if p <= most), default=0) if kind == "checkpoint" else 0
 
 
 def write_jobs(jobs: Iterable[Job], path: Path) -> None:

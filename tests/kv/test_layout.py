@@ -165,7 +165,7 @@ def test_a_prefix_is_restorable_at_any_token_or_block_or_at_checkpoints_or_at_th
     assert layout_of(None, 4).state_kind == "sliceable"
     assert replace(layout_of(None), exact_at="token").state_kind == "token"
     assert layout_of(None, state=16).state_kind == "checkpoints"
-    assert replace(layout_of(None, state=16), exact_at="token").state_kind == "checkpoints"
+    assert replace(layout_of(None, state=16), exact_at="token").state_kind == "token_checkpoints"
     assert layout_of(state=16).state_kind == "checkpoints"
     assert replace(layout_of(None, state=16), is_one_pass=True).state_kind == "one_pass"
 

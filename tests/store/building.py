@@ -125,8 +125,8 @@ def publication(
 ) -> Publication:
     """The whole prompt: its full blocks, its tail, its entry and its place in the history.
 
-    `checkpoints`: after how many tokens there is one, multiples of `BLOCK`. From token `generated_from` on it was
-    decoded. `replaces`: see `NewNode`. `end_kind`: a block ends the prompt without its logits, before it is full.
+    `checkpoints`: after how many tokens there is one. From token `generated_from` on it was
+    decoded. `replaces`: see `NewNode`. `end_kind`: a block or a checkpoint ends the prompt without its logits.
     """
     layout = layout or layout_of(payload_bytes)
     nodes: list[NewNode] = []
@@ -141,11 +141,12 @@ def publication(
         nodes.append(node)
         return nodes[-1].name
 
-    for start in range(0, rest, BLOCK):
-        parent = add(start, start + BLOCK, Kind.BLOCK)
-        if start + BLOCK in checkpoints:
-            add(start + BLOCK, start + BLOCK, Kind.CHECKPOINT)
-    last_node = add(rest, end, end_kind) if end_kind == Kind.TAIL or rest < end else parent
+    for start in range(0, rest + 1, BLOCK):
+        for point in sorted(set(checkpoints) & set(range(start, start + BLOCK))):
+            add(start, point, Kind.CHECKPOINT)
+        if start < rest:
+            parent = add(start, start + BLOCK, Kind.BLOCK)
+    last_node = add(rest, end, end_kind) if end_kind != Kind.BLOCK or rest < end else parent
     return Publication(
         store_id=store.store_id,
         root=root,

@@ -1,4 +1,5 @@
-"""Of a model whose prompts restore to the token, a node takes the place of those whose tokens it begins with."""
+"""Of a model whose prompts restore to the token, a node takes the place of those whose tokens it begins with. Of one
+with states, later checkpoints of a conversation take the place of earlier ones."""
 
 from __future__ import annotations
 
@@ -8,12 +9,12 @@ import numpy as np
 import pytest
 
 from diskprefix.store.changes import Changes, Use
-from diskprefix.store.eviction import HALF_LIFE_S, recorded_ttl
+from diskprefix.store.eviction import HALF_LIFE_S, RECENT_CHECKPOINTS, recorded_ttl
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, UsageRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.tokens import TokenIds
-from tests.store.building import BLOCK, Clock, is_whole, prompt, publication
+from tests.store.building import BLOCK, Clock, is_whole, layout_of, prompt, publication
 
 TOKENS = prompt(1, 5 * BLOCK)
 
@@ -178,3 +179,102 @@ def test_a_damaged_longer_node_holds_nothing(store: Store) -> None:
     shorter = publication(store, TOKENS[: 2 * BLOCK + 3], replaces=True, end_kind=Kind.BLOCK)
     store.publish(shorter)
     assert is_whole(store, shorter)
+
+
+HYBRID = layout_of(2_000, 3_000)
+SYSTEM = 5
+"""Where the system message ends, an anchor."""
+TURNS = [BLOCK - 2, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 7, 3 * BLOCK + 3, 4 * BLOCK - 1, 4 * BLOCK + 9]
+
+
+def turn(
+    store: Store,
+    num_tokens: int,
+    *,
+    tokens: TokenIds = TOKENS,
+    anchors: tuple[int, ...] = (SYSTEM,),
+    ttl_s: float | None = None,
+    end_kind: Kind = Kind.CHECKPOINT,
+) -> Publication:
+    """Saves a turn of a conversation, with checkpoints at the end of its system message and at its own end."""
+    pub = publication(store, tokens[:num_tokens], layout=HYBRID, checkpoints=(SYSTEM,), end_kind=end_kind)
+    nodes = tuple(replace(node, ttl_s=ttl_s) for node in pub.nodes)
+    return replace(pub, nodes=nodes, ttl_s=ttl_s, anchors=anchors)
+
+
+def checkpoints(store: Store, *, tokens: TokenIds = TOKENS) -> list[int]:
+    """The ends of the checkpoints and tails that hold tokens of a prompt only."""
+    with store.snapshot() as snapshot:
+        nodes = [node for name in snapshot.keys("nodes") if (node := snapshot.node(name)) is not None]
+    assert verify_index(store).problems == ()
+    of_prompt = (node for node in nodes if np.array_equal(node.token_ids, tokens[node.position : node.end]))
+    return sorted(node.end for node in of_prompt if node.kind != Kind.BLOCK)
+
+
+def test_the_last_checkpoints_of_a_conversation_and_its_anchors_stay(store: Store) -> None:
+    for count, end in enumerate(TURNS, start=1):
+        pub = turn(store, end)
+        store.publish(pub)
+        assert checkpoints(store) == [SYSTEM, *TURNS[:count][-RECENT_CHECKPOINTS:]]
+        assert entries(store) == [end], "what is kept is listed with the last turn"
+        assert is_whole(store, pub)
+
+
+def test_a_checkpoint_that_another_conversation_goes_on_from_stays_while_it_is_one_of_the_last_there(
+    store: Store,
+) -> None:
+    other, other_end = np.concatenate([TOKENS[: TURNS[1] + 1], prompt(2, 4 * BLOCK)]), 2 * BLOCK + 3
+    for end in TURNS[:2]:
+        store.publish(turn(store, end))
+    store.publish(turn(store, other_end, tokens=other))
+    # The other conversation is one of the recent prompts: where it leaves is an anchor.
+    for end in TURNS[2:]:
+        store.publish(turn(store, end, anchors=(SYSTEM, TURNS[1])))
+    assert checkpoints(store) == [SYSTEM, TURNS[1], *TURNS[-RECENT_CHECKPOINTS:]]
+    assert checkpoints(store, tokens=other) == [SYSTEM, TURNS[1], other_end]
+    assert entries(store) == [other_end, TURNS[-1]]
+    # Later it is not: then its own checkpoints are left to it.
+    store.publish(turn(store, TURNS[-1] + 1))
+    assert checkpoints(store) == [SYSTEM, *TURNS[1 - RECENT_CHECKPOINTS :], TURNS[-1] + 1]
+    assert checkpoints(store, tokens=other) == [SYSTEM, other_end]
+
+
+def test_the_end_of_a_whole_prompt_counts_as_a_checkpoint(store: Store) -> None:
+    for end in TURNS:
+        store.publish(turn(store, end, end_kind=Kind.TAIL))
+    assert checkpoints(store) == [SYSTEM, *TURNS[-RECENT_CHECKPOINTS:]]
+
+
+def test_a_checkpoint_with_a_longer_time_to_live_stays_with_its_entry(store: Store) -> None:
+    store.publish(turn(store, TURNS[0], ttl_s=600.0))
+    for end in TURNS[1:]:
+        store.publish(turn(store, end))
+    assert checkpoints(store) == [SYSTEM, TURNS[0], *TURNS[-RECENT_CHECKPOINTS:]]
+    assert entries(store) == [TURNS[0], TURNS[-1]]
+
+
+def test_a_prompt_that_was_not_saved_to_its_end_leaves_the_entries_of_earlier_turns(store: Store) -> None:
+    """Its first batch is all that a kill, or a client that goes away, leaves of it."""
+    for end in TURNS[:3]:
+        store.publish(turn(store, end))
+    store.publish(replace(turn(store, TURNS[3]), last_node=None, entry=None))
+    assert checkpoints(store) == [SYSTEM, *TURNS[:4]]
+    assert entries(store) == [TURNS[2]]
+    for end in TURNS[4:]:
+        store.publish(replace(turn(store, end), last_node=None, entry=None))
+    assert checkpoints(store) == [SYSTEM, *TURNS[-RECENT_CHECKPOINTS:]]
+    assert entries(store) == [], "no entry is left whose node is gone"
+
+
+def test_a_publication_that_fails_supersedes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for end in TURNS[:5]:
+        store.publish(turn(store, end))
+    before = checkpoints(store)
+
+    def fail(*_: object) -> None:
+        raise OSError("no more")
+
+    monkeypatch.setattr(Changes, "remember", fail)
+    with pytest.raises(OSError, match="no more"):
+        store.publish(turn(store, TURNS[5]))
+    assert (checkpoints(store), entries(store)) == (before, [TURNS[4]])

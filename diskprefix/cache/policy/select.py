@@ -15,14 +15,16 @@ if it is expected to come again. The set of positions is chosen for which
     sum over its positions of (tokens since the position before) x (votes for it or for a later one)  -  price of each
 
 is largest. The first position before is where this prompt was restored to: what is stored already saves nothing more.
-The price is `min_tokens`: what saves that much is worth keeping.
+The price is `min_tokens`, or more for large states: what saves that much is worth keeping. The end of a conversation
+that is expected to continue has the lowest price, because it soon replaces an earlier end (`anchors`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
@@ -30,16 +32,22 @@ import numpy as np
 from diskprefix.cache.policy.sightings import Sighting
 from diskprefix.nouns import Prompt, Reason, Scope, Selection
 from diskprefix.settings import Settings
-from diskprefix.tokens import TokenIds, common_prefix_length, floor_to_grid
+from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length, floor_to_grid
 
-StateKind: TypeAlias = Literal["token", "sliceable", "checkpoints", "one_pass"]
-"""Where a restored prefix can end: at any token; at the end of any block; at a checkpoint; only at the end of a prompt,
-which was computed in one pass."""
+StateKind: TypeAlias = Literal["token", "sliceable", "token_checkpoints", "checkpoints", "one_pass"]
+"""Where a restored prefix can end: at any token; at the end of any block; at a checkpoint, which may be at any token;
+at a checkpoint, which is at the end of a block; only at the end of a prompt, which was computed in one pass."""
+AT_ANY_TOKEN: tuple[StateKind, ...] = ("token", "token_checkpoints")
+"""The kinds of models that are exact at every token."""
+AT_CHECKPOINTS: tuple[StateKind, ...] = ("token_checkpoints", "checkpoints")
+"""The kinds with state that exists at one position only."""
 
 _SHORT_END = 8
 """If at most one part of this many was rewritten, a prompt belongs to the same conversation."""
 _SEEN_ENOUGH = 8
 """If this many recent prompts share nothing with each other, a new system message is not kept at once."""
+_BYTES_FOR_A_TOKEN = 256 << 10
+"""A checkpoint of this many bytes must save a token more. Keys and values of a token have 10 to 200 KiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +55,7 @@ class Rules:
     """The settings of the policy, and where a restored prefix can end (`state`). All numbers are in tokens.
 
     A prefix shorter than `min_tokens` is not kept. `cold_max` and `interval` place the checkpoints of the scopes `full`
-    and `N`.
+    and `N`. `state_bytes` is the size of a checkpoint's states.
     """
 
     block_size: int
@@ -55,16 +63,28 @@ class Rules:
     cold_max: int
     interval: int
     state: StateKind = "sliceable"
+    state_bytes: int = 0
+
+    @property
+    def grid(self) -> int:
+        """State is kept at multiples of this position."""
+        return 1 if self.state in AT_ANY_TOKEN else self.block_size
+
+    @property
+    def price(self) -> int:
+        """The least number of tokens that a checkpoint must save."""
+        return max(self.min_tokens, 1, self.grid, self.state_bytes // _BYTES_FOR_A_TOKEN)
 
     @classmethod
-    def of(cls, settings: Settings, state: StateKind) -> Rules:
-        """Returns the rules of a daemon's settings, for a model with this kind of state."""
+    def of(cls, settings: Settings, state: StateKind, state_bytes: int = 0) -> Rules:
+        """Returns the rules of a daemon's settings, for a model with this kind and size of state."""
         return cls(
             block_size=settings.block_size,
             min_tokens=settings.kv_cache_min_tokens,
             cold_max=settings.kv_cache_cold_max,
             interval=settings.kv_cache_interval,
             state=state,
+            state_bytes=state_bytes,
         )
 
 
@@ -78,6 +98,8 @@ class _Choice(NamedTuple):
     """The prompt's end is kept too, if the boundary is there."""
     goes_on: bool = False
     """A later prompt is expected to continue from the reply."""
+    anchors: tuple[int, ...] = ()
+    """Positions, stored already or not, at which other conversations are expected to leave this prompt."""
 
 
 class _Window(NamedTuple):
@@ -138,11 +160,11 @@ def select(
     says how much of the prompt was seen before, in the window or earlier. `older` is a prompt from before the window
     that shares more than those in it: it counts only for whether this prompt goes on from it.
     """
-    num_tokens, block_size, state = len(prompt.token_ids), rules.block_size, rules.state
+    num_tokens, grid, state = len(prompt.token_ids), rules.grid, rules.state
     if scope.kind == "off":
         return Selection(scope=scope, prompt_tokens=num_tokens, reason="off")
     auto = scope.kind == "auto"
-    seen = min(sighting.num_blocks * block_size, num_tokens)
+    seen = min(sighting.num_blocks * rules.block_size, num_tokens)
     recent = recent[: scope.value] if auto else recent
     commons = [common_prefix_length(prompt.token_ids, earlier) for earlier in recent]
     common_older = 0 if older is None else common_prefix_length(prompt.token_ids, older)
@@ -150,15 +172,14 @@ def select(
     least = max(rules.min_tokens, 1)
 
     # Nothing would be kept for a mark with fewer than `least` tokens before it.
-    grid = 1 if state == "token" else block_size
     marks = [mark.position for mark in prompt.marks if floor_to_grid(mark.position, grid) >= least]
-    price = max(least, block_size) if auto and state == "checkpoints" else 0
+    at_checkpoints = state in AT_CHECKPOINTS
     if prompt.rewriting.left_out is not None and scope.kind != "full":
         choice = _Choice(0, "left_out")
     elif not auto:
         choice = _as_told(scope, num_tokens)
-    elif state == "checkpoints":
-        choice = _by_support(prompt, window, block_size, least, restored, price)
+    elif at_checkpoints:
+        choice = _by_support(prompt, window, rules, least, restored)
     else:
         choice = _by_sighting(prompt, window, least)
     if marks and min(marks[-1], num_tokens) > choice.selected:
@@ -172,15 +193,21 @@ def select(
     if state == "one_pass" and aligned and not keep_tail:
         aligned, reason = 0, "whole_prompt_only"
     support: dict[int, int] = {}
-    if state == "checkpoints" and (aligned or keep_tail):
-        positions = {aligned} | {floor_to_grid(position, block_size) for position in marks}
+    if at_checkpoints and (aligned or keep_tail):
+        positions = {aligned} | {floor_to_grid(position, grid) for position in marks}
         if choice.support is None:
             if scope.kind == "full" or reason == "tokens":
-                positions |= _continued(aligned, block_size, rules.interval)
+                positions |= _continued(aligned, grid, rules.interval)
             if scope.kind == "full":
-                positions |= _structural(prompt, block_size, rules.cold_max)
+                positions |= _structural(prompt, grid, rules.cold_max)
         support = dict.fromkeys(positions, 0) | (choice.support or {})
+        if keep_tail:
+            # The tail has the states there.
+            support.pop(num_tokens, None)
     checkpoints = tuple(sorted(position for position in support if least <= position <= aligned))
+    anchors = {*choice.anchors, floor_to_grid(prompt.system_end, grid), *(floor_to_grid(at, grid) for at in marks)}
+    if choice.support is None:
+        anchors |= set(checkpoints)
     return Selection(
         scope=scope,
         prompt_tokens=num_tokens,
@@ -188,15 +215,16 @@ def select(
         selected=selected,
         aligned=aligned,
         keep_tail=keep_tail,
-        keeps_reply=choice.goes_on and (keep_tail or aligned > 0),
+        keeps_reply=choice.goes_on and (keep_tail or aligned > 0 or reason == "already_saved"),
         checkpoints=checkpoints,
+        anchors=tuple(sorted(anchors - {0})) if at_checkpoints else (),
         votes=tuple(support[position] for position in checkpoints) if choice.support is not None else (),
         window=scope.value if auto else 0,
         recent=len(window.prompts),
         common=window.common,
         seen=seen,
         safe=prompt.last_safe(window.known) if auto else 0,
-        price=price,
+        price=rules.price if auto and at_checkpoints else 0,
         lost=window.lost,
         continues=sighting.continues,
         trials=sighting.trials,
@@ -222,30 +250,41 @@ def _by_sighting(prompt: Prompt, window: _Window, least: int) -> _Choice:
     return _Choice(safe, "shared_prefix", goes_on=goes_on) if safe else _Choice(0, _why_nothing(window))
 
 
-def _by_support(prompt: Prompt, window: _Window, block_size: int, least: int, restored: int, price: int) -> _Choice:
-    """Returns the checkpoints after `restored` that are expected to save most. Each must save `price` tokens."""
+def _by_support(prompt: Prompt, window: _Window, rules: Rules, least: int, restored: int) -> _Choice:
+    """Returns the checkpoints after `restored` that are expected to save most. Each must save its price in tokens."""
+    grid, price = rules.grid, rules.price
     votes: Counter[int] = Counter()
+    of_others: Counter[int] = Counter()
     for earlier, common in zip(window.prompts, window.commons, strict=True):
         # A prompt that this one continues does not vote: its conversation goes on from here.
         if common < len(earlier):
-            votes[floor_to_grid(prompt.last_safe(common), block_size)] += 1
+            at = floor_to_grid(prompt.last_safe(common), grid)
+            votes[at] += 1
+            if (len(earlier) - common) * _SHORT_END > len(earlier):
+                of_others[at] += 1
     if window.seen > window.common:
-        votes[floor_to_grid(prompt.last_safe(window.seen), block_size)] += 1
+        votes[floor_to_grid(prompt.last_safe(window.seen), grid)] += 1
     reasons: dict[int, Reason] = {}
-    for expected in (_system_guess(prompt, window, least), _expected(prompt, window)):
-        if expected is not None:
-            aligned = floor_to_grid(expected.selected, block_size)
+    guess, expected = _system_guess(prompt, window, least), _expected(prompt, window)
+    for choice in (guess, expected):
+        if choice is not None:
+            aligned = floor_to_grid(choice.selected, grid)
             votes[aligned] += 1
-            reasons[aligned] = expected.reason
-    support = _best_positions({at: n for at, n in votes.items() if at > restored and at >= least}, restored, price)
+            reasons[aligned] = choice.reason
+    end = floor_to_grid(expected.selected, grid) if expected is not None else 0
+    prices = {end: min(price, max(LEAST_TOKENS, grid))} if expected is not None else {}
+    goes_on = expected is not None and expected.goes_on
+    anchors = tuple(_best_positions({at: n for at, n in of_others.items() if at >= least}, 0, price))
+    ahead = {at: n for at, n in votes.items() if at > restored and at >= least}
+    support = _best_positions(ahead, restored, price, prices)
     if support:
         last = max(support)
         # Of an exact repeat the end counts too: nothing can go on from a checkpoint there without the logits.
-        return _Choice(
-            last, reasons.get(last, "best_checkpoints"), support, is_whole=window.common == len(prompt.token_ids)
-        )
+        is_whole = window.common == len(prompt.token_ids)
+        reason = reasons.get(last, "best_checkpoints")
+        return _Choice(last, reason, support, is_whole=is_whole, goes_on=goes_on, anchors=anchors)
     if max(votes, default=0) >= least:
-        return _Choice(0, "already_saved", {})
+        return _Choice(0, "already_saved", {}, goes_on=goes_on, anchors=anchors)
     return _Choice(0, _why_short(prompt, least) if any(votes) else _why_nothing(window), {})
 
 
@@ -292,9 +331,12 @@ def _why_nothing(window: _Window) -> Reason:
     return "no_match" if window.prompts else "no_history"
 
 
-def _best_positions(votes: dict[int, int], start: int, price: int) -> dict[int, int]:
+def _best_positions(
+    votes: dict[int, int], start: int, price: int, prices: Mapping[int, int] = MappingProxyType({})
+) -> dict[int, int]:
     """Returns the set of positions that saves most, with the votes that each gets in it; of equal sets a longer one. By
-    dynamic programming from the last position to the first, in O(n²) for n positions."""
+    dynamic programming from the last position to the first, in O(n²) for n positions. `prices` has those that differ
+    from `price`."""
     positions = [start, *sorted(votes)]
     num_votes = [0] * (len(positions) + 1)
     """Votes for each position and those after it."""
@@ -303,7 +345,7 @@ def _best_positions(votes: dict[int, int], start: int, price: int) -> dict[int, 
     for i in range(len(positions) - 1, -1, -1):
         num_votes[i] = num_votes[i + 1] + votes.get(positions[i], 0)
         options = [
-            (saved[j][0] + (positions[j] - positions[i]) * num_votes[j] - price, j)
+            (saved[j][0] + (positions[j] - positions[i]) * num_votes[j] - prices.get(positions[j], price), j)
             for j in range(i + 1, len(positions))
         ]
         best = max(options, default=(-1, 0), key=lambda option: (option[0], -option[1]))
@@ -316,16 +358,16 @@ def _best_positions(votes: dict[int, int], start: int, price: int) -> dict[int, 
     return taken
 
 
-def _continued(end: int, block_size: int, interval: int) -> set[int]:
+def _continued(end: int, grid: int, interval: int) -> set[int]:
     """Returns every `interval` tokens up to `end`: they bound the recomputation for a prompt that leaves this one in
     between."""
     positions = np.arange(interval, end + 1, interval)
-    return set((positions - positions % block_size).tolist())
+    return set((positions - positions % grid).tolist())
 
 
-def _structural(prompt: Prompt, block_size: int, cold_max: int) -> set[int]:
+def _structural(prompt: Prompt, grid: int, cold_max: int) -> set[int]:
     """Returns the end of the system message and a cold boundary, which other conversations share, and the last
     boundary, which the next turn keeps."""
     num_tokens = len(prompt.token_ids)
     boundaries = prompt.system_end, prompt.last_safe(min(cold_max, num_tokens)), prompt.last_safe(num_tokens)
-    return {floor_to_grid(position, block_size) for position in boundaries}
+    return {floor_to_grid(position, grid) for position in boundaries}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple
 
 from diskprefix.store.pieces import Cut, PayloadLayout
-from diskprefix.store.schema import Kind, node_name
+from diskprefix.store.schema import Kind, checkpoint_names, node_name
 from diskprefix.tokens import ID_BYTES, TokenIds, block_hashes, floor_to_grid
 
 
@@ -59,11 +60,11 @@ class PromptNodes:
         """Returns the block that continues `parent` and ends at `end`, before it is full."""
         return self._node(parent, floor_to_grid(end, self.block_size), end, Kind.BLOCK, generated=False)
 
-    def partial_block_of(self, parent: bytes, index: int, token_ids: bytes) -> Node:
-        """Returns block number `index` that continues `parent` with other token ids than the prompt's (int32,
+    def other(self, parent: bytes, index: int, token_ids: bytes, kind: Kind) -> Node:
+        """Returns the node behind `index` blocks that continues `parent` with other token ids than the prompt's (int32,
         little-endian)."""
-        name = node_name(self._secret, parent, token_ids, Kind.BLOCK)
-        return Node(name, parent, index * self.block_size, len(token_ids) // ID_BYTES, Kind.BLOCK)
+        name = node_name(self._secret, parent, token_ids, kind)
+        return Node(name, parent, index * self.block_size, len(token_ids) // ID_BYTES, kind)
 
     @cached_property
     def block_names(self) -> list[bytes]:
@@ -83,9 +84,18 @@ class PromptNodes:
         parent = self.block_names[-1] if self.num_blocks else self.root
         return parent.hex() + self._bytes[ID_BYTES * self.num_blocks * self.block_size :].hex()
 
-    def checkpoint(self, block: Node) -> Node:
-        """Returns the checkpoint at the end of a block."""
-        return self._node(block.name, block.end, block.end, Kind.CHECKPOINT, block.generated)
+    def checkpoint(self, parent: bytes, end: int, *, generated: bool = False) -> Node:
+        """Returns the checkpoint at `end`. It holds the tokens behind `parent`, the last whole block before it."""
+        return self._node(parent, floor_to_grid(end, self.block_size), end, Kind.CHECKPOINT, generated)
+
+    def checkpoints(self, parent: bytes, num_blocks: int, most: int) -> Iterator[Node]:
+        """Yields the nodes that may hold the states behind the first `num_blocks` blocks, of which `parent` is the
+        last, and before the next one ends: checkpoints, and the tails of shorter prompts. They end at `most` at the
+        latest. The longest come first."""
+        start = num_blocks * self.block_size
+        token_ids = self._bytes[ID_BYTES * start : ID_BYTES * min(most, start + self.block_size - 1)]
+        for num_tokens, names in reversed(list(enumerate(checkpoint_names(self._secret, parent, token_ids)))):
+            yield from (Node(name, parent, start, num_tokens, kind) for kind, name in names)
 
     def tail(self, parent: bytes, index: int, *, generated: bool = False) -> Node:
         """Returns the tail behind `index` full blocks: 0 to `block_size - 1` tokens, and the next-token logits."""

@@ -67,8 +67,9 @@ def export_entry(store: Store, name: bytes, path: Path, *, force: bool, advance:
                 payload, prefill_s = _read_node(snapshot, *node, layout)
             writer.write_payload(payload, prefill_s)
             advance(len(payload))
-        token_ids = np.concatenate([node.token_ids for _, node in nodes])
-        return writer.finish(token_ids, force=force)
+        # Checkpoints repeat tokens of blocks, except at the end.
+        token_ids = [node.token_ids for one, node in nodes if node.kind == Kind.BLOCK or one == name]
+        return writer.finish(np.concatenate(token_ids), force=force)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,6 +7,7 @@ other, and it must be one that an export writes.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias, TypeVar
@@ -136,23 +137,23 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_nodes(self) -> int:
-        has_end = self.with_logits or self.num_tokens % self.block_size > 0
-        return self.num_tokens // self.block_size + len(self.checkpoints) + has_end
+        return len(self.spans)
 
     @property
     def spans(self) -> list[NodeSpan]:
-        """The nodes in the order of their positions. A checkpoint comes after the block that ends there."""
+        """The nodes in the order of their positions. A checkpoint comes after the last block before it."""
         spans: list[NodeSpan] = []
-        checkpoints = {position: number for number, position in enumerate(self.checkpoints)}
         rest = self.num_tokens % self.block_size
-        for start in range(0, self.num_tokens - rest, self.block_size):
-            end = start + self.block_size
-            spans.append(NodeSpan(start, self.block_size, Kind.BLOCK))
-            if end in checkpoints:
-                spans.append(NodeSpan(end, 0, Kind.CHECKPOINT, checkpoints[end]))
+        ahead = deque(enumerate(self.checkpoints))
+        for start in range(0, self.num_tokens + 1, self.block_size):
+            while ahead and ahead[0][1] < start + self.block_size:
+                number, end = ahead.popleft()
+                spans.append(NodeSpan(start, end - start, Kind.CHECKPOINT, number))
+            if start + self.block_size <= self.num_tokens:
+                spans.append(NodeSpan(start, self.block_size, Kind.BLOCK))
         if self.with_logits:
             spans.append(NodeSpan(self.num_tokens - rest, rest, Kind.TAIL, len(self.checkpoints)))
-        elif rest:
+        elif rest and not self.states:
             spans.append(NodeSpan(self.num_tokens - rest, rest, Kind.BLOCK))
         return spans
 
@@ -207,11 +208,12 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
             raise StoreCorrupt("its layout splits states into rows that do not fit")
         if bool(self.states) != bool(groups):
             raise StoreCorrupt("its layout has states and it has none, or the other way round")
-        if groups and not self.with_logits and self.num_tokens % self.block_size:
-            raise StoreCorrupt("it ends within a block and has no states there")
         points, end = self.checkpoints, self.states[len(self.checkpoints) :]
-        on_grid = all(position % self.block_size == 0 and position <= self.num_tokens for position in points)
-        if not on_grid or list(points) != sorted(set(points)) or end not in ((), (self.num_tokens,)):
+        ends_at = self.num_tokens if self.with_logits else max(points, default=0)
+        if groups and self.num_tokens % self.block_size and ends_at != self.num_tokens:
+            raise StoreCorrupt("it ends within a block and has no states there")
+        are_inside = all(position <= self.num_tokens for position in points)
+        if not are_inside or list(points) != sorted(set(points)) or end not in ((), (self.num_tokens,)):
             raise StoreCorrupt("its states are at impossible positions")
 
     def _check_pages(self) -> None:

@@ -23,6 +23,7 @@ from diskprefix.extras.remote.sealing import (
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.codec.codec import Codec, decode_piece, encode_piece, piece_seed
 from diskprefix.store.schema import Kind
+from diskprefix.tokens import ID_BYTES
 
 ABOUT = "about"
 """The name of the object with the record of a root."""
@@ -104,8 +105,8 @@ def most_bytes(nodes: PromptNodes, slot: BundleSlot) -> int:
     """Returns the most bytes that an object in this place can have. Larger objects, which others may have planted, are
     not read."""
     block, checkpoint, tail = (
-        sum(cut.piece.max_bytes for cut in nodes.layout.cuts(num_tokens, kind))
-        for num_tokens, kind in ((nodes.block_size, Kind.BLOCK), (0, Kind.CHECKPOINT), (nodes.block_size, Kind.TAIL))
+        sum(cut.piece.max_bytes for cut in nodes.layout.cuts(nodes.block_size, kind))
+        for kind in (Kind.BLOCK, Kind.CHECKPOINT, Kind.TAIL)
     )
     num_blocks = 1 if slot.is_rest else slot.last - slot.first
     return SEAL_BYTES + MOST_SIGNED_BYTES + num_blocks * (block + checkpoint) + slot.has_tail * tail
@@ -177,13 +178,16 @@ def require_prompt(nodes: PromptNodes, slot: BundleSlot, header: Header) -> list
     expected = list(slot_nodes(nodes, slot))
     found: list[Node] = []
     for one in header.nodes:
-        is_checkpoint = one.kind == Kind.CHECKPOINT and bool(found)
-        node = nodes.checkpoint(found[-1]) if is_checkpoint else expected.pop(0) if expected else None
-        if node is None or (one.name, one.parent, one.position, one.kind) != (
-            *(node.name, node.parent, node.position, node.kind),
-        ):
+        if one.kind == Kind.CHECKPOINT and found and found[-1].kind == Kind.BLOCK:
+            # The prompt may leave its tokens: then it is of no use to this one.
+            node = _other(nodes, found[-1].name, found[-1].end, one)
+        elif expected:
+            node = expected.pop(0)
+        else:
             raise ObjectRefused("mismatch", "it has other nodes than its name says")
-        if one.token_ids != nodes.token_bytes(node):
+        if (one.name, one.parent, one.position, one.kind) != (node.name, node.parent, node.position, node.kind):
+            raise ObjectRefused("mismatch", "it has other nodes than its name says")
+        if one.kind != Kind.CHECKPOINT and one.token_ids != nodes.token_bytes(node):
             raise ObjectRefused("mismatch", f"node {one.name.hex()} has other tokens")
         _require_pieces(nodes, node, one)
         found.append(node)
@@ -194,13 +198,20 @@ def require_prompt(nodes: PromptNodes, slot: BundleSlot, header: Header) -> list
 
 def _require_rest(nodes: PromptNodes, slot: BundleSlot, header: Header) -> Node:
     (one,) = header.nodes if len(header.nodes) == 1 else (None,)
-    if one is None or len(one.token_ids) % 4 or not 0 < len(one.token_ids) // 4 < nodes.block_size:
+    if one is None or one.kind != Kind.BLOCK or not one.token_ids:
         raise ObjectRefused("mismatch", "it is no partial block")
-    node = nodes.partial_block_of(rest_parent(nodes, slot), slot.last, one.token_ids)
+    node = _other(nodes, rest_parent(nodes, slot), slot.last * nodes.block_size, one)
     if (one.name, one.parent, one.position, one.kind) != (node.name, node.parent, node.position, node.kind):
         raise ObjectRefused("mismatch", "it has another node than its name says")
     _require_pieces(nodes, node, one)
     return node
+
+
+def _other(nodes: PromptNodes, parent: bytes, position: int, one: BundledNode) -> Node:
+    """Returns the node of a bundle that continues `parent` with a part of a block, as its tokens name it."""
+    if len(one.token_ids) % ID_BYTES or len(one.token_ids) // ID_BYTES >= nodes.block_size:
+        raise ObjectRefused("mismatch", f"node {one.name.hex()} has too many tokens")
+    return nodes.other(parent, position // nodes.block_size, one.token_ids, Kind(one.kind))
 
 
 def _require_pieces(nodes: PromptNodes, node: Node, one: BundledNode) -> None:

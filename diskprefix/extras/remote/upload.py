@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import numpy as np
@@ -108,7 +108,7 @@ def _stored(upload: Upload) -> tuple[int, bool]:
 
 
 def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
-    """Returns the nodes of a bundle with their token ids and raw payloads, verified, and the checkpoints between them.
+    """Returns the nodes of a bundle with token ids and raw payloads, verified, and behind each block a checkpoint.
     Returns nothing if a node is no longer there."""
     nodes = upload.nodes
     found: list[tuple[Node, bytes, memoryview]] = []
@@ -118,10 +118,19 @@ def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memor
                 return []
             found.append((node, nodes.token_bytes(node), _read(nodes, node, view)))
             if nodes.layout.states and node.kind == Kind.BLOCK:
-                checkpoint = nodes.checkpoint(node)
-                if (view := _nearest(nodes, views, checkpoint)) is not None:
-                    found.append((checkpoint, b"", _read(nodes, checkpoint, view)))
+                found += _checkpoint_behind(nodes, views, node)
     return found
+
+
+def _checkpoint_behind(
+    nodes: PromptNodes, views: Sequence[View], block: Node
+) -> Iterator[tuple[Node, bytes, memoryview]]:
+    """Yields the last checkpoint of the prompt that continues a block, if there is one."""
+    behind = nodes.checkpoints(block.name, block.end // nodes.block_size, len(nodes.token_ids))
+    for checkpoint in (node for node in behind if node.kind == Kind.CHECKPOINT):
+        if (view := _nearest(nodes, views, checkpoint)) is not None:
+            yield checkpoint, nodes.token_bytes(checkpoint), _read(nodes, checkpoint, view)
+            return
 
 
 def _rest(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:

@@ -30,7 +30,7 @@ class Geometry:
     @property
     def state_kind(self) -> StateKind:
         if self.state_bytes:
-            return "checkpoints"
+            return "token_checkpoints" if self.exact_at == "token" else "checkpoints"
         return "token" if self.exact_at == "token" else "sliceable"
 
     @cached_property

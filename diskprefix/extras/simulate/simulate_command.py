@@ -292,7 +292,8 @@ def _geometry(
 ) -> Geometry:
     found = GEOMETRIES[regime]
     if daemon and daemon.geometry and bool(daemon.geometry.state_bytes) == bool(found.state_bytes):
-        found = replace(daemon.geometry, exact_at=found.exact_at)
+        recorded = daemon.geometry
+        found = recorded if recorded.state_bytes else replace(recorded, exact_at=found.exact_at)
     given: dict[str, Any] = {
         "bytes_per_token": bytes_per_token,
         "state_bytes": state_bytes if regime == "checkpoints" else 0,

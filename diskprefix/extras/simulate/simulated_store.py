@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from diskprefix.cache.tiers.nodes import Node
+from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.store.eviction import (
     UsageTable,
     after_use,
@@ -21,6 +21,7 @@ from diskprefix.store.eviction import (
     longer_ttl,
     recorded_ttl,
     scores,
+    superseded,
     usable_bytes,
     with_uses,
 )
@@ -125,6 +126,23 @@ class SimulatedStore:
         if last_node is not None:
             self.touch(last_node, now, 0, ttl_s)
         return True
+
+    def remove_superseded(self, nodes: PromptNodes, entry: NewEntry, anchors: Container[int]) -> None:
+        """Removes the checkpoints of a prompt that a stored one supersedes. The real one is
+        `store.changes.Changes.remove_superseded`."""
+        last, own = entry.node, recorded_ttl(entry.ttl_s)
+        found = {last.end: [last.name]}
+        for num_blocks, parent in enumerate([nodes.root, *nodes.block_names[: last.position // nodes.block_size]]):
+            row = self._rows.get(parent)
+            if num_blocks and (row is None or self._records["children"][row] < 2):
+                continue
+            for node in nodes.checkpoints(parent, num_blocks, last.end):
+                if node.name in self._rows and node.name != last.name:
+                    found.setdefault(node.end, []).append(node.name)
+        for end in superseded(found, anchors):
+            for name in found[end]:
+                if longer_ttl(self._usage(self._rows[name]).ttl_s, own) == own:
+                    self._delete([name])
 
     def touch(self, name: bytes, now: float, hits: int, ttl_s: float | None) -> None:
         """Records a use of a node and of all nodes that it continues."""

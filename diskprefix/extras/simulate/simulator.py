@@ -46,8 +46,8 @@ class Policy:
 class Totals:
     """The effect of a policy on a workload.
 
-    `hits` counts requests with restored tokens. `written_tokens` are the tokens of written blocks and tails,
-    `written_bytes` their size in the file, with checkpoints. `distinct_bytes` counts nodes that were written twice only
+    `hits` counts requests with restored tokens. `written_tokens` are the tokens of written nodes, `written_bytes` their
+    size in the file. `distinct_bytes` counts nodes that were written twice only
     once. `selected_tokens` are the tokens that the policy wanted to keep, whether they were stored before or not.
     `evictions` counts evicted nodes or snapshots, `dropped` publications that did not fit. `seconds_saved` is the time
     of prefill that restoring saved.
@@ -108,6 +108,7 @@ class Simulator:
             cold_max=policy.cold_max,
             interval=policy.interval,
             state=geometry.state_kind,
+            state_bytes=geometry.state_bytes,
         )
         self._seen_by: dict[str, SeenPrompts] = {}
         """The seen prompts by tenant."""
@@ -162,7 +163,7 @@ class Simulator:
         planner = Planner(nodes, restored, self._geometry.state_kind, len(nodes.token_ids))
         # Restored tokens are not computed, so they leave no checkpoint.
         plan = planner.plan(selection, {at for at in selection.checkpoints if at > restored.num_tokens})
-        written = self._store(request, planner, plan, is_expected=selection.continues)
+        written = self._store(request, planner, plan, selection)
         keeps_logits = selection.keep_tail and self._geometry.state_kind == "token"
         if keeps_logits and not (plan.nodes and plan.nodes[-1].kind == Kind.TAIL):
             self._ends.add(nodes.end_id)
@@ -171,13 +172,14 @@ class Simulator:
                 self.store.touch(name, request.when, 0, ttl_s)
         if len(request.reply):
             whole = self.nodes(request, np.concatenate([request.prompt.token_ids, request.reply]))
-            plan = planner.plan_reply(whole, selection)
+            end = planner.reply_end(len(whole.token_ids), selection)
+            plan = planner.plan_reply(whole, selection, {end} if end and self._geometry.state_bytes else ())
             if keeps_logits and plan.last_node is not None:
                 self._ends.add(nodes.end_id)
-            written += self._store(request, planner, plan, is_expected=selection.continues)
+            written += self._store(request, planner, plan, selection)
         return written
 
-    def _store(self, request: TraceRequest, planner: Planner, plan: Plan, *, is_expected: bool) -> int:
+    def _store(self, request: TraceRequest, planner: Planner, plan: Plan, selection: Selection) -> int:
         """Stores the nodes of a plan. Returns the number of written tokens."""
         nodes, marks, ttl_s = planner.nodes, request.prompt.marks, request.ttl_s
         to_the_token, per_token = self._geometry.state_kind == "token", self._policy.seconds_per_token
@@ -189,7 +191,7 @@ class Simulator:
                 per_token * saved,
                 ttl_at(node.end, marks, ttl_s),
                 nodes.token_bytes(node) if to_the_token else None,
-                is_expected,
+                selection.continues,
             )
             for node, saved in zip(plan.nodes, planner.saved_tokens(plan.nodes), strict=True)
         ]
@@ -197,6 +199,9 @@ class Simulator:
             return 0
         if not self.store.publish(entries, plan.last_node, ttl_at(plan.num_tokens, marks, ttl_s), request.when):
             return 0
+        for entry in entries if self._geometry.state_bytes else ():
+            if entry.node.kind != Kind.BLOCK:
+                self.store.remove_superseded(nodes, entry, selection.anchors)
         totals = self.totals
         for entry in entries:
             totals.written_bytes += entry.num_bytes

@@ -245,9 +245,24 @@ class _Planner:
             return self._without_children({name for name in self._nodes if self._is_wanted(name)})
         wanted = {node for name in chosen for node in self._tree.entry(name)} - (self._entry_names - set(chosen))
         nodes = self._without_children(wanted)
-        # A checkpoint whose block stays can be restored as before: others continue that block.
+        # A checkpoint whose block stays can be restored as before: others continue that block. But its own tokens may
+        # be those of a deleted prompt alone.
         blocks = set(nodes) - self._tree.checkpoints
-        return [name for name in nodes if name in blocks or self._nodes[name].parent in blocks]
+        left = {node for name in self._entry_names - set(chosen) for node in self._path_of(name)}
+        return [
+            name
+            for name in nodes
+            if name in blocks
+            or self._nodes[name].parent in blocks
+            or (self._nodes[name].num_tokens and name not in left)
+        ]
+
+    def _path_of(self, entry: bytes) -> Iterable[bytes]:
+        """Returns the nodes of an entry; none if it is damaged."""
+        try:
+            return self._tree.entry(entry)
+        except StoreCorrupt:
+            return ()
 
     def _without_children(self, wanted: Collection[bytes]) -> list[bytes]:
         """Returns those of the wanted nodes that no other node continues, children first."""

@@ -248,13 +248,13 @@ class RecordCheck:
         right = {
             Kind.BLOCK: shortest_block <= node.num_tokens <= block_size,
             Kind.TAIL: node.num_tokens < block_size,
-            Kind.CHECKPOINT: not node.num_tokens,
+            Kind.CHECKPOINT: node.num_tokens < block_size,
         }[node.kind]
         if node.position % block_size or not right:
             what = f"a {node.kind.name.lower()} of {node.num_tokens} tokens at {node.position}"
             return f"{what}, the root's blocks have {block_size}"
-        if node.kind == Kind.CHECKPOINT and not (node.position and layout.states):
-            return f"a checkpoint at {node.position}: there are none at 0, nor where the layout has no states"
+        if node.kind == Kind.CHECKPOINT and not (node.end and layout.states):
+            return f"a checkpoint at {node.end}: there are none at 0, nor where the layout has no states"
         cuts = layout.cuts(node.num_tokens, node.kind)
         wanted = len(cuts), layout.payload_bytes(node.num_tokens, node.kind)
         if (node.num_pieces, node.raw_bytes) != wanted:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.cache.policy.sightings import Sighting
-from diskprefix.nouns import Prompt, Scope, Selection
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.nouns import Mark, Prompt, Scope, Selection
+from diskprefix.tokens import LEAST_TOKENS, TokenIds, as_token_ids
 from tests.cache.policy.asking import select
 
 AUTO = Scope("auto", 30)
@@ -126,8 +126,8 @@ def test_the_reason_is_that_of_the_last_checkpoint() -> None:
     prompt = parted(3000, 1, 900, 2000, 2800, system_end=900)
     continues = replace(CONTINUES, num_blocks=10)
     assert pick(prompt, leaving(prompt, 950), sighting=continues).reason == "continues"
-    not_worth_it = pick(prompt, leaving(prompt, 2050), sighting=continues, min_tokens=2000)
-    assert (chosen(not_worth_it), not_worth_it.reason) == ({2000: 2}, "best_checkpoints")
+    shared = pick(prompt, leaving(prompt, 2050), sighting=replace(UNLIKELY, num_blocks=10), min_tokens=2000)
+    assert (chosen(shared), shared.reason) == ({2000: 1}, "best_checkpoints")
     at_the_same = pick(parted(2090, 1, 900, 2000, 2050), sighting=replace(LIKELY, num_blocks=20))
     assert (chosen(at_the_same), at_the_same.reason) == ({2000: 2}, "likely_repeat"), "the same place on the grid"
     no_boundary = parted(3000, 900, 2000, system_end=900)
@@ -149,11 +149,46 @@ def test_what_is_likely_but_below_the_minimum_is_not_kept() -> None:
     assert (selection.checkpoints, selection.kept, selection.reason) == ((), 0, "below_min_tokens")
 
 
-def test_a_restored_conversation_that_barely_grew_is_not_worth_a_checkpoint() -> None:
-    prompt = parted(3000, 1, 2000, 2150)
-    selection = pick(prompt, prompt.token_ids[:2000], restored=2000, sighting=CONTINUES)
+def test_the_end_of_a_conversation_is_worth_a_checkpoint_as_soon_as_it_grew() -> None:
+    prompt, earlier = parted(3000, 1, 2000, 2150), parted(3000, 1, 2000).token_ids[:2000]
+    assert chosen(pick(prompt, earlier, restored=2000, sighting=CONTINUES)) == {2100: 1}
+    selection = pick(prompt, earlier, restored=2100, sighting=CONTINUES)
     assert (selection.checkpoints, selection.kept, selection.reason) == ((), 0, "already_saved")
-    assert chosen(pick(prompt, prompt.token_ids[:2000], restored=2000, sighting=CONTINUES, min_tokens=100)) == {2100: 1}
+    assert selection.keeps_reply, "its reply may be long"
+
+
+def test_at_every_token_checkpoints_are_where_the_boundaries_are() -> None:
+    prompt = parted(3000, 1, 910, 2017, 2803, system_end=910)
+    selection = pick(prompt, state="token_checkpoints", sighting=LIKELY)
+    assert chosen(selection) == {910: 2, 2803: 1}
+    assert (selection.aligned, selection.keep_tail, selection.keeps_reply) == (2803, False, True)
+    fewer_than_a_step = {"restored": 2790, "state": "token_checkpoints", "sighting": CONTINUES}
+    assert pick(prompt, **fewer_than_a_step).checkpoints == ()
+    assert pick(prompt, **(fewer_than_a_step | {"restored": 2787})).checkpoints == (2803,)
+    assert pick(Prompt(prompt.token_ids), state="token_checkpoints", sighting=CONTINUES).checkpoints == (3000,)
+
+
+def test_large_states_must_save_more() -> None:
+    recent = [sharing(600), sharing(1100)]
+    small = {"state": "token_checkpoints", "state_bytes": 100 << 10}
+    assert chosen(pick(Prompt(ids(3000)), *recent, **small)) == {600: 2, 1100: 1}
+    large = {"state": "token_checkpoints", "state_bytes": 600 * (256 << 10)}
+    assert chosen(pick(Prompt(ids(3000)), *recent, **large)) == {600: 2}
+    assert pick(Prompt(ids(3000)), *recent, **large).price == 600
+    # The end of a conversation replaces an earlier one, and costs nothing in the long run.
+    assert chosen(pick(Prompt(ids(3000)), restored=2900, sighting=CONTINUES, **large)) == {3000: 1}
+
+
+def test_what_other_prompts_share_is_an_anchor_and_the_own_earlier_turns_are_not() -> None:
+    prompt = parted(3000, 1, 910, 2017, 2803, system_end=910)
+    turn = as_token_ids([*prompt.token_ids[:2100], *range(1_000_000, 1_000_100), MARKER])
+    state = {"state": "token_checkpoints", "sighting": CONTINUES, "restored": 2803}
+    assert pick(prompt, turn, **state).anchors == (910,)
+    assert pick(prompt, turn, leaving(prompt, 2100), **state).anchors == (910, 2017)
+    assert pick(replace(prompt, marks=(Mark(1500),)), turn, **state).anchors == (910, 1500)
+    assert pick(prompt, turn, **(state | {"state": "token"})).anchors == ()
+    full = select(Scope("full"), prompt, [], **DEFAULTS, state="token_checkpoints")
+    assert set(full.checkpoints) <= set(full.anchors)
 
 
 def test_an_exact_repeat_of_whole_blocks_can_be_restored() -> None:
@@ -200,12 +235,14 @@ def test_no_other_set_of_checkpoints_saves_more(
         sighting=LIKELY if is_likely else UNLIKELY,
     )
     price = max(min_tokens, 1, block_size)
+    # The prompt's own end is cheaper, if it is expected to come again.
+    end, end_price = (70 - 70 % block_size if is_likely else -1), min(price, max(LEAST_TOKENS, block_size))
     votes = [n - n % block_size for n in [*shared, *[70] * is_likely]]
     votes = [vote for vote in votes if vote > restored and vote >= min_tokens]
 
     def gain(checkpoints: tuple[int, ...]) -> int:
         saved = (max((at for at in checkpoints if at <= vote), default=restored) - restored for vote in votes)
-        return sum(saved) - price * len(checkpoints)
+        return sum(saved) - sum(end_price if at == end else price for at in checkpoints)
 
     places = sorted(set(votes))
     sets = [some for size in range(len(places) + 1) for some in combinations(places, size)]

@@ -10,7 +10,7 @@ import numpy as np
 
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.savings import Savings
-from diskprefix.store.schema import Kind, NodeRecord
+from diskprefix.store.schema import NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree
 from diskprefix.tokens import TokenIds
@@ -80,7 +80,7 @@ def entry_details(
     record = snapshot.entry(name)
     root = snapshot.root(record.root) if record else None
     used = savings.get(record.root) if record else None
-    tokens = [node.token_ids for node in path.values() if node.kind != Kind.CHECKPOINT]
+    tokens = [node.token_ids for node in tree.path(name).values()]
     total: Counter[str] = Counter()
     for node in nodes:
         total.update(node.codecs)

@@ -13,7 +13,7 @@ from diskprefix.store.schema import Kind, NodeRecord, UsageRecord, decode_node
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree
 
-_COUNTED = ("entries", "blocks", "listed_bytes", "raw_bytes", "stored_bytes")
+_COUNTED = ("entries", "blocks", "checkpoints", "listed_bytes", "raw_bytes", "stored_bytes", "checkpoint_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,8 +22,9 @@ class RootStatistics:
 
     `listed_bytes`: the size of its saved prompts, uncompressed and each stored alone. `raw_bytes`: the size of its
     blocks, uncompressed and each stored once. `stored_bytes`: their size in the file. So sharing saves
-    `listed_bytes - raw_bytes`, and compression saves `raw_bytes - stored_bytes`. `total` counts requests since `since`
-    (seconds since the epoch), which is None if no request was counted.
+    `listed_bytes - raw_bytes`, and compression saves `raw_bytes - stored_bytes`. `checkpoint_bytes` are the part of
+    `stored_bytes` that checkpoints take. `total` counts requests since `since` (seconds since the epoch), which is None
+    if no request was counted.
     """
 
     root: str
@@ -34,6 +35,8 @@ class RootStatistics:
     listed_bytes: int
     raw_bytes: int
     stored_bytes: int
+    checkpoints: int
+    checkpoint_bytes: int
     since: float | None
     total: Tally
     today: Tally
@@ -82,8 +85,11 @@ def statistics(
         if entry is not None:
             counts[entry.root].update(entries=1, listed_bytes=info.raw_bytes)
     for node in _sound_nodes(snapshot):
-        blocks = int(node.kind != Kind.CHECKPOINT)
-        counts[node.root].update(blocks=blocks, raw_bytes=node.raw_bytes, stored_bytes=node.stored_bytes)
+        counts[node.root].update(raw_bytes=node.raw_bytes, stored_bytes=node.stored_bytes)
+        if node.kind == Kind.CHECKPOINT:
+            counts[node.root].update(checkpoints=1, checkpoint_bytes=node.stored_bytes)
+        else:
+            counts[node.root].update(blocks=1)
     rows = []
     for root, record in snapshot.roots():
         used = savings.get(root)

@@ -23,7 +23,7 @@ from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes
 from diskprefix.store.pieces import LayoutText, PayloadLayout
 from diskprefix.store.savings import Savings
-from diskprefix.store.schema import Kind, RootRecord
+from diskprefix.store.schema import RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length
@@ -164,9 +164,10 @@ def _state_kind(record: RootRecord) -> StateKind:
     layout = msgspec.json.decode(record.layout, type=LayoutText)
     if layout.one_pass:
         return "one_pass"
+    is_exact = bool(_fingerprint(record).get("products"))
     if layout.states:
-        return "checkpoints"
-    return "token" if _fingerprint(record).get("products") else "sliceable"
+        return "token_checkpoints" if is_exact else "checkpoints"
+    return "token" if is_exact else "sliceable"
 
 
 def _fingerprint(record: RootRecord) -> dict[str, str]:
@@ -252,8 +253,7 @@ def _prompts(snapshot: Snapshot, root: bytes, entries: Sequence[EntryInfo]) -> I
         name = bytes.fromhex(info.id)
         entry = snapshot.entry(name)
         if entry is not None and entry.root == root:
-            blocks = [node.token_ids for node in tree.path(name).values() if node.kind != Kind.CHECKPOINT]
-            yield info.id, info.preview, np.concatenate(blocks)
+            yield info.id, info.preview, np.concatenate([node.token_ids for node in tree.path(name).values()])
     for _, token_ids in reversed(snapshot.recent_prompts(root, _MOST_PROMPTS)):
         yield "", "", token_ids
 
@@ -360,7 +360,7 @@ def _not_kept(look: _Look, nearest: Nearest) -> Cause:
 def _not_restored(look: _Look) -> Cause:
     stored = f"{look.stored:,} tokens are stored, but "
     match look.state:
-        case "checkpoints":
+        case "token_checkpoints" | "checkpoints":
             text = f"{stored}this model restores at its checkpoints only"
             return Cause("no-checkpoint", text, "a smaller --kv-cache-interval keeps more of them")
         case "one_pass":

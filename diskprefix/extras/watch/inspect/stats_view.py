@@ -58,8 +58,10 @@ def _lines(row: RootStatistics) -> Iterator[str]:
     total, today = row.total, row.today
     yield f"{printable_only(row.model)}{f', tenant {short_tenant(row.tenant)}' if row.tenant else ''}"
     saved = f"sharing saves {format_size(row.shared_bytes)}, compression {format_size(row.compressed_bytes)}"
-    prompts = counted(row.entries, "prompt")
-    yield f"  {prompts}, {counted(row.blocks, 'block')} in {format_size(row.stored_bytes)}; {saved}"
+    prompts, blocks = counted(row.entries, "prompt"), counted(row.blocks, "block")
+    if row.checkpoints:
+        blocks += f" and {counted(row.checkpoints, 'checkpoint')} ({format_size(row.checkpoint_bytes)})"
+    yield f"  {prompts}, {blocks} in {format_size(row.stored_bytes)}; {saved}"
     if row.since is None:
         yield "  no request was counted yet; a running daemon writes its counts once a minute"
         return
