@@ -108,7 +108,7 @@ def test_a_constrained_reply_ends_where_nothing_may_follow_and_where_any_reply_e
 
 @pytest.mark.parametrize("length", [POSITIONS, POSITIONS + 100])
 def test_a_prompt_that_leaves_no_position_is_refused(engine: Engine, length: int) -> None:
-    with pytest.raises(ContextTooLong, match=f"{length} tokens; this model has {POSITIONS} positions"):
+    with pytest.raises(ContextTooLong, match=f"has {length} tokens, of {POSITIONS}, the positions of this model"):
         run(engine, tokens(length))
 
 
