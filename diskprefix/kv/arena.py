@@ -241,7 +241,7 @@ class KVArena:
         valid = max(layer.length for layer in self.token_layers)
         capacity = self._affordable_capacity(num_tokens, valid)
         if not valid:
-            self.free()
+            self._release()
         grown = self._allocate(num_tokens, capacity, valid)
         for memory, tensor in zip(self.memory, grown, strict=True):
             memory.replace(tensor)
@@ -341,9 +341,12 @@ class KVArena:
             layer.set_has_state(False)
         return states
 
-    def free(self) -> None:
-        """Frees the memory of per-token tensors at once. That of an arena that is only dropped stays for a while: its
-        layers refer to it."""
+    def discard(self) -> None:
+        """Frees all memory at once. Nothing may use the arena any more."""
+        # Its layers and its cache refer to it, and a garbage collection may be long in coming.
+        vars(self).clear()
+
+    def _release(self) -> None:
         self.capacity = 0
         for memory in self.memory:
             memory.release()

@@ -207,7 +207,7 @@ class KVPool:
         if gone:
             self._spare += [self._removed(allocation) for allocation in gone]
             while self._spare:
-                self._spare.pop().free()
+                self._spare.pop().discard()
 
     def stats(self) -> dict[str, int]:
         """Returns sizes in bytes, numbers of sequences, and the tokens of those that ended."""
@@ -292,11 +292,11 @@ class KVPool:
     def _free_something(self) -> bool:
         """Gives memory back: spare memory first, then that of the sequence that ended longest ago."""
         if self._spare:
-            self._spare.pop().free()
+            self._spare.pop().discard()
             return True
         if not (idle := self._idle):
             return False
-        self._removed(min(idle, key=lambda one: one.used_at)).free()
+        self._removed(min(idle, key=lambda one: one.used_at)).discard()
         return True
 
     def _removed(self, allocation: KVAllocation) -> KVArena:

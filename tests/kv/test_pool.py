@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import tracemalloc
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -166,7 +167,7 @@ def test_memory_of_no_sequence_goes_before_that_of_the_sequence_used_longest_ago
     oldest, newer = ended(pool, tokens(900, 1)), ended(pool, tokens(900, 2))
     oldest.used_at, newer.used_at = 1.0, 2.0
     pool.release(hold(pool, tokens(900, 3)), keep=False)
-    pool._spare[0].free()
+    pool._spare[0]._release()
     pool.limit_bytes -= 1000
     assert pool.allocate(900) is not None
     assert pool.allocations[0] is newer
@@ -191,7 +192,8 @@ def test_short_requests_do_not_take_the_place_of_a_long_conversation(
 
 def test_memory_that_is_given_back_is_free_at_once(layouts: dict[str, Layout]) -> None:
     """An arena and its layers refer to each other, and a garbage collection may be long in coming."""
-    pool = pool_of(layouts["token"], 3000)
+    pool, hybrid = pool_of(layouts["token"], 3000), KVArena(layouts["checkpoints"], CPU)
+    states = [weakref.ref(state) for state in hybrid._states]
     gc.collect()
     gc.disable()
     tracemalloc.start()
@@ -201,6 +203,9 @@ def test_memory_that_is_given_back_is_free_at_once(layouts: dict[str, Layout]) -
             assert tracemalloc.get_traced_memory()[0] < 1.1 * pool.limit_bytes
             pool.release(one, keep=bool(seed % 2))
         pool.drop_gone(lambda owner: owner == "gone")
+        hybrid.discard()
+        assert states
+        assert all(state() is None for state in states)
         assert tracemalloc.get_traced_memory()[0] < 0.1 * pool.limit_bytes
     finally:
         tracemalloc.stop()
