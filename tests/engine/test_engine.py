@@ -123,8 +123,7 @@ def long_folder(tmp_path: Path) -> Path:
 
 
 def set_free_memory(monkeypatch: pytest.MonkeyPatch, free: Callable[[], int]) -> None:
-    for module in (generate, memory):
-        monkeypatch.setattr(module, "available_bytes", lambda _: free())
+    monkeypatch.setattr(memory, "available_bytes", lambda _: free())
 
 
 def test_a_prompt_whose_state_exceeds_the_memory_is_refused_and_the_next_is_served(
@@ -158,14 +157,15 @@ def test_a_reply_that_exceeds_the_memory_ends_with_an_error(
 
 
 def test_little_memory_is_taken_ahead_where_little_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: Any = SimpleNamespace(model=tiny.llama(), tokenizer=tiny.tokenizer(), media=None, name="tiny")
+    fit = SimpleNamespace(kv_limit=1 << 30)
+    loaded: Any = SimpleNamespace(model=tiny.llama(), tokenizer=tiny.tokenizer(), media=None, name="tiny", fit=fit)
     layout = rehearse(loaded.model)
     reserved: list[int] = []
     monkeypatch.setattr(KVArena, "reserve", lambda _, num_tokens: reserved.append(num_tokens))
-    for free in (0, 400 * layout.bytes_per_token):
+    for free in (0, 200 * layout.bytes_per_token):
         set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
         Engine(loaded, SimpleNamespace(layout=layout, settings=Settings()))  # type: ignore[arg-type]
-    assert reserved == [0, 100]
+    assert reserved == [0, 90]
 
 
 def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder(
