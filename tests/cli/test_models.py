@@ -177,8 +177,9 @@ def test_files_without_tensors_are_refused(run: Run, tmp_path: Path) -> None:
 
 
 def test_tensors_are_listed_without_torch(tmp_path: Path) -> None:
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
-    code = "import sys; from diskprefix.cli import _run; _run(['models', sys.argv[1]]); "
+    files = [tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")]
+    files.append(tiny.write_folder(tmp_path / "made", dtype=torch.bfloat16) / "model.safetensors")
+    code = "import sys; from diskprefix.cli import _run; _run(['models', *sys.argv[1:]]); "
     code += "print({*sys.modules} & {'torch', 'transformers'})"
-    ended = subprocess.run([sys.executable, "-c", code, file], capture_output=True, text=True, check=True)
+    ended = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True, check=True)
     assert ended.stdout.endswith("set()\n")

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 def tensors_in(path: Path, weights: str) -> list[ServedTensor]:
     """Returns the tensors of a `.gguf` file with all its parts, a safetensors file, or the folder of a model, as they
     are served with `--weights`. Raises `ModelError` if a header cannot be read, or there are no such files."""
-    from diskprefix.model.load.fit import needs_of_folder, needs_of_gguf
+    from diskprefix.model.load.fit import needs_of_gguf, tensors_of_folder
 
     if path.suffix.lower() == ".gguf":
         return [*needs_of_gguf(path, weights).tensors]
     files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
     if not files:
         raise ModelError(f"{path} holds no *.safetensors; give a .gguf file, or the folder of a model")
-    return [*needs_of_folder(files[0].parent, files, weights, "auto").tensors]
+    return tensors_of_folder(files[0].parent, files, weights)
 
 
 def described(path: Path, tensors: Sequence[ServedTensor]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import CAPACITY_STEP, PAD_TOKENS, longest_within, window_room
 from diskprefix.model.load.gguf_file import FileTensor, part_paths, read_tensors
 from diskprefix.model.load.gguf_header import GgufHeader
+from diskprefix.model.load.imports import import_transformers
 from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
 from diskprefix.model.load.served_tensors import PARTS, ServedTensor, made_peak, of_checkpoint, of_gguf
 from diskprefix.printable import first_line
@@ -234,11 +235,20 @@ def _rows_of_block(block: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
 def needs_of_folder(folder: Path, files: Sequence[Path], weights: str, dtype: str) -> ModelNeeds:
     """Returns what a model in a folder of transformers' needs. `files` are those of its weights. Of pickled ones only
     the sizes are known. Raises `ModelError` if a header cannot be read."""
+    return needs_of_checkpoint(folder.name, _stored(folder, files), read_config(folder), weights, dtype)
+
+
+def tensors_of_folder(folder: Path, files: Sequence[Path], weights: str) -> list[ServedTensor]:
+    """Returns the tensors that `needs_of_folder` counts, without transformers."""
     config = read_config(folder)
+    return of_checkpoint(_stored(folder, files), config, weights, _dtype_bytes("auto", config, weights))
+
+
+def _stored(folder: Path, files: Sequence[Path]) -> list[StoredShape]:
     found: list[StoredShape] = []
     for file in checkpoint_files(folder, files):
         found += stored_shapes(file) if file.suffix == ".safetensors" else [_pickled(file)]
-    return needs_of_checkpoint(folder.name, found, config, weights, dtype)
+    return found
 
 
 def _pickled(file: Path) -> StoredShape:
@@ -261,17 +271,23 @@ def needs_of_checkpoint(
     name: str, stored: Sequence[StoredShape], config: Mapping[str, Any], weights: str, dtype: str
 ) -> ModelNeeds:
     """Returns what a checkpoint with these tensors needs. `dtype` is that of `--dtype`."""
-    is_made = weights in ("int8", "int4") or (weights == "auto" and bool(config.get("quantization_config")))
-    dtype_bytes = 2 if is_made else dtype_bytes_of(dtype, config)
+    dtype_bytes = _dtype_bytes(dtype, config, weights)
     served = of_checkpoint(stored, config, weights, dtype_bytes)
     needs = ModelNeeds(name=name, tensors=served, state=state_of_config(config, dtype_bytes))
-    if not is_made:
+    if not _is_made(config, weights):
         return needs
     return replace(needs, making_bytes=made_peak(served) + MAKING_BYTES, disk_bytes=needs.weights_bytes + MAKING_BYTES)
 
 
-def dtype_bytes_of(dtype: str, config: Mapping[str, Any]) -> int:
+def _is_made(config: Mapping[str, Any], weights: str) -> bool:
+    """Returns whether a form of the weights is made, in bfloat16 where it has no quants."""
+    return weights in ("int8", "int4") or (weights == "auto" and bool(config.get("quantization_config")))
+
+
+def _dtype_bytes(dtype: str, config: Mapping[str, Any], weights: str) -> int:
     """Returns the bytes of a number in the type that `--dtype` asks for, or that a configuration names."""
+    if _is_made(config, weights):
+        return 2
     parts = (config, _text_part(config))
     named = next((str(part.get(key)) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")
     return 4 if (named if dtype == "auto" else dtype) == "float32" else 2
@@ -282,9 +298,24 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return found if isinstance(found, dict) else config
 
 
+def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a `config.json` as transformers understands it: published ones lack what their class takes for granted,
+    and may be in an older form. Returns it as it is if transformers knows no such model."""
+    if "model_type" not in config:
+        return config
+    import_transformers()
+    from transformers import AutoConfig
+
+    try:
+        found: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
+    except Exception:  # noqa: BLE001 - whatever is wrong with it, the load says so
+        return config
+    return found
+
+
 def state_of_config(config: Mapping[str, Any], dtype_bytes: int) -> TokenState:
     """Returns the state of a sequence of a model with this `config.json`, as far as that tells it."""
-    text = _text_part(config)
+    text = _text_part(_with_defaults(config))
 
     def size(*names: str) -> int:
         found = next((text[name] for name in names if isinstance(text.get(name), int)), 0)

@@ -141,6 +141,46 @@ def test_the_state_of_a_token_follows_from_the_configuration(changed: dict[str, 
     assert state_of_config({"text_config": config}, 2) == state
 
 
+GEMMA3_1B = {
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "hidden_size": 1152,
+    "max_position_embeddings": 32768,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "rope_theta": 1000000,
+    "torch_dtype": "bfloat16",
+}
+GEMMA3_4B = {
+    "model_type": "gemma3",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "hidden_size": 2560,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 27, "hidden_size": 1152},
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "row", "full", "windowed", "window", "positions"),
+    [(GEMMA3_1B, 2 * 256, 4, 22, 512, 32768), (GEMMA3_4B, 2 * 4 * 256, 5, 29, 1024, 131072)],
+)
+def test_what_a_published_configuration_leaves_out_is_that_of_its_class(
+    config: dict[str, Any], row: int, full: int, windowed: int, window: int, positions: int
+) -> None:
+    state = TokenState(2 * row * full, 2 * row * windowed, window, positions=positions)
+    assert state_of_config(config, 2) == state
+    assert needs_of_checkpoint("x", [], config, "auto", "auto").state == state
+    assert state_of_config({**config, "model_type": "unknown"}, 2) != state
+
+
 def test_the_state_of_a_file_is_that_of_its_folder(cache: Path, tmp_path: Path) -> None:
     file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
     load(file)
