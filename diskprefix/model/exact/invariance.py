@@ -205,7 +205,7 @@ def _other_steps(layout: Layout) -> Sequence[Sequence[int]]:
     enough. One of a small model has few, so it takes more steps.
     """
     if layout.bytes_per_token >= _LARGE_BYTES:
-        return (17, 1, 33, 1, 7, 2, 1, 1, 1, 100, 3, 5, 20, 64, 111, 145, 1, 1, 45, 1), (_NUM_TOKENS,)
+        return (17, 1, 33, 1, 7, 2, 1, 1, 1, 100, 3, 5, 20, 64, 111, 144, 1, 1, 46, 1), (_NUM_TOKENS,)
     chosen, steps = random.Random(5), list[int]()
     for num_tokens in _STEPS:
         left = num_tokens

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -373,6 +374,14 @@ def test_without_a_protection_it_is_not_exact(
     assert verdict(name)[0] == "token"
     remove(monkeypatch)
     assert verdict(name)[0] == "grid"
+
+
+def test_single_tokens_of_a_large_model_lie_on_both_sides_of_the_end_of_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariance, "_LARGE_BYTES", 0)
+    steps, whole = invariance._other_steps(rehearse(tiny_model("llama", torch.float32)))
+    ends = set(accumulate(steps))
+    assert {TILE - 1, TILE, TILE + 1, *accumulate(invariance._STEPS)} <= ends
+    assert max(ends) == sum(whole) == invariance._NUM_TOKENS
 
 
 def test_attention_that_sees_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
