@@ -28,8 +28,6 @@ def quantise(model: PreTrainedModel, weights: str) -> None:
             module.packed = quants.packed()
             model.set_submodule(name, module)
     for name, experts in list(quantisable_experts(model)):
-        made = quantised_experts(experts, partial(quants_of, name))
-        if made is not None:
-            model.set_submodule(name, made)
+        model.set_submodule(name, quantised_experts(experts, partial(quants_of, name)))
     if isinstance(model.get_output_embeddings(), QuantisedLinear):
         untie(model.config)

@@ -104,14 +104,11 @@ def may_be_quantised(experts: Any) -> bool:
     )
 
 
-def quantised_experts(experts: nn.Module, choose: Callable[[torch.Tensor], Quants | None]) -> QuantisedExperts | None:
-    """Returns the replacement, None if `choose` leaves a part as it is. It gets the matrices of all experts as one,
-    below each other."""
+def quantised_experts(experts: nn.Module, quantise: Callable[[torch.Tensor], Quants]) -> QuantisedExperts:
+    """Returns the replacement. `quantise` gets the matrices of all experts as one, below each other."""
     made: dict[str, tuple[QuantForm, torch.Tensor]] = {}
     for part, (weight, _) in matrices_of(experts).items():
-        quants = choose(weight.reshape(-1, weight.shape[2]))
-        if quants is None:
-            return None
+        quants = quantise(weight.reshape(-1, weight.shape[2]))
         made[part] = quants.form, quants.packed()
     found = QuantisedExperts(experts, {part: form for part, (form, _) in made.items()})
     for name, part_of_it in found.parts().items():

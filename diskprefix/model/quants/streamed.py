@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,12 @@ from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import named_halves, weight_names
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.quants.exact_quants import ExactQuants, ExpertQuants
-from diskprefix.model.quants.forms import Quants, quantised, unpacked
+from diskprefix.model.quants.forms import quantised, unpacked
 from diskprefix.model.quants.parameter_stream import TensorOnRequest, name_of_loaded, taking_parameters
 from diskprefix.model.quants.published import Source
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised import FILE, bits_for, metadata_of, quantisable, quantisable_experts
-from diskprefix.model.quants.quantised_experts import QuantisedMatrices, quantised_experts
+from diskprefix.model.quants.quantised_experts import quantised_experts
 from diskprefix.model.quants.tensor_writer import TensorWriter
 from diskprefix.native import ROWS
 from diskprefix.native.matrix import fills_blocks
@@ -123,9 +124,7 @@ class StreamedQuantising:
         owner, _, part = name.rpartition(".")
         own = self._own_of(tensor)
         if owner in self._mixtures:
-            self._held[part] = own if isinstance(own, ExpertQuants) else tensor
-            if len(self._held) == len(model.get_submodule(owner)._parameters):
-                self._write_experts(model, owner)
+            self._hold(model, owner, part, own if isinstance(own, ExpertQuants) else tensor)
         else:
             self._write(model, name, own.dequantised() if isinstance(own, ExpertQuants) else tensor)
         self._written.update(self._users.get(name, [name]))
@@ -149,32 +148,38 @@ class StreamedQuantising:
         if plain:
             self._writer.add(plain[0], tensor)
 
+    def _hold(self, model: PreTrainedModel, name: str, part: str, held: torch.Tensor | ExpertQuants) -> None:
+        """Holds a parameter of the experts of a layer, until all are there or it is known that none is quantised."""
+        self._held[part] = held
+        experts = model.get_submodule(name)
+        is_plain = part in weight_names(experts) and isinstance(held, torch.Tensor)
+        if is_plain and self._weights == "auto":
+            for one, parameter in _plain(self._held).items():
+                self._write(model, f"{name}.{one}", parameter)
+            self._mixtures.remove(name)
+        elif len(self._held) == len(experts._parameters):
+            self._write_experts(model, name)
+        else:
+            return
+        self._held.clear()
+
     def _write_experts(self, model: PreTrainedModel, name: str) -> None:
-        """Writes the experts of a layer, whose parameters are all there."""
+        """Writes the experts of a layer, whose parameters are all there, in the quants that they came with or in new
+        ones."""
         assert self._writer is not None
         experts = model.get_submodule(name)
         if sum(isinstance(held, ExpertQuants) for held in self._held.values()) == len(weight_names(experts)):
             self._write_own_experts(experts, name)
-            self._held.clear()
             return
-        plain = {
-            part: held.dequantised() if isinstance(held, ExpertQuants) else held for part, held in self._held.items()
-        }
         empty = dict(experts._parameters)
-        experts._parameters.update({part: nn.Parameter(tensor, False) for part, tensor in plain.items()})
-
-        def choose(weight: torch.Tensor) -> Quants | None:
-            bits = bits_for(model, name, self._weights)
-            return None if bits is None else quantised(weight, bits)
-
-        made = quantised_experts(experts, choose)
-        for part, tensor in (experts if made is None else made).state_dict().items():
+        experts._parameters.update({part: nn.Parameter(tensor, False) for part, tensor in _plain(self._held).items()})
+        bits = bits_for(model, name, self._weights)
+        assert bits is not None, "these are not held"
+        made = quantised_experts(experts, partial(quantised, bits=bits))
+        for part, tensor in made.state_dict().items():
             self._writer.add(f"{name}.{part}", tensor)
-        for part, matrices in () if made is None else made.named_children():
-            if isinstance(matrices, QuantisedMatrices):
-                self._forms[f"{name}.{part}"] = str(matrices.form)
+        self._forms |= {f"{name}.{part}": str(matrices.form) for part, matrices in made.parts().items()}
         experts._parameters.update(empty)
-        self._held.clear()
 
     def _write_own_experts(self, experts: nn.Module, name: str) -> None:
         """Writes the experts of a layer in the quants that they came with."""
@@ -230,6 +235,10 @@ class StreamedQuantising:
             if name not in self._written and tensor.device.type != "meta":
                 self._writer.add(name, tensor)
         self._writer.finish(metadata_of(model, self._forms))
+
+
+def _plain(held: Mapping[str, torch.Tensor | ExpertQuants]) -> dict[str, torch.Tensor]:
+    return {part: one.dequantised() if isinstance(one, ExpertQuants) else one for part, one in held.items()}
 
 
 def pack_in_pieces(weight: torch.Tensor, bits: int, num_threads: int) -> tuple[torch.Tensor, QuantForm]:
