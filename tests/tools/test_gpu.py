@@ -182,7 +182,7 @@ def test_what_is_missing_or_too_old_is_said_in_a_line_each(monkeypatch: pytest.M
     lmdb, transformers = missing_packages()
     assert lmdb.startswith("lmdb is missing: ")
     assert transformers.startswith("transformers 5.9.1+cu128 is too old: ")
-    assert transformers.endswith("-m pip install 'transformers>=5.20', or on PYTHONPATH (see --help)")
+    assert transformers.endswith("-m pip install 'transformers>=5.23', or on PYTHONPATH (see --help)")
 
 
 @pytest.mark.parametrize(
