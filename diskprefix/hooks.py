@@ -194,14 +194,16 @@ def open_compression(settings: Settings, max_positions: int) -> Compress | None:
     return compress
 
 
-def open_media(folder: Path, config: Any, problem: str | None) -> MediaProcessor | None:
-    """Returns what prepares images and sounds for the multimodal model in a folder, None if no extra does.
+def open_media(folder: Path, config: Any, problem: str | None) -> MediaProcessor:
+    """Returns what prepares images and sounds for the multimodal model in a folder: that of another distribution, or
+    else the package's own, which takes any model.
 
-    `config` is its configuration of transformers. With a `problem`, the model takes text only.
+    `config` is its configuration of transformers. With a `problem`, the model takes text only. Raises `SettingsError`.
     """
-    found = (open_(folder, config, problem) for open_ in _all("open_media"))
+    own, *others = _all("open_media")
+    found = (open_(folder, config, problem) for open_ in others)
     media: MediaProcessor | None = _only(one for one in found if one is not None)
-    return media
+    return own(folder, config, problem) if media is None else media
 
 
 def open_supervisor(settings: Settings) -> Supervise | None:
