@@ -108,8 +108,8 @@ def _stored(upload: Upload) -> tuple[int, bool]:
 
 
 def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
-    """Returns the nodes of a bundle with token ids and raw payloads, verified, and behind each block a checkpoint.
-    Returns nothing if a node is no longer there."""
+    """Returns the nodes of a bundle with token ids and raw payloads, verified, and behind each block a checkpoint
+    within the offered tokens. Returns nothing if a node is no longer there."""
     nodes = upload.nodes
     found: list[tuple[Node, bytes, memoryview]] = []
     with open_views(upload.tiers) as views:
@@ -118,15 +118,14 @@ def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memor
                 return []
             found.append((node, nodes.token_bytes(node), _read(nodes, node, view)))
             if nodes.layout.states and node.kind == Kind.BLOCK:
-                found += _checkpoint_behind(nodes, views, node)
+                found += _checkpoint_behind(upload, views, node)
     return found
 
 
-def _checkpoint_behind(
-    nodes: PromptNodes, views: Sequence[View], block: Node
-) -> Iterator[tuple[Node, bytes, memoryview]]:
-    """Yields the last checkpoint of the prompt that continues a block, if there is one."""
-    behind = nodes.checkpoints(block.name, block.end // nodes.block_size, len(nodes.token_ids))
+def _checkpoint_behind(upload: Upload, views: Sequence[View], block: Node) -> Iterator[tuple[Node, bytes, memoryview]]:
+    """Yields the last checkpoint of the offered tokens that continues a block, if there is one."""
+    nodes = upload.nodes
+    behind = nodes.checkpoints(block.name, block.end // nodes.block_size, upload.num_tokens)
     for checkpoint in (node for node in behind if node.kind == Kind.CHECKPOINT):
         if (view := _nearest(nodes, views, checkpoint)) is not None:
             yield checkpoint, nodes.token_bytes(checkpoint), _read(nodes, checkpoint, view)
@@ -134,16 +133,30 @@ def _checkpoint_behind(
 
 
 def _rest(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
-    """Returns the partial block behind `slot` that the prompt goes on with, as far as either has tokens; or nothing."""
-    nodes = upload.nodes
-    behind = nodes.token_ids[slot.last * nodes.block_size :]
+    """Returns what a partial block behind `slot` has of the offered tokens, as far as either has tokens; or nothing."""
+    nodes, parent = upload.nodes, rest_parent(upload.nodes, slot)
+    behind = nodes.token_ids[slot.last * nodes.block_size : upload.num_tokens]
     with open_views(upload.tiers) as views:
         for view in views:
-            for node, token_ids in view.similar(rest_parent(nodes, slot), behind):
+            for node, token_ids in view.similar(parent, behind):
                 is_partial = node.kind == Kind.BLOCK and node.num_tokens < nodes.block_size and not node.generated
-                if is_partial and common_prefix_length(token_ids, behind) == min(len(token_ids), len(behind)):
-                    return [(node, token_ids.tobytes(), _read(nodes, node, view))]
+                num_common = common_prefix_length(token_ids, behind)
+                if is_partial and num_common == min(len(token_ids), len(behind)):
+                    common = token_ids[:num_common].tobytes()
+                    offered = nodes.other(parent, slot.last, common, Kind.BLOCK)
+                    return [(offered, common, _first_tokens(nodes, _read(nodes, node, view), node, num_common))]
     return []
+
+
+def _first_tokens(nodes: PromptNodes, payload: memoryview, block: Node, num_tokens: int) -> memoryview:
+    """Returns the raw payload of the first tokens of a block."""
+    parts: list[bytes] = []
+    for rows in nodes.layout.groups:
+        of_group = block.num_tokens * rows.num_rows * rows.row_bytes
+        cut = np.frombuffer(payload[:of_group], np.uint8).reshape(rows.num_rows, -1)
+        parts.append(cut[:, : num_tokens * rows.row_bytes].tobytes())
+        payload = payload[of_group:]
+    return memoryview(b"".join(parts))
 
 
 def _read(nodes: PromptNodes, node: Node, view: View) -> memoryview:

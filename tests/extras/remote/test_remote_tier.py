@@ -20,6 +20,7 @@ from diskprefix.extras.remote.sealing import sealed, sealed_bytes
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.store.store import Publication
+from diskprefix.tokens import ID_BYTES
 from tests.extras.remote.made import KEY, OTHER_KEY, WAIT_S, Machine, MakeMachine
 from tests.store.building import BLOCK, ROOT, prompt
 
@@ -32,6 +33,13 @@ def objects(bucket: Path) -> dict[str, Path]:
 
 def bundles(bucket: Path) -> dict[str, Path]:
     return {name: path for name, path in objects(bucket).items() if not name.endswith("/about")}
+
+
+def ends_in(bucket: Path) -> set[int]:
+    """Where the nodes in the bucket end, in tokens."""
+    found = bundles(bucket).items()
+    nodes = [node for name, path in found for node in read_header(KEY, name, path.read_bytes()).nodes]
+    return {node.position + len(node.token_ids) // ID_BYTES for node in nodes}
 
 
 def sharing(make: MakeMachine) -> tuple[Machine, Publication]:
@@ -67,6 +75,28 @@ def test_checkpoints_come_with_their_blocks(make: MakeMachine) -> None:
     _, nodes = other.prefetch(PROMPT)
     assert payloads(nodes) == payloads(saved.nodes)
     assert sum(node.kind == Kind.CHECKPOINT for node in nodes) == 3
+
+
+@pytest.mark.parametrize(("offered", "reached"), [(6 * BLOCK, 6 * BLOCK), (6 * BLOCK + 3, 6 * BLOCK + 2)])
+def test_no_checkpoint_behind_the_offered_tokens_is_written(
+    offered: int, reached: int, make: MakeMachine, bucket: Path
+) -> None:
+    """It would have tokens of a question that nobody asked twice, and a state computed from them."""
+    one = make(state_bytes=4000)
+    one.save(PROMPT, checkpoints=(3 * BLOCK + 2, 6 * BLOCK + 2, 6 * BLOCK + 7, 7 * BLOCK + 1))
+    one.share(PROMPT, offered)
+    assert ends_in(bucket) == {*range(BLOCK, 6 * BLOCK + 1, BLOCK), 3 * BLOCK + 2, reached}
+
+
+def test_of_a_partial_block_the_offered_tokens_are_written(make: MakeMachine, bucket: Path) -> None:
+    one, other = make(), make()
+    saved = one.save(PROMPT, end_kind=Kind.BLOCK)
+    one.share(PROMPT, 7 * BLOCK + 2, in_parts=True)
+    assert max(ends_in(bucket)) == 7 * BLOCK + 2
+    _, nodes = other.prefetch(np.append(PROMPT, prompt(3, BLOCK)), replaces=True)
+    assert nodes[-1].token_ids.tolist() == PROMPT[7 * BLOCK :][:2].tolist()
+    rows = np.frombuffer(saved.nodes[-1].payload, "<u2").reshape(4, 5, -1)
+    assert bytes(nodes[-1].payload) == rows[:, :2].tobytes()
 
 
 def test_bundles_lie_at_fixed_positions_so_prompts_share_them(make: MakeMachine, bucket: Path) -> None:
