@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +16,9 @@ from diskprefix.errors import SettingsError
 from diskprefix.nouns import SHARED
 from diskprefix.settings import Settings
 from diskprefix.store.schema import ModelRecord
+from diskprefix.units import format_size
+
+log = logging.getLogger("diskprefix")
 
 _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left"
 
@@ -134,6 +138,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         loaded_at = time.perf_counter()
         if loaded.model.device.type == "cpu":
             buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)
+            if buffer_bytes < settings.kv_cache_write_buffer:
+                log.info("[disk-cache] the write buffer is %s, for want of memory", format_size(buffer_bytes))
             settings = replace(settings, kv_cache_write_buffer=buffer_bytes)
         found = measured(loaded, settings, progress)
         layout = found.layout

@@ -184,12 +184,12 @@ def open_tracer(settings: Settings) -> Tracer | None:
     return tracer
 
 
-def open_compression(settings: Settings, max_positions: int) -> Compress | None:
+def open_compression(settings: Settings, max_positions: int, served: int) -> Compress | None:
     """Returns what shortens the conversations of a model, None if no extra does for these settings.
 
-    Raises `SettingsError`.
+    Of the model's `max_positions`, KV memory has room for `served`. Raises `SettingsError`.
     """
-    found = (open_(settings, max_positions) for open_ in _all("open_compression"))
+    found = (open_(settings, max_positions, served) for open_ in _all("open_compression"))
     compress: Compress | None = _only(one for one in found if one is not None)
     return compress
 

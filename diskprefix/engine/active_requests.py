@@ -60,7 +60,7 @@ class ActiveRequests:
         while self.preempted:
             reply = min(self.preempted, key=lambda reply: reply.arrived)
             with self.failing(reply.running):
-                allocation = self._pool.allocate(self._tokens_at_once(reply.running.request, reply.num_known))
+                allocation = self._pool.allocate(reply.num_known, self._most_tokens(reply.running.request))
                 if allocation is None:
                     return False
                 self.preempted.remove(reply)
@@ -114,23 +114,21 @@ class ActiveRequests:
             if any(isinstance(reply.state, TransformersState) for reply in replies):
                 return "later"
             return TransformersState(self._served.model, request.prompt.media)
-        num_tokens = self._tokens_at_once(request, len(token_ids))
+        sizes = len(token_ids), self._most_tokens(request)
         if request.cache.scope.kind == "off":
-            return self._pool.allocate(num_tokens)
+            return self._pool.allocate(*sizes)
         owner = self._cache.owner(request.cache.tenant)
         found = self._pool.match_prefix(owner, token_ids)
         if found is not None and found.is_worth_waiting_for:
             return "later"
-        allocation = self._pool.extend(found, num_tokens) if found else self._pool.allocate(num_tokens)
+        allocation = self._pool.extend(found, *sizes) if found else self._pool.allocate(*sizes)
         if allocation is not None:
             allocation.owner = owner
         return allocation
 
-    def _tokens_at_once(self, request: GenerateRequest, num_tokens: int) -> int:
-        """Returns the tokens to allocate memory for, of a reply that has `num_tokens` with its prompt."""
-        # The last token of a reply is not computed.
-        longest = len(request.prompt.token_ids) + self._served.reply_limit(request) - 1
-        return self._pool.tokens_at_once(num_tokens, max(num_tokens, longest))
+    def _most_tokens(self, request: GenerateRequest) -> int:
+        """Returns the tokens that a sequence may get. The last one of a reply is not computed."""
+        return len(request.prompt.token_ids) + self._served.reply_limit(request) - 1
 
     def _accept(self, ticket: Ticket, memory: KVAllocation | TransformersState) -> RunningRequest | None:
         prompt = ticket.request.prompt

@@ -63,7 +63,7 @@ def measured(loaded: LoadedModel, settings: Settings, progress: Report) -> Measu
 def load_draft(settings: Settings, served: LoadedModel, cache: PrefixCache, progress: Report) -> LoadedDraft:
     """Loads the draft model of `settings`, with a cache in the store of the served model's. Raises `ModelError` if it
     is not fit to guess for the served model."""
-    own = replace(settings, model=settings.draft_model, served_model_name=None, chat_template=None)
+    own = replace(settings, model=settings.draft_model, served_model_name=None, chat_template=None, kv_memory=None)
     loaded = load_model(own, progress, flag="--draft-model")
     require_same_vocabulary(served, loaded)
     found = measured(loaded, settings, progress)

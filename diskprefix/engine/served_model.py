@@ -76,7 +76,9 @@ class ServedModel:
         self.pace = Pace(cache.settings.inter_token_latency)
         self.clock = time.perf_counter
         """The clock that measures steps."""
-        self._kv_limit = loaded.fit.kv_limit if draft is None else min(loaded.fit.kv_limit, draft.loaded.fit.kv_limit)
+        self._kv_limit = loaded.fit.kv_limit
+        if draft is not None and cache.settings.kv_memory is None:
+            self._kv_limit = min(self._kv_limit, draft.loaded.fit.kv_limit)
         self.pool = self._make_pool(cache.layout, None if draft is None else draft.cache.layout)
         self.model_positions = _max_positions(self.model)
         """The positions that the model was made for."""

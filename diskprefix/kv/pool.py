@@ -24,6 +24,9 @@ from diskprefix.kv.transfer import populate
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length, floor_to_grid
 from diskprefix.units import format_size
 
+_TOKENS_AHEAD = 4096
+"""Of a reply, that get memory at once. With more, one long prompt would keep out the short ones of others."""
+
 
 @dataclass(eq=False)
 class KVAllocation:
@@ -104,12 +107,6 @@ class KVPool:
         """Returns the longest sequence, at most `most_tokens`, that fits if it is alone."""
         return tokens_within(self.layout, self.limit_bytes, most_tokens, self._block_size)
 
-    def tokens_at_once(self, num_tokens: int, most_tokens: int) -> int:
-        """Returns the tokens to allocate memory for, of a sequence that has `num_tokens` and may get `most_tokens`:
-        all, if it could not grow for want of room for the old memory beside the new."""
-        needed = bytes_for(self.layout, num_tokens, self._block_size)
-        return most_tokens if 2 * needed > self.limit_bytes else num_tokens
-
     def touch(self, num_bytes: int, max_tokens: int) -> None:
         """Allocates memory before the first request. A thread makes its pages beside the rest of the start, until
         `give_way`. Raises `ContextTooLong` if there is less memory."""
@@ -134,9 +131,10 @@ class KVPool:
             return None
         return later if later.later >= now.num_tokens + LEAST_TOKENS else now
 
-    def allocate(self, num_tokens: int) -> KVAllocation | None:
-        """Returns an empty allocation with room for `num_tokens` tokens; None if others must end first. Raises
-        `ContextTooLong` if they never fit."""
+    def allocate(self, num_tokens: int, most_tokens: int = 0) -> KVAllocation | None:
+        """Returns an empty allocation with room for `num_tokens` tokens, or for more of a sequence that may get
+        `most_tokens`; None if others must end first. Raises `ContextTooLong` if they never fit."""
+        num_tokens = self._tokens_at_once(num_tokens, most_tokens)
         fitting = (arena for arena in self._spare if arena.capacity >= num_tokens)
         arena = min(fitting, key=lambda arena: arena.capacity, default=None)
         if arena is not None:
@@ -147,21 +145,21 @@ class KVPool:
         self.allocations.append(allocation := KVAllocation(arena, is_busy=True, used_at=time.monotonic()))
         return allocation
 
-    def extend(self, found: PrefixMatch, num_tokens: int) -> KVAllocation | None:
-        """Returns memory that holds the matched prefix, with room for `num_tokens` tokens; None if others must end
+    def extend(self, found: PrefixMatch, num_tokens: int, most_tokens: int = 0) -> KVAllocation | None:
+        """Returns memory that holds the matched prefix, with room as `allocate` gives it; None if others must end
         first. An idle allocation is adopted if the prompt shares most of its tokens. Otherwise the shared part is
         copied, unless there is no room for two."""
         source = found.allocation
         is_most = 2 * found.num_tokens >= len(source.token_ids)
         if not source.is_busy and (is_most or not self.layout.is_sliceable):
-            return self._adopted(found, num_tokens)
+            return self._adopted(found, num_tokens, most_tokens)
         was_busy, source.is_busy = source.is_busy, True
         try:
-            allocation = self.allocate(num_tokens)
+            allocation = self.allocate(num_tokens, most_tokens)
         finally:
             source.is_busy = was_busy
         if allocation is None:
-            return None if source.is_busy else self._adopted(found, num_tokens)
+            return None if source.is_busy else self._adopted(found, num_tokens, most_tokens)
         allocation.arena.copy_from(source.arena, found.num_tokens)
         allocation.num_computed = found.num_tokens
         if source.logits_at <= found.num_tokens:
@@ -251,7 +249,16 @@ class KVPool:
             case "one_pass":
                 return 0
 
-    def _adopted(self, found: PrefixMatch, num_tokens: int) -> KVAllocation | None:
+    def _tokens_at_once(self, num_tokens: int, most_tokens: int) -> int:
+        """Returns the tokens to allocate memory for: more than `num_tokens` where the sequence could not grow for want
+        of room for the old memory beside the new, and there is room for them."""
+        wanted = min(most_tokens, num_tokens + _TOKENS_AHEAD)
+        needed, more = (bytes_for(self.layout, count, self._block_size) for count in (num_tokens, wanted))
+        busy = sum(one.arena.num_bytes for one in self.allocations if one.is_busy)
+        room = min(self.limit_bytes, self._device_free_bytes() + self.used_bytes) - busy
+        return max(num_tokens, wanted) if 2 * needed > self.limit_bytes and more <= room else num_tokens
+
+    def _adopted(self, found: PrefixMatch, num_tokens: int, most_tokens: int) -> KVAllocation | None:
         allocation = found.allocation
         allocation.is_busy = True
         allocation.arena.settle(drop=True)
@@ -260,13 +267,15 @@ class KVPool:
         if allocation.logits_at > found.num_tokens:
             # They follow other tokens.
             allocation.logits_at, allocation.logits = 0, None
-        if self.grow(allocation, num_tokens):
+        if num_tokens <= allocation.arena.capacity or self.grow(
+            allocation, self._tokens_at_once(num_tokens, most_tokens)
+        ):
             return allocation
         allocation.is_busy = False
         if any(other.is_busy for other in self.allocations):
             return None
         # There is no room for a larger copy beside it, and nobody to wait for.
-        return self.allocate(num_tokens)
+        return self.allocate(num_tokens, most_tokens)
 
     def _fresh_arena(self, num_tokens: int) -> KVArena | None:
         needed = bytes_for(self.layout, num_tokens, self._block_size)

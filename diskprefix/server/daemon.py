@@ -194,7 +194,7 @@ class Daemon:
         imports_s = self._elapsed_s()
         engine = self._load_engine(self.settings, progress)
         try:
-            compress = hooks.open_compression(self.settings, engine.max_positions)
+            compress = hooks.open_compression(self.settings, engine.model_positions, engine.max_positions)
         except SettingsError:
             engine.close()
             raise

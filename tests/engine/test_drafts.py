@@ -242,7 +242,7 @@ def test_no_request_loses_its_memory_to_guesses(
     arena._capacity_step = 512
     arena.reserve(512)
     # As beside others: a sequence alone would get memory for all of its reply at once.
-    bare = patch.object(engine.pool, "tokens_at_once", lambda num_tokens, _: num_tokens)
+    bare = patch.object(engine.pool, "_tokens_at_once", lambda num_tokens, _: num_tokens)
     memory = patch.multiple(engine.pool, _spare=[arena], limit_bytes=arena.num_bytes)
     far = patch.object(Scripted, "look_back", lambda guesser: guesser.propose([3] * 20))
     with bare, memory, scripted(engine, [whole]), far, patch.object(engine, "end_ids", ends):

@@ -259,6 +259,31 @@ def test_what_cannot_grow_is_given_up_if_there_is_nobody_to_wait_for(layouts: di
     assert source not in pool.allocations
 
 
+def test_a_sequence_of_more_than_half_of_memory_gets_more_at_once_where_others_leave_it(
+    layouts: dict[str, Layout],
+) -> None:
+    def capacity(pool: KVPool, num_tokens: int, most_tokens: int) -> int:
+        allocation = pool.allocate(num_tokens, most_tokens)
+        assert allocation is not None
+        return allocation.arena.capacity
+
+    assert capacity(pool_of(layouts["token"], 8000), 3000, 7900) == 3072, "it can grow"
+    assert capacity(pool_of(layouts["token"], 8000), 5000, 7900) == 8192
+    assert capacity(pool_of(layouts["token"], 20000), 11000, 20000) == 15360, "4 096 tokens more"
+    shared = pool_of(layouts["token"], 8000)
+    assert capacity(shared, 1000, 1000) == 1024
+    assert capacity(shared, 5000, 7900) == 5120
+
+
+def test_a_later_turn_stays_in_its_memory_while_it_fits(layouts: dict[str, Layout]) -> None:
+    pool = pool_of(layouts["token"], 8000)
+    before = tokens(5000)
+    one = ended(pool, before)
+    prompt = longer(before, 100)
+    assert pool.extend(found(pool, prompt), len(prompt), 7900) is one
+    assert (one.num_computed, one.arena.capacity) == (5000, 5120)
+
+
 def test_what_was_purged_is_in_no_memory_that_is_kept(pool: KVPool) -> None:
     for owner in ("purged", "purged", "kept"):
         ended(pool, tokens(300), owner=owner)

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from diskprefix.settings import Settings
 
 
-def open_compression(settings: Settings, max_positions: int) -> Compress | None:
+def open_compression(settings: Settings, max_positions: int, served: int) -> Compress | None:
     """Returns what shortens conversations, None without `--prefill-compression`.
 
-    Raises `SettingsError` if no prompt of a model with `max_positions` can exceed the threshold.
+    Of the model's `max_positions`, KV memory has room for `served`. Raises `SettingsError` if no prompt of the model
+    can exceed the threshold.
     """
     if settings.prefill_compression == "off":
         return None
@@ -24,4 +25,4 @@ def open_compression(settings: Settings, max_positions: int) -> Compress | None:
         raise SettingsError(f"--prefill-compression: {limit} is not below the {max_positions} positions of this model")
     from diskprefix.extras.compression.compression import fit
 
-    return partial(fit, limit)
+    return partial(fit, min(limit, served * 3 // 4) if served < max_positions else limit)

@@ -75,10 +75,10 @@ def large_pages(num_bytes: int, *others: torch.Tensor) -> torch.Tensor:
 
 def kv_ahead(fit: Fit, most_bytes: int) -> list[torch.Tensor]:
     """Returns the main memory that the KV of the longest sequence will get, at most `most_bytes`, before the model is
-    there: nothing if that is more, or if it is not one piece."""
+    there: nothing if that is more, or more than half of KV memory, or if it is not one piece."""
     from diskprefix.kv.group import make_ahead
 
-    state, most_bytes = fit.needs.state, min(most_bytes, available_ram_bytes() // 4)
+    state, most_bytes = fit.needs.state, min(most_bytes, available_ram_bytes() // 4, fit.kv_limit // 2)
     num_bytes = state.num_bytes(fit.context)
     is_one_piece = state.per_token and not (state.windowed or state.fixed)
     return [make_ahead(num_bytes)] if is_one_piece and num_bytes <= most_bytes else []
