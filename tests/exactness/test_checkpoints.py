@@ -171,3 +171,19 @@ def test_a_long_conversation_keeps_its_last_checkpoints_and_what_others_share(tm
     before = np.concatenate([*edited, random_prompt(50, 30)])
     assert runner.run(before, UNSAVED).report.restored > sum(map(len, edited)) - len(edited[-1])
     runner.close()
+
+
+def test_the_end_of_a_document_stays_while_each_question_about_it_becomes_a_conversation(tmp_path: Path) -> None:
+    runner, document = open_runner("lfm2", tmp_path), np.append(random_prompt(1, 1199), END).astype(np.int32)
+    restored: list[int] = []
+    for seed in range(1, 5):
+        chat = Chat(seed)
+        chat.messages.append(document)
+        for turn in range(4):
+            answer = runner.run_prompt(chat.ask(20), AUTO, reply=5)
+            chat.answered(answer)
+            if not turn:
+                restored.append(answer.report.restored)
+        runner.flush()
+    assert restored == [0, SYSTEM, SYSTEM + len(document), SYSTEM + len(document)]
+    runner.close()

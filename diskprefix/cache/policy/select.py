@@ -253,15 +253,22 @@ def _by_sighting(prompt: Prompt, window: _Window, least: int) -> _Choice:
 def _by_support(prompt: Prompt, window: _Window, rules: Rules, least: int, restored: int) -> _Choice:
     """Returns the checkpoints after `restored` that are expected to save most. Each must save its price in tokens."""
     grid, price = rules.grid, rules.price
+    leaving: Counter[int] = Counter()
+    far: set[int] = set()
+    for earlier, common in zip(window.prompts, window.commons, strict=True):
+        # A prompt that this one continues does not leave it: its conversation goes on from here.
+        if common < len(earlier):
+            at = prompt.last_safe(common)
+            leaving[at] += 1
+            if (len(earlier) - common) * _SHORT_END > len(earlier):
+                far.add(at)
     votes: Counter[int] = Counter()
     of_others: Counter[int] = Counter()
-    for earlier, common in zip(window.prompts, window.commons, strict=True):
-        # A prompt that this one continues does not vote: its conversation goes on from here.
-        if common < len(earlier):
-            at = floor_to_grid(prompt.last_safe(common), grid)
-            votes[at] += 1
-            if (len(earlier) - common) * _SHORT_END > len(earlier):
-                of_others[at] += 1
+    for at, number in leaving.items():
+        votes[floor_to_grid(at, grid)] += number
+        # The turns of one conversation leave it near their ends, each at another place.
+        if at in far or number > 1:
+            of_others[floor_to_grid(at, grid)] += number
     if window.seen > window.common:
         votes[floor_to_grid(prompt.last_safe(window.seen), grid)] += 1
     reasons: dict[int, Reason] = {}

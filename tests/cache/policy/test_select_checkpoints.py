@@ -191,6 +191,23 @@ def test_what_other_prompts_share_is_an_anchor_and_the_own_earlier_turns_are_not
     assert set(full.checkpoints) <= set(full.anchors)
 
 
+def test_the_end_of_a_document_is_an_anchor_once_two_short_questions_leave_there() -> None:
+    prompt = parted(3000, 1, 910, 2517, 2803, system_end=910)
+    questions = [as_token_ids([*prompt.token_ids[:2517], *range(n, n + 90), MARKER]) for n in (10**6, 2 * 10**6)]
+    for state, at in ("token_checkpoints", 2517), ("checkpoints", 2500):
+        rules = {"state": state, "sighting": CONTINUES, "restored": 2803}
+        system = 910 if state == "token_checkpoints" else 900
+        assert pick(prompt, questions[0], **rules).anchors == (system,)
+        assert pick(prompt, *questions, **rules).anchors == (system, at)
+
+
+def test_turns_that_each_rewrite_their_end_are_no_anchors_though_they_leave_in_one_block() -> None:
+    prompt = parted(3000, 1, 910, 2510, 2550, 2590, 2803, system_end=910)
+    turns = [as_token_ids([*prompt.token_ids[:end], *range(10**6, 10**6 + 90)]) for end in (2590, 2550, 2510)]
+    selection = pick(prompt, *turns, sighting=CONTINUES, restored=2803)
+    assert (selection.anchors, selection.common) == ((900,), 2590)
+
+
 def test_an_exact_repeat_of_whole_blocks_can_be_restored() -> None:
     selection = pick(Prompt(ids(1000)), ids(1000), sighting=CONTINUES)
     assert selection.keep_tail or any(position < 1000 for position in selection.checkpoints)
