@@ -56,9 +56,11 @@ class Planner:
         elif self.state in AT_CHECKPOINTS and selection.aligned:
             generated = block is not None and block.generated
             point = self.nodes.checkpoint(parent, selection.aligned, generated=generated)
-            # Not if this run did not compute the states there.
-            is_there = point.end in states_at or point.name == self.restored.last_node
-            return Plan(missing, point.name if is_there else None, point.end)
+            if point.end in states_at:
+                return Plan(missing, point.name, point.end)
+            # Or what was restored holds the states there, maybe the tail of a shorter prompt.
+            is_there = self.restored.stored_tokens == selection.aligned
+            return Plan(missing, self.restored.last_node if is_there else None, point.end)
         else:
             return Plan() if block is None else Plan(missing, block.name, block.end)
         holder = self._holder(end)

@@ -171,6 +171,7 @@ class Publisher:
             prompt_ttl_s=context.ttl_at(len(context.prompt.token_ids)),
             ttl_s=context.ttl_at(plan.num_tokens),
             anchors=self.selection.anchors if self.selection and self._cache.layout.states else None,
+            daemon_ttl_s=self._cache.settings.kv_cache_ttl,
             chain=self.chain,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 import struct
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +15,7 @@ import lmdb
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.codec.codec import Codec, Piece, encode_piece, piece_seed
-from diskprefix.store.eviction import after_use, longer_ttl, recorded_ttl, superseded, with_uses
+from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_ttl, superseded, with_uses
 from diskprefix.store.note_record import used_note
 from diskprefix.store.schema import (
     HISTORY_TOKENS,
@@ -209,31 +209,41 @@ class Changes(Snapshot):
             usage = with_uses(usage, shorter, self._now)
             self.put_usage(node.name, usage)
 
-    def remove_superseded(self, node: NewNode, secret: int, anchors: Collection[int], *, has_entry: bool) -> None:
-        """Removes the earlier checkpoints of a conversation that a stored one, `node`, supersedes. Those with a longer
-        time to live stay. `has_entry`: what is kept is listed with `node`, whose entry replaces theirs."""
-        found: dict[int, list[tuple[bytes, bytes]]] = {node.end: []}
+    def remove_superseded(
+        self,
+        node: NewNode,
+        secret: int,
+        anchors: Collection[int],
+        *,
+        ttl_s: float,
+        pinned: Container[bytes],
+        has_entry: bool,
+    ) -> None:
+        """Removes the earlier checkpoints of a conversation that a stored one, `node`, supersedes. Pinned ones stay,
+        and those with a longer time to live, which do not count; `ttl_s` is the daemon's. `has_entry`: what is kept is
+        listed with `node`, whose entry replaces those of checkpoints. Tails keep theirs: `PrefixTree.entry` lists each
+        with its own prompt only."""
+        found: dict[int, list[tuple[Kind, bytes, bytes]]] = {node.end: []}
+        own_s = limits_s(recorded_ttl(node.ttl_s), ttl_s)
         parent, position, behind = node.parent, node.position, node.token_ids.tobytes()
         while True:
             usage = self.usage(parent) if position else None
             if not position or (usage is not None and usage.children > 1):
                 for number, names in enumerate(checkpoint_names(secret, parent, behind)):
-                    stored = [(name, parent) for _, name in names if self.record("usage", name) is not None]
-                    if stored:
-                        found.setdefault(position + number, []).extend(stored)
+                    for kind, name in names:
+                        stored = self.usage(name)
+                        if stored is not None and limits_s(stored.ttl_s, ttl_s) <= own_s:
+                            found.setdefault(position + number, []).append((kind, name, parent))
             block = self.node(parent) if position else None
             if block is None:
                 break
             parent, position, behind = block.parent, block.position, block.token_ids.tobytes()
-        own, gone = recorded_ttl(node.ttl_s), superseded(found, anchors)
+        gone = superseded(found, anchors)
         for end in found.keys() - {node.end} - set(anchors):
-            for name, of in found[end]:
-                usage = self.usage(name)
-                if usage is None or longer_ttl(usage.ttl_s, own) != own:
-                    continue
-                if end in gone:
+            for kind, name, of in found[end]:
+                if end in gone and name not in pinned:
                     self.delete_node(name, of)
-                elif has_entry:
+                elif has_entry and kind == Kind.CHECKPOINT:
                     self.delete_record("entries", name)
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from diskprefix.store.schema import UsageRecord
 
@@ -103,12 +103,11 @@ def longer_ttl(a: int, b: int) -> int:
     return own if a > 0 and b > 0 else -own
 
 
-def _limits_s(table: UsageTable, ttl_s: float) -> NDArray[np.float64]:
-    """Returns the seconds without a use after which each node expires; infinite for one that never does."""
-    recorded = table.records["ttl_s"].astype(np.float64)
-    default = ttl_s or math.inf
-    own = np.abs(recorded)
-    return np.where(recorded > 0, own, np.where(recorded < 0, np.maximum(own, default), default))
+def limits_s(recorded: ArrayLike, ttl_s: float) -> NDArray[np.float64]:
+    """Returns the seconds without a use after which nodes expire, infinite for never: one for each of the times to live
+    that usage records hold, in the shape of `recorded`. `ttl_s` is the daemon's, 0 for none."""
+    own = np.asarray(recorded, np.float64)
+    return np.where(own > 0, own, np.maximum(-own, ttl_s or math.inf))
 
 
 def scores(table: UsageTable, now: float) -> NDArray[np.float64]:
@@ -209,8 +208,8 @@ def expired(
     `ttl_s` is the time to live of nodes without one of their own; with 0 they stay. A node stays as long as a node that
     continues it.
     """
-    ages = table.ages_s(now)
-    rows = _leaves_first(table, parent_of, -ages, ages >= _limits_s(table, ttl_s), pinned, lambda _row: False)
+    ages, limits = table.ages_s(now), limits_s(table.records["ttl_s"], ttl_s)
+    rows = _leaves_first(table, parent_of, -ages, ages >= limits, pinned, lambda _row: False)
     return [table.names[row] for row in rows]
 
 

@@ -75,7 +75,7 @@ class Publication:
     already stored. `ttl_s` is how long the path is to be kept after its last use, in seconds; with None, the daemon's
     setting holds; `prompt_ttl_s` is the same for the prompt. `prompt_group` is the prompt's group: 8 bytes, or empty.
     New checkpoints remove the conversation's earlier ones, except the last few and those at `anchors`, in tokens; with
-    None they remove none.
+    None they remove none. `daemon_ttl_s` is the daemon's time to live, 0 for none.
     """
 
     store_id: bytes
@@ -90,6 +90,7 @@ class Publication:
     prompt_ttl_s: float | None = None
     ttl_s: float | None = None
     anchors: tuple[int, ...] | None = None
+    daemon_ttl_s: float = 0.0
     chain: Chain = field(default_factory=Chain)
 
     @property
@@ -278,8 +279,12 @@ class Store(StoreFile):
                     elif node.name == last_node:
                         last_node = holder
                     if publication.anchors is not None and node.kind != Kind.BLOCK and not node.generated:
-                        has_entry = publication.entry is not None and node.name == publication.last_node
-                        changes.remove_superseded(node, self.secret, publication.anchors, has_entry=has_entry)
+                        changes.remove_superseded(
+                            *(node, self.secret, publication.anchors),
+                            ttl_s=publication.daemon_ttl_s,
+                            pinned=self.evictor.pinned(),
+                            has_entry=publication.entry is not None and node.name == publication.last_node,
+                        )
                 if last_node is not None:
                     changes.touch(last_node, Use(self.clock(), 0, recorded_ttl(publication.ttl_s)))
                     # What a longer saved prompt holds is listed with that one.

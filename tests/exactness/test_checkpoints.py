@@ -115,6 +115,15 @@ def test_a_repeat_of_a_whole_prompt_runs_no_forward(kind: str, tmp_path: Path) -
     runner.close()
 
 
+def test_a_boundary_that_the_end_of_a_shorter_prompt_holds_is_stored(kind: str, tmp_path: Path) -> None:
+    runner, prompt = open_runner(kind, tmp_path), random_prompt(4, 3 * BLOCK + 5)
+    runner.run(prompt, "full")
+    runner.reopen()
+    longer = runner.run(np.concatenate([prompt, random_prompt(6, 9)]), len(prompt))
+    assert (longer.report.restored, longer.report.saved) == (len(prompt), "stored")
+    runner.close()
+
+
 def test_a_cancelled_prompt_goes_on_where_it_was_left(kind: str, tmp_path: Path) -> None:
     runner, prompt = open_runner(kind, tmp_path), random_prompt(5, 6 * BLOCK)
     # The step before the one that it is cancelled in ends in the middle of a block.

@@ -10,6 +10,7 @@ import pytest
 
 from diskprefix.store.changes import Changes, Use
 from diskprefix.store.eviction import HALF_LIFE_S, RECENT_CHECKPOINTS, recorded_ttl
+from diskprefix.store.maintenance.purge import PurgeFilter, erase
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, UsageRecord
 from diskprefix.store.store import Publication, Store
@@ -194,12 +195,13 @@ def turn(
     tokens: TokenIds = TOKENS,
     anchors: tuple[int, ...] = (SYSTEM,),
     ttl_s: float | None = None,
+    daemon_ttl_s: float = 0.0,
     end_kind: Kind = Kind.CHECKPOINT,
 ) -> Publication:
-    """Saves a turn of a conversation, with checkpoints at the end of its system message and at its own end."""
+    """A turn of a conversation, with checkpoints at the end of its system message and at its own end."""
     pub = publication(store, tokens[:num_tokens], layout=HYBRID, checkpoints=(SYSTEM,), end_kind=end_kind)
     nodes = tuple(replace(node, ttl_s=ttl_s) for node in pub.nodes)
-    return replace(pub, nodes=nodes, ttl_s=ttl_s, anchors=anchors)
+    return replace(pub, nodes=nodes, ttl_s=ttl_s, anchors=anchors, daemon_ttl_s=daemon_ttl_s)
 
 
 def checkpoints(store: Store, *, tokens: TokenIds = TOKENS) -> list[int]:
@@ -243,14 +245,52 @@ def test_the_end_of_a_whole_prompt_counts_as_a_checkpoint(store: Store) -> None:
     for end in TURNS:
         store.publish(turn(store, end, end_kind=Kind.TAIL))
     assert checkpoints(store) == [SYSTEM, *TURNS[-RECENT_CHECKPOINTS:]]
+    assert entries(store) == TURNS[-RECENT_CHECKPOINTS:], "each can be restored as a whole prompt"
 
 
-def test_a_checkpoint_with_a_longer_time_to_live_stays_with_its_entry(store: Store) -> None:
-    store.publish(turn(store, TURNS[0], ttl_s=600.0))
+def test_the_end_of_a_prompt_stays_listed_beside_its_reply(store: Store) -> None:
+    """It holds tokens and logits of the prompt, and nothing else is listed with it: no deletion would find it."""
+    asked, replied = turn(store, TURNS[3], end_kind=Kind.TAIL), turn(store, TURNS[4])
+    for pub in (asked, replied):
+        store.publish(pub)
+    assert entries(store) == TURNS[3:5]
+    for pub, left in ((replied, [TURNS[3]]), (asked, [])):
+        assert pub.last_node is not None
+        erase(store, PurgeFilter(entries=frozenset({pub.last_node})), 0.0)
+        assert entries(store) == left
+    assert store.counts()["blocks"] == 0
+
+
+@pytest.mark.parametrize(("daemon_ttl_s", "stays"), [(60.0, True), (600.0, False), (0.0, False)])
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_checkpoint_with_a_longer_time_to_live_stays_with_its_entry_and_does_not_count(
+    store: Store, clock: Clock, daemon_ttl_s: float, stays: bool, is_used: bool
+) -> None:
+    """A cancelled prompt leaves one. A use that leaves the time to the daemon does not make it the longest."""
+    left = turn(store, TURNS[0], ttl_s=600.0)
+    assert left.last_node is not None
+    store.publish(left)
+    if is_used:
+        store.touch({left.last_node: Use(clock.now, 1, recorded_ttl(None))})
+    own = [TURNS[0]] if stays else []
     for end in TURNS[1:]:
+        store.publish(turn(store, end, daemon_ttl_s=daemon_ttl_s))
+        others = TURNS[1:] if stays else TURNS
+        assert checkpoints(store) == [SYSTEM, *own, *others[: others.index(end) + 1][-RECENT_CHECKPOINTS:]]
+    assert entries(store) == [*own, TURNS[-1]]
+
+
+def test_a_checkpoint_that_a_request_uses_stays_until_a_later_one_is_stored(store: Store) -> None:
+    first = turn(store, TURNS[0])
+    assert first.last_node is not None
+    store.publish(first)
+    store.evictor.pin(first.last_node)
+    for end in TURNS[1:6]:
         store.publish(turn(store, end))
-    assert checkpoints(store) == [SYSTEM, TURNS[0], *TURNS[-RECENT_CHECKPOINTS:]]
-    assert entries(store) == [TURNS[0], TURNS[-1]]
+    assert checkpoints(store) == [SYSTEM, TURNS[0], *TURNS[:6][-RECENT_CHECKPOINTS:]]
+    store.evictor.unpin(first.last_node)
+    store.publish(turn(store, TURNS[6]))
+    assert checkpoints(store) == [SYSTEM, *TURNS[-RECENT_CHECKPOINTS:]]
 
 
 def test_a_prompt_that_was_not_saved_to_its_end_leaves_the_entries_of_earlier_turns(store: Store) -> None:

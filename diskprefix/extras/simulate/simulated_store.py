@@ -18,6 +18,7 @@ from diskprefix.store.eviction import (
     choose_victims,
     expired,
     expiry_interval_s,
+    limits_s,
     longer_ttl,
     recorded_ttl,
     scores,
@@ -130,19 +131,20 @@ class SimulatedStore:
     def remove_superseded(self, nodes: PromptNodes, entry: NewEntry, anchors: Container[int]) -> None:
         """Removes the checkpoints of a prompt that a stored one supersedes. The real one is
         `store.changes.Changes.remove_superseded`."""
-        last, own = entry.node, recorded_ttl(entry.ttl_s)
+        last, own_s = entry.node, limits_s(recorded_ttl(entry.ttl_s), self._ttl_s)
         found = {last.end: [last.name]}
         for num_blocks, parent in enumerate([nodes.root, *nodes.block_names[: last.position // nodes.block_size]]):
             row = self._rows.get(parent)
             if num_blocks and (row is None or self._records["children"][row] < 2):
                 continue
             for node in nodes.checkpoints(parent, num_blocks, last.end):
-                if node.name in self._rows and node.name != last.name:
+                row = self._rows.get(node.name)
+                if row is None or node.name == last.name:
+                    continue
+                if limits_s(self._records["ttl_s"][row], self._ttl_s) <= own_s:
                     found.setdefault(node.end, []).append(node.name)
         for end in superseded(found, anchors):
-            for name in found[end]:
-                if longer_ttl(self._usage(self._rows[name]).ttl_s, own) == own:
-                    self._delete([name])
+            self._delete(found[end])
 
     def touch(self, name: bytes, now: float, hits: int, ttl_s: float | None) -> None:
         """Records a use of a node and of all nodes that it continues."""

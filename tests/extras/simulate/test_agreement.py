@@ -294,11 +294,11 @@ def _seen(restored: int, selection: Selection) -> Seen:
     )
 
 
-def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn]) -> list[Seen]:
+def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn], policy: Policy = POLICY) -> list[Seen]:
     """Assert that the cache does with each turn what the simulator says, of the workload itself and of what was
     recorded of it; what that is. Closes the daemon."""
     conversations = Conversations(seed)
-    simulator = Simulator(POLICY, geometry_of(daemon.runner))
+    simulator = Simulator(policy, geometry_of(daemon.runner))
     happened = []
     for number, turn in enumerate(turns):
         if turn.restarted:
@@ -318,7 +318,7 @@ def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn]) -> list[Seen]:
     if any(turn.restarted and any(before.reply > 1 for before in turns[:at]) for at, turn in enumerate(turns)):
         # After a restart, a recorder knows the prompts of before, and not their replies.
         return happened
-    replayer = Simulator(POLICY, geometry_of(daemon.runner))
+    replayer = Simulator(policy, geometry_of(daemon.runner))
     for number, request in enumerate(read_trace(daemon.recording)):
         assert foreseen(replayer.step(request)) == happened[number], f"request {number} as recorded, {turns[number]}"
     assert number + 1 == len(turns)
@@ -376,6 +376,13 @@ def test_a_turn_that_goes_on_from_a_recorded_reply_is_foretold(tmp_path: Path) -
     turns = [Turn("grow", size=4, reply=9), Turn("answer", size=54)]
     _, last = agreed(Daemon(tmp_path, "token"), 21108, turns)
     assert last.restored > last.common, "more than the first prompt"
+
+
+@pytest.mark.parametrize("ttl_s", [0.0, 200.0])
+def test_checkpoints_that_were_to_stay_for_longer_are_foretold(ttl_s: float, tmp_path: Path) -> None:
+    """Those of the marked turn are to stay for 300 s."""
+    turns = [Turn("grow", size=40, reply=9, marked=number == 1) for number in range(9)]
+    agreed(Daemon(tmp_path, "lfm2", kv_cache_ttl=ttl_s), 1, turns, replace(POLICY, ttl_s=ttl_s))
 
 
 BUDGET_BYTES = 16 << 20
