@@ -177,6 +177,9 @@ class Matcher(Generic[_Index]):
         for num_blocks in range(len(blocks), -1, -1):
             last = blocks[num_blocks - 1] if num_blocks else None
             parent, generated = (last.name, last.generated) if last else (self.nodes.root, False)
+            # The next block is one of a block's children. The children of a root are not counted.
+            if last and sum(index.num_children(parent) for index in self.indexes) < 1 + (num_blocks < len(self.blocks)):
+                continue
             if generated:
                 found = iter([self.nodes.checkpoint(parent, blocks[num_blocks - 1].end, generated=True)])
             else:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate, islice
 
 import numpy as np
@@ -83,6 +84,13 @@ class BufferView:
         ahead.sort(key=lambda found: (common_prefix_length(found.token_ids, token_ids), len(found.token_ids)))
         yield from ((_node(found), found.token_ids) for found in reversed(ahead))
 
+    def num_children(self, parent: bytes) -> int:
+        return self._children[parent]
+
+    @cached_property
+    def _children(self) -> Counter[bytes]:
+        return Counter(found.parent for found in self._pending.values())
+
     def prefill_s(self, node: Node) -> float:
         return self._pending[node.name].prefill_s
 
@@ -154,6 +162,13 @@ class DiskView:
             if record is not None and record.parent == parent:
                 node = Node(name, parent, record.position, record.num_tokens, record.kind, record.generated)
                 yield node, record.token_ids
+
+    def num_children(self, parent: bytes) -> int:
+        try:
+            usage = self._snapshot.usage(parent)
+        except StoreCorrupt:
+            return 0
+        return 0 if usage is None else usage.children
 
     def prefill_s(self, node: Node) -> float:
         try:

@@ -46,6 +46,9 @@ class NodeIndex(Protocol):
         """Yields nodes that continue `parent` (the name of a node, or the root), and their tokens. Nodes that share
         more of `token_ids` come first."""
 
+    def num_children(self, parent: bytes) -> int:
+        """Returns how many nodes continue a node, 0 if the node is unknown. Damaged ones may be counted too."""
+
 
 class View(NodeIndex, Protocol):
     """The content of a tier at one moment. For one thread at a time, except for what `pieces` yields."""

@@ -101,6 +101,10 @@ class SimulatedStore:
             _, name, listed = max((num_common(wanted, listed), name, listed) for listed, name in near)
             yield self._nodes[self._rows[name]], np.frombuffer(listed, dtype=np.int32)
 
+    def num_children(self, parent: bytes) -> int:
+        row = self._rows.get(parent)
+        return 0 if row is None else int(self._records["children"][row])
+
     def pass_time(self, now: float) -> None:
         """Removes expired nodes, at the daemon's intervals."""
         if now < self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._has_own_ttls):
@@ -134,8 +138,7 @@ class SimulatedStore:
         last, own_s = entry.node, limits_s(recorded_ttl(entry.ttl_s), self._ttl_s)
         found = {last.end: [last.name]}
         for num_blocks, parent in enumerate([nodes.root, *nodes.block_names[: last.position // nodes.block_size]]):
-            row = self._rows.get(parent)
-            if num_blocks and (row is None or self._records["children"][row] < 2):
+            if num_blocks and self.num_children(parent) < 2:
                 continue
             for node in nodes.checkpoints(parent, num_blocks, last.end):
                 row = self._rows.get(node.name)
