@@ -1,10 +1,12 @@
 """What the simulator says of a workload, the daemon's own cache does: of each request the same is restored and kept.
 
-The cache holds the state of small random models here. What is written is waited for, so that time plays no part.
+The cache holds the state of small random models here. What is kept of a request is written when it is over, and waited
+for, so that time plays no part: what a request uses is superseded later.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -214,8 +217,13 @@ class Daemon:
 
     def step(self, request: TraceRequest, reply: int = 0) -> Answer:
         options = self.options(request)
-        answer = self.runner.run_prompt(request.prompt, options, reply=reply)
-        self.runner.flush()
+        disk, store = threading.Event(), self.runner.cache.store
+        publish = store.publish
+        with patch.object(store, "publish", lambda pub: publish(pub) if disk.wait(30) else 0):
+            answer = self.runner.run_prompt(request.prompt, options, reply=reply)
+            self.runner.cache.settle()
+            disk.set()
+            self.runner.flush()
         for root, prompts in self._histories:
             self._recorder.know(root, prompts)
         self._histories.clear()
