@@ -253,10 +253,11 @@ class KVPool:
         """Returns the tokens to allocate memory for: more than `num_tokens` where the sequence could not grow for want
         of room for the old memory beside the new, and there is room for them."""
         wanted = min(most_tokens, num_tokens + _TOKENS_AHEAD)
-        needed, more = (bytes_for(self.layout, count, self._block_size) for count in (num_tokens, wanted))
+        if wanted <= num_tokens or 2 * bytes_for(self.layout, num_tokens, self._block_size) <= self.limit_bytes:
+            return num_tokens
         busy = sum(one.arena.num_bytes for one in self.allocations if one.is_busy)
         room = min(self.limit_bytes, self._device_free_bytes() + self.used_bytes) - busy
-        return max(num_tokens, wanted) if 2 * needed > self.limit_bytes and more <= room else num_tokens
+        return wanted if bytes_for(self.layout, wanted, self._block_size) <= room else num_tokens
 
     def _adopted(self, found: PrefixMatch, num_tokens: int, most_tokens: int) -> KVAllocation | None:
         allocation = found.allocation

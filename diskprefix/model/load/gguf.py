@@ -252,7 +252,7 @@ def _convert(
         write_header(parts[0], header, tensors, source / _GGUF)
     facts = _facts(header)
     advance(2)
-    with metadata_read_once(source / _GGUF):
+    with without_gguf_reader(source / _GGUF):
         config = AutoConfig.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
         _set_widths(config, header)
         scale_positions(config, header.values, tensors, report)
@@ -296,7 +296,7 @@ def _facts(header: GgufHeader) -> dict[str, Any]:
 
 
 @contextmanager
-def metadata_read_once(file: Path) -> Iterator[None]:
+def without_gguf_reader(file: Path) -> Iterator[None]:
     """Gives transformers the metadata of `file` where it would read them with the `gguf` library, several times over,
     which takes seconds for a vocabulary. The scaling of positions is left out: `scale_positions` reads it.
 

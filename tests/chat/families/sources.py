@@ -28,7 +28,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from diskprefix.model.load.gguf import metadata_read_once
+from diskprefix.model.load.gguf import without_gguf_reader
 from diskprefix.settings import cache_home
 
 CACHE_VERSION = "1"
@@ -145,7 +145,7 @@ def gguf_tokenizer(gguf: Path, vocabulary: str) -> Tokenizer:
     if vocabulary == "phi-3":
         from transformers import AutoTokenizer
 
-        with metadata_read_once(gguf):
+        with without_gguf_reader(gguf):
             loaded = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         assert isinstance(loaded.backend_tokenizer, Tokenizer)
         return loaded.backend_tokenizer

@@ -6,8 +6,7 @@ import json
 import os
 import stat
 import struct
-import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +49,7 @@ from tests.extras.exchange.exported import (
     large_layout,
 )
 from tests.store.building import BLOCK, Clock, damage, is_whole, open_store, prompt
+from tests.traced_memory import traced_peak
 
 PROMPT = prompt(1, 3 * BLOCK + 5)
 
@@ -624,17 +624,11 @@ def test_memory_stays_at_a_few_blocks_whatever_the_entry_s_size(
     name = next(iter(listed(store)))
     path = tmp_path / "e.safetensors"
 
-    def peak(work: Callable[[], object]) -> int:
-        tracemalloc.start()
-        try:
-            work()
-            return tracemalloc.get_traced_memory()[1]
-        finally:
-            tracemalloc.stop()
-
-    assert peak(lambda: exchange.export_entry(store, name, path, force=False, advance=lambda _: None)) < 4 * block
+    assert (
+        traced_peak(lambda: exchange.export_entry(store, name, path, force=False, advance=lambda _: None)) < 4 * block
+    )
     assert path.stat().st_size > count * block
-    assert peak(lambda: import_file(target, path)) < 12 * block
+    assert traced_peak(lambda: import_file(target, path)) < 12 * block
 
 
 def listed(store: Store) -> list[bytes]:

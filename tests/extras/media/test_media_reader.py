@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,6 +28,7 @@ from tests.server.media_models import (
     write_llava,
     write_qwen2_audio,
 )
+from tests.traced_memory import traced_peak
 
 RATE = 16000
 
@@ -111,16 +110,6 @@ def test_where_two_steps_of_a_long_sound_meet_nothing_is_heard(reader: MediaRead
 def test_what_the_wanted_rate_cannot_hold_is_left_out_not_folded_down(reader: MediaReader) -> None:
     samples = reader.read_audio(wav_bytes(rate=48000, hertz=12000, seconds=1), param="x")
     assert np.abs(samples)[4000:-4000].max() < 1e-3
-
-
-def traced_peak(work: Callable[[], object]) -> int:
-    """The most bytes that `work` held at once, in the memory of Python and numpy."""
-    tracemalloc.start()
-    try:
-        work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
 
 
 def test_a_long_sound_is_read_in_bounded_memory(reader: MediaReader) -> None:

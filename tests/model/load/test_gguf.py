@@ -28,7 +28,7 @@ from diskprefix.model.load.gguf import (
     build_once,
     converted_folder,
     is_finished,
-    metadata_read_once,
+    without_gguf_reader,
 )
 from diskprefix.model.load.gguf_file import MATRICES
 from diskprefix.model.quants.file_matrix import load_matrices
@@ -411,7 +411,7 @@ def test_transformers_has_the_configuration_that_the_library_would_read(
     file = tiny.write_gguf(tmp_path / "tiny.gguf", **options)
     expected = load_gguf_checkpoint(str(file))["config"]
     monkeypatch.setattr("gguf.GGUFReader", never)
-    with metadata_read_once(file):
+    with without_gguf_reader(file):
         assert load_gguf_checkpoint(str(file))["config"] == expected
     with pytest.raises(AssertionError):
         load_gguf_checkpoint(str(file))
