@@ -4,7 +4,7 @@
     ├── InvalidRequest                  400          the client sent something that cannot be served
     │   ├── InvalidScope                400          a cache scope outside the grammar
     │   └── ContextTooLong              400          prompt plus reply exceed the model's positions
-    ├── ModelNotFound                   404          the request names a model that is not served
+    ├── ModelNotFound                   404  exit 2  the request names a model that is not served
     ├── ResponseNotFound                404          the request names a response that is not stored
     ├── EntryNotFound                   404          the request names a saved prompt that is not stored
     ├── QueueFull                       503          too many requests wait; Retry-After is sent
@@ -71,6 +71,7 @@ class ContextTooLong(InvalidRequest):
 
 class ModelNotFound(DiskPrefixError):
     http_status = 404
+    exit_code = 2
     error_type = "invalid_request_error"
     code = "model_not_found"
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 _NAMES = (
+    "catalogue",
     "models",
     "housekeeping",
     "clients",

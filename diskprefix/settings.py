@@ -30,6 +30,12 @@ def cache_home() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "diskprefix"
 
 
+def config_home() -> Path:
+    """Returns `$XDG_CONFIG_HOME/diskprefix`, or `~/.config/diskprefix`."""
+    base = os.environ.get("XDG_CONFIG_HOME", "").strip()
+    return (Path(base) if base else Path.home() / ".config") / "diskprefix"
+
+
 def default_kv_cache_dir() -> Path:
     """Returns the folder `kv` in systemd's CacheDirectory if the service runs under it, else in `cache_home()`."""
     directory = os.environ.get("CACHE_DIRECTORY", "").split(":")[0]
@@ -81,10 +87,24 @@ class Settings:
 
     model: str | None = _model(
         None,
-        "A Hugging Face hub id, a folder or a .gguf file.",
+        "A Hugging Face hub id (org/name, org/name:quant), a folder or a .gguf file. Several, with commas between them "
+        "or each with its own --model, are loaded when requests name them.",
         is_common=True,
         metavar="ID|PATH",
         unset="the embedded SmolLM2-135M-Instruct",
+    )
+    models_dir: Path | None = _model(
+        None,
+        "A folder with models: each .gguf file and each folder with a config.json and weights, four folders deep.",
+        is_common=True,
+        kind="folder",
+        unset="none",
+    )
+    models_file: Path | None = _model(
+        None,
+        "A file with models, their aliases and their own settings.",
+        kind="file",
+        unset="$XDG_CONFIG_HOME/diskprefix/models.toml, if there is no --model",
     )
     device: str = _model(
         "auto",
@@ -326,6 +346,13 @@ class Settings:
     )
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """The models of `model`, which may be a path with a comma."""
+        if self.model is None or "," not in self.model or Path(self.model).expanduser().exists():
+            return () if self.model is None else (self.model,)
+        return tuple(name.strip() for name in self.model.split(",") if name.strip())
+
+    @property
     def allowed_host_names(self) -> tuple[str, ...]:
         """The names of `allowed_hosts`."""
         return tuple(name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip())
@@ -352,6 +379,18 @@ class Settings:
 
 SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field in fields(Settings)}
 """The `Setting` of each field by its name, in the order of the help."""
+
+PER_MODEL = frozenset(
+    {
+        *("device", "dtype", "kernels", "weights", "chat_template", "draft_model", "speculative", "max_sequences"),
+        *("inter_token_latency", "prefill_compression", "kv_memory", "kv_memory_entries", "disk_prefix_cache"),
+        *("kv_cache_ttl", "kv_cache_min_tokens", "reuse_generated", "normalise", "kv_cache_interval"),
+        *("kv_cache_cold_max", "kv_cache_gate"),
+    }
+)
+"""The settings that a model in `models.toml` may have for itself."""
+OF_ONE_MODEL = frozenset({"served_model_name", "chat_template", "draft_model"})
+"""The settings that fit one model only."""
 
 
 def flag_of(name: str) -> str:

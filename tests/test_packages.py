@@ -48,7 +48,7 @@ BESIDE = {
     "warm": {"daemon_call"},
     "clients": {"daemon_call"},
     "simulate": {"warm", "request_bodies"},
-    "setup": {"warm", "request_bodies"},
+    "setup": {"catalogue", "warm", "request_bodies"},
     "vllm": {"remote", "exchange"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
@@ -253,6 +253,7 @@ WITHOUT_TORCH_AT_START = (
     "diskprefix",
     "diskprefix.app",
     "diskprefix.cli",
+    "diskprefix.extras.catalogue.catalogue",
     "diskprefix.extras.warm.warm_command",
     "diskprefix.extras.watch.inspect.inspect_command",
     "diskprefix.extras.simulate.simulate_command",

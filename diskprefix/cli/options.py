@@ -71,6 +71,22 @@ class NonemptyOption(GroupedOption):
         return os.environ.get(str(self.envvar))
 
 
+class JoinedOption(GroupedOption):
+    """An option whose values, if it is given several times, are joined with commas."""
+
+    def add_to_parser(self, parser: Any, ctx: click.Context) -> None:
+        # Only the parser collects them: variables and policy files have one text.
+        self.multiple = True
+        super().add_to_parser(parser, ctx)
+        self.multiple = False
+
+    def consume_value(self, ctx: click.Context, opts: Mapping[str, Any]) -> tuple[Any, ParameterSource]:
+        joined: dict[str, Any] = {
+            name: ",".join(value) if isinstance(value, list) else value for name, value in opts.items()
+        }
+        return super().consume_value(ctx, joined)
+
+
 def nonempty(_context: click.Context, _parameter: click.Parameter, value: Any) -> Any:
     """Returns the value of a text option, or of one with several values. Raises `BadParameter` for an empty text."""
     if value == "" or (isinstance(value, tuple) and "" in value):
@@ -157,6 +173,8 @@ def setting_option(name: str, **attributes: Any) -> Callable[[Decorated], Decora
     if name == "api_keys":
         # Without keys everybody is served: an empty value must not mean that.
         said["cls"] = NonemptyOption
+    if name == "model":
+        said["cls"] = JoinedOption
     if setting.unset:
         said["show_default"] = setting.unset
     else:
@@ -208,10 +226,10 @@ def policy_of(context: click.Context) -> str | None:
 
 def policy_values(name_or_path: str) -> dict[str, Any]:
     """Returns the checked values of a preset or a policy file by field name. Raises `SettingsError` naming the line."""
-    return read_policy(find_policy(name_or_path), _policy_value)
+    return read_policy(find_policy(name_or_path), policy_value)
 
 
-def _policy_value(name: str, value: object) -> Any:
+def policy_value(name: str, value: object) -> Any:
     """Returns what the flag of the field `name` would make of `value`. Raises `DiskPrefixError`."""
     command = setting_option(name)(click.Command(name))
     try:

@@ -40,13 +40,7 @@ def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) ->
 
     `convert` takes a field name and its TOML value and returns the value to use. Its errors get the line too.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-        values = tomllib.loads(text)
-    except OSError as error:
-        raise SettingsError(f"--policy: cannot read {path}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise SettingsError(f"--policy: {path} is not valid TOML: {error}") from error
+    text, values = read_toml(path, "--policy")
     settings: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
@@ -55,16 +49,33 @@ def read_policy(path: Path, convert: Callable[[str, Any], Any] | None = None) ->
             raise SettingsError(f"{where}: unknown key {key!r}")
         if name in settings:
             raise SettingsError(f"{where}: {key}: is there twice, with - and with _")
-        is_switch = SETTINGS[name].kind == "switch"
-        if not isinstance(value, str | int | float) or isinstance(value, bool) != is_switch:
-            expected = "true or false" if is_switch else "a number or a text"
-            raise SettingsError(f"{where}: {key}: must be {expected}")
         try:
-            settings[name] = value if convert is None else convert(name, value)
-        except DiskPrefixError as error:
-            reason = error.message.removeprefix(f"{flag_of(name)}: ")
-            raise SettingsError(f"{where}: {key}: {reason}") from error
+            settings[name] = checked_value(name, value, convert)
+        except SettingsError as error:
+            raise SettingsError(f"{where}: {key}: {error.message}") from error
     return settings
+
+
+def read_toml(path: Path, flag: str) -> tuple[str, dict[str, Any]]:
+    """Returns the text of a TOML file and what it says. Raises a `SettingsError` that names the flag and the file."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return text, tomllib.loads(text)
+    except OSError as error:
+        raise SettingsError(f"{flag}: cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise SettingsError(f"{flag}: {path} is not valid TOML: {error}") from error
+
+
+def checked_value(name: str, value: object, convert: Callable[[str, Any], Any] | None = None) -> Any:
+    """Returns the value of a field in a TOML file, after `convert`. Raises `SettingsError` with the reason alone."""
+    is_switch = SETTINGS[name].kind == "switch"
+    if not isinstance(value, str | int | float) or isinstance(value, bool) != is_switch:
+        raise SettingsError("must be true or false" if is_switch else "must be a number or a text")
+    try:
+        return value if convert is None else convert(name, value)
+    except DiskPrefixError as error:
+        raise SettingsError(error.message.removeprefix(f"{flag_of(name)}: ")) from error
 
 
 def _line_of(text: str, key: str) -> int:

@@ -1,19 +1,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import BertConfig, Gemma3TextConfig, LlamaConfig, T5Config
 
 from diskprefix.extras.models import models_command
 from tests.cli.conftest import Run
-from tests.model import tiny
 
 Row = dict[str, Any]
 Listed = Callable[..., dict[str, Row]]
@@ -140,46 +136,3 @@ def test_the_table_says_in_which_dtypes_a_model_is_exact_at_every_token(run: Run
     assert "token (bf16)" in lines["llama"]
     assert "token " in lines["gemma3"].replace("token (", "")
     assert "grid" in lines["mamba"]
-
-
-def test_the_tensors_of_a_file_are_listed_with_the_form_that_is_served(run: Run, tmp_path: Path) -> None:
-    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0", tensors_in_a_part=8)
-    (found,) = run("models", file.with_name("tiny-00002-of-00003.gguf"), "--json").json["files"]
-    rows = {row["name"]: row for row in found["tensors"]}
-    assert len(rows) == 21
-    query = rows["blk.0.attn_q.weight"]
-    assert (query["kind"], query["form"], query["bits"], query["part"]) == ("Q4_0", "Q4_0", 4.5, "attention")
-    assert query["num_bytes"] == query["stored_bytes"] == query["shape"][0] * query["shape"][1] * 4.5 / 8
-    norm = rows["output_norm.weight"]
-    assert (norm["kind"], norm["form"], norm["bits"]) == ("F32", "bfloat16", 16)
-    sums = [(one["kind"], one["tensors"]) for one in found["types"]]
-    assert ("Q4_0", 14) in sums
-    assert sum(number for _, number in sums) == 21
-    assert sum(one["num_bytes"] for one in found["types"]) == sum(row["num_bytes"] for row in rows.values())
-    lines = run("models", file.with_name("tiny-00001-of-00003.gguf")).stdout.splitlines()
-    assert lines[-1].startswith("21 tensors, ")
-
-
-def test_the_tensors_of_a_folder_are_listed_on_request(run: Run, tmp_path: Path) -> None:
-    folder = tiny.write_folder(tmp_path / "made", dtype=torch.bfloat16)
-    (found,) = run("models", folder, "--tensors", "--weights", "int4", "--json").json["files"]
-    forms = {row["name"]: row["form"] for row in found["tensors"]}
-    assert forms["model.layers.0.self_attn.q_proj.weight"] == "int4"
-    assert forms["model.embed_tokens.weight"] == forms["model.norm.weight"] == "bfloat16"
-    (plain,) = run("models", folder / "model.safetensors", "--json").json["files"]
-    assert {row["form"] for row in plain["tensors"]} == {"bfloat16"}
-
-
-def test_files_without_tensors_are_refused(run: Run, tmp_path: Path) -> None:
-    run("models", tmp_path, "--tensors").assert_refused(3, "holds no *.safetensors")
-    (tmp_path / "x.gguf").write_bytes(b"GGUF")
-    run("models", tmp_path / "x.gguf").assert_refused(3, "cannot read")
-
-
-def test_tensors_are_listed_without_torch(tmp_path: Path) -> None:
-    files = [tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")]
-    files.append(tiny.write_folder(tmp_path / "made", dtype=torch.bfloat16) / "model.safetensors")
-    code = "import sys; from diskprefix.cli import _run; _run(['models', *sys.argv[1:]]); "
-    code += "print({*sys.modules} & {'torch', 'transformers'})"
-    ended = subprocess.run([sys.executable, "-c", code, *files], capture_output=True, text=True, check=True)
-    assert ended.stdout.endswith("set()\n")

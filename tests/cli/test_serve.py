@@ -52,6 +52,8 @@ def test_without_arguments_the_settings_are_the_defaults(settings_of: SettingsOf
 def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
     other: dict[str, str] = {
         "model": "some/model",
+        "models_dir": "~/models",
+        "models_file": "/models.toml",
         "device": "cuda:1",
         "kernels": "torch",
         "dtype": "float32",

@@ -1,84 +1,145 @@
-"""A Hugging Face hub of one process: as much of its HTTP API as `snapshot_download` uses."""
+"""A Hugging Face hub of one process: as much of its HTTP API as `huggingface_hub` uses to fetch a model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 import pytest
 
+_LARGE = (".safetensors", ".gguf", ".bin")
+"""Ends of the names of files that the hub keeps elsewhere: their tags are SHA-256, and they are redirected."""
+
 
 class FakeHub:
-    """Serves the folders in `repos` ("org/name" → folder) at `url`; `gated` and `broken` repos answer 403 and 500."""
+    """Serves the folders in `repos` ("org/name" → folder) at `url`; `gated`, `private`, `broken` repos answer 403, 401
+    and 500.
+
+    `breaks_every`: a connection ends after so many bytes of a file, if that is not 0. `contents` gives other bytes than
+    the folder has, by the name of a file. `on_file` is called with each name before its bytes are sent.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
+        # Another host for the library, which then sends it no token.
+        self.other_url = url.replace("127.0.0.1", "localhost")
         self.repos: dict[str, Path] = {}
         self.gated: set[str] = set()
+        self.private: set[str] = set()
         self.broken: set[str] = set()
         self.requested: list[str] = []
+        self.ranges: list[str] = []
+        self.tokens: set[str | None] = set()
+        self.breaks_every = 0
+        self.contents: dict[str, bytes] = {}
+        self.on_file: Callable[[str], None] = lambda _name: None
 
     def commit_of(self, repo: str) -> str:
         names = sorted(str(path.relative_to(self.repos[repo])) for path in self.repos[repo].rglob("*"))
         return hashlib.sha1("\n".join([repo, *names]).encode()).hexdigest()
 
+    def fetched(self) -> list[str]:
+        """The names of the files that were asked for, each once."""
+        return sorted({path.rpartition("/")[2] for path in self.requested if "/resolve/" in path})
+
 
 class _Handler(BaseHTTPRequestHandler):
     hub: FakeHub
+    protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
         self.hub.requested.append(path)
+        self.hub.tokens.add(self.headers.get("Authorization"))
         parts = path.split("/")
+        if parts[0] == "elsewhere":
+            self._file("/".join(parts[1:3]), "/".join(parts[3:]))
+            return
         repo = "/".join(parts[2:4] if parts[0] == "api" else parts[:2])
         if repo in self.hub.broken:
             self._send(500, b"{}")
         elif repo in self.hub.gated:
             self._send(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif repo in self.hub.private:
+            self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif repo not in self.hub.repos:
             self._send(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif parts[0] == "api":
             self._send(200, json.dumps(self._api(repo, parts[4:])).encode())
         else:
-            content = (self.hub.repos[repo] / "/".join(parts[4:])).read_bytes()
-            etag = hashlib.sha1(content).hexdigest()
-            self._send(200, content, {"ETag": f'"{etag}"', "X-Repo-Commit": self.hub.commit_of(repo)})
+            self._resolve(repo, "/".join(parts[4:]))
 
     do_HEAD = do_GET
 
+    def _resolve(self, repo: str, name: str) -> None:
+        file = self.hub.repos[repo] / name
+        if not file.is_file():
+            self._send(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.hub.commit_of(repo)})
+            return
+        entry = _entry(file, name)
+        headers = {"X-Repo-Commit": self.hub.commit_of(repo), "ETag": f'"{entry["oid"]}"'}
+        if "lfs" not in entry:
+            self._send(200, file.read_bytes(), headers)
+            return
+        headers |= {"X-Linked-Etag": f'"{entry["lfs"]["oid"]}"', "X-Linked-Size": str(entry["size"])}
+        self._send(302, b"", headers | {"Location": f"{self.hub.other_url}/elsewhere/{repo}/{quote(name)}"})
+
+    def _file(self, repo: str, name: str) -> None:
+        """Sends the bytes of a large file, or of a part of it, as another host does that knows nothing of the hub."""
+        self.hub.on_file(name)
+        content = self.hub.contents.get(name) or (self.hub.repos[repo] / name).read_bytes()
+        wanted = self.headers.get("Range")
+        if wanted is None:
+            self._send(200, content, {"Accept-Ranges": "bytes"}, self.hub.breaks_every)
+            return
+        self.hub.ranges.append(wanted)
+        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        end = int(last) + 1 if last else len(content)
+        headers = {"Content-Range": f"bytes {first}-{end - 1}/{len(content)}"}
+        self._send(206, content[int(first) : end], headers, self.hub.breaks_every)
+
     def _api(self, repo: str, what: list[str]) -> Any:
         folder = self.hub.repos[repo]
+        files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
+        entries = [_entry(path, name) for name, path in files.items()]
         if what and what[0] == "tree":
-            files = [path for path in folder.rglob("*") if path.is_file()]
-            return [
-                {
-                    "type": "file",
-                    "path": str(path.relative_to(folder)),
-                    "size": path.stat().st_size,
-                    "oid": hashlib.sha1(path.read_bytes()).hexdigest(),
-                }
-                for path in files
-            ]
-        return {"id": repo, "sha": self.hub.commit_of(repo), "siblings": []}
+            return entries
+        siblings = [{"rfilename": one["path"], "size": one["size"], "blobId": one["oid"]} for one in entries]
+        return {"id": repo, "sha": self.hub.commit_of(repo), "siblings": siblings}
 
-    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+    def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None, most: int = 0) -> None:
         self.send_response(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if self.command != "HEAD":
+        if self.command == "HEAD":
+            return
+        if most and len(content) > most:
+            self.wfile.write(content[:most])
+            self.close_connection = True
+        else:
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: the tests look at `requested`."""
+
+
+def _entry(path: Path, name: str) -> dict[str, Any]:
+    """A file as the hub lists it: by git's digest, and a large one by its own as well."""
+    content = path.read_bytes()
+    found: dict[str, Any] = {"type": "file", "path": name, "size": len(content)}
+    found["oid"] = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    if name.endswith(_LARGE):
+        found["lfs"] = {"oid": hashlib.sha256(content).hexdigest(), "size": len(content), "pointerSize": 130}
+    return found
 
 
 @contextmanager
@@ -88,6 +149,7 @@ def fake_hub(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
 
     handler = type("Handler", (_Handler,), {})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
     hub = FakeHub(f"http://127.0.0.1:{server.server_address[1]}")
     handler.hub = hub  # type: ignore[attr-defined]
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)

@@ -1,4 +1,4 @@
-"""The list of architectures, and what a model's file holds: `diskprefix models`."""
+"""The list of architectures: `diskprefix models`."""
 
 from __future__ import annotations
 

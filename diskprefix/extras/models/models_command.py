@@ -1,5 +1,4 @@
-"""`diskprefix models`: list the architectures, what their layers keep, and what was verified of them; or the tensors of
-a model's files."""
+"""`diskprefix models`: list the architectures, what their layers keep, and what was verified of them."""
 
 from __future__ import annotations
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 TABLE = Path(__file__).with_name("verified_models.json")
 """The table that `tools/bench exactness --write-table` writes."""
 
-_LISTED = (".gguf", ".safetensors")
 _RESTORED = {"cut": "anywhere", "checkpoint": "at checkpoints", "one pass": "at the end only", "unsupported": "not"}
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
@@ -43,25 +41,15 @@ class ModelRow:
 
 
 @click.command(short_help="List the supported architectures and how each is restored.")
-@click.argument("names", nargs=-1, metavar="[NAME|FILE]...", callback=nonempty)
-@click.option("--tensors", is_flag=True, help="List the tensors of a folder too, instead of its architecture.")
-@click.option(
-    "--weights",
-    type=click.Choice(("auto", "native", "int8", "int4")),
-    default="auto",
-    show_default=True,
-    help="The form in which tensors are served, as for serve.",
-)
+@click.argument("names", nargs=-1, metavar="[NAME]...", callback=nonempty)
 @json_option
-def models(names: tuple[str, ...], tensors: bool, weights: str, as_json: bool) -> None:
+def models(names: tuple[str, ...], as_json: bool) -> None:
     """List the decoder architectures of the installed transformers: the state of their layers, how a prefix is
     restored, and whether this was verified.
 
     NAME is an architecture (the model_type in a model's config.json) or the folder of a model. For a folder, the layers
-    of its configuration are shown. Nothing is downloaded, and no weights are read.
-
-    FILE is a .gguf file, any part of a split one, or a safetensors file. Its tensors are listed, with the type that
-    they have there, the form in which they are served, and the bits of a weight with its scales.
+    of its configuration are shown. Nothing is downloaded, and no weights are read. `diskprefix show` lists the tensors
+    of a model.
 
     \b
     layers     full, sliding(window), indexed: state for each token, which can be cut at every block
@@ -80,16 +68,10 @@ def models(names: tuple[str, ...], tensors: bool, weights: str, as_json: bool) -
     diskprefix models
     diskprefix models gemma3 qwen3_next
     diskprefix models ~/models/qwen --json
-    diskprefix models ~/models/qwen-q4_k_m.gguf
-    diskprefix models ~/models/qwen --tensors --weights int4
 
     \b
-    Exit codes: 0 done; 2 wrong usage, or no such NAME; 3 what is in a folder or file cannot be read or served.
+    Exit codes: 0 done; 2 wrong usage, or no such NAME; 3 what is in a folder cannot be read or served.
     """
-    files = [Path(name).expanduser() for name in names]
-    if files and all(tensors or (file.is_file() and file.suffix.lower() in _LISTED) for file in files):
-        _list_tensors(files, weights, as_json=as_json)
-        return
     table = _read_table()
     # Importing transformers and reading two hundred configurations takes seconds.
     with status("asking transformers …"):
@@ -108,19 +90,6 @@ def models(names: tuple[str, ...], tensors: bool, weights: str, as_json: bool) -
         )
     else:
         _show(rows, verified_with)
-
-
-def _list_tensors(files: Sequence[Path], weights: str, *, as_json: bool) -> None:
-    from diskprefix.extras.models.tensor_list import described, show, tensors_in
-
-    found = [(file, tensors_in(file, weights)) for file in files]
-    if as_json:
-        print_json({"files": [described(file, tensors) for file, tensors in found]})
-        return
-    for file, tensors in found:
-        if len(found) > 1:
-            click.echo(plain(f"{file}:").plain)
-        show(tensors)
 
 
 def installed_versions() -> dict[str, str]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import click
 
 from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
 from diskprefix.cli.tooling import print_json, status
+from diskprefix.extras.catalogue.catalogue import open_catalogue
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.printable import printable_only
 from diskprefix.settings import CACHE, SETTINGS, Settings
@@ -77,9 +78,20 @@ def _findings(settings: Settings, say: Callable[[str], None], *, with_request: b
     yield port_finding(settings)
     say("importing torch")
     yield from torch_findings(settings)
-    yield from model_findings(settings, say)
-    if with_request:
-        yield from client_findings(settings, say)
+    for name, own in _each_model(settings):
+        for finding in model_findings(own, say):
+            yield replace(finding, text=f"{name}{finding.text}")
+        if with_request:
+            for finding in client_findings(own, say):
+                yield replace(finding, text=f"{name}{finding.text}")
+
+
+def _each_model(settings: Settings) -> list[tuple[str, Settings]]:
+    """Returns the settings of each model that is served, with its name and a colon if there are several."""
+    catalogue = open_catalogue(settings)
+    if catalogue is None:
+        return [("", settings)]
+    return [(f"{known.name}: ", known.settings) for known in catalogue.models()]
 
 
 def _show(finding: Finding) -> None:

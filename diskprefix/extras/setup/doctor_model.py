@@ -69,20 +69,14 @@ def local_folder(model: str | None) -> Path | None:
     """Returns the folder, or the .gguf file, of what --model says; None if it is not on this machine."""
     from diskprefix.model.load.embedded import EMBEDDED
     from diskprefix.model.load.gguf import SUFFIXES, is_finished
+    from diskprefix.model.load.hub import cached_model
 
     if model is not None and (path := Path(model).expanduser()).exists():
         return path
-    if model is None or model == EMBEDDED.name:
-        folders = [cache_home() / "models" / f"{EMBEDDED.name}{suffix}" for suffix in SUFFIXES.values()]
-        return next((folder for folder in folders if is_finished(folder)), None)
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        found = try_to_load_from_cache(model, "config.json")
-    except HFValidationError:
-        return None
-    return Path(found).parent if isinstance(found, str) else None
+    if model is not None and model != EMBEDDED.name:
+        return cached_model(model)
+    folders = [cache_home() / "models" / f"{EMBEDDED.name}{suffix}" for suffix in SUFFIXES.values()]
+    return next((folder for folder in folders if is_finished(folder)), None)
 
 
 def _converted(settings: Settings, gguf: Path) -> Path | None:

@@ -14,7 +14,7 @@ from diskprefix.cli.options import PathType, policy_values
 from diskprefix.cli.policy_file import find_policy, packaged, toml_value
 from diskprefix.cli.tooling import existing_folder, json_option, print_json
 from diskprefix.errors import SettingsError
-from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, default_kv_cache_dir
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, config_home, default_kv_cache_dir
 from diskprefix.units import format_size, parse_size, whole_size
 
 PRESETS = ("agent", "chat", "rag", "batch", "none")
@@ -31,7 +31,7 @@ _SHARE, _MOST_BYTES = 10, 64 * 2**30
     "--file",
     metavar="FILE",
     type=PathType(dir_okay=False),
-    default=lambda: _config_home() / "diskprefix" / "settings.toml",
+    default=lambda: config_home() / "settings.toml",
     show_default="$XDG_CONFIG_HOME/diskprefix/settings.toml",
     help="Where the settings go.",
 )
@@ -62,7 +62,7 @@ def init(
     Exit codes: 0 done; 2 wrong usage, or a file is there already.
     """
     file = file.expanduser().absolute()
-    unit_file = _config_home() / "systemd" / "user" / "diskprefix.service"
+    unit_file = config_home().parent / "systemd" / "user" / "diskprefix.service"
     keeps = unit and not force and file.is_file() and (model, preset, budget) == (None, None, None)
     for target in (*([] if keeps else [file]), *([unit_file] if unit else [])):
         if os.path.lexists(target) and not force:
@@ -147,8 +147,3 @@ def _write(file: Path, text: str) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
     return file
-
-
-def _config_home() -> Path:
-    base = os.environ.get("XDG_CONFIG_HOME", "").strip()
-    return Path(base) if base else Path.home() / ".config"

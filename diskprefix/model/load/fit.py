@@ -1,19 +1,24 @@
 """The memory that a model needs, by part, and whether it fits: computed from headers before anything is read or made.
 
-This is the one estimate. The start refuses by it, `diskprefix doctor` shows it, and `diskprefix models FILE` lists the
+This is the one estimate. The start refuses by it, `diskprefix doctor` shows it, and `diskprefix show` lists the
 tensors that it is made of.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import CAPACITY_STEP, PAD_TOKENS, longest_within, window_room
+from diskprefix.memo import Memo
 from diskprefix.model.load.gguf_file import FileTensor, part_paths, read_tensors
 from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.imports import import_transformers
@@ -36,6 +41,7 @@ _BLOCK_SIZE = 256
 _UNLIMITED_POSITIONS = 1 << 20
 _WINDOWED = {"gpt-oss": 2, "gemma2": 2, "gemma3": 6}
 """Architectures of `.gguf` files with windows: each of so many layers sees all tokens."""
+_understood = Memo("configurations", version=1)
 
 
 @dataclass(frozen=True)
@@ -238,12 +244,6 @@ def needs_of_folder(folder: Path, files: Sequence[Path], weights: str, dtype: st
     return needs_of_checkpoint(folder.name, _stored(folder, files), read_config(folder), weights, dtype)
 
 
-def tensors_of_folder(folder: Path, files: Sequence[Path], weights: str) -> list[ServedTensor]:
-    """Returns the tensors that `needs_of_folder` counts, without transformers."""
-    config = read_config(folder)
-    return of_checkpoint(_stored(folder, files), config, weights, _dtype_bytes("auto", config, weights))
-
-
 def _stored(folder: Path, files: Sequence[Path]) -> list[StoredShape]:
     found: list[StoredShape] = []
     for file in checkpoint_files(folder, files):
@@ -299,23 +299,51 @@ def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_defaults(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a `config.json` as transformers understands it: published ones lack what their class takes for granted,
-    and may be in an older form. Returns it as it is if transformers knows no such model."""
+    """Returns the part of a `config.json` that is about text as transformers understands it: published ones lack what
+    their class takes for granted, and may be in an older form. Returns it as it is if transformers knows no such model.
+
+    The answer is remembered. A process that has not imported transformers stays small: it asks another one.
+    """
     if "model_type" not in config:
-        return config
+        return _text_part(config)
+    text = json.dumps([config, version("transformers")], sort_keys=True)
+    key = hashlib.sha256(text.encode()).hexdigest()
+    known = _understood.get(key)
+    if isinstance(known, dict):
+        return known
+    found = understood(config) if "transformers" in sys.modules else _understood_elsewhere(config)
+    if found is None:
+        return _text_part(config)
+    _understood.put(key, found)
+    return found
+
+
+def understood(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns the numbers and the kinds of layers of a `config.json`, with defaults, or None."""
     import_transformers()
     from transformers import AutoConfig
 
     try:
-        found: dict[str, Any] = AutoConfig.for_model(**config).to_dict()
+        text = _text_part(AutoConfig.for_model(**config).to_dict())
     except Exception:  # noqa: BLE001 - whatever is wrong with it, the load says so
-        return config
+        return None
+    return {name: value for name, value in text.items() if isinstance(value, int) or name == "layer_types"}
+
+
+def _understood_elsewhere(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    code = f"import json, sys; from {__name__} import understood; print(json.dumps(understood(json.load(sys.stdin))))"
+    command = [sys.executable, "-c", code]
+    try:
+        ended = subprocess.run(command, input=json.dumps(config), capture_output=True, text=True, check=True)
+        found: dict[str, Any] | None = json.loads(ended.stdout.splitlines()[-1])
+    except (OSError, subprocess.CalledProcessError, ValueError, IndexError):
+        return None
     return found
 
 
 def state_of_config(config: Mapping[str, Any], dtype_bytes: int) -> TokenState:
     """Returns the state of a sequence of a model with this `config.json`, as far as that tells it."""
-    text = _text_part(_with_defaults(config))
+    text = _with_defaults(config)
 
     def size(*names: str) -> int:
         found = next((text[name] for name in names if isinstance(text.get(name), int)), 0)

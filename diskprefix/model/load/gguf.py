@@ -75,6 +75,12 @@ def finished_folder(gguf: Path, weights: str) -> Path | None:
     return folder if is_finished(folder) else None
 
 
+def converted_folders(gguf: Path) -> list[Path]:
+    """Returns all folders that were made of the model in `gguf`. Raises `ModelError` if the file cannot be read."""
+    folders = (cache_home() / "models" / _folder_name(gguf, form) for form in SUFFIXES)
+    return [folder for folder in folders if folder.is_dir()]
+
+
 def _folder_name(gguf: Path, weights: str) -> str:
     parts = part_paths(gguf)
     try:

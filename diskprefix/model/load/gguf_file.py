@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -99,14 +99,33 @@ def part_paths(gguf: Path) -> list[Path]:
     found = _PART.fullmatch(gguf.stem)
     if found is None:
         return [gguf]
-    count = int(found["parts"])
-    if not 1 <= int(found["part"]) <= count:
-        raise ModelError(f"{gguf}: there is no part {int(found['part'])} of {count}; give a part of the split model")
-    names = [f"{found['model']}-{part:05}-of-{count:05}{gguf.suffix}" for part in range(1, count + 1)]
+    if not 1 <= int(found["part"]) <= int(found["parts"]):
+        raise ModelError(
+            f"{gguf}: there is no part {int(found['part'])} of {int(found['parts'])}; give a part of the split model"
+        )
+    names = _part_names(found, gguf.suffix)
     for name in names:
         if not (gguf.parent / name).is_file():
             raise ModelError(f"{gguf} is one part of a split model, and {name} is missing in the same folder")
     return [gguf.parent / name for name in names]
+
+
+def _part_names(found: re.Match[str], suffix: str) -> list[str]:
+    count = int(found["parts"])
+    return [f"{found['model']}-{part:05}-of-{count:05}{suffix}" for part in range(1, count + 1)]
+
+
+def first_parts(names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns the models among the names of `.gguf` files: all parts by the name of the first one. A model of which a
+    part is missing is left out."""
+    known, models = set(names), dict[str, list[str]]()
+    for name in sorted(known):
+        suffix = Path(name).suffix
+        found = _PART.fullmatch(name.removesuffix(suffix))
+        parts = [name] if found is None else _part_names(found, suffix)
+        if name == parts[0] and known.issuperset(parts):
+            models[name] = parts
+    return models
 
 
 def model_stem(gguf: Path) -> str:

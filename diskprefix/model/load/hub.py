@@ -1,37 +1,60 @@
-"""A repository of the Hugging Face hub: what its listing and headers say of its tensors, and how it is fetched."""
+"""A repository of the Hugging Face hub: what its listing says, how it is fetched, and what of it is on this machine."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-import sys
+import re
+import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import partial
+from glob import escape
 from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.fit import ModelNeeds, needs_of_checkpoint, state_of_config
-from diskprefix.model.load.safetensors_header import StoredShape
+from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of_config
+from diskprefix.model.load.gguf_file import first_parts, model_stem
+from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files
 from diskprefix.model.load.served_tensors import whole_file
 from diskprefix.printable import first_line
-from diskprefix.progress import Report
+from diskprefix.progress import Report, progress_bar
+from diskprefix.units import format_size
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _WEIGHTS = "*.safetensors"
-_PICKLED = ["pytorch_model*.bin"]
+_PICKLED = "pytorch_model*.bin"
 _SUBFOLDERS = ["*/*"]
+_QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
+"""The quant at the end of a file's name."""
+_PLAIN = re.compile("BF16|FP?16|FP?32")
+_BESIDE_BYTES = 1 << 30
+"""Memory beside the weights and the room to compute that the quant which is chosen leaves for KV."""
+_PIECE_BYTES = 1 << 20
+"""What arrives is kept in pieces of so many bytes. Less is lost when a connection breaks."""
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
 class HubListing:
-    """The tensors of a repository's safetensors, its configuration, and the sizes of its `.gguf` files by name."""
+    """The tensors of a repository's safetensors, its configuration, and the sizes of its `.gguf` files by name; or,
+    with a `quant`, the files of that quant alone."""
 
     repo: str
     stored: Sequence[StoredShape]
     config: Mapping[str, Any]
     gguf: Mapping[str, int]
+    quant: str = ""
 
     def needs(self, weights: str, dtype: str) -> ModelNeeds:
+        if self.quant:
+            tensors = [whole_file(name, size) for name, size in self.gguf.items()]
+            return ModelNeeds(name=f"{self.repo}:{self.quant}", tensors=tensors, state=TokenState(0))
         return needs_of_checkpoint(self.repo, self.stored, self.config, weights, dtype)
 
     def other_forms(self, weights: str) -> Iterator[tuple[str, ModelNeeds]]:
@@ -40,8 +63,8 @@ class HubListing:
             if form != weights:
                 yield f"--weights {form}", self.needs(form, "auto")
         state = state_of_config(self.config, 2)
-        for name, size in sorted(self.gguf.items(), key=lambda found: -found[1]):
-            yield f"the file {name}", ModelNeeds(name=name, tensors=[whole_file(name, size)], state=state)
+        for quant, size in sorted(_sizes(self.gguf).items(), key=lambda found: -found[1]):
+            yield f"--model {self.repo}:{quant}", ModelNeeds(name=quant, tensors=[whole_file(quant, size)], state=state)
 
 
 def listing_of(repo: str) -> HubListing | None:
@@ -54,7 +77,7 @@ def listing_of(repo: str) -> HubListing | None:
         cached = try_to_load_from_cache(repo, "config.json")
         file = cached if isinstance(cached, str) else api.hf_hub_download(repo, "config.json")
         config = json.loads(Path(file).read_text(encoding="utf-8"))
-        info = api.model_info(repo, files_metadata=True)
+        files = repository_files(repo)
     except Exception:  # noqa: BLE001 - it only comes before the download, which says what is wrong
         return None
     stored = [
@@ -62,45 +85,272 @@ def listing_of(repo: str) -> HubListing | None:
         for file in found.files_metadata.values()
         for name, one in file.tensors.items()
     ]
-    files = {one.rfilename: int(one.size or 0) for one in info.siblings or ()}
-    return HubListing(
-        repo, stored, config, {name: size for name, size in files.items() if size and name.endswith(".gguf")}
+    return HubListing(repo, stored, config, {name: size for name, size in files.items() if size})
+
+
+# -- quants ----------------------------------------------------------------------------------------------------------
+
+
+def split_name(model: str) -> tuple[str, str]:
+    """Returns repository and quant of `org/name:quant`. Without one, the quant is empty."""
+    repo, _, quant = model.partition(":")
+    return repo, quant
+
+
+def repository_files(repo: str) -> dict[str, int]:
+    """Returns the sizes of a repository's files by name. Raises what `huggingface_hub` raises."""
+    from huggingface_hub import HfApi
+
+    found = HfApi().model_info(repo, files_metadata=True)
+    return {one.rfilename: int(one.size or 0) for one in found.siblings or ()}
+
+
+def quants_in(names: Sequence[str]) -> dict[str, list[str]]:
+    """Returns the `.gguf` files of each quant, all parts of it in their order. A file whose name does not end in a
+    quant, or is not the only one of that quant, goes by its own name. Projectors of media (`mmproj`) are no models."""
+    models = first_parts(name for name in names if is_gguf_model(name))
+    matches = {first: _QUANT.search(model_stem(Path(first))) for first in models}
+    quants = {first: match[1].upper() for first, match in matches.items() if match}
+    number = Counter(quants.values())
+    return {
+        quants[first] if number[quants.get(first, "")] == 1 else first.removesuffix(".gguf"): parts
+        for first, parts in models.items()
+    }
+
+
+def is_gguf_model(name: str) -> bool:
+    """Returns whether a file's name is that of a model, or of a part of one."""
+    return name.lower().endswith(".gguf") and "mmproj" not in name.rpartition("/")[2].lower()
+
+
+def _sizes(files: Mapping[str, int]) -> dict[str, int]:
+    return {quant: sum(files[name] for name in names) for quant, names in quants_in(list(files)).items()}
+
+
+def choose_quant(repo: str, sizes: Mapping[str, int], asked: str, free_bytes: int) -> tuple[str, str]:
+    """Returns a quant, and the reason: the one that is `asked` for, or else the one with the most bits that fits into
+    the free memory. 16 bits and more take twice the time and memory of 8, so they are the last choice. `sizes` are in
+    bytes. Raises `ModelError` if there is no such quant, or none fits."""
+    listed = ", ".join(
+        f"{quant} ({format_size(size)})" for quant, size in sorted(sizes.items(), key=lambda one: one[1])
     )
+    if asked:
+        found = next((quant for quant in sizes if quant.lower() == asked.removesuffix(".gguf").lower()), None)
+        if found is None:
+            raise ModelError(f"{repo} has no quant {asked!r}; it has {listed or 'no .gguf files'}")
+        return found, "as asked for"
+    fitting = {quant for quant, size in sizes.items() if size + ROOM_BYTES + _BESIDE_BYTES <= free_bytes}
+    if not fitting:
+        raise ModelError(f"no quant of {repo} fits into {format_size(free_bytes)} of free memory; it has {listed}")
+    best = max(fitting, key=lambda quant: (not _PLAIN.fullmatch(quant), sizes[quant]))
+    reason = f"the best of {len(sizes)} that fits into {format_size(free_bytes)} of free memory"
+    return best, reason if len(sizes) > 1 else "the only one"
 
 
-def _is_fetched(repo: str, patterns: Sequence[str]) -> bool:
-    """Returns whether the files of a repository that fit the patterns are on this machine, or the hub cannot tell."""
-    from huggingface_hub import snapshot_download
+# -- what is on this machine -----------------------------------------------------------------------------------------
 
+
+def cached_models() -> Iterator[tuple[str, Path]]:
+    """Yields the models in the hub's cache, each with its name (`org/name`, or `org/name:quant`) and its folder or the
+    first part of its `.gguf` file. Models of which a file is missing are left out."""
+    from huggingface_hub import constants
+
+    for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
+        repo = "/".join(folder.name.split("--")[1:])
+        found: dict[str, Path] = {}
+        for snapshot in _snapshots(folder):
+            if is_model_folder(snapshot):
+                found.setdefault(repo, snapshot)
+            names = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*.gguf") if file.is_file()]
+            for quant, parts in quants_in(sorted(names)).items():
+                found.setdefault(f"{repo}:{quant}", snapshot / parts[0])
+        yield from found.items()
+
+
+def cached_model(model: str) -> Path | None:
+    """Returns the path of a model of the hub if all of it is on this machine. If a repository has quants only and none
+    is named, that is the largest one here."""
+    repo, quant = split_name(model)
+    found = {name.lower(): path for name, path in cached_models() if split_name(name)[0] == repo}
+    if quant or model.lower() in found:
+        return found.get(model.lower())
+    return max(found.values(), key=lambda path: path.stat().st_size, default=None)
+
+
+def _snapshots(folder: Path) -> list[Path]:
+    """Returns the snapshots of a repository, the newest of its main branch first."""
     try:
-        found = snapshot_download(repo, allow_patterns=[*patterns], ignore_patterns=_SUBFOLDERS, dry_run=True)
-    except Exception:  # noqa: BLE001 - the download says what is wrong
-        return True
-    return not any(file.will_download for file in found)
+        main = (folder / "refs" / "main").read_text(encoding="utf-8").strip()
+    except OSError:
+        main = ""
+    found = sorted((folder / "snapshots").glob("*/"), key=lambda one: (one.name == main, one.stat().st_mtime))
+    return found[::-1]
 
 
-def fetched_folder(
-    repo: str, progress: Report, flag: str, before: Callable[[HubListing], None], *, with_weights: bool
+def is_model_folder(folder: Path) -> bool:
+    """Returns whether a folder holds a configuration and all files of the weights."""
+    files = [*folder.glob(_WEIGHTS)] or [*folder.glob(_PICKLED)]
+    try:
+        needed = checkpoint_files(folder, files) if files else []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return (folder / "config.json").is_file() and bool(needed) and all(file.is_file() for file in needed)
+
+
+# -- fetching --------------------------------------------------------------------------------------------------------
+
+
+def fetched_model(
+    model: str, progress: Report, flag: str, before: Callable[[HubListing], None], *, with_weights: bool
 ) -> Path:
-    """Returns the folder of the newest snapshot of `repo`; if the hub cannot be reached, that in the hub's cache.
+    """Returns the folder of the newest snapshot of a repository, or the first part of a `.gguf` file: of the quant that
+    `model` names, or of the best one if the repository has nothing else. If the hub cannot be reached, that in the
+    hub's cache.
 
     `before` is called before weights are fetched. Raises `ModelError`; `flag` is what named the model.
     """
-    from huggingface_hub import errors, snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
+    repo, quant = split_name(model)
+    progress(f"looking for {model} on the Hugging Face hub")
+    here = cached_model(model)
+    with _explained(repo, flag):
+        has_quant = here is not None and here.is_file()
+        try:
+            files = repository_files(repo)
+        except (OSError, _network_error()):
+            if here is not None and has_quant:
+                return here
+            if quant:
+                raise
+            # It takes what is here, or says what is wrong.
+            return _fetched(repo, [*_FILES, _WEIGHTS] if with_weights else _FILES, progress)
+        weights = [one for one in (_WEIGHTS, _PICKLED) if any("/" not in name and fnmatch(name, one) for name in files)]
+        if here is not None and has_quant and not quant and not weights:
+            progress(f"{model}: {here.name} is on this machine")
+            return here
+        if quant or (not weights and any(map(is_gguf_model, files))):
+            return _fetched_quant(repo, quant, files, progress, before)
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
-    progress(f"looking for {repo} on the Hugging Face hub")
-    # The root error of httpx is not an OSError. The hub library imports it under this name.
-    network_error: type[Exception] = getattr(errors, "HTTPError", OSError)
+        def before_weights() -> None:
+            if with_weights and (listing := listing_of(repo)) is not None:
+                before(listing)
+
+        return _fetched(repo, [*_FILES, *weights[:1]] if with_weights else _FILES, progress, before_weights)
+
+
+def _network_error() -> type[Exception]:
+    """Returns the root error of httpx, which is not an OSError. The hub library imports it under this name."""
+    from huggingface_hub import errors
+
+    found: type[Exception] = getattr(errors, "HTTPError", OSError)
+    return found
+
+
+def _fetched_quant(
+    repo: str, quant: str, files: Mapping[str, int], progress: Report, before: Callable[[HubListing], None]
+) -> Path:
+    """Returns the first part of a quant, fetched. `files` are those of the repository, with their sizes."""
+    chosen, reason = choose_quant(repo, _sizes(files), quant, available_ram_bytes())
+    names = quants_in(list(files))[chosen]
+    listing = HubListing(repo, (), {}, {name: files[name] for name in names}, chosen)
+    progress(f"{repo}: {chosen}, {format_size(sum(listing.gguf.values()))}, {reason}")
+    if any("mmproj" in name.lower() for name in files):
+        progress("its mmproj file is left out: images need the repository of the original model")
+    return _fetched(repo, [escape(name) for name in names], progress, lambda: before(listing), ignored=()) / names[0]
+
+
+def _fetched(
+    repo: str,
+    patterns: Sequence[str],
+    progress: Report,
+    before: Callable[[], None] = lambda: None,
+    *,
+    ignored: Sequence[str] = tuple(_SUBFOLDERS),
+) -> Path:
+    """Returns the folder of a snapshot with the files that fit the patterns. `before` is called if some are fetched.
+
+    What breaks off goes on where it was. The digests of large files are checked, and what is wrong is removed.
+    """
+    from huggingface_hub import constants, snapshot_download
+
+    # The library drops a piece of which not all has arrived.
+    constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, _PIECE_BYTES)
+    get: Any = partial(
+        snapshot_download,
+        repo,
+        allow_patterns=[*patterns],
+        ignore_patterns=[*ignored],
+        tqdm_class=_counting(lambda _num_bytes: None),
+    )
     try:
-        wanted = [*_FILES, _WEIGHTS] if with_weights else _FILES
-        if with_weights and not _is_fetched(repo, wanted) and (listing := listing_of(repo)) is not None:
-            before(listing)
-        folder = Path(snapshot_download(repo, allow_patterns=wanted, ignore_patterns=_SUBFOLDERS))
-        if with_weights and not any(folder.glob(_WEIGHTS)):
-            snapshot_download(repo, allow_patterns=_PICKLED, ignore_patterns=_SUBFOLDERS)
+        found = get(dry_run=True)
+    except Exception:  # noqa: BLE001 - the next call says what is wrong
+        return Path(get())
+    new = [file for file in found if file.will_download]
+    if not new:
+        return Path(get(revision=found[0].commit_hash if found else None))
+    before()
+    num_bytes = sum(file.file_size or 0 for file in new)
+    _require_space(Path(constants.HF_HUB_CACHE), num_bytes)
+    with progress_bar(f"fetching {repo}", num_bytes, progress, in_bytes=True) as advance:
+        # The commit that was listed, whatever comes meanwhile.
+        folder = get(revision=new[0].commit_hash, tqdm_class=_counting(advance))
+    for file in new:
+        _require_digest(Path(file.local_path))
+    return Path(folder)
+
+
+def _counting(advance: Callable[[float], None]) -> type[Any]:
+    """Returns a bar of the library's that shows nothing, and gives the bytes that have arrived to `advance`."""
+    from huggingface_hub.utils.tqdm import tqdm
+
+    class CountedBytes(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._counts = kwargs.get("name") == "huggingface_hub.snapshot_download"
+            self._num_bytes = 0.0
+            super().__init__(*args, **kwargs | {"disable": True})  # type: ignore[no-untyped-call]
+
+        def update(self, n: float | None = 1) -> None:
+            if self._counts:
+                self._num_bytes += n or 0
+                advance(self._num_bytes)
+
+    return CountedBytes
+
+
+def _require_space(cache: Path, num_bytes: int) -> None:
+    """Raises `ModelError` with both figures if the disk of the hub's cache has less space."""
+    free = shutil.disk_usage(next(place for place in (cache, *cache.absolute().parents) if place.exists())).free
+    if free < num_bytes:
+        raise ModelError(
+            f"not enough disk space in {cache}: {format_size(num_bytes)} to fetch, {format_size(free)} free; free "
+            "some, or set HF_HOME to a folder on a larger disk"
+        )
+
+
+def _require_digest(file: Path) -> None:
+    """Removes a file whose SHA-256 is not the one that the hub says, and raises `ModelError`. The hub's cache names
+    large files by it."""
+    content = file.resolve()
+    if not _SHA256.fullmatch(content.name):
+        return
+    with content.open("rb") as opened:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != content.name:
+        for path in (file, content):
+            path.unlink()
+        raise ModelError(
+            f"{file.name} is damaged, or was changed while it was fetched: its SHA-256 is {digest[:12]}…, not "
+            f"{content.name[:12]}…; it was removed, fetch it again"
+        )
+
+
+@contextmanager
+def _explained(repo: str, flag: str) -> Iterator[None]:
+    """Turns what `huggingface_hub` raises for a repository into a `ModelError`. `flag` is what named the model."""
+    from huggingface_hub import errors
+
+    try:
+        yield
     except errors.GatedRepoError as error:
         raise ModelError(
             f"cannot fetch {repo!r} from the hub: access must be granted first; ask for it on the model's page and log "
@@ -108,12 +358,11 @@ def fetched_folder(
         ) from error
     except errors.HFValidationError as error:
         raise ModelError(f"{flag}: {repo!r} is neither an existing file or folder nor a hub id (org/name)") from error
-    except (OSError, RuntimeError, network_error) as error:
+    except (OSError, RuntimeError, _network_error()) as error:
         raise ModelError(
             f"cannot fetch {repo!r} from the hub: {_reason(error)}; check the name and the network, or give a "
             f"local folder"
         ) from error
-    return folder
 
 
 def _reason(error: Exception) -> str:
@@ -121,6 +370,8 @@ def _reason(error: Exception) -> str:
 
     if isinstance(error, errors.RepositoryNotFoundError):
         return "there is no such model, or it is private"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, and its cache on this machine holds no complete copy"
     if isinstance(error, errors.LocalEntryNotFoundError):
         if isinstance(error.__cause__, errors.HfHubHTTPError):
             return first_line(error.__cause__)

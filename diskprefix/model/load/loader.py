@@ -1,4 +1,5 @@
-"""Loads the model that --model names: the embedded default, a local folder, a .gguf file or a hub id."""
+"""Loads the model that --model names: the embedded default, a local folder, a .gguf file, a hub id or one with a
+quant."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Check, Fit, ModelNeeds, needs_of_folder, with_matrices
 from diskprefix.model.load.gguf import converted_folder, enough_to_make, quiet_transformers
 from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths
-from diskprefix.model.load.hub import HubListing, fetched_folder
+from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
@@ -266,7 +267,10 @@ def _find(
         raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
     if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
         raise ModelError(f"{flag}: no such file or folder: {model!r}")
-    return fetched_folder(model, progress, flag, before_fetch, with_weights=with_weights), model, []
+    found = fetched_model(model, progress, flag, before_fetch, with_weights=with_weights)
+    if found.is_dir():
+        return found, model, []
+    return converted_folder(found, progress, _gguf_weights(pick_weights()), check), model, part_paths(found)
 
 
 def _gguf_weights(weights: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from diskprefix.model.load.loader import load_tokenizer
-from tests.model.hub import FakeHub, fake_hub
+from tests.model.hub import fake_hub
 from tests.model.load.test_loader import load, refusal
 
 pytestmark = pytest.mark.usefixtures("cache")
@@ -29,18 +29,14 @@ def test_a_hub_id_is_fetched_once_and_served_from_the_hubs_cache_when_it_is_down
     with fake_hub(hub_cache, monkeypatch) as hub:
         hub.repos["org/tiny"] = folder
         online = load("org/tiny")
-        assert fetched_files(hub) == sorted(["model.safetensors", *(path.name for path in folder.glob("*.j*"))])
+        assert hub.fetched() == sorted(["model.safetensors", *(path.name for path in folder.glob("*.j*"))])
         hub.requested.clear()
         load("org/tiny")
-        assert fetched_files(hub) == []
+        assert hub.fetched() == []
     offline = load("org/tiny")
     assert online.name == offline.name == "org/tiny"
     assert online.weights_digest == offline.weights_digest == load(folder).weights_digest
     assert capfd.readouterr().err == ""
-
-
-def fetched_files(hub: FakeHub) -> list[str]:
-    return sorted({path.rpartition("/")[2] for path in hub.requested if "/resolve/" in path})
 
 
 def test_pickled_weights_are_fetched_where_there_are_no_others(
@@ -99,7 +95,7 @@ def test_a_tokenizer_is_fetched_without_the_weights(
         hub.repos["org/tiny"] = folder
         tokenizer = load_tokenizer("org/tiny", None, lambda _: None)
         assert tokenizer.chat_template
-        assert fetched_files(hub) == sorted(path.name for path in folder.glob("*.j*"))
+        assert hub.fetched() == sorted(path.name for path in folder.glob("*.j*"))
         hub.requested.clear()
         assert load("org/tiny").name == "org/tiny"
-        assert fetched_files(hub) == ["model.safetensors"], "what is there is not fetched again"
+        assert hub.fetched() == ["model.safetensors"], "what is there is not fetched again"

@@ -1,48 +1,36 @@
-"""The tensors of a model's files for `diskprefix models FILE`: from headers, without torch."""
+"""The tensors of a model's files as tables and as JSON, with their sums by type."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from diskprefix.cli.tooling import plain, print_table, terminal_width
-from diskprefix.errors import ModelError
 from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
     from diskprefix.model.load.served_tensors import ServedTensor
 
 
-def tensors_in(path: Path, weights: str) -> list[ServedTensor]:
-    """Returns the tensors of a `.gguf` file with all its parts, a safetensors file, or the folder of a model, as they
-    are served with `--weights`. Raises `ModelError` if a header cannot be read, or there are no such files."""
-    from diskprefix.model.load.fit import needs_of_gguf, tensors_of_folder
-
-    if path.suffix.lower() == ".gguf":
-        return [*needs_of_gguf(path, weights).tensors]
-    files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ModelError(f"{path} holds no *.safetensors; give a .gguf file, or the folder of a model")
-    return tensors_of_folder(files[0].parent, files, weights)
-
-
-def described(path: Path, tensors: Sequence[ServedTensor]) -> dict[str, Any]:
-    """Returns the tensors and their sums by type, for JSON."""
+def described(tensors: Sequence[ServedTensor]) -> list[dict[str, Any]]:
+    """Returns the tensors for JSON."""
     shown = ("name", "shape", "part", "kind", "stored_bytes", "form", "num_bytes")
-    rows = [{key: value for key, value in asdict(one).items() if key in shown} | {"bits": one.bits} for one in tensors]
-    sums = [
+    return [{key: value for key, value in asdict(one).items() if key in shown} | {"bits": one.bits} for one in tensors]
+
+
+def types(tensors: Iterable[ServedTensor]) -> list[dict[str, Any]]:
+    """Returns the sums by type and form for JSON: the largest first."""
+    return [
         dict(zip(("kind", "form", "tensors", "stored_bytes", "num_bytes"), row, strict=True)) for row in _sums(tensors)
     ]
-    return {"file": str(path), "tensors": rows, "types": sums}
 
 
-def show(tensors: Sequence[ServedTensor]) -> None:
-    """Prints a table of the tensors, and one of the sums by type."""
+def show_tensors(tensors: Sequence[ServedTensor]) -> None:
+    """Prints a table of the tensors."""
     from rich.table import Column
 
     titles = ("tensor", "shape", "in the file", "bytes", "served as", "bits", "bytes")
@@ -58,16 +46,20 @@ def show(tensors: Sequence[ServedTensor]) -> None:
         )
         for one in tensors
     ]
-    width = terminal_width(otherwise=200)
-    print_table([Column(title, no_wrap=title != "tensor", overflow="fold") for title in titles], cells, width=width)
-    click.echo()
+    columns = [Column(title, no_wrap=title != "tensor", overflow="fold") for title in titles]
+    print_table(columns, cells, width=terminal_width(otherwise=200))
+
+
+def show_types(tensors: Sequence[ServedTensor]) -> None:
+    """Prints a table of the sums by type, and a line of all together."""
+    from rich.table import Column
+
     sums = [
         (plain(kind), plain(form), f"{number:,}", format_size(stored), format_size(served))
         for kind, form, number, stored, served in _sums(tensors)
     ]
-    print_table(
-        [Column(title) for title in ("in the file", "served as", "tensors", "bytes", "bytes")], sums, width=width
-    )
+    titles = ("in the file", "served as", "tensors", "bytes", "bytes")
+    print_table([Column(title) for title in titles], sums, width=terminal_width(otherwise=200))
     stored, served = (sum(getattr(one, name) for one in tensors) for name in ("stored_bytes", "num_bytes"))
     weights = sum(prod(one.shape) for one in tensors if one.stored_bytes)
     click.echo(

@@ -1,0 +1,208 @@
+"""The models that are known by name: from `models.toml`, `--model`, `--models-dir`, and the hub's cache."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from pathlib import Path
+
+from diskprefix.errors import ModelError, ModelNotFound, SettingsError
+from diskprefix.extras.catalogue.models_file import read_models_file
+from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
+from diskprefix.model.load.gguf import finished_folder
+from diskprefix.model.load.gguf_file import first_parts, model_stem
+from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model, is_model_folder
+from diskprefix.native import build
+from diskprefix.printable import shown
+from diskprefix.settings import OF_ONE_MODEL, Settings, config_home, flag_of
+
+_MOST_DEPTH = 4
+_SHOWN_NAMES = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownModel:
+    """A model and the settings of the daemon with its own in their place. `source` is its path or repository.
+    `path` is its folder or file (the first part of a split one), None if it is not on this machine.
+
+    `pin`: it is not unloaded for others. `idle_unload_s`: the time without a request after which it is unloaded, None
+    if the daemon decides.
+    """
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    settings: Settings
+    source: str
+    path: Path | None
+    origin: str
+    """`models.toml`, `--model`, `--models-dir` or `pulled`."""
+    pin: bool = False
+    idle_unload_s: float | None = None
+
+
+def open_catalogue(settings: Settings) -> Catalogue | None:
+    """Returns the models that a daemon with these settings serves by name; None if it serves one, as `model` says.
+
+    Raises `SettingsError` if `models.toml` cannot be read, if two models have one name, or for a setting that fits one
+    model only.
+    """
+    is_asked = len(settings.model_names) > 1 or settings.models_dir is not None or _models_file(settings) is not None
+    return Catalogue(settings) if is_asked else None
+
+
+def _models_file(settings: Settings) -> Path | None:
+    default = config_home() / "models.toml"
+    if settings.models_file is None and settings.model is None and default.is_file():
+        return default
+    return settings.models_file
+
+
+class Catalogue:
+    """The known models by name. `read_again` may be called in any thread; the others then see all of it or nothing."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Reads it. Raises `SettingsError` as `open_catalogue`."""
+        for name in sorted(OF_ONE_MODEL):
+            if getattr(settings, name) is not None:
+                raise SettingsError(f"{flag_of(name)} is for one model; with several, write it into models.toml")
+        self._settings = settings
+        self._models: tuple[KnownModel, ...] = ()
+        self._by_name: Mapping[str, KnownModel] = {}
+        self.read_again()
+
+    def models(self) -> tuple[KnownModel, ...]:
+        """Returns the models: those of `models.toml` first, then by `--model`, below `--models-dir`, and pulled."""
+        return self._models
+
+    def find(self, name: str) -> KnownModel:
+        """Returns the model with a name or an alias. Raises `ModelNotFound`, which names the nearest."""
+        by_name = self._by_name
+        if name in by_name:
+            return by_name[name]
+        folded = {known.casefold(): known for known in by_name}
+        near = get_close_matches(name.casefold(), folded, n=1)
+        if near:
+            hint = f"the nearest name is {folded[near[0]]!r}"
+        elif by_name:
+            names = [model.name for model in self._models]
+            more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+            hint = f"there are {', '.join(names[:_SHOWN_NAMES])}{more}"
+        else:
+            hint = "no model is known; fetch one with `diskprefix pull`"
+        raise ModelNotFound(f"no model is called {shown(name)!r}; {hint}", param="model")
+
+    def read_again(self) -> None:
+        """Looks again for what was added, pulled or removed. If it raises `SettingsError`, all stays as it was."""
+        models = tuple(self._found())
+        by_name: dict[str, KnownModel] = {}
+        for model in models:
+            for name in (model.name, *model.aliases):
+                other = by_name.setdefault(name, model)
+                if other is not model:
+                    raise SettingsError(
+                        f"two models are called {name!r}: {other.source} ({other.origin}) and {model.source} "
+                        f"({model.origin}); give one of them another name in models.toml"
+                    )
+        self._models, self._by_name = models, by_name
+
+    def _found(self) -> Iterator[KnownModel]:
+        settings, seen = self._settings, set[str]()
+        file = _models_file(settings)
+        for one in [] if file is None else read_models_file(file):
+            seen.add(_identity(one.model))
+            made = self._known(one.name, one.model, "models.toml")
+            own = replace(made.settings, **one.own)
+            yield replace(made, settings=own, aliases=one.aliases, pin=one.pin, idle_unload_s=one.idle_unload_s)
+        for model in settings.model_names:
+            yield from self._unless_seen(seen, _plain_name(model), model, "--model")
+        if settings.models_dir is not None:
+            for name, path in named(models_below(settings.models_dir), settings.models_dir):
+                yield from self._unless_seen(seen, name, str(path), "--models-dir")
+        # Who names models with --model serves these.
+        for name, path in cached_models() if settings.model is None else ():
+            yield from self._unless_seen(seen, name, str(path), "pulled")
+
+    def _unless_seen(self, seen: set[str], name: str, model: str, origin: str) -> Iterator[KnownModel]:
+        """Yields a model unless a part of the catalogue before this one has the same file or repository."""
+        if _identity(model) not in seen:
+            seen.add(_identity(model))
+            yield self._known(name, model, origin)
+
+    def _known(self, name: str, model: str, origin: str) -> KnownModel:
+        settings = replace(self._settings, model=model, models_dir=None, models_file=None, served_model_name=name)
+        return KnownModel(name=name, settings=settings, source=model, path=path_of(model), origin=origin)
+
+
+def path_of(model: str) -> Path | None:
+    """Returns the folder or the .gguf file of what --model says, None if it is not on this machine."""
+    path = Path(model).expanduser()
+    return path if path.exists() else cached_model(model)
+
+
+def _identity(model: str) -> str:
+    """Returns a text that two names of one file, folder or repository share."""
+    path = path_of(model)
+    return model if path is None else str(path.resolve())
+
+
+def _plain_name(model: str) -> str:
+    path = Path(model).expanduser()
+    if not path.exists():
+        return model
+    return path.resolve().name if path.is_dir() else model_stem(path)
+
+
+def models_below(folder: Path) -> list[Path]:
+    """Returns the models in a folder and below it, each folder once: folders with a configuration and weights, and
+    `.gguf` files, of which a split one counts by its first part. Raises `SettingsError` if it cannot be read."""
+    found: list[Path] = []
+    seen: set[Path] = set()
+    waiting = [(folder, 0)]
+    while waiting:
+        place, depth = waiting.pop()
+        if place.resolve() in seen:
+            continue
+        seen.add(place.resolve())
+        try:
+            entries = sorted(place.iterdir())
+        except OSError as error:
+            if depth:
+                continue
+            raise SettingsError(f"--models-dir: cannot read {folder}: {error.strerror}") from error
+        if is_model_folder(place):
+            found.append(place)
+            continue
+        files = [entry.name for entry in entries if is_gguf_model(entry.name) and entry.is_file()]
+        found += [place / name for name in first_parts(files)]
+        if depth < _MOST_DEPTH:
+            waiting += [(entry, depth + 1) for entry in entries if entry.is_dir() and not entry.name.startswith(".")]
+    return sorted(found)
+
+
+def named(paths: list[Path], folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yields models with their names: that of the file, without extension and number of the part, or of the folder.
+    Of models with the same one, those below `folder` get the path from there before it."""
+    short = [_plain_name(str(path)) for path in paths]
+    for path, name in zip(paths, short, strict=True):
+        below = os.path.relpath(path.parent, folder)
+        is_alone = short.count(name) == 1 or below == "."
+        yield (name if is_alone else f"{below}/{name}"), path
+
+
+def needs(settings: Settings) -> ModelNeeds | None:
+    """Returns what the model that `settings` name needs in memory, by part; None if it is not on this machine, and
+    for the embedded one. Reads headers only, and imports no torch. Raises `ModelError` if they cannot be read."""
+    if settings.model is None or (path := path_of(settings.model)) is None:
+        return None
+    weights = settings.weights
+    if weights == "auto" and (settings.dtype not in ("auto", "bfloat16") or not build.LIBRARY.exists()):
+        weights = "native"
+    if path.is_file():
+        found = needs_of_gguf(path, weights, 4 if settings.dtype == "float32" else 2)
+        return found if finished_folder(path, weights) is None else replace(found, making_bytes=0, disk_bytes=0)
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    if not files:
+        raise ModelError(f"{path} holds no weights: neither *.safetensors nor pytorch_model*.bin")
+    return needs_of_folder(path, files, weights, settings.dtype)

@@ -1,0 +1,184 @@
+"""`diskprefix list` and `diskprefix show`: the models that are known by name, and one of them in detail. No torch."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diskprefix.cli.options import build_settings, nonempty, setting_options
+from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status, terminal_width
+from diskprefix.errors import ModelError
+from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs
+from diskprefix.extras.catalogue.tensor_list import described, show_tensors, show_types, types
+from diskprefix.model.load.fit import Fit, fitted
+from diskprefix.model.load.gguf_file import part_paths
+from diskprefix.model.load.gguf_header import read_header
+from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.safetensors_header import checkpoint_files
+from diskprefix.printable import first_line
+from diskprefix.settings import PER_MODEL, SETTINGS, Settings
+from diskprefix.units import ago, counted, format_size
+
+_PLACES = ("models_dir", "models_file", "kv_memory")
+
+
+@click.command("list", short_help="List the models that are known by name.")
+@setting_options(_PLACES)
+@json_option
+def list_models(as_json: bool, **flags: Any) -> None:
+    """List the models of models.toml, those below --models-dir, and those that were fetched from the hub: the type of
+    most of their weights, the size of their files, what they need in memory, and the longest context that is served.
+
+    Headers are read, and nothing else. A model that does not fit into the free memory has a "no" in the column fits.
+
+    \b
+    diskprefix list
+    diskprefix list --models-dir ~/models --json
+
+    \b
+    Exit codes: 0 done; 2 wrong usage.
+    """
+    with status("reading headers …"):
+        rows = [_row(known) for known in Catalogue(build_settings(flags)).models()]
+    if as_json:
+        print_json({"free_bytes": available_ram_bytes(), "models": rows})
+        return
+    from rich.table import Column
+
+    titles = ("name", "weights", "files", "memory", "context", "fits", "last read", "where")
+    cells = [
+        (
+            plain(", ".join((row["name"], *row["aliases"]))),
+            plain(row["kind"] or ""),
+            format_size(row["file_bytes"]) if row["file_bytes"] else "",
+            format_size(row["needed_bytes"]) if row["needed_bytes"] else "",
+            f"{row['context']:,}" if row["context"] else "",
+            {True: "yes", False: "no", None: ""}[row["fits"]],
+            ago(row["last_read"]) if row["last_read"] else "",
+            plain(row["problem"] or f"{row['origin']}: {row['path'] or row['source']}"),
+        )
+        for row in rows
+    ]
+    columns = [Column(title, no_wrap=title != "where", overflow="fold") for title in titles]
+    print_table(columns, cells, width=terminal_width(otherwise=200))
+    click.echo(f"{counted(len(rows), 'model')}, {format_size(available_ram_bytes())} of memory free")
+
+
+@click.command(short_help="Show what a model is, needs, and is served with.")
+@click.argument("name", metavar="NAME|FILE|FOLDER", callback=nonempty)
+@click.option("--tensors", is_flag=True, help="Also list all tensors.")
+@setting_options((*_PLACES, "weights"))
+@json_option
+def show(name: str, tensors: bool, as_json: bool, **flags: Any) -> None:
+    """Show a model of `diskprefix list`, a .gguf file or the folder of a model: the memory that it needs by part, its
+    context, its template, its settings, and the types of its tensors in the file and as they are served.
+
+    \b
+    diskprefix show Qwen/Qwen3-4B-GGUF:Q8_0
+    diskprefix show ~/models/qwen --tensors --weights int4
+    diskprefix show claude-haiku-4-5 --json
+
+    \b
+    Exit codes: 0 done; 2 wrong usage, or no such model; 3 its files cannot be read.
+    """
+    known = _named(name, build_settings(flags))
+    with status("reading headers …"):
+        fit = _fit(known.settings)
+    if known.path is None or fit is None:
+        raise ModelError(f"{known.source} is not on this machine; `diskprefix pull` fetches models of the hub")
+    shown = _row(known) | {"positions": fit.needs.state.positions, "template": _has_template(known.path)}
+    shown |= {"settings": _own(known), "memory": dict(fit.rows()), "types": types(fit.needs.tensors)}
+    if as_json:
+        print_json(shown | ({"tensors": described(fit.needs.tensors)} if tensors else {}))
+        return
+    names = ", ".join((known.name, *known.aliases))
+    lines = {
+        "model": f"{names} ({known.origin})",
+        "files": f"{known.path}, {format_size(shown['file_bytes'])}",
+        "context": f"{fit.context:,} of {fit.needs.state.positions:,} tokens",
+        "template": "the model's own" if shown["template"] else "none: give one with --chat-template",
+        "settings": ", ".join(f"{key} = {value}" for key, value in shown["settings"].items()) or "those of serve",
+    }
+    for key, line in lines.items():
+        click.echo(f"{key:<9} {plain(line).plain}")
+    for line in ("", *fit.lines(), ""):
+        click.echo(line)
+    if tensors:
+        show_tensors(fit.needs.tensors)
+        click.echo()
+    show_types(fit.needs.tensors)
+
+
+def _named(name: str, settings: Settings) -> KnownModel:
+    """Returns the model with a name, or in a file or folder. Raises `ModelNotFound` or `SettingsError`."""
+    if Path(name).expanduser().exists():
+        (known,) = Catalogue(replace(settings, model=name, models_dir=None, models_file=None)).models()
+        return known
+    return Catalogue(settings).find(name)
+
+
+def _fit(settings: Settings) -> Fit | None:
+    found = needs(settings)
+    return None if found is None else fitted(found, available_ram_bytes(), settings.kv_memory)
+
+
+def _row(known: KnownModel) -> dict[str, Any]:
+    """Returns what `list` and `show` say of a model, for JSON."""
+    row: dict[str, Any] = {
+        "name": known.name,
+        "aliases": known.aliases,
+        "origin": known.origin,
+        "source": known.source,
+        "path": None if known.path is None else str(known.path),
+        "pin": known.pin,
+        "idle_unload_s": known.idle_unload_s,
+        **dict.fromkeys(("kind", "file_bytes", "needed_bytes", "context", "fits", "last_read", "problem")),
+    }
+    try:
+        fit = _fit(known.settings)
+    except (ModelError, OSError, ValueError, KeyError) as error:
+        return row | {"problem": first_line(error)}
+    if fit is None or known.path is None:
+        return row
+    found = [file.stat() for file in _files(known.path)]
+    stored: Counter[str] = Counter()
+    for tensor in fit.needs.tensors:
+        stored[tensor.kind] += tensor.stored_bytes
+    return row | {
+        "kind": stored.most_common(1)[0][0] if stored else None,
+        "file_bytes": sum(one.st_size for one in found),
+        "needed_bytes": fit.needed_bytes,
+        "context": fit.context,
+        "fits": fit.is_enough,
+        "last_read": max(one.st_atime for one in found),
+    }
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_file():
+        return part_paths(path)
+    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    return checkpoint_files(path, files)
+
+
+def _has_template(path: Path) -> bool:
+    if path.is_file():
+        return bool(read_header(path).values.get("tokenizer.chat_template"))
+    config = path / "tokenizer_config.json"
+    is_in_config = config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
+    return is_in_config or (path / "chat_template.jinja").is_file()
+
+
+def _own(known: KnownModel) -> dict[str, Any]:
+    """Returns the settings of a model that are not the defaults, as JSON has them."""
+    found = {name: getattr(known.settings, name) for name in SETTINGS if name in PER_MODEL}
+    defaults = Settings()
+    return {
+        name: str(value) if isinstance(value, Path) else value
+        for name, value in found.items()
+        if value != getattr(defaults, name)
+    }

@@ -1,0 +1,96 @@
+"""`models.toml`: models by name, each a table with its file or repository, its aliases and its own settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diskprefix.cli.options import build_settings, policy_value
+from diskprefix.cli.policy_file import checked_value, read_toml
+from diskprefix.errors import SettingsError
+from diskprefix.settings import PER_MODEL
+from diskprefix.units import parse_duration
+
+_FLAG = "--models-file"
+_OWN_KEYS = ("model", "aliases", "pin", "idle_unload")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ListedModel:
+    """A table of `models.toml`. `own` are its settings by field name; `model` is a path or a repository."""
+
+    name: str
+    model: str
+    aliases: tuple[str, ...] = ()
+    pin: bool = False
+    idle_unload_s: float | None = None
+    own: Mapping[str, Any]
+
+
+def read_models_file(path: Path) -> list[ListedModel]:
+    """Returns the tables of a file. Raises a `SettingsError` of one line with the path of the key at fault."""
+    _, values = read_toml(path, _FLAG)
+    return [_listed(path, name, table) for name, table in values.items()]
+
+
+def _listed(path: Path, name: str, table: object) -> ListedModel:
+    where = f"{_FLAG}: {path}: {name}"
+    if not isinstance(table, dict):
+        raise SettingsError(f"{where}: must be a table: [{name}], with the model's keys below it")
+    if not name.strip():
+        raise SettingsError(f"{where}: a model needs a name")
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        field = key.replace("-", "_")
+        if field in found:
+            raise SettingsError(f"{where}.{key}: is there twice, with - and with _")
+        try:
+            found[field] = _value(field, value)
+        except SettingsError as error:
+            reason = error.message.removeprefix(f"{field}: ")
+            raise SettingsError(f"{where}.{key}: {reason}") from error
+    if "model" not in found:
+        raise SettingsError(f"{where}.model: is missing; give a file, a folder or a repository")
+    own = {field: value for field, value in found.items() if field in PER_MODEL}
+    parsed = build_settings(own)
+    return ListedModel(
+        name=name,
+        model=_beside(path, found["model"]),
+        aliases=found.get("aliases", ()),
+        pin=found.get("pin", False),
+        idle_unload_s=found.get("idle_unload"),
+        own={field: getattr(parsed, field) for field in own},
+    )
+
+
+def _value(field: str, value: object) -> Any:
+    """Returns the value of a key. Raises `SettingsError` with the reason alone."""
+    match field:
+        case "model" if isinstance(value, str) and value.strip():
+            return value
+        case "model":
+            raise SettingsError("must be a text: a file, a folder or a repository")
+        case "aliases" if isinstance(value, list) and all(isinstance(one, str) and one.strip() for one in value):
+            return tuple(value)
+        case "aliases":
+            raise SettingsError("must be a list of names")
+        case "pin" if isinstance(value, bool):
+            return value
+        case "pin":
+            raise SettingsError("must be true or false")
+        case "idle_unload" if isinstance(value, str | int | float) and not isinstance(value, bool):
+            return parse_duration(value, param=field)
+        case "idle_unload":
+            raise SettingsError("must be a duration, such as 30m")
+    if field not in PER_MODEL:
+        raise SettingsError(f"unknown key; a model has {', '.join((*_OWN_KEYS, *sorted(PER_MODEL)))}")
+    return checked_value(field, value, policy_value)
+
+
+def _beside(file: Path, model: str) -> str:
+    """Returns the path of a model beside the file, if there is one: the folder of the process may be any."""
+    path = Path(model).expanduser()
+    beside = file.absolute().parent / path
+    return str(beside) if beside.exists() else str(path) if path.is_absolute() else model

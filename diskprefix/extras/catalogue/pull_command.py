@@ -1,0 +1,145 @@
+"""`diskprefix pull` and `diskprefix rm`: fetch a model from the Hugging Face hub, and remove one that was fetched."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from diskprefix.cli.options import nonempty
+from diskprefix.errors import ModelError, SettingsError
+from diskprefix.extras.catalogue.catalogue import needs
+from diskprefix.model.load.fit import fitted
+from diskprefix.model.load.gguf import converted_folders
+from diskprefix.model.load.gguf_file import part_paths
+from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, split_name
+from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.settings import Settings
+from diskprefix.units import counted, format_size
+
+if TYPE_CHECKING:
+    from huggingface_hub import DeleteCacheStrategy
+
+
+@click.command(short_help="Fetch a model from the Hugging Face hub.")
+@click.argument("name", metavar="ORG/NAME[:QUANT]", callback=nonempty)
+def pull(name: str) -> None:
+    """Fetch a model, so that `serve` finds it on this machine. Only the files that are needed are fetched.
+
+    QUANT is a quant of a repository with .gguf files, such as Q4_K_M. Without it, such a repository gives the one with
+    the most bits that fits into the free memory, at most 8 of a weight if there is a choice. Of a repository with
+    safetensors, these are fetched.
+
+    What breaks off goes on where it was, the SHA-256 of large files is checked, and there must be enough space on the
+    disk. The files lie in the cache folder of huggingface_hub, whose variables apply: HF_HOME, HF_ENDPOINT (a mirror),
+    HF_TOKEN, HF_HUB_OFFLINE, and those of proxies.
+
+    \b
+    diskprefix pull Qwen/Qwen3-4B-GGUF
+    diskprefix pull Qwen/Qwen3-4B-GGUF:Q8_0 && diskprefix serve --model Qwen/Qwen3-4B-GGUF:Q8_0
+    diskprefix pull HuggingFaceTB/SmolLM2-360M-Instruct
+
+    \b
+    Exit codes: 0 done; 2 wrong usage; 3 the model cannot be fetched, or no quant of it fits.
+    """
+    path = fetched_model(name, _say, "pull", _warn, with_weights=True)
+    fetched = next((known for known, place in cached_models() if place == path), None)
+    if fetched is None:
+        raise ModelError(f"{name} holds no model: neither weights with a config.json nor .gguf files")
+    click.echo(f"{fetched} is in {path}")
+    found = needs(Settings(model=str(path)))
+    if found is not None:
+        fit = fitted(found, available_ram_bytes())
+        memory = f"{format_size(fit.needed_bytes)} of memory, {format_size(fit.free_bytes)} free"
+        click.echo(f"needs     {memory}, a context of {fit.context:,} tokens" if fit.is_enough else fit.refusal())
+    click.echo(f"serve it  diskprefix serve --model {fetched}")
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+def _warn(listing: HubListing) -> None:
+    """Says before the download if the model does not fit. It may be meant for another time, or machine."""
+    fit = fitted(listing.needs("auto", "auto"), available_ram_bytes())
+    if not fit.is_enough:
+        _say(f"note: {fit.refusal(listing.other_forms('auto') if not listing.quant else ())}")
+
+
+@click.command(short_help="Remove models that were fetched from the hub.")
+@click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=nonempty)
+@click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+def rm(names: tuple[str, ...], yes: bool) -> int:
+    """Remove models from the cache folder of huggingface_hub, with the folders that were made of .gguf files.
+
+    NAME is that of `diskprefix list`. Only models that were fetched from the hub are removed, whichever program did;
+    files of yours are not. What the prefix cache has saved stays: see `diskprefix purge --model`.
+
+    \b
+    diskprefix rm Qwen/Qwen3-4B-GGUF:Q8_0
+    diskprefix rm HuggingFaceTB/SmolLM2-360M-Instruct --yes
+
+    \b
+    Exit codes: 0 done; 1 declined; 2 wrong usage, or no such model.
+    """
+    here = dict(cached_models())
+    for name in names:
+        if name not in here:
+            raise SettingsError(_not_pulled(name, list(here)))
+    strategies = _deletions(set(names), here)
+    made = [folder for name in names if here[name].is_file() for folder in converted_folders(here[name])]
+    num_bytes = sum(one.expected_freed_size for one in strategies)
+    question = f"Remove {', '.join(dict.fromkeys(names))}, {format_size(num_bytes)}, from the hub's cache?"
+    if not yes:
+        if not sys.stdin.isatty():
+            raise SettingsError("standard input is no terminal to ask for confirmation at; add --yes")
+        if not click.confirm(question, err=True):
+            click.echo("nothing was removed", err=True)
+            return 1
+    for strategy in strategies:
+        strategy.execute()
+    for folder in made:
+        shutil.rmtree(folder, ignore_errors=True)
+    click.echo(f"removed {counted(len(set(names)), 'model')}, {format_size(num_bytes)}")
+    return 0
+
+
+def _deletions(names: set[str], here: Mapping[str, Path]) -> list[DeleteCacheStrategy]:
+    """Returns how huggingface_hub deletes models of its cache. `here` are all models there."""
+    from huggingface_hub import constants, scan_cache_dir
+
+    cache, found = scan_cache_dir(constants.HF_HUB_CACHE), []
+    for repo in cache.repos:
+        known = {name for name in here if split_name(name)[0] == repo.repo_id}
+        gone = known & names
+        parts = {part.resolve() for name in gone if here[name].is_file() for part in part_paths(here[name])}
+        if gone and gone == known:
+            found.append(cache.delete_revisions(*(revision.commit_hash for revision in repo.revisions)))
+        elif gone:
+            files = [file for revision in repo.revisions for file in revision.files]
+            is_folder_gone = repo.repo_id in gone
+            found.append(
+                cache.delete_files(
+                    *(
+                        file
+                        for file in files
+                        if file.blob_path.resolve() in parts
+                        or (is_folder_gone and file.file_path.suffix.lower() != ".gguf")
+                    )
+                )
+            )
+    return found
+
+
+def _not_pulled(name: str, here: Sequence[str]) -> str:
+    """Returns why there is nothing to remove. `here` are the names of the models that were fetched."""
+    if Path(name).expanduser().exists():
+        return f"{name} is a file or folder of yours; rm removes only what was fetched from the hub"
+    near = get_close_matches(name, here, n=1)
+    hint = f"the nearest name is {near[0]!r}" if near else "`diskprefix list` shows the names"
+    return f"no model that was fetched from the hub is called {name!r}; {hint}"

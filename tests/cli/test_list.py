@@ -1,0 +1,107 @@
+"""`diskprefix list` and `diskprefix show`: what is known of models before they are loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from diskprefix.model.load.fit import fitted, needs_of_gguf
+from tests.cli.conftest import Run, run_fresh
+from tests.model import tiny
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def models_dir(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    folder = tmp_path / "models"
+    folder.mkdir()
+    tiny.write_gguf(folder / "tiny.gguf", quantised="Q4_0", tensors_in_a_part=8)
+    tiny.write_folder(folder / "made", dtype=torch.bfloat16)
+    (folder / "bad.gguf").write_bytes(b"GGUF")
+    capsys.readouterr()  # transformers shows how it writes.
+    return folder
+
+
+def test_models_are_listed_with_what_they_need_and_where_they_are(run: Run, models_dir: Path) -> None:
+    found = run("list", "--models-dir", models_dir, "--kv-memory", "1GiB", "--json").json
+    rows = {row["name"]: row for row in found["models"]}
+    assert list(rows) == ["bad", "made", "tiny"]
+    needed = fitted(needs_of_gguf(models_dir / "tiny-00001-of-00003.gguf", "auto"), 0, 1 << 30).needed_bytes
+    tiny_row = rows["tiny"]
+    assert (tiny_row["kind"], tiny_row["needed_bytes"], tiny_row["context"]) == ("Q4_0", needed, 128)
+    assert tiny_row["file_bytes"] == sum(file.stat().st_size for file in models_dir.glob("tiny-*"))
+    assert (tiny_row["origin"], tiny_row["fits"]) == ("--models-dir", needed <= found["free_bytes"])
+    assert (rows["made"]["kind"], rows["made"]["context"]) == ("BF16", 128)
+    assert "cannot read" in rows["bad"]["problem"]
+    lines = run("list", "--models-dir", models_dir).stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["name", "bad", "made", "tiny", "3"]
+
+
+def test_a_model_is_shown_with_its_parts_its_template_and_its_own_settings(
+    run: Run, models_dir: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(
+        f'[small]\nmodel = "{models_dir}/made"\naliases = ["haiku"]\nkv_memory = "1MiB"\nweights = "int8"\n'
+    )
+    found = run("show", "haiku", "--models-file", file, "--tensors", "--json").json
+    assert (found["name"], found["aliases"], found["template"]) == ("small", ["haiku"], True)
+    assert found["settings"] == {"weights": "int8", "kv_memory": 1 << 20}
+    assert {"attention", "feed forward", "room to compute"} <= found["memory"].keys()
+    assert sum(found["memory"].values()) >= found["needed_bytes"]
+    assert {row["form"] for row in found["tensors"]} >= {"bfloat16"}
+    shown = run("show", "small", "--models-file", file).stdout
+    assert "small, haiku (models.toml)" in shown
+    assert "weights = int8, kv_memory = 1048576" in shown
+    assert "128 of 128 tokens" in shown
+
+
+def test_the_tensors_of_a_file_are_shown_with_the_form_that_is_served(run: Run, models_dir: Path) -> None:
+    found = run("show", models_dir / "tiny-00002-of-00003.gguf", "--tensors", "--json").json
+    rows = {row["name"]: row for row in found["tensors"]}
+    assert len(rows) == 21
+    query = rows["blk.0.attn_q.weight"]
+    assert (query["kind"], query["form"], query["bits"], query["part"]) == ("Q4_0", "Q4_0", 4.5, "attention")
+    assert query["num_bytes"] == query["stored_bytes"] == query["shape"][0] * query["shape"][1] * 4.5 / 8
+    norm = rows["output_norm.weight"]
+    assert (norm["kind"], norm["form"], norm["bits"]) == ("F32", "bfloat16", 16)
+    sums = [(one["kind"], one["tensors"]) for one in found["types"]]
+    assert ("Q4_0", 14) in sums
+    assert sum(number for _, number in sums) == 21
+    assert sum(one["num_bytes"] for one in found["types"]) == sum(row["num_bytes"] for row in rows.values())
+    lines = run("show", models_dir / "tiny-00001-of-00003.gguf", "--tensors").stdout.splitlines()
+    assert lines[-1].startswith("21 tensors, ")
+    assert any(line.startswith("blk.0.attn_q.weight") for line in lines)
+
+
+def test_the_form_of_a_folder_follows_the_option(run: Run, models_dir: Path) -> None:
+    found = run("show", models_dir / "made", "--tensors", "--weights", "int4", "--json").json
+    forms = {row["name"]: row["form"] for row in found["tensors"]}
+    assert forms["model.layers.0.self_attn.q_proj.weight"] == "int4"
+    assert forms["model.embed_tokens.weight"] == forms["model.norm.weight"] == "bfloat16"
+
+
+def test_what_cannot_be_shown_is_refused_with_the_reason(run: Run, models_dir: Path) -> None:
+    run("show", models_dir / "bad.gguf").assert_refused(3, "cannot read")
+    run("show", models_dir).assert_refused(3, "holds no weights")
+    run("show", "tinny", "--models-dir", models_dir).assert_refused(2, "the nearest name is 'tiny'")
+
+
+def test_both_start_without_torch(models_dir: Path) -> None:
+    (models_dir / "bad.gguf").unlink()
+    lines, imported = run_fresh(
+        ["list", "--models-dir", str(models_dir), "--json"], ["show", str(models_dir / "made"), "--json"]
+    )
+    assert json.loads("\n".join(lines[: lines.index("}") + 1]))["models"][0]["name"] == "made"
+    assert imported <= {"rich"}

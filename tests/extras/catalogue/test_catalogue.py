@@ -1,0 +1,228 @@
+"""The models that are known by name, and what `models.toml` may say of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from diskprefix.errors import ModelNotFound, SettingsError
+from diskprefix.extras.catalogue.catalogue import Catalogue, needs, open_catalogue
+from diskprefix.model.load.fit import needs_of_folder, needs_of_gguf
+from diskprefix.settings import Settings
+from tests.model import tiny
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of configuration and of the hub of this test alone."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+
+
+@pytest.fixture
+def models_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "models"
+    (folder / "deep" / "er").mkdir(parents=True)
+    for name in ("tiny-Q8_0.gguf", "mmproj-tiny-f16.gguf", "deep/er/other.gguf"):
+        (folder / name).write_bytes(b"GGUF")
+    for part in (1, 2):
+        (folder / "deep" / f"split-0000{part}-of-00002.gguf").write_bytes(b"GGUF")
+    (folder / "deep" / "lacks-00001-of-00002.gguf").write_bytes(b"GGUF")
+    for name in ("made", "only-config"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text("{}")
+    (folder / "made" / "model.safetensors").write_bytes(b"")
+    (folder / "made" / "inside.gguf").write_bytes(b"")
+    (folder / "deep" / "loop").symlink_to(folder)
+    return folder
+
+
+def names(settings: Settings) -> list[str]:
+    return [model.name for model in Catalogue(settings).models()]
+
+
+def pulled(tmp_path: Path, repo: str, *files: str) -> Path:
+    """Files in the hub's cache, as a snapshot of the main branch."""
+    folder = tmp_path / "hub" / f"models--{repo.replace('/', '--')}"
+    (folder / "refs").mkdir(parents=True, exist_ok=True)
+    (folder / "refs" / "main").write_text("abc")
+    for name in files:
+        file = folder / "snapshots" / "abc" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(b"GGUF")
+    return folder / "snapshots" / "abc"
+
+
+def written(folder: Path, text: str) -> Path:
+    file = folder / "models.toml"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def test_a_folder_gives_files_split_files_once_and_folders_with_weights(models_dir: Path) -> None:
+    assert names(Settings(models_dir=models_dir)) == ["other", "split", "made", "tiny-Q8_0"]
+    split = Catalogue(Settings(models_dir=models_dir)).find("split")
+    assert split.settings.model == str(models_dir / "deep" / "split-00001-of-00002.gguf")
+    assert split.settings.served_model_name == "split"
+
+
+def test_models_with_one_name_are_told_apart_by_their_folders(models_dir: Path) -> None:
+    (models_dir / "deep" / "tiny-Q8_0.gguf").write_bytes(b"GGUF")
+    (models_dir / "deep" / "er" / "tiny-Q8_0.gguf").write_bytes(b"GGUF")
+    found = names(Settings(models_dir=models_dir))
+    assert {"tiny-Q8_0", "deep/tiny-Q8_0", "deep/er/tiny-Q8_0"} <= {*found}
+
+
+def test_one_model_is_served_as_before_and_needs_no_catalogue(tmp_path: Path) -> None:
+    assert open_catalogue(Settings()) is None
+    assert open_catalogue(Settings(model="org/name")) is None
+    with_comma = tmp_path / "a,b.gguf"
+    with_comma.write_bytes(b"GGUF")
+    assert open_catalogue(Settings(model=str(with_comma))) is None
+    several = open_catalogue(Settings(model="org/a, org/b:Q4_K_M"))
+    assert several is not None
+    assert [model.name for model in several.models()] == ["org/a", "org/b:Q4_K_M"]
+
+
+def test_the_file_in_the_folder_of_configuration_is_read_where_no_model_is_given(tmp_path: Path) -> None:
+    written(tmp_path / "config" / "diskprefix", '[a]\nmodel = "org/a"\n')
+    assert names(Settings()) == ["a"]
+    assert open_catalogue(Settings(model="org/b")) is None
+    assert names(Settings(model="org/b,org/c")) == ["org/b", "org/c"]
+
+
+def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path) -> None:
+    text = """
+    [small]
+    model = "small.gguf"
+    aliases = ["claude-haiku-4-5"]
+    kv-memory = "2GiB"
+    weights = "int4"
+    disk_prefix_cache = "FULL"
+    pin = true
+    idle_unload = "30m"
+    [large]
+    model = "org/large:Q4_K_M"
+    """
+    file = written(tmp_path, text)
+    (tmp_path / "small.gguf").write_bytes(b"GGUF")
+    catalogue = Catalogue(Settings(models_file=file, port=9000, kv_memory=1 << 30))
+    small, large = catalogue.models()
+    assert catalogue.find("claude-haiku-4-5") is small
+    assert (small.pin, small.idle_unload_s, small.path) == (True, 1800, tmp_path / "small.gguf")
+    own = small.settings
+    assert (own.kv_memory, own.weights, own.disk_prefix_cache, own.port) == (2 << 30, "int4", "full", 9000)
+    assert own.model == str(tmp_path / "small.gguf"), "a file beside models.toml, whatever the process's folder is"
+    assert (large.settings.kv_memory, large.settings.model, large.path) == (1 << 30, "org/large:Q4_K_M", None)
+    assert (large.pin, large.idle_unload_s) == (False, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[a]\nmodel = 3", "a.model: must be a text"),
+        ("[a]\naliases = []", "a.model: is missing"),
+        ('[a]\nmodel = "x"\naliases = "y"', "a.aliases: must be a list of names"),
+        ('[a]\nmodel = "x"\npin = 1', "a.pin: must be true or false"),
+        ('[a]\nmodel = "x"\nidle_unload = "30 M"', "a.idle_unload: '30 M' is not a duration"),
+        ('[a]\nmodel = "x"\nidle_unload = true', "a.idle_unload: must be a duration"),
+        ('[a]\nmodel = "x"\nkv_memory = "much"', "a.kv_memory: 'much' is not a size"),
+        ('[a]\nmodel = "x"\nkv_memory = [1]', "a.kv_memory: must be a number or a text"),
+        ('[a]\nmodel = "x"\nreuse_generated = "on"', "a.reuse_generated: must be true or false"),
+        ('[a]\nmodel = "x"\nport = 80', "a.port: unknown key"),
+        ('[a]\nmodel = "x"\nweights = "int3"', "a.weights: "),
+        ('[a]\nmodel = "x"\nkv-memory = 1000000000\nkv_memory = 1000000000', "is there twice"),
+        ("a = 3", "a: must be a table"),
+        ("[a", "is not valid TOML"),
+        ('[a]\nmodel = "x"\n[b]\nmodel = "y"\naliases = ["a"]', "two models are called 'a'"),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_line_with_the_path_of_the_key(text: str, words: str, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError) as caught:
+        Catalogue(Settings(models_file=written(tmp_path, text)))
+    assert words in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_file_is_known_once_by_the_first_who_names_it(models_dir: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, f'[mine]\nmodel = "{models_dir}/tiny-Q8_0.gguf"\n')
+    assert names(Settings(models_file=file, models_dir=models_dir)) == ["mine", "other", "split", "made"]
+
+
+def test_pulled_models_are_known_by_repository_and_quant(tmp_path: Path) -> None:
+    folder = pulled(
+        tmp_path, "org/tiny-GGUF", "tiny-q4_k_m.gguf", "tiny-UD-Q8_K_XL.gguf", "mmproj-F16.gguf", "odd.gguf"
+    )
+    pulled(tmp_path, "org/whole", "config.json", "model.safetensors")
+    pulled(tmp_path, "org/half", "config.json", "model.safetensors.index.json")
+    empty = written(tmp_path, "")
+    found = ["org/tiny-GGUF:Q4_K_M", "org/tiny-GGUF:UD-Q8_K_XL", "org/tiny-GGUF:odd", "org/whole"]
+    assert sorted(names(Settings(models_file=empty))) == sorted(found)
+    known = Catalogue(Settings(models_file=empty)).find("org/tiny-GGUF:Q4_K_M")
+    assert (known.origin, known.settings.model) == ("pulled", str(folder / "tiny-q4_k_m.gguf"))
+    assert names(Settings(models_file=empty, model="org/other")) == ["org/other"], "who names models gets these"
+
+
+def test_reading_again_finds_what_changed_and_keeps_all_if_it_cannot(models_dir: Path, tmp_path: Path) -> None:
+    file = written(tmp_path, "")
+    catalogue = Catalogue(Settings(models_dir=models_dir, models_file=file))
+    (models_dir / "tiny-Q8_0.gguf").rename(models_dir / "new.gguf")
+    catalogue.read_again()
+    assert [model.name for model in catalogue.models()] == ["other", "split", "made", "new"]
+    file.write_text("[")
+    with pytest.raises(SettingsError):
+        catalogue.read_again()
+    assert catalogue.find("new").path == models_dir / "new.gguf"
+
+
+def test_an_unknown_name_is_a_404_that_names_the_nearest(models_dir: Path, tmp_path: Path) -> None:
+    catalogue = Catalogue(Settings(models_dir=models_dir))
+    with pytest.raises(ModelNotFound, match="no model is called 'tiny-q8'; the nearest name is 'tiny-Q8_0'") as caught:
+        catalogue.find("tiny-q8")
+    assert (caught.value.http_status, caught.value.param) == (404, "model")
+    with pytest.raises(ModelNotFound, match=r"there are other, split, made, tiny-Q8_0$"):
+        catalogue.find("zzz")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ModelNotFound, match="`diskprefix pull`"):
+        Catalogue(Settings(models_dir=tmp_path / "empty")).find("zzz")
+
+
+@pytest.mark.parametrize("field", ["served_model_name", "draft_model", "chat_template"])
+def test_what_fits_one_model_is_refused_for_several(field: str, models_dir: Path) -> None:
+    value = Path("x") if field == "chat_template" else "x"
+    with pytest.raises(SettingsError, match="is for one model"):
+        Catalogue(Settings(models_dir=models_dir, **{field: value}))  # type: ignore[arg-type]
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"^--models-dir: cannot read .*nowhere: No such file"):
+        Catalogue(Settings(models_dir=tmp_path / "nowhere"))
+
+
+def test_needs_are_those_of_the_load_and_are_found_without_torch(tmp_path: Path) -> None:
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_0")
+    folder = tiny.write_folder(tmp_path / "made", dtype=torch.bfloat16)
+    code = (
+        "import sys; from diskprefix.extras.catalogue.catalogue import needs; "
+        "from diskprefix.settings import Settings; found = [needs(Settings(model=name)) for name in sys.argv[1:]]; "
+        "print(*(one.weights_bytes for one in found), *(one.state.per_token for one in found)); "
+        "assert not {'torch', 'transformers'} & {*sys.modules}"
+    )
+    command = [sys.executable, "-c", code, str(file), str(folder)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+    of_file = needs_of_gguf(file, "auto")
+    of_folder = needs_of_folder(folder, [folder / "model.safetensors"], "auto", "auto")
+    assert shown == [
+        *map(str, (of_file.weights_bytes, of_folder.weights_bytes)),
+        *map(str, (of_file.state.per_token, of_folder.state.per_token)),
+    ]
+    assert needs(Settings(model="org/absent")) is None
+    assert needs(Settings()) is None
