@@ -7,10 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
-from rich.progress import TimeElapsedColumn as ElapsedColumn
-
 Report: TypeAlias = Callable[[str], None]
 """Takes one line of text for people."""
 
@@ -24,6 +20,10 @@ def progress_bar(
     `label` is reported at the start. Then a bar is shown on stderr until the end; without a terminal, each quarter is
     reported. A smaller number than before changes nothing.
     """
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
+    from rich.progress import TimeElapsedColumn as ElapsedColumn
+
     report(label)
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:

@@ -17,7 +17,8 @@ from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
 
 TOOLS = sorted(set(command_names()) - {"serve"})
-STORE_TOOLS = sorted(set(TOOLS) - {"clients", "completion", "doctor", "init", "models", "remote", "simulate", "warm"})
+_WITHOUT_STORE = {"clients", "completion", "doctor", "init", "list", "models", "pull", "remote", "rm", "show"}
+STORE_TOOLS = sorted(set(TOOLS) - _WITHOUT_STORE - {"simulate", "warm"})
 
 
 def test_a_command_shows_its_help_without_what_takes_long_to_import() -> None:

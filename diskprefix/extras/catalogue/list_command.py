@@ -43,7 +43,7 @@ def list_models(as_json: bool, **flags: Any) -> None:
     Exit codes: 0 done; 2 wrong usage.
     """
     with status("reading headers …"):
-        rows = [_row(known) for known in Catalogue(build_settings(flags)).models()]
+        rows = [row_of(known) for known in Catalogue(build_settings(flags)).models()]
     if as_json:
         print_json({"free_bytes": available_ram_bytes(), "models": rows})
         return
@@ -90,7 +90,7 @@ def show(name: str, tensors: bool, as_json: bool, **flags: Any) -> None:
         fit = _fit(known.settings)
     if known.path is None or fit is None:
         raise ModelError(f"{known.source} is not on this machine; `diskprefix pull` fetches models of the hub")
-    shown = _row(known) | {"positions": fit.needs.state.positions, "template": _has_template(known.path)}
+    shown = row_of(known) | {"positions": fit.needs.state.positions, "template": _has_template(known.path)}
     shown |= {"settings": _own(known), "memory": dict(fit.rows()), "types": types(fit.needs.tensors)}
     if as_json:
         print_json(shown | ({"tensors": described(fit.needs.tensors)} if tensors else {}))
@@ -126,7 +126,7 @@ def _fit(settings: Settings) -> Fit | None:
     return None if found is None else fitted(found, available_ram_bytes(), settings.kv_memory)
 
 
-def _row(known: KnownModel) -> dict[str, Any]:
+def row_of(known: KnownModel) -> dict[str, Any]:
     """Returns what `list` and `show` say of a model, for JSON."""
     row: dict[str, Any] = {
         "name": known.name,

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING
 import click
 
 from diskprefix.cli.options import nonempty
+from diskprefix.cli.tooling import json_option, print_json
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.extras.catalogue.catalogue import needs
+from diskprefix.extras.catalogue.catalogue import KnownModel
+from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.model.load.fit import fitted
 from diskprefix.model.load.gguf import converted_folders
 from diskprefix.model.load.gguf_file import part_paths
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Fetch a model from the Hugging Face hub.")
 @click.argument("name", metavar="ORG/NAME[:QUANT]", callback=nonempty)
-def pull(name: str) -> None:
+@json_option
+def pull(name: str, as_json: bool) -> None:
     """Fetch a model, so that `serve` finds it on this machine. Only the files that are needed are fetched.
 
     QUANT is a quant of a repository with .gguf files, such as Q4_K_M. Without it, such a repository gives the one with
@@ -51,12 +54,14 @@ def pull(name: str) -> None:
     fetched = next((known for known, place in cached_models() if place == path), None)
     if fetched is None:
         raise ModelError(f"{name} holds no model: neither weights with a config.json nor .gguf files")
+    row = row_of(KnownModel(name=fetched, settings=Settings(model=str(path)), source=name, path=path, origin="pulled"))
+    if as_json:
+        print_json(row)
+        return
     click.echo(f"{fetched} is in {path}")
-    found = needs(Settings(model=str(path)))
-    if found is not None:
-        fit = fitted(found, available_ram_bytes())
-        memory = f"{format_size(fit.needed_bytes)} of memory, {format_size(fit.free_bytes)} free"
-        click.echo(f"needs     {memory}, a context of {fit.context:,} tokens" if fit.is_enough else fit.refusal())
+    if row["needed_bytes"]:
+        fits = f"a context of {row['context']:,} tokens" if row["fits"] else "which is more than is free"
+        click.echo(f"needs     {format_size(row['needed_bytes'])} of memory, {fits}")
     click.echo(f"serve it  diskprefix serve --model {fetched}")
 
 
@@ -74,7 +79,8 @@ def _warn(listing: HubListing) -> None:
 @click.command(short_help="Remove models that were fetched from the hub.")
 @click.argument("names", metavar="NAME...", nargs=-1, required=True, callback=nonempty)
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
-def rm(names: tuple[str, ...], yes: bool) -> int:
+@json_option
+def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
     """Remove models from the cache folder of huggingface_hub, with the folders that were made of .gguf files.
 
     NAME is that of `diskprefix list`. Only models that were fetched from the hub are removed, whichever program did;
@@ -105,7 +111,10 @@ def rm(names: tuple[str, ...], yes: bool) -> int:
         strategy.execute()
     for folder in made:
         shutil.rmtree(folder, ignore_errors=True)
-    click.echo(f"removed {counted(len(set(names)), 'model')}, {format_size(num_bytes)}")
+    if as_json:
+        print_json({"removed": sorted(set(names)), "bytes": num_bytes})
+    else:
+        click.echo(f"removed {counted(len(set(names)), 'model')}, {format_size(num_bytes)}")
     return 0
 
 
