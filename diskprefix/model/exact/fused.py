@@ -159,7 +159,7 @@ class Parts:
             self._found[module] = gated
             return partial(gated, self._operators)
         block = attention_of(module, self._operators, self._found)
-        return None if block is None else self._forward(module, block, _in_place, module.layer_idx)
+        return None if block is None else self._forward(module, block, _in_place, module)
 
     def largest(self, module: nn.Module) -> Forward | None:
         """Returns a replacement for the forward of a whole layer, whose parts have theirs already."""
@@ -167,7 +167,7 @@ class Parts:
         if layer is None:
             return None
         (attention,) = (child for child in module.children() if type(self._found.get(child)) is AttentionBlock)
-        return self._forward(module, layer, _in_place, attention.layer_idx)
+        return self._forward(module, layer, _in_place, attention)
 
     def _forward(self, module: nn.Module, part: Any, forward: Forward, *others: Any) -> Forward:
         self._found[module] = part
@@ -192,16 +192,19 @@ def _in_place(
     own: Forward,
     part: AttentionBlock | Layer,
     operators: Operators,
-    layer_idx: int,
+    attention: Any,
     hidden_states: torch.Tensor,
     position_embeddings: Any = None,
     attention_mask: Any = None,
     past_key_values: Any = None,
     **others: Any,
 ) -> Any:
-    """Replaces the forward of attention, or of a layer, over the rows of a step."""
+    """Replaces the forward of attention, or of a layer, over the rows of a step. `attention` is the module that knows
+    the number of the layer."""
     step = current_step()
-    layer: Any = past_key_values.layers[layer_idx] if step is not None and past_key_values is not None else None
+    layer: Any = (
+        past_key_values.layers[attention.layer_idx] if step is not None and past_key_values is not None else None
+    )
     is_known = type(layer) in (FullAttentionLayer, SlidingWindowLayer) and isinstance(attention_mask, Pattern)
     block = part if isinstance(part, AttentionBlock) else part.attention
     if (

@@ -6,8 +6,8 @@ import hashlib
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -20,8 +20,9 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.step import is_accelerated
 from diskprefix.memo import Memo
 from diskprefix.model.exact import accelerated, attention, rows
-from diskprefix.model.exact.invariant import install, uninstall
+from diskprefix.model.exact.invariant import as_it_was, install, uninstall
 from diskprefix.model.exact.kernel_calls import MAX_ROWS, Form, digest
+from diskprefix.model.exact.layer_kinds import LayerSample, sample_of
 from diskprefix.model.exact.patterns import NAME, NotInvariant
 from diskprefix.model.exact.recurrent import has_scans
 from diskprefix.model.exact.rehearsal import made_up_tokens
@@ -70,9 +71,11 @@ _MEASURING = "measuring once whether this model is exact at every token"
 _NUM_TOKENS = 560
 """More than a tile of keys."""
 _STEPS = (256, 256, 48)
+_TRIAL_STEPS = (5, 1)
+"""Several rows, and one: some layers compute these in two ways."""
 _LARGE_BYTES = 1 << 13
-"""The least state of a token, by which a model is large. Qwen2.5 0.5B in bfloat16 has 12 kB: there each step of another
-size shows that products are computed with as many rows as there are."""
+"""The least bytes of a token that count as many. Qwen2.5 0.5B in bfloat16 has 12 kB of state: there each step of
+another size shows that products are computed with as many rows as there are."""
 _MAX_ERROR = 0.3
 """The largest allowed difference from transformers' own attention, relative to that of another token's logits."""
 
@@ -117,16 +120,17 @@ def _measured(model: PreTrainedModel, layout: Layout, report: Report) -> tuple[s
     that the model computes."""
     started = time.perf_counter()
     rows.forget_forms()
+    layout = replace(layout, exact_at="token")
     try:
-        with (
-            progress_bar(_MEASURING, _NUM_TOKENS * (2 + len(_other_steps(layout))), report) as advance,
-            without_tracer(),
-            torch.inference_mode(),
-        ):
-            expected = _plain_logits(model)
-            advance(_NUM_TOKENS)
+        with without_tracer(), torch.inference_mode():
             install(model)
-            _rehearse(model, replace(layout, exact_at="token"), expected, advance)
+            sample = _sampled(model, layout)
+            num_runs = 2 + len(_other_steps(sample.token_bytes(layout)))
+            with progress_bar(_MEASURING, _NUM_TOKENS * num_runs, report) as advance, sample.alone():
+                with as_it_was(model):
+                    expected = _plain_logits(model, layout)
+                advance(_NUM_TOKENS)
+                _rehearse(model, layout, sample, expected, advance)
     except Exception as error:  # a model class of any age and author may fail in any way
         if is_out_of_memory(error):
             raise
@@ -167,27 +171,59 @@ def _why_no_scans(model: PreTrainedModel) -> str:
     return "" if any(has_scans(module, compiled) for module in model.modules()) else "recurrent layers of its own"
 
 
-def _plain_logits(model: PreTrainedModel) -> torch.Tensor:
-    logits: torch.Tensor = model(input_ids=made_up_tokens(model, 4, _NUM_TOKENS), use_cache=False).logits[0]
-    return logits[-2:].float()
+def _sampled(model: PreTrainedModel, layout: Layout) -> LayerSample:
+    """Returns the layers to measure. Raises `NotInvariant` if any layer calls operators that are not known."""
+    token_ids = made_up_tokens(model, 4, sum(_TRIAL_STEPS))
+
+    def run() -> None:
+        _run(model, layout, token_ids, _TRIAL_STEPS, lambda _: None)
+
+    with _only_harmless():
+        return sample_of(model, layout, run)
 
 
-def _rehearse(model: PreTrainedModel, layout: Layout, expected: torch.Tensor, advance: Callable[[float], None]) -> None:
+@contextmanager
+def _only_harmless() -> Iterator[None]:
+    """Gives a context to run a model in. Raises `NotInvariant` at its end if the model calls other operators than those
+    that are known to be harmless."""
+    with _Watch() as watch:
+        yield
+    if watch.found:
+        raise NotInvariant(f"operators of its own: {', '.join(sorted(watch.found))}")
+
+
+def _plain_logits(model: PreTrainedModel, layout: Layout) -> torch.Tensor:
+    kept = {"logits_to_keep": 2} if "logits_to_keep" in layout.options else {}
+    output = model(input_ids=made_up_tokens(model, 4, _NUM_TOKENS), use_cache=False, **kept)
+    logits: torch.Tensor = output.logits[0, -2:].float()
+    return logits
+
+
+def _rehearse(
+    model: PreTrainedModel,
+    layout: Layout,
+    sample: LayerSample,
+    expected: torch.Tensor,
+    advance: Callable[[float], None],
+) -> None:
     """Raises `NotInvariant` if the bits of a run depend on its steps. `advance` takes the tokens computed so far."""
     token_ids = made_up_tokens(model, 4, _NUM_TOKENS)
 
     def advance_in(run: int) -> Callable[[float], None]:
         return lambda done: advance(run * _NUM_TOKENS + done)
 
-    with _Watch() as watch:
-        whole = _run(model, layout, token_ids, _STEPS, advance_in(1))
-    if watch.found:
-        raise NotInvariant(f"operators of its own: {', '.join(sorted(watch.found))}")
+    def run(steps: Sequence[int], number: int) -> tuple[bytes, dict[int, torch.Tensor]]:
+        with sample.recorded() as rows_of_layers:
+            state, logits = _run(model, layout, token_ids, steps, advance_in(number))
+        return state + rows_of_layers.content(), logits
+
+    with _only_harmless():
+        whole = run(_STEPS, 1)
     error = (whole[1][_NUM_TOKENS].float() - expected[1]).abs().max() / (expected[0] - expected[1]).abs().max()
     if not error <= _MAX_ERROR:
         raise NotInvariant(f"its attention is another one (error {float(error):.2f})")
-    for number, steps in enumerate(_other_steps(layout)):
-        found = _run(model, layout, token_ids, steps, advance_in(2 + number))
+    for number, steps in enumerate(_other_steps(sample.token_bytes(layout))):
+        found = run(steps, 2 + number)
         if found[0] != whole[0]:
             raise NotInvariant(f"its state depends on the steps ({number})")
         both = found[1].keys() & whole[1].keys()
@@ -195,16 +231,16 @@ def _rehearse(model: PreTrainedModel, layout: Layout, expected: torch.Tensor, ad
             raise NotInvariant(f"its logits depend on the steps ({number})")
 
 
-def _other_steps(layout: Layout) -> Sequence[Sequence[int]]:
-    """Returns the steps of further runs, which meet `_STEPS` at their ends.
+def _other_steps(token_bytes: int) -> Sequence[Sequence[int]]:
+    """Returns the steps of further runs, which meet `_STEPS` at their ends. Of a token so many bytes are compared.
 
     A kernel chooses its order of summation by the number of rows, and attention by the keys. So there are steps of
     fewer rows than a vector, of about as many, and of more than `MAX_ROWS`; large ones that begin anywhere; and single
     tokens on both sides of a tile's end, with keys that fill vectors, all but one number or one number too many.
-    Another order shows in few of the rounded numbers. A token of a large model has so many that one step of a size is
-    enough. One of a small model has few, so it takes more steps.
+    Another order shows in few of the rounded numbers. Where a token has many of them, one step of a size is enough.
+    With few, more steps are taken.
     """
-    if layout.bytes_per_token >= _LARGE_BYTES:
+    if token_bytes >= _LARGE_BYTES:
         return (17, 1, 33, 1, 7, 2, 1, 1, 1, 100, 3, 5, 20, 64, 111, 144, 1, 1, 46, 1), (_NUM_TOKENS,)
     chosen, steps = random.Random(5), list[int]()
     for num_tokens in _STEPS:

@@ -40,6 +40,7 @@ from diskprefix.kv.layout import (
     is_out_of_memory,
 )
 from diskprefix.memo import Memo
+from diskprefix.model.exact.layer_kinds import sample_of
 from diskprefix.printable import first_line
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.version import __version__
@@ -82,8 +83,9 @@ def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
     """Returns the layout of the model's state, after a rehearsed restore. For a model that cannot be cached,
     `unsupported` has the reasons.
 
-    A rehearsal takes a dozen forwards. One that succeeded is remembered for `identity`, the model's fingerprint, if it
-    is given. Raises only what torch raises when memory runs out.
+    A rehearsal takes a dozen forwards of a sample of the layers (`model.exact.layer_kinds`). One that succeeded is
+    remembered for `identity`, the model's fingerprint, if it is given. Raises only what torch raises when memory runs
+    out.
     """
     try:
         with torch.inference_mode():
@@ -93,7 +95,9 @@ def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
             verdict = _rehearsals.get(key) if identity else None
             if verdict in _VERDICTS:
                 return replace(layout, is_one_pass=True) if verdict == "one pass" else layout
-            rehearsed = _rehearsed(model, layout)
+            tokens = made_up_tokens(model, 1, _STEP)
+            with sample_of(model, layout, lambda: _arena(model, layout).forward(model, tokens)).alone():
+                rehearsed = _rehearsed(model, layout)
             if identity:
                 _rehearsals.put(key, _VERDICTS[rehearsed.is_one_pass])
             return rehearsed
