@@ -62,6 +62,16 @@ class Setting:
 
 MODEL, SERVER, CACHE, SHARED_TIER = "Model", "Server", "Disk cache", "Shared tier"
 CODECS = ("planes", "raw")
+_SAMPLING = {
+    "temperature": (0.0, 2.0),
+    "top_p": (1e-6, 1.0),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+}
+"""The bounds of what `--sampling` sets. Requests have the same."""
 DEFAULT_DIR = "$XDG_CACHE_HOME/diskprefix/kv"
 """The default of `--kv-cache-dir`, as the help shows it."""
 
@@ -144,6 +154,13 @@ class Settings:
         "off",
         "ngram guesses the next tokens where a reply repeats earlier text. Replies stay the same.",
         choices=("off", "ngram"),
+    )
+    sampling: str | None = _model(
+        None,
+        "How a request is sampled that does not say it: temperature, top_p, top_k, min_p, repetition_penalty, "
+        "presence_penalty, frequency_penalty.",
+        metavar="NAME=VALUE,…",
+        unset="temperature=1",
     )
     host: str = _server(
         "127.0.0.1",
@@ -353,6 +370,25 @@ class Settings:
         return tuple(name.strip() for name in self.model.split(",") if name.strip())
 
     @property
+    def sampling_values(self) -> dict[str, float]:
+        """The numbers of `sampling` by the names that requests have for them. Raises `SettingsError`."""
+        found: dict[str, float] = {}
+        for part in (self.sampling or "").split(","):
+            name, _, text = (one.strip() for one in part.partition("="))
+            if not part.strip():
+                continue
+            if name not in _SAMPLING:
+                raise SettingsError(f"--sampling: {name!r} is not one of {', '.join(_SAMPLING)}")
+            least, most = _SAMPLING[name]
+            try:
+                found[name] = type(least)(text)
+            except ValueError:
+                raise SettingsError(f"--sampling: {name}={text} is not a number; write for example {name}=1") from None
+            if not least <= found[name] <= most:
+                raise SettingsError(f"--sampling: {name}={text} is out of range ({least:g} to {most:g})")
+        return found
+
+    @property
     def allowed_host_names(self) -> tuple[str, ...]:
         """The names of `allowed_hosts`."""
         return tuple(name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip())
@@ -367,6 +403,7 @@ class Settings:
             if is_number and not least <= value <= most:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(least)} to {shown(most)})")
+        _ = self.sampling_values
         threshold = str(self.prefill_compression)
         if not re.fullmatch("off|auto|[0-9]{2,9}", threshold) or (threshold.isdigit() and int(threshold) < 16):
             raise SettingsError(f"--prefill-compression: {threshold!r} is not off, auto or a number of tokens from 16")
@@ -382,10 +419,10 @@ SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field 
 
 PER_MODEL = frozenset(
     {
-        *("device", "dtype", "kernels", "weights", "chat_template", "draft_model", "speculative", "max_sequences"),
+        *("device", "dtype", "kernels", "weights", "chat_template", "draft_model", "speculative", "sampling"),
         *("inter_token_latency", "prefill_compression", "kv_memory", "kv_memory_entries", "disk_prefix_cache"),
         *("kv_cache_ttl", "kv_cache_min_tokens", "reuse_generated", "normalise", "kv_cache_interval"),
-        *("kv_cache_cold_max", "kv_cache_gate"),
+        *("kv_cache_cold_max", "kv_cache_gate", "max_sequences"),
     }
 )
 """The settings that a model in `models.toml` may have for itself."""

@@ -7,10 +7,10 @@ have tags that begin with `~`, which are left out of the `param` of an error.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -357,11 +357,18 @@ class RequestBody(CacheFields, SamplingFields):
         return own if self.structured_outputs is None else self.structured_outputs.text_format
 
 
+R = TypeVar("R", bound=RequestBody)
 _GREEDY_BELOW = 1e-5
 """Temperatures below are greedy, as in vLLM: logits divided by less may overflow float32."""
 
 _RETENTION_S = {"in_memory": 3600.0, "in-memory": 3600.0, "24h": 86400.0}
 """The longest time for which OpenAI keeps a prompt under each of these names."""
+
+
+def with_sampling(body: R, defaults: Mapping[str, float]) -> R:
+    """Returns a request with the defaults of the server where it says nothing of its sampling."""
+    missing = {name: value for name, value in defaults.items() if getattr(body, name) is None}
+    return body.model_copy(update=missing) if missing else body
 
 
 def sampling_params(

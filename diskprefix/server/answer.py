@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response
 from diskprefix.api.anthropic import CountTokensRequest, Messages
 from diskprefix.api.asked import Asked, constraint_of
 from diskprefix.api.dialect import BodyReader, Dialect, Head, ReplyWriter
-from diskprefix.api.fields import RequestBody, cache_options
+from diskprefix.api.fields import RequestBody, cache_options, with_sampling
 from diskprefix.api.figures import (
     AnthropicErrorBody,
     AnthropicEvent,
@@ -199,7 +199,7 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, place: Queue
         place=place,
         serving=serving,
         dialect=dialect,
-        body=body,
+        body=with_sampling(body, daemon.settings.sampling_values),
         cache=cache_options(
             body,
             scope=serving.scope,

@@ -295,3 +295,11 @@ def test_a_model_that_is_not_here_is_not_fetched(run: Run, tmp_path: Path, monke
 def test_a_wrong_setting_is_one_line(run: Run) -> None:
     ended = run("doctor", "--port", "99999")
     ended.assert_refused(2)
+
+
+def test_each_model_that_is_known_by_name_is_checked(run: Run, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.gguf").write_bytes(b"GGUF")
+    found = run("doctor", "--models-dir", tmp_path, "--kv-cache-dir", tmp_path / "kv", "--json").json["findings"]
+    models = [(each["level"], each["text"].partition(": ")[0]) for each in found if each["check"] == "model"]
+    assert models == [("problem", "one"), ("problem", "two")]

@@ -63,6 +63,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "max_sequences": "4",
         "inter_token_latency": "80ms",
         "speculative": "NGRAM",
+        "sampling": "temperature=0.7, top_k=20",
         "draft_model": "some/smaller-model",
         "kv_memory": "3GiB",
         "kv_memory_entries": "2",
@@ -284,3 +285,30 @@ def test_without_a_command_the_help_is_shown(run: Run) -> None:
 
 def test_an_unknown_command_is_one_line(run: Run) -> None:
     run("bogus").assert_refused(2)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("heat=1", "--sampling: 'heat' is not one of temperature, top_p"),
+        ("temperature", "--sampling: temperature= is not a number"),
+        ("temperature=warm", "temperature=warm is not a number"),
+        ("top_k=1.5", "top_k=1.5 is not a number"),
+        ("top_p=0", "top_p=0 is out of range"),
+        ("top_p=0.5,temperature=nan", "temperature=nan is out of range"),
+    ],
+)
+def test_sampling_that_no_request_may_have_is_refused(text: str, words: str, run: Run) -> None:
+    run("serve", "--sampling", text, "--print-config").assert_refused(2, words)
+
+
+def test_models_are_given_with_commas_or_one_after_the_other(
+    settings_of: SettingsOf, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DISKPREFIX_MODEL", "org/a, org/b:Q4_K_M")
+    assert settings_of().model_names == ("org/a", "org/b:Q4_K_M")
+    assert settings_of("--model", "org/c").model_names == ("org/c",)
+    assert settings_of("--model", "org/c", "--model", "org/d,org/e").model_names == ("org/c", "org/d", "org/e")
+    (tmp_path / "a,b").mkdir()
+    assert settings_of("--model", str(tmp_path / "a,b")).model_names == (str(tmp_path / "a,b"),)
+    assert Settings().model_names == ()

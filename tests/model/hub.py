@@ -36,7 +36,7 @@ class FakeHub:
         self.broken: set[str] = set()
         self.requested: list[str] = []
         self.ranges: list[str] = []
-        self.tokens: set[str | None] = set()
+        self.tokens: set[tuple[str, str | None]] = set()
         self.breaks_every = 0
         self.contents: dict[str, bytes] = {}
         self.on_file: Callable[[str], None] = lambda _name: None
@@ -57,8 +57,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
         self.hub.requested.append(path)
-        self.hub.tokens.add(self.headers.get("Authorization"))
         parts = path.split("/")
+        self.hub.tokens.add(("elsewhere" if parts[0] == "elsewhere" else "hub", self.headers.get("Authorization")))
         if parts[0] == "elsewhere":
             self._file("/".join(parts[1:3]), "/".join(parts[3:]))
             return

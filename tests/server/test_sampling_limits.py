@@ -8,7 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
-from diskprefix.api.fields import SamplingFields, sampling_params
+from diskprefix.api.fields import SamplingFields, sampling_params, with_sampling
+from diskprefix.api.openai_chat import ChatRequest
+from diskprefix.settings import _SAMPLING, Settings
 from tests.server.daemon_process import DaemonProcess
 
 ROUTES: dict[str, dict[str, Any]] = {
@@ -86,3 +88,15 @@ def test_the_ends_of_all_ranges_together_are_served(daemon: DaemonProcess, penal
 
 def test_more_alternatives_than_tokens_are_as_many_as_there_are() -> None:
     assert sampling_params(SamplingFields(), 8, logprobs=20).logprobs == 8
+
+
+def test_the_servers_sampling_is_that_of_requests_that_say_none_and_has_their_bounds() -> None:
+    defaults = Settings(sampling="temperature=0.5,top_k=7").sampling_values
+    body = with_sampling(ChatRequest.model_validate({**ROUTES["/v1/chat/completions"], "temperature": 1.5}), defaults)
+    params = sampling_params(body, 10)
+    assert (params.temperature, params.top_k, params.top_p) == (1.5, 7, 1.0)
+    untouched = ChatRequest.model_validate(ROUTES["/v1/chat/completions"])
+    assert with_sampling(untouched, {}) is untouched
+    for name, ends in _SAMPLING.items():
+        for end in ends:
+            SamplingFields.model_validate({name: Settings(sampling=f"{name}={end}").sampling_values[name]})

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from diskprefix.model.load.loader import load_tokenizer
+from tests.model import tiny
 from tests.model.hub import fake_hub
 from tests.model.load.test_loader import load, refusal
 
@@ -99,3 +100,19 @@ def test_a_tokenizer_is_fetched_without_the_weights(
         hub.requested.clear()
         assert load("org/tiny").name == "org/tiny"
         assert hub.fetched() == ["model.safetensors"], "what is there is not fetched again"
+
+
+def test_a_quant_of_a_repository_is_loaded_by_its_name_and_without_the_hub_from_the_cache(
+    tmp_path: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "repository").mkdir()
+    file = tiny.write_gguf(tmp_path / "repository" / "tiny-Q4_0.gguf", quantised="Q4_0", tensors_in_a_part=8)
+    with fake_hub(hub_cache, monkeypatch) as hub:
+        hub.repos["org/tiny"] = tmp_path / "repository"
+        online = load("org/tiny:q4_0")
+        assert len(hub.fetched()) == 3
+        assert load("org/tiny").weights_digest == online.weights_digest, "there is nothing but this quant"
+    offline = load("org/tiny:q4_0")
+    assert online.name == offline.name == "org/tiny:q4_0"
+    first = file.with_name("tiny-Q4_0-00001-of-00003.gguf")
+    assert online.weights_digest == offline.weights_digest == load(first).weights_digest

@@ -1,0 +1,304 @@
+"""`diskprefix pull` and `diskprefix rm`, with the unchanged client of the hub and a hub on this machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from diskprefix.model.load import hub as hub_module
+from diskprefix.model.load.fit import ROOM_BYTES
+from diskprefix.model.load.gguf import converted_folder
+from tests.cli.conftest import Run
+from tests.model import tiny
+from tests.model.hub import FakeHub, fake_hub
+
+REPO = "org/tiny-GGUF"
+
+
+@pytest.fixture(autouse=True)
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of this test alone, a client that does not wait before it goes on, and pieces of a few hundred bytes."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "DOWNLOAD_CHUNK_SIZE", 500)
+    monkeypatch.setattr(
+        "huggingface_hub.file_download.time", SimpleNamespace(**vars(time) | {"sleep": lambda _s: None})
+    )
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repository")
+    for kind in ("Q4_0", "Q8_0"):
+        tiny.write_gguf(folder / f"tiny-{kind.lower()}.gguf", quantised=kind)
+    tiny.write_gguf(folder / "tiny-F32.gguf")
+    return folder
+
+
+@pytest.fixture
+def repository(files: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(files, tmp_path / "repository"))
+
+
+@pytest.fixture
+def hub(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with fake_hub(tmp_path / "hub", monkeypatch) as hub:
+        hub.repos[REPO] = repository
+        yield hub
+
+
+def free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
+    monkeypatch.setattr(hub_module, "available_ram_bytes", lambda: num_bytes)
+
+
+def listed(run: Run) -> list[str]:
+    return [row["name"] for row in run("list", "--json").json["models"]]
+
+
+def leftovers(tmp_path: Path) -> list[Path]:
+    """Files in the hub's cache that hold bytes of a model."""
+    return [path for path in (tmp_path / "hub").rglob("*") if path.is_file() and path.parent.name == "blobs"]
+
+
+def test_the_quant_that_is_asked_for_is_fetched_and_nothing_else(run: Run, hub: FakeHub, repository: Path) -> None:
+    ended = run("pull", f"{REPO}:q4_0")
+    assert (ended.exit_code, hub.fetched()) == (0, ["tiny-q4_0.gguf"])
+    lines = ended.stdout.splitlines()
+    path = Path(lines[0].removeprefix(f"{REPO}:Q4_0 is in "))
+    assert path.read_bytes() == (repository / "tiny-q4_0.gguf").read_bytes()
+    assert lines[2] == f"serve it  diskprefix serve --model {REPO}:Q4_0"
+    assert f"{REPO}: Q4_0, " in ended.stderr
+    assert listed(run) == [f"{REPO}:Q4_0"]
+    again = run("pull", f"{REPO}:Q4_0", "--json").json
+    assert (again["name"], again["path"]) == (f"{REPO}:Q4_0", str(path))
+    assert len([path for path in hub.requested if "elsewhere" in path]) == 1, "it is not fetched again"
+
+
+def test_the_best_quant_that_fits_is_chosen_with_the_reason_and_16_bits_only_if_nothing_else_does(
+    run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = (repository / "tiny-q8_0.gguf").stat().st_size
+    free_memory(monkeypatch, size + ROOM_BYTES + (1 << 30))
+    assert "Q8_0, " in run("pull", REPO).stderr
+    run("rm", f"{REPO}:Q8_0", "--yes")
+    free_memory(monkeypatch, size + ROOM_BYTES + (1 << 30) - 1)
+    ended = run("pull", REPO)
+    assert "Q4_0, " in ended.stderr
+    assert "the best of 3 that fits into 1.6 GiB of free memory" in ended.stderr
+    assert hub.fetched() == ["tiny-q4_0.gguf", "tiny-q8_0.gguf"]
+    run("rm", f"{REPO}:Q4_0", "--yes")
+    free_memory(monkeypatch, ROOM_BYTES)
+    refused = run("pull", REPO)
+    assert (refused.exit_code, "no quant of org/tiny-GGUF fits into" in refused.stderr) == (3, True)
+    for name in ("tiny-q8_0.gguf", "tiny-q4_0.gguf"):
+        (repository / name).unlink()
+    free_memory(monkeypatch, 1 << 40)
+    assert "F32, " in run("pull", REPO).stderr
+
+
+def test_a_quant_that_is_here_is_taken_again_where_none_is_named(
+    run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("pull", f"{REPO}:Q4_0")
+    free_memory(monkeypatch, 1 << 40)
+    assert "tiny-q4_0.gguf is on this machine" in run("pull", REPO).stderr
+    assert hub.fetched() == ["tiny-q4_0.gguf"]
+
+
+def test_all_parts_come_from_their_folder_and_a_projector_does_not(run: Run, hub: FakeHub) -> None:
+    folder = hub.repos[REPO]
+    (folder / "Q5_1").mkdir()
+    tiny.write_gguf(folder / "Q5_1" / "tiny-Q5_1.gguf", quantised="Q5_1", tensors_in_a_part=8)
+    (folder / "mmproj-tiny-f16.gguf").write_bytes(b"GGUF")
+    ended = run("pull", f"{REPO}:Q5_1")
+    assert hub.fetched() == [f"tiny-Q5_1-0000{part}-of-00003.gguf" for part in (1, 2, 3)]
+    assert "its mmproj file is left out" in ended.stderr
+    assert listed(run) == [f"{REPO}:Q5_1"]
+
+
+def test_an_unknown_quant_is_refused_with_those_there_are(run: Run, hub: FakeHub) -> None:
+    ended = run("pull", f"{REPO}:Q6_K")
+    assert ended.exit_code == 3
+    last = ended.stderr.splitlines()[-1]
+    assert last.startswith(f"error: {REPO} has no quant 'Q6_K'; it has Q4_0 (")
+    assert "Q8_0 (" in last
+    assert hub.fetched() == []
+
+
+def test_a_connection_that_breaks_at_every_tenth_part_goes_on_where_it_was(
+    run: Run, hub: FakeHub, repository: Path
+) -> None:
+    content = (repository / "tiny-q8_0.gguf").read_bytes()
+    hub.breaks_every = len(content) // 10
+    row = run("pull", f"{REPO}:Q8_0", "--json").json
+    assert Path(row["path"]).read_bytes() == content
+    begins = [int(one.removeprefix("bytes=").partition("-")[0]) for one in hub.ranges]
+    assert len(begins) >= 10
+    assert begins == sorted(begins)
+    assert begins[0] >= hub.breaks_every - 500
+
+
+def test_a_connection_that_always_breaks_ends_with_the_reason_and_leaves_nothing(
+    run: Run, hub: FakeHub, tmp_path: Path
+) -> None:
+    hub.breaks_every = 1
+    ended = run("pull", f"{REPO}:Q8_0")
+    assert (ended.exit_code, "cannot fetch 'org/tiny-GGUF' from the hub: " in ended.stderr) == (3, True)
+    assert leftovers(tmp_path) == []
+    assert listed(run) == []
+    hub.breaks_every = 0
+    assert run("pull", f"{REPO}:Q8_0").exit_code == 0
+
+
+def test_a_file_that_changes_while_it_is_fetched_is_an_error_and_leaves_nothing(
+    run: Run, hub: FakeHub, repository: Path, tmp_path: Path
+) -> None:
+    name = "tiny-q8_0.gguf"
+    content = (repository / name).read_bytes()
+    hub.breaks_every = len(content) // 2 + 1
+
+    def change(_name: str) -> None:
+        if hub.ranges or hub.contents:
+            hub.contents[name] = content[:-9] + b"something"
+        hub.contents.setdefault(name, content)
+
+    hub.on_file = change
+    ended = run("pull", f"{REPO}:Q8_0")
+    assert ended.exit_code == 3
+    assert f"{name} is damaged, or was changed while it was fetched: its SHA-256 is " in ended.stderr
+    assert leftovers(tmp_path) == []
+    assert listed(run) == []
+
+
+@pytest.mark.parametrize("other", [b"x", b""], ids=["other bytes", "fewer bytes"])
+def test_a_file_with_another_digest_or_size_is_an_error_and_leaves_nothing(
+    other: bytes, run: Run, hub: FakeHub, repository: Path, tmp_path: Path
+) -> None:
+    hub.contents["tiny-q8_0.gguf"] = (repository / "tiny-q8_0.gguf").read_bytes()[:-1] + other
+    ended = run("pull", f"{REPO}:Q8_0")
+    assert ended.exit_code == 3
+    assert ("SHA-256" if other else "Consistency check failed") in ended.stderr
+    assert leftovers(tmp_path) == []
+    assert listed(run) == []
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(
+    run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("diskprefix.model.load.hub.shutil.disk_usage", lambda _path: SimpleNamespace(free=1000))
+    ended = run("pull", f"{REPO}:Q8_0")
+    assert ended.exit_code == 3
+    assert "to fetch, 1000 B free; free some, or set HF_HOME" in ended.stderr
+    assert not [path for path in hub.requested if path.startswith("elsewhere")]
+
+
+@pytest.mark.parametrize("quant", ["", ":Q8_0"])
+@pytest.mark.parametrize(
+    ("repo", "words"),
+    [
+        ("org/unknown", "there is no such model, or it is private"),
+        ("org/private", "there is no such model, or it is private"),
+        ("org/gated", "access must be granted first"),
+        ("org/broken", "500"),
+        ("a/b/c", "neither an existing file or folder nor a hub id"),
+    ],
+)
+def test_a_repository_that_the_hub_does_not_give_is_an_error_with_the_reason(
+    repo: str, words: str, quant: str, run: Run, hub: FakeHub
+) -> None:
+    hub.private.add("org/private")
+    hub.gated.add("org/gated")
+    hub.broken.add("org/broken")
+    ended = run("pull", repo + quant)
+    assert (ended.exit_code, words in ended.stderr) == (3, True), ended.stderr
+
+
+@pytest.mark.usefixtures("hub")
+@pytest.mark.parametrize("quant", ["", ":Q8_0"])
+def test_offline_what_is_here_is_found_and_the_rest_is_an_error(
+    quant: str, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    run("pull", f"{REPO}:Q8_0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert run("pull", REPO + quant).stdout.startswith(f"{REPO}:Q8_0 is in ")
+    for absent in ("org/other" + quant, f"{REPO}:Q4_0"):
+        ended = run("pull", absent)
+        assert (ended.exit_code, "HF_HUB_OFFLINE is set" in ended.stderr) == (3, True), ended.stderr
+
+
+def test_the_token_goes_to_the_hub_and_not_to_where_the_files_are(
+    run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    run("pull", f"{REPO}:Q8_0")
+    assert hub.tokens == {("hub", "Bearer hf_secret"), ("elsewhere", None)}
+
+
+def test_a_mirror_and_the_folder_are_given_by_the_hubs_own_variables(hub: FakeHub, tmp_path: Path) -> None:
+    own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
+    command = [sys.executable, "-m", "diskprefix", "pull", f"{REPO}:Q8_0"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith(f"{REPO}:Q8_0 is in {tmp_path}/home/hub/models--org--tiny-GGUF/snapshots/")
+    assert ended.stderr.splitlines()[-1] == f"fetching {REPO}: 75 %", "without a terminal, each quarter is a line"
+
+
+def test_a_repository_without_a_model_is_an_error(run: Run, hub: FakeHub, tmp_path: Path) -> None:
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "README.txt").write_text("nothing")
+    hub.repos["org/none"] = tmp_path / "none"
+    ended = run("pull", "org/none")
+    assert (ended.exit_code, "org/none holds no model" in ended.stderr) == (3, True)
+
+
+def test_safetensors_are_fetched_where_there_are_some(run: Run, hub: FakeHub, tmp_path: Path) -> None:
+    hub.repos["org/whole"] = tiny.write_folder(tmp_path / "whole")
+    shutil.copy(hub.repos[REPO] / "tiny-q8_0.gguf", tmp_path / "whole")
+    row = run("pull", "org/whole", "--json").json
+    assert (row["name"], row["kind"]) == ("org/whole", "F32")
+    assert "tiny-q8_0.gguf" not in hub.fetched()
+    run("pull", "org/whole:Q8_0")
+    assert listed(run) == ["org/whole", "org/whole:Q8_0"]
+    run("rm", "org/whole", "--yes")
+    assert listed(run) == ["org/whole:Q8_0"]
+
+
+# -- rm --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("hub")
+def test_what_was_fetched_is_removed_with_what_was_made_of_it_and_the_rest_stays(run: Run, tmp_path: Path) -> None:
+    rows = [run("pull", f"{REPO}:{quant}", "--json").json for quant in ("Q8_0", "Q4_0")]
+    made = [converted_folder(Path(row["path"]), lambda _line: None) for row in rows]
+    size = Path(rows[0]["path"]).stat().st_size
+    assert run("rm", f"{REPO}:Q8_0", "--yes", "--json").json == {"removed": [f"{REPO}:Q8_0"], "bytes": size}
+    assert listed(run) == [f"{REPO}:Q4_0"]
+    assert [folder.exists() for folder in made] == [False, True]
+    assert len(leftovers(tmp_path)) == 1
+    assert run("rm", f"{REPO}:Q4_0", "--yes").stdout.startswith("removed 1 model, ")
+    assert not list((tmp_path / "hub").glob("models--*"))
+
+
+@pytest.mark.usefixtures("hub")
+def test_files_of_the_user_and_unknown_names_are_refused(run: Run, repository: Path) -> None:
+    run("pull", f"{REPO}:Q8_0")
+    run("rm", repository / "tiny-q8_0.gguf", "--yes").assert_refused(2, "is a file or folder of yours")
+    run("rm", f"{REPO}:Q8_1", "--yes").assert_refused(2, f"the nearest name is '{REPO}:Q8_0'")
+    run("rm", "zzz", f"{REPO}:Q8_0", "--yes").assert_refused(
+        2, "no model that was fetched from the hub is called 'zzz'"
+    )
+    run("rm", f"{REPO}:Q8_0").assert_refused(2, "add --yes")
+    assert listed(run) == [f"{REPO}:Q8_0"]
+    assert (repository / "tiny-q8_0.gguf").exists()
