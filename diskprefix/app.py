@@ -7,7 +7,6 @@ import logging
 import time
 from contextlib import ExitStack
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from diskprefix import hooks
@@ -23,48 +22,47 @@ log = logging.getLogger("diskprefix")
 _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left"
 
 if TYPE_CHECKING:
-    from socket import socket
-
     from fastapi import FastAPI
 
     from diskprefix.engine.loop import Engine
     from diskprefix.progress import Report
+    from diskprefix.server.process.front_line import FrontLine
 
 
 def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
-    supervise = hooks.open_supervisor(settings)
-    if supervise is None:
+    run_front = hooks.open_front(settings)
+    if run_front is None:
         _serve(settings)
-        return
-    # This process stays small: each worker imports the server itself.
-    from diskprefix.server.process.listener import open_listeners
-
-    settings, listeners = open_listeners(settings)
-    try:
-        supervise(partial(prepare, settings), partial(_serve, settings, listeners))
-    finally:
-        for listener in listeners:
-            listener.close()
+    else:
+        run_front(settings, prepare, _serve)
 
 
-def _serve(settings: Settings, listeners: list[socket] | None = None, began_at: float | None = None) -> None:
+def _serve(settings: Settings, front: FrontLine | None = None) -> None:
     from diskprefix.server.process.process import run
 
-    run(settings, load_engine, listeners, began_at)
+    run(settings, load_engine, front)
 
 
-def prepare(settings: Settings) -> None:
-    """Imports all modules for serving the model, and reads the small parts of the model."""
+def prepare(settings: Settings, with_model: bool) -> None:
+    """Imports all modules for serving, and `with_model` reads the small parts of the model of the settings.
+
+    The process may fork afterwards: no thread is left, and no accelerator is used.
+    """
     from diskprefix.model.load.imports import import_transformers, without_collections
 
     with without_collections():
         import_transformers()
         importlib.import_module("diskprefix.server.http_app")
         importlib.import_module("diskprefix.engine.loop")
-        from diskprefix.model.load.loader import import_model
+        import torch
 
-        import_model(settings)
+        from diskprefix.model.load.loader import import_model
+        from diskprefix.model.load.memory import one_thread
+
+        if with_model and torch.version.cuda is None and torch.version.hip is None:
+            with one_thread():
+                import_model(settings)
 
 
 def create_application(settings: Settings) -> FastAPI:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from diskprefix.chat.draft import Compress
     from diskprefix.model.load.media import MediaProcessor
     from diskprefix.nouns import CacheOptions, CacheReport, Prompt, Stage
+    from diskprefix.server.process.front_line import FrontLine
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
 
@@ -43,7 +44,7 @@ _NAMES = (
     "simulate",
     "remote",
     "tracing",
-    "standby",
+    "front",
     "compression",
     "media",
 )
@@ -109,12 +110,15 @@ class Tracer(Protocol):
         """Sends what is pending, for a few seconds at most."""
 
 
-class Supervise(Protocol):
-    """Runs the daemon in processes of its own. Returns only in such a process, when `work` has returned there."""
+class RunFront(Protocol):
+    """Serves with a process for each model, behind this one. Returns when that has stopped. Raises `SettingsError`, and
+    `SystemExit` with the exit code of the only model's process."""
 
-    def __call__(self, prepare: Callable[[], None], work: Callable[[float], None]) -> None:
-        """Calls `prepare` in a process that waits, and `work` in the one that serves, with the time at which its turn
-        began (`time.perf_counter`)."""
+    def __call__(
+        self, settings: Settings, prepare: Callable[[Settings, bool], None], work: Callable[[Settings, FrontLine], None]
+    ) -> None:
+        """Calls `work` in processes that serve the model of its settings. `prepare` imports what they need, and with
+        True reads small parts of the model of its settings."""
 
 
 @cache
@@ -207,11 +211,11 @@ def open_media(folder: Path, config: Any, problem: str | None) -> MediaProcessor
     return own(folder, config, problem) if media is None else media
 
 
-def open_supervisor(settings: Settings) -> Supervise | None:
-    """Returns what supervises the daemon's processes, None if no extra does for these settings."""
-    found = (open_(settings) for open_ in _all("open_supervisor"))
-    supervise: Supervise | None = _only(one for one in found if one is not None)
-    return supervise
+def open_front(settings: Settings) -> RunFront | None:
+    """Returns what serves in processes of its own, None if no extra does for these settings. Raises `SettingsError`."""
+    found = (open_(settings) for open_ in _all("open_front"))
+    run_front: RunFront | None = _only(one for one in found if one is not None)
+    return run_front
 
 
 def _all(name: str) -> Iterator[Any]:

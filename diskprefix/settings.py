@@ -229,7 +229,24 @@ class Settings:
         bounds=(0, 1024),
     )
     standby: bool = _server(
-        False, "Keep a second process ready that takes over if the first one dies. It needs about 250 MiB of memory."
+        False,
+        "Keep a process ready that has imported everything, for the next model that is loaded, or if one's process "
+        "dies. It needs about 250 MiB of memory.",
+    )
+    memory_limit: int | None = _server(
+        None,
+        "Memory for all models together, if there are several. What does not fit beside others takes turns with them.",
+        kind="size",
+        unset="what is free when the first one is loaded",
+        bounds=(1024**2, MAX_BUDGET),
+    )
+    idle_unload: float = _server(
+        0.0,
+        "Unload a model that had no request for this time. The next request loads it again, with its conversations "
+        "from disk.",
+        kind="duration",
+        unset="models stay until others need the memory",
+        bounds=(0, 100 * 365 * 86400),
     )
     log_level: str = _server(
         "info", "Log messages of this level and above.", choices=("debug", "info", "warning", "error")

@@ -39,7 +39,7 @@ for _row in (
 ):
     BELOW |= dict.fromkeys(_row.split(), frozenset(BELOW))
 BELOW["cache.policy"], BELOW["cache.tiers"] = BELOW["store"], BELOW["hooks"]
-BELOW["hooks"] |= {"cache", "chat", "model"}  # Only for the types of what extras provide.
+BELOW["hooks"] |= {"cache", "chat", "model", "server"}  # Only for the types of what extras provide.
 BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
 
@@ -50,6 +50,7 @@ BESIDE = {
     "simulate": {"warm", "request_bodies"},
     "setup": {"catalogue", "warm", "request_bodies"},
     "vllm": {"remote", "exchange"},
+    "front": {"catalogue"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
 

@@ -126,6 +126,7 @@ EXPECTED_PAGES = {
     *(
         "diskprefix/extras/compression/README.md",
         "diskprefix/extras/exchange/README.md",
+        "diskprefix/extras/front/README.md",
         "diskprefix/extras/remote/README.md",
         "diskprefix/extras/watch/dashboard/README.md",
         "diskprefix/extras/watch/top/README.md",

@@ -11,7 +11,8 @@ import json
 from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
-from diskprefix.api.dialect import Head, Json, ServerSentEvent, anthropic_error
+from diskprefix.api.dialect import Head, Json, ServerSentEvent
+from diskprefix.api.error_forms import anthropic_error
 from diskprefix.api.figures import figures_reply, written_tokens
 from diskprefix.api.reply import CallBegin, EndEvent, ReplyDelta, ReplyEvent, WholeCall, WholeChoice, WholeReply
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta

@@ -1,4 +1,4 @@
-"""The interface of an API: a `Dialect` reads a body into neutral words, a `ReplyWriter` writes the reply. Errors, too.
+"""The interface of an API: a `Dialect` reads a body into neutral words, a `ReplyWriter` writes the reply.
 
 `server/answer.py` does everything else, and knows no API.
 """
@@ -18,7 +18,6 @@ from diskprefix.api.fields import RequestBody
 from diskprefix.api.reply import ReplyEvent, WholeReply
 from diskprefix.chat.messages import JsonObject
 from diskprefix.errors import DiskPrefixError
-from diskprefix.printable import shown
 from diskprefix.store.notes import TenantNotes
 from diskprefix.tokens import TokenIds
 
@@ -111,37 +110,3 @@ class Dialect(BodyReader[B], Protocol[B]):
 
     def writer(self, body: B, head: Head) -> ReplyWriter:
         """Returns the writer of the reply. It must not keep `body`: with images in it, it is too large for that."""
-
-
-_MOST_MESSAGE_CHARS = 1000
-"""Most messages cut what they repeat of a request. This limits messages of libraries that do not."""
-
-
-def openai_error(error: DiskPrefixError) -> Json:
-    """Returns an error in OpenAI's form."""
-    param = error.param and shown(error.param)
-    return {"error": {"message": one_line(error.message), "type": error.error_type, "param": param, "code": error.code}}
-
-
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
-
-
-def anthropic_error(error: DiskPrefixError, request_id: str) -> Json:
-    """Returns an error in Anthropic's form, whose `details` tell what a program may need."""
-    status, said = error.http_status, openai_error(error)["error"]
-    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    details = {"error_code": said["code"], "param": said["param"]}
-    fault = {"type": kind, "message": said["message"], "details": details}
-    return {"type": "error", "error": fault, "request_id": request_id}
-
-
-def one_line(message: str) -> str:
-    """Returns a message on one line, cut to a readable length."""
-    return shown(message, _MOST_MESSAGE_CHARS)

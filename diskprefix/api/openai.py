@@ -10,7 +10,8 @@ from pydantic import BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from diskprefix.api.asked import Asked
-from diskprefix.api.dialect import Head, Json, ServerSentEvent, openai_error
+from diskprefix.api.dialect import Head, Json, ServerSentEvent
+from diskprefix.api.error_forms import openai_error
 from diskprefix.api.fields import (
     MAX_STOPS,
     REFUSED,

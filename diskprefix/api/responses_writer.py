@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, TypeAlias
 
-from diskprefix.api.dialect import Head, Json, ServerSentEvent, one_line
+from diskprefix.api.dialect import Head, Json, ServerSentEvent
+from diskprefix.api.error_forms import one_line
 from diskprefix.api.figures import figures_reply, written_tokens
 from diskprefix.api.reply import (
     CallBegin,

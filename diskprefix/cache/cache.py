@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+import numpy as np
 from msgspec.structs import asdict
 
 from diskprefix.cache.cached_request import CachedRequest
@@ -145,6 +146,13 @@ class PrefixCache(CacheResources):
         nor kept.
         """
         return CachedRequest(RequestContext(self, self.namespaces.get(options.tenant), prompt, options, goes_on))
+
+    def hibernate(self, arena: KVArena, token_ids: TokenIds, options: CacheOptions) -> None:
+        """Queues the state of a sequence that has ended, as far as it is not stored, and its scope leaves to the policy
+        how much is kept. The arena holds the `token_ids`."""
+        is_long = len(token_ids) >= max(1, self.settings.kv_cache_min_tokens)
+        if is_long and options.save and options.scope.kind in ("auto", "full"):
+            self.begin(Prompt(np.append(token_ids, token_ids[-1:])), options).hibernate(arena)
 
     @property
     def health(self) -> tuple[str, str | None]:

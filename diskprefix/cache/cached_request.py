@@ -219,6 +219,19 @@ class CachedRequest:
             if self._publisher.has_published:
                 self._saved = "queued"
 
+    def hibernate(self, arena: KVArena) -> None:
+        """Queues what an arena holds of the prompt and the store lacks, and ends the request, which counts as none. The
+        prompt has one token more than the arena. For a thread that has the arena for itself."""
+        if self._bypass is None:
+            self.fetch(arena, have=arena.num_tokens)
+            stored = replace(self.restored, num_tokens=self.restored.stored_tokens)
+            self._saver.begin(stored)
+            if self._saver.may_leave(arena):
+                with self._guarded("what is only in memory is not kept"):
+                    self._saver.leave(arena, stored, least_s=0.0)
+        self._saver.close()
+        self._publisher.close()
+
     def close(self) -> CacheReport:
         """Releases what the request holds, counts it, and returns the report."""
         self._saver.close()

@@ -151,16 +151,17 @@ class Saver:
             return False
         return self._cache.cost_model.allows(arena.num_tokens, use="save")
 
-    def leave(self, arena: KVArena, restored: Restored) -> None:
-        """Queues what the prefill of a cancelled request has computed behind the part that was `restored`."""
+    def leave(self, arena: KVArena, restored: Restored, least_s: float = _LEAVE_S) -> None:
+        """Queues what was computed behind the part that was `restored`. Nodes that the policy does not want are kept
+        for at least `least_s` seconds."""
         nodes, layout = self.planner.nodes, self._cache.layout
         is_at_end_of_block = arena.num_tokens % nodes.block_size == 0
         is_possible = is_at_end_of_block or self._is_exact
         if layout.states and is_possible and arena.num_tokens >= restored.num_tokens + LEAST_TOKENS:
             self._take_states(arena, is_last=True)
-        self._publish_blocks(arena, arena.num_tokens // nodes.block_size, least_s=_LEAVE_S)
+        self._publish_blocks(arena, arena.num_tokens // nodes.block_size, least_s=least_s)
         if layout.state_kind == "token" and not is_at_end_of_block and arena.num_tokens > restored.stored_tokens:
-            self._leave_partial_block(arena)
+            self._leave_partial_block(arena, least_s)
 
     def close(self) -> None:
         """Releases the states that were not published."""
@@ -175,12 +176,12 @@ class Saver:
             if missing:
                 self._submit(arena, missing, least_s=least_s)
 
-    def _leave_partial_block(self, arena: KVArena) -> None:
+    def _leave_partial_block(self, arena: KVArena, least_s: float) -> None:
         """Queues the tokens behind the last whole block."""
         nodes, end = self.planner.nodes, arena.num_tokens
         _, block = self.planner.missing(end // nodes.block_size, self._states.positions)
         partial = nodes.partial_block(block.name if block else nodes.root, end)
-        self._submit(arena, [partial], least_s=_LEAVE_S)
+        self._submit(arena, [partial], least_s=least_s)
 
     def _remember_logits(self, arena: KVArena, logits: torch.Tensor, *, is_in_tail: bool, is_new: bool) -> None:
         """Remembers the logits until the tail with them is replaced. If there is no tail, stores them now."""

@@ -237,6 +237,7 @@ class ActiveRequests:
         if is_exact:
             allocation.num_exact = len(allocation.token_ids)
         allocation.expires_at = time.monotonic() + self._cache.lasts_s(options.ttl_s)
+        allocation.options = options
         is_usable = is_exact or layout.is_sliceable or reply.num_computed <= reply.prompt_tokens
         keep = keep and is_usable and options.save and options.scope.kind != "off" and allocation.num_exact > 0
         self._pool.release(allocation, keep=keep)

@@ -153,6 +153,7 @@ class DraftModel:
         options = reply.running.request.cache
         allocation.token_ids, allocation.num_computed, allocation.num_exact = token_ids, len(token_ids), len(token_ids)
         allocation.expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
+        allocation.options = options
         self.pool.release(allocation, keep=keep and options.save and options.scope.kind != "off")
 
     def give_up(self, reply: Reply, error: Exception) -> None:

@@ -42,6 +42,7 @@ log = logging.getLogger("diskprefix")
 _UNLIMITED_POSITIONS = 1 << 20
 """The limit of models whose config has none (recurrent ones)."""
 _FLUSH_TIMEOUT_S = 30.0
+_HIBERNATION_S = 20.0
 
 
 class ServedModel:
@@ -135,6 +136,26 @@ class ServedModel:
         self.pool.drop_gone(self.cache.is_gone)
         if self.drafter is not None:
             self.drafter.model.pool.drop_gone(self.drafter.model.cache.is_gone)
+
+    def hibernate(self, most_s: float = _HIBERNATION_S) -> None:
+        """Queues the state that only memory has of sequences that ended, the latest first, for `most_s` seconds at
+        most. The engine's thread must have ended."""
+        deadline = time.monotonic() + most_s
+        pools = [(self.cache, self.pool)]
+        if self.drafter is not None:
+            pools.append((self.drafter.model.cache, self.drafter.model.pool))
+        idle = [(cache, one) for cache, pool in pools for one in pool.idle if one.options is not None]
+        with torch.inference_mode():
+            for number, (cache, one) in enumerate(sorted(idle, key=lambda pair: -pair[1].used_at)):
+                if time.monotonic() > deadline:
+                    log.warning("[disk-cache] %d conversations in memory were not saved in time", len(idle) - number)
+                    return
+                num_tokens = one.arena.held(min(one.num_exact, one.num_computed))
+                assert one.options is not None
+                if num_tokens == one.num_computed or cache.layout.is_sliceable:
+                    one.arena.settle()
+                    one.arena.truncate(num_tokens)
+                    cache.hibernate(one.arena, one.token_ids[:num_tokens], one.options)
 
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""

@@ -21,6 +21,7 @@ from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena, bytes_for, tokens_within
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.transfer import populate
+from diskprefix.nouns import CacheOptions
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length, floor_to_grid
 from diskprefix.units import format_size
 
@@ -44,6 +45,8 @@ class KVAllocation:
     num_exact: int = 0
     is_busy: bool = False
     used_at: float = 0.0
+    options: CacheOptions | None = None
+    """Those of the request that ended here."""
     expires_at: float = float("inf")
     """The time on the clock of `time.monotonic`."""
     logits_at: int = 0
@@ -193,7 +196,7 @@ class KVPool:
         if not keep or not self.max_idle or not allocation.num_computed:
             self._spare.append(self._removed(allocation))
             return
-        idle = sorted(self._idle, key=lambda one: one.worth)
+        idle = sorted(self.idle, key=lambda one: one.worth)
         for least in idle[: max(0, len(idle) - self.max_idle)]:
             self._spare.append(self._removed(least))
 
@@ -201,7 +204,7 @@ class KVPool:
         """Gives back the memory of sequences that ended and have expired, or whose owner `is_gone`. Their state does
         not stay in memory that is kept for others."""
         now = time.monotonic()
-        gone = [one for one in self._idle if one.expires_at <= now or is_gone(one.owner)]
+        gone = [one for one in self.idle if one.expires_at <= now or is_gone(one.owner)]
         if gone:
             self._spare += [self._removed(allocation) for allocation in gone]
             while self._spare:
@@ -209,7 +212,7 @@ class KVPool:
 
     def stats(self) -> dict[str, int]:
         """Returns sizes in bytes, numbers of sequences, and the tokens of those that ended."""
-        idle = self._idle
+        idle = self.idle
         return {
             "limit_bytes": self.limit_bytes,
             "used_bytes": self.used_bytes,
@@ -220,7 +223,8 @@ class KVPool:
         }
 
     @property
-    def _idle(self) -> list[KVAllocation]:
+    def idle(self) -> list[KVAllocation]:
+        """The memory of sequences that ended."""
         return [one for one in self.allocations if not one.is_busy]
 
     def _matched(self, allocation: KVAllocation, token_ids: TokenIds) -> PrefixMatch:
@@ -304,7 +308,7 @@ class KVPool:
         if self._spare:
             self._spare.pop().discard()
             return True
-        if not (idle := self._idle):
+        if not (idle := self.idle):
             return False
         self._removed(min(idle, key=lambda one: one.used_at)).discard()
         return True

@@ -55,6 +55,10 @@ class Daemon:
         """Age of the process in seconds when this object was made; part of the start-up times."""
         self.doing = "starting"
         """One line for `/health` and systemd: the current step of the load, then what is served."""
+        self.takes_any_name = False
+        """True if a front process has found the model of each request by its name."""
+        self.hibernates = False
+        """True if what only memory has is saved in the end, because the model is unloaded."""
         self.on_ready: Callable[[Serving, dict[str, Any]], None] = lambda _serving, _stats: None
         """Called with the counts of the cache, too."""
         self.on_failure: Callable[[DiskPrefixError], None] = lambda _error: None
@@ -119,7 +123,7 @@ class Daemon:
             raise NotReady("the daemon is stopping")
         if self.failure is not None:
             what = "the model could not be loaded" if self.serving is None else "the daemon cannot go on and ends"
-            raise NotReady(f"{what}; its log has the reason")
+            raise NotReady(f"{what}: {self.failure.message}")
         if self.serving is None:
             raise NotReady(f"the model is still loading ({self.doing}); /health tells when it is ready")
         return self.serving
@@ -166,6 +170,8 @@ class Daemon:
         serving, self.serving = self.serving, None
         if serving is not None:
             notify(STATUS="stopping: writing what is not on disk yet")
+        if serving is not None and self.hibernates:
+            await self.threads.run("stopping", serving.engine.hibernate)
         if serving is not None and not await self.threads.run("stopping", serving.engine.close):
             log.warning("[disk-cache] not everything could be written in time; what was written is intact")
         if self.tracer is not None:
@@ -218,6 +224,7 @@ class Daemon:
             renderer=renderer,
             scope=scope,
             model_name=self.settings.served_model_name or engine.model_name,
+            takes_any_name=self.takes_any_name,
             fingerprint=f"fp_{str(engine.identity.get('root', ''))[:16]}",
             loaded_at=int(time.time()),
             startup_s={name: round(s, 3) for name, s in (seconds | {"total": self._elapsed_s()}).items()},

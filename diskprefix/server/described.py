@@ -8,8 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from diskprefix.api.error_forms import ANTHROPIC_PATH
 from diskprefix.api.figures import AnthropicErrorBody
-from diskprefix.server.error_replies import ANTHROPIC_PATH, ErrorBody
+from diskprefix.server.error_replies import ErrorBody
 
 OUTSIDE_FASTAPI: set[type[BaseModel]] = set()
 """The bodies and the events of streams that routes refer to. FastAPI does not add their schemas to the document."""

@@ -16,31 +16,26 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from diskprefix.api.dialect import Json, ServerSentEvent, anthropic_error, one_line, openai_error
-from diskprefix.errors import GOT, DiskPrefixError, NotReady, QueueFull
+from diskprefix.api.dialect import Json, ServerSentEvent
+from diskprefix.api.error_forms import (
+    ANTHROPIC_PATH,
+    HttpError,
+    anthropic_error,
+    one_line,
+    openai_error,
+    retry_headers,
+)
+from diskprefix.errors import GOT, DiskPrefixError
 from diskprefix.printable import shown
 from diskprefix.server.body import refusal_of
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
 log = logging.getLogger("diskprefix")
 
-NOT_READY_RETRY_AFTER_S = 2
-
-ANTHROPIC_PATH = "/v1/messages"
 _RESPONSES_PATH = "/v1/responses"
 
 _LINGER_BYTES = 256 * 1024**2
 _LINGER_S = 10.0
-
-_CODES = {
-    401: "invalid_api_key",
-    403: "forbidden",
-    404: "not_found",
-    405: "method_not_allowed",
-    408: "request_timeout",
-    413: "body_too_large",
-    415: "unsupported_media_type",
-}
 
 
 class ErrorDetail(BaseModel):
@@ -58,15 +53,6 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-class HttpError(DiskPrefixError):
-    """An error of HTTP itself: route, method, size, content type."""
-
-    def __init__(self, status: int, detail: str) -> None:
-        super().__init__(detail, code=_CODES.get(status))
-        self.http_status = status
-        self.error_type = "invalid_request_error" if status < 500 else "server_error"
-
-
 def _written(scope: Scope, error: DiskPrefixError) -> Json:
     """Returns the error in the form of the API that was called. Anthropic's clients name theirs on every route."""
     if scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope):
@@ -81,9 +67,7 @@ def logged(error: DiskPrefixError) -> str:
 
 def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Returns the response that tells an error, with `headers` or else those that follow from the error."""
-    if isinstance(error, QueueFull | NotReady):
-        wait_s = error.retry_after_s if isinstance(error, QueueFull) else NOT_READY_RETRY_AFTER_S
-        headers = {"Retry-After": str(wait_s)}
+    headers = retry_headers(error) or headers
     response = LingeringResponse if error.http_status == 413 else JSONResponse
     return response(_written(scope, error), error.http_status, headers)
 

@@ -14,13 +14,11 @@ import socket
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from diskprefix.printable import shown
-from diskprefix.server.error_replies import refuse
 from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys
-from diskprefix.server.log_context import log_context
+from diskprefix.settings import Settings
 
 OPEN_PATHS = frozenset({"/", "/health"})
 """The paths that need no key: load balancers, service managers and probing clients have none."""
@@ -37,7 +35,13 @@ class Auth:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        authorization = _authorization(Headers(scope=scope))
+        # Not imported above: the front process, which has the same guards, has no FastAPI.
+        from starlette.requests import Request
+
+        from diskprefix.server.error_replies import refuse
+        from diskprefix.server.log_context import log_context
+
+        authorization = authorization_of(Headers(scope=scope))
         caller = ANYBODY if self._keys is None else self._keys.caller(authorization)
         if caller is None and scope["path"] in OPEN_PATHS:
             caller = NOBODY
@@ -45,12 +49,16 @@ class Auth:
             log_context(Request(scope)).caller = caller
             await self._app(scope, receive, send)
             return
-        missing = "an API key is needed: send the header Authorization: Bearer KEY"
-        reason = "the API key is not one of this daemon's" if authorization else missing
-        await refuse(scope, receive, send, 401, reason, {"WWW-Authenticate": "Bearer"})
+        await refuse(scope, receive, send, 401, without_key(authorization), {"WWW-Authenticate": "Bearer"})
 
 
-def _authorization(headers: Headers) -> str | None:
+def without_key(authorization: str | None) -> str:
+    """Returns what is wrong with a header that holds no key in force."""
+    missing = "an API key is needed: send the header Authorization: Bearer KEY"
+    return "the API key is not one of this daemon's" if authorization else missing
+
+
+def authorization_of(headers: Headers) -> str | None:
     """Returns the header with the key. Anthropic's clients send the key alone, in a header of its own."""
     key = headers.get("x-api-key")
     return headers.get("authorization") or (key and f"Bearer {key}")
@@ -83,6 +91,8 @@ class BrowserGuard:
         if refusal is None:
             await self._app(scope, receive, send)
             return
+        from diskprefix.server.error_replies import refuse
+
         await refuse(scope, receive, send, 403, refusal)
 
     def refusal(self, method: str, headers: Headers) -> str | None:
@@ -115,6 +125,13 @@ class BrowserGuard:
             return False
         is_open = not self._is_loopback and ("." not in name or _address_in(name) is not None)
         return is_open or name in self._own_names or _is_loopback_address(name)
+
+
+def allowed_names(settings: Settings) -> tuple[str, ...]:
+    """Returns the names that `Host` may have besides those of the address."""
+    # A page of another site has no key, so with keys any name may lead to an address that others reach.
+    any_name = ("*",) if settings.api_keys is not None and not is_loopback(settings.host) else ()
+    return (*settings.allowed_host_names, *any_name)
 
 
 def is_loopback(host: str) -> bool:

@@ -16,7 +16,7 @@ from diskprefix.server.access_log import AccessLog
 from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.described import OUTSIDE_FASTAPI, add_errors
 from diskprefix.server.error_replies import HANDLERS
-from diskprefix.server.guards import OPEN_PATHS, Auth, BrowserGuard, is_loopback
+from diskprefix.server.guards import OPEN_PATHS, Auth, BrowserGuard, allowed_names
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.sending import Sending
 from diskprefix.settings import Settings
@@ -63,9 +63,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.state.daemon = daemon
     app.add_middleware(Sending, max_bytes=_LARGE_REPLIES * settings.max_body_bytes)
     app.add_middleware(Auth, keys=keys)
-    # A page of another site has no key, so with keys any name may lead to an address that others reach.
-    any_name = ("*",) if keys is not None and not is_loopback(settings.host) else ()
-    app.add_middleware(BrowserGuard, host=settings.host, allowed=(*settings.allowed_host_names, *any_name))
+    app.add_middleware(BrowserGuard, host=settings.host, allowed=allowed_names(settings))
     app.add_middleware(AccessLog, daemon=daemon)
     app.include_router(answer.router)
     app.include_router(stored_responses.router)

@@ -28,6 +28,7 @@ class Serving:
     fingerprint: str
     loaded_at: int
     startup_s: dict[str, float]
+    takes_any_name: bool = False
     _reading_stats: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def cache_stats(self) -> dict[str, Any]:
@@ -37,5 +38,5 @@ class Serving:
 
     def require_model(self, name: str | None) -> None:
         """Raises `ModelNotFound` for a name other than the served model's. None stands for the served model."""
-        if name is not None and name != self.model_name:
+        if name is not None and name != self.model_name and not self.takes_any_name:
             raise ModelNotFound(f"model '{shown(name)}' is not served here; {self.model_name!r} is", param="model")

@@ -95,6 +95,8 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "chat_template": "/template.jinja",
         "weights": "int8",
         "standby": "on",
+        "memory_limit": "6GiB",
+        "idle_unload": "30m",
         "log_level": "debug",
         "log_format": "JSON",
         "log_prompts": "on",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -178,8 +179,7 @@ class LiveServer:
         """
         if standby:
             self._wait(self._has_spare, START_DEADLINE_S, "no spare is ready")
-            # The older child.
-            worker = self._children()[0]
+            worker = self._workers()[-1]
             started = time.perf_counter()
             os.kill(worker, signal.SIGKILL)
             # Its connections are gone.
@@ -200,7 +200,7 @@ class LiveServer:
             self._process.send_signal(signal.SIGKILL)
             self._process.wait()
             self._process = None
-            # The worker of a supervisor ends a moment after it, and would answer in place of the next one.
+            # A worker ends a moment after its front.
             self._wait(lambda: not self._listens(), SAVE_DEADLINE_S, "the killed server still listens")
 
     def stop(self, deadline_s: float) -> tuple[float, int | None]:
@@ -291,15 +291,15 @@ class LiveServer:
             timings=reading.last["timings"],
         )
 
-    def _children(self) -> list[int]:
-        assert self._process is not None, "the server runs"
-        pid = self._process.pid
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+    def _workers(self) -> list[int]:
+        """Returns the processes that have served, or will: the last one is there now."""
+        log = self.log_path.read_text(encoding="utf-8", errors="replace")
+        return [int(number) for number in re.findall(r"process (\d+) is for", log)]
 
     def _has_spare(self) -> bool:
-        """Returns whether as many spares were ready as workers have served."""
+        """Returns whether the spare is ready, and the worker."""
         log = self.log_path.read_text(encoding="utf-8", errors="replace")
-        return log.count("a spare is ready") == log.count("diskprefix ready on") and len(self._children()) == 2
+        return "a spare is ready" in log and log.count("diskprefix ready on") == len(self._workers())
 
     def _listens(self) -> bool:
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):

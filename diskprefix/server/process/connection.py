@@ -13,6 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from diskprefix.api.error_forms import openai_error
 from diskprefix.errors import NotReady
 
 log = logging.getLogger("diskprefix")
@@ -123,9 +124,6 @@ def _num_unsent(transport: asyncio.Transport) -> int:
 
 
 def _refusal(max_connections: int) -> bytes:
-    # Not imported above: it brings FastAPI along, and connections are taken before that is there.
-    from diskprefix.api.dialect import openai_error
-
     error = NotReady(
         f"the daemon serves requests on {max_connections} connections and takes no more (--max-queue); try again later",
         code="too_many_connections",

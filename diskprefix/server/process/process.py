@@ -27,6 +27,7 @@ import uvicorn
 
 from diskprefix.errors import DeviceLost, DiskPrefixError
 from diskprefix.server.keys import ApiKeys
+from diskprefix.server.process.front_line import FrontLine, RestoredAddresses
 from diskprefix.server.process.listener import open_listeners
 from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
 from diskprefix.settings import Settings
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+    from diskprefix.engine.loop import Engine
     from diskprefix.server.daemon import Daemon, EngineLoader
     from diskprefix.server.serving import Serving
 
@@ -112,16 +114,10 @@ class Entrance:
         return app
 
 
-def run(
-    settings: Settings,
-    load_engine: EngineLoader,
-    listeners: list[socket.socket] | None = None,
-    began_at: float | None = None,
-) -> None:
+def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the error that kept the daemon from serving.
 
-    `listeners` are the sockets that a supervisor holds, `began_at` is when the turn of this process began, on the clock
-    of `time.perf_counter`. Without them, the process opens its own, and began when it was started.
+    Behind a `front`, the process takes the requests that the front passes on. Else it opens sockets of its own.
     """
     # The log tells where each thread was when the process crashed, or was ended by the watchdog's SIGABRT.
     faulthandler.enable()
@@ -130,26 +126,32 @@ def run(
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
     # They have just been read. Once the server runs, the signal reads them again.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    if listeners is None:
+    if front is None:
         settings, listeners = open_listeners(settings)
-    address = _address_of(listeners[0], settings.host)
-    log.info("listening on %s; /health tells when the model is loaded", address)
+        address = announce_listening(listeners, settings)
+    else:
+        listeners, address = [front.listener], front.address
     # What is imported and loaded stays. To look through it for garbage takes a fifth of the time to ready.
     gc.disable()
 
     def make_app() -> FastAPI:
         # Its libraries and routes are imported here, while the port answers already.
-        from diskprefix.server.guards import is_loopback
         from diskprefix.server.http_app import create_app
 
-        if keys is None and not is_loopback(settings.host):
-            log.warning("no API keys (--api-keys): everybody who reaches %s is served", address)
-        app = create_app(settings, load_engine, keys)
+        if front is None:
+            warn_without_keys(settings, address)
+        app = create_app(settings, load_engine if front is None else load_in_turn, keys)
         server.daemon = daemon = app.state.daemon
-        daemon.prior_s = process_age_s() if began_at is None else time.perf_counter() - began_at
+        daemon.prior_s = process_age_s() if front is None else time.perf_counter() - front.began_at
+        daemon.takes_any_name = front is not None and front.takes_any_name
         daemon.on_ready = on_ready
         daemon.on_failure = server.fail
         return app
+
+    def load_in_turn(settings: Settings, progress: Callable[[str], None]) -> Engine:
+        assert front is not None
+        front.turn.wait_for_turn()
+        return load_engine(settings, progress)
 
     def on_ready(serving: Serving, stats: dict[str, Any]) -> None:
         server.daemon.doing = f"serving {serving.model_name} on {address}"
@@ -158,9 +160,24 @@ def run(
         gc.enable()
 
     entrance = Entrance(make_app, on_failure=lambda: server.stop())
-    server = _Server(uvicorn_config(entrance, settings), entrance, keys)
+    app = entrance if front is None else RestoredAddresses(entrance)
+    server = _Server(uvicorn_config(app, settings), entrance, keys, front)
     server.run(sockets=listeners)
     _end(server.daemon)
+
+
+def announce_listening(listeners: list[socket.socket], settings: Settings) -> str:
+    """Logs the address of the daemon and returns it."""
+    address = _address_of(listeners[0], settings.host)
+    log.info("listening on %s; /health tells when the model is loaded", address)
+    return address
+
+
+def warn_without_keys(settings: Settings, address: str) -> None:
+    from diskprefix.server.guards import is_loopback
+
+    if settings.api_keys is None and not is_loopback(settings.host):
+        log.warning("no API keys (--api-keys): everybody who reaches %s is served", address)
 
 
 def _address_of(listener: socket.socket, host: str) -> str:
@@ -188,11 +205,37 @@ def uvicorn_config(app: ASGIApp, settings: Settings) -> uvicorn.Config:
     )
 
 
-class _Server(uvicorn.Server):
-    """uvicorn's server with exit code 0 after SIGTERM, and with time for the running request to finish."""
+class SignalledServer(uvicorn.Server):
+    """uvicorn's server with exit code 0 after SIGTERM."""
 
-    def __init__(self, config: uvicorn.Config, entrance: Entrance, keys: ApiKeys | None) -> None:
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # uvicorn's own method raises the signal again in the end, which would kill the process.
+        previous = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
+        if self.should_exit and sig == signal.SIGINT:
+            self.force_end()
+        self.should_exit = True
+
+    def force_end(self) -> None:
+        """Ends the process at once: a second interrupt is for those who do not want to wait."""
+        os._exit(_FORCED_EXIT_CODE)
+
+
+class _Server(SignalledServer):
+    """The server of a daemon, with time for the running request to finish."""
+
+    def __init__(
+        self, config: uvicorn.Config, entrance: Entrance, keys: ApiKeys | None, front: FrontLine | None
+    ) -> None:
         super().__init__(config)
+        self._front = front
         self.daemon: Daemon
         """Known once the application is made."""
         self._entrance = entrance
@@ -204,6 +247,8 @@ class _Server(uvicorn.Server):
     def fail(self, error: DiskPrefixError) -> None:
         """Ends the process, which then raises `error`. A lost accelerator may keep it from ending in order."""
         self.should_exit = True
+        if self._front is not None:
+            self._front.turn.fail(error.message)
         if isinstance(error, DeviceLost):
             log.critical("[server] %s; the daemon ends, for its supervisor to start it again", error.message)
             timer = threading.Timer(_DEVICE_LOST_S, os._exit, (error.exit_code,))
@@ -237,33 +282,19 @@ class _Server(uvicorn.Server):
         if daemon is not None and is_ready:
             notify(READY=1, STATUS=daemon.status_line)
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        # uvicorn's own method raises the signal again in the end, which would kill the process.
-        previous = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 - uvicorn's signature
-        if self.should_exit and sig == signal.SIGINT:
-            os._exit(_FORCED_EXIT_CODE)
-        self.should_exit = True
-
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._entrance.app()
         if self.daemon.failure is None:
             log.info("stopping: a running request gets %.0f s to finish", GRACE_S)
         notify(STOPPING=1, STATUS=f"stopping: {self.daemon.inbox.num_running} running requests may end")
+        self.daemon.hibernates = self._front is not None and self._front.turn.is_unloaded
         drain = asyncio.create_task(self.daemon.drain(GRACE_S))
         await super().shutdown(sockets)
         await drain
 
 
 async def give_signs_of_life(daemon: Daemon) -> None:
-    """Notifies systemd, or the supervisor, every few seconds. Returns at once if nobody listens."""
+    """Notifies systemd, or the front, every few seconds. Returns at once if nobody listens."""
     limit_s = watchdog_s()
     signs = SignsOfLife(daemon, limit_s)
     while is_heard():

@@ -9,27 +9,27 @@ from contextlib import suppress
 
 log = logging.getLogger("diskprefix")
 
-_supervisor: socket.socket | None = None
+_front: socket.socket | None = None
 
 
 def notify_through(channel: socket.socket) -> None:
-    """Sends later notifications to the supervisor of this process, which passes them on to systemd."""
-    global _supervisor
-    _supervisor = channel
+    """Sends later notifications to the front of this process, which passes them on to systemd."""
+    global _front
+    _front = channel
 
 
 def is_heard() -> bool:
-    """Returns whether systemd or a supervisor listens."""
-    return _supervisor is not None or bool(os.environ.get("NOTIFY_SOCKET"))
+    """Returns whether systemd or a front listens."""
+    return _front is not None or bool(os.environ.get("NOTIFY_SOCKET"))
 
 
 def notify(**state: str | int) -> None:
     """Sends assignments such as `READY=1, STATUS="serving"`. Logs a warning if the socket cannot be reached."""
     message = "\n".join(f"{name}={value}" for name, value in state.items()).encode()
-    if _supervisor is not None:
+    if _front is not None:
         # If it is gone, this process ends too.
         with suppress(OSError):
-            _supervisor.send(message, socket.MSG_DONTWAIT)
+            _front.send(message, socket.MSG_DONTWAIT)
         return
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:

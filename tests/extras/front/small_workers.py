@@ -1,4 +1,4 @@
-"""A program whose supervisor is real, and whose worker is small: it imports neither torch nor the server.
+"""A program whose front is real, and whose workers are small: they import neither torch nor the server.
 
 Arguments: the name of a FIFO, or "", and what every worker does. A spare that imports waits until somebody writes to
 the FIFO.
@@ -14,13 +14,16 @@ import time
 from functools import partial
 
 from diskprefix.cli.logs import configure_logging
-from diskprefix.extras.standby.supervisor import supervise
+from diskprefix.extras.front.front import run_front
+from diskprefix.extras.front.listing import Listing
+from diskprefix.server.process.front_line import FrontLine
 from diskprefix.server.process.systemd import notify
+from diskprefix.settings import Settings
 
 log = logging.getLogger("diskprefix")
 
 
-def prepare(fifo: str) -> None:
+def prepare(fifo: str, _settings: Settings, _with_model: bool) -> None:
     log.info("the spare imports")
     if fifo:
         with open(fifo, encoding="utf-8") as never:
@@ -37,7 +40,7 @@ def serve() -> None:
         time.sleep(0.05)
 
 
-def work(action: str, _began_at: float) -> None:
+def work(action: str, _settings: Settings, _front: FrontLine) -> None:
     if action == "serve":
         serve()
     elif action == "load":
@@ -54,4 +57,5 @@ if __name__ == "__main__":
     configure_logging("info")
     # Behind what `DaemonProcess` gives every program.
     fifo, action = sys.argv[4:]
-    supervise(partial(prepare, fifo), partial(work, action))
+    settings = Settings(port=0, standby=True)
+    run_front(Listing(settings, None), settings, partial(prepare, fifo), partial(work, action))

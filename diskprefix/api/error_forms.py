@@ -1,0 +1,68 @@
+"""The forms in which the APIs tell an error. It imports quickly: the front process has nothing else of `api`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diskprefix.errors import DiskPrefixError, NotReady, QueueFull
+from diskprefix.printable import shown
+
+ANTHROPIC_PATH = "/v1/messages"
+_NOT_READY_RETRY_AFTER_S = 2
+_CODES = {
+    401: "invalid_api_key",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+}
+_MOST_MESSAGE_CHARS = 1000
+"""Most messages cut what they repeat of a request. This limits messages of libraries that do not."""
+
+
+def openai_error(error: DiskPrefixError) -> dict[str, Any]:
+    """Returns an error in OpenAI's form."""
+    param = error.param and shown(error.param)
+    return {"error": {"message": one_line(error.message), "type": error.error_type, "param": param, "code": error.code}}
+
+
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: DiskPrefixError, request_id: str) -> dict[str, Any]:
+    """Returns an error in Anthropic's form, whose `details` tell what a program may need."""
+    status, said = error.http_status, openai_error(error)["error"]
+    kind = _ANTHROPIC_TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    details = {"error_code": said["code"], "param": said["param"]}
+    fault = {"type": kind, "message": said["message"], "details": details}
+    return {"type": "error", "error": fault, "request_id": request_id}
+
+
+def one_line(message: str) -> str:
+    """Returns a message on one line, cut to a readable length."""
+    return shown(message, _MOST_MESSAGE_CHARS)
+
+
+class HttpError(DiskPrefixError):
+    """An error of HTTP itself: route, method, size, content type."""
+
+    def __init__(self, status: int, detail: str) -> None:
+        super().__init__(detail, code=_CODES.get(status))
+        self.http_status = status
+        self.error_type = "invalid_request_error" if status < 500 else "server_error"
+
+
+def retry_headers(error: DiskPrefixError) -> dict[str, str] | None:
+    """Returns the headers that say when to try again, None if an error is not about time."""
+    if not isinstance(error, QueueFull | NotReady):
+        return None
+    return {"Retry-After": str(error.retry_after_s if isinstance(error, QueueFull) else _NOT_READY_RETRY_AFTER_S)}

@@ -1,0 +1,596 @@
+"""The front process: it holds the sockets and the keys, and passes each request on to the worker of its model.
+
+It imports neither torch, transformers nor FastAPI. `swaps.py` decides which models are loaded, `workers.py` has their
+processes, `passing.py` passes requests on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import json
+import logging
+import math
+import os
+import signal
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs
+
+import msgspec
+from starlette.datastructures import Headers
+
+from diskprefix.api.error_forms import ANTHROPIC_PATH, HttpError, anthropic_error, one_line, openai_error, retry_headers
+from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, QueueFull, SettingsError
+from diskprefix.extras.front.listing import Listing, merged_metrics
+from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD, Prepare, Work
+from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
+from diskprefix.extras.front.swaps import Phase, Place, Swaps
+from diskprefix.extras.front.workers import Deaths, ModelWorker, Workers, described
+from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.nouns import Tenant
+from diskprefix.printable import shown
+from diskprefix.server.guards import OPEN_PATHS, BrowserGuard, allowed_names, authorization_of, without_key
+from diskprefix.server.keys import ADMIN, ANYBODY, NOBODY, ApiKeys, Caller
+from diskprefix.server.process.listener import open_listeners
+from diskprefix.server.process.process import SignalledServer, announce_listening, uvicorn_config, warn_without_keys
+from diskprefix.server.process.systemd import notify, watchdog_s
+from diskprefix.settings import Settings
+from diskprefix.units import format_size, parse_duration
+
+if TYPE_CHECKING:
+    import socket
+
+    from starlette.types import Message, Receive, Scope, Send
+
+    from diskprefix.extras.front.listing import NamedModel
+
+log = logging.getLogger("diskprefix")
+
+_ATTEMPTS = 3
+"""Workers that may die before they take a request, until it fails."""
+_LEAST_PAUSE_S = 1.0
+_PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024
+_BODIES, _BODIES_OF_ONE = 8, 4
+"""Bodies of the largest size that may be arriving, and those of one caller."""
+_PRESSURE_S, _PRESSURE_PERCENT = 5.0, 10.0
+"""Seconds between two looks at the system's memory, and the share of time for which processes waited for it that is
+too much."""
+
+
+class Named(msgspec.Struct):
+    """The fields of a body that the front reads."""
+
+    model: str | None = None
+    keep_alive: str | float | None = None
+
+
+@dataclass
+class Troubles:
+    """The failures of a model in a row. Until `until` it is not started again."""
+
+    deaths: Deaths = field(default_factory=Deaths)
+    until: float = 0.0
+    reason: str = ""
+
+
+class Front:
+    """ASGI application. With one model, requests are passed on as they come."""
+
+    def __init__(
+        self, settings: Settings, listing: Listing, workers: Workers, keys: ApiKeys | None, end: Callable[[], None]
+    ) -> None:
+        """`end` stops the server."""
+        self.exit_code = 0
+        self._settings, self._listing, self._workers, self._keys, self._end = settings, listing, workers, keys, end
+        self._guard = BrowserGuard(self, settings.host, allowed_names(settings))
+        self._swaps = Swaps(None if listing.only else settings.memory_limit)
+        self._by_place: dict[Place, ModelWorker] = {}
+        self._troubles: dict[str, Troubles] = {}
+        self._arriving_bytes: Counter[Tenant] = Counter()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_stopping = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._live(receive, send)
+            return
+        incoming = Incoming(receive)
+        try:
+            await self._answer(scope, incoming, send)
+        except DiskPrefixError as error:
+            await _refuse(scope, send, error)
+
+    # The life of the process.
+
+    async def _live(self, receive: Receive, send: Send) -> None:
+        await receive()
+        self._loop = asyncio.get_running_loop()
+        self._workers.on_change = self._changed
+        self._workers.attach()
+        tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._begin())]
+        if not self._listing.only:
+            notify(READY=1, STATUS=f"serving {', '.join(known.name for known in self._listing.models())}")
+            if self._settings.standby:
+                self._workers.keep_spare(self._settings, knows_model=False)
+        await send({"type": "lifespan.startup.complete"})
+        await receive()
+        for task in tasks:
+            task.cancel()
+        await send({"type": "lifespan.shutdown.complete"})
+
+    async def _begin(self) -> None:
+        """Loads what is kept, then learns what the other models need."""
+        models = self._listing.models()
+        for known in sorted(models, key=lambda known: not self._is_kept(known)):
+            await self._listing.learn(known)
+            if self._is_kept(known):
+                self._start_kept(known)
+
+    def stop(self) -> None:
+        """Has all workers end in order."""
+        self._is_stopping = True
+        notify(STOPPING=1, STATUS="stopping")
+        for worker in self._workers.all.values():
+            worker.tell(UNLOAD)
+            worker.kill(signal.SIGTERM)
+
+    def read_again(self) -> None:
+        """Reads the keys and the list of models again, and has the workers read the keys."""
+        notify(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000, STATUS="reading keys and models again")
+        if self._keys is not None:
+            self._keys.read_again()
+        try:
+            self._listing.read_again()
+        except SettingsError as error:
+            log.error("[front] %s; the models stay as they were", error.message)
+        for worker in self._workers.all.values():
+            if worker.ready_at is not None:
+                worker.kill(signal.SIGHUP)
+        notify(READY=1, STATUS="serving")
+
+    async def _watch(self) -> None:
+        """Gives the watchdog signs of life, watches those of workers, and the memory of the system."""
+        limit_s = watchdog_s()
+        looked_at = 0.0
+        while True:
+            if limit_s is not None:
+                notify(WATCHDOG=1)
+                self._workers.guard(self._loop.time())
+            if self._loop.time() >= looked_at + _PRESSURE_S:
+                looked_at = self._loop.time()
+                if memory_pressure() >= _PRESSURE_PERCENT:
+                    self._settle(is_short=True)
+            await asyncio.sleep(_PRESSURE_S if limit_s is None else min(_PRESSURE_S, limit_s / 4))
+
+    def _is_kept(self, known: NamedModel) -> bool:
+        """Returns whether a model is loaded from the beginning, and again when its worker dies."""
+        return known.pin or (self._listing.only is not None and self._listing.idle_unload_s(known) is None)
+
+    def _start_kept(self, known: NamedModel) -> None:
+        if self._is_stopping or self._swaps.of(known.name) is not None:
+            return
+        try:
+            self._start(known, None)
+        except (DiskPrefixError, OSError) as error:
+            delay_s = max(_LEAST_PAUSE_S, self._trouble(known.name, str(error), 0.0))
+            log.error("[front] %s is not loaded: %s", known.name, one_line(str(error)))
+            self._loop.call_later(delay_s, self._start_kept, known)
+
+    def _start(self, known: NamedModel, caller: Tenant | None) -> ModelWorker:
+        """Starts the worker of a model, which waits for its turn. Raises `DiskPrefixError` and `OSError`."""
+        settings = replace(known.settings, host=self._settings.host, port=self._settings.port)
+        needed, lines = 0, list[str]()
+        if not self._listing.only:
+            if self._settings.memory_limit is None and not self._swaps.used_bytes:
+                self._swaps.limit_bytes = available_ram_bytes()
+            needed, lines, settings = self._listing.sized(known, settings, self._swaps.limit_bytes or 0)
+        place = Place(
+            model=known.name,
+            needed_bytes=needed,
+            waits_since=self._loop.time(),
+            is_pinned=known.pin,
+            idle_unload_s=self._listing.idle_unload_s(known),
+            callers=set() if caller is None else {caller},
+        )
+        self._swaps.require_room(place, lines)
+        worker = self._workers.start(settings, place)
+        self._swaps.add(place)
+        self._by_place[place] = worker
+        self._settle()
+        return worker
+
+    def _changed(self, worker: ModelWorker) -> None:
+        """A worker has said something, or has ended."""
+        place = worker.place
+        if worker.code is not None:
+            self._ended(worker, worker.code)
+        elif worker.ready_at is not None and place.phase is Phase.LOADING:
+            place.phase, place.used_at = Phase.READY, self._loop.time()
+            self._troubles.setdefault(place.model, Troubles()).reason = ""
+            if self._listing.only:
+                notify(READY=1)
+                if self._settings.standby:
+                    self._workers.keep_spare(self._settings, knows_model=True)
+        if self._listing.only and not self._is_stopping and worker.status:
+            notify(STATUS=worker.status)
+        self._settle()
+
+    def _ended(self, worker: ModelWorker, code: int) -> None:
+        place = worker.place
+        was_asked = place.phase is Phase.LEAVING or self._is_stopping
+        self._swaps.remove(place)
+        del self._by_place[place]
+        if was_asked:
+            log.info("[front] %s is unloaded", place.model)
+            return
+        if self._listing.only and worker.ready_at is None and code > 0 and code != DeviceLost.exit_code:
+            # Another start would meet it, too.
+            self.exit_code = code
+            self._end()
+            return
+        served_s = 0.0 if worker.ready_at is None else self._loop.time() - worker.ready_at
+        reason = worker.failure or f"its process {described(code)}"
+        delay_s = self._trouble(place.model, reason, served_s)
+        if worker.failure and worker.ready_at is None:
+            delay_s = max(_LEAST_PAUSE_S, delay_s)
+            self._troubles[place.model].until = self._loop.time() + delay_s
+        in_a_row = self._troubles[place.model].deaths.in_a_row
+        when = f" in {delay_s:.0f} s: it died {in_a_row} times in a row" if delay_s else ""
+        log.error("[front] the worker of %s %s; another is started%s", place.model, described(code), when)
+        known = next((known for known in self._listing.models() if known.name == place.model), None)
+        if known is not None and self._is_kept(known):
+            self._loop.call_later(delay_s, self._start_kept, known)
+
+    def _trouble(self, model: str, reason: str, served_s: float) -> float:
+        """Notes a failure. Returns the seconds until the next start."""
+        trouble = self._troubles.setdefault(model, Troubles())
+        delay_s = trouble.deaths.delay_s(served_s)
+        trouble.until, trouble.reason = self._loop.time() + delay_s, reason
+        return delay_s
+
+    def _settle(self, *, is_short: bool = False) -> None:
+        """Has models loaded and unloaded, as it is their turn."""
+        if self._is_stopping:
+            return
+        decision = self._swaps.decide(self._loop.time(), is_short=is_short)
+        for place in decision.unload:
+            log.info("[front] %s is being unloaded; it takes %s", place.model, format_size(place.needed_bytes))
+            self._by_place[place].tell(UNLOAD)
+        for place in decision.load:
+            self._by_place[place].tell(LOAD)
+        if decision.next_one is not None and any(one.phase is Phase.LEAVING for one in self._swaps.places):
+            self._by_place[decision.next_one].tell(PREPARE)
+        if self._timer is not None:
+            self._timer.cancel()
+        due_at = self._swaps.due_at()
+        self._timer = None if due_at is None else self._loop.call_at(max(due_at, self._loop.time() + 0.1), self._settle)
+
+    # Requests.
+
+    async def _answer(self, scope: Scope, incoming: Incoming, send: Send) -> None:
+        """Raises `DiskPrefixError` for a request that is refused."""
+        headers = Headers(scope=scope)
+        if (refusal := self._guard.refusal(scope["method"], headers)) is not None:
+            raise HttpError(403, refusal)
+        caller = self._caller(scope, headers)
+        if self._is_stopping:
+            raise NotReady("the daemon is stopping")
+        if await self._answer_itself(scope, send, caller):
+            return
+        known, keep_alive_s = await self._chosen(scope, incoming, caller)
+        if not incoming.has_left:
+            await self._pass_on(known, scope, incoming, send, caller.tenant, keep_alive_s)
+
+    def _caller(self, scope: Scope, headers: Headers) -> Caller:
+        """Raises `HttpError` 401: without a valid key, nothing waits and nothing is loaded."""
+        if self._keys is None:
+            return ANYBODY
+        authorization = authorization_of(headers)
+        caller = self._keys.caller(authorization)
+        if caller is None and scope["path"] in OPEN_PATHS:
+            return NOBODY
+        if caller is None:
+            raise HttpError(401, without_key(authorization))
+        return caller
+
+    async def _pass_on(
+        self,
+        known: NamedModel,
+        scope: Scope,
+        incoming: Incoming,
+        send: Send,
+        caller: Tenant,
+        keep_alive_s: float | None = None,
+    ) -> None:
+        for _ in range(_ATTEMPTS):
+            worker = await self._worker_for(known, caller)
+            # What others read from time to time keeps no model in memory.
+            is_use = scope["method"] == "POST"
+            used_at = worker.place.used_at
+            self._swaps.begin_request(worker.place, caller)
+            try:
+                await pass_on(scope, incoming, send, worker.path)
+                return
+            except NotTaken:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(worker.ended.wait(), _PATIENCE_S)
+                if incoming.has_left:
+                    return
+            except WorkerGone as gone:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(worker.ended.wait(), _LEAST_PAUSE_S)
+                log.error("[front] %s %s was not answered: the worker has died", scope["method"], shown(scope["path"]))
+                if gone.has_begun:
+                    # Without an end, it is a failure of the connection.
+                    return
+                raise NotReady(f"the process of the model {known.name} has died; try again") from None
+            finally:
+                self._swaps.end_request(worker.place, self._loop.time() if is_use else used_at, keep_alive_s)
+                self._settle()
+        raise NotReady(f"the processes of the model {known.name} die; its log has the reason")
+
+    async def _worker_for(self, known: NamedModel, caller: Tenant) -> ModelWorker:
+        """Returns the worker of a model, or a new one. Raises `DiskPrefixError` if there can be none now."""
+        if self._swaps.of(known.name) is None:
+            await self._listing.learn(known)
+        place = self._swaps.of(known.name)
+        if place is not None:
+            return self._by_place[place]
+        trouble = self._troubles.get(known.name)
+        if trouble is not None and (left_s := trouble.until - self._loop.time()) > 0:
+            raise NotReady(f"{known.name}: {trouble.reason}; it is started again in {math.ceil(left_s)} s")
+        try:
+            return self._start(known, caller)
+        except OSError as error:
+            raise NotReady(f"no process can be started: {error.strerror}") from error
+
+    async def _chosen(self, scope: Scope, incoming: Incoming, caller: Caller) -> tuple[NamedModel, float | None]:
+        """Returns the model of a request, and for how long it says to keep it. Raises `DiskPrefixError`."""
+        if self._listing.only is not None and self._settings.idle_unload == 0:
+            return self._listing.only, None
+        named = await self._named(scope, incoming, caller) if scope["method"] == "POST" else Named()
+        keep_alive_s = None if named.keep_alive is None else _keep_alive_s(named.keep_alive)
+        if self._listing.only is not None:
+            return self._listing.only, keep_alive_s
+        query = parse_qs(scope["query_string"].decode("latin-1"))
+        name = named.model or next(iter(query.get("model", [])), None)
+        if name is not None:
+            return self._listing.find(name), keep_alive_s
+        loaded = [place.model for place in self._swaps.places if place.takes_requests]
+        if len(loaded) == 1:
+            return self._listing.find(loaded[0]), keep_alive_s
+        names = ", ".join(known.name for known in self._listing.models()) or "none yet"
+        where = "model" if scope["method"] == "POST" else "?model="
+        raise InvalidRequest.at("model", f"is required: this daemon has several models ({names}); say one in {where}")
+
+    async def _named(self, scope: Scope, incoming: Incoming, caller: Caller) -> Named:
+        """Reads the body. Raises `HttpError`, `QueueFull` and `InvalidRequest`."""
+        encoding = Headers(scope=scope).get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise HttpError(415, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
+        counted = 0
+
+        def check(num_bytes: int) -> None:
+            nonlocal counted
+            self._arriving_bytes[caller.tenant] += num_bytes - counted
+            counted = num_bytes
+            limit.reschedule(began + _PATIENCE_S + num_bytes / _LEAST_BYTES_PER_S)
+            most = self._settings.max_body_bytes
+            if num_bytes > most:
+                raise HttpError(413, f"the body is larger than {format_size(most)} (--max-body-bytes)")
+            total, own = self._arriving_bytes.total(), self._arriving_bytes[caller.tenant]
+            if total > _BODIES * most or own > _BODIES_OF_ONE * most:
+                raise QueueFull("other requests with large bodies are being read; try again later", retry_after_s=1)
+
+        began = self._loop.time()
+        try:
+            async with asyncio.timeout_at(began + _PATIENCE_S) as limit:
+                body = await incoming.read(check)
+        except TimeoutError:
+            raise HttpError(408, f"the body did not arrive in time; {counted} bytes of it did") from None
+        finally:
+            self._arriving_bytes -= Counter({caller.tenant: counted})
+        return Named() if incoming.has_left or not body else read_named(body)
+
+    # The routes of the front.
+
+    async def _answer_itself(self, scope: Scope, send: Send, caller: Caller) -> bool:
+        """Answers what is about all models. Returns False for other requests. Raises `DiskPrefixError`."""
+        method, path = scope["method"], scope["path"]
+        if path.startswith("/models/") and path.endswith(("/load", "/unload")):
+            if method != "POST":
+                raise HttpError(405, f"{path} does not allow {shown(method)}; it allows POST")
+            _require_admin(caller)
+            name, _, what = path.removeprefix("/models/").rpartition("/")
+            await _send_json(send, await self._ordered(name, what, caller))
+            return True
+        if self._listing.only is not None:
+            if path == "/health" and self._swaps.of(self._listing.only.name) is None:
+                await _send_json(send, {"status": "idle" if not self._is_kept(self._listing.only) else "loading"}, 503)
+                return True
+            return False
+        if method not in ("GET", "HEAD"):
+            return False
+        wants = Headers(scope=scope)
+        if path == "/" and "text/html" not in wants.get("accept", ""):
+            await _send_json(send, {"name": "diskprefix", "docs": "/docs"}, headers={"Vary": "Accept"})
+        elif path == "/health":
+            models = {"models": {place.model: place.phase.name.lower() for place in self._swaps.places}}
+            await _send_json(send, {"status": "ok"} | (models if caller.sees_all else {}))
+        elif path == "/v1/models" or path.startswith("/v1/models/"):
+            loaded = {place.model for place in self._swaps.places if place.phase is Phase.READY}
+            name = path.removeprefix("/v1/models").removeprefix("/") or None
+            limit = self._swaps.limit_bytes or available_ram_bytes()
+            cards = self._listing.cards(name, loaded, limit, is_anthropic="anthropic-version" in wants)
+            await _send_json(send, cards)
+        elif path == "/metrics":
+            _require_admin(caller)
+            await self._send_metrics(scope, send)
+        elif path == "/props" and b"model=" not in scope["query_string"]:
+            _require_admin(caller)
+            places = [_shown_place(place) for place in self._swaps.places]
+            await _send_json(send, {"memory_limit": self._swaps.limit_bytes, "models": places})
+        else:
+            return False
+        return True
+
+    async def _ordered(self, name: str, what: str, caller: Caller) -> dict[str, str]:
+        """Loads or unloads a model. Returns what is under way."""
+        known = self._listing.only or self._listing.find(name)
+        place = self._swaps.of(known.name)
+        if what == "load":
+            if place is None:
+                place = (await self._worker_for(known, caller.tenant)).place
+            return {"model": known.name, "status": "loaded" if place.phase is Phase.READY else "loading"}
+        if place is None:
+            return {"model": known.name, "status": "unloaded"}
+        place.is_closed = True
+        self._settle()
+        return {"model": known.name, "status": "unloading"}
+
+    async def _send_metrics(self, scope: Scope, send: Send) -> None:
+        texts = {}
+        for place, worker in list(self._by_place.items()):
+            if place.phase is Phase.READY:
+                with suppress(NotTaken, WorkerGone):
+                    texts[place.model] = (await _fetched(scope, worker.path)).decode()
+        loaded = {known.name: known.name in texts for known in self._listing.models()}
+        body = merged_metrics(texts, loaded).encode()
+        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def read_named(body: bytes) -> Named:
+    """Returns the model's name in a body. Raises `InvalidRequest`."""
+    try:
+        return msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"), type=Named)
+    except msgspec.ValidationError as error:
+        field_name = "keep_alive" if "keep_alive" in str(error) else "model"
+        raise InvalidRequest.at(field_name, f"is wrong: {one_line(str(error))}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {one_line(str(error))}", code="invalid_json") from error
+
+
+def _keep_alive_s(value: str | float) -> float:
+    """Returns the seconds that a request says, infinite for a negative number. Raises `InvalidRequest`."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parse_duration(str(value), param="keep_alive")
+        except DiskPrefixError as error:
+            raise InvalidRequest(error.message, param="keep_alive") from error
+    return math.inf if seconds < 0 or math.isnan(seconds) else seconds
+
+
+def _require_admin(caller: Caller) -> None:
+    if not caller.sees_all:
+        raise HttpError(403, f"this is about everybody's requests: only the key named {ADMIN} may do it")
+
+
+def _shown_place(place: Place) -> dict[str, Any]:
+    names = ("model", "needed_bytes", "is_pinned", "idle_unload_s", "num_active")
+    return {name: getattr(place, name) for name in names} | {"phase": place.phase.name.lower()}
+
+
+async def _send_json(
+    send: Send, content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> None:
+    body = json.dumps(content).encode()
+    said = {"content-type": "application/json", "content-length": str(len(body))} | dict(headers or {})
+    raw = [(name.lower().encode(), value.encode()) for name, value in said.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def _refuse(scope: Scope, send: Send, error: DiskPrefixError) -> None:
+    """Answers with an error in the form of the API that was called."""
+    request_id = f"req_{uuid.uuid4().hex[:24]}"
+    is_anthropic = scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope)
+    said = anthropic_error(error, request_id) if is_anthropic else openai_error(error)
+    headers = {"x-request-id": request_id, "request-id": request_id} | (retry_headers(error) or {})
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    log.info("[front] %s %s %d: %s", scope["method"], shown(scope["path"]), error.http_status, one_line(error.message))
+    await _send_json(send, said, error.http_status, headers)
+
+
+async def _fetched(scope: Scope, path: str) -> bytes:
+    """Returns what a worker answers to a request without a body. Raises `NotTaken` and `WorkerGone`."""
+    body = bytearray()
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        body.extend(message.get("body", b""))
+
+    incoming = Incoming(receive)
+    incoming.end()
+    await pass_on(scope, incoming, send, path)
+    return bytes(body)
+
+
+def memory_pressure(pressure: Path = Path("/proc/pressure/memory")) -> float:
+    """Returns the percentage of the last ten seconds in which some process waited for memory; 0 if it is not known."""
+    try:
+        some = pressure.read_text(encoding="ascii").split("\n")[0]
+        return float(some.partition("avg10=")[2].split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+class FrontServer(SignalledServer):
+    """The server of the front."""
+
+    def __init__(self, front: Front, workers: Workers, settings: Settings) -> None:
+        super().__init__(uvicorn_config(front, settings))
+        self._front, self._workers = front, workers
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._front.read_again)
+        await super().startup(sockets)
+
+    def force_end(self) -> None:
+        self._workers.kill_all()
+        super().force_end()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._front.stop()
+        await super().shutdown(sockets)
+        await self._workers.close()
+        if not self._front.exit_code:
+            log.info("stopped")
+
+
+def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work) -> None:
+    """Serves the models of a list. See `hooks.RunFront`."""
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    workers = Workers(prepare, work, takes_any_name=listing.only is None)
+    settings, listeners = open_listeners(settings)
+    workers.address = announce_listening(listeners, settings)
+    warn_without_keys(settings, workers.address)
+    front = Front(settings, listing, workers, keys, lambda: setattr(server, "should_exit", True))
+    server = FrontServer(front, workers, settings)
+    try:
+        server.run(sockets=listeners)
+    finally:
+        for listener in listeners:
+            listener.close()
+    if front.exit_code:
+        # Its worker has said why.
+        logging.shutdown()
+        os._exit(front.exit_code)

@@ -1,0 +1,197 @@
+"""The models as the front lists them: one, or those of a catalogue, with what each of them needs in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from diskprefix.errors import DiskPrefixError
+from diskprefix.model.load.fit import ROOM_BYTES, Fit, ModelNeeds, fitted
+from diskprefix.settings import Settings
+
+_LEAST_KV_BYTES = 1 << 20
+_KV_PART = 4
+"""Without `--kv-memory`, KV of each of several models may take this part of all memory."""
+_SAMPLE = re.compile(r"(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)", re.ASCII)
+
+
+class NamedModel(Protocol):
+    """A model that requests may name: one of `extras.catalogue`, or the only one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def aliases(self) -> tuple[str, ...]: ...
+    @property
+    def settings(self) -> Settings: ...
+    @property
+    def pin(self) -> bool: ...
+    @property
+    def idle_unload_s(self) -> float | None: ...
+
+
+class NamedModels(Protocol):
+    """The models of `extras.catalogue`."""
+
+    def models(self) -> tuple[NamedModel, ...]: ...
+    def find(self, name: str) -> NamedModel: ...
+    def read_again(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class OnlyModel:
+    """The model of a daemon that has no other. Its worker knows its name."""
+
+    settings: Settings
+    name: str = "the model"
+    aliases: tuple[str, ...] = ()
+    pin: bool = False
+    idle_unload_s: float | None = None
+
+
+class Listing:
+    """The models of a daemon: those of a catalogue, or without one the model of its settings."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        catalogue: NamedModels | None,
+        needs: Callable[[Settings], ModelNeeds | None] = lambda _settings: None,
+    ) -> None:
+        self._idle_unload_s = settings.idle_unload or None
+        self.only = None if catalogue else OnlyModel(settings, idle_unload_s=self._idle_unload_s)
+        self._catalogue, self._needs = catalogue, needs
+        self._known_needs: dict[str, ModelNeeds | DiskPrefixError | None] = {}
+        self._learning = asyncio.Lock()
+
+    def models(self) -> tuple[NamedModel, ...]:
+        return self._catalogue.models() if self._catalogue is not None else (self.only,) if self.only else ()
+
+    def find(self, name: str) -> NamedModel:
+        """Raises `ModelNotFound`."""
+        assert self._catalogue is not None, "the only model needs no name"
+        return self._catalogue.find(name)
+
+    def idle_unload_s(self, known: NamedModel) -> float | None:
+        """Returns after how long without a request a model is unloaded, None for never."""
+        return self._idle_unload_s if known.idle_unload_s is None else known.idle_unload_s
+
+    def read_again(self) -> None:
+        """Looks for new models. Raises `SettingsError` if the list is wrong; all stays as it was then."""
+        self._known_needs.clear()
+        if self._catalogue is not None:
+            self._catalogue.read_again()
+
+    async def learn(self, known: NamedModel) -> None:
+        """Reads what a model needs, unless that is known: from the disk, maybe in a process that has transformers.
+
+        `sized` and `cards` do not wait for it."""
+        async with self._learning:
+            if self._catalogue is not None and known.name not in self._known_needs:
+                try:
+                    found: ModelNeeds | DiskPrefixError | None = await asyncio.to_thread(self._needs, known.settings)
+                except DiskPrefixError as error:
+                    found = error
+                self._known_needs[known.name] = found
+
+    def sized(self, known: NamedModel, settings: Settings, limit_bytes: int) -> tuple[int, list[str], Settings]:
+        """Returns the memory that a model needs, the table of its parts, and settings with the KV memory in it.
+
+        `limit_bytes` is for all models together. Raises `ModelError`.
+        """
+        needs = self._needs_of(known)
+        if needs is None:
+            return ROOM_BYTES, [], settings
+        fit = _fit(needs, settings, limit_bytes)
+        return fit.needed_bytes, fit.lines()[: len(fit.rows())], replace(settings, kv_memory=fit.kv_bytes)
+
+    def cards(self, name: str | None, loaded: Iterable[str], limit_bytes: int, *, is_anthropic: bool) -> dict[str, Any]:
+        """Returns the answer of `/v1/models`, or of `/v1/models/NAME`. Raises `ModelNotFound`."""
+        make = self._anthropic_card if is_anthropic else self._card
+        if name is not None:
+            return make(self.find(name), loaded, limit_bytes)
+        cards = [make(known, loaded, limit_bytes) for known in self.models()]
+        if not is_anthropic:
+            return {"object": "list", "data": cards}
+        ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
+        return {"data": cards, "has_more": False} | ends
+
+    def _card(self, known: NamedModel, loaded: Iterable[str], limit_bytes: int) -> dict[str, Any]:
+        said: dict[str, Any] = {"id": known.name, "object": "model", "created": 0, "owned_by": "diskprefix"}
+        said |= {"loaded": known.name in loaded, "aliases": list(known.aliases), "pinned": known.pin}
+        try:
+            needs = self._needs_of(known)
+        except DiskPrefixError as error:
+            return said | {"problem": error.message}
+        if needs is None:
+            return said
+        fit = _fit(needs, known.settings, limit_bytes)
+        names = ("max_model_len", "context_length", "context_window", "max_context_length")
+        return said | dict.fromkeys(names, fit.context) | {"needs_bytes": fit.needed_bytes, "needs": dict(fit.rows())}
+
+    def _anthropic_card(self, known: NamedModel, loaded: Iterable[str], limit_bytes: int) -> dict[str, Any]:
+        card = self._card(known, loaded, limit_bytes)
+        positions = card.get("context_length", 0)
+        return {
+            "id": known.name,
+            "type": "model",
+            "display_name": known.name,
+            "created_at": datetime.fromtimestamp(0, UTC).isoformat(),
+            "lifecycle": "active",
+            "max_input_tokens": positions,
+            "max_tokens": positions,
+        }
+
+    def _needs_of(self, known: NamedModel) -> ModelNeeds | None:
+        """Raises the error with which they could not be read."""
+        found = self._known_needs.get(known.name)
+        if isinstance(found, DiskPrefixError):
+            # It is read again for the next request.
+            del self._known_needs[known.name]
+            raise found
+        return found
+
+
+def _fit(needs: ModelNeeds, settings: Settings, limit_bytes: int) -> Fit:
+    """Returns what a model needs beside others: KV for two of the longest sequences, if that is a part of all memory,
+    and at most what the model would take alone."""
+    alone, longest = fitted(needs, limit_bytes), needs.state.num_bytes(needs.state.positions)
+    wanted = min(2 * longest, limit_bytes // _KV_PART)
+    beside = fitted(needs, limit_bytes, settings.kv_memory or max(wanted, _LEAST_KV_BYTES))
+    if settings.kv_memory is not None or beside.is_enough:
+        return beside
+    return fitted(needs, limit_bytes, max(min(wanted, alone.kv_bytes), _LEAST_KV_BYTES))
+
+
+def merged_metrics(texts: Mapping[str, str], loaded: Mapping[str, bool]) -> str:
+    """Returns the metrics of several models in one text, each sample with the label `model`. `texts`: by model."""
+    families: dict[str, list[str]] = {}
+    heads: dict[str, list[str]] = {}
+    for model, text in texts.items():
+        family = ""
+        for line in text.splitlines():
+            if line.startswith("# "):
+                family = line.split(" ", 3)[2]
+                head = heads.setdefault(family, [])
+                if line not in head:
+                    head.append(line)
+            elif found := _SAMPLE.match(line):
+                families.setdefault(family, []).append(_labelled(found, model))
+    lines = [line for family, samples in families.items() for line in (*heads.get(family, ()), *samples)]
+    lines += ["# HELP diskprefix_model_loaded Whether a model is in memory.", "# TYPE diskprefix_model_loaded gauge"]
+    lines += [f"diskprefix_model_loaded{{model={_quoted(model)}}} {int(is_in)}" for model, is_in in loaded.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _labelled(sample: re.Match[str], model: str) -> str:
+    labels = f"model={_quoted(model)}" + (f",{sample['labels']}" if sample["labels"] else "")
+    return f"{sample['name']}{{{labels}}} {sample['value']}"
+
+
+def _quoted(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

@@ -1,0 +1,211 @@
+"""Passes a request on to a worker, over a connection of its own, and the response back.
+
+Both bodies are passed as they come. If the client hangs up, the worker's connection is closed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import h11
+
+from diskprefix.server.process.front_line import PEER_HEADER
+
+if TYPE_CHECKING:
+    from starlette.types import Message, Receive, Scope, Send
+
+_PIECE_BYTES = 64 * 1024
+_HEAD_BYTES = 256 * 1024
+_KEPT_BYTES = 1 << 20
+"""Of a body that is passed on as it comes, for another worker if this one has died before it took the request."""
+_OF_ONE_CONNECTION = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
+)
+_OF_THE_FRONT = _OF_ONE_CONNECTION | {PEER_HEADER}
+
+
+class NotTaken(Exception):
+    """The worker died, or was not there, before it took the request. Another one can."""
+
+
+class WorkerGone(Exception):
+    """The worker died before the response was complete. `has_begun`: the client has a part of it."""
+
+    def __init__(self, *, has_begun: bool) -> None:
+        self.has_begun = has_begun
+
+
+class Incoming:
+    """The body of a request, and the end of its connection. Pieces are read once from the client."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._is_whole = False
+        self._is_kept = True
+        self.has_left = False
+
+    def end(self) -> None:
+        """Takes the body for read: there is none."""
+        self._is_whole = True
+
+    async def read(self, check: Callable[[int], None]) -> bytes:
+        """Returns the whole body. `check` gets the number of bytes so far, and may raise."""
+        async for _ in self._pieces():
+            check(self._kept_bytes)
+        return b"".join(self._kept)
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yields the body. Raises `NotTaken` if its beginning is not there any more."""
+        if not self._is_kept:
+            raise NotTaken
+        for piece in list(self._kept):
+            yield piece
+        if not self._is_whole:
+            async for piece in self._pieces():
+                if self._kept_bytes > _KEPT_BYTES:
+                    self.drop()
+                yield piece
+
+    def drop(self) -> None:
+        """Forgets the body: a worker has it."""
+        self._kept, self._kept_bytes, self._is_kept = [], 0, False
+
+    async def until_left(self) -> None:
+        """Returns when the client has hung up, or has its response."""
+        while not self.has_left:
+            await self._next()
+
+    async def _pieces(self) -> AsyncIterator[bytes]:
+        while not (self._is_whole or self.has_left):
+            message = await self._next()
+            if message["type"] == "http.request":
+                self._is_whole = not message.get("more_body", False)
+                if piece := message.get("body", b""):
+                    if self._is_kept:
+                        self._kept.append(piece)
+                        self._kept_bytes += len(piece)
+                    yield piece
+
+    async def _next(self) -> Message:
+        message = await self._receive()
+        self.has_left = message["type"] == "http.disconnect"
+        return message
+
+
+async def pass_on(scope: Scope, incoming: Incoming, send: Send, path: str) -> int:
+    """Sends a request to the worker that listens at `path`, and its response to the client. Returns the status, 499 if
+    the client has hung up.
+
+    Raises `NotTaken` and `WorkerGone`.
+    """
+    try:
+        reader, writer = await asyncio.open_unix_connection(path, limit=_PIECE_BYTES)
+    except OSError as error:
+        raise NotTaken from error
+    connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES)
+    upward = asyncio.create_task(_send_up(scope, incoming, connection, writer))
+    response = _Response(incoming, connection, reader)
+    try:
+        return await response.pass_down(send)
+    finally:
+        upward.cancel()
+        # Not closed in order: what it still says is for nobody.
+        writer.transport.abort()
+        with suppress(asyncio.CancelledError, NotTaken, OSError, h11.LocalProtocolError):
+            await upward
+
+
+async def _send_up(scope: Scope, incoming: Incoming, connection: h11.Connection, writer: asyncio.StreamWriter) -> None:
+    """Sends the request, then waits for the client to leave."""
+    head = h11.Request(method=scope["method"], target=_target(scope), headers=_headers_up(scope))
+    writer.write(_bytes(connection.send(head)))
+    try:
+        async for piece in incoming.pieces():
+            writer.write(_bytes(connection.send(h11.Data(data=piece))))
+            await writer.drain()
+        if not incoming.has_left:
+            writer.write(_bytes(connection.send(h11.EndOfMessage())))
+        await incoming.until_left()
+    except (OSError, h11.LocalProtocolError):
+        # The worker has answered already, or it is gone: who reads the response finds out.
+        await incoming.until_left()
+    finally:
+        writer.transport.abort()
+
+
+def _bytes(data: bytes | None) -> bytes:
+    return data or b""
+
+
+def _target(scope: Scope) -> bytes:
+    query: bytes = scope["query_string"]
+    path: bytes = scope["raw_path"]
+    return path + (b"?" + query if query else b"")
+
+
+def _headers_up(scope: Scope) -> list[tuple[bytes, bytes]]:
+    headers = [(name, value) for name, value in scope["headers"] if name not in _OF_THE_FRONT]
+    names = {name for name, _ in scope["headers"]}
+    if b"transfer-encoding" in names and b"content-length" not in names:
+        headers.append((b"transfer-encoding", b"chunked"))
+    if names & {b"transfer-encoding", b"content-length"}:
+        # The worker says when it begins to read: until then another one may take the request.
+        headers.append((b"expect", b"100-continue"))
+    if b"host" not in names:
+        # Only HTTP/1.0 may leave it out.
+        headers.append((b"host", b"localhost"))
+    if scope.get("client") and scope.get("server") and scope["server"][1] is not None:
+        peer = f"{scope['client'][0]} {scope['client'][1]} {scope['server'][0]} {scope['server'][1]}"
+        headers.append((PEER_HEADER, peer.encode()))
+    return [*headers, (b"connection", b"close")]
+
+
+class _Response:
+    """Reads a worker's response and sends it to the client."""
+
+    def __init__(self, incoming: Incoming, connection: h11.Connection, reader: asyncio.StreamReader) -> None:
+        self._incoming, self._connection, self._reader = incoming, connection, reader
+        self._is_taken = False
+
+    async def pass_down(self, send: Send) -> int:
+        status = 0
+        while True:
+            event = await self._next_event()
+            match event:
+                case None if self._incoming.has_left:
+                    return 499
+                case None if self._is_taken:
+                    raise WorkerGone(has_begun=bool(status))
+                case None:
+                    raise NotTaken
+                case h11.InformationalResponse():
+                    self._is_taken = True
+                    self._incoming.drop()
+                case h11.Response():
+                    self._is_taken, status = True, event.status_code
+                    self._incoming.drop()
+                    headers = [(name, value) for name, value in event.headers if name not in _NOT_DOWN]
+                    await send({"type": "http.response.start", "status": status, "headers": headers})
+                case h11.Data():
+                    await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
+                case h11.EndOfMessage():
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    return status
+
+    async def _next_event(self) -> h11.Event | None:
+        """Returns None if the connection is gone."""
+        try:
+            while (event := self._connection.next_event()) is h11.NEED_DATA:
+                self._connection.receive_data(await self._reader.read(_PIECE_BYTES))
+        except (OSError, h11.RemoteProtocolError):
+            return None
+        return None if event is h11.PAUSED or isinstance(event, h11.ConnectionClosed) else event  # type: ignore[return-value]
+
+
+_NOT_DOWN = _OF_ONE_CONNECTION | {b"date"}
+"""uvicorn adds a date of its own."""

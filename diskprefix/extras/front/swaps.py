@@ -1,0 +1,208 @@
+"""Decides which models are in memory: which is loaded next, and which is unloaded for it. No processes, no clock.
+
+A model that waits is loaded when it fits beside the others. If it does not, models that have been idle for longest go,
+if they are not pinned. A model that answers is never unloaded. But while others wait for its memory, it takes new
+requests for `PATIENCE_S` seconds only: later ones wait for their turn with it. Callers take turns: the next model is
+one for which somebody waits who had the fewest loads.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from diskprefix.errors import ModelError, QueueFull, ShareFull
+from diskprefix.units import format_size
+
+PATIENCE_S = 15.0
+"""The time for which a model that answers takes new requests while another one waits for its memory."""
+MOST_WAITING = 4
+"""Models that may wait for memory, each in a process of its own. Half of them are for one caller."""
+
+
+class Phase(Enum):
+    """The life of a place in memory."""
+
+    WAITING, LOADING, READY, LEAVING = range(4)
+
+
+@dataclass(eq=False, kw_only=True)
+class Place:
+    """One model in memory, or one that waits for memory."""
+
+    model: str
+    needed_bytes: int
+    waits_since: float
+    is_pinned: bool = False
+    idle_unload_s: float | None = None
+    """The time after which the idle model is unloaded, None for never. Later requests may change it (`keep_alive`)."""
+    callers: set[Hashable] = field(default_factory=set)
+    """Those for whom it is loaded."""
+    phase: Phase = Phase.WAITING
+    num_active: int = 0
+    """Requests that it has, also those that wait until it is loaded."""
+    used_at: float = 0.0
+    is_closed: bool = False
+    """It takes no more requests: it will be unloaded when it is idle."""
+
+    @property
+    def is_idle(self) -> bool:
+        return self.phase is Phase.READY and not self.num_active
+
+    @property
+    def takes_requests(self) -> bool:
+        return not self.is_closed and self.phase is not Phase.LEAVING
+
+    def expires_at(self) -> float | None:
+        """Returns when the idle model is unloaded."""
+        return None if self.idle_unload_s is None else self.used_at + self.idle_unload_s
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The next steps. Of the models in `load`, one whose memory is not free yet may be prepared: `next_one`."""
+
+    load: Sequence[Place] = ()
+    unload: Sequence[Place] = ()
+    next_one: Place | None = None
+
+
+class NeverFits(ModelError):
+    """A model that has no room even if all that may be unloaded is."""
+
+    http_status = 400
+    error_type = "invalid_request_error"
+    code = "model_too_large"
+
+
+class Swaps:
+    """The places in memory, within `limit_bytes`; without a limit (None), all models are loaded at once."""
+
+    def __init__(self, limit_bytes: int | None) -> None:
+        self.limit_bytes = limit_bytes
+        self.places: list[Place] = []
+        self._num_loads: Counter[Hashable] = Counter()
+        """By caller, while models wait."""
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(place.needed_bytes for place in self.places if place.phase is not Phase.WAITING)
+
+    def of(self, model: str) -> Place | None:
+        """Returns the place of a model that takes requests."""
+        return next((one for one in self.places if one.model == model and one.takes_requests), None)
+
+    def require_room(self, place: Place, lines: Sequence[str]) -> None:
+        """Raises `ModelError` for a model that can never fit, `QueueFull` if too many wait. `lines` is the table of
+        what the model needs."""
+        pinned = [one for one in self.places if one.is_pinned and one.phase is not Phase.LEAVING]
+        held = sum(one.needed_bytes for one in pinned)
+        if self.limit_bytes is not None and place.needed_bytes + held > self.limit_bytes:
+            others = "".join(f"; {one.model} is pinned and takes {format_size(one.needed_bytes)}" for one in pinned)
+            table = ", ".join(" ".join(line.split()) for line in lines)
+            raise NeverFits(
+                f"{place.model} does not fit: {format_size(place.needed_bytes)} of memory needed ({table}), and all "
+                f"models together may take {format_size(self.limit_bytes)}{others}"
+            )
+        waiting = [one for one in self.places if one.phase is Phase.WAITING]
+        if self.limit_bytes is None or not waiting:
+            return
+        if len(waiting) >= MOST_WAITING:
+            raise QueueFull(f"{len(waiting)} other models wait for memory; try again later", retry_after_s=10)
+        own = sum(not place.callers.isdisjoint(one.callers) for one in waiting)
+        if own >= MOST_WAITING // 2:
+            raise ShareFull(f"{own} other models wait for memory for this caller; try again later", retry_after_s=10)
+
+    def add(self, place: Place) -> None:
+        self.places.append(place)
+
+    def remove(self, place: Place) -> None:
+        """Ends a place: its process is gone, and its memory free."""
+        self.places.remove(place)
+
+    def begin_request(self, place: Place, caller: Hashable) -> None:
+        place.num_active += 1
+        if place.phase is Phase.WAITING:
+            place.callers.add(caller)
+
+    def end_request(self, place: Place, now: float, keep_alive_s: float | None = None) -> None:
+        """`keep_alive_s` is what the request says of its model: seconds, infinite for never unloading it."""
+        place.num_active -= 1
+        place.used_at = now
+        if keep_alive_s is not None:
+            place.idle_unload_s = None if keep_alive_s == float("inf") else keep_alive_s
+
+    def decide(self, now: float, *, is_short: bool = False) -> Decision:
+        """Returns what to do, and takes it for done: places to load are LOADING, those to unload LEAVING.
+
+        `is_short`: the system is short of memory, so the model that was idle for longest goes.
+        """
+        unload = [one for one in self.places if one.is_idle and (one.is_closed or _has_expired(one, now))]
+        if is_short and not unload:
+            unload = self._idle()[:1]
+        load: list[Place] = []
+        next_one = None
+        for place in self._in_turn():
+            used = self.used_bytes + (0 if self.limit_bytes is None else place.needed_bytes)
+            if self.limit_bytes is None or used <= self.limit_bytes:
+                place.phase = Phase.LOADING
+                self._num_loads.update(place.callers)
+                load.append(place)
+                continue
+            unload += self._make_room(place, used - self.limit_bytes, now, unload)
+            next_one = place
+            # Nobody passes it: a large model would wait for ever.
+            break
+        else:
+            self._num_loads.clear()
+        for place in unload:
+            place.phase = Phase.LEAVING
+        return Decision(load, unload, next_one)
+
+    def due_at(self) -> float | None:
+        """Returns when the next decision may be another one although nothing has happened."""
+        times = [at for one in self.places if one.is_idle and (at := one.expires_at()) is not None]
+        if any(one.phase is Phase.WAITING for one in self.places):
+            times += [one.waits_since + PATIENCE_S for one in self.places if one.phase is Phase.WAITING]
+        return min(times, default=None)
+
+    def _in_turn(self) -> list[Place]:
+        """Returns the waiting places, the next first."""
+        waiting = [one for one in self.places if one.phase is Phase.WAITING]
+
+        def turn(place: Place) -> tuple[int, float]:
+            return min((self._num_loads[caller] for caller in place.callers), default=0), place.waits_since
+
+        return sorted(waiting, key=turn)
+
+    def _idle(self, besides: Collection[Place] = ()) -> list[Place]:
+        """Returns the places that may be unloaded, the one that was idle for longest first."""
+        idle = [one for one in self.places if one.is_idle and not one.is_pinned and one not in besides]
+        return sorted(idle, key=lambda one: one.used_at)
+
+    def _make_room(self, place: Place, missing: int, now: float, leaving: Collection[Place]) -> list[Place]:
+        """Returns what to unload for a place that misses so many bytes. Closes models that answer, if it waits for too
+        long."""
+        missing -= sum(one.needed_bytes for one in self.places if one.phase is Phase.LEAVING or one in leaving)
+        unload: list[Place] = []
+        for idle in self._idle(leaving):
+            if missing <= 0:
+                return unload
+            unload.append(idle)
+            missing -= idle.needed_bytes
+        if missing <= 0 or now < place.waits_since + PATIENCE_S:
+            # Idle ones that are not enough stay, unless the others have to go too.
+            return unload if missing <= 0 else []
+        busy = [one for one in self.places if one.phase in (Phase.LOADING, Phase.READY) and one.num_active]
+        for one in sorted(busy, key=lambda one: (not one.is_closed, one.used_at)):
+            if missing > 0 and not one.is_pinned:
+                one.is_closed = True
+                missing -= one.needed_bytes
+        return unload
+
+
+def _has_expired(place: Place, now: float) -> bool:
+    expires_at = place.expires_at()
+    return expires_at is not None and expires_at <= now

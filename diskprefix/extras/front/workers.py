@@ -1,0 +1,330 @@
+"""The processes behind the front: the nursery, the spare, and a worker for each model. All methods are for the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import pickle
+import shutil
+import signal
+import socket
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from diskprefix.extras.front.nursery import (
+    MOST_MESSAGE_BYTES,
+    Ended,
+    Forked,
+    Nursery,
+    Order,
+    Prepare,
+    Work,
+    fork,
+    private_bytes,
+    send,
+)
+from diskprefix.extras.front.swaps import Place
+from diskprefix.server.process.systemd import watchdog_s
+from diskprefix.settings import Settings
+from diskprefix.units import format_size
+
+log = logging.getLogger("diskprefix")
+
+_SETTLED_S = 60.0
+"""A worker that served longer did not die because of its start."""
+_MOST_DELAY_S = 60.0
+_BACKLOG = 2048
+_REAPED_S = 5.0
+"""The time for the nursery to tell how a process ended."""
+_UNKNOWN_CODE = -int(signal.SIGKILL)
+"""The end of a process of which the nursery told nothing, because it has died too."""
+
+
+@dataclass
+class Deaths:
+    """The deaths in a row, and the delay before the next start."""
+
+    in_a_row: int = 0
+
+    def delay_s(self, served_s: float) -> float:
+        """Counts a death. `served_s`: for how long it had served. Returns 0, 1, 2, 4, … up to a minute."""
+        self.in_a_row = 1 if served_s >= _SETTLED_S else self.in_a_row + 1
+        return 0.0 if self.in_a_row == 1 else min(_MOST_DELAY_S, 2.0 ** (self.in_a_row - 2))
+
+
+@dataclass(eq=False)
+class Child:
+    """A process that the nursery forks, and the front's end of the socket between them."""
+
+    number: int
+    channel: socket.socket
+    pid: int | None = None
+    code: int | None = None
+    """The exit code, negative for a signal, once it has ended."""
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def tell(self, message: bytes) -> None:
+        # If it is gone, its end is noticed elsewhere.
+        with suppress(OSError):
+            self.channel.send(message)
+
+    def kill(self, number: int) -> None:
+        if self.pid is not None and self.code is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+@dataclass(eq=False)
+class ModelWorker(Child):
+    """A worker, which has one model."""
+
+    place: Place = field(kw_only=True)
+    path: str = field(kw_only=True)
+    """That of the socket on which it takes requests."""
+    ready_at: float | None = None
+    seen_at: float | None = None
+    """The time of its last sign of life."""
+    failure: str | None = None
+    """Why its model cannot be served."""
+    status: str = ""
+    """One line for people."""
+
+
+class Workers:
+    """Makes workers, hears what they say, and makes the nursery and the spare again when they die."""
+
+    def __init__(self, prepare: Prepare, work: Work, *, takes_any_name: bool) -> None:
+        self._prepare, self._work = prepare, work
+        self._takes_any_name = takes_any_name
+        self.address = ""
+        """That of the front, for people."""
+        self.on_change: Callable[[ModelWorker], None] = lambda _worker: None
+        """Called when a worker says something, and when it has ended (`code`)."""
+        self.all: dict[int, ModelWorker] = {}
+        self._numbers = itertools.count(1)
+        self._folder = Path(tempfile.mkdtemp(prefix="diskprefix-"))
+        """Only the daemon's user may enter it."""
+        self._nursery_deaths, self._spare_deaths = Deaths(), Deaths()
+        self._spare: Child | None = None
+        self._has_prepared = False
+        self._spare_order: tuple[Settings, bool] | None = None
+        """What a spare is made for, once there shall be one."""
+        self._is_closing = False
+        # Here, before there are an event loop, clients' connections and prompts.
+        self._nursery, self._nursery_pid = self._fork_nursery(())
+
+    def attach(self) -> None:
+        """Begins to hear the nursery, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._nursery, self._hear_nursery)
+
+    def start(self, settings: Settings, place: Place) -> ModelWorker:
+        """Starts the process of a worker, which takes requests and waits for its turn to load the model. Raises
+        `OSError` if the system has no room for it."""
+        number = next(self._numbers)
+        path = str(self._folder / str(number))
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(path)
+            listener.listen(_BACKLOG)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            worker = ModelWorker(number, ours, place=place, path=path)
+            order = Order(number, settings, self.address, takes_any_name=self._takes_any_name)
+            with theirs:
+                self._order(order, listener, theirs)
+        self.all[number] = worker
+        worker.channel.setblocking(False)
+        self._loop.add_reader(worker.channel, self._hear_worker, worker)
+        return worker
+
+    def keep_spare(self, settings: Settings, *, knows_model: bool) -> None:
+        """Makes a process from which workers begin with all that is imported, and from now on another when it dies.
+        `knows_model`: the workers will load the model of these settings."""
+        if self._spare_order is None:
+            self._spare_order = settings, knows_model
+            self._make_spare()
+
+    async def close(self) -> None:
+        """Ends all that is left, once the workers have been told to end."""
+        self._is_closing = True
+        for worker in list(self.all.values()):
+            await worker.ended.wait()
+        if self._spare is not None:
+            # It may still import.
+            self._spare.kill(signal.SIGKILL)
+        for channel in (self._nursery, *([self._spare.channel] if self._spare else [])):
+            self._loop.remove_reader(channel)
+            channel.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def kill_all(self) -> None:
+        for worker in self.all.values():
+            worker.kill(signal.SIGKILL)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def guard(self, now: float) -> None:
+        """Kills workers that give no sign of life to the watchdog."""
+        limit_s = watchdog_s()
+        for worker in self.all.values():
+            if limit_s and worker.ready_at is not None and now - (worker.seen_at or now) > limit_s:
+                log.error("[front] the worker gave no sign of life for %.0f s and is killed", limit_s)
+                worker.seen_at = None
+                worker.kill(signal.SIGKILL)
+
+    def _order(self, order: Order, *passed: socket.socket) -> None:
+        source = self._spare.channel if self._spare is not None and self._has_prepared else self._nursery
+        try:
+            send(source, order, *passed)
+        except OSError:
+            # The spare has just died.
+            send(self._nursery, order, *passed)
+
+    # The nursery and the spare.
+
+    def _fork_nursery(self, inherited: tuple[int, ...]) -> tuple[socket.socket, int]:
+        """Returns the front's end of the socket to a new nursery, and its pid. `inherited`: the descriptors that
+        are not the nursery's."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+        def run() -> None:
+            ours.close()
+            for number in inherited:
+                with suppress(OSError):
+                    os.close(number)
+            Nursery(theirs, self._prepare, self._work).run()
+
+        pid = fork(run)
+        theirs.close()
+        ours.setblocking(False)
+        return ours, pid
+
+    def _hear_nursery(self) -> None:
+        message = _received(self._nursery)
+        if message is not None:
+            self._take(message)
+            return
+        self._loop.remove_reader(self._nursery)
+        self._nursery.close()
+        os.waitpid(self._nursery_pid, 0)
+        if not self._is_closing:
+            delay_s = self._nursery_deaths.delay_s(0.0)
+            log.error("[front] the process that makes workers has died; another is made in %.0f s", delay_s)
+            self._loop.call_later(delay_s, self._make_nursery)
+
+    def _make_nursery(self) -> None:
+        try:
+            open_now = tuple(number for number in map(int, os.listdir("/dev/fd")) if number > 2)
+            self._nursery, self._nursery_pid = self._fork_nursery(open_now)
+        except OSError as error:
+            log.error("[front] no process can be started: %s", error.strerror)
+            self._loop.call_later(self._nursery_deaths.delay_s(0.0), self._make_nursery)
+        else:
+            self._loop.add_reader(self._nursery, self._hear_nursery)
+
+    def _make_spare(self) -> None:
+        assert self._spare_order is not None
+        settings, knows_model = self._spare_order
+        self._has_prepared = False
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._spare = Child(next(self._numbers), ours)
+        # If it fails, the end of the spare's socket is noticed.
+        with theirs, suppress(OSError):
+            send(self._nursery, Order(self._spare.number, settings, knows_model=knows_model), theirs)
+        self._spare.channel.setblocking(False)
+        self._loop.add_reader(self._spare.channel, self._hear_spare, self._spare)
+
+    def _hear_spare(self, spare: Child) -> None:
+        try:
+            message = spare.channel.recv(MOST_MESSAGE_BYTES)
+        except OSError:
+            message = b""
+        if message == b"prepared":
+            self._has_prepared, self._spare_deaths = True, Deaths()
+            log.info("[front] a spare is ready; it takes %s of memory", format_size(private_bytes(spare.pid or 0)))
+        elif message:
+            self._take(pickle.loads(message))
+        else:
+            self._forget(spare)
+            self._spare, self._has_prepared = None, False
+            if not self._is_closing:
+                delay_s = max(1.0, self._spare_deaths.delay_s(0.0))
+                log.warning("[front] the spare has died; another is made in %.0f s", delay_s)
+                self._loop.call_later(delay_s, self._make_spare)
+
+    def _take(self, message: Forked | Ended) -> None:
+        child = self.all.get(message.number)
+        if child is None and self._spare is not None and self._spare.number == message.number:
+            child = self._spare  # type: ignore[assignment]
+        match message:
+            case Forked(pid=None):
+                log.error("[front] no process can be started")
+                if isinstance(child, ModelWorker):
+                    self._end(child, _UNKNOWN_CODE)
+            case Forked(pid=pid) if child is not None:
+                child.pid = pid
+                if isinstance(child, ModelWorker):
+                    log.info("[front] process %d is for %s", pid, child.place.model)
+            case Ended(code=code) if isinstance(child, ModelWorker):
+                self._end(child, code)
+
+    # The workers.
+
+    def _hear_worker(self, worker: ModelWorker) -> None:
+        if self._read(worker):
+            self.on_change(worker)
+        else:
+            # It has ended, or will have in a moment: the nursery tells.
+            self._loop.remove_reader(worker.channel)
+            self._loop.call_later(_REAPED_S, self._end, worker, _UNKNOWN_CODE)
+
+    def _read(self, worker: ModelWorker) -> bool:
+        """Takes a message of a worker. Returns False if there is none."""
+        try:
+            message = worker.channel.recv(MOST_MESSAGE_BYTES).decode(errors="replace")
+        except OSError:
+            message = ""
+        if not message:
+            return False
+        worker.seen_at = self._loop.time()
+        told = dict(line.partition("=")[::2] for line in message.split("\n"))
+        worker.failure = told.get("FAILED", worker.failure)
+        worker.status = told.get("STATUS", worker.status)
+        if "READY" in told and worker.ready_at is None:
+            worker.ready_at = self._loop.time()
+        return True
+
+    def _end(self, worker: ModelWorker, code: int) -> None:
+        if worker.code is not None:
+            return
+        worker.code = code
+        while self._read(worker):
+            pass
+        self._forget(worker)
+        del self.all[worker.number]
+        with suppress(OSError):
+            os.unlink(worker.path)
+        worker.ended.set()
+        self.on_change(worker)
+
+    def _forget(self, child: Child) -> None:
+        self._loop.remove_reader(child.channel)
+        child.channel.close()
+
+
+def described(code: int) -> str:
+    """Returns for people how a process ended."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _received(channel: socket.socket) -> Any:
+    """Returns the next message, None if the other end is gone."""
+    try:
+        message = channel.recv(MOST_MESSAGE_BYTES)
+    except OSError:
+        return None
+    return pickle.loads(message) if message else None
