@@ -13,9 +13,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from diskprefix.errors import ModelError
+from diskprefix.extras.catalogue import catalogue
+from diskprefix.extras.catalogue.catalogue import path_of
 from diskprefix.extras.setup import doctor_model
 from diskprefix.extras.setup.doctor_machine import Finding
-from diskprefix.extras.setup.doctor_model import local_folder, model_findings
+from diskprefix.extras.setup.doctor_model import model_findings
 from diskprefix.extras.warm import this_process
 from diskprefix.model.load import fit, memory
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
@@ -47,7 +49,7 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> Any:
             num_bytes = needed * (2 if dtype == "float32" else 1)
             return ModelNeeds(name=folder.name, tensors=[whole_file("all", num_bytes)], state=STATE)
 
-        monkeypatch.setattr(fit, "needs_of_folder", needs)
+        monkeypatch.setattr(catalogue, "needs_of_folder", needs)
         monkeypatch.setattr(memory, "available_ram_bytes", lambda: free)
 
     set_to(GIB, 10 * GIB)
@@ -89,7 +91,7 @@ def test_weights_that_cannot_be_read_are_a_problem(folder: Path, monkeypatch: py
     def damaged(*_: Any) -> int:
         raise ModelError("model.safetensors is cut off")
 
-    monkeypatch.setattr(fit, "needs_of_folder", damaged)
+    monkeypatch.setattr(catalogue, "needs_of_folder", damaged)
     found = found_in(folder)["model"]
     assert (found.level, found.text) == ("problem", "model.safetensors is cut off")
 
@@ -125,7 +127,7 @@ def test_a_model_that_is_only_partly_here_is_not_here(monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in (None, "org/absent", "not a name//"):
-        assert local_folder(name) is None
+        assert path_of(name) is None
 
 
 def test_a_tokenizer_that_cannot_be_read_is_a_problem(folder: Path) -> None:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue.models_file import read_models_file
+from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
-from diskprefix.model.load.gguf import finished_folder
-from diskprefix.model.load.gguf_file import first_parts, model_stem
+from diskprefix.model.load.gguf import SUFFIXES, finished_folder, is_finished
+from diskprefix.model.load.gguf_file import MATRICES, first_parts, model_stem
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model, is_model_folder
 from diskprefix.native import build
 from diskprefix.printable import shown
-from diskprefix.settings import OF_ONE_MODEL, Settings, config_home, flag_of
+from diskprefix.settings import OF_ONE_MODEL, Settings, cache_home, config_home, flag_of
 
 _MOST_DEPTH = 4
 _SHOWN_NAMES = 8
@@ -135,10 +136,14 @@ class Catalogue:
         return KnownModel(name=name, settings=settings, source=model, path=path_of(model), origin=origin)
 
 
-def path_of(model: str) -> Path | None:
+def path_of(model: str | None) -> Path | None:
     """Returns the folder or the .gguf file of what --model says, None if it is not on this machine."""
-    path = Path(model).expanduser()
-    return path if path.exists() else cached_model(model)
+    if model is not None and (path := Path(model).expanduser()).exists():
+        return path
+    if model is not None and model != EMBEDDED.name:
+        return cached_model(model)
+    folders = (cache_home() / "models" / f"{EMBEDDED.name}{suffix}" for suffix in SUFFIXES.values())
+    return next((folder for folder in folders if is_finished(folder)), None)
 
 
 def _identity(model: str) -> str:
@@ -192,16 +197,20 @@ def named(paths: list[Path], folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def needs(settings: Settings) -> ModelNeeds | None:
-    """Returns what the model that `settings` name needs in memory, by part; None if it is not on this machine, and
-    for the embedded one. Reads headers only, and imports no torch. Raises `ModelError` if they cannot be read."""
-    if settings.model is None or (path := path_of(settings.model)) is None:
+    """Returns what the model that `settings` name needs in memory, by part; None if it is not on this machine. Reads
+    headers only, and imports no torch. Raises `ModelError` if they cannot be read."""
+    path = path_of(settings.model)
+    if path is None:
         return None
     weights = settings.weights
     if weights == "auto" and (settings.dtype not in ("auto", "bfloat16") or not build.LIBRARY.exists()):
         weights = "native"
-    if path.is_file():
-        found = needs_of_gguf(path, weights, 4 if settings.dtype == "float32" else 2)
-        return found if finished_folder(path, weights) is None else replace(found, making_bytes=0, disk_bytes=0)
+    # What is made of a file lacks what is read from that at each start.
+    source = next(path.glob("*.gguf"), path) if (path / MATRICES).is_file() else path
+    if source.is_file():
+        found = needs_of_gguf(source, weights, 4 if settings.dtype == "float32" else 2)
+        is_made = source != path or finished_folder(path, weights) is not None
+        return replace(found, making_bytes=0, disk_bytes=0) if is_made else found
     files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
     if not files:
         raise ModelError(f"{path} holds no weights: neither *.safetensors nor pytorch_model*.bin")

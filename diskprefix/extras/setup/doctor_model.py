@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.cli.tooling import existing_folder
-from diskprefix.errors import DiskPrefixError, ModelError
+from diskprefix.errors import DiskPrefixError
+from diskprefix.extras.catalogue.catalogue import needs, path_of
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.settings import Settings, cache_home
 from diskprefix.units import format_size
@@ -28,24 +30,25 @@ _SHORT_CONTEXT = 16_384
 
 def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
     """Yields the findings about the model, as far as it is on this machine. `say` takes lines about the progress."""
+    from diskprefix.model.load.gguf import finished_folder
+
+    say("reading the model's headers")
     try:
-        folder = local_folder(settings.model)
-        if folder is not None and folder.is_file() and folder.suffix.lower() == ".gguf":
-            say("reading the GGUF file")
-            folder = _converted(settings, folder) or folder
+        path = folder = path_of(settings.model)
+        if path is not None and path.is_file():
+            settings = replace(settings, weights=_form(settings))
+            folder = finished_folder(path, settings.weights)
+        found = needs(settings)
     except DiskPrefixError as error:
         yield Finding("model", "problem", error.message, "see the message")
         return
-    if folder is None:
+    if path is None or found is None:
         yield _listing_finding(settings)
         return
-    yield _conversion_finding(settings, folder) if folder.is_file() else _memory_finding(settings, folder)
-    if folder.is_file():
-        yield Finding(
-            "tokenizer",
-            "skipped",
-            f"{folder.name} gets a folder at the first start; its tokenizer is checked after that",
-        )
+    yield _space_finding(found) if path.is_file() and found.disk_bytes > _space() else _fit_finding(settings, found)
+    if folder is None:
+        text = f"{path.name} gets a folder at the first start; its tokenizer is checked after that"
+        yield Finding("tokenizer", "skipped", text)
         return
     say("reading the tokenizer")
     yield from _tokenizer_findings(settings, folder)
@@ -65,63 +68,20 @@ def _listing_finding(settings: Settings) -> Finding:
     return Finding("model", "skipped", f"{what} is not on this machine yet: the first start downloads it")
 
 
-def local_folder(model: str | None) -> Path | None:
-    """Returns the folder, or the .gguf file, of what --model says; None if it is not on this machine."""
-    from diskprefix.model.load.embedded import EMBEDDED
-    from diskprefix.model.load.gguf import SUFFIXES, is_finished
-    from diskprefix.model.load.hub import cached_model
-
-    if model is not None and (path := Path(model).expanduser()).exists():
-        return path
-    if model is not None and model != EMBEDDED.name:
-        return cached_model(model)
-    folders = [cache_home() / "models" / f"{EMBEDDED.name}{suffix}" for suffix in SUFFIXES.values()]
-    return next((folder for folder in folders if is_finished(folder)), None)
-
-
-def _converted(settings: Settings, gguf: Path) -> Path | None:
-    from diskprefix.model.load.gguf import finished_folder
-
-    return finished_folder(gguf, _form(settings))
-
-
 def _form(settings: Settings) -> str:
     from diskprefix.model.load.loader import pick_weights
 
     return pick_weights(settings.weights, settings.dtype, settings.device)
 
 
-def _conversion_finding(settings: Settings, gguf: Path) -> Finding:
-    """Returns the finding about a file that the first start converts."""
-    import shutil
-
-    from diskprefix.model.load.fit import needs_of_gguf
-
-    try:
-        needs = needs_of_gguf(gguf, _form(settings), 4 if settings.dtype == "float32" else 2)
-    except DiskPrefixError as error:
-        return Finding("model", "problem", error.message, "see the message")
-    space = shutil.disk_usage(existing_folder(cache_home() / "models")).free
-    if needs.disk_bytes > space:
-        text = f"{gguf.name}: its folder takes {format_size(needs.disk_bytes)} on the disk, {format_size(space)} free"
-        return Finding("model", "problem", text, "free some, or set XDG_CACHE_HOME to a folder on a larger disk")
-    return _fit_finding(settings, needs)
+def _space() -> int:
+    return shutil.disk_usage(existing_folder(cache_home() / "models")).free
 
 
-def _memory_finding(settings: Settings, folder: Path) -> Finding:
-    from diskprefix.model.load.fit import needs_of_folder, with_matrices
-    from diskprefix.model.quants.file_matrix import load_matrices
-    from diskprefix.model.quants.quantised import packed_tensors
-
-    files = sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
-    if not files:
-        return Finding("model", "problem", f"{folder} holds no weights", "give another --model")
-    matrices = load_matrices(folder)
-    try:
-        needs = needs_of_folder(folder, files, "native" if matrices else settings.weights, settings.dtype)
-    except ModelError as error:
-        return Finding("model", "problem", error.message, "fetch or copy it again")
-    return _fit_finding(settings, with_matrices(needs, folder.name, packed_tensors(matrices)))
+def _space_finding(needs: ModelNeeds) -> Finding:
+    """Returns the finding about a file that the first start converts, if there is no space for that."""
+    text = f"{needs.name}: its folder takes {format_size(needs.disk_bytes)} on the disk, {format_size(_space())} free"
+    return Finding("model", "problem", text, "free some, or set XDG_CACHE_HOME to a folder on a larger disk")
 
 
 def _fit_finding(settings: Settings, needs: ModelNeeds) -> Finding:
