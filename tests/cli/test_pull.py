@@ -9,7 +9,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -247,11 +249,49 @@ def test_the_token_goes_to_the_hub_and_not_to_where_the_files_are(
     assert hub.tokens == {("hub", "Bearer hf_secret"), ("elsewhere", None)}
 
 
-def test_a_mirror_and_the_folder_are_given_by_the_hubs_own_variables(hub: FakeHub, tmp_path: Path) -> None:
+def pull_command(hub: FakeHub, tmp_path: Path) -> dict[str, Any]:
+    """A pull in a process of its own, which knows the hub and its folder by variables."""
     own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
-    command = [sys.executable, "-m", "diskprefix", "pull", f"{REPO}:Q8_0"]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    return {"args": [sys.executable, "-m", "diskprefix", "pull", f"{REPO}:Q8_0"], "env": environment}
+
+
+def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole(
+    run: Run, hub: FakeHub, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    is_in_the_middle, may_go_on = Event(), Event()
+
+    def on_file(_name: str) -> None:
+        if hub.breaks_every and len([path for path in hub.requested if path.startswith("elsewhere")]) > 1:
+            is_in_the_middle.set()
+            may_go_on.wait(60)
+
+    hub.breaks_every, hub.on_file = 20_000, on_file
+    with subprocess.Popen(**pull_command(hub, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as pull:
+        assert is_in_the_middle.wait(60)
+        pull.kill()
+    may_go_on.set()
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    assert listed(run) == []
+    hub.breaks_every = 0
+    row = run("pull", f"{REPO}:Q8_0", "--json").json
+    assert Path(row["path"]).read_bytes() == (repository / "tiny-q8_0.gguf").read_bytes()
+
+
+def test_a_file_that_is_gone_after_the_listing_is_an_error(
+    run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = hub_module.repository_files(REPO) | {"tiny-Q6_K.gguf": 5}
+    monkeypatch.setattr(hub_module, "repository_files", lambda _repo: found)
+    ended = run("pull", f"{REPO}:Q6_K")
+    assert (ended.exit_code, "was changed while it was fetched; fetch it again" in ended.stderr) == (3, True)
+    assert hub.fetched() == []
+
+
+def test_a_mirror_and_the_folder_are_given_by_the_hubs_own_variables(hub: FakeHub, tmp_path: Path) -> None:
+    ended = subprocess.run(**pull_command(hub, tmp_path), capture_output=True, text=True, check=True)
     assert ended.stdout.startswith(f"{REPO}:Q8_0 is in {tmp_path}/home/hub/models--org--tiny-GGUF/snapshots/")
     assert ended.stderr.splitlines()[-1] == f"fetching {REPO}: 75 %", "without a terminal, each quarter is a line"
 

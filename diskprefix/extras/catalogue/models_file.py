@@ -54,6 +54,8 @@ def _listed(path: Path, name: str, table: object) -> ListedModel:
     if "model" not in found:
         raise SettingsError(f"{where}.model: is missing; give a file, a folder or a repository")
     own = {field: value for field, value in found.items() if field in PER_MODEL}
+    for field in own.keys() & {"chat_template", "draft_model"}:
+        own[field] = _beside(path, str(own[field]))
     parsed = build_settings(own)
     return ListedModel(
         name=name,

@@ -255,7 +255,10 @@ def _fetched_quant(
     progress(f"{repo}: {chosen}, {format_size(sum(listing.gguf.values()))}, {reason}")
     if any("mmproj" in name.lower() for name in files):
         progress("its mmproj file is left out: images need the repository of the original model")
-    return _fetched(repo, [escape(name) for name in names], progress, lambda: before(listing), ignored=()) / names[0]
+    folder = _fetched(repo, [escape(name) for name in names], progress, lambda: before(listing), ignored=())
+    if not all((folder / name).is_file() for name in names):
+        raise ModelError(f"{repo} was changed while it was fetched; fetch it again")
+    return folder / names[0]
 
 
 def _fetched(

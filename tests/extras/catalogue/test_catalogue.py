@@ -107,13 +107,17 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
     kv-memory = "2GiB"
     weights = "int4"
     disk_prefix_cache = "FULL"
+    sampling = "temperature=0.7"
+    chat_template = "small.jinja"
+    draft_model = "org/draft"
     pin = true
     idle_unload = "30m"
     [large]
     model = "org/large:Q4_K_M"
     """
     file = written(tmp_path, text)
-    (tmp_path / "small.gguf").write_bytes(b"GGUF")
+    for name in ("small.gguf", "small.jinja"):
+        (tmp_path / name).write_bytes(b"GGUF")
     catalogue = Catalogue(Settings(models_file=file, port=9000, kv_memory=1 << 30))
     small, large = catalogue.models()
     assert catalogue.find("claude-haiku-4-5") is small
@@ -121,6 +125,8 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
     own = small.settings
     assert (own.kv_memory, own.weights, own.disk_prefix_cache, own.port) == (2 << 30, "int4", "full", 9000)
     assert own.model == str(tmp_path / "small.gguf"), "a file beside models.toml, whatever the process's folder is"
+    assert (own.chat_template, own.draft_model) == (tmp_path / "small.jinja", "org/draft")
+    assert own.sampling_values == {"temperature": 0.7}
     assert (large.settings.kv_memory, large.settings.model, large.path) == (1 << 30, "org/large:Q4_K_M", None)
     assert (large.pin, large.idle_unload_s) == (False, None)
 
