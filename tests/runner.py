@@ -110,10 +110,12 @@ class Runner:
         self.settings = settings
         self.name = name
         uninstall(model)
-        self.layout = _layout(model)
+        self.layout, self.grid_reason = _layout(model), ""
+        """Why the model is exact on the grid only, if that was measured."""
         if exact_at != "grid":
-            self.layout, reason = make_exact(model, self.layout, identity=f"{name} {model.config} {model.dtype}")
-            assert exact_at in (None, self.layout.exact_at), reason
+            identity = f"{name} {model.config} {model.dtype}"
+            self.layout, self.grid_reason = make_exact(model, self.layout, identity=identity)
+            assert exact_at in (None, self.layout.exact_at), self.grid_reason
         self.device = model.device.type
         """What the gate takes for the device."""
         self.on_history = on_history

@@ -112,6 +112,7 @@ class Answers:
     layers: str = ""
     unsupported: str = ""
     exact_at: str = "grid"
+    grid_reason: str = ""
     error: str = ""
     cases: dict[str, Answer] = field(default_factory=dict)
 

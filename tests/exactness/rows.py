@@ -39,9 +39,8 @@ class CaseRow:
 class Row:
     """`bitwise`: in every case what had to be restored was, in another process, and the next-token logits, the greedy
     text and the logits after each of its tokens are those of a cold run. `reason` says why not. `exact_at`: `token` if
-    that holds however a prompt is cut, `grid` if it does in steps of the grid. `restored`: tokens by case.
-    `model_type`:
-    of the text decoder's configuration."""
+    that holds however a prompt is cut, `grid` if it does in steps of the grid, and `grid_reason` why not everywhere.
+    `restored`: tokens by case. `model_type`: of the text decoder's configuration."""
 
     architecture: str
     model_class: str
@@ -52,6 +51,7 @@ class Row:
     bitwise: bool
     reason: str | None
     exact_at: str
+    grid_reason: str
     restored: dict[str, int]
     reply_tokens: int
     cases: tuple[CaseRow, ...] = ()
@@ -118,6 +118,7 @@ def judged(job: Job, saved: Answers, restored: Answers) -> Row:
         bitwise=not reason,
         reason=reason or None,
         exact_at=saved.exact_at,
+        grid_reason=saved.grid_reason,
         restored={row.case: row.restored for row in cases},
         reply_tokens=job.reply,
         cases=cases,

@@ -295,10 +295,31 @@ def test_an_unknown_architecture_is_refused() -> None:
     assert "smollm2" in answer.stderr
 
 
-def test_a_table_of_a_part_is_not_written(tmp_path: Path) -> None:
-    answer = invoke("--only", "llama", "--write-table", str(tmp_path / "table.json"))
+def test_a_table_of_one_dtype_is_not_written(tmp_path: Path) -> None:
+    answer = invoke("--dtype", "bf16", "--write-table", str(tmp_path / "table.json"))
     assert answer.exit_code == 2
     assert not (tmp_path / "table.json").exists()
+
+
+@pytest.mark.slow
+def test_rows_of_a_table_are_written_anew(
+    found: dict[tuple[str, str], Row], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(exactness, "run_jobs", lambda jobs, *_: [found[job.name, job.dtype] for job in jobs])
+    table, old = tmp_path / "table.json", verified()
+    old["architectures"]["llama"]["dtypes"] = []
+    table.write_text(json.dumps(old))
+    assert invoke("--only", "llama", "--write-table", str(table)).exit_code == 0
+    assert table.read_text() == TABLE.read_text()
+    table.write_text(json.dumps(old | {"torch": "1.0"}))
+    assert invoke("--only", "llama", "--write-table", str(table)).exit_code == 2
+
+
+def test_what_is_not_exact_at_every_token_says_why() -> None:
+    for name, row in verified()["architectures"].items():
+        assert bool(row["reason"]) == (set(row["exact_at_tokens"]) != set(DTYPES)), name
+    exact = [row for row in verified()["architectures"].values() if "bfloat16" in row["exact_at_tokens"]]
+    assert len(exact) >= 110
 
 
 @pytest.mark.slow

@@ -81,7 +81,8 @@ def requests(seed: int, count: int) -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("exact_at", "mixture"), [("token", ""), ("grid", ""), ("token", "qwen3_moe"), ("token", "deepseek.gguf")]
+    ("exact_at", "mixture"),
+    [("token", ""), ("grid", ""), ("token", "qwen3_moe"), ("token", "gpt_oss"), ("token", "deepseek.gguf")],
 )
 def test_after_a_kill_a_restored_run_equals_a_cold_run(
     exact_at: str, mixture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -84,7 +84,7 @@ def make_runner(job: Job, model: PreTrainedModel) -> Runner:
 def save(job: Job, model: PreTrainedModel, make: MakeTokens) -> tuple[Answers, Runner | None]:
     """The cold answers; the first prompt is saved. The runner has written everything, and holds its store open."""
     runner = make_runner(job, model)
-    described = _described(model, runner.layout)
+    described = _described(model, runner)
     if runner.layout.unsupported:
         runner.close()
         return described, None
@@ -96,7 +96,7 @@ def save(job: Job, model: PreTrainedModel, make: MakeTokens) -> tuple[Answers, R
 
 def restore(job: Job, model: PreTrainedModel, make: MakeTokens) -> tuple[Answers, Runner]:
     runner = make_runner(job, model)
-    described = _described(model, runner.layout)
+    described = _described(model, runner)
     cases = cases_of(job.lengths, make)
     # What the memory holds of another sequence must not show.
     ask(runner, job, Case("another", make(4, 3 * job.lengths.block + 1), 0), "off")
@@ -120,7 +120,8 @@ def ask(runner: Runner, job: Job, case: Case, scope: str) -> Answer:
     )
 
 
-def _described(model: PreTrainedModel, layout: Layout) -> Answers:
+def _described(model: PreTrainedModel, runner: Runner) -> Answers:
+    layout = runner.layout
     return Answers(
         model_class=type(model).__name__,
         model_type=model.config.get_text_config(decoder=True).model_type,
@@ -128,6 +129,7 @@ def _described(model: PreTrainedModel, layout: Layout) -> Answers:
         layers=describe_layers(layout.layers, model.config),
         unsupported=", ".join(layout.unsupported),
         exact_at=layout.exact_at,
+        grid_reason=runner.grid_reason,
     )
 
 

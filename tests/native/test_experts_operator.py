@@ -11,13 +11,18 @@ from torch.nn import functional
 
 from diskprefix.model.exact.mixtures import GateCurves, curves_of, one_by_one, routed
 from diskprefix.model.quants.forms import Quants
+from diskprefix.model.quants.gguf_quants import form_of
+from diskprefix.model.quants.products import matrix_of as matrix_in_memory
 from diskprefix.model.quants.quant_form import FORMS, QuantForm
 from diskprefix.native import library
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product
+from diskprefix.native.packing import pack
 from tests.model.quants.test_forms import quants_of
+from tests.model.quants.test_gguf_quants import content_of
 from tests.native.test_matrix import matrix_with
+from tests.native.test_packing import ONE_OF_EACH_FORM
 from tests.native.variants import WITH_PAIRS, of_this_cpu
 
 EXPERTS, CHOSEN, WIDTH, INNER = 5, 3, 64, 160
@@ -90,6 +95,31 @@ def test_a_row_has_the_same_bits_whoever_shares_its_experts(operators: Operators
         for count in (1, 2, 3, 16, 17, 40):
             some = torch.tensor(rng.sample(range(MOST), count))
             assert torch.equal(experts(operators, rows[some], chosen[some], weights[some]), whole[some])
+
+
+@pytest.mark.parametrize("operators", of_this_cpu(WITH_PAIRS), indirect=True)
+@pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
+def test_so_it_is_with_experts_in_every_form_that_files_have(operators: Operators, kind: str) -> None:
+    form, content = form_of(kind), torch.from_numpy(content_of(kind, 256, 256))
+    assert form is not None
+
+    def matrix(seed: int) -> Matrix:
+        out = torch.empty(form.packed_shape(256, 256), dtype=torch.uint8)
+        order = torch.randperm(256, generator=torch.Generator().manual_seed(seed)).int()
+        pack(operators, kind, content, order, out)
+        found = matrix_in_memory(out, form, None)
+        assert found is not None
+        return found
+
+    parts = {part: [matrix(10 * part + expert) for expert in range(EXPERTS)] for part in range(3)}
+    experts = routed(silu(), dict(zip(("gate", "up", "down"), parts.values(), strict=True)))
+    (_, chosen, weights), rows = step(MOST), torch.randn(MOST, 256, generator=torch.Generator().manual_seed(9))
+    rows = rows.mul_(0.01).bfloat16()
+    whole = experts(operators, rows, chosen, weights)
+    assert whole.isfinite().all()
+    assert torch.equal(whole, step_by_step(operators, experts, rows, chosen, weights))
+    for some in (torch.tensor([7]), torch.tensor([40, 3, 59]), torch.arange(20, 53)):
+        assert torch.equal(experts(operators, rows[some], chosen[some], weights[some]), whole[some])
 
 
 def test_experts_are_added_up_in_the_order_of_the_router(operators: Operators) -> None:

@@ -79,7 +79,8 @@ def _real_folder(name: str, weights: Path, folder: Path, console: Console) -> Pa
 
 
 def verified_table(rows: list[Row]) -> dict[str, Any]:
-    """Returns what `diskprefix models` shows of each architecture: its layers and the dtypes in which it was exact."""
+    """Returns what `diskprefix models` shows of each architecture: its layers, the dtypes in which it was exact, and
+    why it is not so at every token."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
         by_name.setdefault(row.architecture, []).append(row)
@@ -87,6 +88,15 @@ def verified_table(rows: list[Row]) -> dict[str, Any]:
         "architectures": {name: _verified(found) for name, found in sorted(by_name.items()) if name not in REAL},
         "real_models": {name: _verified(found) for name, found in sorted(by_name.items()) if name in REAL},
     }
+
+
+def joined(earlier: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Returns an earlier table with the rows that were found now. Raises `click.UsageError` if that is of other
+    versions."""
+    if any(earlier[name] != found[name] for name in installed_versions()):
+        raise click.UsageError("--only: the table was written with other versions; write it whole")
+    both = ("architectures", "real_models")
+    return found | {name: dict(sorted((earlier[name] | found[name]).items())) for name in both}
 
 
 def table_text(table: dict[str, Any]) -> str:
@@ -103,7 +113,7 @@ def table_text(table: dict[str, Any]) -> str:
 
 def _verified(rows: list[Row]) -> dict[str, Any]:
     first = rows[0]
-    reasons = list(dict.fromkeys(row.reason for row in rows if row.reason))
+    reasons = list(dict.fromkeys(row.reason or row.grid_reason for row in rows if row.reason or row.grid_reason))
     found: dict[str, Any] = {
         "model_class": first.model_class,
         "model_type": first.model_type,
@@ -174,7 +184,8 @@ def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]
 @click.option(
     "--write-table",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write what was verified, for `diskprefix models`: extras/models/verified_models.json. Not with --only.",
+    help="Write what was verified, for `diskprefix models`: extras/models/verified_models.json. With --only, other "
+    "rows stay.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of rows to stdout instead of a table.")
 def main(
@@ -192,8 +203,8 @@ def main(
     Exits with 1 if a row is not exact, except for the few architectures that cannot be cached. Takes about ten minutes
     on two cores.
     """
-    if write_table is not None and (only is not None or dtype):
-        raise click.UsageError("--write-table writes all that is verified: leave --only and --dtype out")
+    if write_table is not None and dtype:
+        raise click.UsageError("--write-table writes what is verified in all dtypes: leave --dtype out")
     dtypes = tuple(dict.fromkeys(SHORT_DTYPES.get(name, name) for name in dtype)) or DTYPES
     tiny, real_names = chosen_names(only, real=real)
     console, started = Console(stderr=True), time.monotonic()
@@ -213,7 +224,10 @@ def main(
                 with step(console, f"{title}: {len(chosen)} rows") as note:
                     rows += run_jobs(chosen, folder, lanes, note if console.is_terminal else _quiet)
     if write_table is not None:
-        write_table.write_text(table_text(verified_table(rows)), encoding="utf-8")
+        found = verified_table(rows)
+        if only is not None:
+            found = joined(json.loads(write_table.read_text(encoding="utf-8")), found)
+        write_table.write_text(table_text(found), encoding="utf-8")
     if as_json:
         click.echo(json.dumps([row.as_dict() for row in rows], indent=2, ensure_ascii=False))
     else:

@@ -214,6 +214,7 @@ def _in_place(
         or not others.keys() <= HARMLESS
         or attention_mask.last is not None
         or position_embeddings[0].shape[-1] != block.key_dim
+        or position_embeddings[0].dtype is not torch.bfloat16
     ):
         return own(
             hidden_states=hidden_states,

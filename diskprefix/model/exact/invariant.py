@@ -28,12 +28,25 @@ from diskprefix.model.exact.mixtures import experts
 from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
 from diskprefix.model.exact.recurrent import with_scans
-from diskprefix.model.exact.rows import as_ours, in_whole_vectors, is_curve, is_ours, linear, times
+from diskprefix.model.exact.rows import (
+    MAX_TERMS,
+    as_ours,
+    each_times,
+    in_whole_vectors,
+    is_curve,
+    is_ours,
+    linear,
+    spread_of_rows,
+    times,
+)
 from diskprefix.native.blocks import Norm
 from diskprefix.native.library import Operators, described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
-
+_REPLACED = ("forward", "expand_kv", "_attn")
+"""Methods that others take the place of."""
+_OF_A_TOKEN = frozenset({"matmul", "std"})
+"""Functions of `_Rows` that forwards and their methods call by these names."""
 
 _NUMBER_BY_NUMBER = frozenset({
     *(nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Mish, nn.ELU, nn.LogSigmoid),
@@ -162,10 +175,19 @@ def _has_matrices(module: torch.nn.Module) -> bool:
 
 
 def _names_curve(module: torch.nn.Module) -> bool:
-    """Returns whether the forward of a module itself calls a function with several codes, such as a gate's sigmoid.
-    Squares are not meant: they have one."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and any(name != "pow" and is_curve(name, torch.float32) for name in code.co_names)
+    """Returns whether the forward of a module itself, or a method that it names, calls a function with several codes,
+    such as a gate's sigmoid, or multiplies numbers of a token with each other. Squares are not meant: they have one
+    code."""
+    names = _names_in(type(module).forward)
+    owners = {type(module), *map(type, module.children())}
+    methods = [vars(owner).get(name) for owner in owners for name in names if name not in _REPLACED]
+    named = names.union(*map(_names_in, methods))
+    return any(name in _OF_A_TOKEN or (name != "pow" and is_curve(name, torch.float32)) for name in named)
+
+
+def _names_in(function: Any) -> set[str]:
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return set() if code is None else set(code.co_names)
 
 
 def _linear(parameters: Mapping[str, Any], rows: torch.Tensor) -> torch.Tensor:
@@ -189,8 +211,13 @@ class _Rows(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is functional.linear:
             return linear(*args, **kwargs)
-        if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__) and args[1].ndim == 2:
-            return times(*args, **kwargs)
+        if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
+            if args[1].ndim == 2:
+                return times(*args, **kwargs)
+            if min(args[0].ndim, args[1].ndim) > 2 and args[0].shape[-1] <= MAX_TERMS and not kwargs:
+                return each_times(*args)
+        if func in (torch.std, torch.Tensor.std):
+            return spread_of_rows(func, *args, **kwargs)
         if func is torch.addmm and not kwargs:
             return times(args[1], args[2], args[0])
         if func is torch.bmm and not kwargs:

@@ -12,6 +12,9 @@ NAME = "diskprefix_2"
 """The attention of ours, as transformers knows it. The number changes with the bits of torch's version."""
 
 
+_OWN_ATTENTION = "attention that computes with its mask"
+
+
 class NotInvariant(Exception):
     """The model computes something that cannot be made batch-invariant here. The argument names it."""
 
@@ -25,6 +28,13 @@ class Pattern:
     window: int | None = None
     chunk: int | None = None
     last: int | None = None
+
+    def __radd__(self, _scores: Any) -> Any:
+        raise NotInvariant(_OWN_ATTENTION)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raises `NotInvariant` for what only a tensor has."""
+        raise AttributeError(name) if name.startswith("_") else NotInvariant(_OWN_ATTENTION)
 
     def __getitem__(self, rows: tuple[slice, ...]) -> Pattern:
         """Returns the pattern of the last rows, as a model cuts a mask [1, 1, rows, tokens]: `mask[:, :, -n:, :]`.

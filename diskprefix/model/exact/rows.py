@@ -19,6 +19,8 @@ from diskprefix.model.exact.kernel_calls import Form, calls_of, matrix_first
 _VECTOR, _UNSHARED = 64, 32768
 """The count of numbers that fill the vectors of a loop, and the count up to which torch uses one thread."""
 
+MAX_TERMS = 8
+"""The most inner numbers of products that are computed number by number."""
 _MAX_PLANS = 8192
 _CURVES = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid", "elu", "pow", "exp2"})
 _CURVES_OF_HALF = frozenset({"gelu", "mish", "pow", "rsqrt"})
@@ -45,6 +47,24 @@ def linear(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 def times(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Returns rows × matrix: [.., inner] × [inner, outer] → [.., outer]."""
     return _product(rows, matrix, bias, is_plain=True)
+
+
+def each_times(rows: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
+    """Returns the product of matrices with few inner numbers, such as those that each token has of its own: [.., rows,
+    inner] × [.., inner, outer]. Terms are added up one after the other, in float32 at least."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    left, right = rows.to(wide), matrices.to(wide)
+    total = left[..., :1] * right[..., :1, :]
+    for term in range(1, rows.shape[-1]):
+        total = total + left[..., term : term + 1] * right[..., term : term + 1, :]
+    return total.to(rows.dtype)
+
+
+def spread_of_rows(function: Callable[..., torch.Tensor], rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Returns the result of `torch.std` along rows. torch has other code for a single number in float32 and float64."""
+    if rows.ndim < 2 or args or kwargs.get("dim") != -1 or not kwargs.get("keepdim"):
+        return function(rows, *args, **kwargs)
+    return as_ours(function, torch.cat([rows, rows[..., -1:, :]], dim=-2), **kwargs)[..., :-1, :]
 
 
 def forget_forms() -> None:

@@ -167,6 +167,8 @@ def _plain(dtype_bytes: int) -> str:
 _QUANTISING_BYTES, _QUANTISING_EXPERTS_BYTES = 2.25, 5
 """Memory for quantising a weight, beside the weight: its quants, twice; and for one of the experts of a layer, which
 are quantised as a whole."""
+_JOINED_BYTES = 3.25
+"""Memory for a weight of the experts of a layer in published quants."""
 
 
 def of_checkpoint(
@@ -219,6 +221,9 @@ def _in_form(
     if form == _KEPT:
         # As they are read, in another order, and packed.
         working = 3 * tensor.num_bytes
+    elif form in _PUBLISHED_BITS and is_expert:
+        # As they are read, in bytes until all of a layer are there, and packed twice.
+        working = tensor.num_bytes + int(_JOINED_BYTES * num_weights)
     is_same = tensor.num_bytes == num_bytes and not is_expert
     return ServedTensor(
         name=tensor.name,
@@ -246,7 +251,8 @@ def _of_checkpoint(tensor: StoredShape, form: str, num_bytes: int, part: str, wo
     )
 
 
-_FORM_BITS = _NEW_BITS | {"4 bits": 4.5, "4 bits with zeros": 5.5, "8 bits": 8.5, _KEPT: 4.25}
+_PUBLISHED_BITS = {"4 bits": 4.5, "4 bits with zeros": 5.5, "8 bits": 8.5}
+_FORM_BITS = _NEW_BITS | _PUBLISHED_BITS | {_KEPT: 4.25}
 
 
 def _published(config: Mapping[str, Any]) -> tuple[int, str] | None:

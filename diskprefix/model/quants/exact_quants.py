@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeAlias
 
 import torch
 
+from diskprefix.errors import ModelError
 from diskprefix.model.quants.forms import Quants
 from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.quant_form import QuantForm
@@ -89,6 +92,52 @@ class ExpertQuants:
 
 
 ExactQuants: TypeAlias = Quants | SignedQuants | ExpertQuants
+OneMatrix: TypeAlias = Quants | SignedQuants
+
+
+@dataclass(frozen=True, eq=False)
+class JoinedQuants:
+    """Matrices of single experts in one parameter: `rows`, int64 [experts, rows], are those of `matrices`, which are
+    counted one after the other."""
+
+    rows: torch.Tensor
+    matrices: Sequence[OneMatrix]
+
+    def dequantised(self) -> torch.Tensor:
+        """Returns the weights, bfloat16 [experts, rows, columns]."""
+        return torch.cat([one.dequantised() for one in self.matrices])[self.rows]
+
+    def packed(self, rows: torch.Tensor) -> tuple[torch.Tensor, QuantForm]:
+        """Returns the blocks of the matrices that have these `rows`, [experts, *`form.packed_shape`], and the smallest
+        form that holds all of them. Raises `ModelError` if an expert has no whole matrix there."""
+        firsts = [0, *accumulate(len(one.scales) for one in self.matrices)]
+        whole = {(first, len(one.scales)): one for first, one in zip(firsts, self.matrices, strict=False)}
+        found = [whole.get((int(of_one[0]), len(of_one))) for of_one in rows]
+        alike = _in_one_form([one for one in found if one is not None])
+        if len(alike) != len(rows) or not torch.equal(rows, rows[:, :1] + torch.arange(rows.shape[1])):
+            raise ModelError("quantised experts are put together in a way that is not served; add --weights native")
+        form = max((one.form for one in alike), key=lambda form: form.weight_bits)
+        return torch.stack([one.packed(form) if isinstance(one, Quants) else one.packed() for one in alike]), form
+
+
+def _in_one_form(matrices: Sequence[OneMatrix]) -> Sequence[OneMatrix]:
+    """Returns the same numbers as quants of one kind, whose forms differ in the type of scales at most."""
+    signed = [one for one in matrices if isinstance(one, SignedQuants)]
+    if len(signed) == len(matrices):
+        bits = max((one.bits for one in signed), default=0)
+        return [SignedQuants(bits, one.steps, one.scales) for one in signed]
+    return matrices if not signed and len({one.form for one in matrices}) == 1 else [*map(_of_8_bits, matrices)]
+
+
+def _of_8_bits(matrix: OneMatrix) -> Quants:
+    if isinstance(matrix, SignedQuants):
+        return Quants(matrix.steps, matrix.scales)
+    if matrix.zeros is None:
+        return matrix
+    # Products of scales and whole numbers, see `exact_quants`. A scale of 0 has the zero 0.
+    offsets = matrix.zeros / torch.where(matrix.scales == 0, 1.0, matrix.scales)
+    steps = matrix.codes.view(*offsets.shape, COLUMNS) + offsets.to(torch.int8).unsqueeze(-1)
+    return Quants(steps.view(matrix.codes.shape), matrix.scales)
 
 
 def halves_of(content: torch.Tensor) -> torch.Tensor:

@@ -200,10 +200,9 @@ class PublishedWeights:
             except ValueError as error:
                 raise ModelError(f"{self.name} weights with {error} are not served; {_ANOTHER}") from error
 
-    def has_experts(self, stored: Mapping[str, StoredTensor]) -> bool:
-        """Returns whether there are matrices of single experts, which are put together before they are computed
-        with."""
-        return any(".experts." in name and layout.target for name, (layout, _) in self._matrices(stored).items())
+    def experts(self, stored: Mapping[str, StoredTensor]) -> set[str]:
+        """Returns the names of the matrices of single experts, which are put together before they are computed with."""
+        return {name for name, (layout, _) in self._matrices(stored).items() if ".experts." in name and layout.target}
 
     def sources(self, stored: Mapping[str, StoredTensor], most_bits: int) -> dict[str, Source]:
         """Returns what reads each tensor, by its name without quants. Matrices of `most_bits` or fewer are read as

@@ -22,6 +22,7 @@ from diskprefix.model.quants.published import PublishedWeights, Source, publishe
 from diskprefix.model.quants.quantised import (
     FILE,
     is_quantised,
+    quantisable_experts,
     save_configurations,
 )
 from diskprefix.model.quants.streamed import StreamedQuantising
@@ -102,12 +103,16 @@ def _quantise(
     stored = stored_tensors(folder, files)
     if published is not None:
         published.check(folder, stored)
-        if weights == "auto" and published.has_experts(stored):
-            raise ModelError(
-                f"experts are not served in their {published.name} weights; add --weights int4 or int8 to quantise anew"
-            )
     plain = _without_quants(config)
     skeleton = kind.skeleton(plain)
+    singles = set[str]()
+    if published is not None and (of_experts := published.experts(stored)):
+        if any(quantisable_experts(skeleton)):
+            singles = of_experts
+        elif weights == "auto":
+            raise ModelError(
+                f"experts of this architecture are not served in {published.name} weights; add --weights int4 or int8"
+            )
     shapes = [tensor.stored_shape for tensor in stored.values()]
     needs = needs_of_checkpoint(folder.name, shapes, read_config(folder), weights, "bfloat16")
     if published is None:
@@ -122,9 +127,8 @@ def _quantise(
         sources = published.sources(stored, 4 if weights == "int4" else 8)
     total = sum(parameter.numel() for parameter in skeleton.parameters())
     with progress_bar(what, total, report) as advance:
-        model = StreamedQuantising(sources, weights, made, lambda done: advance(min(done, total))).run(
-            *kind.model_class(plain)
-        )
+        streamed = StreamedQuantising(sources, singles, weights, made, lambda done: advance(min(done, total)))
+        model = streamed.run(*kind.model_class(plain))
     if [file_stamp(file) for file in files] != before:
         raise ModelError(f"the weights in {folder} were changed while they were read; start again")
     model.generation_config = generation_config_of(folder) or model.generation_config

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import named_halves, weight_names
 from diskprefix.model.load.memory import one_thread
-from diskprefix.model.quants.exact_quants import ExactQuants, ExpertQuants
+from diskprefix.model.quants.exact_quants import ExactQuants, ExpertQuants, JoinedQuants, OneMatrix
+from diskprefix.model.quants.file_matrix import numbered, numbers_in
 from diskprefix.model.quants.forms import quantised, unpacked
 from diskprefix.model.quants.parameter_stream import TensorOnRequest, name_of_loaded, taking_parameters
 from diskprefix.model.quants.published import Source
@@ -37,12 +38,24 @@ _AT_ONCE = 1 << 20
 """Weights that a thread quantises at a time, so that the work does not take several times the memory of the matrix."""
 
 
+_Held: TypeAlias = torch.Tensor | ExpertQuants | JoinedQuants
+
+
 class StreamedQuantising:
     """The quantising of a checkpoint to the form `weights`, into the folder `made`. `sources` has its tensors by their
-    names there. `advance` takes the elements done."""
+    names there; `singles` names those of single experts that are kept if they come with quants. `advance` takes the
+    elements done."""
 
-    def __init__(self, sources: Mapping[str, Source], weights: str, made: Path, advance: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        sources: Mapping[str, Source],
+        singles: Collection[str],
+        weights: str,
+        made: Path,
+        advance: Callable[[int], None],
+    ) -> None:
         self._sources, self._weights, self._made, self._advance = sources, weights, made, advance
+        self._singles = singles
         self._num_threads = torch.get_num_threads()
         self._done = 0
         self._own: tuple[torch.Tensor, ExactQuants] | None = None
@@ -51,8 +64,10 @@ class StreamedQuantising:
         """Names that share a parameter, by the name that it comes with."""
         self._linears: set[str] = set()
         self._mixtures: set[str] = set()
-        self._held: dict[str, torch.Tensor | ExpertQuants] = {}
+        self._held: dict[str, _Held] = {}
         """Parameters of the experts of a layer, until all are there."""
+        self._read_singles: list[OneMatrix] = []
+        """The quants of the single experts that were read for the next parameter."""
         self._written: set[str] = set()
         self._forms: dict[str, str] = {}
         self._failure: Exception | None = None
@@ -61,7 +76,7 @@ class StreamedQuantising:
     def run(self, model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
         """Quantises, and returns the model without its weights. Raises `ModelError` if the checkpoint lacks tensors, or
         nothing in it can be quantised, `OSError` if the disk is full."""
-        state = {name: TensorOnRequest(self._reader(source)) for name, source in self._sources.items()}
+        state = {name: TensorOnRequest(self._reader(name, source)) for name, source in self._sources.items()}
         try:
             with taking_parameters(self._take), torch.no_grad(), one_thread():
                 model, info = model_class.from_pretrained(
@@ -83,12 +98,17 @@ class StreamedQuantising:
                 self._writer.close()
         return model
 
-    def _reader(self, source: Source) -> Callable[[], torch.Tensor]:
+    def _reader(self, name: str, source: Source) -> Callable[[], torch.Tensor]:
         def read() -> torch.Tensor:
             try:
                 found = source()
                 if isinstance(found, torch.Tensor):
                     return found
+                if name in self._singles and not isinstance(found, ExpertQuants):
+                    # Numbers of rows instead of weights. What transformers makes of them says where each row lies.
+                    first = sum(len(one.scales) for one in self._read_singles)
+                    self._read_singles.append(found)
+                    return numbered(first, (len(found.scales), 0))
                 # Experts that come with quants are not computed with in another form.
                 weight = found.outline if isinstance(found, ExpertQuants) else found.dequantised()
                 self._own = weight, found
@@ -123,15 +143,27 @@ class StreamedQuantising:
             self._writer = self._begin(model)
         owner, _, part = name.rpartition(".")
         own = self._own_of(tensor)
+        held = own if isinstance(own, ExpertQuants) else self._joined(tensor)
         if owner in self._mixtures:
-            self._hold(model, owner, part, own if isinstance(own, ExpertQuants) else tensor)
+            self._hold(model, owner, part, held)
         else:
-            self._write(model, name, own.dequantised() if isinstance(own, ExpertQuants) else tensor)
+            self._write(model, name, held if isinstance(held, torch.Tensor) else held.dequantised())
         self._written.update(self._users.get(name, [name]))
-        self._done += tensor.numel()
+        shape = model.get_parameter(name).shape if isinstance(held, JoinedQuants) else tensor.shape
+        self._done += shape.numel()
         self._advance(self._done)
         self._own = None
-        return torch.empty_like(tensor, device="meta")
+        self._read_singles = []
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    def _joined(self, tensor: torch.Tensor) -> torch.Tensor | JoinedQuants:
+        """Returns the matrices of single experts that a parameter was made of, or the parameter if it was not."""
+        if not self._read_singles:
+            return tensor
+        rows = numbers_in(tensor)
+        if rows is None:
+            raise ModelError("quantised experts are put together in a way that is not served; add --weights native")
+        return JoinedQuants(torch.from_numpy(rows), self._read_singles)
 
     def _write(self, model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
         assert self._writer is not None
@@ -148,7 +180,7 @@ class StreamedQuantising:
         if plain:
             self._writer.add(plain[0], tensor)
 
-    def _hold(self, model: PreTrainedModel, name: str, part: str, held: torch.Tensor | ExpertQuants) -> None:
+    def _hold(self, model: PreTrainedModel, name: str, part: str, held: _Held) -> None:
         """Holds a parameter of the experts of a layer, until all are there or it is known that none is quantised."""
         self._held[part] = held
         experts = model.get_submodule(name)
@@ -168,7 +200,7 @@ class StreamedQuantising:
         ones."""
         assert self._writer is not None
         experts = model.get_submodule(name)
-        if sum(isinstance(held, ExpertQuants) for held in self._held.values()) == len(weight_names(experts)):
+        if not any(isinstance(self._held[part], torch.Tensor) for part in weight_names(experts)):
             self._write_own_experts(experts, name)
             return
         empty = dict(experts._parameters)
@@ -185,16 +217,14 @@ class StreamedQuantising:
         """Writes the experts of a layer in the quants that they came with."""
         assert self._writer is not None
         for parameter, held in self._held.items():
-            if isinstance(held, ExpertQuants):
-                blocks, scales = (named_halves(experts, parameter, part) for part in (held.blocks, held.scales))
-                for part, of_part in blocks.items():
-                    quants = ExpertQuants(of_part, scales[part])
-                    self._writer.add(f"{name}.{part}.packed", quants.packed())
-                    self._forms[f"{name}.{part}"] = str(quants.form)
-            else:
+            if isinstance(held, torch.Tensor):
                 biases = named_halves(experts, parameter.removesuffix("_bias"), held)
                 for part, bias in biases.items():
                     self._writer.add(f"{name}.{part}.bias", bias)
+                continue
+            for part, (packed, form) in _packed_halves(experts, parameter, held).items():
+                self._writer.add(f"{name}.{part}.packed", packed)
+                self._forms[f"{name}.{part}"] = str(form)
 
     def _own_of(self, weight: torch.Tensor) -> ExactQuants | None:
         """Returns the quants that a parameter came with, if transformers left it as it was."""
@@ -237,8 +267,18 @@ class StreamedQuantising:
         self._writer.finish(metadata_of(model, self._forms))
 
 
-def _plain(held: Mapping[str, torch.Tensor | ExpertQuants]) -> dict[str, torch.Tensor]:
-    return {part: one.dequantised() if isinstance(one, ExpertQuants) else one for part, one in held.items()}
+def _plain(held: Mapping[str, _Held]) -> dict[str, torch.Tensor]:
+    return {part: one if isinstance(one, torch.Tensor) else one.dequantised() for part, one in held.items()}
+
+
+def _packed_halves(
+    experts: nn.Module, parameter: str, held: ExpertQuants | JoinedQuants
+) -> dict[str, tuple[torch.Tensor, QuantForm]]:
+    """Returns the packed matrices of all experts and their form, by the parts that a parameter has."""
+    if isinstance(held, JoinedQuants):
+        return {part: held.packed(rows) for part, rows in named_halves(experts, parameter, held.rows).items()}
+    blocks, scales = (named_halves(experts, parameter, part) for part in (held.blocks, held.scales))
+    return {part: (ExpertQuants(of_part, scales[part]).packed(), held.form) for part, of_part in blocks.items()}
 
 
 def pack_in_pieces(weight: torch.Tensor, bits: int, num_threads: int) -> tuple[torch.Tensor, QuantForm]:

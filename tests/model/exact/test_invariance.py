@@ -29,7 +29,7 @@ from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
 from diskprefix.model.exact.runner import can_pack
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.native import library, scans
-from tests.exactness.architectures import tiny_model
+from tests.exactness.architectures import quantised_tiny_model, tiny_model
 
 LENGTH = TILE + 60
 pytestmark = pytest.mark.usefixtures("cache")
@@ -47,8 +47,8 @@ def test_it_is_exact_at_every_token(name: str, dtype: torch.dtype) -> None:
     assert verdict(name, dtype) == ("token", "")
 
 
-@pytest.mark.parametrize("name", ["gptj", "gpt_neo", "gemma4"])
-def test_so_is_one_with_attention_of_its_own_or_that_drops_rows(name: str) -> None:
+@pytest.mark.parametrize("name", ["gptj", "gpt_neo", "gemma4", "olmo"])
+def test_so_is_one_with_attention_of_its_own_that_drops_rows_or_turns_in_float32(name: str) -> None:
     model = tiny_model(name, torch.bfloat16)
     layout, reason = make_exact(model, rehearse(model))
     assert (layout.exact_at, reason) == ("token", "")
@@ -56,7 +56,12 @@ def test_so_is_one_with_attention_of_its_own_or_that_drops_rows(name: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "part", "reason"), [("laguna", "_names_curve", "softplus"), ("llama4", "_has_matrices", "bmm")]
+    ("name", "part", "reason"),
+    [
+        ("laguna", "_names_curve", "softplus"),
+        ("llama4", "_has_matrices", "bmm"),
+        ("gemma3n", "_names_curve", "matmul, std"),
+    ],
 )
 def test_functions_and_experts_of_a_forward_are_computed_row_by_row(
     name: str, part: str, reason: str, monkeypatch: pytest.MonkeyPatch
@@ -71,11 +76,10 @@ def test_functions_and_experts_of_a_forward_are_computed_row_by_row(
     ("name", "reason"),
     [
         ("zaya", "recurrent layers of its own"),
-        ("rwkv", "it has a cache of its own"),
-        ("bloom", "it takes no position_ids"),
+        ("minimax", "it has a cache of its own"),
+        ("bloom", "positions are not an argument"),
         ("deepseek_v4", "its state is not cached"),
-        ("xglm", "Pattern"),
-        ("gemma3n", "operators of its own: "),
+        ("xglm", "attention that computes with its mask"),
     ],
 )
 def test_what_is_exact_on_the_grid_only_says_why(name: str, reason: str) -> None:
@@ -225,18 +229,25 @@ def test_other_calls_of_a_product_give_the_model_another_root(monkeypatch: pytes
 
 
 def run(model: PreTrainedModel, layout: Any, steps: Sequence[int]) -> tuple[bytes, torch.Tensor]:
-    """The state of all tokens and the last logits."""
+    """The state of all tokens with the states at the end, and the last logits."""
     arena, token_ids = KVArena(layout, model.device), made_up_tokens(model, 7, sum(steps))
     with torch.inference_mode():
         arena.reserve(sum(steps))
         for part in torch.split(token_ids, list(steps), dim=1):
             logits = arena.forward(model, part)
-    return bytes(arena.read_tokens(0, sum(steps))), logits
+    return bytes(arena.read_tokens(0, sum(steps))) + bytes(arena.read_states()), logits
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "deepseek_v3", "phi3"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "gemma3", "gemma3n", "gpt_oss", "deepseek_v3", "phi3", "gpt_oss int8", "deepseek_v3 int4"),
+        *("qwen3_5", "kimi_linear", "mamba2", "lfm2"),
+    ],
+)
 def test_state_and_logits_have_the_same_bits_however_the_prompt_is_cut(name: str) -> None:
-    model = tiny_model(name, torch.bfloat16)
+    name, _, weights = name.partition(" ")
+    model = quantised_tiny_model(name, weights) if weights else tiny_model(name, torch.bfloat16)
     layout, reason = make_exact(model, rehearse(model))
     assert not reason
     state, logits = run(model, layout, [256, 256, LENGTH - 512])

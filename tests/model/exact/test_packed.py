@@ -15,7 +15,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import Run
-from diskprefix.model.exact import latent, runner
+from diskprefix.model.exact import latent, recurrent, runner
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
 from diskprefix.model.exact.runner import Rows
@@ -110,7 +110,9 @@ def are_equal(one: Bits, other: Bits) -> bool:
     return all(state == its and same(a, b) for (state, a), (its, b) in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss", "mixtral", "minicpm3", "gpt_oss int4"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "gpt_oss", "mixtral", "minicpm3", "gpt_oss int4", "deepseek_v3 int8"]
+)
 def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> None:
     model, layout = made(name)
     expected = alone(model, layout)
@@ -119,10 +121,18 @@ def test_sequences_in_random_steps_have_the_bits_of_each_alone(name: str) -> Non
         assert are_equal(together(model, layout, seed), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2"])
+@pytest.mark.parametrize("name", ["qwen3_5", "lfm2", "mamba2", "kimi_linear", "granitemoehybrid int4"])
 def test_so_have_those_of_recurrent_layers(name: str) -> None:
     model, layout = made(name)
     assert are_equal(together(model, layout, seed=0), alone(model, layout))
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "kimi_linear"])
+def test_with_the_states_of_a_neighbour_they_do_not(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layout = made(name)
+    expected, runs = alone(model, layout), recurrent._runs
+    monkeypatch.setattr(recurrent, "_runs", lambda states: runs([*states[1:], states[0]]))
+    assert not are_equal(together(model, layout, seed=0), expected)
 
 
 @pytest.mark.parametrize("is_ours", [True, False])

@@ -14,19 +14,22 @@ from typing import Any, TypeAlias
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from diskprefix.errors import ModelError
-from diskprefix.model.exact.mixtures import matrices_of
+from diskprefix.model.exact.invariance import make_exact
+from diskprefix.model.exact.mixtures import is_mixture, matrices_of
+from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.load.fit import needs_of_folder
 from diskprefix.model.load.gguf import SUFFIXES
 from diskprefix.model.load.loader import load_model
-from diskprefix.model.quants.exact_quants import exact_quants
+from diskprefix.model.quants.exact_quants import JoinedQuants, exact_quants
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
+from tests.exactness.architectures import shrink
 from tests.model import tiny
 
 Made: TypeAlias = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -314,8 +317,7 @@ def test_what_the_experts_of_gpt_oss_take_is_known_from_the_header(tmp_path: Pat
     folder, _ = gpt_oss(tmp_path / "made")
     needs = needs_of_folder(folder, [folder / "model.safetensors"], "auto", "auto")
     model = loaded(folder)
-    found = sum({part.data_ptr(): part.nbytes for part in (*model.parameters(), *model.buffers())}.values())
-    assert needs.weights_bytes == pytest.approx(found, rel=0.02)
+    assert needs.weights_bytes == pytest.approx(sum(part.nbytes for part in tensors_of(model)), rel=0.02)
 
 
 @pytest.mark.usefixtures("cache")
@@ -404,3 +406,111 @@ def test_codes_that_lie_too_far_from_their_zeros_have_no_form() -> None:
     codes, zeros = torch.full((16, 32), 255, dtype=torch.uint8), torch.zeros(16, 1, dtype=torch.uint8)
     with pytest.raises(ValueError, match="differences of codes and zeros from 255 to 255"):
         exact_quants(8, codes, zeros, torch.ones(16, 1))
+
+
+def mixture(folder: Path, name: str, settings: dict[str, Any], write: Write) -> tuple[Path, PreTrainedModel]:
+    """A tiny mixture with experts as such a checkpoint has them, one by one, and the model with their weights."""
+    model = AutoModelForCausalLM.from_config(shrink(name, **MIXTURES[name]), dtype=torch.bfloat16).eval()
+    model.save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+    random, stored = torch.Generator().manual_seed(0), load_file(folder / "model.safetensors")
+    parts, weights = dict(stored), dict(stored)
+    for key in [key for key in stored if ".experts." in key]:
+        made, weight = write(random, *parts.pop(key).shape)
+        weights[key] = weight.bfloat16()
+        parts |= {f"{key.removesuffix('.weight')}.{part}": tensor.contiguous() for part, tensor in made.items()}
+    assert len(parts) > len(stored)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    save_file(parts, folder / "model.safetensors", {"format": "pt"})
+    edit(folder, settings)
+    return folder, plain
+
+
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {"moe_intermediate_size": 64},
+    "mixtral": {"intermediate_size": 64},
+    "deepseek_v3": {"moe_intermediate_size": 64, "first_k_dense_replace": 1},
+}
+
+
+def differently(random: torch.Generator, rows: int, columns: int) -> Made:
+    """Some matrices have zeros, of others scales that float16 does not hold."""
+    kind = int(numbers(random, 0, 2, 1))
+    parts, weights = compressed(4, 32, is_symmetric=kind == 0)(random, rows, columns)
+    if kind == 2:
+        tiny_scale = torch.tensor(1e-9).bfloat16()
+        parts["weight_scale"][0, 0] = tiny_scale
+        codes, zeros = (numbers(random, -8, 7, rows, size) for size in (columns, columns // 32))
+        weights = weights_of(codes, zeros, parts["weight_scale"])
+        parts["weight_packed"] = in_words(codes + 8, 4)
+        parts["weight_zero_point"] = in_words((zeros + 8).t(), 4).t().contiguous()
+    return parts, weights
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "write", "bits"),
+    [
+        ("qwen3_moe", GPTQ, gptq(4, 32, is_symmetric=True), "int4"),
+        ("mixtral", AWQ, awq, "int5"),
+        ("deepseek_v3", compressed_settings("pack-quantized", 4), compressed(4, 32, is_symmetric=True), "int4"),
+        ("qwen3_moe", compressed_settings("pack-quantized", 4), differently, "int8"),
+    ],
+)
+@pytest.mark.usefixtures("cache")
+def test_experts_are_served_in_the_quants_that_they_were_published_with(
+    name: str, settings: dict[str, Any], write: Write, bits: str, tmp_path: Path
+) -> None:
+    folder, plain = mixture(tmp_path / "made", name, settings, write)
+    model = loaded(folder)
+    mixtures = {name: module for name, module in model.named_modules() if isinstance(module, QuantisedExperts)}
+    assert set(mixtures) == {name for name, module in plain.named_modules() if is_mixture(module)} != set()
+    for path, found in mixtures.items():
+        for part, (weight, _) in matrices_of(plain.get_submodule(path)).items():
+            assert torch.equal(found.parts()[part].weight, weight), (path, part)
+            assert str(found.parts()[part].form).startswith(bits)
+    layout, reason = make_exact(model, rehearse(model))
+    assert (layout.exact_at, reason) == ("token", "")
+    if write is not differently:
+        needs = needs_of_folder(folder, [folder / "model.safetensors"], "auto", "auto")
+        assert needs.weights_bytes == pytest.approx(sum(part.nbytes for part in tensors_of(model)), rel=0.05)
+
+
+def tensors_of(model: PreTrainedModel) -> list[torch.Tensor]:
+    return [*{part.data_ptr(): part for part in (*model.parameters(), *model.buffers())}.values()]
+
+
+@pytest.mark.usefixtures("cache")
+def test_experts_of_more_bits_than_wanted_are_made_anew(tmp_path: Path) -> None:
+    folder, plain = mixture(
+        tmp_path / "made",
+        "qwen3_moe",
+        compressed_settings("pack-quantized", 8),
+        compressed(8, 32, is_symmetric=True),
+    )
+    found = loaded(folder, "int4").get_submodule("model.layers.0.mlp.experts")
+    assert isinstance(found, QuantisedExperts)
+    assert str(found.parts()["down"].form).startswith("int4")
+    (weight, _) = matrices_of(plain.get_submodule("model.layers.0.mlp.experts"))["down"]
+    assert 0 < float((found.parts()["down"].weight.float() - weight.float()).norm() / weight.float().norm()) < 0.2
+
+
+@pytest.mark.usefixtures("cache")
+def test_experts_that_no_operator_computes_with_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = mixture(tmp_path / "made", "qwen3_moe", GPTQ, gptq(4, 32, is_symmetric=True))
+    monkeypatch.setattr("diskprefix.model.quants.quantising.quantisable_experts", lambda _: iter(()))
+    with pytest.raises(ModelError) as raised:
+        loaded(folder)
+    assert raised.value.message == (
+        "experts of this architecture are not served in GPTQ int4 weights; add --weights int4 or int8"
+    )
+
+
+def test_experts_that_are_put_together_in_another_way_are_refused() -> None:
+    one = exact_quants(4, torch.full((16, 32), 3, dtype=torch.uint8), torch.zeros(16, 1), torch.ones(16, 1))
+    rows = torch.arange(32).view(2, 16)
+    joined = JoinedQuants(rows, [one, one])
+    assert joined.packed(rows)[0].shape[0] == 2
+    for wrong in (rows.flip(1), rows.view(1, 32), rows.view(4, 8)):
+        with pytest.raises(ModelError, match="put together in a way that is not served"):
+            joined.packed(wrong)

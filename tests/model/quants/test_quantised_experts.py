@@ -87,7 +87,7 @@ def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
     tiny_model(name, torch.bfloat16).save_pretrained(source)
     stored = stored_tensors(source, [source / "model.safetensors"])
     sources = {name: tensor.read for name, tensor in stored.items()}
-    made = StreamedQuantising(sources, "int4", tmp_path, lambda _: None).run(type(model), model.config)
+    made = StreamedQuantising(sources, (), "int4", tmp_path, lambda _: None).run(type(model), model.config)
     save_configurations(made, tmp_path)
     config = type(model.config).from_pretrained(tmp_path)
     describe(config, [tmp_path / "model.safetensors"])
@@ -108,7 +108,7 @@ def test_plain_experts_are_written_as_they_come_beside_quants(name: str, tmp_pat
     quants = quantised(model.get_submodule(attention).weight.detach(), 8)
     sources[f"{attention}.weight"] = lambda: quants
     held: list[str] = []
-    quantising = StreamedQuantising(sources, "auto", tmp_path, lambda _: held.extend(quantising._held))
+    quantising = StreamedQuantising(sources, (), "auto", tmp_path, lambda _: held.extend(quantising._held))
     quantising.run(type(model), model.config)
     assert not [part for part in held if not part.endswith("_bias")], "only biases wait for the matrices"
     written, expected = load_file(tmp_path / "model.safetensors"), model.state_dict()
