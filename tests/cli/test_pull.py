@@ -15,9 +15,13 @@ from typing import Any
 
 import pytest
 
+from diskprefix.errors import ModelError
+from diskprefix.extras.catalogue import pull_command
 from diskprefix.model.load import hub as hub_module
 from diskprefix.model.load.fit import ROOM_BYTES
 from diskprefix.model.load.gguf import converted_folder
+from diskprefix.model.load.loader import load_model
+from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.model import tiny
 from tests.model.hub import FakeHub, fake_hub
@@ -116,6 +120,20 @@ def test_a_quant_that_is_here_is_taken_again_where_none_is_named(
     free_memory(monkeypatch, 1 << 40)
     assert "tiny-q4_0.gguf is on this machine" in run("pull", REPO).stderr
     assert hub.fetched() == ["tiny-q4_0.gguf"]
+
+
+def test_a_quant_that_does_not_fit_is_fetched_with_a_note_and_refused_by_the_start_with_those_that_do(
+    run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_bytes = (repository / "tiny-q8_0.gguf").stat().st_size + ROOM_BYTES - 1
+    monkeypatch.setattr(pull_command, "available_ram_bytes", lambda: num_bytes)
+    monkeypatch.setattr("diskprefix.model.load.loader.available_bytes", lambda _device: num_bytes)
+    with pytest.raises(ModelError, match=rf"^{REPO}:Q8_0 does not fit: .*; --model {REPO}:Q4_0 would fit: "):
+        load_model(Settings(model=f"{REPO}:Q8_0"), lambda _line: None)
+    assert hub.fetched() == []
+    ended = run("pull", f"{REPO}:Q8_0")
+    assert f"note: {REPO}:Q8_0 does not fit: " in ended.stderr
+    assert (ended.exit_code, hub.fetched()) == (0, ["tiny-q8_0.gguf"])
 
 
 def test_all_parts_come_from_their_folder_and_a_projector_does_not(run: Run, hub: FakeHub) -> None:
@@ -249,7 +267,7 @@ def test_the_token_goes_to_the_hub_and_not_to_where_the_files_are(
     assert hub.tokens == {("hub", "Bearer hf_secret"), ("elsewhere", None)}
 
 
-def pull_command(hub: FakeHub, tmp_path: Path) -> dict[str, Any]:
+def pull_process(hub: FakeHub, tmp_path: Path) -> dict[str, Any]:
     """A pull in a process of its own, which knows the hub and its folder by variables."""
     own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
@@ -269,7 +287,7 @@ def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole(
             may_go_on.wait(60)
 
     hub.breaks_every, hub.on_file = 20_000, on_file
-    with subprocess.Popen(**pull_command(hub, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as pull:
+    with subprocess.Popen(**pull_process(hub, tmp_path), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as pull:
         assert is_in_the_middle.wait(60)
         pull.kill()
     may_go_on.set()
@@ -291,7 +309,7 @@ def test_a_file_that_is_gone_after_the_listing_is_an_error(
 
 
 def test_a_mirror_and_the_folder_are_given_by_the_hubs_own_variables(hub: FakeHub, tmp_path: Path) -> None:
-    ended = subprocess.run(**pull_command(hub, tmp_path), capture_output=True, text=True, check=True)
+    ended = subprocess.run(**pull_process(hub, tmp_path), capture_output=True, text=True, check=True)
     assert ended.stdout.startswith(f"{REPO}:Q8_0 is in {tmp_path}/home/hub/models--org--tiny-GGUF/snapshots/")
     assert ended.stderr.splitlines()[-1] == f"fetching {REPO}: 75 %", "without a terminal, each quarter is a line"
 

@@ -35,6 +35,7 @@ class FakeHub:
         self.private: set[str] = set()
         self.broken: set[str] = set()
         self.requested: list[str] = []
+        self.sent: list[str] = []
         self.ranges: list[str] = []
         self.tokens: set[tuple[str, str | None]] = set()
         self.breaks_every = 0
@@ -46,8 +47,8 @@ class FakeHub:
         return hashlib.sha1("\n".join([repo, *names]).encode()).hexdigest()
 
     def fetched(self) -> list[str]:
-        """The names of the files that were asked for, each once."""
-        return sorted({path.rpartition("/")[2] for path in self.requested if "/resolve/" in path})
+        """The names of the files that were sent, each once."""
+        return sorted({path.rpartition("/")[2] for path in self.sent if "/resolve/" in path or path[:9] == "elsewhere"})
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -57,6 +58,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
         self.hub.requested.append(path)
+        if self.command == "GET":
+            self.hub.sent.append(path)
         parts = path.split("/")
         self.hub.tokens.add(("elsewhere" if parts[0] == "elsewhere" else "hub", self.headers.get("Authorization")))
         if parts[0] == "elsewhere":

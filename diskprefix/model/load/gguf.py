@@ -42,7 +42,7 @@ CONVERSION_FORMAT = 2
 again."""
 
 MANIFEST = "manifest.json"
-SUFFIXES = {"native": "", "auto": "-quants.3", "int8": "-int8.4", "int4": "-int4.4"}
+SUFFIXES = {"auto": "-quants.3", "native": "", "int8": "-int8.4", "int4": "-int4.4"}
 """Ends of the folder's name, by the form of the weights. The number changes with the layout of quants in memory."""
 _LOCK, _PARTIAL = ".lock-", ".partial-"
 """Prefixes of a model's name: the file that is locked while the model is made, and the folder that it is made in."""

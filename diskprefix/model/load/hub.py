@@ -42,8 +42,8 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class HubListing:
-    """The tensors of a repository's safetensors, its configuration, and the sizes of its `.gguf` files by name; or,
-    with a `quant`, the files of that quant alone."""
+    """The tensors of a repository's safetensors, its configuration, and the sizes of its `.gguf` files by name. With a
+    `quant`, that of these files is meant."""
 
     repo: str
     stored: Sequence[StoredShape]
@@ -53,31 +53,35 @@ class HubListing:
 
     def needs(self, weights: str, dtype: str) -> ModelNeeds:
         if self.quant:
-            tensors = [whole_file(name, size) for name, size in self.gguf.items()]
+            tensors = [whole_file(self.quant, _sizes(self.gguf)[self.quant])]
             return ModelNeeds(name=f"{self.repo}:{self.quant}", tensors=tensors, state=TokenState(0))
         return needs_of_checkpoint(self.repo, self.stored, self.config, weights, dtype)
 
     def other_forms(self, weights: str) -> Iterator[tuple[str, ModelNeeds]]:
         """Yields fewer bits, and the repository's `.gguf` files, each with how it is asked for."""
         for form in ("int8", "int4"):
-            if form != weights:
+            if form != weights and not self.quant:
                 yield f"--weights {form}", self.needs(form, "auto")
         state = state_of_config(self.config, 2)
         for quant, size in sorted(_sizes(self.gguf).items(), key=lambda found: -found[1]):
             yield f"--model {self.repo}:{quant}", ModelNeeds(name=quant, tensors=[whole_file(quant, size)], state=state)
 
 
-def listing_of(repo: str) -> HubListing | None:
-    """Returns the listing of a repository, None if the hub does not give it. Nothing is downloaded but headers."""
+def listing_of(model: str) -> HubListing | None:
+    """Returns the listing of a repository, perhaps with a quant, None if the hub does not give it. Nothing is
+    downloaded but headers."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     api = HfApi()
+    repo, quant = split_name(model)
     try:
+        files = {name: size for name, size in repository_files(repo).items() if size}
+        if quant:
+            return HubListing(repo, (), {}, files, choose_quant(repo, _sizes(files), quant, 0)[0])
         found = api.get_safetensors_metadata(repo)
         cached = try_to_load_from_cache(repo, "config.json")
         file = cached if isinstance(cached, str) else api.hf_hub_download(repo, "config.json")
         config = json.loads(Path(file).read_text(encoding="utf-8"))
-        files = repository_files(repo)
     except Exception:  # noqa: BLE001 - it only comes before the download, which says what is wrong
         return None
     stored = [
@@ -85,7 +89,7 @@ def listing_of(repo: str) -> HubListing | None:
         for file in found.files_metadata.values()
         for name, one in file.tensors.items()
     ]
-    return HubListing(repo, stored, config, {name: size for name, size in files.items() if size})
+    return HubListing(repo, stored, config, files)
 
 
 # -- quants ----------------------------------------------------------------------------------------------------------
@@ -251,8 +255,8 @@ def _fetched_quant(
     """Returns the first part of a quant, fetched. `files` are those of the repository, with their sizes."""
     chosen, reason = choose_quant(repo, _sizes(files), quant, available_ram_bytes())
     names = quants_in(list(files))[chosen]
-    listing = HubListing(repo, (), {}, {name: files[name] for name in names}, chosen)
-    progress(f"{repo}: {chosen}, {format_size(sum(listing.gguf.values()))}, {reason}")
+    listing = HubListing(repo, (), {}, files, chosen)
+    progress(f"{repo}: {chosen}, {format_size(sum(files[name] for name in names))}, {reason}")
     if any("mmproj" in name.lower() for name in files):
         progress("its mmproj file is left out: images need the repository of the original model")
     folder = _fetched(repo, [escape(name) for name in names], progress, lambda: before(listing), ignored=())

@@ -31,7 +31,7 @@ def test_a_hub_id_is_fetched_once_and_served_from_the_hubs_cache_when_it_is_down
         hub.repos["org/tiny"] = folder
         online = load("org/tiny")
         assert hub.fetched() == sorted(["model.safetensors", *(path.name for path in folder.glob("*.j*"))])
-        hub.requested.clear()
+        hub.sent.clear()
         load("org/tiny")
         assert hub.fetched() == []
     offline = load("org/tiny")
@@ -97,7 +97,7 @@ def test_a_tokenizer_is_fetched_without_the_weights(
         tokenizer = load_tokenizer("org/tiny", None, lambda _: None)
         assert tokenizer.chat_template
         assert hub.fetched() == sorted(path.name for path in folder.glob("*.j*"))
-        hub.requested.clear()
+        hub.sent.clear()
         assert load("org/tiny").name == "org/tiny"
         assert hub.fetched() == ["model.safetensors"], "what is there is not fetched again"
 
