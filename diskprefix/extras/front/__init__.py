@@ -11,10 +11,14 @@ if TYPE_CHECKING:
 
 
 def open_front(settings: Settings) -> RunFront | None:
-    """Returns what serves with a process for each model, None if there is one that need not come and go."""
-    if not (settings.standby or settings.idle_unload):
+    """Returns what serves with a process for each model, None if there is one that need not come and go. Raises
+    `SettingsError`."""
+    from diskprefix.extras.catalogue.catalogue import needs, open_catalogue
+
+    catalogue = open_catalogue(settings)
+    if catalogue is None and not (settings.standby or settings.idle_unload):
         return None
     from diskprefix.extras.front.front import run_front
     from diskprefix.extras.front.listing import Listing
 
-    return partial(run_front, Listing(settings, None))
+    return partial(run_front, Listing(settings, catalogue, needs))

@@ -311,9 +311,10 @@ class Front:
         keep_alive_s: float | None = None,
     ) -> None:
         for _ in range(_ATTEMPTS):
-            worker = await self._worker_for(known, caller)
-            # What others read from time to time keeps no model in memory.
+            # What others read from time to time neither loads a model nor keeps it in memory.
             is_use = scope["method"] == "POST"
+            loads = is_use or scope["path"].startswith("/v1/models")
+            worker = await self._worker_for(known, caller, loads=loads)
             used_at = worker.place.used_at
             self._swaps.begin_request(worker.place, caller)
             try:
@@ -337,9 +338,12 @@ class Front:
                 self._settle()
         raise NotReady(f"the processes of the model {known.name} die; its log has the reason")
 
-    async def _worker_for(self, known: NamedModel, caller: Tenant) -> ModelWorker:
-        """Returns the worker of a model, or a new one. Raises `DiskPrefixError` if there can be none now."""
+    async def _worker_for(self, known: NamedModel, caller: Tenant, *, loads: bool = True) -> ModelWorker:
+        """Returns the worker of a model, or a new one if the request `loads` the model. Raises `DiskPrefixError` if
+        there can be none now."""
         if self._swaps.of(known.name) is None:
+            if not loads and not self._is_kept(known):
+                raise NotReady(f"{known.name} is not loaded; a request for a reply loads it")
             await self._listing.learn(known)
         place = self._swaps.of(known.name)
         if place is not None:
@@ -414,7 +418,8 @@ class Front:
             return True
         if self._listing.only is not None:
             if path == "/health" and self._swaps.of(self._listing.only.name) is None:
-                await _send_json(send, {"status": "idle" if not self._is_kept(self._listing.only) else "loading"}, 503)
+                is_kept = self._is_kept(self._listing.only)
+                await _send_json(send, {"status": "loading" if is_kept else "ok"}, 503 if is_kept else 200)
                 return True
             return False
         if method not in ("GET", "HEAD"):
