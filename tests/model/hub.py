@@ -34,7 +34,6 @@ class FakeHub:
         self.gated: set[str] = set()
         self.private: set[str] = set()
         self.broken: set[str] = set()
-        self.requested: list[str] = []
         self.sent: list[str] = []
         self.ranges: list[str] = []
         self.tokens: set[tuple[str, str | None]] = set()
@@ -57,7 +56,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path).strip("/")
-        self.hub.requested.append(path)
         if self.command == "GET":
             self.hub.sent.append(path)
         parts = path.split("/")
@@ -132,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: the tests look at `requested`."""
+        """Nothing: the tests look at `sent`."""
 
 
 def _entry(path: Path, name: str) -> dict[str, Any]:

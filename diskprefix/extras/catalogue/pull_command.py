@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,7 @@ from diskprefix.model.load.gguf import converted_folders
 from diskprefix.model.load.gguf_file import part_paths
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, split_name
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
 
@@ -51,22 +53,22 @@ def pull(name: str, as_json: bool) -> None:
     Exit codes: 0 done; 2 wrong usage; 3 the model cannot be fetched, or no quant of it fits.
     """
     path = fetched_model(name, _say, "pull", _warn, with_weights=True)
-    fetched = next((known for known, place in cached_models() if place == path), None)
+    fetched = next((known for known, place in cached_models() if place.samefile(path)), None)
     if fetched is None:
         raise ModelError(f"{name} holds no model: neither weights with a config.json nor .gguf files")
     row = row_of(KnownModel(name=fetched, settings=Settings(model=str(path)), source=name, path=path, origin="pulled"))
     if as_json:
         print_json(row)
         return
-    click.echo(f"{fetched} is in {path}")
+    click.echo(printable_only(f"{fetched} is in {path}"))
     if row["needed_bytes"]:
         fits = f"a context of {row['context']:,} tokens" if row["fits"] else "which is more than is free"
         click.echo(f"needs     {format_size(row['needed_bytes'])} of memory, {fits}")
-    click.echo(f"serve it  diskprefix serve --model {fetched}")
+    click.echo(f"serve it  diskprefix serve --model {shlex.quote(fetched)}")
 
 
 def _say(line: str) -> None:
-    click.echo(line, err=True)
+    click.echo(printable_only(line), err=True)
 
 
 def _warn(listing: HubListing) -> None:
