@@ -31,4 +31,5 @@ def _of_this_cpu() -> tuple[str, ...]:
     if not build.is_current():
         build.build()
         library._loaded.cache_clear()
+        library._has_rows.cache_clear()
     return tuple(name for name in VARIANTS if library._loaded(name)[0])

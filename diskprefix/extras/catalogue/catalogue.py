@@ -12,7 +12,7 @@ from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue.models_file import read_models_file
 from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
-from diskprefix.model.load.gguf import SUFFIXES, finished_folder, is_finished
+from diskprefix.model.load.gguf import SUFFIXES, finished_folder, is_finished, suffix_of
 from diskprefix.model.load.gguf_file import MATRICES, first_parts, model_stem
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model, is_model_folder
 from diskprefix.native import build
@@ -142,7 +142,7 @@ def path_of(model: str | None) -> Path | None:
         return path
     if model is not None and model != EMBEDDED.name:
         return cached_model(model)
-    folders = (cache_home() / "models" / f"{EMBEDDED.name}{suffix}" for suffix in SUFFIXES.values())
+    folders = (cache_home() / "models" / f"{EMBEDDED.name}{suffix}" for suffix in map(suffix_of, SUFFIXES))
     return next((folder for folder in folders if is_finished(folder)), None)
 
 

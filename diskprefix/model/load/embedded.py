@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load.gguf import SUFFIXES, build_once, convert, require_disk
+from diskprefix.model.load.gguf import build_once, convert, require_disk, suffix_of
 from diskprefix.progress import Report
 from diskprefix.units import format_size
 
@@ -57,7 +57,7 @@ def embedded_folder(report: Report, model: WheelModel = EMBEDDED, weights: str =
             gguf.replace(made / gguf.name)
         return made
 
-    return build_once(model.name + SUFFIXES[weights], build, report)
+    return build_once(model.name + suffix_of(weights), build, report)
 
 
 def download_wheel(model: WheelModel, work: Path) -> Path:

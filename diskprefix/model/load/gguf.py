@@ -29,6 +29,7 @@ from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.gguf_rope import SCALING, scale_positions
 from diskprefix.model.load.gguf_splits import set_splits
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.native.library import has_rows
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
 from diskprefix.settings import cache_home
@@ -43,7 +44,7 @@ again."""
 
 MANIFEST = "manifest.json"
 SUFFIXES = {"auto": "-quants.3", "native": "", "int8": "-int8.4", "int4": "-int4.4"}
-"""Ends of the folder's name, by the form of the weights. The number changes with the layout of quants in memory."""
+"""By the form of the weights. The number changes with the layout of quants in memory."""
 _LOCK, _PARTIAL = ".lock-", ".partial-"
 """Prefixes of a model's name: the file that is locked while the model is made, and the folder that it is made in."""
 _GGUF = "model.load.gguf"
@@ -66,10 +67,15 @@ def converted_folder(gguf: Path, report: Report, weights: str = "native", check:
     return build_once(_folder_name(gguf, weights), lambda work: convert(gguf, work, report, weights, check), report)
 
 
+def suffix_of(weights: str) -> str:
+    """Returns the end of a folder's name for the form of its weights."""
+    return SUFFIXES[weights] + ("-rows" if weights != "native" and has_rows() else "")
+
+
 def finished_folder(gguf: Path, weights: str) -> Path | None:
     """Returns the folder of the model in `gguf` if it is converted. Raises `ModelError` if the file cannot be read."""
     models = cache_home() / "models"
-    if not any(models.glob(f"{glob.escape(model_stem(gguf)[:100])}-*{SUFFIXES[weights]}")):
+    if not any(models.glob(f"{glob.escape(model_stem(gguf)[:100])}-*{suffix_of(weights)}")):
         return None
     folder = models / _folder_name(gguf, weights)
     return folder if is_finished(folder) else None
@@ -87,7 +93,7 @@ def _folder_name(gguf: Path, weights: str) -> str:
         digest = remembered_digest(gguf) if len(parts) == 1 else weights_digest(parts)
     except OSError as error:
         raise ModelError(f"cannot read {gguf}: {error.strerror}") from error
-    return f"{model_stem(gguf)[:100]}-{digest[:12]}{SUFFIXES[weights]}"
+    return f"{model_stem(gguf)[:100]}-{digest[:12]}{suffix_of(weights)}"
 
 
 def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path:

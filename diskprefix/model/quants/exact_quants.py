@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 
 from diskprefix.errors import ModelError
-from diskprefix.model.quants.forms import Quants
+from diskprefix.model.quants.forms import Quants, lines_of
 from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import COLUMNS, ROWS
@@ -42,10 +42,8 @@ class SignedQuants:
         rows, columns = self.steps.shape
         blocks = rows // ROWS, columns // COLUMNS
         scales = self.scales.half().view(blocks[0], ROWS, blocks[1]).transpose(1, 2).contiguous().view(torch.uint8)
-        codes = (self.steps + (1 << (self.bits - 1))).view(blocks[0], ROWS, blocks[1], COLUMNS // 2, 2)
-        # Pair of columns, row of the strip and column of the pair.
-        pairs = codes.permute(0, 2, 3, 1, 4).reshape(*blocks, COLUMNS // 2, 2 * ROWS).to(torch.int32)
-        planes = [_words(pairs & 15, 4), *([_words(pairs >> 4, 1)] if self.bits == 5 else [])]
+        lines = lines_of(self.steps + (1 << (self.bits - 1))).to(torch.int32)
+        planes = [_words(lines & 15, 4), *([_words(lines >> 4, 1)] if self.bits == 5 else [])]
         return torch.cat([scales, *planes], dim=2)
 
 
@@ -146,7 +144,7 @@ def halves_of(content: torch.Tensor) -> torch.Tensor:
 
 
 def _words(digits: torch.Tensor, bits: int) -> torch.Tensor:
-    """Returns words of 16 bits as uint8 [.., bytes], for digits [.., pairs, lanes] of so many bits."""
+    """Returns words of 16 bits as uint8 [.., bytes], for digits [.., lines, lanes] of so many bits."""
     in_word = 16 // bits
     shifts = torch.arange(0, 16, bits, dtype=torch.int32).view(-1, 1)
     words = (digits.view(*digits.shape[:-2], -1, in_word, digits.shape[-1]) << shifts).sum(-2)

@@ -9,6 +9,7 @@ import torch
 
 from diskprefix.model.quants.quant_form import FORMS, QuantForm
 from diskprefix.native import COLUMNS, ROWS
+from diskprefix.native.library import has_rows
 
 _SHRUNK = (1.0, 0.94, 0.88, 0.82)
 """The parts of a group's range that are tried for 4 bits. A smaller one cuts the outermost weights off and is finer."""
@@ -57,10 +58,28 @@ class Quants:
             for numbers in (self.scales, self.zeros)
             if numbers is not None
         ]
-        # Row of the strip, pair of columns, column of it.
-        codes = self.codes.view(blocks[0], ROWS, blocks[1], 16, 2).permute(0, 2, 3, 1, 4).reshape(*blocks, 16, 32)
+        codes = lines_of(self.codes)
         parts.append((codes.view(torch.uint8) if self.zeros is None else _in_words(codes)).reshape(*blocks, -1))
         return torch.cat(parts, dim=2)
+
+
+def lines_of(codes: torch.Tensor) -> torch.Tensor:
+    """Returns the lines of the blocks, [strips, blocks, 16, 32], for codes [rows, columns] in groups of 32."""
+    rows, columns = codes.shape
+    if has_rows():
+        return codes.view(rows // ROWS, ROWS, columns // COLUMNS, COLUMNS).transpose(1, 2).contiguous()
+    # Row of the strip, pair of columns, column of it.
+    pairs = codes.view(rows // ROWS, ROWS, columns // COLUMNS, 16, 2).permute(0, 2, 3, 1, 4)
+    return pairs.reshape(rows // ROWS, columns // COLUMNS, 16, 32)
+
+
+def _of_lines(lines: torch.Tensor) -> torch.Tensor:
+    """Returns the inverse of `lines_of`."""
+    strips, blocks = lines.shape[:2]
+    if has_rows():
+        return lines.transpose(1, 2).reshape(strips * ROWS, blocks * COLUMNS)
+    pairs = lines.view(strips, blocks, 16, ROWS, 2).permute(0, 3, 1, 2, 4)
+    return pairs.reshape(strips * ROWS, blocks * COLUMNS)
 
 
 def _in_words(codes: torch.Tensor) -> torch.Tensor:
@@ -81,10 +100,10 @@ def unpacked(packed: torch.Tensor, form: QuantForm) -> Quants:
     """Returns the inverse of `Quants.packed`, for `FORMS`."""
     assert form in FORMS
     strips, blocks, _ = packed.shape
-    rows, columns = strips * ROWS, blocks * COLUMNS
+    rows = strips * ROWS
     codes = packed[..., form.numbers_bytes :].contiguous()
     codes = _of_words(codes.view(strips, blocks, 4, 64)) if form.bits == 4 else codes.view(torch.int8)
-    codes = codes.view(strips, blocks, 16, ROWS, 2).permute(0, 3, 1, 2, 4).reshape(rows, columns)
+    codes = _of_lines(codes.view(strips, blocks, 16, 32))
     numbers = packed[..., : form.numbers_bytes].contiguous().view(getattr(torch, form.scales)).float()
     scales, *zeros = numbers.view(strips, blocks, -1, ROWS).permute(2, 0, 3, 1).reshape(-1, rows, blocks).unbind()
     return Quants(codes, scales, zeros[0] if zeros else None)

@@ -10,10 +10,11 @@ each the 16 rows. The scales of units of eight blocks (`bytes`, `nibbles`, `shar
 group, and begin with a float16 for each row that they are multiplied with. Another one is for the zeros, which are then
 subtracted. Units follow each other, and so do strips, so a product reads from the first to the last byte.
 
-The codes of a block are 16 pairs of columns, each with 16 rows × 2 codes: 32 lanes. With 8 bits these are 32 bytes.
-With fewer there are planes: words of 32 lanes of 16 bits. The first words have the low 4 bits (with 2 or 3 bits: the
-low 2) of consecutive pairs, the lowest bits those of the first pair. The next words have the other bits in the same
-way.
+The codes of a block are 16 lines of 32 lanes. For AMX a line is a row of the strip, and its lanes are the 32 columns;
+of two groups they alternate. For the other variants a line is a pair of columns, and its lanes are the two columns of
+the first row, then those of the second. With 8 bits a line is 32 bytes. With fewer there are planes: words of 32 lanes
+of 16 bits. The first words have the low 4 bits (with 2 or 3 bits: the low 2) of consecutive lines, the lowest bits
+those of the first line. The next words have the other bits in the same way.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ from diskprefix.model.quants.quantised_experts import (
     QuantisedMatrices,
     may_be_quantised,
 )
-from diskprefix.native.library import operators
+from diskprefix.native.library import has_rows, operators
 from diskprefix.native.matrix import Matrix, rows_of
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ METHOD = "diskprefix"
 _SCALE = "scalar_embed_scale"
 """The attribute of embeddings that are multiplied, in transformers."""
 FILE = "model.safetensors"
-_FORMS, _UNTIED = "diskprefix_forms", "diskprefix_untied"
-"""Keys of the metadata of the weights file: the forms by the names of the modules; set if the logits have a matrix of
-their own instead of that of the embeddings."""
+_FORMS, _LINES, _UNTIED = "diskprefix_forms", "diskprefix_lines", "diskprefix_untied"
+"""Keys of the metadata of the weights file: the forms by the names of the modules; what the lines of codes are; set if
+the logits have a matrix of their own instead of that of the embeddings."""
 _ROUTERS = ("gate", "router", "shared_expert_gate")
 _EXPANSION = "kv_b_proj"
 """The matrix of latent attention that is multiplied from both sides (`model.exact.latent`). It is small."""
@@ -163,7 +163,7 @@ def metadata_of(model: PreTrainedModel, forms: Mapping[str, str], others: Collec
     """Returns the metadata of the weights file of a model whose modules have these forms. The quants of `others` are in
     another file. For experts the names are those of the parts, such as `experts.gate`."""
     untied = {_UNTIED: "1"} if _head_name(model) in {*forms, *others} else {}
-    return {"format": "pt", _FORMS: json.dumps(forms, sort_keys=True), **untied}
+    return {"format": "pt", _FORMS: json.dumps(forms, sort_keys=True), _LINES: _lines(), **untied}
 
 
 def _head_name(model: PreTrainedModel) -> str | None:
@@ -183,10 +183,18 @@ def is_quantised(files: Sequence[Path]) -> bool:
 
 
 def describe(config: PreTrainedConfig, files: Sequence[Path]) -> None:
-    """Tells transformers that the weights in these files are quantised. This goes into the identity of the model."""
+    """Tells transformers that the weights in these files are quantised. This goes into the identity of the model.
+    Raises `ModelError` if other operators than those that were chosen take them."""
+    metadata = _metadata(files[0])
+    if metadata.get(_LINES) != _lines():
+        raise ModelError(f"{files[0]} was made for another CPU or other --kernels; serve the model that it was made of")
     config.quantization_config = {"quant_method": METHOD, "kernel": kernel()}
-    if is_untied(_metadata(files[0])):
+    if is_untied(metadata):
         untie(config)
+
+
+def _lines() -> str:
+    return "rows" if has_rows() else "pairs"
 
 
 def is_untied(metadata: Mapping[str, str]) -> bool:

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Check, needs_of_checkpoint, read_config
-from diskprefix.model.load.gguf import SUFFIXES, build_once, enough_to_make, require_disk
+from diskprefix.model.load.gguf import build_once, enough_to_make, require_disk, suffix_of
 from diskprefix.model.load.gguf_file import file_stamp
 from diskprefix.model.load.stored_tensors import stored_tensors
 from diskprefix.model.quants.published import PublishedWeights, Source, published_weights, settings_of
@@ -72,7 +72,7 @@ def weight_files_in(
         # It says what the bytes of the files mean.
         described = json.dumps(settings_of(config), sort_keys=True, default=str)
         digest = hashlib.sha256(f"{digest} {described}".encode()).hexdigest()
-    name = f"{folder.resolve().name[:100]}-{digest[:12]}{SUFFIXES[weights]}"
+    name = f"{folder.resolve().name[:100]}-{digest[:12]}{suffix_of(weights)}"
     return [build_once(name, build, report) / FILE]
 
 

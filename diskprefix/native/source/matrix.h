@@ -40,109 +40,103 @@ struct Part {
 
 #if defined(__AMX_BF16__)
 
-// The rows are the left factors, but for few rows and a matrix in bfloat16: its rows are left factors as they lie in memory.
+// The rows of the matrix are left factors, and those of the call right ones: groups of 16, pairs of columns, in each all rows
+// of the group.
 struct Multiply {
-  static constexpr int64_t ROWS = 32, FEW_ROWS = 16;
-  static constexpr int64_t AT_ONCE = 2;  // blocks, if there are few rows
+  static constexpr int64_t ROWS = 32, FEW_ROWS = 32;
+  static constexpr int64_t AT_ONCE = 4;  // blocks, if there are few rows
+  static constexpr int64_t PACKED_TOGETHER = 16;
 
-  static TileScope scope_of(const Part& part) {
-    const int64_t few = part.num_rows > FEW_ROWS ? 16 : part.num_rows, rows = part.form.stride ? 16 : few;
-    return TileScope(rows, rows, part.form.stride ? few : 16);
-  }
+  static TileScope scope_of(const Part& part) { return TileScope(16, 16, least(part.num_rows, 16)); }
 
-  // Few rows are used as they are. A single one is used by all tiles.
-  static bool takes_packed(const Part& part) { return part.num_rows > (part.form.stride ? 1 : FEW_ROWS); }
+  // A single row has the right form already.
+  static bool takes_packed(const Part& part) { return part.num_rows > 1; }
 
   static int64_t packed_bytes(int64_t num_rows, int64_t columns) { return up_to(num_rows, 16) * columns * 2; }
 
-  // More than 16 rows: 32 columns of 16 rows behind each other. Fewer: pairs of columns, in each all rows.
-  static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t num_rows, int64_t columns, uint8_t* packed) {
-    if (num_rows <= FEW_ROWS) return TileProduct::turn_rows(rows, num_rows, columns, (uint16_t*)packed);
-    for (int64_t row = begin; row < end; ++row) {
-      uint16_t* to = (uint16_t*)packed + (row / 16) * 16 * columns + (row % 16) * INNER;
-      const uint16_t* from = rows + row * columns;
-      for (int64_t column = 0; column < columns; column += INNER, to += 16 * INNER)
-        store(to, loaded<__m512i>(from + column));
+  static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t, int64_t columns, uint8_t* packed) {
+    for (int64_t row = begin; row < end; row += 16)
+      TileProduct::turn_rows(rows + row * columns, least(end - row, 16), columns, (uint16_t*)packed + row * columns);
+  }
+
+  // Adds the products of a block of STRIPS with GROUPS of rows. Left factors have rows `stride` bytes apart.
+  template <int STRIPS, int GROUPS>
+  static void add(const Part& part, int64_t block, const uint8_t* left, int64_t stride) {
+    if (part.num_rows == 1) {
+      TileSums<STRIPS, 1>::add(left, left + STRIP * stride, stride, 0, part.rows + block * INNER, nullptr, 4, 0, 1);
+      return;
     }
+    const uint8_t* right = part.packed + block * 1024;
+    TileSums<STRIPS, GROUPS>::add(left, left + STRIP * stride, stride, 0, right, right + part.blocks * 1024, 64, 0, 1);
   }
 
-  // Fetches the strip after the next one while this one is computed, if there is one.
-  static void fetch(const uint8_t* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) _mm_prefetch(from + i, _MM_HINT_T1);
-  }
-
-  template <int ROWS, int STRIPS>
+  template <int STRIPS, int GROUPS>
   static void finish(const Part& part, int64_t row, int64_t strip) {
-    alignas(64) float sums[4][256];
-    TileSums<ROWS, STRIPS>::put(sums[0], 256, 512, 64);
-    for (int tile = 0; tile < ROWS; ++tile)
-      for (int half = 0; half < STRIPS; ++half)
-        for (int64_t i = 0; i < least(16, part.num_rows - row - 16 * tile); ++i)
-          part.put(loaded<Sixteen>(sums[2 * tile + half] + 16 * i), row + 16 * tile + i, STRIP * (strip + half));
+    alignas(64) Floats sums[STRIPS][GROUPS][16];
+    const bool is_one = part.num_rows == 1;
+    TileSums<STRIPS, GROUPS>::put((float*)sums, 256, 256 * GROUPS, is_one ? 4 : 64);
+    for (int half = 0; half < STRIPS; ++half)
+      for (int group = 0; group < GROUPS; ++group) {
+        Floats* found = sums[half][group];
+        if (!is_one) transpose(sums[half][group]);
+        for (int64_t i = 0; i < least(16, part.num_rows - row - 16 * group); ++i)
+          part.put((Sixteen)found[i], row + 16 * group + i, STRIP * (strip + half));
+      }
   }
 
   static void few(const Part& part, int64_t strip, int64_t last, uint8_t* factors) {
-    if (part.form.stride && last - strip == 2) return few_as_they_lie<2>(part, strip);
-    for (; strip < last; ++strip) {
-      if (part.form.stride) few_as_they_lie<1>(part, strip);
-      else few_unpacked(part, strip, factors);
-    }
+    part.num_rows > 16 ? few_in<2>(part, strip, last, factors) : few_in<1>(part, strip, last, factors);
   }
 
-  // A block is unpacked while the one before is multiplied, because the load of a tile waits for the stores before it.
-  // Memory is read from its beginning to its end.
+  template <int GROUPS>
+  static void few_in(const Part& part, int64_t strip, int64_t last, uint8_t* factors) {
+    for (; strip + 2 <= last; strip += 2)
+      part.form.stride ? few_as_they_lie<2, GROUPS>(part, strip) : few_unpacked<2, GROUPS>(part, strip, factors);
+    if (strip < last) part.form.stride ? few_as_they_lie<1, GROUPS>(part, strip) : few_unpacked<1, GROUPS>(part, strip, factors);
+  }
+
+  // A block is unpacked while those before are multiplied, because the load of a tile waits for the stores before it. Two
+  // strips are two chains of sums, each of which waits for its last one.
+  template <int STRIPS, int GROUPS>
   static void few_unpacked(const Part& part, int64_t strip, uint8_t* factors) {
-    TileSums<1, 1>::clear();
-    for (int64_t block = 0; block <= part.blocks; ++block) {
-      if (block < part.blocks) part.unpack(strip, block, factors + block % 2 * BLOCK_BYTES);
-      if (!block) continue;
-      const uint16_t* rows = part.rows + (block - 1) * INNER;
-      TileSums<1, 1>::add(rows, nullptr, part.matrix->columns * 2, 0, factors + (block - 1) % 2 * BLOCK_BYTES, nullptr, 1);
+    constexpr int64_t BEHIND = AT_ONCE / 2 - 1;
+    TileSums<STRIPS, GROUPS>::clear();
+    const auto place = [factors](int64_t block) { return factors + block % (BEHIND + 1) * 2 * BLOCK_BYTES; };
+    for (int64_t block = 0; block < part.blocks + BEHIND; ++block) {
+      if (block < part.blocks)
+        for (int half = 0; half < STRIPS; ++half) part.unpack(strip + half, block, place(block) + half * BLOCK_BYTES);
+      if (block >= BEHIND) add<STRIPS, GROUPS>(part, block - BEHIND, place(block - BEHIND), 64);
     }
-    finish<1, 1>(part, 0, strip);
+    finish<STRIPS, GROUPS>(part, 0, strip);
   }
 
-  // The factors of the rows. One row has the right form already.
-  template <int STRIPS>
+  // Fetches the strip after the next one while this one is computed, if there is one.
+  template <int STRIPS, int GROUPS>
   static void few_as_they_lie(const Part& part, int64_t strip) {
     const int64_t stride = part.form.stride;
-    const bool is_one = part.num_rows == 1;
-    const uint8_t *left = part.strip(strip), *right = is_one ? (const uint8_t*)part.rows : part.packed;
-    TileSums<STRIPS, 1>::clear();
-    written();
-    for (int64_t block = 0; block < part.blocks; ++block, left += INNER * 2, right += is_one ? INNER * 2 : BLOCK_BYTES) {
-      for (int64_t row = 0; row < STRIPS * STRIP; ++row) fetch(left + row * stride + 2 * part.form.strip_bytes, INNER * 2);
-      _tile_loadd(6, right, is_one ? 4 : 64);
-      _tile_loadd(4, left, stride);
-      _tile_dpbf16ps(0, 4, 6);
-      if (STRIPS == 2) {
-        _tile_loadd(5, left + STRIP * stride, stride);
-        _tile_dpbf16ps(2, 5, 6);
-      }
+    TileSums<STRIPS, GROUPS>::clear();
+    for (int64_t block = 0; block < part.blocks; ++block) {
+      const uint8_t* left = part.strip(strip) + block * INNER * 2;
+      for (int64_t row = 0; row < STRIPS * STRIP; ++row)
+        _mm_prefetch(left + row * stride + 2 * part.form.strip_bytes, _MM_HINT_T1);
+      add<STRIPS, GROUPS>(part, block, left, stride);
     }
-    alignas(64) Floats sums[2][16];
-    _tile_stored(0, sums[0], is_one ? 4 : 64);
-    if (STRIPS == 2) _tile_stored(2, sums[1], is_one ? 4 : 64);
-    for (int half = 0; half < STRIPS; ++half) {
-      if (!is_one) transpose(sums[half]);
-      for (int64_t row = 0; row < part.num_rows; ++row) part.put((Sixteen)sums[half][row], row, STRIP * (strip + half));
-    }
+    finish<STRIPS, GROUPS>(part, 0, strip);
   }
 
   template <int STRIPS>
   static void many(const Part& part, int64_t row, int64_t strip, const uint8_t* weights) {
-    const int64_t of_tile = part.blocks * 1024;
-    const uint8_t *left = part.packed + row / 16 * of_tile, *next = weights + part.blocks * BLOCK_BYTES;
-    if (row + 16 < part.num_rows) multiply<2, STRIPS>(part, row, strip, left, weights, next);
-    else multiply<1, STRIPS>(part, row, strip, left, weights, next);
+    if (row + 16 < part.num_rows) multiply<STRIPS, 2>(part, row, strip, weights);
+    else multiply<STRIPS, 1>(part, row, strip, weights);
   }
 
-  template <int ROWS, int STRIPS>
-  static void multiply(const Part& part, int64_t row, int64_t strip, const uint8_t* left, const uint8_t* weights,
-                       const uint8_t* next) {
-    TileSums<ROWS, STRIPS>::clear();
-    TileSums<ROWS, STRIPS>::add(left, left + part.blocks * 1024, 64, 1024, weights, next, part.blocks);
-    finish<ROWS, STRIPS>(part, row, strip);
+  template <int STRIPS, int GROUPS>
+  static void multiply(const Part& part, int64_t row, int64_t strip, const uint8_t* weights) {
+    const int64_t of_tile = part.blocks * 1024;
+    const uint8_t* right = part.packed + row / 16 * of_tile;
+    TileSums<STRIPS, GROUPS>::clear();
+    TileSums<STRIPS, GROUPS>::add(weights, weights + of_tile, 64, 1024, right, right + of_tile, 64, 1024, part.blocks);
+    finish<STRIPS, GROUPS>(part, row, strip);
   }
 };
 
@@ -152,7 +146,7 @@ struct Multiply {
 // scale it is added to that of the number, and so are its zero or zeros times the sums of the row's halves.
 struct Multiply {
   static constexpr int64_t ROWS = 6, FEW_ROWS = FEW;
-  static constexpr int64_t AT_ONCE = 1;
+  static constexpr int64_t AT_ONCE = 1, PACKED_TOGETHER = 1;
 
   static NoScope scope_of(const Part& part) { return NoScope(part.num_rows); }
 
@@ -225,7 +219,7 @@ struct Multiply {
 // Even and odd columns are summed apart, and added up at the end.
 struct Multiply {
   static constexpr int64_t ROWS = 32, FEW_ROWS = 4;
-  static constexpr int64_t AT_ONCE = 1;
+  static constexpr int64_t AT_ONCE = 1, PACKED_TOGETHER = 1;
 
   static NoScope scope_of(const Part& part) { return NoScope(part.num_rows); }
 
@@ -347,8 +341,10 @@ class Products {
       if (!memory.reserve(needed)) return false;
       packed_ = memory.take<uint8_t>(needed);
       for (Part& part : parts_) part.packed = packed_;
-      if (!spread(call_.num_threads, call_.parallel_for, call_.num_rows, 16,
-                  [this](int64_t begin, int64_t end) { pack(begin, end); }))
+      const int64_t together = Multiply::PACKED_TOGETHER, count = up_to(call_.num_rows, together) / together;
+      if (!spread(call_.num_threads, call_.parallel_for, count, 16 / together, [=](int64_t begin, int64_t end) {
+            pack(begin * together, least(end * together, call_.num_rows));
+          }))
         return false;
     }
     const bool is_few = call_.num_rows <= Multiply::FEW_ROWS;

@@ -1,5 +1,4 @@
-// Weights of a GGUF file (llama.cpp, ggml/src/ggml-common.h), packed as `model/quants/forms.py` describes. All variants
-// give the same bytes.
+// Weights of a GGUF file (llama.cpp, ggml/src/ggml-common.h), packed as `model/quants/quant_form.py` describes.
 
 #pragma once
 
@@ -340,26 +339,29 @@ struct TQ1_0 : Kept<2, 32, false, SHARED> {
   }
 };
 
-typedef uint8_t BytesOfPair __attribute__((vector_size(32)));
+typedef uint8_t BytesOfLine __attribute__((vector_size(INNER)));
 
 // Writes the planes of 32 columns from `first` on.
 template <class Form>
 inline void put_codes(const Decoded& decoded, int64_t first, uint8_t* to) {
-  uint16_t pairs[16][STRIP];
+  uint8_t lines[16][INNER];
   for (int row = 0; row < STRIP; ++row) {
-    uint16_t of_row[16];
-    memcpy(of_row, decoded.codes[row] + first, sizeof of_row);
-    for (int pair = 0; pair < 16; ++pair) pairs[pair][row] = of_row[pair];
+    const uint8_t* codes = decoded.codes[row] + first;
+    if (HAS_ROWS && Form::GROUPS == 1) memcpy(lines[row], codes, INNER);
+    else if (HAS_ROWS)
+      for (int i = 0; i < 16; ++i) lines[row][2 * i] = codes[i], lines[row][2 * i + 1] = codes[16 + i];
+    else
+      for (int pair = 0; pair < 16; ++pair) memcpy(lines[pair] + 2 * row, codes + 2 * pair, 2);
   }
-  if constexpr (Form::CODES == sizeof pairs) {
-    memcpy(to, pairs, sizeof pairs);
+  if constexpr (Form::CODES == sizeof lines) {
+    memcpy(to, lines, sizeof lines);
   } else {
     Lanes words[Form::LOW + Form::HIGH] = {};
-    for (int pair = 0; pair < 16; ++pair) {
-      const Lanes codes = __builtin_convertvector(loaded<BytesOfPair>(pairs[pair]), Lanes);
-      words[pair / Form::OF_LOW] |= (codes & (uint16_t)Form::LOW_MASK) << (uint16_t)(Form::LOW * (pair % Form::OF_LOW));
+    for (int line = 0; line < 16; ++line) {
+      const Lanes codes = __builtin_convertvector(loaded<BytesOfLine>(lines[line]), Lanes);
+      words[line / Form::OF_LOW] |= (codes & (uint16_t)Form::LOW_MASK) << (uint16_t)(Form::LOW * (line % Form::OF_LOW));
       if (Form::HIGH)
-        words[Form::LOW + pair / Form::OF_HIGH] |= codes >> (uint16_t)Form::LOW << (uint16_t)(Form::HIGH * (pair % Form::OF_HIGH));
+        words[Form::LOW + line / Form::OF_HIGH] |= codes >> (uint16_t)Form::LOW << (uint16_t)(Form::HIGH * (line % Form::OF_HIGH));
     }
     memcpy(to, words, sizeof words);
   }

@@ -328,13 +328,13 @@ struct TileSums {
     if (ROWS == 2 && COLUMNS == 2) _tile_zero(3);
   }
 
-  // Adds the products of 32 inner numbers for each of `blocks`. Left factors have rows `stride` bytes apart, and blocks
-  // `step` bytes apart; right factors have blocks of 1024 bytes.
+  // Adds the products of 32 inner numbers for each of `blocks`. Rows of factors are `stride` and `right_stride` bytes apart,
+  // blocks `step` and `right_step`.
   static void add(const void* left, const void* below, int64_t stride, int64_t step, const void* right, const void* beside,
-                  int64_t blocks) {
+                  int64_t right_stride, int64_t right_step, int64_t blocks) {
     written();
     for (int64_t block = 0; block < blocks; ++block) {
-      _tile_loadd(6, (const char*)right + block * 1024, 64);
+      _tile_loadd(6, (const char*)right + block * right_step, right_stride);
       _tile_loadd(4, (const char*)left + block * step, stride);
       _tile_dpbf16ps(0, 4, 6);
       if (ROWS == 2) {
@@ -342,7 +342,7 @@ struct TileSums {
         _tile_dpbf16ps(2, 5, 6);
       }
       if (COLUMNS == 2) {
-        _tile_loadd(7, (const char*)beside + block * 1024, 64);
+        _tile_loadd(7, (const char*)beside + block * right_step, right_stride);
         _tile_dpbf16ps(1, 4, 7);
         if (ROWS == 2) _tile_dpbf16ps(3, 5, 7);
       }
@@ -385,7 +385,7 @@ struct TileProduct : Pairs {
                     int64_t out_stride, int64_t inner) {
     typedef TileSums<ROWS, COLUMNS> Sums;
     Sums::clear();
-    Sums::add(left, left + 16 * left_stride, left_stride * 2, 64, right, right + panel, inner / 32);
+    Sums::add(left, left + 16 * left_stride, left_stride * 2, 64, right, right + panel, 64, 1024, inner / 32);
     Sums::put(out, 16, 16 * out_stride, out_stride * 4);
   }
 

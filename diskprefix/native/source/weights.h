@@ -1,11 +1,12 @@
 // The forms of a matrix's weights, and their conversion into the factors of a product.
 //
-// A quantised weight is the number of its code × scale + zero, rounded to bfloat16. `model/quants/forms.py` describes how
-// the matrix lies in memory: strips of 16 rows of the matrix, which are 16 columns of the result, in each one block after
+// A quantised weight is the number of its code × scale + zero, rounded to bfloat16. `model/quants/quant_form.py` describes
+// how the matrix lies in memory: strips of 16 rows of the matrix, which are 16 columns of the result, in each one block after
 // the other, of 32 columns of the matrix. A matrix in bfloat16 lies row after row, and has blocks of the same size.
 //
-// A block becomes 16 pairs of columns: 16 rows of two bfloat16 side by side are what a tile of AMX takes, and what a vector
-// of AVX-512 multiplies with a pair. There the codes' numbers are the factors, and scales and zeros come to the sums.
+// With AMX a block becomes a tile: 16 rows of 32 bfloat16. For the others it becomes 16 pairs of columns, in each the 16
+// rows. A vector of AVX-512 multiplies one with a pair of a row; there the codes' numbers are the factors, and scales and
+// zeros come to the sums.
 
 #pragma once
 
@@ -62,17 +63,16 @@ inline Sixteen rounded(Sixteen numbers) {
   return (Sixteen)((bits + 0x7fff + (bits >> 16 & 1)) & 0xffff0000u);
 }
 
+#if defined(__AVX512BF16__)
+
+INLINE __m512i pair_of(Sixteen low, Sixteen high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+
+#endif
+
 #if defined(__AMX_BF16__)
 
+constexpr bool HAS_ROWS = true;  // a line of codes is a row of the strip, else a pair of columns
 constexpr int64_t BLOCK_BYTES = 1024;  // of factors
-
-// The even columns of the strip's rows and the odd ones become pairs.
-INLINE void put_pair(uint8_t* to, int pair, Sixteen even, Sixteen odd) {
-  const Lanes order = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
-  store(to + 64 * pair, _mm512_permutexvar_epi16((__m512i)order, both));
-}
 
 #elif defined(__AVX512BF16__)
 
@@ -82,11 +82,11 @@ constexpr int FEW = 6;
 
 // Behind the pairs are the scales of the strip's rows for one group or two, then the zeros.
 constexpr int64_t SCALES_AT = 1024, BLOCK_BYTES = SCALES_AT + 4 * 64;
-
-INLINE __m512i pair_of(Sixteen low, Sixteen high) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low); }
+constexpr bool HAS_ROWS = false;
 
 #else
 
+constexpr bool HAS_ROWS = false;
 constexpr int64_t BLOCK_BYTES = 2048;
 
 INLINE void put_pair(uint8_t* to, int pair, Sixteen even, Sixteen odd) {
@@ -160,10 +160,10 @@ struct Numbers {
   }
 };
 
-// 32 columns of a strip. Codes of less than 8 bits lie in planes: words of 32 lanes of 16 bits, in each the low 4 or 2 bits
-// of some of the pairs of columns; then words with the bits above. A lane is a column of the pair in a row of the strip.
-// The number of a code is that in a table of 64, where the numbers of fewer codes stand again and again. With 8 bits a code
-// is its own number.
+// 32 columns of a strip: 16 lines of 32 lanes. A line is a row of the strip and a lane one of its columns, or a line is a
+// pair of columns and a lane one of them in a row. Codes of less than 8 bits lie in planes: words of 32 lanes of 16 bits, in
+// each the low 4 or 2 bits of some of the lines; then words with the bits above. The number of a code is that in a table of
+// 64, where the numbers of fewer codes stand again and again. With 8 bits a code is its own number.
 template <int BITS, int GROUP, bool HAS_ZEROS, int SCALES, bool HAS_TABLE>
 struct Block {
   typedef matrices::Numbers<SCALES, GROUP, HAS_ZEROS> Numbers;
@@ -192,12 +192,12 @@ struct Block {
   }
 
   static float number_of(const uint8_t* codes, int64_t row, int column, const float* table) {
-    const int pair = column / 2;
-    const int64_t lane = 2 * row + column % 2;
-    if (BITS == 8) return (int8_t)codes[STRIP * 2 * pair + lane];
-    const auto word = [=](int number) { return loaded<uint16_t>(codes + 64 * number + 2 * lane); };
-    uint32_t code = word(pair / OF_LOW) >> LOW * (pair % OF_LOW) & LOW_MASK;
-    if (HIGH) code |= word(LOW + pair / OF_HIGH) >> HIGH * (pair % OF_HIGH) << LOW & HIGH_MASK;
+    const int64_t line = HAS_ROWS ? row : column / 2;
+    const int64_t lane = HAS_ROWS ? column % GROUP * GROUPS + column / GROUP : 2 * row + column % 2;
+    if (BITS == 8) return (int8_t)codes[INNER * line + lane];
+    const auto word = [=](int64_t number) { return loaded<uint16_t>(codes + 64 * number + 2 * lane); };
+    uint32_t code = word(line / OF_LOW) >> LOW * (line % OF_LOW) & LOW_MASK;
+    if (HIGH) code |= word(LOW + line / OF_HIGH) >> HIGH * (line % OF_HIGH) << LOW & HIGH_MASK;
     return table[code];
   }
 
@@ -219,7 +219,16 @@ struct Block {
     return words;
   }
 
-#if defined(KEEPS_CODES)
+  // A code times a scale is exact where there are zeros, so both ways give the same bits.
+  static INLINE Sixteen fused(Sixteen code, Sixteen scale, Sixteen zero) {
+#if defined(__AVX512F__)
+    return (Sixteen)_mm512_fmadd_ps((__m512)code, (__m512)scale, (__m512)zero);
+#else
+    return code * scale + zero;
+#endif
+  }
+
+#if defined(__AVX512BF16__)
 
   // The numbers of the codes in bfloat16.
   struct Table {
@@ -229,7 +238,25 @@ struct Block {
       if (BITS < 8) first = pair_of(loaded<Sixteen>(table), loaded<Sixteen>(table + 16));
       if (BITS == 6) second = pair_of(loaded<Sixteen>(table + 32), loaded<Sixteen>(table + 48));
     }
+
+    INLINE __m512i of(__m512i codes) const {
+      return BITS == 6 ? _mm512_permutex2var_epi16(first, codes, second) : _mm512_permutexvar_epi16(codes, first);
+    }
   };
+
+  // The codes of a line, with anything in the bits above them.
+  static INLINE __m512i codes_of(const Words& words, int line) {
+    const Lanes low = (Lanes)words.words[line / OF_LOW] >> (uint16_t)(LOW * (line % OF_LOW));
+    if constexpr (!HIGH) return (__m512i)low;
+    const Lanes plane = (Lanes)words.words[LOW + line / OF_HIGH];
+    const int by = LOW - HIGH * (line % OF_HIGH);
+    const Lanes high = by > 0 ? plane << (uint16_t)by : plane >> (uint16_t)-by;
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(LOW_MASK), (__m512i)low, (__m512i)high, 0xca);
+  }
+
+#endif
+
+#if defined(KEEPS_CODES)
 
   template <class Body>
   static INLINE void each_pair(const uint8_t* codes, int64_t, const Table& table, const Body& body) {
@@ -238,19 +265,48 @@ struct Block {
     for (int pair = 0; pair < 16; ++pair) {
       if (64 * pair < CODES) __builtin_prefetch(codes + AHEAD + 64 * pair);
       if constexpr (BITS == 8) body(pair, pair_of(bytes_at(codes + STRIP * 2 * pair), bytes_at(codes + STRIP * (2 * pair + 1))));
-      else if constexpr (BITS == 6) body(pair, _mm512_permutex2var_epi16(table.first, codes_of(words, pair), table.second));
-      else body(pair, _mm512_permutexvar_epi16(codes_of(words, pair), table.first));
+      else body(pair, table.of(codes_of(words, pair)));
     }
   }
 
-  // The codes of a pair of columns, with anything in the bits above them.
-  static INLINE __m512i codes_of(const Words& words, int pair) {
-    const Lanes low = (Lanes)words.words[pair / OF_LOW] >> (uint16_t)(LOW * (pair % OF_LOW));
-    if constexpr (!HIGH) return (__m512i)low;
-    const Lanes plane = (Lanes)words.words[LOW + pair / OF_HIGH];
-    const int by = LOW - HIGH * (pair % OF_HIGH);
-    const Lanes high = by > 0 ? plane << (uint16_t)by : plane >> (uint16_t)-by;
-    return _mm512_ternarylogic_epi32(_mm512_set1_epi16(LOW_MASK), (__m512i)low, (__m512i)high, 0xca);
+#elif defined(__AMX_BF16__)
+
+  static void unpack(const uint8_t* strip, int64_t block, int64_t, const float* table, uint8_t* to) {
+    const uint8_t* unit = strip + block / BLOCKS * BYTES;
+    const uint8_t* codes = unit + Numbers::BYTES + block % BLOCKS * CODES;
+    const Numbers numbers(unit);
+    const Words words(codes);
+    const Table in_bfloat16(table);
+    // In memory, from where the number of one row is loaded into all lanes.
+    alignas(64) float scales[GROUPS][STRIP], zeros[GROUPS][STRIP];
+    for (int group = 0; group < GROUPS; ++group) {
+      store(scales[group], numbers.scale(block % BLOCKS * GROUPS + group));
+      if (HAS_ZEROS) store(zeros[group], numbers.zero(block % BLOCKS * GROUPS + group));
+    }
+    written();
+#pragma GCC unroll 16
+    for (int row = 0; row < 16; ++row) {
+      // One line at a time: many at once would delay the computation.
+      if (64 * row < CODES) __builtin_prefetch(codes + AHEAD + 64 * row);
+      const auto weights = [&](Sixteen of_codes, int group) {
+        const Sixteen scale = sixteen(scales[group][row]);
+        return HAS_ZEROS ? fused(of_codes, scale, sixteen(zeros[group][row])) : of_codes * scale;
+      };
+      __m512i factors;
+      if constexpr (BITS == 8) {
+        const uint8_t* of_row = codes + INNER * row;
+        factors = pair_of(weights(bytes_at(of_row), 0), weights(bytes_at(of_row + STRIP), 0));
+      } else if constexpr (GROUPS == 2) {
+        const SixteenWords found = (SixteenWords)in_bfloat16.of(codes_of(words, row));
+        factors = pair_of(weights((Sixteen)(found << 16), 0), weights((Sixteen)(found & 0xffff0000u), 1));
+      } else {
+        // The row's weights by their codes. Those of up to 4 bits stand there twice.
+        const Sixteen low = weights(loaded<Sixteen>(table), 0);
+        const Sixteen high = BITS == 5 ? weights(loaded<Sixteen>(table + 16), 0) : low;
+        factors = _mm512_permutexvar_epi16(codes_of(words, row), pair_of(low, high));
+      }
+      store(to + 64 * row, factors);
+    }
   }
 
 #else
@@ -318,15 +374,6 @@ struct Block {
     for (int lane = 0; lane < 16; ++lane) numbers[lane] = table[codes[lane]];
 #endif
     return numbers;
-  }
-
-  // A code times a scale is exact where there are zeros, so both ways give the same bits.
-  static INLINE Sixteen fused(Sixteen code, Sixteen scale, Sixteen zero) {
-#if defined(__AVX512F__)
-    return (Sixteen)_mm512_fmadd_ps((__m512)code, (__m512)scale, (__m512)zero);
-#else
-    return code * scale + zero;
-#endif
   }
 
 #endif
@@ -431,12 +478,9 @@ Form form_with(int64_t strip_bytes, int64_t stride) {
 
 #elif defined(__AMX_BF16__)
 
-// Weights in bfloat16 are turned: a row of the block holds 16 pairs.
+// Weights in bfloat16.
 inline void unpack_rows(const uint8_t* strip, int64_t block, int64_t stride, const float*, uint8_t* to) {
-  Floats square[16];
-  for (int64_t row = 0; row < 16; ++row) square[row] = loaded<Floats>(strip + block * INNER * 2 + row * stride);
-  transpose(square);
-  for (int64_t pair = 0; pair < 16; ++pair) store(to + 64 * pair, square[pair]);
+  for (int64_t row = 0; row < 16; ++row) store(to + 64 * row, loaded<Floats>(strip + block * INNER * 2 + row * stride));
 }
 
 #endif

@@ -22,7 +22,7 @@ from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.mixtures import is_mixture, matrices_of
 from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.load.fit import needs_of_folder
-from diskprefix.model.load.gguf import SUFFIXES
+from diskprefix.model.load.gguf import suffix_of
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.quants.exact_quants import JoinedQuants, exact_quants
 from diskprefix.model.quants.quantised import QuantisedLinear
@@ -222,7 +222,7 @@ def test_a_published_checkpoint_is_packed_once(cache: Path, tmp_path: Path, monk
     folder, _ = published(tmp_path / "made", AWQ, awq)
     loaded(folder)
     (made,) = [path.name for path in cache.iterdir() if not path.name.startswith(".")]
-    assert made.endswith(SUFFIXES["auto"])
+    assert made.endswith(suffix_of("auto"))
     monkeypatch.setattr("diskprefix.model.quants.quantising.StreamedQuantising", None)
     loaded(folder)
 

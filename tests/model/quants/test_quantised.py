@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.exact.invariance import make_exact
@@ -16,6 +16,7 @@ from diskprefix.model.load import gguf, loader
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.quants import quantised
 from diskprefix.model.quants.products import TORCH, kernel
 from diskprefix.model.quants.quantised import QuantisedLinear, prepare
 from diskprefix.native import library
@@ -170,7 +171,7 @@ def test_the_form_of_the_weights_and_the_kernel_are_part_of_the_identity(
 def test_weights_are_quantised_once(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = loaded(folder, "int4")
     made = [path.name for path in cache.iterdir() if not path.name.startswith(".")]
-    assert made == [f"tiny-{loaded(folder, 'native').weights_digest[:12]}{gguf.SUFFIXES['int4']}"]
+    assert made == [f"tiny-{loaded(folder, 'native').weights_digest[:12]}{gguf.suffix_of('int4')}"]
     monkeypatch.setattr("diskprefix.model.quants.quantising.StreamedQuantising", None)
     assert loaded(folder, "int4").weights_digest == first.weights_digest
 
@@ -179,7 +180,7 @@ def test_a_gguf_keeps_its_quants_number_for_number(cache: Path, tmp_path: Path) 
     file = tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1")
     folder = converted_folder(file, lambda _: None, "auto")
     assert folder.parent == cache
-    assert folder.name.endswith(gguf.SUFFIXES["auto"])
+    assert folder.name.endswith(gguf.suffix_of("auto"))
     model = loaded(file, "auto").model
     native = loaded(file, "native").model
     modules = dict(model.named_modules())
@@ -194,7 +195,7 @@ def test_auto_without_a_compiled_kernel_is_native(cache: Path, tmp_path: Path, m
     monkeypatch.setattr(library, "_chosen", "torch")
     model = loaded(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1"), "auto").model
     assert not forms_of(model)
-    assert not [path for path in cache.iterdir() if path.name.endswith(gguf.SUFFIXES["auto"])]
+    assert not [path for path in cache.iterdir() if path.name.endswith(gguf.suffix_of("auto"))]
 
 
 @pytest.mark.parametrize(
@@ -215,10 +216,22 @@ def test_what_does_not_fit_is_said_before_anything_slow(
     assert raised.value.message == message
 
 
+def test_what_was_made_for_other_operators_is_refused(
+    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded(folder, "int4")
+    (made,) = cache.glob(f"*/{quantised.FILE}")
+    quantised.describe(PreTrainedConfig(), [made])
+    has_rows = library.has_rows()
+    monkeypatch.setattr(quantised, "has_rows", lambda: not has_rows)
+    with pytest.raises(ModelError, match="was made for another CPU or other --kernels; serve the model that"):
+        quantised.describe(PreTrainedConfig(), [made])
+
+
 @pytest.mark.usefixtures("cache")
 def test_a_model_without_a_matrix_of_whole_blocks_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 24, "intermediate_size": 40, "num_attention_heads": 3, "num_key_value_heads": 3}
     folder = tiny.write_folder(tmp_path / "odd", dtype=torch.bfloat16, **sizes)
     with pytest.raises(ModelError, match="no matrix that can be quantised; add --weights native"):
         loaded(folder, "int4")
-    assert gguf.SUFFIXES["int4"].startswith("-int4")
+    assert gguf.suffix_of("int4").startswith("-int4")
