@@ -284,26 +284,31 @@ struct Block {
       if (HAS_ZEROS) store(zeros[group], numbers.zero(block % BLOCKS * GROUPS + group));
     }
     written();
+    const auto weights = [&](Sixteen of_codes, int group, int row) {
+      const Sixteen scale = sixteen(scales[group][row]);
+      return HAS_ZEROS ? fused(of_codes, scale, sixteen(zeros[group][row])) : of_codes * scale;
+    };
+    __m512i by_code;
 #pragma GCC unroll 16
     for (int row = 0; row < 16; ++row) {
       // One line at a time: many at once would delay the computation.
       if (64 * row < CODES) __builtin_prefetch(codes + AHEAD + 64 * row);
-      const auto weights = [&](Sixteen of_codes, int group) {
-        const Sixteen scale = sixteen(scales[group][row]);
-        return HAS_ZEROS ? fused(of_codes, scale, sixteen(zeros[group][row])) : of_codes * scale;
-      };
       __m512i factors;
       if constexpr (BITS == 8) {
         const uint8_t* of_row = codes + INNER * row;
-        factors = pair_of(weights(bytes_at(of_row), 0), weights(bytes_at(of_row + STRIP), 0));
+        factors = pair_of(weights(bytes_at(of_row), 0, row), weights(bytes_at(of_row + STRIP), 0, row));
       } else if constexpr (GROUPS == 2) {
         const SixteenWords found = (SixteenWords)in_bfloat16.of(codes_of(words, row));
-        factors = pair_of(weights((Sixteen)(found << 16), 0), weights((Sixteen)(found & 0xffff0000u), 1));
+        factors = pair_of(weights((Sixteen)(found << 16), 0, row), weights((Sixteen)(found & 0xffff0000u), 1, row));
+      } else if constexpr (BITS == 5) {
+        by_code = pair_of(weights(loaded<Sixteen>(table), 0, row), weights(loaded<Sixteen>(table + 16), 0, row));
+        factors = _mm512_permutexvar_epi16(codes_of(words, row), by_code);
       } else {
-        // The row's weights by their codes. Those of up to 4 bits stand there twice.
-        const Sixteen low = weights(loaded<Sixteen>(table), 0);
-        const Sixteen high = BITS == 5 ? weights(loaded<Sixteen>(table + 16), 0) : low;
-        factors = _mm512_permutexvar_epi16(codes_of(words, row), pair_of(low, high));
+        // 16 weights of this row and 16 of the next one.
+        const Sixteen numbers = loaded<Sixteen>(table);
+        if (row % 2 == 0) by_code = pair_of(weights(numbers, 0, row), weights(numbers, 0, row + 1));
+        const __m512i low = _mm512_set1_epi16(15), next = _mm512_set1_epi16(row % 2 * 16);
+        factors = _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(codes_of(words, row), low, next, 0xea), by_code);
       }
       store(to + 64 * row, factors);
     }
