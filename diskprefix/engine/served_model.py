@@ -152,10 +152,14 @@ class ServedModel:
                     return
                 num_tokens = one.arena.held(min(one.num_exact, one.num_computed))
                 assert one.options is not None
-                if num_tokens == one.num_computed or cache.layout.is_sliceable:
-                    one.arena.settle()
-                    one.arena.truncate(num_tokens)
-                    cache.hibernate(one.arena, one.token_ids[:num_tokens], one.options)
+                try:
+                    if num_tokens == one.num_computed or cache.layout.is_sliceable:
+                        one.arena.settle()
+                        one.arena.truncate(num_tokens)
+                        cache.hibernate(one.arena, one.token_ids[:num_tokens], one.options)
+                except Exception:
+                    # It is computed again. The others must be saved, and the cache closed.
+                    log.exception("[disk-cache] a conversation that only memory had was not saved")
 
     def close(self, timeout_s: float = _FLUSH_TIMEOUT_S) -> bool:
         """Flushes and closes the cache. Returns False if unsaved state was lost to the time limit."""

@@ -189,7 +189,7 @@ class LiveServer:
             started = time.perf_counter()
             self.kill()
             self.launch()
-        self._wait(self._listens, START_DEADLINE_S, "the server does not listen")
+        self._wait(self.listens, START_DEADLINE_S, "the server does not listen")
         asked = time.perf_counter()
         answer = ask()
         return asked - started + answer.ttft_s, answer
@@ -201,7 +201,7 @@ class LiveServer:
             self._process.wait()
             self._process = None
             # A worker ends a moment after its front.
-            self._wait(lambda: not self._listens(), SAVE_DEADLINE_S, "the killed server still listens")
+            self._wait(lambda: not self.listens(), SAVE_DEADLINE_S, "the killed server still listens")
 
     def stop(self, deadline_s: float) -> tuple[float, int | None]:
         """Sends SIGTERM. Returns the seconds until the process ended, and its exit code.
@@ -247,8 +247,16 @@ class LiveServer:
         stats: dict[str, Any] = self.props()["full_cache"]["state"]
         return stats
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, scope: str | None = None) -> Answer:
-        return self._complete("/v1/chat/completions", {"messages": messages}, max_tokens, scope)
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int,
+        scope: str | None = None,
+        model: str | None = None,
+    ) -> Answer:
+        named = {} if model is None else {"model": model}
+        return self._complete("/v1/chat/completions", named | {"messages": messages}, max_tokens, scope)
 
     def complete(self, prompt: str | Sequence[int], *, max_tokens: int, scope: str | None = None) -> Answer:
         """`prompt` is text or token ids."""
@@ -301,7 +309,7 @@ class LiveServer:
         log = self.log_path.read_text(encoding="utf-8", errors="replace")
         return "a spare is ready" in log and log.count("diskprefix ready on") == len(self._workers())
 
-    def _listens(self) -> bool:
+    def listens(self) -> bool:
         with suppress(OSError), socket.create_connection(("127.0.0.1", self.port)):
             return True
         return False

@@ -57,6 +57,8 @@ log = logging.getLogger("diskprefix")
 _ATTEMPTS = 3
 """Workers that may die before they take a request, until it fails."""
 _LEAST_PAUSE_S = 1.0
+_MOST_UNLOAD_S = 90.0
+"""The time for a worker to save what only its memory has, and to end: 20 s to queue it, 30 s to write it, and more."""
 _PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024
 _BODIES, _BODIES_OF_ONE = 8, 4
 """Bodies of the largest size that may be arriving, and those of one caller."""
@@ -140,7 +142,6 @@ class Front:
         notify(STOPPING=1, STATUS="stopping")
         for worker in self._workers.all.values():
             worker.tell(UNLOAD)
-            worker.kill(signal.SIGTERM)
 
     def read_again(self) -> None:
         """Reads the keys and the list of models again, and has the workers read the keys."""
@@ -179,6 +180,7 @@ class Front:
             return
         try:
             self._start(known, None)
+            self._settle()
         except (DiskPrefixError, OSError) as error:
             delay_s = max(_LEAST_PAUSE_S, self._trouble(known.name, str(error), 0.0))
             log.error("[front] %s is not loaded: %s", known.name, one_line(str(error)))
@@ -199,12 +201,12 @@ class Front:
             is_pinned=known.pin,
             idle_unload_s=self._listing.idle_unload_s(known),
             callers=set() if caller is None else {caller},
+            is_ordered=caller is None,
         )
         self._swaps.require_room(place, lines)
         worker = self._workers.start(settings, place)
         self._swaps.add(place)
         self._by_place[place] = worker
-        self._settle()
         return worker
 
     def _changed(self, worker: ModelWorker) -> None:
@@ -263,7 +265,9 @@ class Front:
         decision = self._swaps.decide(self._loop.time(), is_short=is_short)
         for place in decision.unload:
             log.info("[front] %s is being unloaded; it takes %s", place.model, format_size(place.needed_bytes))
-            self._by_place[place].tell(UNLOAD)
+            worker = self._by_place[place]
+            worker.tell(UNLOAD)
+            self._loop.call_later(_MOST_UNLOAD_S, worker.kill, signal.SIGKILL)
         for place in decision.load:
             self._by_place[place].tell(LOAD)
         if decision.next_one is not None and any(one.phase is Phase.LEAVING for one in self._swaps.places):
@@ -317,6 +321,7 @@ class Front:
             worker = await self._worker_for(known, caller, loads=loads)
             used_at = worker.place.used_at
             self._swaps.begin_request(worker.place, caller)
+            self._settle()
             try:
                 await pass_on(scope, incoming, send, worker.path)
                 return
@@ -368,12 +373,16 @@ class Front:
         name = named.model or next(iter(query.get("model", [])), None)
         if name is not None:
             return self._listing.find(name), keep_alive_s
-        loaded = [place.model for place in self._swaps.places if place.takes_requests]
-        if len(loaded) == 1:
-            return self._listing.find(loaded[0]), keep_alive_s
+        if (loaded := self._loaded_one()) is not None:
+            return self._listing.find(loaded), keep_alive_s
         names = ", ".join(known.name for known in self._listing.models()) or "none yet"
         where = "model" if scope["method"] == "POST" else "?model="
         raise InvalidRequest.at("model", f"is required: this daemon has several models ({names}); say one in {where}")
+
+    def _loaded_one(self) -> str | None:
+        """Returns the only model that is loaded, None if there are several or none."""
+        loaded = [place.model for place in self._swaps.places if place.takes_requests]
+        return loaded[0] if len(loaded) == 1 else None
 
     async def _named(self, scope: Scope, incoming: Incoming, caller: Caller) -> Named:
         """Reads the body. Raises `HttpError`, `QueueFull` and `InvalidRequest`."""
@@ -425,7 +434,10 @@ class Front:
         if method not in ("GET", "HEAD"):
             return False
         wants = Headers(scope=scope)
-        if path == "/" and "text/html" not in wants.get("accept", ""):
+        is_dashboard = "text/html" in wants.get("accept", "") and (
+            b"model=" in scope["query_string"] or self._loaded_one()
+        )
+        if path == "/" and not is_dashboard:
             await _send_json(send, {"name": "diskprefix", "docs": "/docs"}, headers={"Vary": "Accept"})
         elif path == "/health":
             models = {"models": {place.model: place.phase.name.lower() for place in self._swaps.places}}
@@ -454,6 +466,8 @@ class Front:
         if what == "load":
             if place is None:
                 place = (await self._worker_for(known, caller.tenant)).place
+                place.is_ordered = True
+                self._settle()
             return {"model": known.name, "status": "loaded" if place.phase is Phase.READY else "loading"}
         if place is None:
             return {"model": known.name, "status": "unloaded"}

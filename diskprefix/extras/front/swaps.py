@@ -44,6 +44,8 @@ class Place:
     num_active: int = 0
     """Requests that it has, also those that wait until it is loaded."""
     used_at: float = 0.0
+    is_ordered: bool = False
+    """It is loaded although no request waits for it."""
     is_closed: bool = False
     """It takes no more requests: it will be unloaded when it is idle."""
 
@@ -140,6 +142,10 @@ class Swaps:
         `is_short`: the system is short of memory, so the model that was idle for longest goes.
         """
         unload = [one for one in self.places if one.is_idle and (one.is_closed or _has_expired(one, now))]
+        # Those who waited for it have left.
+        unload += [one for one in self.places if one.phase is Phase.WAITING and not (one.num_active or one.is_ordered)]
+        for place in unload:
+            place.phase = Phase.LEAVING
         if is_short and not unload:
             unload = self._idle()[:1]
         load: list[Place] = []

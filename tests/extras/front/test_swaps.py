@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from typing import Any
 
 import pytest
 
@@ -19,11 +20,11 @@ class Models:
         self.now = 0.0
         self.log: list[str] = []
 
-    def ask(self, model: str, needed: int = 4, caller: str = "a", **more: object) -> Place:
+    def ask(self, model: str, needed: int = 4, caller: str = "a", **more: Any) -> Place:
         """A request for a model."""
         place = self.swaps.of(model)
         if place is None:
-            place = Place(model=model, needed_bytes=needed, waits_since=self.now, callers={caller}, **more)  # type: ignore[arg-type]
+            place = Place(model=model, needed_bytes=needed, waits_since=self.now, callers={caller}, **more)
             self.swaps.require_room(place, ["weights 3", "KV 1"])
             self.swaps.add(place)
         self.swaps.begin_request(place, caller)
@@ -31,6 +32,13 @@ class Models:
 
     def answer(self, place: Place, keep_alive_s: float | None = None) -> None:
         self.swaps.end_request(place, self.now, keep_alive_s)
+
+    def use(self, model: str, *, keep_alive_s: float | None = None, **more: Any) -> Place:
+        """A request that is answered at once."""
+        place = self.ask(model, **more)
+        self.settle()
+        self.answer(place, keep_alive_s)
+        return place
 
     def settle(self, *, is_short: bool = False) -> None:
         """Decides until nothing changes."""
@@ -68,8 +76,7 @@ def test_the_model_that_was_idle_for_longest_makes_room_and_one_that_answers_nev
 
 def test_memory_is_free_when_a_process_has_ended_and_not_before() -> None:
     models = Models(4)
-    models.answer(first := models.ask("first"))
-    models.settle()
+    first = models.use("first")
     waiting = models.ask("second")
     decision = models.swaps.decide(models.now)
     assert (decision.load, decision.unload, decision.next_one) == ([], [first], waiting)
@@ -80,7 +87,7 @@ def test_memory_is_free_when_a_process_has_ended_and_not_before() -> None:
 
 def test_idle_models_that_would_not_be_enough_are_not_unloaded_for_nothing() -> None:
     models = Models(8)
-    models.answer(models.ask("small"))
+    models.use("small")
     models.ask("busy")
     models.settle()
     models.ask("large", 8)
@@ -139,8 +146,7 @@ def test_a_model_is_not_unloaded_before_it_served_those_it_was_loaded_for() -> N
 
 def test_what_can_never_fit_is_refused_with_its_table_and_what_is_pinned() -> None:
     models = Models(10)
-    models.answer(models.ask("pinned", is_pinned=True))
-    models.settle()
+    models.use("pinned", is_pinned=True)
     with pytest.raises(
         NeverFits, match=r"large does not fit: 7 B of memory needed \(weights 3, KV 1\).*10 B; pinned is"
     ):
@@ -168,7 +174,7 @@ def test_an_idle_model_goes_after_its_time_or_as_the_last_request_said() -> None
     models = Models(None)
     timed = models.ask("timed", idle_unload_s=30.0)
     forever = models.ask("forever", idle_unload_s=30.0)
-    models.answer(models.ask("at once"), keep_alive_s=0)
+    models.use("at once", keep_alive_s=0)
     models.settle()
     models.answer(timed)
     models.answer(forever, keep_alive_s=float("inf"))
@@ -182,11 +188,21 @@ def test_an_idle_model_goes_after_its_time_or_as_the_last_request_said() -> None
     assert models.swaps.of("forever") is not None
 
 
+def test_a_model_that_nobody_waits_for_any_more_is_not_loaded() -> None:
+    models = Models(4)
+    held = models.ask("held")
+    models.settle()
+    models.answer(models.ask("left"))
+    models.ask("ordered", is_ordered=True).num_active = 0
+    models.answer(held)
+    models.settle()
+    assert models.log == ["+held", "-left", "-held", "+ordered"]
+
+
 def test_where_the_system_is_short_of_memory_the_longest_idle_model_goes_unless_it_is_pinned() -> None:
     models = Models(None)
     for models.now, (name, is_pinned) in enumerate([("pinned", True), ("old", False), ("new", False)]):
-        models.answer(models.ask(name, is_pinned=is_pinned))
-        models.settle()
+        models.use(name, is_pinned=is_pinned)
     decision = models.swaps.decide(models.now, is_short=True)
     assert [place.model for place in decision.unload] == ["old"]
 
