@@ -37,7 +37,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "speculation": Tool("programs.speculation", "Decoding with guessed tokens, against without."),
         "peers": Tool("programs.peers", "The daemon beside transformers, llama.cpp and vLLM."),
         "shapes": Tool("programs.shapes", "Files of 7B to 30B beside llama.cpp, with random numbers."),
-        "models": Tool("programs.several", "Two models in turn behind one port, and the front alone."),
+        "several": Tool("programs.several", "Two models in turn behind one port, and the front alone."),
         "quality": Tool("programs.quality", "Quantised weights: perplexity and agreement."),
         "long": Tool("programs.long", "Gigabytes of state: saved, restored after a kill, gone on from."),
         "store": Tool("programs.store", "The store alone: restores, lookups, codecs."),
