@@ -218,10 +218,10 @@ def test_a_file_with_another_digest_or_size_is_an_error_and_leaves_nothing(
 def test_a_disk_that_is_too_small_is_said_before_anything_is_fetched(
     run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("diskprefix.model.load.hub.shutil.disk_usage", lambda _path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("diskprefix.model.load.gguf.shutil.disk_usage", lambda _path: SimpleNamespace(free=1000))
     ended = run("pull", f"{REPO}:Q8_0")
     assert ended.exit_code == 3
-    assert "to fetch, 1000 B free; free some, or set HF_HOME" in ended.stderr
+    assert "needed, 1000 B free; free some, or set HF_HOME to" in ended.stderr
     assert not [path for path in hub.sent if path.startswith("elsewhere")]
 
 

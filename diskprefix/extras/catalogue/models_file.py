@@ -14,7 +14,12 @@ from diskprefix.settings import PER_MODEL
 from diskprefix.units import parse_duration
 
 _FLAG = "--models-file"
-_OWN_KEYS = ("model", "aliases", "pin", "idle_unload")
+_OWN_KEYS = {
+    "model": "a text: a file, a folder or a repository",
+    "aliases": "a list of names",
+    "pin": "true or false",
+    "idle_unload": "a duration, such as 30m",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,23 +74,17 @@ def _listed(path: Path, name: str, table: object) -> ListedModel:
 
 def _value(field: str, value: object) -> Any:
     """Returns the value of a key. Raises `SettingsError` with the reason alone."""
-    match field:
-        case "model" if isinstance(value, str) and value.strip():
+    match field, value:
+        case "model", str() if value.strip():
             return value
-        case "model":
-            raise SettingsError("must be a text: a file, a folder or a repository")
-        case "aliases" if isinstance(value, list) and all(isinstance(one, str) and one.strip() for one in value):
+        case "aliases", list() if all(isinstance(one, str) and one.strip() for one in value):
             return tuple(value)
-        case "aliases":
-            raise SettingsError("must be a list of names")
-        case "pin" if isinstance(value, bool):
+        case "pin", bool():
             return value
-        case "pin":
-            raise SettingsError("must be true or false")
-        case "idle_unload" if isinstance(value, str | int | float) and not isinstance(value, bool):
+        case "idle_unload", str() | int() | float() if not isinstance(value, bool):
             return parse_duration(value, param=field)
-        case "idle_unload":
-            raise SettingsError("must be a duration, such as 30m")
+    if field in _OWN_KEYS:
+        raise SettingsError(f"must be {_OWN_KEYS[field]}")
     if field not in PER_MODEL:
         raise SettingsError(f"unknown key; a model has {', '.join((*_OWN_KEYS, *sorted(PER_MODEL)))}")
     return checked_value(field, value, policy_value)

@@ -203,13 +203,14 @@ def _failures_explained(models: Path) -> Iterator[None]:
         ) from error
 
 
-def require_disk(folder: Path, needed_bytes: int) -> None:
-    """Raises `ModelError` with both figures if the disk of `folder` has less than `needed_bytes` free."""
-    free = shutil.disk_usage(folder).free
+def require_disk(folder: Path, needed_bytes: int, variable: str = "XDG_CACHE_HOME") -> None:
+    """Raises `ModelError` with both figures if the disk of `folder`, which `variable` sets, has less than
+    `needed_bytes` free."""
+    free = shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
     if free < needed_bytes:
         raise ModelError(
             f"not enough disk space in {folder.parent}: about {format_size(needed_bytes)} needed, {format_size(free)} "
-            f"free; free some, or set XDG_CACHE_HOME to a folder on a larger disk"
+            f"free; free some, or set {variable} to a folder on a larger disk"
         )
 
 

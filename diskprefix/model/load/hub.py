@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,6 +17,7 @@ from typing import Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of_config
+from diskprefix.model.load.gguf import require_disk
 from diskprefix.model.load.gguf_file import first_parts, model_stem
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files
@@ -297,7 +297,7 @@ def _fetched(
         return Path(get(revision=found[0].commit_hash if found else None))
     before()
     num_bytes = sum(file.file_size or 0 for file in new)
-    _require_space(Path(constants.HF_HUB_CACHE), num_bytes)
+    require_disk(Path(constants.HF_HUB_CACHE), num_bytes, "HF_HOME")
     with progress_bar(f"fetching {repo}", num_bytes, progress, in_bytes=True) as advance:
         # The commit that was listed, whatever comes meanwhile.
         folder = get(revision=new[0].commit_hash, tqdm_class=_counting(advance))
@@ -322,16 +322,6 @@ def _counting(advance: Callable[[float], None]) -> type[Any]:
                 advance(self._num_bytes)
 
     return CountedBytes
-
-
-def _require_space(cache: Path, num_bytes: int) -> None:
-    """Raises `ModelError` with both figures if the disk of the hub's cache has less space."""
-    free = shutil.disk_usage(next(place for place in (cache, *cache.absolute().parents) if place.exists())).free
-    if free < num_bytes:
-        raise ModelError(
-            f"not enough disk space in {cache}: {format_size(num_bytes)} to fetch, {format_size(free)} free; free "
-            "some, or set HF_HOME to a folder on a larger disk"
-        )
 
 
 def _require_digest(file: Path) -> None:
