@@ -110,29 +110,32 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     Raises `ModelError`, `SettingsError` or `CacheError`. After an error the folder of the store is free again.
     """
     started = time.perf_counter()
+    # A wrong scope is reported before anything else.
+    parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
+    _require_kernels(settings)
     from diskprefix.model.load.imports import import_transformers
+    from diskprefix.model.load.loader import begin_packing, load_model
 
+    begun = begin_packing(settings)
     # Before anything else imports transformers.
     import_transformers()
 
     from diskprefix.cache.resources import open_store
     from diskprefix.engine.loop import Engine
     from diskprefix.engine.measured_model import load_draft, measured
-    from diskprefix.model.load.loader import load_model
     from diskprefix.model.load.memory import KV_AHEAD_BYTES, explain_out_of_memory
 
     imported = time.perf_counter()
-    # A wrong scope is reported before anything else.
-    parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
-    _require_kernels(settings)
     with ExitStack() as opened, explain_out_of_memory(_NO_MEMORY_LEFT):
+        if begun is not None:
+            opened.callback(begun.packing.stop)
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
         store = open_store(settings)
         opened.callback(store.close)
         recorder = hooks.open_recorder(settings, lambda: store.secret)
         if recorder is not None:
             opened.callback(recorder.close)
-        loaded = load_model(settings, progress, kv_ahead_bytes=KV_AHEAD_BYTES)
+        loaded = load_model(settings, progress, kv_ahead_bytes=KV_AHEAD_BYTES, begun=begun)
         loaded_at = time.perf_counter()
         if loaded.model.device.type == "cpu":
             buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)

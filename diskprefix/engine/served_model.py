@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Sequence
@@ -70,7 +71,8 @@ class ServedModel:
         self.recorder = recorder
         self.identity = identity or {}
         self.max_sequences = cache.settings.max_sequences
-        self.packs = can_pack(self.model, cache.layout)
+        numbers = json.dumps(self.identity, sort_keys=True) if self.identity else ""
+        self.packs = can_pack(self.model, cache.layout, numbers)
         """True if one step can compute several sequences."""
         self.max_rows = MAX_ACCELERATED_ROWS if self.packs and self.model.device.type == "cuda" else MAX_ROWS
         """The most rows of a step."""

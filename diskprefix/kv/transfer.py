@@ -14,6 +14,7 @@ import torch
 from diskprefix.kv.layout import Layout
 from diskprefix.store.codec.planes import Bytes
 
+_MADV_DONTNEED = 4
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14. Older kernels return EINVAL, and make the pages when they are written."""
 _POPULATED_BYTES = 2 << 20
@@ -67,6 +68,14 @@ def populate(tensors: Sequence[torch.Tensor], is_wanted: Callable[[], bool] = la
             if _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(part), _MADV_POPULATE_WRITE):
                 return
             first += part
+
+
+def give_back(tensor: torch.Tensor) -> None:
+    """Gives the pages within a tensor back to the kernel. Its content is lost. For fresh memory of one's own."""
+    first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize) // mmap.PAGESIZE * mmap.PAGESIZE
+    if first < end:
+        _libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), _MADV_DONTNEED)
 
 
 def is_finite(payload: memoryview, layout: Layout, num_tokens: int) -> bool:

@@ -10,7 +10,7 @@ import torch
 from diskprefix.native import ROWS
 from diskprefix.native.library import Operators
 
-_PACKING = struct.Struct("@3q 4P q P")
+_PACKING = struct.Struct("@5q 4P q P")
 """`Packing` of `source/interface.h`."""
 
 _TYPES = {
@@ -48,26 +48,60 @@ def pack(operators: Operators, kind: str, content: torch.Tensor, order: torch.Te
     units, bytes of a unit]. `content` are the bytes of the file, uint8 [rows, bytes of a row]. Row i of `out` is row
     `order[i]` (int32) of it, or row i without an order. Raises `MemoryError`.
     """
-    number, weights, num_bytes = _TYPES[kind]
-    strips, columns = out.shape[0], content.shape[1] // num_bytes * weights
-    assert content.dtype is out.dtype is torch.uint8
+    assert content.dtype is torch.uint8
     assert content.is_contiguous()
-    assert out.is_contiguous()
-    assert content.shape[1] % num_bytes == 0
-    assert out.shape[1] == columns // weights
     if order is None:
-        assert len(content) == strips * ROWS
+        assert len(content) == out.shape[0] * ROWS
     else:
+        assert 0 <= int(order.min()) <= int(order.max()) < len(content)
+    _call(operators, kind, content.shape[1], order, out, content=content.data_ptr())
+
+
+def pack_file(
+    operators: Operators,
+    kind: str,
+    file: int,
+    offset: int,
+    row_bytes: int,
+    order: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Packs rows of a GGUF tensor whose content begins at `offset` of the open `file`, as `pack` does, on the calling
+    thread. A piece that was read is packed before the next one is read. Raises `EOFError` if the file is cut short."""
+    _call(operators, kind, row_bytes, order, out, file=file, offset=offset, num_threads=1)
+
+
+def _call(
+    operators: Operators,
+    kind: str,
+    row_bytes: int,
+    order: torch.Tensor | None,
+    out: torch.Tensor,
+    *,
+    file: int = -1,
+    offset: int = 0,
+    content: int = 0,
+    num_threads: int | None = None,
+) -> None:
+    number, weights, num_bytes = _TYPES[kind]
+    strips, columns = out.shape[0], row_bytes // num_bytes * weights
+    assert out.dtype is torch.uint8
+    assert out.is_contiguous()
+    assert row_bytes % num_bytes == 0
+    assert out.shape[1] == columns // weights
+    if order is not None:
         assert order.dtype is torch.int32
         assert order.is_contiguous()
         assert order.shape == (strips * ROWS,)
-        assert int(order.min()) >= 0
-        assert int(order.max()) < len(content)
     grid = _grid_of(kind) if kind in _WITH_GRID else None
-    parts = (0 if part is None else part.data_ptr() for part in (content, grid, order, out))
-    call = _PACKING.pack(number, strips, columns, *parts, torch.get_num_threads(), operators.parallel_for)
-    if operators.pack(call):
-        raise MemoryError("there is no memory left for packing weights")
+    parts = (0 if part is None else part.data_ptr() for part in (grid, order, out))
+    threads = torch.get_num_threads() if num_threads is None else num_threads
+    call = _PACKING.pack(number, strips, columns, file, offset, content, *parts, threads, operators.parallel_for)
+    match operators.pack(call):
+        case 1:
+            raise MemoryError("there is no memory left for packing weights")
+        case 2:
+            raise EOFError("the file is cut short")
 
 
 @cache

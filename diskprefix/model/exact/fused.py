@@ -2,12 +2,13 @@
 around it, and whole layers of them.
 
 A module is taken for such a part if it has the children of one, and if it gives what the operator gives for made-up
-rows: the same bits, but for norms, whose sums have another order. Any other module computes as it did.
+rows: the same bits, but for norms, whose sums have another order. Any other module computes as it did. Of the gated
+products and the layers of one kind (`model.exact.layer_kinds`) the first are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from itertools import permutations
 from typing import Any
@@ -19,6 +20,7 @@ from diskprefix.kv.layers import FullAttentionLayer, SlidingWindowLayer, TokenLa
 from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import Run, current_step
 from diskprefix.model.exact.attention import HARMLESS
+from diskprefix.model.exact.layer_kinds import description_of
 from diskprefix.model.exact.mixtures import experts_of
 from diskprefix.model.exact.observed import ObservedMemory, made_up_rows, result_of
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
@@ -69,8 +71,11 @@ def norm_of(module: nn.Module, compute: Callable[[Norm, torch.Tensor], torch.Ten
     return None
 
 
-def gated_of(module: nn.Module, operators: Operators, curves: list[torch.Tensor]) -> Gated | None:
-    """Returns the gated products that a module computes. `curves` are those of other modules."""
+def gated_of(
+    module: nn.Module, operators: Operators, curves: list[torch.Tensor], order: Sequence[int] | None = None
+) -> tuple[Gated, Sequence[int]] | None:
+    """Returns the gated products that a module computes, and which of its products are gate, up and down. `curves` are
+    those of other modules, `order` is that of another module of the same kind, which makes a comparison needless."""
     linears = [child for child in module.children() if hasattr(child, "in_features")]
     others = [child for child in module.children() if not hasattr(child, "in_features")]
     found = [matrix_of(linear, operators) for linear in linears]
@@ -84,13 +89,14 @@ def gated_of(module: nn.Module, operators: Operators, curves: list[torch.Tensor]
     if not isinstance(table, torch.Tensor):
         return None
     rows = None
-    for gate, up, down in permutations(matrices):
+    for numbers in [order] if order else permutations(range(3)):
+        gate, up, down = (matrices[number] for number in numbers)
         if gate.columns != up.columns or not gate.rows == up.rows == down.columns or gate.columns != down.rows:
             continue
         rows = made_up_rows(torch.bfloat16, gate.columns) if rows is None else rows
         gated = Gated(gate, up, down, table)
-        if _is_equal(result_of(partial(type(module).forward, module, rows)), gated(operators, rows)):
-            return gated
+        if order or _is_equal(result_of(partial(type(module).forward, module, rows)), gated(operators, rows)):
+            return gated, numbers
     return None
 
 
@@ -113,8 +119,11 @@ def attention_of(module: nn.Module, operators: Operators, parts: dict[nn.Module,
     return block if _is_equal(observed, found) and torch.equal(memory.bits(), made_up.bits()) else None
 
 
-def layer_of(module: nn.Module, operators: Operators, parts: dict[nn.Module, Any]) -> Layer | None:
-    """Returns the layer that a module computes from the known modules, `parts`."""
+def layer_of(
+    module: nn.Module, operators: Operators, parts: dict[nn.Module, Any], *, is_known: bool = False
+) -> Layer | None:
+    """Returns the layer that a module computes from the known modules, `parts`. `is_known`: another module of the same
+    kind does."""
     children = [child for child in module.children() if type(child) is not nn.Dropout]
     kinds = {kind: [parts[child] for child in children if type(parts.get(child)) is kind] for kind in _PARTS}
     (attention, gated, norms) = (kinds[kind] for kind in _PARTS)
@@ -127,6 +136,8 @@ def layer_of(module: nn.Module, operators: Operators, parts: dict[nn.Module, Any
     before, *others = norms
     behind, middle, last = others if len(others) == 3 else (None, *others, None)
     layer = Layer(attention[0], gated[0], (before, behind, middle, last))
+    if is_known:
+        return layer
     made_up, memory = ObservedMemory(operators), ObservedMemory(operators)
     observed = result_of(lambda: made_up.observe(module, width, layer.attention.key_dim))
     found = memory.compute(layer, layer.attention)
@@ -139,6 +150,8 @@ class Parts:
     def __init__(self, operators: Operators) -> None:
         self._operators = operators
         self._found: dict[nn.Module, Any] = {}
+        self._kinds: dict[Hashable, Any] = {}
+        """What was found for a kind of module: others of it are not compared again."""
         self._curves: list[torch.Tensor] = []
 
     def smallest(self, module: nn.Module) -> Forward | None:
@@ -154,18 +167,24 @@ class Parts:
 
     def larger(self, module: nn.Module) -> Forward | None:
         """Returns a replacement for the forward of gated products or attention, whose parts have theirs already."""
-        gated = gated_of(module, self._operators, self._curves)
-        if gated is not None:
-            self._found[module] = gated
-            return partial(gated, self._operators)
+        if any(hasattr(child, "in_features") for child in module.children()):
+            kind = description_of(module)
+            found = gated_of(module, self._operators, self._curves, self._kinds.get(kind))
+            if found is not None:
+                self._found[module], self._kinds[kind] = found
+                return partial(found[0], self._operators)
         block = attention_of(module, self._operators, self._found)
         return None if block is None else self._forward(module, block, _in_place, module)
 
     def largest(self, module: nn.Module) -> Forward | None:
         """Returns a replacement for the forward of a whole layer, whose parts have theirs already."""
-        layer = layer_of(module, self._operators, self._found)
+        if not any(type(self._found.get(child)) is AttentionBlock for child in module.children()):
+            return None
+        kind = description_of(module)
+        layer = layer_of(module, self._operators, self._found, is_known=kind in self._kinds)
         if layer is None:
             return None
+        self._kinds[kind] = None
         (attention,) = (child for child in module.children() if type(self._found.get(child)) is AttentionBlock)
         return self._forward(module, layer, _in_place, attention)
 

@@ -146,7 +146,7 @@ def _kinds_of(model: PreTrainedModel, layers: nn.ModuleList, layout: Layout) -> 
     kinds = []
     for number, layer in enumerate(layers):
         kind = (
-            _Description().of(layer),
+            description_of(layer),
             tuple(repr(one[number]) for one in lists),
             layout.layers[number],
             tuple((spec.part, spec.form) for spec in specs if spec.layer == number),
@@ -154,6 +154,11 @@ def _kinds_of(model: PreTrainedModel, layers: nn.ModuleList, layout: Layout) -> 
         )
         kinds.append(known.setdefault(kind, len(known)))
     return kinds
+
+
+def description_of(module: nn.Module) -> Hashable:
+    """Returns a value that is equal for modules of one kind."""
+    return _Description().of(module)
 
 
 class _Description:

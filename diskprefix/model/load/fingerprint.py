@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -209,12 +210,18 @@ def weights_digest(files: Sequence[Path], parts: Sequence[Path] = ()) -> str:
 
 
 _digests = Memo("digests", version=2)
+_digesting = threading.Lock()
+"""Held while a file is read: who asks for it meanwhile gets the digest from the memo."""
 
 
 def remembered_digest(file: Path) -> str:
     """Returns `tokens.file_digest`. It is computed again when path, size, modification time or inode change. Raises
     `OSError` if the file cannot be read."""
-    path = file.resolve()
+    with _digesting:
+        return _remembered_digest(file.resolve())
+
+
+def _remembered_digest(path: Path) -> str:
     stamp = _stamp(path)
     record = _digests.get(str(path))
     if isinstance(record, dict) and record.get("stamp") == stamp and isinstance(record.get("digest"), str):

@@ -8,7 +8,7 @@ import glob
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ from diskprefix.model.load.gguf_file import (
 from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.gguf_rope import SCALING, scale_positions
 from diskprefix.model.load.gguf_splits import set_splits
+from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.native.library import has_rows
 from diskprefix.printable import first_line
@@ -48,6 +49,8 @@ SUFFIXES = {"auto": "-quants.3", "native": "", "int8": "-int8.4", "int4": "-int4
 _LOCK, _PARTIAL = ".lock-", ".partial-"
 """Prefixes of a model's name: the file that is locked while the model is made, and the folder that it is made in."""
 _GGUF = "model.load.gguf"
+_STRINGS = ("tokenizer.ggml.tokens", "tokenizer.ggml.merges")
+"""Arrays of strings that transformers reads."""
 _WIDTHS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -225,7 +228,7 @@ def convert(gguf: Path, work: Path, report: Report, weights: str = "native", che
     source.mkdir()
     made.mkdir()
     try:
-        with progress_bar(f"converting {gguf.name}", 100, report) as advance:
+        with progress_bar(f"converting {gguf.name}", 100, report) as advance, without_tracer():
             quiet_transformers()
             _convert(gguf, source, made, weights, advance, report, check)
     except ModelError:
@@ -316,18 +319,32 @@ def without_gguf_reader(file: Path) -> Iterator[None]:
     transformers trusts what it reads, so the header is checked before.
     """
     import gguf
-    from transformers.integrations.gguf import read_gguf_metadata
+    from transformers.integrations import gguf as package
+    from transformers.integrations.gguf import reader as own
 
-    metadata, tensor_names = read_gguf_metadata(str(file), ("tokenizer.ggml.tokens",))
-    fields = {name: _field(name, value) for name, value in metadata.items() if SCALING not in name}
+    read: Callable[..., tuple[dict[str, Any], tuple[str, ...]]] = own.read_gguf_metadata
+    metadata, tensor_names = read(str(file), _STRINGS)
+
+    def read_once(path: str, arrays: Collection[str] = ()) -> tuple[dict[str, Any], tuple[str, ...]]:
+        if Path(path) != file:
+            return read(path, arrays)
+        # Of arrays that nobody asked for there is the length.
+        strings = {name: metadata[name] for name in _STRINGS if name in metadata}
+        asked = {name: [*found] if name in arrays else len(found) for name, found in strings.items()}
+        return metadata | asked, tensor_names
+
+    shown = read_once(str(file), _STRINGS[:1])[0]
+    fields = {name: _field(name, value) for name, value in shown.items() if SCALING not in name}
     reader = SimpleNamespace(fields=fields, tensors=[SimpleNamespace(name=name) for name in tensor_names])
     own_reader, own_names = gguf.GGUFReader, gguf.get_tensor_name_map
     # The names are asked for once for each module of a model.
     gguf.GGUFReader, gguf.get_tensor_name_map = lambda *_: reader, cache(own_names)
+    own.read_gguf_metadata = package.read_gguf_metadata = read_once
     try:
         yield
     finally:
         gguf.GGUFReader, gguf.get_tensor_name_map = own_reader, own_names
+        own.read_gguf_metadata = package.read_gguf_metadata = read
 
 
 def _field(name: str, value: Any) -> Any:

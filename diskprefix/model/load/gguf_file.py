@@ -66,7 +66,7 @@ class FileTensor:
         count = (last - first) * self.row_bytes
         found = np.fromfile(self.file, np.uint8, count=count, offset=self.offset + first * self.row_bytes)
         if found.size < count:
-            raise ModelError(f"{self.file} is cut short: it does not hold all of {self.name}")
+            raise cut_short(self)
         return found.reshape(last - first, self.row_bytes)
 
     def content(self, first: int = 0, last: int | None = None) -> np.ndarray[Any, Any]:
@@ -80,7 +80,7 @@ class FileTensor:
         offset = self.offset + first * row * self.dtype.itemsize
         found = np.fromfile(self.file, self.dtype, count=(last - first) * row, offset=offset)
         if found.size < (last - first) * row:
-            raise ModelError(f"{self.file} is cut short: it does not hold all of {self.name}")
+            raise cut_short(self)
         return found.reshape(last - first, *inner)
 
     def pieces(self) -> Iterator[tuple[int, int]]:
@@ -89,6 +89,11 @@ class FileTensor:
         step = max(1, _AT_ONCE // prod(inner))
         for first in range(0, rows, step):
             yield first, min(first + step, rows)
+
+
+def cut_short(tensor: FileTensor) -> ModelError:
+    """Returns the error of a file that ends within a tensor."""
+    return ModelError(f"{tensor.file} is cut short: it does not hold all of {tensor.name}")
 
 
 def part_paths(gguf: Path) -> list[Path]:

@@ -87,12 +87,28 @@ class _Reading:
             raise ValueError(f"a name in it has {length} bytes")
         return self.take(length).decode()
 
+    def _skip_strings(self, count: int) -> None:
+        # A vocabulary has hundreds of thousands, so this is `take` and `skip` without their calls. Each string takes 8
+        # bytes or more, so the file ends before a count that is too large does.
+        read, left = self._file.read, self._left
+        for _ in range(count):
+            if left < 8:
+                self._advance(left + 1)
+            size = read(8)
+            length = int.from_bytes(size, "little")
+            left -= 8 + length
+            if left < 0:
+                self._advance(self._left + 1)
+            if length > _SKIPPED_BYTES:
+                self._file.seek(length, 1)
+            elif len(read(length)) < length or len(size) < 8:
+                raise ValueError("it became shorter while it was read")
+        self._advance(self._left - left)
+
     def skip_array(self) -> None:
         kind, count = self.number("<I"), self.number("<Q")
         if kind == _STRING:
-            # Each takes 8 bytes or more, so the file ends before a count that is too large does.
-            for _ in range(count):
-                self.skip(int.from_bytes(self.take(8), "little"))
+            self._skip_strings(count)
         elif kind in _SCALARS:
             self.skip(count * struct.calcsize(_SCALARS[kind]))
         else:

@@ -7,9 +7,10 @@ import json
 import logging
 import os
 import re
+import threading
 import time
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -20,20 +21,30 @@ from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.ahead import ReadAhead
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.embedded import EMBEDDED, embedded_folder
-from diskprefix.model.load.fingerprint import weights_digest
-from diskprefix.model.load.fit import Check, Fit, ModelNeeds, needs_of_folder, with_matrices
-from diskprefix.model.load.gguf import converted_folder, enough_to_make, quiet_transformers
-from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths
+from diskprefix.model.load.fingerprint import remembered_digest, weights_digest
+from diskprefix.model.load.fit import (
+    ROOM_BYTES,
+    Check,
+    Fit,
+    ModelNeeds,
+    needs_of_folder,
+    needs_of_tensors,
+    with_matrices,
+)
+from diskprefix.model.load.gguf import converted_folder, enough_to_make, finished_folder, quiet_transformers
+from diskprefix.model.load.gguf_file import MATRICES, file_stamp, model_stem, part_paths, read_tensors
 from diskprefix.model.load.hub import HubListing, fetched_model
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
 from diskprefix.model.load.memory import (
     available_bytes,
+    available_ram_bytes,
     explain_out_of_memory,
     kv_ahead,
     large_pages,
     move,
+    populate_beside,
 )
 from diskprefix.model.load.tokenizer import read_template, read_tokenizer, read_tokenizer_ahead
 from diskprefix.printable import first_line
@@ -45,6 +56,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
     from diskprefix.model.quants.file_matrix import FileMatrix
+    from diskprefix.model.quants.matrix_packing import MatrixPacking
 
 log = logging.getLogger("diskprefix")
 
@@ -100,12 +112,81 @@ class _ModelSource:
         return f"{self.folder.name} as {str(self.dtype).removeprefix('torch.')} on {self.device}"
 
 
-def load_model(settings: Settings, progress: Report, flag: str = "--model", *, kv_ahead_bytes: int = 0) -> LoadedModel:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BegunPacking:
+    """The packing of the matrices of a `.gguf` file. `stamps` are those of the file's `parts`, and `free_bytes` the
+    memory that was free, both before it began."""
+
+    parts: list[Path]
+    stamps: list[tuple[int, int, int]]
+    free_bytes: int
+    packing: MatrixPacking
+
+    @classmethod
+    def begin(cls, parts: list[Path], matrices: Iterable[FileMatrix]) -> BegunPacking:
+        """Raises `ModelError` without the compiled operators, `OSError`, `MemoryError`."""
+        from diskprefix.model.quants.matrix_packing import MatrixPacking
+        from diskprefix.native.library import operators
+
+        found = operators()
+        if found is None:
+            raise ModelError("the quants of a .gguf file need the compiled operators; add --weights native")
+        stamps, free_bytes = [file_stamp(part) for part in parts], available_ram_bytes()
+        packing = MatrixPacking(found, matrices)
+        return cls(parts=parts, stamps=stamps, free_bytes=free_bytes, packing=packing)
+
+
+def begin_packing(settings: Settings) -> BegunPacking | None:
+    """Begins to pack the matrices of a `.gguf` file for `load_model`, beside the import of transformers. Returns None
+    for other models, and where memory is short. An error is left to `load_model`."""
+    gguf = Path(os.path.expanduser(settings.model or ""))
+    if gguf.suffix.lower() != ".gguf" or not os.path.isfile(gguf):
+        return None
+    # Nothing here imports transformers.
+    from diskprefix.model.quants.file_matrix import load_matrices
+    from diskprefix.model.quants.matrix_packing import as_they_stand, packed_bytes
+    from diskprefix.native.library import operators
+
+    weights = settings.weights
+    with suppress(DiskPrefixError, OSError, MemoryError):
+        is_packed = weights != "native" and settings.dtype in ("auto", "bfloat16") and operators() is not None
+        if not is_packed or _pick_device(settings.device).type != "cpu":
+            return None
+        parts, making_bytes = part_paths(gguf), 0
+        folder = finished_folder(gguf, weights)
+        if folder is None:
+            # The conversion asks for it first.
+            threading.Thread(target=_digest_ahead, args=(parts,), name="digest", daemon=True).start()
+            header, tensors = read_tensors(parts)
+            making_bytes = needs_of_tensors(gguf.name, header, tensors, weights).making_bytes
+            matrices = as_they_stand(tensors, weights)
+        else:
+            matrices = list({matrix.key: matrix for matrix in load_matrices(folder, parts).values()}.values())
+        if packed_bytes(matrices) + making_bytes + ROOM_BYTES <= available_ram_bytes():
+            return BegunPacking.begin(parts, matrices)
+    return None
+
+
+def _digest_ahead(parts: Sequence[Path]) -> None:
+    for part in parts:
+        with suppress(OSError):
+            remembered_digest(part)
+
+
+def load_model(
+    settings: Settings,
+    progress: Report,
+    flag: str = "--model",
+    *,
+    kv_ahead_bytes: int = 0,
+    begun: BegunPacking | None = None,
+) -> LoadedModel:
     """Finds, fetches, converts, checks and loads the model that `settings` name.
 
     `progress` takes lines of text for people, `flag` is what named the model. Up to `kv_ahead_bytes` of memory are made
-    ahead for KV, see `kv_ahead`. Raises `ModelError` if it cannot be found, fetched or read, or does not fit in memory,
-    and `SettingsError` for --device and --chat-template, each with a message of one line.
+    ahead for KV, see `kv_ahead`. `begun` is what `begin_packing` returned for the same settings. Raises `ModelError` if
+    it cannot be found, fetched or read, or does not fit in memory, and `SettingsError` for --device and
+    --chat-template, each with a message of one line.
     """
     timings: dict[str, float] = {}
 
@@ -118,29 +199,45 @@ def load_model(settings: Settings, progress: Report, flag: str = "--model", *, k
     template = read_template(settings.chat_template)
 
     def check(needs: ModelNeeds) -> Fit:
-        return require_fit(needs, available_bytes(_pick_device(settings.device)), progress, settings)
+        free_bytes = available_bytes(_pick_device(settings.device)) if begun is None else begun.free_bytes
+        return require_fit(needs, free_bytes, progress, settings)
 
-    source = _source(settings, progress, clock, flag, check)
-    folder, files = source.folder, source.files
-    needs = _needs(source)
-    fit = check(needs)
-    # Pages come beside the digest and the tokenizer. What is cast or put together would be there twice for a moment.
-    is_used = source.device.type == "cpu" and (source.weights == "native" or _computes_with_packed())
-    needed = needs.weights_bytes
-    is_used = is_used and needed + needs.unmapped_bytes <= available_bytes(source.device)
-    ahead = kv_ahead(fit, kv_ahead_bytes) if source.device.type == "cpu" else []
-    memory = large_pages(needed + _ALIGNMENT_BYTES if is_used else 0, *ahead)
-    with clock("digest"), _load_failures(folder):
-        stamps = [file_stamp(part) for part in source.gguf]
-        digest = weights_digest([*files, *folder.glob(MATRICES)], source.gguf)
-    with clock("tokenizer"):
-        tokenizer = read_tokenizer(folder, template)
-        media = _load_media(folder, source.config, source.kind) if source.kind.is_multimodal else None
-    with clock("weights"):
-        model = _load_weights(source, memory)
-    with _load_failures(folder):
-        if [file_stamp(part) for part in source.gguf] != stamps:
-            raise ModelError(f"{source.gguf[0]} was changed while it was read; start again")
+    with ExitStack() as failing:
+        if begun is not None:
+            failing.callback(begun.packing.stop)
+        source = _source(settings, progress, clock, flag, check)
+        folder, files = source.folder, source.files
+        needs = _needs(source)
+        fit = check(needs)
+        if begun is not None and begun.parts != source.gguf:
+            begun.packing.stop()
+            begun = None
+        if source.gguf:
+            with _load_failures(folder):
+                if begun is None:
+                    begun = BegunPacking.begin(source.gguf, [])
+                failing.callback(begun.packing.stop)
+                begun.packing.want(source.matrices.values())
+        # Pages come beside digest and tokenizer. What is cast or put together would be there twice for a moment.
+        is_used = source.device.type == "cpu" and (source.weights == "native" or _computes_with_packed())
+        is_used = is_used and needs.weights_bytes + needs.unmapped_bytes <= fit.free_bytes
+        memory = large_pages(_plain_bytes(source, needs) + _ALIGNMENT_BYTES if is_used else 0)
+        ahead = kv_ahead(fit, kv_ahead_bytes) if source.device.type == "cpu" else []
+        if begun is None:
+            populate_beside(memory, *ahead)
+        with clock("digest"), _load_failures(folder):
+            digest = weights_digest([*files, *folder.glob(MATRICES)], source.gguf)
+        with clock("tokenizer"):
+            tokenizer = read_tokenizer(folder, template)
+            media = _load_media(folder, source.config, source.kind) if source.kind.is_multimodal else None
+        with clock("weights"):
+            model = _load_weights(source, memory, begun)
+        if begun is not None:
+            # Before, packing made its own pages.
+            populate_beside(*ahead)
+            with _load_failures(folder):
+                if [file_stamp(part) for part in source.gguf] != begun.stamps:
+                    raise ModelError(f"{source.gguf[0]} was changed while it was read; start again")
     name = settings.served_model_name or source.name
     return LoadedModel(
         model=model, tokenizer=tokenizer, media=media, name=name, weights_digest=digest, fit=fit, timings=timings
@@ -154,6 +251,13 @@ def _needs(source: _ModelSource) -> ModelNeeds:
     dtype = str(source.dtype).removeprefix("torch.")
     needs = needs_of_folder(source.files[0].parent, source.files, "native", dtype)
     return with_matrices(needs, str(source), packed_tensors(source.matrices))
+
+
+def _plain_bytes(source: _ModelSource, needs: ModelNeeds) -> int:
+    """Returns the bytes of the weights that are not matrices of a `.gguf` file."""
+    from diskprefix.model.quants.quantised import packed_tensors
+
+    return needs.weights_bytes - sum(tensor.num_bytes for tensor in packed_tensors(source.matrices))
 
 
 def _source(
@@ -376,8 +480,8 @@ def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> Medi
     return media
 
 
-def _load_weights(source: _ModelSource, memory: torch.Tensor) -> PreTrainedModel:
-    from diskprefix.model.quants.quantised import pack_matrices, prepare
+def _load_weights(source: _ModelSource, memory: torch.Tensor, begun: BegunPacking | None) -> PreTrainedModel:
+    from diskprefix.model.quants.quantised import prepare, take_matrices
     from diskprefix.model.quants.quantising import generation_config_of
 
     model = _ahead.take(*source.ahead)
@@ -385,9 +489,9 @@ def _load_weights(source: _ModelSource, memory: torch.Tensor) -> PreTrainedModel
         model = _read_weights(source)
     if source.device.type == "cpu":
         with _load_failures(source.folder):
-            left = _copy_into(memory, model)
-            if source.matrices:
-                pack_matrices(model, source.matrices, left)
+            _copy_into(memory, model)
+            if begun is not None:
+                take_matrices(model, source.matrices, begun.packing)
             prepare(model)
             own = generation_config_of(source.folder) if source.files[0].parent != source.folder else None
             if own is not None:
@@ -428,12 +532,12 @@ def _read_weights(source: _ModelSource) -> PreTrainedModel:
     return model
 
 
-def _copy_into(memory: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
+def _copy_into(memory: torch.Tensor, model: PreTrainedModel) -> None:
     """Copies the weights, which safetensors maps from the file: mapped tensors change, or end the process, when
-    somebody writes the file, and are not aligned to the lines of caches. Returns what is left of the memory."""
+    somebody writes the file, and are not aligned to the lines of caches."""
     keeps_packed = _computes_with_packed()
     named = (*model.named_parameters(), *model.named_buffers())
-    return move([tensor for name, tensor in named if keeps_packed or not name.endswith(".packed")], memory)
+    move([tensor for name, tensor in named if keeps_packed or not name.endswith(".packed")], memory)
 
 
 def _computes_with_packed() -> bool:

@@ -22,7 +22,7 @@ ADVICE = "free some, or choose a smaller model, another --dtype or another --dev
 KV_AHEAD_BYTES = 1 << 30
 """KV memory that is taken and made before the first request: fresh pages would slow down its restore."""
 _LARGE_PAGE = 1 << 21
-_LINE = 64
+LINE_BYTES = 64
 
 
 @contextmanager
@@ -51,12 +51,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def large_pages(num_bytes: int, *others: torch.Tensor) -> torch.Tensor:
+def large_pages(num_bytes: int) -> torch.Tensor:
     """Returns fresh memory, uint8 [num_bytes], in pages of 2 MiB where the kernel has them: they are read up to 1.4
-    times as fast. A thread has the kernel make these pages, then those of `others`. Raises `MemoryError`."""
+    times as fast. Raises `MemoryError`."""
     import torch
-
-    from diskprefix.kv.transfer import populate
 
     size = num_bytes + _LARGE_PAGE
     try:
@@ -68,9 +66,14 @@ def large_pages(num_bytes: int, *others: torch.Tensor) -> torch.Tensor:
             memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     first = -whole.data_ptr() % _LARGE_PAGE
-    made = whole[first : first + num_bytes]
-    threading.Thread(target=populate, args=([made, *others],), name="weights-memory", daemon=True).start()
-    return made
+    return whole[first : first + num_bytes]
+
+
+def populate_beside(*tensors: torch.Tensor) -> None:
+    """Has a thread make the pages of tensors in main memory, one after the other."""
+    from diskprefix.kv.transfer import populate
+
+    threading.Thread(target=populate, args=(tensors,), name="weights-memory", daemon=True).start()
 
 
 def kv_ahead(fit: Fit, most_bytes: int) -> list[torch.Tensor]:
@@ -94,7 +97,7 @@ def move(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
             if tensor.is_contiguous() and used + tensor.nbytes <= len(memory):
                 place = memory[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 tensor.data = place.copy_(tensor.data)
-                used += -(-tensor.nbytes // _LINE) * _LINE
+                used += -(-tensor.nbytes // LINE_BYTES) * LINE_BYTES
             else:
                 tensor.data = tensor.data.clone()
     return memory[used:]

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from bisect import bisect_right
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -20,14 +22,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from diskprefix.model.load.gguf_file import MATRICES, FileTensor
+from diskprefix.model.load.gguf_file import MATRICES, FileTensor, cut_short
+from diskprefix.model.quants.gguf_quants import form_of
+from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import ROWS
 from diskprefix.native.library import Operators
-from diskprefix.native.packing import pack
+from diskprefix.native.packing import pack, pack_file
 
 _DIGITS = 4
 _PIECE_BYTES = 1 << 24
 """What is read of a file at a time."""
+_TASK_BYTES = 1 << 26
+"""What a thread packs before it waits for Python's lock again, which an import may hold for milliseconds."""
 _DESCRIBED, _ORDER = "described", "order of "
 
 
@@ -97,6 +103,18 @@ class FileMatrix:
     def num_rows(self) -> int:
         return prod(self.shape[:-1])
 
+    @property
+    def form(self) -> QuantForm:
+        """The form in which its quants are kept."""
+        form = None if self.kind is None else form_of(self.kind)
+        assert form is not None, "the conversion keeps no other matrices"
+        return form
+
+    @property
+    def packed_shape(self) -> tuple[int, ...]:
+        *experts, rows, columns = self.shape
+        return *experts, *self.form.packed_shape(rows, columns)
+
     def pieces(self, multiple: int = 1) -> Iterator[tuple[int, int, list[FileRows]]]:
         """Yields first and last row of pieces of `multiple` rows or several times that, and what the file has of them.
         Raises `ModelError` if the file is cut short."""
@@ -117,27 +135,39 @@ class FileMatrix:
             start += tensor.num_rows
         return found
 
-    def pack(self, operators: Operators, out: torch.Tensor) -> None:
-        """Packs the quants into `out`, uint8 [strips, ..] of the form of its type. Raises `ModelError` if the file is
-        cut short or changed, `MemoryError`."""
+    def tasks(self, operators: Operators, out: torch.Tensor) -> Iterator[Callable[[], None]]:
+        """Yields functions that each pack a part of the quants into `out`, uint8 [strips, ..], on the calling thread.
+        They raise `ModelError` if the file is cut short, `OSError`, `MemoryError`."""
+        if len(self.tensors) > 1:
+            yield partial(self._pack_joined, operators, out)
+            return
+        strips = max(1, _TASK_BYTES // (self.tensors[0].row_bytes * ROWS))
+        for first in range(0, len(out), strips):
+            yield partial(self._pack_part, operators, first, out[first : first + strips])
+
+    def _pack_part(self, operators: Operators, first: int, out: torch.Tensor) -> None:
+        (tensor,) = self.tensors
+        rows = slice(first * ROWS, (first + len(out)) * ROWS)
+        start = tensor.offset + (rows.start * tensor.row_bytes if self.order is None else 0)
+        order = None if self.order is None else torch.from_numpy(self.order[rows])
+        with tensor.file.open("rb", buffering=0) as file:
+            if self.order is None and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), start, len(out) * ROWS * tensor.row_bytes, os.POSIX_FADV_WILLNEED)
+            try:
+                pack_file(operators, tensor.kind, file.fileno(), start, tensor.row_bytes, order, out)
+            except EOFError as error:
+                raise cut_short(tensor) from error
+
+    def _pack_joined(self, operators: Operators, out: torch.Tensor) -> None:
         assert self.kind is not None, "its form would not be known"
         for first, last, parts in self.pieces(ROWS):
-            if len(parts) == 1:
-                (part,) = parts
-                content, order = part.content, part.order
-            else:
-                content = np.concatenate([part.content for part in parts])
-                order, at = np.empty(last - first, np.int32), 0
-                for part in parts:
-                    order[part.places] = part.order + at
-                    at += len(part.content)
-            pack(
-                operators,
-                self.kind,
-                torch.from_numpy(content),
-                torch.from_numpy(order),
-                out[first // ROWS : last // ROWS],
-            )
+            content = np.concatenate([part.content for part in parts])
+            order, at = np.empty(last - first, np.int32), 0
+            for part in parts:
+                order[part.places] = part.order + at
+                at += len(part.content)
+            to = out[first // ROWS : last // ROWS]
+            pack(operators, self.kind, torch.from_numpy(content), torch.from_numpy(order), to)
 
     def dequantised(self) -> torch.Tensor:
         """Returns the weights, bfloat16 of `shape`."""

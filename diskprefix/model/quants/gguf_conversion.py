@@ -22,7 +22,8 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers import modeling_gguf_pytorch_utils as legacy
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.integrations.gguf.reader import GgufHeader, TensorInfo, read_gguf_metadata
+from transformers.integrations.gguf import reader
+from transformers.integrations.gguf.reader import GgufHeader, TensorInfo
 from transformers.integrations.gguf.utils import is_gguf_arch_supported
 from transformers.quantizers import auto as quantizers
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
@@ -66,7 +67,7 @@ class TensorwiseQuantizer(GgufHfQuantizer):  # type: ignore[misc]
 
     def read_header(self, gguf_file: str) -> None:
         # transformers refuses types here that it does not compute with.
-        architecture = read_gguf_metadata(gguf_file)[0]["general.architecture"]
+        architecture = reader.read_gguf_metadata(gguf_file)[0]["general.architecture"]
         tensors = (TensorInfo(one.name, one.shape, one.type, 0, 0) for one in self._conversion.tensors)
         self.supported = is_gguf_arch_supported(architecture)
         self.header = GgufHeader(gguf_file, architecture, tuple(tensors), 0)

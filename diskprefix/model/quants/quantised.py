@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.load.served_tensors import ServedTensor, packed_tensor
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices
-from diskprefix.model.quants.gguf_quants import form_of
+from diskprefix.model.quants.matrix_packing import MatrixPacking
 from diskprefix.model.quants.products import Product, kernel, matrix_of, product_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised_experts import (
@@ -63,7 +63,7 @@ class QuantisedLinear(nn.Module):
     packed: torch.Tensor
 
     def __init__(self, linear: nn.Linear, form: QuantForm, *, is_in_gguf: bool = False) -> None:
-        """`is_in_gguf`: the quants come from a `.gguf` file, by `pack_matrices`."""
+        """`is_in_gguf`: the quants come from a `.gguf` file, by `take_matrices`."""
         super().__init__()
         self.in_features, self.out_features, self.form = linear.in_features, linear.out_features, form
         shape = (0,) if is_in_gguf else form.packed_shape(self.out_features, self.in_features)
@@ -223,41 +223,18 @@ def packed_tensors(matrices: Mapping[str, FileMatrix]) -> list[ServedTensor]:
     """Returns what matrices of a `.gguf` file take in memory."""
     distinct = {matrix.key: (name, matrix) for name, matrix in matrices.items()}
     return [
-        packed_tensor(name, matrix.shape, str(matrix.kind), prod(_packed_shape(matrix)))
+        packed_tensor(name, matrix.shape, str(matrix.kind), prod(matrix.packed_shape))
         for name, matrix in distinct.values()
     ]
 
 
-def pack_matrices(model: PreTrainedModel, matrices: Mapping[str, FileMatrix], memory: torch.Tensor) -> None:
-    """Reads the matrices of a `.gguf` file into the modules that wait for them, and packs them in `memory`, uint8, one
-    after the other. Raises `ModelError` if the file cannot be read, or if there are no compiled operators."""
-    found = operators()
-    if found is None:
-        raise ModelError("the quants of a .gguf file need the compiled operators; add --weights native")
-    packed: dict[Hashable, torch.Tensor] = {}
-    used = 0
+def take_matrices(model: PreTrainedModel, matrices: Mapping[str, FileMatrix], packing: MatrixPacking) -> None:
+    """Gives the modules that wait for matrices of a `.gguf` file what `packing` made. Raises its errors."""
+    packed = packing.finish()
     for name, matrix in matrices.items():
         module = model.get_submodule(name)
         assert isinstance(module, QuantisedLinear | QuantisedEmbedding | QuantisedMatrices)
-        if matrix.key not in packed:
-            shape = _packed_shape(matrix)
-            place = memory[used : used + prod(shape)]
-            # Other tensors may have taken more than their files say.
-            packed[matrix.key] = (place if len(place) == prod(shape) else place.new_empty(prod(shape))).view(shape)
-            matrix.pack(found, packed[matrix.key].flatten(0, -3))
-            used += prod(shape)
         module.packed = packed[matrix.key]
-
-
-def _packed_shape(matrix: FileMatrix) -> tuple[int, ...]:
-    *experts, rows, columns = matrix.shape
-    return *experts, *_form_of(matrix).packed_shape(rows, columns)
-
-
-def _form_of(matrix: FileMatrix) -> QuantForm:
-    form = None if matrix.kind is None else form_of(matrix.kind)
-    assert form is not None, "the conversion keeps no other matrices"
-    return form
 
 
 def prepare(model: PreTrainedModel) -> None:
@@ -296,7 +273,7 @@ class Quantiser(HfQuantizer):  # type: ignore[misc]
         (file,) = checkpoint_files
         written, in_gguf = json.loads(_metadata(Path(file))[_FORMS]), load_matrices(Path(file).parent)
         found = [(name, QuantForm.parse(text), False) for name, text in written.items()]
-        found += [(name, _form_of(matrix), True) for name, matrix in in_gguf.items()]
+        found += [(name, matrix.form, True) for name, matrix in in_gguf.items()]
         experts: dict[tuple[str, bool], dict[str, QuantForm]] = defaultdict(dict)
         for name, form, is_in_gguf in found:
             owner, _, part = name.rpartition(".")

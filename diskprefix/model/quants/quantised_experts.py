@@ -30,7 +30,7 @@ class QuantisedMatrices(nn.Module):
         self, weight: torch.Tensor, bias: torch.Tensor | None, form: QuantForm, *, is_in_gguf: bool = False
     ) -> None:
         """`weight` is [experts, rows, columns]; only its sizes and device are used. `is_in_gguf`: the quants come from
-        a `.gguf` file, by `pack_matrices`."""
+        a `.gguf` file, by `take_matrices`."""
         super().__init__()
         self.form = form
         num_experts, rows, columns = weight.shape

@@ -62,9 +62,10 @@ struct Lookup {
 };
 
 // Strips of a packed matrix, made of rows of a GGUF tensor. Row i is row `order[i]` of the content, or row i if `order` is
-// null. `type` is the number of the type in the file. Types that choose several weights together have a grid of codes.
+// null. `type` is the number of the type in the file. Types that choose several weights together have a grid of codes. If
+// `content` is null, it is that of an open file from `offset` on.
 struct Packing {
-  int64_t type, strips, columns;
+  int64_t type, strips, columns, file, offset;
   const void *content, *grid;
   const int32_t* order;
   void* out;

@@ -2,6 +2,12 @@
 
 #pragma once
 
+#include <cerrno>
+#include <atomic>
+
+#include <unistd.h>
+
+#include "memory.h"
 #include "parts.h"
 #include "weights.h"
 
@@ -340,18 +346,49 @@ struct TQ1_0 : Kept<2, 32, false, SHARED> {
 };
 
 typedef uint8_t BytesOfLine __attribute__((vector_size(INNER)));
+typedef uint16_t Pairs __attribute__((vector_size(32)));
+
+// The first or second halves of each half of both, in turn.
+inline Pairs first_in_turn(Pairs a, Pairs b) {
+  return __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 8, 24, 9, 25, 10, 26, 11, 27);
+}
+inline Pairs second_in_turn(Pairs a, Pairs b) {
+  return __builtin_shufflevector(a, b, 4, 20, 5, 21, 6, 22, 7, 23, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+
+// Writes number `row` of each of 16 columns for each of 16 rows.
+inline void put_turned(Pairs (&rows)[16], uint8_t (*to)[INNER]) {
+  // In the halves of eight rows each, three rounds turn eight by eight.
+  for (int round = 0; round < 3; ++round) {
+    Pairs next[16];
+    for (int half = 0; half < 16; half += 8)
+      for (int i = 0; i < 4; ++i) {
+        next[half + 2 * i] = first_in_turn(rows[half + i], rows[half + i + 4]);
+        next[half + 2 * i + 1] = second_in_turn(rows[half + i], rows[half + i + 4]);
+      }
+    memcpy(rows, next, sizeof next);
+  }
+  for (int i = 0; i < 8; ++i) {
+    store(to[i], __builtin_shufflevector(rows[i], rows[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23));
+    store(to[i + 8], __builtin_shufflevector(rows[i], rows[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+  }
+}
 
 // Writes the planes of 32 columns from `first` on.
 template <class Form>
 inline void put_codes(const Decoded& decoded, int64_t first, uint8_t* to) {
   uint8_t lines[16][INNER];
-  for (int row = 0; row < STRIP; ++row) {
-    const uint8_t* codes = decoded.codes[row] + first;
-    if (HAS_ROWS && Form::GROUPS == 1) memcpy(lines[row], codes, INNER);
-    else if (HAS_ROWS)
-      for (int i = 0; i < 16; ++i) lines[row][2 * i] = codes[i], lines[row][2 * i + 1] = codes[16 + i];
-    else
-      for (int pair = 0; pair < 16; ++pair) memcpy(lines[pair] + 2 * row, codes + 2 * pair, 2);
+  if (HAS_ROWS) {
+    for (int row = 0; row < STRIP; ++row) {
+      const uint8_t* codes = decoded.codes[row] + first;
+      if (Form::GROUPS == 1) memcpy(lines[row], codes, INNER);
+      else
+        for (int i = 0; i < 16; ++i) lines[row][2 * i] = codes[i], lines[row][2 * i + 1] = codes[16 + i];
+    }
+  } else {
+    Pairs rows[STRIP];
+    for (int row = 0; row < STRIP; ++row) rows[row] = loaded<Pairs>(decoded.codes[row] + first);
+    put_turned(rows, lines);
   }
   if constexpr (Form::CODES == sizeof lines) {
     memcpy(to, lines, sizeof lines);
@@ -384,28 +421,73 @@ inline uint8_t* put_unit(const Decoded& decoded, uint8_t* to) {
   return to;
 }
 
+enum Failure { NO_MEMORY = 1, CUT_SHORT = 2 };
+
+// Strips that are read of a file at a time: what is read is packed while it is in the cache.
+constexpr int64_t BYTES_AT_ONCE = 1 << 18;
+
+inline bool read_all(int file, uint8_t* to, int64_t bytes, int64_t offset) {
+  while (bytes > 0) {
+    const ssize_t count = pread(file, to, bytes, offset);
+    if (count < 0 && errno == EINTR) continue;
+    if (count <= 0) return false;
+    to += count, offset += count, bytes -= count;
+  }
+  return true;
+}
+
+// Packs `strips` strips of rows that begin at `from`, in their order or in that of `order`.
 template <class Type>
-bool pack_of(const Packing& call) {
+void pack_strips(const Packing& call, int64_t strips, const uint8_t* from, const int32_t* order, uint8_t* to) {
   typedef typename Type::Form Form;
   const int64_t units = call.columns / (Form::BLOCKS * INNER);
-  return spread(call.num_threads, call.parallel_for, call.strips, 1 + 65536 / call.columns, [&](int64_t begin, int64_t end) {
-    Decoded decoded = {};
-    uint8_t* to = (uint8_t*)call.out + begin * units * Form::BYTES;
-    for (int64_t strip = begin; strip < end; ++strip) {
-      const uint8_t* rows[STRIP];
-      for (int64_t row = 0; row < STRIP; ++row) {
-        const int64_t place = strip * STRIP + row;
-        rows[row] = (const uint8_t*)call.content + (call.order ? call.order[place] : place) * units * Type::BYTES;
-      }
-      for (int64_t unit = 0; unit < units; ++unit) {
-        for (int64_t row = 0; row < STRIP; ++row)
-          Type::decode(rows[row] + unit * Type::BYTES,
-                       {decoded.codes[row], decoded.scales + row, decoded.zeros + row, decoded.scales_of_groups[0] + row,
-                        decoded.zeros_of_groups[0] + row, (const uint8_t*)call.grid});
-        to = put_unit<Form>(decoded, to);
-      }
+  Decoded decoded = {};
+  for (int64_t strip = 0; strip < strips; ++strip) {
+    const uint8_t* rows[STRIP];
+    for (int64_t row = 0; row < STRIP; ++row) {
+      const int64_t place = strip * STRIP + row;
+      rows[row] = from + (order ? order[place] : place) * units * Type::BYTES;
     }
-  });
+    for (int64_t unit = 0; unit < units; ++unit) {
+      for (int64_t row = 0; row < STRIP; ++row)
+        Type::decode(rows[row] + unit * Type::BYTES,
+                     {decoded.codes[row], decoded.scales + row, decoded.zeros + row, decoded.scales_of_groups[0] + row,
+                      decoded.zeros_of_groups[0] + row, (const uint8_t*)call.grid});
+      to = put_unit<Form>(decoded, to);
+    }
+  }
+}
+
+template <class Type>
+int32_t pack_of(const Packing& call) {
+  typedef typename Type::Form Form;
+  const int64_t units = call.columns / (Form::BLOCKS * INNER), row_bytes = units * Type::BYTES;
+  const int64_t many = most(1, BYTES_AT_ONCE / (STRIP * row_bytes));
+  std::atomic<int32_t> failure(0);
+  const auto pack_part = [&](int64_t begin, int64_t end) {
+    uint8_t* out = (uint8_t*)call.out + begin * units * Form::BYTES;
+    const int32_t* order = call.order ? call.order + begin * STRIP : nullptr;
+    if (call.content) {
+      const int64_t before = order ? 0 : begin * STRIP * row_bytes;
+      return pack_strips<Type>(call, end - begin, (const uint8_t*)call.content + before, order, out);
+    }
+    static thread_local Memory memory;
+    if (!memory.reserve(many * STRIP * row_bytes)) return failure.store(NO_MEMORY);
+    uint8_t* read = memory.take<uint8_t>(many * STRIP * row_bytes);
+    for (int64_t strip = begin; strip < end; strip += many, out += many * units * Form::BYTES) {
+      const int64_t first = strip * STRIP, strips = least(many, end - strip);
+      // Rows in their order are read together.
+      const int64_t together = call.order ? 1 : strips * STRIP;
+      for (int64_t row = 0; row < strips * STRIP; row += together) {
+        const int64_t place = call.order ? call.order[first + row] : first + row;
+        if (!read_all(call.file, read + row * row_bytes, together * row_bytes, call.offset + place * row_bytes))
+          return failure.store(CUT_SHORT);
+      }
+      pack_strips<Type>(call, strips, read, nullptr, out);
+    }
+  };
+  const bool is_spread = spread(call.num_threads, call.parallel_for, call.strips, 1 + 65536 / call.columns, pack_part);
+  return is_spread ? failure.load() : (int32_t)NO_MEMORY;
 }
 
 }  // namespace packing
@@ -415,7 +497,7 @@ int32_t pack(const Packing* call) {
   switch (call->type) {
 #define TYPE(number, name) \
   case number:             \
-    return !matrices::packing::pack_of<matrices::packing::name>(*call);
+    return matrices::packing::pack_of<matrices::packing::name>(*call);
     TYPE(2, Q4_0)
     TYPE(3, Q4_1)
     TYPE(6, Q5_0)

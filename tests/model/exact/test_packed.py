@@ -147,6 +147,14 @@ def test_a_model_that_computes_with_its_cache_itself_takes_turns(
     assert runner.can_pack(model, layout) == is_ours
 
 
+@pytest.mark.usefixtures("cache")
+def test_whether_it_takes_turns_is_remembered_for_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, layout = made("llama")
+    assert runner.can_pack(model, layout, "these")
+    monkeypatch.setattr(runner, "_packs", lambda *_: False)
+    assert [runner.can_pack(model, layout, identity) for identity in ("these", "others", "")] == [True, False, False]
+
+
 def memory_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
     """Each sequence's rows look at the tokens of another one."""
     update = layers._update

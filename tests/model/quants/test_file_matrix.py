@@ -16,6 +16,7 @@ from diskprefix.model.quants import file_matrix as module
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices, numbered, numbers_in, save_matrices
 from diskprefix.model.quants.forms import unpacked
 from diskprefix.model.quants.gguf_quants import form_of
+from diskprefix.model.quants.matrix_packing import MatrixPacking
 from diskprefix.native.library import operators
 
 COLUMNS = 64
@@ -65,6 +66,7 @@ def test_a_matrix_is_made_of_the_rows_that_its_numbers_name(
     change: object, dtype: torch.dtype, tensors: list[FileTensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_PIECE_BYTES", 700)
+    monkeypatch.setattr(module, "_TASK_BYTES", 700)
     assert callable(change)
     rows = numbers_in(change([one.to(dtype) for one in shown(tensors)]))
     assert rows is not None
@@ -78,7 +80,8 @@ def test_a_matrix_is_made_of_the_rows_that_its_numbers_name(
     if found is None:
         pytest.skip("no compiled operators")
     packed = torch.empty(form.packed_shape(matrix.num_rows, COLUMNS), dtype=torch.uint8)
-    matrix.pack(found, packed)
+    for task in matrix.tasks(found, packed):
+        task()
     assert torch.equal(unpacked(packed, form).dequantised(), expected.view(-1, COLUMNS))
 
 
@@ -122,3 +125,7 @@ def test_a_file_that_was_cut_short_is_refused(tensors: list[FileTensor]) -> None
         content.truncate(tensors[2].offset + 20)
     with pytest.raises(ModelError, match="is cut short: it does not hold all of experts"):
         matrix.dequantised()
+    found = operators()
+    if found is not None:
+        with pytest.raises(ModelError, match="is cut short: it does not hold all of experts"):
+            MatrixPacking(found, [matrix]).finish()
