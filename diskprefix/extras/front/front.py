@@ -471,7 +471,7 @@ class Front:
             return {"model": known.name, "status": "loaded" if place.phase is Phase.READY else "loading"}
         if place is None:
             return {"model": known.name, "status": "unloaded"}
-        place.is_closed = True
+        place.is_closed, place.is_ordered = True, False
         self._settle()
         return {"model": known.name, "status": "unloading"}
 

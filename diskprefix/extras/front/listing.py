@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from diskprefix.errors import DiskPrefixError
+from diskprefix.errors import DiskPrefixError, ModelError
 from diskprefix.model.load.fit import ROOM_BYTES, Fit, ModelNeeds, fitted
+from diskprefix.printable import first_line
 from diskprefix.settings import Settings
 
 _LEAST_KV_BYTES = 1 << 20
@@ -96,6 +97,8 @@ class Listing:
                     found: ModelNeeds | DiskPrefixError | None = await asyncio.to_thread(self._needs, known.settings)
                 except DiskPrefixError as error:
                     found = error
+                except OSError as error:
+                    found = ModelError(f"cannot read {known.name}: {first_line(error)}")
                 self._known_needs[known.name] = found
 
     def sized(self, known: NamedModel, settings: Settings, limit_bytes: int) -> tuple[int, list[str], Settings]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pickle
 import selectors
+import shutil
 import signal
 import socket
 import sys
@@ -110,8 +111,9 @@ def fork(run: Callable[[], None]) -> int:
 class Nursery:
     """The loop of the process. It has one thread, and signals only wake it."""
 
-    def __init__(self, channel: socket.socket, prepare: Prepare, work: Work) -> None:
-        self._channel = channel
+    def __init__(self, channel: socket.socket, prepare: Prepare, work: Work, folder: Path | None = None) -> None:
+        """`folder` is removed when the front is gone."""
+        self._channel, self._folder = channel, folder
         self._prepare, self._work = prepare, work
         self._numbers: dict[int, int] = {}
         """The numbers of the orders by the pids of their processes."""
@@ -144,6 +146,8 @@ class Nursery:
         except OSError:
             message, passed = b"", []
         if not message:
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
             os._exit(0)
         order: Order = pickle.loads(message)
         sockets = [socket.socket(fileno=number) for number in passed]

@@ -196,7 +196,7 @@ class Workers:
             for number in inherited:
                 with suppress(OSError):
                     os.close(number)
-            Nursery(theirs, self._prepare, self._work).run()
+            Nursery(theirs, self._prepare, self._work, self._folder).run()
 
         pid = fork(run)
         theirs.close()

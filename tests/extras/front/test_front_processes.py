@@ -100,13 +100,16 @@ def test_who_dies_is_replaced_and_all_end_together() -> None:
         wait_until(lambda: all(map(is_gone, all_of_them)), "all end")
 
 
-def test_nothing_outlives_a_front_that_is_killed() -> None:
-    with small("serve") as daemon:
+def test_nothing_outlives_a_front_that_is_killed(tmp_path: Path) -> None:
+    with small("serve", TMPDIR=str(tmp_path)) as daemon:
         wait_for(daemon, "a spare is ready")
         all_of_them = family(daemon.process.pid)
         assert len(all_of_them) == 3
+        (folder,) = tmp_path.iterdir()
+        assert folder.stat().st_mode & 0o777 == 0o700, "only its user reaches the workers' sockets"
         assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
         wait_until(lambda: all(map(is_gone, all_of_them)), "the worker, the spare and what forked them end")
+        assert not folder.exists()
 
 
 def test_a_worker_ends_whose_front_died_with_unread_messages(monkeypatch: pytest.MonkeyPatch) -> None:
