@@ -363,3 +363,49 @@ def test_files_of_the_user_and_unknown_names_are_refused(run: Run, repository: P
     run("rm", f"{REPO}:Q8_0").assert_refused(2, "add --yes")
     assert listed(run) == [f"{REPO}:Q8_0"]
     assert (repository / "tiny-q8_0.gguf").exists()
+
+
+@pytest.mark.parametrize("state", ["a data set of that name", "main names a commit that is not here"])
+@pytest.mark.usefixtures("hub")
+def test_a_model_is_removed_whatever_else_is_in_the_cache(state: str, run: Run, tmp_path: Path) -> None:
+    run("pull", f"{REPO}:Q8_0")
+    folder = tmp_path / "hub" / "models--org--tiny-GGUF"
+    others = tmp_path / "hub" / "datasets--org--tiny-GGUF"
+    if "data set" in state:
+        shutil.copytree(folder, others, symlinks=True)
+        next((others / "snapshots").iterdir()).rename(others / "snapshots" / ("1" * 40))
+        (others / "refs" / "main").write_text("1" * 40)
+    else:
+        (folder / "refs" / "main").write_text("0" * 40)
+    assert run("rm", f"{REPO}:Q8_0", "--yes", "--json").json["bytes"] > 0
+    assert not folder.exists()
+    assert others.exists() == ("data set" in state)
+
+
+@pytest.mark.parametrize(
+    "other", ["snapshots/COMMIT/mmproj.gguf", "snapshots/COMMIT/onnx/model.onnx", "blobs/0123.4567.incomplete"]
+)
+@pytest.mark.usefixtures("hub")
+def test_what_other_programs_fetched_into_the_repository_stays(other: str, run: Run, tmp_path: Path) -> None:
+    row = run("pull", f"{REPO}:Q8_0", "--json").json
+    commit = Path(row["path"]).parent
+    file = commit.parents[1] / other.replace("COMMIT", commit.name)
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(b"of another program")
+    run("rm", f"{REPO}:Q8_0", "--yes")
+    assert file.exists()
+    assert listed(run) == []
+    assert [left.name for left in leftovers(tmp_path)] == [file.name] * (file.parent.name == "blobs")
+
+
+def test_a_model_is_removed_from_all_snapshots_and_is_not_read_for_it(
+    run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run("pull", f"{REPO}:Q8_0")
+    (repository / "tiny-F32.gguf").unlink()
+    (repository / "tiny-q8_0.gguf").write_bytes((repository / "tiny-q4_0.gguf").read_bytes())
+    run("pull", f"{REPO}:Q8_0")
+    assert hub.fetched() == ["tiny-q8_0.gguf"]
+    monkeypatch.setattr("diskprefix.model.load.fingerprint.file_digest", lambda _path: pytest.fail("it was read"))
+    run("rm", f"{REPO}:Q8_0", "--yes")
+    assert listed(run) == []

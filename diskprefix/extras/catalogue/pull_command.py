@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -19,15 +18,11 @@ from diskprefix.extras.catalogue.catalogue import KnownModel
 from diskprefix.extras.catalogue.list_command import row_of
 from diskprefix.model.load.fit import fitted
 from diskprefix.model.load.gguf import converted_folders
-from diskprefix.model.load.gguf_file import part_paths
-from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, split_name
+from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
-
-if TYPE_CHECKING:
-    from huggingface_hub import DeleteCacheStrategy
 
 
 @click.command(short_help="Fetch a model from the Hugging Face hub.")
@@ -86,7 +81,8 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
     """Remove models from the cache folder of huggingface_hub, with the folders that were made of .gguf files.
 
     NAME is that of `diskprefix list`. Only models that were fetched from the hub are removed, whichever program did;
-    files of yours are not. What the prefix cache has saved stays: see `diskprefix purge --model`.
+    other files of their repositories and files of yours are not. What the prefix cache has saved stays: see `diskprefix
+    purge --model`.
 
     \b
     diskprefix rm Qwen/Qwen3-4B-GGUF:Q8_0
@@ -99,9 +95,9 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
     for name in names:
         if name not in here:
             raise SettingsError(_not_pulled(name, list(here)))
-    strategies = _deletions(set(names), here)
-    made = [folder for name in names if here[name].is_file() for folder in converted_folders(here[name])]
-    num_bytes = sum(one.expected_freed_size for one in strategies)
+    files, folders = files_to_remove(names)
+    folders += [folder for name in names if here[name].is_file() for folder in converted_folders(here[name])]
+    num_bytes = sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
     question = f"Remove {', '.join(dict.fromkeys(names))}, {format_size(num_bytes)}, from the hub's cache?"
     if not yes:
         if not sys.stdin.isatty():
@@ -109,9 +105,9 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
         if not click.confirm(question, err=True):
             click.echo("nothing was removed", err=True)
             return 1
-    for strategy in strategies:
-        strategy.execute()
-    for folder in made:
+    for file in files:
+        file.unlink(missing_ok=True)
+    for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     if as_json:
         print_json({"removed": sorted(set(names)), "bytes": num_bytes})
@@ -120,36 +116,9 @@ def rm(names: tuple[str, ...], yes: bool, as_json: bool) -> int:
     return 0
 
 
-def _deletions(names: set[str], here: Mapping[str, Path]) -> list[DeleteCacheStrategy]:
-    """Returns how huggingface_hub deletes models of its cache. `here` are all models there."""
-    from huggingface_hub import constants, scan_cache_dir
-
-    cache, found = scan_cache_dir(constants.HF_HUB_CACHE), []
-    for repo in cache.repos:
-        known = {name for name in here if split_name(name)[0] == repo.repo_id}
-        gone = known & names
-        parts = {part.resolve() for name in gone if here[name].is_file() for part in part_paths(here[name])}
-        if gone and gone == known:
-            found.append(cache.delete_revisions(*(revision.commit_hash for revision in repo.revisions)))
-        elif gone:
-            files = [file for revision in repo.revisions for file in revision.files]
-            is_folder_gone = repo.repo_id in gone
-            found.append(
-                cache.delete_files(
-                    *(
-                        file
-                        for file in files
-                        if file.blob_path.resolve() in parts
-                        or (is_folder_gone and file.file_path.suffix.lower() != ".gguf")
-                    )
-                )
-            )
-    return found
-
-
 def _not_pulled(name: str, here: Sequence[str]) -> str:
     """Returns why there is nothing to remove. `here` are the names of the models that were fetched."""
-    if Path(name).expanduser().exists():
+    if os.path.exists(os.path.expanduser(name)):
         return f"{name} is a file or folder of yours; rm removes only what was fetched from the hub"
     near = get_close_matches(name, here, n=1)
     hint = f"the nearest name is {near[0]!r}" if near else "`diskprefix list` shows the names"

@@ -77,17 +77,22 @@ def suffix_of(weights: str) -> str:
 
 def finished_folder(gguf: Path, weights: str) -> Path | None:
     """Returns the folder of the model in `gguf` if it is converted. Raises `ModelError` if the file cannot be read."""
-    models = cache_home() / "models"
-    if not any(models.glob(f"{glob.escape(model_stem(gguf)[:100])}-*{suffix_of(weights)}")):
+    if not _has_made(gguf, suffix_of(weights)):
         return None
-    folder = models / _folder_name(gguf, weights)
+    folder = cache_home() / "models" / _folder_name(gguf, weights)
     return folder if is_finished(folder) else None
 
 
 def converted_folders(gguf: Path) -> list[Path]:
     """Returns all folders that were made of the model in `gguf`. Raises `ModelError` if the file cannot be read."""
-    folders = (cache_home() / "models" / _folder_name(gguf, form) for form in SUFFIXES)
+    forms = [form for form in SUFFIXES if _has_made(gguf, suffix_of(form))]
+    folders = (cache_home() / "models" / _folder_name(gguf, form) for form in forms)
     return [folder for folder in folders if folder.is_dir()]
+
+
+def _has_made(gguf: Path, suffix: str) -> bool:
+    """Returns whether a folder may be made of the model in `gguf`, which has to be read to know it."""
+    return any((cache_home() / "models").glob(f"{glob.escape(model_stem(gguf)[:100])}-*{suffix}"))
 
 
 def _folder_name(gguf: Path, weights: str) -> str:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -29,6 +30,7 @@ from diskprefix.units import format_size
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _WEIGHTS = "*.safetensors"
 _PICKLED = "pytorch_model*.bin"
+_SMALL = [*_FILES, "*.md", "LICENSE*", ".gitattributes"]
 _SUBFOLDERS = ["*/*"]
 _QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
 """The quant at the end of a file's name."""
@@ -160,15 +162,21 @@ def cached_models() -> Iterator[tuple[str, Path]]:
     from huggingface_hub import constants
 
     for folder in sorted(Path(constants.HF_HUB_CACHE).glob("models--*")):
-        repo = "/".join(folder.name.split("--")[1:])
         found: dict[str, Path] = {}
         for snapshot in _snapshots(folder):
-            if is_model_folder(snapshot):
-                found.setdefault(repo, snapshot)
-            names = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*.gguf") if file.is_file()]
-            for quant, parts in quants_in(sorted(names)).items():
-                found.setdefault(f"{repo}:{quant}", snapshot / parts[0])
+            for name, files in _models_in(snapshot):
+                found.setdefault(name, files[0] if ":" in name else snapshot)
         yield from found.items()
+
+
+def _models_in(snapshot: Path) -> Iterator[tuple[str, list[Path]]]:
+    """Yields the models in a snapshot of a repository, each with its name and the files of its weights."""
+    repo = "/".join(snapshot.parents[1].name.split("--")[1:])
+    if is_model_folder(snapshot):
+        yield repo, [*snapshot.glob(_WEIGHTS), *snapshot.glob(_PICKLED)]
+    names = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*.gguf") if file.is_file()]
+    for quant, parts in quants_in(sorted(names)).items():
+        yield f"{repo}:{quant}", [snapshot / part for part in parts]
 
 
 def cached_model(model: str) -> Path | None:
@@ -199,6 +207,35 @@ def is_model_folder(folder: Path) -> bool:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return (folder / "config.json").is_file() and bool(needed) and all(file.is_file() for file in needed)
+
+
+# -- removing --------------------------------------------------------------------------------------------------------
+
+
+def files_to_remove(models: Collection[str]) -> tuple[set[Path], list[Path]]:
+    """Returns what to remove from the hub's cache with these models: their weights in all snapshots, as far as no other
+    file has the same content, and the folders of the repositories in which nothing but small files would be left."""
+    from huggingface_hub import constants
+
+    gone, repositories = set[Path](), []
+    for folder in Path(constants.HF_HUB_CACHE).resolve().glob("models--*"):
+        found = [one for snapshot in _snapshots(folder) for one in _models_in(snapshot)]
+        own = {file for name, files in found if name in models for file in files}
+        if not own:
+            continue
+        others = {file for file in (folder / "snapshots").rglob("*") if not file.is_dir()} - own
+        kept = {_content(file) for file in others}
+        gone |= own | ({_content(file) for file in own} - kept)
+        # Also what another program fetches meanwhile.
+        unknown = set((folder / "blobs").glob("*")) - kept - gone
+        if not unknown and all(any(fnmatch(file.name, one) for one in _SMALL) for file in others):
+            repositories.append(folder)
+    return gone, repositories
+
+
+def _content(file: Path) -> Path:
+    """Returns what a file of a snapshot is a link to, or the file itself. A link that this is stays one."""
+    return Path(os.path.abspath(file.parent / os.readlink(file))) if file.is_symlink() else file
 
 
 # -- fetching --------------------------------------------------------------------------------------------------------
