@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from diskprefix import hooks
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import SettingsError
-from diskprefix.nouns import SHARED
 from diskprefix.settings import Settings
-from diskprefix.store.schema import ModelRecord
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
@@ -27,6 +25,7 @@ if TYPE_CHECKING:
     from diskprefix.engine.loop import Engine
     from diskprefix.progress import Report
     from diskprefix.server.process.front_line import FrontLine
+    from diskprefix.store.schema import ModelRecord
 
 
 def serve(settings: Settings) -> None:
@@ -87,6 +86,8 @@ def identify_model(settings: Settings, progress: Report) -> ModelRecord:
     from diskprefix.engine.measured_model import measured
     from diskprefix.model.load.loader import load_model
     from diskprefix.model.load.memory import explain_out_of_memory
+    from diskprefix.nouns import SHARED
+    from diskprefix.store.schema import ModelRecord
 
     _require_kernels(settings)
     with explain_out_of_memory(_NO_MEMORY_LEFT):

@@ -8,14 +8,15 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from diskprefix.errors import InvalidScope
 from diskprefix.tenant_ids import TENANT_ID, id_of
 from diskprefix.tokens import TokenIds
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 ScopeKind: TypeAlias = Literal["off", "full", "auto", "tokens"]
 

@@ -11,13 +11,15 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
-TokenIds: TypeAlias = npt.NDArray[np.int32]
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+TokenIds: TypeAlias = "npt.NDArray[np.int32]"
 """An array of shape (num_tokens,), dtype int32, C-contiguous."""
 
 HASH_BYTES = 16
@@ -29,6 +31,8 @@ takes no longer than the step that they are in."""
 
 def as_token_ids(ids: Sequence[int] | npt.NDArray[np.integer[npt.NBitBase]]) -> TokenIds:
     """Returns `ids` as a contiguous int32 array of shape (len(ids),)."""
+    import numpy as np
+
     return np.ascontiguousarray(ids, dtype=np.int32)
 
 
@@ -120,5 +124,7 @@ def raw_boundaries(token_ids: TokenIds | Sequence[int], marker_ids: Collection[i
 
     All of them are safe cuts of a raw prompt, because its author wrote it whole.
     """
+    import numpy as np
+
     markers = np.isin(np.asarray(token_ids), list(marker_ids))
     return tuple((np.flatnonzero(markers) + 1).tolist())

@@ -272,6 +272,14 @@ def test_the_command_line_and_what_simulates_start_without_torch() -> None:
     assert answer.stdout.split() == []
 
 
+def test_the_front_process_starts_with_few_packages() -> None:
+    modules = "diskprefix.app, diskprefix.cli.serve_command, diskprefix.extras.front.front"
+    code = f"import {modules}, diskprefix.extras.catalogue.catalogue, sys; print(*sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"uvicorn", "msgspec"} < {*answer.stdout.split()}
+    assert not {"torch", "transformers", "fastapi", "pydantic", "numpy", "zstandard"} & {*answer.stdout.split()}
+
+
 def test_the_connector_and_the_stores_commands_need_only_the_packages_that_its_page_installs() -> None:
     """vLLM brings torch and numpy, and pins versions of much that the daemon needs. Of vLLM, only names stand here."""
     page = (PACKAGE / "extras/vllm/README.md").read_text(encoding="utf-8")

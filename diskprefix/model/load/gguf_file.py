@@ -8,12 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_header import GgufHeader, HeaderTensor, read_header
+
+if TYPE_CHECKING:
+    import numpy as np
 
 MATRICES = "matrices.npz"
 """The file in a converted model's folder that says which of its matrices are in the `.gguf` file."""
@@ -22,9 +23,7 @@ _PART = re.compile(r"(?P<model>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})")
 _BLOCK = re.compile(r"blk\.(\d{1,9})\.")
 _AT_ONCE = 1 << 22
 """Elements that are dequantised at a time."""
-_PLAIN = {"F64": np.float64, "F32": np.float32, "F16": np.float16} | {
-    f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)
-}
+_PLAIN = {"F64": "f8", "F32": "f4", "F16": "f2"} | {f"I{bits}": f"i{bits // 8}" for bits in (8, 16, 32, 64)}
 """Types of numpy. The content of other types is bytes."""
 
 
@@ -63,6 +62,8 @@ class FileTensor:
 
     def rows(self, first: int, last: int) -> np.ndarray[Any, Any]:
         """Reads rows `first` to before `last`, uint8 [rows, bytes of a row]. Raises `ModelError` as `content`."""
+        import numpy as np
+
         count = (last - first) * self.row_bytes
         found = np.fromfile(self.file, np.uint8, count=count, offset=self.offset + first * self.row_bytes)
         if found.size < count:
@@ -74,6 +75,8 @@ class FileTensor:
 
         The file is not mapped: whatever happens to it meanwhile, the process goes on.
         """
+        import numpy as np
+
         rows, *inner = self.stored_shape
         last = rows if last is None else last
         row = prod(inner)
@@ -164,6 +167,8 @@ def _without_predictors(values: Mapping[str, Any], tensors: list[FileTensor]) ->
 
 
 def _file_tensor(tensor: HeaderTensor, file: Path) -> FileTensor:
+    import numpy as np
+
     shape = tensor.sizes[::-1]
     dtype = np.dtype(_PLAIN.get(tensor.kind, np.uint8))
     stored_shape = shape if tensor.kind in _PLAIN else (*shape[:-1], tensor.num_bytes // prod(shape[:-1]))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.progress import Report
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SCALING = ".rope.scaling."
 """In the keys of the metadata about it, after the architecture."""
@@ -27,6 +28,8 @@ def scale_positions(config: Any, values: Mapping[str, Any], tensors: Sequence[Fi
 
     If the model has layers with a window, only the others are scaled.
     """
+    import numpy as np
+
     parameters = getattr(config, "rope_parameters", None) or {}
     parameters = parameters.get("full_attention", parameters)
     if parameters.get("rope_type") not in ("default", "yarn"):
@@ -80,6 +83,8 @@ def _divided_by(short: np.ndarray[Any, Any], long: np.ndarray[Any, Any]) -> dict
 
 def _llama_3_divisors(base: float, factor: float, size: int) -> np.ndarray[Any, Any]:
     """Returns what llama.cpp's converter writes for a model of this family."""
+    import numpy as np
+
     low, high, original = _LLAMA_3.values()
     turns = original / (2 * math.pi * base ** (np.arange(size) / size))
     smooth = ((turns - low) / (high - low)).clip(0, 1)
