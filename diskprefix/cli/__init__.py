@@ -10,6 +10,7 @@ import click
 
 from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError
+from diskprefix.printable import printable_only
 
 COMMANDS = {
     "serve": "serve_command",
@@ -108,5 +109,5 @@ def _run(args: list[str] | None) -> int:
 
 
 def _fail(message: str, exit_code: int) -> int:
-    click.echo(f"error: {' '.join(message.split())}", err=True)
+    click.echo(f"error: {printable_only(message)}", err=True)
     return exit_code

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from huggingface_hub import snapshot_download
 
 from diskprefix.errors import ModelError
 from diskprefix.extras.catalogue import pull_command
@@ -303,8 +305,8 @@ def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole(
 def test_a_file_that_is_gone_after_the_listing_is_an_error(
     run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = hub_module.repository_files(REPO) | {"tiny-Q6_K.gguf": 5}
-    monkeypatch.setattr(hub_module, "repository_files", lambda _repo: found)
+    commit, found = hub_module.repository_files(REPO)
+    monkeypatch.setattr(hub_module, "repository_files", lambda _repo: (commit, found | {"tiny-Q6_K.gguf": 5}))
     ended = run("pull", f"{REPO}:Q6_K")
     assert (ended.exit_code, "was changed while it was fetched; fetch it again" in ended.stderr) == (3, True)
     assert hub.fetched() == []
@@ -334,6 +336,118 @@ def test_safetensors_are_fetched_where_there_are_some(run: Run, hub: FakeHub, tm
     assert listed(run) == ["org/whole", "org/whole:Q8_0"]
     run("rm", "org/whole", "--yes")
     assert listed(run) == ["org/whole:Q8_0"]
+
+
+def test_a_quant_that_two_files_have_is_fetched_and_found_by_the_name_of_the_file(
+    run: Run, hub: FakeHub, repository: Path
+) -> None:
+    (repository / "a-Q4_0.gguf").symlink_to(repository / "tiny-q4_0.gguf")
+    ended = run("pull", f"{REPO}:a-Q4_0")
+    assert hub.fetched() == ["a-Q4_0.gguf"]
+    assert ended.stdout.splitlines()[2] == f"serve it  diskprefix serve --model {REPO}:a-Q4_0"
+    path = hub_module.cached_model(f"{REPO}:a-Q4_0")
+    assert path is not None
+    assert ended.stdout.startswith(f"{REPO}:a-Q4_0 is in {path.parent.resolve()}/a-Q4_0.gguf")
+    assert listed(run) == [f"{REPO}:Q4_0"]
+    assert run("pull", f"{REPO}:Q4_0").stdout.startswith(f"{REPO}:Q4_0 is in {path}\n")
+
+
+def test_the_largest_quant_here_is_that_with_the_largest_parts_together(run: Run, hub: FakeHub) -> None:
+    tiny.write_gguf(hub.repos[REPO] / "tiny-Q5_1.gguf", quantised="Q5_1", tensors_in_a_part=8)
+    for quant in ("Q4_0", "Q5_1"):
+        run("pull", f"{REPO}:{quant}")
+    found = hub_module.cached_model(REPO)
+    assert found is not None
+    assert found.name == "tiny-Q5_1-00001-of-00003.gguf"
+
+
+def test_16_bits_are_the_last_choice_by_any_name_and_what_is_no_model_is_none() -> None:
+    files = {"a-F16.gguf": 200, "b-F16.gguf": 200, "a-Q8_0.gguf": 100, "b-Q8_0.gguf": 100, "imatrix.gguf": 300}
+    chosen = {hub_module.choose_quant("org/x", dict(order), "", 1 << 40)[0] for order in permutations(files.items())}
+    assert chosen == {"a-Q8_0"}
+
+
+def test_what_an_interrupted_pull_fetched_is_checked_by_the_next(run: Run, hub: FakeHub, tmp_path: Path) -> None:
+    file = tiny.write_gguf(hub.repos[REPO] / "tiny-Q5_1.gguf", quantised="Q5_1", tensors_in_a_part=8)
+    first, second, third = [file.with_name(f"tiny-Q5_1-0000{part}-of-00003.gguf") for part in (1, 2, 3)]
+    hub.contents = {one.name: one.read_bytes()[:-1] + b"x" for one in (first, third)}
+    hub.contents[second.name] = b"too short"
+    assert "Consistency check failed" in run("pull", f"{REPO}:Q5_1").stderr
+    assert len(leftovers(tmp_path)) == 2
+    hub.contents.clear()
+    ended = run("pull", f"{REPO}:Q5_1")
+    assert ended.exit_code == 3
+    for one in (first, third):
+        assert f"{one.name} is damaged" in ended.stderr
+    assert len(leftovers(tmp_path)) == 1
+    assert run("pull", f"{REPO}:Q5_1").exit_code == 0
+
+
+@pytest.mark.parametrize("error", [OSError("it breaks"), ValueError("it breaks")])
+def test_an_error_before_the_download_ends_it_with_the_reason(
+    error: Exception, run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def listing(*args: Any, dry_run: bool = False, **kwargs: Any) -> Any:
+        if dry_run:
+            raise error
+        return snapshot_download(*args, **kwargs)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", listing)
+    ended = run("pull", f"{REPO}:Q8_0")
+    assert (ended.exit_code, "from the hub: it breaks" in ended.stderr) == (3, True)
+    assert hub.fetched() == []
+
+
+def test_an_update_that_is_refused_leaves_the_model_that_is_here(
+    run: Run, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    hub.repos["org/whole"] = tiny.write_folder(tmp_path / "whole")
+    path = run("pull", "org/whole", "--json").json["path"]
+    (tmp_path / "whole" / "added.json").write_text("{}")
+    (tmp_path / "whole" / "model.safetensors").write_bytes(b"other weights")
+    with monkeypatch.context() as full:
+        full.setattr("diskprefix.model.load.gguf.shutil.disk_usage", lambda _path: SimpleNamespace(free=0))
+        assert "not enough disk space" in run("pull", "org/whole").stderr
+    with monkeypatch.context() as offline:
+        offline.setattr(constants, "HF_HUB_OFFLINE", True)
+        assert Path(run("pull", "org/whole", "--json").json["path"]).samefile(path)
+    newest = Path(path).parents[1] / "refs" / "main"
+    assert newest.read_text() == Path(path).name
+    run("pull", "org/whole")
+    assert newest.read_text() == hub.commit_of("org/whole") != Path(path).name
+
+
+def test_no_message_holds_a_password_or_control_characters(
+    run: Run, hub: FakeHub, repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    (repository / "tiny-\x1b[31m-Q6_K.gguf").touch()
+    (repository / "other-Q6_K.gguf").touch()
+    refused = run("pull", f"{REPO}:Q5_0")
+    assert "has no quant 'Q5_0'; it has" in refused.stderr
+    assert "\x1b" not in refused.stderr
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url.replace("//", "//user:geheim@"))
+    hub.broken.add("org/broken")
+    refused = run("pull", "org/broken")
+    assert (refused.exit_code, "geheim" in refused.stderr) == (3, False)
+    assert "127.0.0.1" in refused.stderr
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_token_that_cannot_be_sent_is_an_error_of_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_ü")
+    ended = run("pull", f"{REPO}:Q8_0")
+    assert (ended.exit_code, "cannot fetch" in ended.stderr) == (3, True)
+
+
+def test_weights_of_which_a_part_is_missing_are_no_model_also_without_an_index(tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path / "whole")
+    assert hub_module.is_model_folder(folder)
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    assert not hub_module.is_model_folder(folder)
 
 
 # -- rm --------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.gguf import SUFFIXES, finished_folder, is_finished, suffix_of
 from diskprefix.model.load.gguf_file import MATRICES, first_parts, model_stem
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model, is_model_folder
+from diskprefix.model.load.safetensors_header import PICKLED, SAFETENSORS, weight_files
 from diskprefix.native import build
 from diskprefix.printable import shown
 from diskprefix.settings import OF_ONE_MODEL, Settings, cache_home, config_home, flag_of
@@ -211,7 +212,7 @@ def needs(settings: Settings) -> ModelNeeds | None:
         found = needs_of_gguf(source, weights, 4 if settings.dtype == "float32" else 2)
         is_made = source != path or finished_folder(path, weights) is not None
         return replace(found, making_bytes=0, disk_bytes=0) if is_made else found
-    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
+    files = weight_files(path)
     if not files:
-        raise ModelError(f"{path} holds no weights: neither *.safetensors nor pytorch_model*.bin")
+        raise ModelError(f"{path} holds no weights: neither {SAFETENSORS} nor {PICKLED}")
     return needs_of_folder(path, files, weights, settings.dtype)

@@ -18,7 +18,7 @@ from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import part_paths
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.safetensors_header import checkpoint_files
+from diskprefix.model.load.safetensors_header import checkpoint_files, weight_files
 from diskprefix.printable import first_line
 from diskprefix.settings import PER_MODEL, SETTINGS, Settings
 from diskprefix.units import ago, counted, format_size
@@ -159,10 +159,7 @@ def row_of(known: KnownModel) -> dict[str, Any]:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_file():
-        return part_paths(path)
-    files = sorted(path.glob("*.safetensors")) or sorted(path.glob("pytorch_model*.bin"))
-    return checkpoint_files(path, files)
+    return part_paths(path) if path.is_file() else checkpoint_files(path, weight_files(path))
 
 
 def _has_template(path: Path) -> bool:

@@ -35,9 +35,9 @@ def pull(name: str, as_json: bool) -> None:
     the most bits that fits into the free memory, at most 8 of a weight if there is a choice. Of a repository with
     safetensors, these are fetched.
 
-    What breaks off goes on where it was, the SHA-256 of large files is checked, and there must be enough space on the
-    disk. The files lie in the cache folder of huggingface_hub, whose variables apply: HF_HOME, HF_ENDPOINT (a mirror),
-    HF_TOKEN, HF_HUB_OFFLINE, and those of proxies.
+    A connection that breaks goes on where it was; a pull that ends before begins a file again. The SHA-256 of large
+    files is checked, and there must be enough space on the disk. The files lie in the cache folder of huggingface_hub,
+    whose variables apply: HF_HOME, HF_ENDPOINT (a mirror), HF_TOKEN, HF_HUB_OFFLINE, and those of proxies.
 
     \b
     diskprefix pull Qwen/Qwen3-4B-GGUF
@@ -51,6 +51,9 @@ def pull(name: str, as_json: bool) -> None:
     fetched = next((known for known, place in cached_models() if place.samefile(path)), None)
     if fetched is None:
         raise ModelError(f"{name} holds no model: neither weights with a config.json nor .gguf files")
+    if ":" in name and name.lower() != fetched.lower():
+        # By the name of the file: its quant may be that of others upstream.
+        fetched = name
     row = row_of(KnownModel(name=fetched, settings=Settings(model=str(path)), source=name, path=path, origin="pulled"))
     if as_json:
         print_json(row)

@@ -8,7 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
@@ -17,29 +17,41 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import ModelError
+from diskprefix.memo import Memo
 from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of_config
 from diskprefix.model.load.gguf import require_disk
-from diskprefix.model.load.gguf_file import first_parts, model_stem
+from diskprefix.model.load.gguf_file import first_parts, model_stem, part_paths
 from diskprefix.model.load.memory import available_ram_bytes
-from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files
+from diskprefix.model.load.safetensors_header import (
+    PICKLED,
+    SAFETENSORS,
+    StoredShape,
+    checkpoint_files,
+    weight_files,
+)
 from diskprefix.model.load.served_tensors import whole_file
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
 from diskprefix.units import format_size
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
-_WEIGHTS = "*.safetensors"
-_PICKLED = "pytorch_model*.bin"
 _SMALL = [*_FILES, "*.md", "LICENSE*", ".gitattributes"]
 _SUBFOLDERS = ["*/*"]
+_TWICE = ["consolidated*.safetensors"]
+"""The weights once more, in another format."""
 _QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)
 """The quant at the end of a file's name."""
-_PLAIN = re.compile("BF16|FP?16|FP?32")
+_PLAIN = re.compile(r"(?:^|[-._])(?:BF16|FP?16|FP?32)$", re.IGNORECASE)
+_NO_MODEL = re.compile("mmproj|imatrix", re.IGNORECASE)
 _BESIDE_BYTES = 1 << 30
 """Memory beside the weights and the room to compute that the quant which is chosen leaves for KV."""
 _PIECE_BYTES = 1 << 20
 """What arrives is kept in pieces of so many bytes. Less is lost when a connection breaks."""
 _SHA256 = re.compile("[0-9a-f]{64}")
+_CREDENTIALS = re.compile(r"//[^/\s]*@")
+"""In the address of a mirror."""
+_unchecked = Memo("fetched", version=1)
+"""By repository and commit: the files whose digests are not checked yet."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +89,9 @@ def listing_of(model: str) -> HubListing | None:
     api = HfApi()
     repo, quant = split_name(model)
     try:
-        files = {name: size for name, size in repository_files(repo).items() if size}
+        files = {name: size for name, size in repository_files(repo)[1].items() if size}
         if quant:
-            return HubListing(repo, (), {}, files, choose_quant(repo, _sizes(files), quant, 0)[0])
+            return HubListing(repo, (), {}, files, choose_quant(repo, files, quant, 0)[0])
         found = api.get_safetensors_metadata(repo)
         cached = try_to_load_from_cache(repo, "config.json")
         file = cached if isinstance(cached, str) else api.hf_hub_download(repo, "config.json")
@@ -103,12 +115,13 @@ def split_name(model: str) -> tuple[str, str]:
     return repo, quant
 
 
-def repository_files(repo: str) -> dict[str, int]:
-    """Returns the sizes of a repository's files by name. Raises what `huggingface_hub` raises."""
+def repository_files(repo: str) -> tuple[str, dict[str, int]]:
+    """Returns the newest commit of a repository, and the sizes of its files by name. Raises what `huggingface_hub`
+    raises."""
     from huggingface_hub import HfApi
 
     found = HfApi().model_info(repo, files_metadata=True)
-    return {one.rfilename: int(one.size or 0) for one in found.siblings or ()}
+    return str(found.sha), {one.rfilename: int(one.size or 0) for one in found.siblings or ()}
 
 
 def quants_in(names: Sequence[str]) -> dict[str, list[str]]:
@@ -126,29 +139,37 @@ def quants_in(names: Sequence[str]) -> dict[str, list[str]]:
 
 def is_gguf_model(name: str) -> bool:
     """Returns whether a file's name is that of a model, or of a part of one."""
-    return name.lower().endswith(".gguf") and "mmproj" not in name.rpartition("/")[2].lower()
+    return name.lower().endswith(".gguf") and not _NO_MODEL.search(name.rpartition("/")[2])
 
 
 def _sizes(files: Mapping[str, int]) -> dict[str, int]:
     return {quant: sum(files[name] for name in names) for quant, names in quants_in(list(files)).items()}
 
 
-def choose_quant(repo: str, sizes: Mapping[str, int], asked: str, free_bytes: int) -> tuple[str, str]:
+def _is_called(asked: str, quant: str, file: str) -> bool:
+    """Returns whether a quant is asked for, by its name or by that of its (first) file."""
+    name = asked.lower().removesuffix(".gguf")
+    return name == quant.lower() or f"/{file}".lower().endswith(f"/{name}.gguf")
+
+
+def choose_quant(repo: str, files: Mapping[str, int], asked: str, free_bytes: int) -> tuple[str, str]:
     """Returns a quant, and the reason: the one that is `asked` for, or else the one with the most bits that fits into
-    the free memory. 16 bits and more take twice the time and memory of 8, so they are the last choice. `sizes` are in
-    bytes. Raises `ModelError` if there is no such quant, or none fits."""
+    the free memory. 16 bits and more take twice the time and memory of 8, so they are the last choice. `files` are
+    those of the repository, with their bytes. Raises `ModelError` if there is no such quant, or none fits."""
+    sizes = _sizes(files)
     listed = ", ".join(
         f"{quant} ({format_size(size)})" for quant, size in sorted(sizes.items(), key=lambda one: one[1])
     )
     if asked:
-        found = next((quant for quant in sizes if quant.lower() == asked.removesuffix(".gguf").lower()), None)
+        quants = quants_in(list(files)).items()
+        found = next((quant for quant, parts in quants if _is_called(asked, quant, parts[0])), None)
         if found is None:
             raise ModelError(f"{repo} has no quant {asked!r}; it has {listed or 'no .gguf files'}")
         return found, "as asked for"
-    fitting = {quant for quant, size in sizes.items() if size + ROOM_BYTES + _BESIDE_BYTES <= free_bytes}
+    fitting = sorted(quant for quant, size in sizes.items() if size + ROOM_BYTES + _BESIDE_BYTES <= free_bytes)
     if not fitting:
         raise ModelError(f"no quant of {repo} fits into {format_size(free_bytes)} of free memory; it has {listed}")
-    best = max(fitting, key=lambda quant: (not _PLAIN.fullmatch(quant), sizes[quant]))
+    best = max(fitting, key=lambda quant: (not _PLAIN.search(quant), sizes[quant]))
     reason = f"the best of {len(sizes)} that fits into {format_size(free_bytes)} of free memory"
     return best, reason if len(sizes) > 1 else "the only one"
 
@@ -173,7 +194,7 @@ def _models_in(snapshot: Path) -> Iterator[tuple[str, list[Path]]]:
     """Yields the models in a snapshot of a repository, each with its name and the files of its weights."""
     repo = "/".join(snapshot.parents[1].name.split("--")[1:])
     if is_model_folder(snapshot):
-        yield repo, [*snapshot.glob(_WEIGHTS), *snapshot.glob(_PICKLED)]
+        yield repo, [*snapshot.glob(SAFETENSORS), *snapshot.glob(PICKLED)]
     names = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*.gguf") if file.is_file()]
     for quant, parts in quants_in(sorted(names)).items():
         yield f"{repo}:{quant}", [snapshot / part for part in parts]
@@ -183,10 +204,15 @@ def cached_model(model: str) -> Path | None:
     """Returns the path of a model of the hub if all of it is on this machine. If a repository has quants only and none
     is named, that is the largest one here."""
     repo, quant = split_name(model)
-    found = {name.lower(): path for name, path in cached_models() if split_name(name)[0] == repo}
-    if quant or model.lower() in found:
-        return found.get(model.lower())
-    return max(found.values(), key=lambda path: path.stat().st_size, default=None)
+    found = [(split_name(name)[1], path) for name, path in cached_models() if split_name(name)[0] == repo]
+    asked = [path for own, path in found if (_is_called(quant, own, str(path)) if quant else not own)]
+    if quant or asked:
+        return next(iter(asked), None)
+    return max((path for _, path in found), key=_part_bytes, default=None)
+
+
+def _part_bytes(gguf: Path) -> int:
+    return sum(part.stat().st_size for part in part_paths(gguf))
 
 
 def _snapshots(folder: Path) -> list[Path]:
@@ -201,10 +227,12 @@ def _snapshots(folder: Path) -> list[Path]:
 
 def is_model_folder(folder: Path) -> bool:
     """Returns whether a folder holds a configuration and all files of the weights."""
-    files = [*folder.glob(_WEIGHTS)] or [*folder.glob(_PICKLED)]
+    files = weight_files(folder)
     try:
         needed = checkpoint_files(folder, files) if files else []
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except ModelError:
+        return False
+    if needed == files and sum(map(len, first_parts(file.name for file in files).values())) < len(files):
         return False
     return (folder / "config.json").is_file() and bool(needed) and all(file.is_file() for file in needed)
 
@@ -245,8 +273,8 @@ def fetched_model(
     model: str, progress: Report, flag: str, before: Callable[[HubListing], None], *, with_weights: bool
 ) -> Path:
     """Returns the folder of the newest snapshot of a repository, or the first part of a `.gguf` file: of the quant that
-    `model` names, or of the best one if the repository has nothing else. If the hub cannot be reached, that in the
-    hub's cache.
+    `model` names, or of the best one if the repository has nothing else. If the hub does not answer, or has no such
+    quant any more, that in the hub's cache.
 
     `before` is called before weights are fetched. Raises `ModelError`; `flag` is what named the model.
     """
@@ -254,28 +282,31 @@ def fetched_model(
     progress(f"looking for {model} on the Hugging Face hub")
     here = cached_model(model)
     with _explained(repo, flag):
-        has_quant = here is not None and here.is_file()
         try:
-            files = repository_files(repo)
+            commit, files = repository_files(repo)
         except (OSError, _network_error()):
-            if here is not None and has_quant:
+            if here is not None:
                 return here
             if quant:
                 raise
             # It takes what is here, or says what is wrong.
-            return _fetched(repo, [*_FILES, _WEIGHTS] if with_weights else _FILES, progress)
-        weights = [one for one in (_WEIGHTS, _PICKLED) if any("/" not in name and fnmatch(name, one) for name in files)]
-        if here is not None and has_quant and not quant and not weights:
+            return _fetched(repo, None, [*_FILES, SAFETENSORS] if with_weights else _FILES, progress)
+        top = [name for name in files if "/" not in name]
+        weights = [one for one in (SAFETENSORS, PICKLED) if any(fnmatch(name, one) for name in top)]
+        is_gone = quant and not any(_is_called(quant, one, parts[0]) for one, parts in quants_in(list(files)).items())
+        if here is not None and here.is_file() and (is_gone or not (quant or weights)):
             progress(f"{model}: {here.name} is on this machine")
             return here
         if quant or (not weights and any(map(is_gguf_model, files))):
-            return _fetched_quant(repo, quant, files, progress, before)
+            return _fetched_quant(repo, commit, quant, files, progress, before)
 
         def before_weights() -> None:
             if with_weights and (listing := listing_of(repo)) is not None:
                 before(listing)
 
-        return _fetched(repo, [*_FILES, *weights[:1]] if with_weights else _FILES, progress, before_weights)
+        patterns = [*_FILES, *weights[:1]] if with_weights else _FILES
+        ignored = _TWICE if any(fnmatch(name, "model*.safetensors") for name in top) else ()
+        return _fetched(repo, commit, patterns, progress, before_weights, ignored=[*_SUBFOLDERS, *ignored])
 
 
 def _network_error() -> type[Exception]:
@@ -287,16 +318,16 @@ def _network_error() -> type[Exception]:
 
 
 def _fetched_quant(
-    repo: str, quant: str, files: Mapping[str, int], progress: Report, before: Callable[[HubListing], None]
+    repo: str, commit: str, quant: str, files: Mapping[str, int], progress: Report, before: Callable[[HubListing], None]
 ) -> Path:
     """Returns the first part of a quant, fetched. `files` are those of the repository, with their sizes."""
-    chosen, reason = choose_quant(repo, _sizes(files), quant, available_ram_bytes())
+    chosen, reason = choose_quant(repo, files, quant, available_ram_bytes())
     names = quants_in(list(files))[chosen]
     listing = HubListing(repo, (), {}, files, chosen)
     progress(f"{repo}: {chosen}, {format_size(sum(files[name] for name in names))}, {reason}")
     if any("mmproj" in name.lower() for name in files):
         progress("its mmproj file is left out: images need the repository of the original model")
-    folder = _fetched(repo, [escape(name) for name in names], progress, lambda: before(listing), ignored=())
+    folder = _fetched(repo, commit, [escape(name) for name in names], progress, lambda: before(listing), ignored=())
     if not all((folder / name).is_file() for name in names):
         raise ModelError(f"{repo} was changed while it was fetched; fetch it again")
     return folder / names[0]
@@ -304,15 +335,18 @@ def _fetched_quant(
 
 def _fetched(
     repo: str,
+    commit: str | None,
     patterns: Sequence[str],
     progress: Report,
     before: Callable[[], None] = lambda: None,
     *,
     ignored: Sequence[str] = tuple(_SUBFOLDERS),
 ) -> Path:
-    """Returns the folder of a snapshot with the files that fit the patterns. `before` is called if some are fetched.
+    """Returns the folder of a snapshot with the files that fit the patterns: of a commit, or of what is here without
+    one. `before` is called if some are fetched.
 
-    What breaks off goes on where it was. The digests of large files are checked, and what is wrong is removed.
+    A connection that breaks goes on where it was. The digests of large files are checked, also of those that a call
+    before this one fetched and had no time to check. What is wrong is removed.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -325,22 +359,37 @@ def _fetched(
         ignore_patterns=[*ignored],
         tqdm_class=_counting(lambda _num_bytes: None),
     )
-    try:
-        found = get(dry_run=True)
-    except Exception:  # noqa: BLE001 - the next call says what is wrong
+    if commit is None:
         return Path(get())
-    new = [file for file in found if file.will_download]
-    if not new:
-        return Path(get(revision=found[0].commit_hash if found else None))
-    before()
-    num_bytes = sum(file.file_size or 0 for file in new)
-    require_disk(Path(constants.HF_HUB_CACHE), num_bytes, "HF_HOME")
-    with progress_bar(f"fetching {repo}", num_bytes, progress, in_bytes=True) as advance:
-        # The commit that was listed, whatever comes meanwhile.
-        folder = get(revision=new[0].commit_hash, tqdm_class=_counting(advance))
-    for file in new:
-        _require_digest(Path(file.local_path))
-    return Path(folder)
+    # The commit that was listed, whatever comes meanwhile. With a name, the library would take it for the newest here.
+    found = get(revision=commit, dry_run=True)
+    new = {file.filename: file.file_size or 0 for file in found if file.will_download}
+    unchecked = {*new, *(_unchecked.get(f"{repo}@{commit}") or ())}
+    if new:
+        before()
+        require_disk(Path(constants.HF_HUB_CACHE), sum(new.values()), "HF_HOME")
+        _unchecked.put(f"{repo}@{commit}", sorted(unchecked))
+        with progress_bar(f"fetching {repo}", sum(new.values()), progress, in_bytes=True) as advance:
+            get(revision=commit, tqdm_class=_counting(advance))
+    folder = Path(get(revision=commit))
+    if unchecked:
+        names = unchecked & {file.filename for file in found}
+        _require_digests([folder / name for name in sorted(names)])
+        _unchecked.put(f"{repo}@{commit}", sorted(unchecked - names))
+    _set_newest(folder)
+    return folder
+
+
+def _set_newest(snapshot: Path) -> None:
+    """Makes a snapshot that of the main branch, for other programs too."""
+    ref = snapshot.parents[1] / "refs" / "main"
+    with suppress(OSError):
+        if ref.is_file() and ref.read_text(encoding="utf-8") == snapshot.name:
+            return
+        ref.parent.mkdir(exist_ok=True)
+        new = ref.with_name(f"main.{os.getpid()}.tmp")
+        new.write_text(snapshot.name, encoding="utf-8")
+        new.replace(ref)
 
 
 def _counting(advance: Callable[[float], None]) -> type[Any]:
@@ -361,21 +410,25 @@ def _counting(advance: Callable[[float], None]) -> type[Any]:
     return CountedBytes
 
 
-def _require_digest(file: Path) -> None:
-    """Removes a file whose SHA-256 is not the one that the hub says, and raises `ModelError`. The hub's cache names
+def _require_digests(files: Sequence[Path]) -> None:
+    """Removes the files whose SHA-256 is not the one that the hub says, and raises `ModelError`. The hub's cache names
     large files by it."""
-    content = file.resolve()
-    if not _SHA256.fullmatch(content.name):
-        return
-    with content.open("rb") as opened:
-        digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    if digest != content.name:
-        for path in (file, content):
-            path.unlink()
-        raise ModelError(
-            f"{file.name} is damaged, or was changed while it was fetched: its SHA-256 is {digest[:12]}…, not "
-            f"{content.name[:12]}…; it was removed, fetch it again"
-        )
+    problems = []
+    for file in files:
+        content = file.resolve()
+        if not file.is_file() or not _SHA256.fullmatch(content.name):
+            continue
+        with content.open("rb") as opened:
+            digest = hashlib.file_digest(opened, "sha256").hexdigest()
+        if digest != content.name:
+            for path in (file, content):
+                path.unlink()
+            problems.append(
+                f"{file.name} is damaged, or was changed while it was fetched: its SHA-256 is {digest[:12]}…, not "
+                f"{content.name[:12]}…; it was removed, fetch it again"
+            )
+    if problems:
+        raise ModelError("; ".join(problems))
 
 
 @contextmanager
@@ -392,10 +445,10 @@ def _explained(repo: str, flag: str) -> Iterator[None]:
         ) from error
     except errors.HFValidationError as error:
         raise ModelError(f"{flag}: {repo!r} is neither an existing file or folder nor a hub id (org/name)") from error
-    except (OSError, RuntimeError, _network_error()) as error:
+    except (OSError, RuntimeError, ValueError, _network_error()) as error:
         raise ModelError(
-            f"cannot fetch {repo!r} from the hub: {_reason(error)}; check the name and the network, or give a "
-            f"local folder"
+            f"cannot fetch {repo!r} from the hub: {_CREDENTIALS.sub('//', _reason(error))}; check the name and the "
+            f"network, or give a local folder"
         ) from error
 
 
@@ -412,4 +465,6 @@ def _reason(error: Exception) -> str:
         offline = isinstance(error.__cause__, errors.OfflineModeIsEnabled)
         where = "HF_HUB_OFFLINE is set" if offline else "the hub cannot be reached"
         return f"{where}, and its cache on this machine holds no complete copy"
+    if isinstance(error, errors.DryRunError) and error.__cause__ is not None:
+        return first_line(error.__cause__)
     return first_line(error)

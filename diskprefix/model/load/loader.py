@@ -3,7 +3,6 @@ quant."""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
@@ -46,6 +45,7 @@ from diskprefix.model.load.memory import (
     move,
     populate_beside,
 )
+from diskprefix.model.load.safetensors_header import PICKLED, SAFETENSORS, shards_of, weight_files
 from diskprefix.model.load.tokenizer import read_template, read_tokenizer, read_tokenizer_ahead
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
@@ -395,19 +395,14 @@ def _weight_files(folder: Path) -> list[Path]:
         if index.is_file():
             _require_shards(index)
             break
-    for pattern in ("*.safetensors", "pytorch_model*.bin"):
-        files = sorted(folder.glob(pattern))
-        if files:
-            return files
-    raise ModelError(f"{folder} holds no weights: neither *.safetensors nor pytorch_model*.bin{_hint(folder)}")
+    if files := weight_files(folder):
+        return files
+    raise ModelError(f"{folder} holds no weights: neither {SAFETENSORS} nor {PICKLED}{_hint(folder)}")
 
 
 def _require_shards(index: Path) -> None:
-    try:
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} is damaged; fetch or copy it again") from error
-    missing = sorted(shard for shard in shards if not (index.parent / shard).is_file())
+    shards = shards_of(index)
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
         raise ModelError(f"{index.parent} lacks {len(missing)} of {len(shards)} weight files, for example {missing[0]}")
 

@@ -12,6 +12,8 @@ from typing import Any
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line
 
+SAFETENSORS = "*.safetensors"
+PICKLED = "pytorch_model*.bin"
 _MOST_HEADER_BYTES = 10**8
 """safetensors refuses longer headers."""
 _BITS = {"F4": 4, "BOOL": 8, "C64": 64}
@@ -33,16 +35,29 @@ class StoredShape:
         return prod(self.shape)
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the safetensors of a folder, or else its pickled weights."""
+    return sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
+
+
 def checkpoint_files(folder: Path, files: Sequence[Path]) -> list[Path]:
-    """Returns the files of one checkpoint: a folder may hold the same weights twice, under other names."""
+    """Returns the files of one checkpoint: a folder may hold the same weights twice, under other names. Raises
+    `ModelError` if its index is damaged."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         index = folder / f"{name}.index.json"
         if folder / name in files:
             return [folder / name]
         if index.is_file():
-            shards = set(json.loads(index.read_text("utf-8"))["weight_map"].values())
-            return [folder / shard for shard in sorted(shards)]
+            return [folder / shard for shard in shards_of(index)]
     return list(files)
+
+
+def shards_of(index: Path) -> list[str]:
+    """Returns the names of the files that an index names. Raises `ModelError` if it is damaged."""
+    try:
+        return sorted(map(str, set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} is damaged; fetch or copy it again") from error
 
 
 def stored_shapes(file: Path) -> list[StoredShape]:

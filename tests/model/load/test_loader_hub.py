@@ -27,6 +27,7 @@ def test_a_hub_id_is_fetched_once_and_served_from_the_hubs_cache_when_it_is_down
     (folder / "original").mkdir()
     (folder / "original" / "consolidated.safetensors").write_bytes(b"a copy in another format")
     (folder / "pytorch_model.bin").write_bytes(b"the same weights, pickled")
+    (folder / "consolidated.safetensors").write_bytes(b"the same weights, by other names")
     with fake_hub(hub_cache, monkeypatch) as hub:
         hub.repos["org/tiny"] = folder
         online = load("org/tiny")
@@ -34,6 +35,7 @@ def test_a_hub_id_is_fetched_once_and_served_from_the_hubs_cache_when_it_is_down
         hub.sent.clear()
         load("org/tiny")
         assert hub.fetched() == []
+    (folder / "consolidated.safetensors").unlink()
     offline = load("org/tiny")
     assert online.name == offline.name == "org/tiny"
     assert online.weights_digest == offline.weights_digest == load(folder).weights_digest
