@@ -141,11 +141,14 @@ class ServedModel:
 
     def hibernate(self, most_s: float = _HIBERNATION_S) -> None:
         """Queues the state that only memory has of sequences that ended, the latest first, for `most_s` seconds at
-        most. The engine's thread must have ended."""
+        most. What has expired or was purged is left out. The engine's thread must have ended."""
         deadline = time.monotonic() + most_s
         pools = [(self.cache, self.pool)]
         if self.drafter is not None:
             pools.append((self.drafter.model.cache, self.drafter.model.pool))
+        for cache, _ in pools:
+            cache.namespaces.forget_deleted()
+        self.drop_gone()
         idle = [(cache, one) for cache, pool in pools for one in pool.idle if one.options is not None]
         with torch.inference_mode():
             for number, (cache, one) in enumerate(sorted(idle, key=lambda pair: -pair[1].used_at)):

@@ -123,7 +123,9 @@ class Daemon:
             raise NotReady("the daemon is stopping")
         if self.failure is not None:
             what = "the model could not be loaded" if self.serving is None else "the daemon cannot go on and ends"
-            raise NotReady(f"{what}: {self.failure.message}")
+            # What nobody foresaw may say anything.
+            is_unforeseen = type(self.failure) is DiskPrefixError
+            raise NotReady(f"{what}: {'its log has the reason' if is_unforeseen else self.failure.message}")
         if self.serving is None:
             raise NotReady(f"the model is still loading ({self.doing}); /health tells when it is ready")
         return self.serving

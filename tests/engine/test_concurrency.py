@@ -169,7 +169,7 @@ def test_models_with_recurrent_layers_share_steps(tmp_path: Path) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize(("name", "exact_at"), [("rwkv", "grid"), ("minicpm3", "token")])
+@pytest.mark.parametrize(("name", "exact_at"), [("mpt", "grid"), ("minicpm3", "token")])
 def test_models_that_cannot_be_packed_take_turns(
     name: str, exact_at: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

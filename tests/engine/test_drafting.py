@@ -342,7 +342,7 @@ def test_a_draft_model_of_another_vocabulary_is_refused(folders: tuple[Path, Pat
 
 
 def test_a_draft_model_that_is_not_exact_at_every_token_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
-    grid = write_model(tmp_path / "grid", "rwkv", torch.float32)
+    grid = write_model(tmp_path / "grid", "mpt", torch.float32)
     with pytest.raises(ModelError, match="--draft-model: grid cannot guess, it is not exact at every token"):
         load(folders[0], tmp_path / "kv", draft_model=str(grid))
 

@@ -34,9 +34,9 @@ AT_TOKENS = {
     "mimo_v2_flash": torch.float32,
     "llama4": torch.bfloat16,
     "lfm3": torch.float32,
+    # Layers that share their keys with others.
+    "gemma3n": torch.bfloat16,
 }
-AT_GRID = {"gemma3n": torch.bfloat16}
-"""Layers that share their keys with others."""
 
 
 @dataclass
@@ -59,9 +59,9 @@ class Model:
 
 @cache
 def made(name: str) -> Model:
-    model = tiny_model(name, (AT_TOKENS | AT_GRID)[name])
+    model = tiny_model(name, AT_TOKENS[name])
     layout, _ = make_exact(model, rehearse(model), identity=name)
-    assert layout.exact_at == ("token" if name in AT_TOKENS else "grid")
+    assert layout.exact_at == "token"
     assert any(group.window for group in layout.groups)
     return Model(model, layout, made_up_tokens(model, 5, LENGTH))
 
@@ -92,7 +92,7 @@ def state(arena: KVArena, start: int) -> memoryview:
     return arena.read_tokens(start, arena.num_tokens - start)
 
 
-@pytest.mark.parametrize("name", [*AT_TOKENS, *AT_GRID])
+@pytest.mark.parametrize("name", AT_TOKENS)
 def test_a_run_in_memory_that_slides_has_the_bits_of_one_that_keeps_all(name: str) -> None:
     model = made(name)
     steps = random_steps(random.Random(name), LENGTH) if name in AT_TOKENS else [BLOCK] * 90 + [1] * 20
