@@ -107,39 +107,41 @@ async def pass_on(scope: Scope, incoming: Incoming, send: Send, path: str) -> in
         reader, writer = await asyncio.open_unix_connection(path, limit=_PIECE_BYTES)
     except OSError as error:
         raise NotTaken from error
-    connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES)
-    upward = asyncio.create_task(_send_up(scope, incoming, connection, writer))
-    response = _Response(incoming, connection, reader)
+    upward = asyncio.create_task(_send_up(scope, incoming, writer))
+    response = _Response(incoming, scope["method"], reader)
     try:
         return await response.pass_down(send)
     finally:
         upward.cancel()
         # Not closed in order: what it still says is for nobody.
         writer.transport.abort()
-        with suppress(asyncio.CancelledError, NotTaken, OSError, h11.LocalProtocolError):
+        with suppress(asyncio.CancelledError, NotTaken, OSError):
             await upward
 
 
-async def _send_up(scope: Scope, incoming: Incoming, connection: h11.Connection, writer: asyncio.StreamWriter) -> None:
-    """Sends the request, then waits for the client to leave."""
-    head = h11.Request(method=scope["method"], target=_target(scope), headers=_headers_up(scope))
-    writer.write(_bytes(connection.send(head)))
+async def _send_up(scope: Scope, incoming: Incoming, writer: asyncio.StreamWriter) -> None:
+    """Sends the request, then waits for the client to leave.
+
+    The server has parsed it: it is in order, and needs no other look.
+    """
+    headers = _headers_up(scope)
+    is_chunked = (b"transfer-encoding", b"chunked") in headers
+    lines = [b"%s %s HTTP/1.1" % (scope["method"].encode(), _target(scope)), *map(b": ".join, headers), b"", b""]
+    unsent = b"\r\n".join(lines)
     try:
         async for piece in incoming.pieces():
-            writer.write(_bytes(connection.send(h11.Data(data=piece))))
+            # The head goes with the first piece.
+            writer.write(unsent + (b"%x\r\n%s\r\n" % (len(piece), piece) if is_chunked else piece))
+            unsent = b""
             await writer.drain()
         if not incoming.has_left:
-            writer.write(_bytes(connection.send(h11.EndOfMessage())))
+            writer.write(unsent + (b"0\r\n\r\n" if is_chunked else b""))
         await incoming.until_left()
-    except (OSError, h11.LocalProtocolError):
+    except OSError:
         # The worker has answered already, or it is gone: who reads the response finds out.
         await incoming.until_left()
     finally:
         writer.transport.abort()
-
-
-def _bytes(data: bytes | None) -> bytes:
-    return data or b""
 
 
 def _target(scope: Scope) -> bytes:
@@ -151,7 +153,9 @@ def _target(scope: Scope) -> bytes:
 def _headers_up(scope: Scope) -> list[tuple[bytes, bytes]]:
     headers = [(name, value) for name, value in scope["headers"] if name not in _OF_THE_FRONT]
     names = {name for name, _ in scope["headers"]}
-    if b"transfer-encoding" in names and b"content-length" not in names:
+    if b"transfer-encoding" in names:
+        # With both, the length is not that of the body.
+        headers = [header for header in headers if header[0] != b"content-length"]
         headers.append((b"transfer-encoding", b"chunked"))
     if names & {b"transfer-encoding", b"content-length"}:
         # The worker says when it begins to read: until then another one may take the request.
@@ -168,14 +172,24 @@ def _headers_up(scope: Scope) -> list[tuple[bytes, bytes]]:
 class _Response:
     """Reads a worker's response and sends it to the client."""
 
-    def __init__(self, incoming: Incoming, connection: h11.Connection, reader: asyncio.StreamReader) -> None:
-        self._incoming, self._connection, self._reader = incoming, connection, reader
+    def __init__(self, incoming: Incoming, method: str, reader: asyncio.StreamReader) -> None:
+        self._incoming, self._method, self._reader = incoming, method, reader
         self._is_taken = False
 
     async def pass_down(self, send: Send) -> int:
-        status = 0
+        begun = await self._read()
+        self._connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_HEAD_BYTES)
+        # It has to know which request is answered, and gets no more of it.
+        self._connection.send(h11.Request(method=self._method, target=b"/", headers=[(b"host", b"worker")]))
+        self._connection.receive_data(begun)
+        status, body = 0, b""
         while True:
-            event = await self._next_event()
+            event = self._next_event()
+            if event is h11.NEED_DATA:
+                if body:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+                    body = b""
+                self._connection.receive_data(await self._read())
             match event:
                 case None if self._incoming.has_left:
                     return 499
@@ -184,25 +198,34 @@ class _Response:
                 case None:
                     raise NotTaken
                 case h11.InformationalResponse():
-                    self._is_taken = True
-                    self._incoming.drop()
+                    self._take()
                 case h11.Response():
-                    self._is_taken, status = True, event.status_code
-                    self._incoming.drop()
+                    self._take()
+                    status = event.status_code
                     headers = [(name, value) for name, value in event.headers if name not in _NOT_DOWN]
                     await send({"type": "http.response.start", "status": status, "headers": headers})
                 case h11.Data():
-                    await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
+                    body += event.data
                 case h11.EndOfMessage():
-                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await send({"type": "http.response.body", "body": body, "more_body": False})
                     return status
 
-    async def _next_event(self) -> h11.Event | None:
+    def _take(self) -> None:
+        self._is_taken = True
+        self._incoming.drop()
+
+    async def _read(self) -> bytes:
+        """Returns nothing if the connection is gone."""
+        try:
+            return await self._reader.read(_PIECE_BYTES)
+        except OSError:
+            return b""
+
+    def _next_event(self) -> h11.Event | type[h11.NEED_DATA] | None:
         """Returns None if the connection is gone."""
         try:
-            while (event := self._connection.next_event()) is h11.NEED_DATA:
-                self._connection.receive_data(await self._reader.read(_PIECE_BYTES))
-        except (OSError, h11.RemoteProtocolError):
+            event = self._connection.next_event()
+        except h11.RemoteProtocolError:
             return None
         return None if event is h11.PAUSED or isinstance(event, h11.ConnectionClosed) else event  # type: ignore[return-value]
 

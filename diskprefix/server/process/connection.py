@@ -44,7 +44,7 @@ class LimitedConnection(H11Protocol):
         if len(self.connections) >= self._max_connections and not self._close_longest_idle():
             self._refuse(transport)
             return
-        super().connection_made(transport)
+        super().connection_made(_Gathered(transport, self.loop))  # type: ignore[arg-type]
         self._start_headers_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -112,6 +112,39 @@ class LimitedConnection(H11Protocol):
         transport.write(_refusal(self._max_connections))
         transport.write_eof()
         self.loop.call_later(_REFUSAL_S, transport.abort)
+
+
+class _Gathered:
+    """A transport that sends what is written in one turn of the loop at once: uvicorn writes the head of a response,
+    its body and its end one by one."""
+
+    def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
+        self._transport, self._loop = transport, loop
+        self._pieces: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def write(self, data: bytes) -> None:
+        if not self._pieces:
+            self._loop.call_soon(self._flush)
+        self._pieces.append(data)
+
+    def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def write_eof(self) -> None:
+        self._flush()
+        self._transport.write_eof()
+
+    def get_write_buffer_size(self) -> int:
+        return self._transport.get_write_buffer_size() + sum(map(len, self._pieces))
+
+    def _flush(self) -> None:
+        if self._pieces:
+            self._transport.write(b"".join(self._pieces))
+            self._pieces.clear()
 
 
 def _num_unsent(transport: asyncio.Transport) -> int:
