@@ -382,7 +382,7 @@ class Settings:
     @property
     def model_names(self) -> tuple[str, ...]:
         """The models of `model`, which may be a path with a comma."""
-        if self.model is None or "," not in self.model or Path(self.model).expanduser().exists():
+        if self.model is None or "," not in self.model or os.path.exists(os.path.expanduser(self.model)):
             return () if self.model is None else (self.model,)
         return tuple(name.strip() for name in self.model.split(",") if name.strip())
 

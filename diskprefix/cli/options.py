@@ -258,4 +258,4 @@ def _parsed(name: str, value: Any) -> Any:
         return parse_size(value, param=flag)
     if kind == "duration":
         return parse_duration(value, param=flag)
-    return Path(value).expanduser() if kind in ("file", "folder") else value
+    return Path(os.path.expanduser(value)) if kind in ("file", "folder") else value

@@ -303,3 +303,11 @@ def test_each_model_that_is_known_by_name_is_checked(run: Run, tmp_path: Path) -
     found = run("doctor", "--models-dir", tmp_path, "--kv-cache-dir", tmp_path / "kv", "--json").json["findings"]
     models = [(each["level"], each["text"].partition(": ")[0]) for each in found if each["check"] == "model"]
     assert models == [("problem", "one"), ("problem", "two")]
+
+
+def test_a_folder_without_models_is_a_problem(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("diskprefix.extras.catalogue.catalogue.cached_models", lambda: iter(()))
+    found = run("doctor", "--models-dir", tmp_path, "--kv-cache-dir", tmp_path / "kv", "--json").json["findings"]
+    assert [(each["level"], each["text"]) for each in found if each["check"] == "model"] == [
+        ("problem", "no model is known")
+    ]

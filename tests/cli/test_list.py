@@ -96,6 +96,25 @@ def test_what_cannot_be_shown_is_refused_with_the_reason(run: Run, models_dir: P
     run("show", models_dir / "bad.gguf").assert_refused(3, "cannot read")
     run("show", models_dir).assert_refused(3, "holds no weights")
     run("show", "tinny", "--models-dir", models_dir).assert_refused(2, "the nearest name is 'tiny'")
+    run("show", "~nouser/x").assert_refused(2, "no model is called '~nouser/x'")
+    run("rm", "~nouser/x", "--yes").assert_refused(2, "is called '~nouser/x'")
+
+
+def test_a_name_goes_before_a_folder_that_is_called_so(
+    run: Run, models_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(models_dir)
+    file = tmp_path / "models.toml"
+    file.write_text(f'[made]\nmodel = "{models_dir}/tiny-00001-of-00003.gguf"\n')
+    for name, origin in (("made", "models.toml"), ("./made", "--model"), ("tiny-00002-of-00003.gguf", "--model")):
+        assert run("show", name, "--models-file", file, "--json").json["origin"] == origin
+
+
+def test_one_folder_that_cannot_be_read_leaves_the_others_in_the_list(run: Run, models_dir: Path) -> None:
+    for name, broken in (("config.json", '{"layer_types": 3}'), ("model.safetensors.index.json", "3")):
+        (models_dir / "made" / name).write_text(broken)
+        rows = run("list", "--models-dir", models_dir, "--json").json["models"]
+        assert {row["name"] for row in rows if not row["problem"]} >= {"tiny"}
 
 
 def test_both_start_without_torch(models_dir: Path) -> None:

@@ -367,6 +367,13 @@ def test_16_bits_are_the_last_choice_by_any_name_and_what_is_no_model_is_none() 
     assert chosen == {"a-Q8_0"}
 
 
+@pytest.mark.usefixtures("hub")
+def test_a_file_that_cannot_be_read_is_an_error_when_it_was_fetched(run: Run, repository: Path) -> None:
+    (repository / "tiny-Q6_K.gguf").write_bytes(b"GGUF")
+    ended = run("pull", f"{REPO}:Q6_K")
+    assert (ended.exit_code, "Q6_K is here, and cannot be served: " in ended.stderr) == (3, True)
+
+
 def test_what_an_interrupted_pull_fetched_is_checked_by_the_next(run: Run, hub: FakeHub, tmp_path: Path) -> None:
     file = tiny.write_gguf(hub.repos[REPO] / "tiny-Q5_1.gguf", quantised="Q5_1", tensors_in_a_part=8)
     first, second, third = [file.with_name(f"tiny-Q5_1-0000{part}-of-00003.gguf") for part in (1, 2, 3)]

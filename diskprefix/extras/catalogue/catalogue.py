@@ -17,7 +17,7 @@ from diskprefix.model.load.gguf_file import MATRICES, first_parts, model_stem
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model, is_model_folder
 from diskprefix.model.load.safetensors_header import PICKLED, SAFETENSORS, weight_files
 from diskprefix.native import build
-from diskprefix.printable import shown
+from diskprefix.printable import first_line, shown
 from diskprefix.settings import OF_ONE_MODEL, Settings, cache_home, config_home, flag_of
 
 _MOST_DEPTH = 4
@@ -139,8 +139,8 @@ class Catalogue:
 
 def path_of(model: str | None) -> Path | None:
     """Returns the folder or the .gguf file of what --model says, None if it is not on this machine."""
-    if model is not None and (path := Path(model).expanduser()).exists():
-        return path
+    if model is not None and os.path.exists(path := os.path.expanduser(model)):
+        return Path(path)
     if model is not None and model != EMBEDDED.name:
         return cached_model(model)
     folders = (cache_home() / "models" / f"{EMBEDDED.name}{suffix}" for suffix in map(suffix_of, SUFFIXES))
@@ -154,8 +154,8 @@ def _identity(model: str) -> str:
 
 
 def _plain_name(model: str) -> str:
-    path = Path(model).expanduser()
-    if not path.exists():
+    path = Path(os.path.expanduser(model))
+    if not os.path.exists(path):
         return model
     return path.resolve().name if path.is_dir() else model_stem(path)
 
@@ -189,20 +189,30 @@ def models_below(folder: Path) -> list[Path]:
 
 def named(paths: list[Path], folder: Path) -> Iterator[tuple[str, Path]]:
     """Yields models with their names: that of the file, without extension and number of the part, or of the folder.
-    Of models with the same one, those below `folder` get the path from there before it."""
+    Of models with the same one, those below `folder` get the path from there before it, and files beside a folder of
+    that name keep the extension."""
     short = [_plain_name(str(path)) for path in paths]
     for path, name in zip(paths, short, strict=True):
         below = os.path.relpath(path.parent, folder)
+        suffix = path.suffix if path.is_file() and path.with_name(name) in paths else ""
         is_alone = short.count(name) == 1 or below == "."
-        yield (name if is_alone else f"{below}/{name}"), path
+        yield (name if is_alone else f"{below}/{name}") + suffix, path
 
 
 def needs(settings: Settings) -> ModelNeeds | None:
     """Returns what the model that `settings` name needs in memory, by part; None if it is not on this machine. Reads
     headers only, and imports no torch. Raises `ModelError` if they cannot be read."""
     path = path_of(settings.model)
-    if path is None:
-        return None
+    try:
+        return None if path is None else _needs(path, settings)
+    except ModelError:
+        raise
+    except Exception as error:
+        # Headers and configurations are foreign files, so any error may come.
+        raise ModelError(f"cannot read {path}: {first_line(error)}") from error
+
+
+def _needs(path: Path, settings: Settings) -> ModelNeeds:
     weights = settings.weights
     if weights == "auto" and (settings.dtype not in ("auto", "bfloat16") or not build.LIBRARY.exists()):
         weights = "native"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import click
 
 from diskprefix.cli.options import build_settings, nonempty, setting_options
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status, terminal_width
-from diskprefix.errors import ModelError
+from diskprefix.errors import ModelError, ModelNotFound
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs
 from diskprefix.extras.catalogue.tensor_list import described, show_tensors, show_types, types
 from diskprefix.model.load.fit import Fit, fitted
@@ -21,7 +22,7 @@ from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.safetensors_header import checkpoint_files, weight_files
 from diskprefix.printable import first_line
 from diskprefix.settings import PER_MODEL, SETTINGS, Settings
-from diskprefix.units import ago, counted, format_size
+from diskprefix.units import counted, format_size
 
 _PLACES = ("models_dir", "models_file", "kv_memory")
 
@@ -49,7 +50,7 @@ def list_models(as_json: bool, **flags: Any) -> None:
         return
     from rich.table import Column
 
-    titles = ("name", "weights", "files", "memory", "context", "fits", "last read", "where")
+    titles = ("name", "weights", "files", "memory", "context", "fits", "where")
     cells = [
         (
             plain(", ".join((row["name"], *row["aliases"]))),
@@ -58,7 +59,6 @@ def list_models(as_json: bool, **flags: Any) -> None:
             format_size(row["needed_bytes"]) if row["needed_bytes"] else "",
             f"{row['context']:,}" if row["context"] else "",
             {True: "yes", False: "no", None: ""}[row["fits"]],
-            ago(row["last_read"]) if row["last_read"] else "",
             plain(row["problem"] or f"{row['origin']}: {row['path'] or row['source']}"),
         )
         for row in rows
@@ -114,11 +114,17 @@ def show(name: str, tensors: bool, as_json: bool, **flags: Any) -> None:
 
 
 def _named(name: str, settings: Settings) -> KnownModel:
-    """Returns the model with a name, or in a file or folder. Raises `ModelNotFound` or `SettingsError`."""
-    if Path(name).expanduser().exists():
-        (known,) = Catalogue(replace(settings, model=name, models_dir=None, models_file=None)).models()
-        return known
-    return Catalogue(settings).find(name)
+    """Returns the model with a name, or else in a file or folder. A path with a slash is no name. Raises
+    `ModelNotFound` or `SettingsError`."""
+    is_here = os.path.exists(os.path.expanduser(name))
+    try:
+        if not is_here or os.sep not in name:
+            return Catalogue(settings).find(name)
+    except ModelNotFound:
+        if not is_here:
+            raise
+    (known,) = Catalogue(replace(settings, model=name, models_dir=None, models_file=None)).models()
+    return known
 
 
 def _fit(settings: Settings) -> Fit | None:
@@ -136,25 +142,24 @@ def row_of(known: KnownModel) -> dict[str, Any]:
         "path": None if known.path is None else str(known.path),
         "pin": known.pin,
         "idle_unload_s": known.idle_unload_s,
-        **dict.fromkeys(("kind", "file_bytes", "needed_bytes", "context", "fits", "last_read", "problem")),
+        **dict.fromkeys(("kind", "file_bytes", "needed_bytes", "context", "fits", "problem")),
     }
     try:
         fit = _fit(known.settings)
-    except (ModelError, OSError, ValueError, KeyError) as error:
+        if fit is None or known.path is None:
+            return row
+        file_bytes = sum(file.stat().st_size for file in _files(known.path))
+    except (ModelError, OSError) as error:
         return row | {"problem": first_line(error)}
-    if fit is None or known.path is None:
-        return row
-    found = [file.stat() for file in _files(known.path)]
     stored: Counter[str] = Counter()
     for tensor in fit.needs.tensors:
         stored[tensor.kind] += tensor.stored_bytes
     return row | {
         "kind": stored.most_common(1)[0][0] if stored else None,
-        "file_bytes": sum(one.st_size for one in found),
+        "file_bytes": file_bytes,
         "needed_bytes": fit.needed_bytes,
         "context": fit.context,
         "fits": fit.is_enough,
-        "last_read": max(one.st_atime for one in found),
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from diskprefix.cli.options import build_settings, policy_value
 from diskprefix.cli.policy_file import checked_value, read_toml
 from diskprefix.errors import SettingsError
-from diskprefix.settings import PER_MODEL
+from diskprefix.settings import PER_MODEL, Settings, flag_of
 from diskprefix.units import parse_duration
 
 _FLAG = "--models-file"
@@ -54,7 +55,7 @@ def _listed(path: Path, name: str, table: object) -> ListedModel:
         try:
             found[field] = _value(field, value)
         except SettingsError as error:
-            reason = error.message.removeprefix(f"{field}: ")
+            reason = error.message.removeprefix(f"{field}: ").removeprefix(f"{flag_of(field)}: ")
             raise SettingsError(f"{where}.{key}: {reason}") from error
     if "model" not in found:
         raise SettingsError(f"{where}.model: is missing; give a file, a folder or a repository")
@@ -82,7 +83,7 @@ def _value(field: str, value: object) -> Any:
         case "pin", bool():
             return value
         case "idle_unload", str() | int() | float() if not isinstance(value, bool):
-            return parse_duration(value, param=field)
+            return Settings(idle_unload=parse_duration(value, param=field)).idle_unload
     if field in _OWN_KEYS:
         raise SettingsError(f"must be {_OWN_KEYS[field]}")
     if field not in PER_MODEL:
@@ -92,6 +93,6 @@ def _value(field: str, value: object) -> Any:
 
 def _beside(file: Path, model: str) -> str:
     """Returns the path of a model beside the file, if there is one: the folder of the process may be any."""
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     beside = file.absolute().parent / path
-    return str(beside) if beside.exists() else str(path) if path.is_absolute() else model
+    return str(beside) if os.path.exists(beside) else str(path) if path.is_absolute() else model

@@ -55,6 +55,8 @@ def pull(name: str, as_json: bool) -> None:
         # By the name of the file: its quant may be that of others upstream.
         fetched = name
     row = row_of(KnownModel(name=fetched, settings=Settings(model=str(path)), source=name, path=path, origin="pulled"))
+    if row["problem"]:
+        raise ModelError(f"{fetched} is here, and cannot be served: {row['problem']}")
     if as_json:
         print_json(row)
         return

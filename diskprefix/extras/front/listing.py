@@ -79,7 +79,7 @@ class Listing:
 
     def idle_unload_s(self, known: NamedModel) -> float | None:
         """Returns after how long without a request a model is unloaded, None for never."""
-        return self._idle_unload_s if known.idle_unload_s is None else known.idle_unload_s
+        return self._idle_unload_s if known.idle_unload_s is None else known.idle_unload_s or None
 
     def read_again(self) -> None:
         """Looks for new models. Raises `SettingsError` if the list is wrong; all stays as it was then."""

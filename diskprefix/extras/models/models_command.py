@@ -109,7 +109,7 @@ def _row_of(name: str, table: dict[str, Any]) -> ModelRow:
     """Raises `SettingsError` for a name that is no architecture and no folder, `ModelError` for an unfit folder."""
     from transformers import CONFIG_MAPPING
 
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.is_dir() and (name not in CONFIG_MAPPING or os.sep in name):
         return _row_of_folder(path, table)
     if name in CONFIG_MAPPING:

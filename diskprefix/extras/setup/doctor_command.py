@@ -78,7 +78,10 @@ def _findings(settings: Settings, say: Callable[[str], None], *, with_request: b
     yield port_finding(settings)
     say("importing torch")
     yield from torch_findings(settings)
-    for name, own in _each_model(settings):
+    models = _each_model(settings)
+    if not models:
+        yield Finding("model", "problem", "no model is known", "fetch one with `diskprefix pull`")
+    for name, own in models:
         for finding in model_findings(own, say):
             yield replace(finding, text=f"{name}{finding.text}")
         if with_request:

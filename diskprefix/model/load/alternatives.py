@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -35,8 +36,8 @@ def other_forms(settings: Settings) -> Iterator[tuple[str, ModelNeeds]]:
     is_plain = settings.dtype in ("auto", "bfloat16") and settings.device in ("auto", "cpu")
     if settings.model is None or settings.model == EMBEDDED.name or not is_plain:
         return
-    path = Path(settings.model).expanduser()
-    if not path.exists():
+    path = Path(os.path.expanduser(settings.model))
+    if not os.path.exists(path):
         listing = listing_of(settings.model)
         yield from () if listing is None else listing.other_forms(settings.weights)
         return

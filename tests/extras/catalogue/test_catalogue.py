@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from diskprefix.errors import ModelNotFound, SettingsError
+from diskprefix.errors import ModelError, ModelNotFound, SettingsError
 from diskprefix.extras.catalogue.catalogue import Catalogue, needs, open_catalogue
+from diskprefix.extras.front.listing import Listing
 from diskprefix.model.load.fit import needs_of_folder, needs_of_gguf
 from diskprefix.settings import Settings
 from tests.model import tiny
@@ -81,6 +83,39 @@ def test_models_with_one_name_are_told_apart_by_their_folders(models_dir: Path) 
     assert {"tiny-Q8_0", "deep/tiny-Q8_0", "deep/er/tiny-Q8_0"} <= {*found}
 
 
+def test_a_file_beside_a_folder_of_its_name_keeps_the_extension(models_dir: Path) -> None:
+    (models_dir / "made.gguf").write_bytes(b"GGUF")
+    assert [name for name in names(Settings(models_dir=models_dir)) if "made" in name] == ["made", "made.gguf"]
+
+
+@pytest.mark.parametrize("model", ["~nouser/x", "x" * 300])
+def test_a_model_that_cannot_be_a_path_is_not_here(model: str, tmp_path: Path) -> None:
+    file = written(tmp_path, f'[a]\nmodel = "{model}"\n')
+    assert Catalogue(Settings(models_file=file)).find("a").path is None
+    assert Settings(model=f"{model},b").model_names == (model, "b")
+
+
+@pytest.mark.parametrize(
+    ("config", "index"),
+    [('{"layer_types": 3}', '{"weight_map": {}}'), ("{}", '{"weight_map": {"a": [1]}}'), ("{}", "3")],
+)
+def test_of_a_folder_that_cannot_be_read_needs_raises_a_model_error(config: str, index: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    (tmp_path / "part.safetensors").write_bytes(b"")
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ModelError):
+        needs(Settings(model=str(tmp_path)))
+
+
+def test_an_idle_time_of_0_is_never_as_that_of_the_daemon(tmp_path: Path) -> None:
+    settings = Settings(models_file=written(tmp_path, '[a]\nmodel = "x"\nidle_unload = 0\n[b]\nmodel = "y"\n'))
+    for seconds, of_b in ((60, 60), (0, None)):
+        catalogue = Catalogue(replace(settings, idle_unload=seconds))
+        listing = Listing(replace(settings, idle_unload=seconds), catalogue)
+        found = [listing.idle_unload_s(catalogue.find(name)) for name in "ab"]
+        assert found == [None, of_b]
+
+
 def test_one_model_is_served_as_before_and_needs_no_catalogue(tmp_path: Path) -> None:
     assert open_catalogue(Settings()) is None
     assert open_catalogue(Settings(model="org/name")) is None
@@ -139,6 +174,7 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
         ('[a]\nmodel = "x"\naliases = "y"', "a.aliases: must be a list of names"),
         ('[a]\nmodel = "x"\npin = 1', "a.pin: must be true or false"),
         ('[a]\nmodel = "x"\nidle_unload = "30 M"', "a.idle_unload: '30 M' is not a duration"),
+        ('[a]\nmodel = "x"\nidle_unload = "6000w"', "a.idle_unload: 3628800000.0 is out of range"),
         ('[a]\nmodel = "x"\nidle_unload = true', "a.idle_unload: must be a duration"),
         ('[a]\nmodel = "x"\nkv_memory = "much"', "a.kv_memory: 'much' is not a size"),
         ('[a]\nmodel = "x"\nkv_memory = [1]', "a.kv_memory: must be a number or a text"),
