@@ -26,7 +26,7 @@ from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from tests.cli.conftest import Run
 from tests.model import tiny
-from tests.model.hub import FakeHub, fake_hub
+from tests.model.hub import FakeHub, _entry, fake_hub
 
 REPO = "org/tiny-GGUF"
 
@@ -441,6 +441,16 @@ def test_no_message_holds_a_password_or_control_characters(
     refused = run("pull", "org/broken")
     assert (refused.exit_code, "geheim" in refused.stderr) == (3, False)
     assert "127.0.0.1" in refused.stderr
+
+
+def test_a_name_that_leaves_the_repository_is_an_error(
+    run: Run, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.model.hub._entry", lambda path, name: _entry(path, f"../../../../{name}"))
+    ended = run("pull", f"{REPO}:Q8_0")
+    assert (ended.exit_code, "cannot fetch" in ended.stderr) == (3, True)
+    assert hub.fetched() == []
+    assert not list(tmp_path.glob("*.gguf"))
 
 
 @pytest.mark.usefixtures("hub")
