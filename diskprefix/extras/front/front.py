@@ -33,7 +33,7 @@ from diskprefix.extras.front.listing import Listing, merged_metrics
 from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD, Prepare, Work
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
 from diskprefix.extras.front.swaps import Phase, Place, Swaps
-from diskprefix.extras.front.workers import Deaths, ModelWorker, Workers, described
+from diskprefix.extras.front.workers import MOST_UNLOAD_S, Deaths, ModelWorker, Workers, described
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
@@ -57,8 +57,6 @@ log = logging.getLogger("diskprefix")
 _ATTEMPTS = 3
 """Workers that may die before they take a request, until it fails."""
 _LEAST_PAUSE_S = 1.0
-_MOST_UNLOAD_S = 90.0
-"""The time for a worker to save what only its memory has, and to end: 20 s to queue it, 30 s to write it, and more."""
 _PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024
 _BODIES, _BODIES_OF_ONE = 8, 4
 """Bodies of the largest size that may be arriving, and those of one caller."""
@@ -97,8 +95,9 @@ class Front:
         self._by_place: dict[Place, ModelWorker] = {}
         self._troubles: dict[str, Troubles] = {}
         self._arriving_bytes: Counter[Tenant] = Counter()
+        self._starting: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._is_stopping = False
+        self._is_stopping = self._has_served = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -132,9 +131,7 @@ class Front:
         """Loads what is kept, then learns what the other models need."""
         models = self._listing.models()
         for known in sorted(models, key=lambda known: not self._is_kept(known)):
-            await self._listing.learn(known)
-            if self._is_kept(known):
-                self._start_kept(known)
+            await (self._start_kept(known) if self._is_kept(known) else self._listing.learn(known))
 
     def stop(self) -> None:
         """Has all workers end in order."""
@@ -153,7 +150,9 @@ class Front:
         except SettingsError as error:
             log.error("[front] %s; the models stay as they were", error.message)
         for worker in self._workers.all.values():
-            if worker.ready_at is not None:
+            if worker.ready_at is None:
+                worker.has_old_keys = True
+            else:
                 worker.kill(signal.SIGHUP)
         notify(READY=1, STATUS="serving")
 
@@ -175,7 +174,8 @@ class Front:
         """Returns whether a model is loaded from the beginning, and again when its worker dies."""
         return known.pin or (self._listing.only is not None and self._listing.idle_unload_s(known) is None)
 
-    def _start_kept(self, known: NamedModel) -> None:
+    async def _start_kept(self, known: NamedModel) -> None:
+        await self._listing.learn(known)
         if self._is_stopping or self._swaps.of(known.name) is not None:
             return
         try:
@@ -184,7 +184,18 @@ class Front:
         except (DiskPrefixError, OSError) as error:
             delay_s = max(_LEAST_PAUSE_S, self._trouble(known.name, str(error), 0.0))
             log.error("[front] %s is not loaded: %s", known.name, one_line(str(error)))
-            self._loop.call_later(delay_s, self._start_kept, known)
+            self._keep_later(delay_s, known.name)
+
+    def _keep_later(self, delay_s: float, name: str) -> None:
+        """Starts a model again after a while, if it is kept then, as the list says then."""
+
+        def start() -> None:
+            known = next((known for known in self._listing.models() if known.name == name), None)
+            if known is not None and self._is_kept(known):
+                self._starting.add(task := self._loop.create_task(self._start_kept(known)))
+                task.add_done_callback(self._starting.discard)
+
+        self._loop.call_later(delay_s, start)
 
     def _start(self, known: NamedModel, caller: Tenant | None) -> ModelWorker:
         """Starts the worker of a model, which waits for its turn. Raises `DiskPrefixError` and `OSError`."""
@@ -216,6 +227,9 @@ class Front:
             self._ended(worker, worker.code)
         elif worker.ready_at is not None and place.phase is Phase.LOADING:
             place.phase, place.used_at = Phase.READY, self._loop.time()
+            self._has_served = True
+            if worker.has_old_keys:
+                worker.kill(signal.SIGHUP)
             self._troubles.setdefault(place.model, Troubles()).reason = ""
             if self._listing.only:
                 notify(READY=1)
@@ -233,7 +247,7 @@ class Front:
         if was_asked:
             log.info("[front] %s is unloaded", place.model)
             return
-        if self._listing.only and worker.ready_at is None and code > 0 and code != DeviceLost.exit_code:
+        if self._listing.only and not self._has_served and code > 0 and code != DeviceLost.exit_code:
             # Another start would meet it, too.
             self.exit_code = code
             self._end()
@@ -247,9 +261,7 @@ class Front:
         in_a_row = self._troubles[place.model].deaths.in_a_row
         when = f" in {delay_s:.0f} s: it died {in_a_row} times in a row" if delay_s else ""
         log.error("[front] the worker of %s %s; another is started%s", place.model, described(code), when)
-        known = next((known for known in self._listing.models() if known.name == place.model), None)
-        if known is not None and self._is_kept(known):
-            self._loop.call_later(delay_s, self._start_kept, known)
+        self._keep_later(delay_s, place.model)
 
     def _trouble(self, model: str, reason: str, served_s: float) -> float:
         """Notes a failure. Returns the seconds until the next start."""
@@ -262,20 +274,23 @@ class Front:
         """Has models loaded and unloaded, as it is their turn."""
         if self._is_stopping:
             return
-        decision = self._swaps.decide(self._loop.time(), is_short=is_short)
+        now = self._loop.time()
+        decision = self._swaps.decide(now, is_short=is_short)
         for place in decision.unload:
             log.info("[front] %s is being unloaded; it takes %s", place.model, format_size(place.needed_bytes))
             worker = self._by_place[place]
             worker.tell(UNLOAD)
-            self._loop.call_later(_MOST_UNLOAD_S, worker.kill, signal.SIGKILL)
+            # Where no model was loaded, there is nothing to save.
+            longest_s = 0.0 if worker.ready_at is None else MOST_UNLOAD_S
+            self._loop.call_later(longest_s, worker.kill, signal.SIGKILL)
         for place in decision.load:
             self._by_place[place].tell(LOAD)
         if decision.next_one is not None and any(one.phase is Phase.LEAVING for one in self._swaps.places):
             self._by_place[decision.next_one].tell(PREPARE)
         if self._timer is not None:
             self._timer.cancel()
-        due_at = self._swaps.due_at()
-        self._timer = None if due_at is None else self._loop.call_at(max(due_at, self._loop.time() + 0.1), self._settle)
+        due_at = self._swaps.due_at(now)
+        self._timer = None if due_at is None else self._loop.call_at(due_at, self._settle)
 
     # Requests.
 
@@ -299,7 +314,7 @@ class Front:
             return ANYBODY
         authorization = authorization_of(headers)
         caller = self._keys.caller(authorization)
-        if caller is None and scope["path"] in OPEN_PATHS:
+        if caller is None and scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
             return NOBODY
         if caller is None:
             raise HttpError(401, without_key(authorization))
@@ -319,7 +334,6 @@ class Front:
             is_use = scope["method"] == "POST"
             loads = is_use or scope["path"].startswith("/v1/models")
             worker = await self._worker_for(known, caller, loads=loads)
-            used_at = worker.place.used_at
             self._swaps.begin_request(worker.place, caller)
             self._settle()
             try:
@@ -337,9 +351,12 @@ class Front:
                 if gone.has_begun:
                     # Without an end, it is a failure of the connection.
                     return
+                if worker.place.phase is Phase.LEAVING and worker.ready_at is None:
+                    raise NotReady(f"{known.name} has no room beside what was loaded meanwhile; try again") from None
                 raise NotReady(f"the process of the model {known.name} has died; try again") from None
             finally:
-                self._swaps.end_request(worker.place, self._loop.time() if is_use else used_at, keep_alive_s)
+                used_at = self._loop.time() if is_use else worker.place.used_at
+                self._swaps.end_request(worker.place, used_at, keep_alive_s)
                 self._settle()
         raise NotReady(f"the processes of the model {known.name} die; its log has the reason")
 
@@ -350,6 +367,8 @@ class Front:
             if not loads and not self._is_kept(known):
                 raise NotReady(f"{known.name} is not loaded; a request for a reply loads it")
             await self._listing.learn(known)
+        if self._is_stopping:
+            raise NotReady("the daemon is stopping")
         place = self._swaps.of(known.name)
         if place is not None:
             return self._by_place[place]
@@ -495,7 +514,7 @@ def read_named(body: bytes) -> Named:
     except msgspec.ValidationError as error:
         field_name = "keep_alive" if "keep_alive" in str(error) else "model"
         raise InvalidRequest.at(field_name, f"is wrong: {one_line(str(error))}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {one_line(str(error))}", code="invalid_json") from error
 
 

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from diskprefix.errors import DiskPrefixError, ModelError
-from diskprefix.model.load.fit import ROOM_BYTES, Fit, ModelNeeds, fitted
+from diskprefix.model.load.fit import Fit, ModelNeeds, fitted
 from diskprefix.printable import first_line
 from diskprefix.settings import Settings
 
@@ -67,6 +67,7 @@ class Listing:
         self.only = None if catalogue else OnlyModel(settings, idle_unload_s=self._idle_unload_s)
         self._catalogue, self._needs = catalogue, needs
         self._known_needs: dict[str, ModelNeeds | DiskPrefixError | None] = {}
+        """Also why they could not be read when it was tried last."""
         self._learning = asyncio.Lock()
 
     def models(self) -> tuple[NamedModel, ...]:
@@ -92,7 +93,7 @@ class Listing:
 
         `sized` and `cards` do not wait for it."""
         async with self._learning:
-            if self._catalogue is not None and known.name not in self._known_needs:
+            if self._catalogue is not None and not isinstance(self._known_needs.get(known.name), ModelNeeds):
                 try:
                     found: ModelNeeds | DiskPrefixError | None = await asyncio.to_thread(self._needs, known.settings)
                 except DiskPrefixError as error:
@@ -108,7 +109,8 @@ class Listing:
         """
         needs = self._needs_of(known)
         if needs is None:
-            return ROOM_BYTES, [], settings
+            # It is loaded alone.
+            return limit_bytes, ["all, because it is not on this disk yet"], settings
         fit = _fit(needs, settings, limit_bytes)
         return fit.needed_bytes, fit.lines()[: len(fit.rows())], replace(settings, kv_memory=fit.kv_bytes)
 
@@ -153,8 +155,6 @@ class Listing:
         """Raises the error with which they could not be read."""
         found = self._known_needs.get(known.name)
         if isinstance(found, DiskPrefixError):
-            # It is read again for the next request.
-            del self._known_needs[known.name]
             raise found
         return found
 

@@ -2,8 +2,8 @@
 
 A model that waits is loaded when it fits beside the others. If it does not, models that have been idle for longest go,
 if they are not pinned. A model that answers is never unloaded. But while others wait for its memory, it takes new
-requests for `PATIENCE_S` seconds only: later ones wait for their turn with it. Callers take turns: the next model is
-one for which somebody waits who had the fewest loads.
+requests for `PATIENCE_S` seconds only: later ones wait for their turn with it, in a second place, which is not loaded
+before the first is gone. Callers take turns: the next model is one for which somebody waits who had the fewest loads.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class Place:
     is_ordered: bool = False
     """It is loaded although no request waits for it."""
     is_closed: bool = False
-    """It takes no more requests: it will be unloaded when it is idle."""
+    """By order it takes no more requests: it will be unloaded when it is idle."""
+    yields: bool = False
+    """It takes no more requests because others wait for its memory."""
 
     @property
     def is_idle(self) -> bool:
@@ -55,7 +57,7 @@ class Place:
 
     @property
     def takes_requests(self) -> bool:
-        return not self.is_closed and self.phase is not Phase.LEAVING
+        return not (self.is_closed or self.yields or self.phase is Phase.LEAVING)
 
     def expires_at(self) -> float | None:
         """Returns when the idle model is unloaded."""
@@ -133,7 +135,7 @@ class Swaps:
         """`keep_alive_s` is what the request says of its model: seconds, infinite for never unloading it."""
         place.num_active -= 1
         place.used_at = now
-        if keep_alive_s is not None:
+        if keep_alive_s is not None and not place.is_pinned:
             place.idle_unload_s = None if keep_alive_s == float("inf") else keep_alive_s
 
     def decide(self, now: float, *, is_short: bool = False) -> Decision:
@@ -141,9 +143,14 @@ class Swaps:
 
         `is_short`: the system is short of memory, so the model that was idle for longest goes.
         """
-        unload = [one for one in self.places if one.is_idle and (one.is_closed or _has_expired(one, now))]
-        # Those who waited for it have left.
-        unload += [one for one in self.places if one.phase is Phase.WAITING and not (one.num_active or one.is_ordered)]
+        unload = [one for one in self.places if one.phase is Phase.WAITING and self._is_in_vain(one)]
+        for place in unload:
+            place.phase = Phase.LEAVING
+        yielded = {one for one in self.places if one.yields}
+        again = {one.model for one in self.places if one.phase is Phase.WAITING}
+        for place in self.places:
+            place.yields = place.phase is not Phase.WAITING and place.model in again
+        unload += [one for one in self.places if one.is_idle and (not one.takes_requests or _has_expired(one, now))]
         for place in unload:
             place.phase = Phase.LEAVING
         if is_short and not unload:
@@ -151,28 +158,37 @@ class Swaps:
         load: list[Place] = []
         next_one = None
         for place in self._in_turn():
+            if any(one.model == place.model and one.phase is not Phase.WAITING for one in self.places):
+                # There may be no room for two of them.
+                next_one = next_one or place
+                continue
             used = self.used_bytes + (0 if self.limit_bytes is None else place.needed_bytes)
             if self.limit_bytes is None or used <= self.limit_bytes:
                 place.phase = Phase.LOADING
                 self._num_loads.update(place.callers)
                 load.append(place)
                 continue
-            unload += self._make_room(place, used - self.limit_bytes, now, unload)
-            next_one = place
+            unload += self._make_room(place, used - self.limit_bytes, now, unload, yielded)
+            next_one = next_one or place
             # Nobody passes it: a large model would wait for ever.
             break
-        else:
+        if next_one is None:
             self._num_loads.clear()
         for place in unload:
             place.phase = Phase.LEAVING
         return Decision(load, unload, next_one)
 
-    def due_at(self) -> float | None:
+    def due_at(self, now: float) -> float | None:
         """Returns when the next decision may be another one although nothing has happened."""
         times = [at for one in self.places if one.is_idle and (at := one.expires_at()) is not None]
-        if any(one.phase is Phase.WAITING for one in self.places):
-            times += [one.waits_since + PATIENCE_S for one in self.places if one.phase is Phase.WAITING]
-        return min(times, default=None)
+        times += [one.waits_since + PATIENCE_S for one in self.places if one.phase is Phase.WAITING]
+        return min((at for at in times if at > now), default=None)
+
+    def _is_in_vain(self, waiting: Place) -> bool:
+        """Returns whether those who waited for a place have left, or it can never fit beside what is pinned now."""
+        held = [one for one in self.places if one.is_pinned and one.phase in (Phase.LOADING, Phase.READY)]
+        needed = waiting.needed_bytes + sum(one.needed_bytes for one in held if one.model != waiting.model)
+        return not (waiting.num_active or waiting.is_ordered) or needed > (self.limit_bytes or needed)
 
     def _in_turn(self) -> list[Place]:
         """Returns the waiting places, the next first."""
@@ -188,9 +204,11 @@ class Swaps:
         idle = [one for one in self.places if one.is_idle and not one.is_pinned and one not in besides]
         return sorted(idle, key=lambda one: one.used_at)
 
-    def _make_room(self, place: Place, missing: int, now: float, leaving: Collection[Place]) -> list[Place]:
-        """Returns what to unload for a place that misses so many bytes. Closes models that answer, if it waits for too
-        long."""
+    def _make_room(
+        self, place: Place, missing: int, now: float, leaving: Collection[Place], yielded: Collection[Place]
+    ) -> list[Place]:
+        """Returns what to unload for a place that misses so many bytes. Models that answer yield, those that `yielded`
+        before first, if it waits for too long."""
         missing -= sum(one.needed_bytes for one in self.places if one.phase is Phase.LEAVING or one in leaving)
         unload: list[Place] = []
         for idle in self._idle(leaving):
@@ -202,9 +220,9 @@ class Swaps:
             # Idle ones that are not enough stay, unless the others have to go too.
             return unload if missing <= 0 else []
         busy = [one for one in self.places if one.phase in (Phase.LOADING, Phase.READY) and one.num_active]
-        for one in sorted(busy, key=lambda one: (not one.is_closed, one.used_at)):
+        for one in sorted(busy, key=lambda one: (one.takes_requests and one not in yielded, one.used_at)):
             if missing > 0 and not one.is_pinned:
-                one.is_closed = True
+                one.yields = True
                 missing -= one.needed_bytes
         return unload
 

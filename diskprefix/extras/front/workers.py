@@ -36,6 +36,8 @@ from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 
+MOST_UNLOAD_S = 90.0
+"""The time for a worker to save what only its memory has, and to end: 20 s to queue it, 30 s to write it, and more."""
 _SETTLED_S = 60.0
 """A worker that served longer did not die because of its start."""
 _MOST_DELAY_S = 60.0
@@ -92,6 +94,8 @@ class ModelWorker(Child):
     """The time of its last sign of life."""
     failure: str | None = None
     """Why its model cannot be served."""
+    has_old_keys: bool = False
+    """The keys were read again before it was ready to hear of it."""
     status: str = ""
     """One line for people."""
 
@@ -152,8 +156,10 @@ class Workers:
     async def close(self) -> None:
         """Ends all that is left, once the workers have been told to end."""
         self._is_closing = True
-        for worker in list(self.all.values()):
-            await worker.ended.wait()
+        ends = [asyncio.create_task(worker.ended.wait()) for worker in self.all.values()]
+        if ends and (await asyncio.wait(ends, timeout=MOST_UNLOAD_S))[1]:
+            self._kill_workers()
+            await asyncio.wait(ends, timeout=_REAPED_S)
         if self._spare is not None:
             # It may still import.
             self._spare.kill(signal.SIGKILL)
@@ -162,9 +168,12 @@ class Workers:
             channel.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def kill_all(self) -> None:
+    def _kill_workers(self) -> None:
         for worker in self.all.values():
             worker.kill(signal.SIGKILL)
+
+    def kill_all(self) -> None:
+        self._kill_workers()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def guard(self, now: float) -> None:

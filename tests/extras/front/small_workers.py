@@ -14,6 +14,7 @@ import time
 from functools import partial
 
 from diskprefix.cli.logs import configure_logging
+from diskprefix.extras.front import workers
 from diskprefix.extras.front.front import run_front
 from diskprefix.extras.front.listing import Listing
 from diskprefix.server.process.front_line import FrontLine
@@ -47,6 +48,10 @@ def work(action: str, _settings: Settings, _front: FrontLine) -> None:
         log.info("loading in %d", os.getpid())
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         signal.pause()
+    elif action == "hang":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        log.info("loading in %d", os.getpid())
+        signal.pause()
     elif action == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     else:
@@ -55,6 +60,7 @@ def work(action: str, _settings: Settings, _front: FrontLine) -> None:
 
 if __name__ == "__main__":
     configure_logging("info")
+    workers.MOST_UNLOAD_S = 0.5
     # Behind what `DaemonProcess` gives every program.
     fifo, action = sys.argv[4:]
     settings = Settings(port=0, standby=True)

@@ -139,9 +139,11 @@ def test_the_port_is_free_when_the_front_was_killed(chat_model: Path, tmp_path: 
         wait_until(lambda: is_gone(worker), "the worker ends")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_while_the_worker_loads_ends_all_with_0(number: signal.Signals) -> None:
-    with small("load") as daemon:
+@pytest.mark.parametrize(
+    ("action", "number"), [("load", signal.SIGTERM), ("load", signal.SIGINT), ("hang", signal.SIGTERM)]
+)
+def test_a_signal_while_the_worker_loads_ends_all_with_0(action: str, number: signal.Signals) -> None:
+    with small(action) as daemon:
         wait_for(daemon, "loading in")
         assert daemon.stop(number) == 0
 

@@ -208,7 +208,12 @@ def test_without_a_key_nothing_is_loaded(folder: Path, tmp_path: Path) -> None:
     keys.write_text(f"alice {KEY}\n")
     keys.chmod(0o600)
     with several(folder, tmp_path / "kv", "--api-keys", str(keys)) as daemon:
-        for path, asked in ((CHAT, body("ash")), ("/models/ash/load", {})):
+        for path, asked in (
+            (CHAT, body("ash")),
+            ("/models/ash/load", {}),
+            ("/", body("ash")),
+            ("/health", body("ash")),
+        ):
             assert httpx.post(daemon.url + path, json=asked).status_code == 401
         with daemon.client(KEY) as client:
             assert client.post("/models/ash/load").status_code == 403, "that is for the key named admin"
