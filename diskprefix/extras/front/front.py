@@ -17,7 +17,7 @@ import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -57,9 +57,11 @@ log = logging.getLogger("diskprefix")
 _ATTEMPTS = 3
 """Workers that may die before they take a request, until it fails."""
 _LEAST_PAUSE_S = 1.0
+_METRICS_S = 5.0
+"""The time for a worker to answer with its metrics."""
 _PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024
 _BODIES, _BODIES_OF_ONE = 8, 4
-"""Bodies of the largest size that may be arriving, and those of one caller."""
+"""Bodies of the largest size that no worker has taken yet, and those of one caller."""
 _PRESSURE_S, _PRESSURE_PERCENT = 5.0, 10.0
 """Seconds between two looks at the system's memory, and the share of time for which processes waited for it that is
 too much."""
@@ -95,7 +97,7 @@ class Front:
         self._by_place: dict[Place, ModelWorker] = {}
         self._troubles: dict[str, Troubles] = {}
         self._arriving_bytes: Counter[Tenant] = Counter()
-        self._starting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopping = self._has_served = False
 
@@ -108,6 +110,8 @@ class Front:
             await self._answer(scope, incoming, send)
         except DiskPrefixError as error:
             await _refuse(scope, send, error)
+        finally:
+            incoming.drop()
 
     # The life of the process.
 
@@ -116,14 +120,15 @@ class Front:
         self._loop = asyncio.get_running_loop()
         self._workers.on_change = self._changed
         self._workers.attach()
-        tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._begin())]
+        self._in_background(self._watch())
+        self._in_background(self._begin())
         if not self._listing.only:
             notify(READY=1, STATUS=f"serving {', '.join(known.name for known in self._listing.models())}")
             if self._settings.standby:
                 self._workers.keep_spare(self._settings, knows_model=False)
         await send({"type": "lifespan.startup.complete"})
         await receive()
-        for task in tasks:
+        for task in self._tasks:
             task.cancel()
         await send({"type": "lifespan.shutdown.complete"})
 
@@ -145,16 +150,25 @@ class Front:
         notify(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000, STATUS="reading keys and models again")
         if self._keys is not None:
             self._keys.read_again()
-        try:
-            self._listing.read_again()
-        except SettingsError as error:
-            log.error("[front] %s; the models stay as they were", error.message)
         for worker in self._workers.all.values():
             if worker.ready_at is None:
                 worker.has_old_keys = True
             else:
                 worker.kill(signal.SIGHUP)
+        self._in_background(self._read_models())
+
+    async def _read_models(self) -> None:
+        try:
+            await self._listing.read_again()
+        except SettingsError as error:
+            log.error("[front] %s; the models stay as they were", error.message)
         notify(READY=1, STATUS="serving")
+        for known in self._listing.models():
+            await self._listing.learn(known)
+
+    def _in_background(self, what: Coroutine[Any, Any, None]) -> None:
+        self._tasks.add(task := self._loop.create_task(what))
+        task.add_done_callback(self._tasks.discard)
 
     async def _watch(self) -> None:
         """Gives the watchdog signs of life, watches those of workers, and the memory of the system."""
@@ -192,8 +206,7 @@ class Front:
         def start() -> None:
             known = next((known for known in self._listing.models() if known.name == name), None)
             if known is not None and self._is_kept(known):
-                self._starting.add(task := self._loop.create_task(self._start_kept(known)))
-                task.add_done_callback(self._starting.discard)
+                self._in_background(self._start_kept(known))
 
         self._loop.call_later(delay_s, start)
 
@@ -420,16 +433,21 @@ class Front:
                 raise HttpError(413, f"the body is larger than {format_size(most)} (--max-body-bytes)")
             total, own = self._arriving_bytes.total(), self._arriving_bytes[caller.tenant]
             if total > _BODIES * most or own > _BODIES_OF_ONE * most:
-                raise QueueFull("other requests with large bodies are being read; try again later", retry_after_s=1)
+                raise QueueFull("other requests with large bodies arrive or wait; try again later", retry_after_s=1)
 
+        def give_back() -> None:
+            nonlocal counted
+            self._arriving_bytes -= Counter({caller.tenant: counted})
+            counted = 0
+
+        # It takes memory until the worker takes it.
+        incoming.on_drop = give_back
         began = self._loop.time()
         try:
             async with asyncio.timeout_at(began + _PATIENCE_S) as limit:
                 body = await incoming.read(check)
         except TimeoutError:
             raise HttpError(408, f"the body did not arrive in time; {counted} bytes of it did") from None
-        finally:
-            self._arriving_bytes -= Counter({caller.tenant: counted})
         return Named() if incoming.has_left or not body else read_named(body)
 
     # The routes of the front.
@@ -498,13 +516,16 @@ class Front:
         texts = {}
         for place, worker in list(self._by_place.items()):
             if place.phase is Phase.READY:
-                with suppress(NotTaken, WorkerGone):
-                    texts[place.model] = (await _fetched(scope, worker.path)).decode()
+                with suppress(NotTaken, WorkerGone, TimeoutError):
+                    async with asyncio.timeout(_METRICS_S):
+                        status, body = await _fetched(scope, worker.path)
+                    if status == 200:
+                        texts[place.model] = body.decode()
         loaded = {known.name: known.name in texts for known in self._listing.models()}
-        body = merged_metrics(texts, loaded).encode()
+        merged = merged_metrics(texts, loaded).encode()
         headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send({"type": "http.response.body", "body": merged})
 
 
 def read_named(body: bytes) -> Named:
@@ -562,8 +583,9 @@ async def _refuse(scope: Scope, send: Send, error: DiskPrefixError) -> None:
     await _send_json(send, said, error.http_status, headers)
 
 
-async def _fetched(scope: Scope, path: str) -> bytes:
-    """Returns what a worker answers to a request without a body. Raises `NotTaken` and `WorkerGone`."""
+async def _fetched(scope: Scope, path: str) -> tuple[int, bytes]:
+    """Returns the status and the body of a worker's answer to a request without one. Raises `NotTaken` and
+    `WorkerGone`."""
     body = bytearray()
 
     async def receive() -> Message:
@@ -575,8 +597,7 @@ async def _fetched(scope: Scope, path: str) -> bytes:
 
     incoming = Incoming(receive)
     incoming.end()
-    await pass_on(scope, incoming, send, path)
-    return bytes(body)
+    return await pass_on(scope, incoming, send, path), bytes(body)
 
 
 def memory_pressure(pressure: Path = Path("/proc/pressure/memory")) -> float:

@@ -82,11 +82,12 @@ class Listing:
         """Returns after how long without a request a model is unloaded, None for never."""
         return self._idle_unload_s if known.idle_unload_s is None else known.idle_unload_s or None
 
-    def read_again(self) -> None:
+    async def read_again(self) -> None:
         """Looks for new models. Raises `SettingsError` if the list is wrong; all stays as it was then."""
-        self._known_needs.clear()
-        if self._catalogue is not None:
-            self._catalogue.read_again()
+        async with self._learning:
+            if self._catalogue is not None:
+                await asyncio.to_thread(self._catalogue.read_again)
+            self._known_needs.clear()
 
     async def learn(self, known: NamedModel) -> None:
         """Reads what a model needs, unless that is known: from the disk, maybe in a process that has transformers.

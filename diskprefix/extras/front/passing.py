@@ -48,6 +48,8 @@ class Incoming:
         self._is_whole = False
         self._is_kept = True
         self.has_left = False
+        self.on_drop: Callable[[], None] = lambda: None
+        """Called when the body is forgotten."""
 
     def end(self) -> None:
         """Takes the body for read: there is none."""
@@ -63,8 +65,10 @@ class Incoming:
         """Yields the body. Raises `NotTaken` if its beginning is not there any more."""
         if not self._is_kept:
             raise NotTaken
-        for piece in list(self._kept):
-            yield piece
+        # Nothing else has them once the body is dropped.
+        unsent = self._kept[::-1]
+        while unsent:
+            yield unsent.pop()
         if not self._is_whole:
             async for piece in self._pieces():
                 if self._kept_bytes > _KEPT_BYTES:
@@ -74,6 +78,7 @@ class Incoming:
     def drop(self) -> None:
         """Forgets the body: a worker has it."""
         self._kept, self._kept_bytes, self._is_kept = [], 0, False
+        self.on_drop()
 
     async def until_left(self) -> None:
         """Returns when the client has hung up, or has its response."""

@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -139,8 +140,13 @@ class Workers:
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             worker = ModelWorker(number, ours, place=place, path=path)
             order = Order(number, settings, self.address, takes_any_name=self._takes_any_name)
-            with theirs:
-                self._order(order, listener, theirs)
+            try:
+                with theirs:
+                    self._order(order, listener, theirs)
+            except OSError:
+                ours.close()
+                os.unlink(path)
+                raise
         self.all[number] = worker
         worker.channel.setblocking(False)
         self._loop.add_reader(worker.channel, self._hear_worker, worker)
@@ -210,6 +216,7 @@ class Workers:
         pid = fork(run)
         theirs.close()
         ours.setblocking(False)
+        self._nursery_made_at = time.monotonic()
         return ours, pid
 
     def _hear_nursery(self) -> None:
@@ -221,7 +228,7 @@ class Workers:
         self._nursery.close()
         os.waitpid(self._nursery_pid, 0)
         if not self._is_closing:
-            delay_s = self._nursery_deaths.delay_s(0.0)
+            delay_s = self._nursery_deaths.delay_s(time.monotonic() - self._nursery_made_at)
             log.error("[front] the process that makes workers has died; another is made in %.0f s", delay_s)
             self._loop.call_later(delay_s, self._make_nursery)
 

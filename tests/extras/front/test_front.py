@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
+import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError
+from diskprefix.extras.front import front
 from diskprefix.extras.front.front import Front, read_named
 from diskprefix.extras.front.listing import Listing
 from diskprefix.extras.front.nursery import LOAD, UNLOAD
-from diskprefix.extras.front.swaps import Place
-from diskprefix.extras.front.workers import ModelWorker
+from diskprefix.extras.front.passing import Incoming
+from diskprefix.extras.front.swaps import Phase, Place
+from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.model.load.fit import ModelNeeds, TokenState
 from diskprefix.settings import Settings
 
@@ -108,11 +113,13 @@ class Told:
         messages.put_nowait({})
         await life
 
-    def ask(self, model: str, path: str = "/v1/completions") -> asyncio.Task[tuple[int, Any]]:
-        return asyncio.create_task(self._ask({"model": model}, path))
+    def ask(
+        self, model: str, path: str = "/v1/completions", method: str = "POST", query: bytes = b""
+    ) -> asyncio.Task[tuple[int, Any]]:
+        scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": query}
+        return asyncio.create_task(self._ask({"model": model}, scope))
 
-    async def _ask(self, body: Any, path: str) -> tuple[int, Any]:
-        scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "query_string": b""}
+    async def _ask(self, body: Any, scope: dict[str, Any]) -> tuple[int, Any]:
         sent: list[Any] = []
         messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
@@ -204,6 +211,99 @@ def test_a_waiting_worker_that_is_not_needed_ends_at_once() -> None:
             asked.cancel()
 
     run(test())
+
+
+def test_a_body_counts_until_a_worker_takes_it_and_a_look_leaves_the_time_of_the_last_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test() -> None:
+        told = Told(Listing(Settings(), Models(Named("one"))))
+        arriving, is_passed = told.front._arriving_bytes, asyncio.Event()
+        passed: list[Incoming] = []
+
+        async def passes(_scope: Any, incoming: Incoming, _send: Any, _path: str) -> int:
+            passed.append(incoming)
+            await is_passed.wait()
+            return 200
+
+        monkeypatch.setattr(front, "pass_on", passes)
+        async with told.running():
+            tasks = [told.ask("one") for _ in range(2)]
+            await until(lambda: len(passed) == 2)
+            before = arriving.total()
+            passed[0].drop()
+            assert 0 < arriving.total() == before / 2
+            tasks[1].cancel()
+            await until(lambda: not arriving.total())
+            place = told.front._swaps.places[0]
+            looked = told.ask("one", "/props", "GET", b"model=one")
+            await until(lambda: len(passed) == 3)
+            place.used_at = 5.0
+            looked_up = asyncio.gather(*tasks, looked, return_exceptions=True)
+            tasks[0].cancel()
+            await until(lambda: place.num_active == 1)
+            used_at = place.used_at
+            place.used_at = used_at + 1
+            is_passed.set()
+            await looked_up
+            assert place.used_at == used_at + 1
+
+    run(test())
+
+
+def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fetched(_scope: Any, path: str) -> tuple[int, bytes]:
+        if path == "hangs":
+            await asyncio.Event().wait()
+        return (500 if path == "fails" else 200), f"{path}_total 1\n".encode()
+
+    async def test() -> None:
+        monkeypatch.setattr(front, "_METRICS_S", 0.01)
+        monkeypatch.setattr(front, "_fetched", fetched)
+        names = ("hangs", "fails", "works")
+        told = Told(Listing(Settings(), Models(*map(Named, names)), lambda _settings: None))
+        told.front._swaps.limit_bytes = None
+        async with told.running() as workers:
+            for number, name in enumerate(names, start=1):
+                place = Place(model=name, needed_bytes=1, waits_since=0, phase=Phase.READY)
+                told.front._by_place[place] = ToldWorker(number, None, place=place, path=name)  # type: ignore[arg-type]
+            sent: list[Any] = []
+
+            async def send(message: Any) -> None:
+                sent.append(message)
+
+            await told.front._send_metrics({}, send)
+            text = sent[1]["body"].decode()
+            assert "works_total" in text
+            assert "fails_total" not in text
+            assert not workers.all
+
+    run(test())
+
+
+def test_the_list_of_models_is_read_again_beside_the_requests() -> None:
+    async def test() -> None:
+        models = Models(Named("one"), Named("other"))
+        told = Told(Listing(Settings(), models, needs))
+        async with told.running():
+            told.front.read_again()
+            assert len(models.models()) == 2, "that is done in a thread"
+            await until(lambda: len(models.models()) == 1)
+
+    run(test())
+
+
+def test_a_worker_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> None:
+    workers = Workers.__new__(Workers)
+    workers._numbers, workers._folder, workers._spare = itertools.count(1), tmp_path, None
+    workers.address, workers._takes_any_name = "", False
+    workers._nursery, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    other.close()
+    with workers._nursery, pytest.raises(OSError):  # noqa: PT011 - which one depends on the system
+        workers.start(Settings(), Place(model="one", needed_bytes=1, waits_since=0))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_json_that_is_too_deep_is_a_400() -> None:
