@@ -293,9 +293,10 @@ class Front:
             log.info("[front] %s is being unloaded; it takes %s", place.model, format_size(place.needed_bytes))
             worker = self._by_place[place]
             worker.tell(UNLOAD)
-            # Where no model was loaded, there is nothing to save.
-            longest_s = 0.0 if worker.ready_at is None else MOST_UNLOAD_S
-            self._loop.call_later(longest_s, worker.kill, signal.SIGKILL)
+            self._loop.call_later(MOST_UNLOAD_S, worker.kill, signal.SIGKILL)
+            if worker.ready_at is None:
+                # No model was loaded: there is nothing to save.
+                worker.kill(signal.SIGKILL)
         for place in decision.load:
             self._by_place[place].tell(LOAD)
         if decision.next_one is not None and any(one.phase is Phase.LEAVING for one in self._swaps.places):
