@@ -18,6 +18,7 @@ from tests.server.chat_model import write_chat_model
 from tools.measuring.live_server import Answer, LiveServer
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import at_most, machine, none_of, print_report, show_machine, verdict_table
+from tools.measuring.swapped_models import SwappedModels, family
 from tools.measuring.workspace import measuring
 
 _SAID = "Tell me more about river number {number}: where it begins, and what lies between."
@@ -109,8 +110,22 @@ class Several:
                 first_s[name] = server.chat([_said(0)], max_tokens=1, model=name).ttft_s
                 httpx.post(f"{url}/models/{name}/unload").raise_for_status()
                 _wait(lambda: not _states(url))
-            idle_bytes = sum(_proc_bytes(pid, "smaps_rollup", "Pss") for pid in _family(server.process_id))
+            idle_bytes = sum(_proc_bytes(pid, "smaps_rollup", "Pss") for pid in family(server.process_id))
         return {"first_token_s": first_s, "idle_bytes": idle_bytes}
+
+    def agents(self, limit: str, agents: int, minutes: float, *, kills: bool) -> dict[str, Any]:
+        """Has agents ask all models in turn, and compares their replies with those of each model alone."""
+        with self._front("agents", "--memory-limit", limit) as server:
+            server.start()
+            asked = SwappedModels(server, list(self._models))
+            figures = asked.run(agents, minutes * 60, kills=kills)
+            server.stop(_DEADLINE_S)
+        figures["wrong"] = 0
+        for name, path in self._models.items():
+            with self._server(f"agents-{name}", "--model", str(path)) as alone:
+                alone.start()
+                figures["wrong"] += asked.wrong(alone, name)
+        return figures
 
 
 def _said(number: int) -> dict[str, str]:
@@ -158,35 +173,50 @@ def _proc_bytes(pid: int, file: str, key: str) -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{key}:"))
 
 
-def _family(pid: int) -> Iterator[int]:
-    yield pid
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split():
-        yield from _family(int(child))
-
-
 @click.command()
 @click.option("--model", "paths", multiple=True, type=click.Path(exists=True, path_type=Path), help="Two of them.")
 @click.option("--memory-limit", default="1GiB", show_default=True, help="It fits one model.")
 @click.option("--turns", default=20, show_default=True, help="Of each conversation.")
+@click.option("--agents", default=0, help="Measure so many agents that ask all models in turn, and nothing else.")
+@click.option("--models", default=3, show_default=True, help="The tiny models of --agents.")
+@click.option("--minutes", default=2.0, show_default=True, help="The time for --agents.")
+@click.option("--kill", "kills", is_flag=True, help="Kill workers and the front at random meanwhile.")
 @FOLDER
 @JSON
-def main(paths: tuple[Path, ...], memory_limit: str, turns: int, folder: Path | None, as_json: bool) -> None:
-    """Measure two models in turn behind one port, and the front process alone.
+def main(
+    paths: tuple[Path, ...],
+    memory_limit: str,
+    turns: int,
+    agents: int,
+    models: int,
+    minutes: float,
+    kills: bool,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure two models in turn behind one port, and the front process alone; or agents that ask several models.
 
-    Without --model, both are tiny models with random numbers. Exits with 1 if a verdict does not hold.
+    Without --model, they are tiny models with random numbers. Exits with 1 if a verdict does not hold.
     """
-    if len(paths) not in (0, 2):
+    if len(paths) not in (0, 2) and not agents:
         raise click.UsageError("--model: give two, or none")
     with measuring(folder, Console(stderr=True)) as workspace:
         flags: tuple[str, ...] = ("--kv-cache-min-tokens", "16", "--kv-cache-gate", "off")
         if not paths:
-            paths = tuple(write_chat_model(workspace / f"tiny-{seed}", seed=seed) for seed in (1, 2))
+            paths = tuple(
+                write_chat_model(workspace / f"tiny-{seed}", seed=seed)
+                for seed in range(1, 1 + (models if agents else 2))
+            )
             flags += ("--block-size", "16")
-        models = {f"{path.stem.lower()}-{number}": path.resolve() for number, path in enumerate(paths)}
-        several = Several(workspace, models, flags, turns)
-        report: dict[str, Any] = {"machine": machine(), "front": several.front(), "standby": several.standby()}
-        report["in_turn"] = several.in_turn(memory_limit)
-    report["verdicts"] = _verdicts(report)
+        named = {f"{path.stem.lower()}-{number}": path.resolve() for number, path in enumerate(paths)}
+        several = Several(workspace, named, flags, turns)
+        report: dict[str, Any] = {"machine": machine()}
+        if agents:
+            report["agents"] = several.agents(memory_limit, agents, minutes, kills=kills)
+        else:
+            report |= {"front": several.front(), "standby": several.standby()}
+            report["in_turn"] = several.in_turn(memory_limit)
+    report["verdicts"] = _agent_verdicts(report["agents"]) if agents else _verdicts(report)
     print_report(report, as_json, _show)
     sys.exit(not all(row["holds"] for row in report["verdicts"]))
 
@@ -207,9 +237,20 @@ def _verdicts(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _agent_verdicts(figures: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        none_of("replies other than those of the model alone", figures["wrong"]),
+        none_of("turns without an answer", figures["lost"]),
+    ]
+
+
 def _show(report: dict[str, Any], console: Console) -> None:
     show_machine(report["machine"], console)
     console.print(verdict_table("several models", report["verdicts"]))
+    if "agents" in report:
+        for name, figure in report["agents"].items():
+            console.print(f"{name.replace('_', ' ')}: {figure}", highlight=False)
+        return
     console.print(f"the front takes {format_size(report['front']['rss_bytes'])}", highlight=False)
 
 
