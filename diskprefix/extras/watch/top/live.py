@@ -12,7 +12,7 @@ from rich.text import Text
 
 from diskprefix.cli.tooling import plain
 from diskprefix.printable import printable_only, shown
-from diskprefix.units import format_age, format_duration, format_part
+from diskprefix.units import format_age, format_duration, format_part, format_size
 
 State = dict[str, Any]
 
@@ -58,7 +58,19 @@ def figures(state: State, ended: Sequence[State], width: int) -> RenderableType:
     for cells in _meters(state, max(8, width // 4)):
         meters.add_row(*cells)
     said = [Text(" · ".join(lines))] if width >= 110 else [Text(line) for line in lines]
-    return Group(*said, meters)
+    return Group(*said, meters, *([models(state["models"])] if "models" in state else []))
+
+
+def models(places: Sequence[State]) -> RenderableType:
+    """Returns a table of the models in memory, and their sums."""
+    table = _table("model", "", "memory:", "requests:")
+    for place in places:
+        pinned = " · pinned" if place["is_pinned"] else ""
+        row = (place["phase"] + pinned, format_size(place["needed_bytes"]), str(place["num_active"]))
+        table.add_row(shown(place["model"], 40), *row)
+    sums = [sum(place[name] for place in places) for name in ("needed_bytes", "num_active")]
+    table.add_row(f"all {len(places)}", "", format_size(sums[0]), str(sums[1]))
+    return table
 
 
 def _meters(state: State, bar_width: int) -> list[tuple[RenderableType, ...]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 from diskprefix.cli.tooling import opened_store
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError, StoreUnavailable
@@ -30,15 +31,21 @@ class Source(Protocol):
 
 
 class DaemonSource:
-    """A running daemon."""
+    """A running daemon. Of one with several models, `model` is watched, or else one that is loaded."""
 
-    def __init__(self, call: Call, name: str) -> None:
+    def __init__(self, call: Call, name: str, model: str | None = None) -> None:
         self.name = name
-        self._call = call
+        self._call, self._model = call, model
+        self._watched: str | None = None
+        self._is_front: bool | None = None
 
     def state(self, since: int) -> dict[str, Any] | None:
+        """Adds `models` to the state of one of several: all that are in memory, as `/props` has them."""
+        places = self._places()
+        if self._is_front:
+            self._choose(places)
         state: dict[str, Any] = self._asked("GET", f"/dashboard/state?since={since}")
-        return state
+        return state | ({"models": places} if self._is_front else {})
 
     def entries(self) -> dict[str, Any]:
         found: dict[str, Any] = self._asked("GET", "/dashboard/entries")
@@ -47,7 +54,30 @@ class DaemonSource:
     def delete(self, entry_id: str) -> int:
         return int(self._asked("DELETE", f"/dashboard/entries/{entry_id}")["stored_bytes"])
 
+    def _places(self) -> list[dict[str, Any]]:
+        if self._is_front is False:
+            return []
+        answer = self._call("GET", "/props", None)
+        self._is_front = answer.status == 200 and isinstance(answer.body, dict) and "models" in answer.body
+        return answer.body["models"] if self._is_front else []
+
+    def _choose(self, places: list[dict[str, Any]]) -> None:
+        """Goes on with the same model while it is loaded. Raises `DiskPrefixError` if it is another one, which counts
+        its requests from the start, or none."""
+        ready = [place["model"] for place in places if place["phase"] == "ready"]
+        ready = [model for model in ready if self._model in (None, model)]
+        watched = self._watched if self._watched in ready else next(iter(ready), None)
+        if watched is None:
+            others = ", ".join(f"{place['model']} is {place['phase']}" for place in places)
+            named = "no model is loaded" if self._model is None else f"{self._model} is not loaded"
+            raise DiskPrefixError(f"{named}; {others or 'a request loads one'}")
+        was, self._watched = self._watched, watched
+        if was not in (None, watched):
+            raise DiskPrefixError(f"{was} is unloaded")
+
     def _asked(self, method: str, path: str) -> Any:
+        if self._watched is not None:
+            path += f"{'&' if '?' in path else '?'}model={quote(self._watched, safe='')}"
         answer = self._call(method, path, None)
         if answer.status != 200 or not isinstance(answer.body, dict):
             raise _refusal(answer)
@@ -74,12 +104,12 @@ class StoreSource:
             return delete_entry(store, entry_id, remove).stored_bytes
 
 
-def chosen_source(url: str, api_key: str | None, folder: Path) -> Source:
-    """Returns the daemon at `url`, or the store in `folder` if none answers.
+def chosen_source(url: str, api_key: str | None, folder: Path, model: str | None = None) -> Source:
+    """Returns the daemon at `url`, of which `model` is watched, or the store in `folder` if none answers.
 
     Raises `SettingsError` for an invalid URL or a refused key, and `StoreUnavailable` if there is no store either.
     """
-    source = DaemonSource(running_daemon(url, api_key), url)
+    source = DaemonSource(running_daemon(url, api_key), url, model)
     try:
         source.state(0)
     except NotReady as nobody:

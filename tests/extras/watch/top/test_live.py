@@ -121,3 +121,14 @@ def test_the_header_says_who_is_watched_and_how_it_is() -> None:
     assert line(loading) == "diskprefix … · auto:30 · loading: reading weights · http://x"
     assert line(None) == "diskprefix no daemon: the store alone · http://x"
     assert line(state(), "no daemon answers") == "diskprefix no daemon answers"
+
+
+def test_each_model_of_several_has_a_line_with_its_state_and_there_are_sums() -> None:
+    place = {"model": "ash", "phase": "ready", "needed_bytes": 1 << 30, "num_active": 2, "is_pinned": True}
+    other = place | {"model": "birch", "phase": "loading", "num_active": 1, "is_pinned": False}
+    lines = words(live.figures(state(models=[place, other]), [], 76))[-3:]
+    assert lines == [
+        ["ash", "ready", "·", "pinned", "1.0", "GiB", "2"],
+        ["birch", "loading", "1.0", "GiB", "1"],
+        ["all", "2", "2.0", "GiB", "3"],
+    ]

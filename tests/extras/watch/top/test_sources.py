@@ -1,0 +1,53 @@
+"""Which model of a daemon with several is watched."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from diskprefix.errors import DiskPrefixError
+from diskprefix.extras.daemon_call import Answer
+from diskprefix.extras.watch.top.sources import DaemonSource
+
+
+class SmallFront:
+    """The answers of a daemon with several models. `loaded` has those in memory, and `asked` the paths that it got."""
+
+    def __init__(self, *loaded: str) -> None:
+        self.loaded = loaded
+        self.asked: list[str] = []
+
+    def __call__(self, _method: str, path: str, _body: object) -> Answer:
+        self.asked.append(path)
+        places = [{"model": name, "phase": "ready"} for name in self.loaded]
+        found: dict[str, Any] = {"models": places} if path == "/props" else {"status": "ok"}
+        return Answer(200, json.dumps(found).encode())
+
+
+def test_of_several_models_the_same_one_is_watched_while_it_is_loaded() -> None:
+    front = SmallFront("a/b", "birch")
+    source = DaemonSource(front, "here")
+    found = source.state(0)
+    assert found is not None
+    assert [place["model"] for place in found["models"]] == ["a/b", "birch"]
+    front.loaded = ("birch", "a/b")
+    source.state(7)
+    source.entries()
+    assert [path for path in front.asked if path != "/props"] == [
+        "/dashboard/state?since=0&model=a%2Fb",
+        "/dashboard/state?since=7&model=a%2Fb",
+        "/dashboard/entries?model=a%2Fb",
+    ]
+    front.loaded = ("birch",)
+    with pytest.raises(DiskPrefixError, match="a/b is unloaded"):
+        source.state(7)
+    source.state(0)
+    assert front.asked[-1] == "/dashboard/state?since=0&model=birch"
+
+
+@pytest.mark.parametrize(("model", "said"), [(None, "no model is loaded"), ("ash", "ash is not loaded")])
+def test_without_a_loaded_model_there_is_nothing_to_watch(model: str | None, said: str) -> None:
+    with pytest.raises(DiskPrefixError, match=said):
+        DaemonSource(SmallFront(*(["birch"] if model else [])), "here", model).state(0)
