@@ -75,3 +75,13 @@ def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     flags = serve_flags(chat_model, tmp_path_factory.mktemp("daemon") / "kv")
     with DaemonProcess(*flags, fresh=True) as process:
         yield process.wait_ready()
+
+
+@pytest.fixture
+def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of configuration and of the hub of this test alone."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))

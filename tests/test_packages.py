@@ -273,7 +273,7 @@ def test_the_command_line_and_what_simulates_start_without_torch() -> None:
 
 
 def test_the_front_process_starts_with_few_packages() -> None:
-    modules = "diskprefix.app, diskprefix.cli.serve_command, diskprefix.extras.front.front"
+    modules = "diskprefix.app, diskprefix.cli.serve_command, diskprefix.extras.front.front_server"
     code = f"import {modules}, diskprefix.extras.catalogue.catalogue, sys; print(*sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"uvicorn", "msgspec"} < {*answer.stdout.split()}

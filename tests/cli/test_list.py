@@ -12,14 +12,7 @@ from diskprefix.model.load.fit import fitted, needs_of_gguf
 from tests.cli.conftest import Run, run_fresh
 from tests.model import tiny
 
-
-@pytest.fixture(autouse=True)
-def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+pytestmark = pytest.mark.usefixtures("own_places")
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ def open_front(settings: Settings) -> RunFront | None:
     catalogue = open_catalogue(settings)
     if catalogue is None and not (settings.standby or settings.idle_unload):
         return None
-    from diskprefix.extras.front.front import run_front
+    from diskprefix.extras.front.front_server import run_front
     from diskprefix.extras.front.listing import Listing
 
     return partial(run_front, Listing(settings, catalogue, needs))

@@ -7,30 +7,25 @@ processes, `passing.py` passes requests on.
 from __future__ import annotations
 
 import asyncio
-import faulthandler
-import json
 import logging
 import math
-import os
 import signal
-import sys
 import time
-import uuid
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-import msgspec
 from starlette.datastructures import Headers
 
-from diskprefix.api.error_forms import ANTHROPIC_PATH, HttpError, anthropic_error, one_line, openai_error, retry_headers
+from diskprefix.api.error_forms import HttpError, one_line
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, QueueFull, SettingsError
+from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refuse, send_json
 from diskprefix.extras.front.listing import Listing, merged_metrics
-from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD, Prepare, Work
+from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD
 from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
 from diskprefix.extras.front.swaps import Phase, Place, Swaps
 from diskprefix.extras.front.workers import MOST_UNLOAD_S, Deaths, ModelWorker, Workers, described
@@ -39,15 +34,11 @@ from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
 from diskprefix.server.guards import OPEN_PATHS, BrowserGuard, allowed_names, authorization_of, without_key
 from diskprefix.server.keys import ADMIN, ANYBODY, NOBODY, ApiKeys, Caller
-from diskprefix.server.process.listener import open_listeners
-from diskprefix.server.process.process import SignalledServer, announce_listening, uvicorn_config, warn_without_keys
 from diskprefix.server.process.systemd import notify, watchdog_s
 from diskprefix.settings import Settings
-from diskprefix.units import format_size, parse_duration
+from diskprefix.units import format_size
 
 if TYPE_CHECKING:
-    import socket
-
     from starlette.types import Message, Receive, Scope, Send
 
     from diskprefix.extras.front.listing import NamedModel
@@ -65,13 +56,6 @@ _BODIES, _BODIES_OF_ONE = 8, 4
 _PRESSURE_S, _PRESSURE_PERCENT = 5.0, 10.0
 """Seconds between two looks at the system's memory, and the share of time for which processes waited for it that is
 too much."""
-
-
-class Named(msgspec.Struct):
-    """The fields of a body that the front reads."""
-
-    model: str | None = None
-    keep_alive: str | float | None = None
 
 
 @dataclass
@@ -109,7 +93,7 @@ class Front:
         try:
             await self._answer(scope, incoming, send)
         except DiskPrefixError as error:
-            await _refuse(scope, send, error)
+            await refuse(scope, send, error)
         finally:
             incoming.drop()
 
@@ -399,7 +383,7 @@ class Front:
         if self._listing.only is not None and self._settings.idle_unload == 0:
             return self._listing.only, None
         named = await self._named(scope, incoming, caller) if scope["method"] == "POST" else Named()
-        keep_alive_s = None if named.keep_alive is None else _keep_alive_s(named.keep_alive)
+        keep_alive_s = None if named.keep_alive is None else keep_alive_seconds(named.keep_alive)
         if self._listing.only is not None:
             return self._listing.only, keep_alive_s
         query = parse_qs(scope["query_string"].decode("latin-1"))
@@ -461,12 +445,12 @@ class Front:
                 raise HttpError(405, f"{path} does not allow {shown(method)}; it allows POST")
             _require_admin(caller)
             name, _, what = path.removeprefix("/models/").rpartition("/")
-            await _send_json(send, await self._ordered(name, what, caller))
+            await send_json(send, await self._ordered(name, what, caller))
             return True
         if self._listing.only is not None:
             if path == "/health" and self._swaps.of(self._listing.only.name) is None:
                 is_kept = self._is_kept(self._listing.only)
-                await _send_json(send, {"status": "loading" if is_kept else "ok"}, 503 if is_kept else 200)
+                await send_json(send, {"status": "loading" if is_kept else "ok"}, 503 if is_kept else 200)
                 return True
             return False
         if method not in ("GET", "HEAD"):
@@ -476,23 +460,23 @@ class Front:
             b"model=" in scope["query_string"] or self._loaded_one()
         )
         if path == "/" and not is_dashboard:
-            await _send_json(send, {"name": "diskprefix", "docs": "/docs"}, headers={"Vary": "Accept"})
+            await send_json(send, {"name": "diskprefix", "docs": "/docs"}, headers={"Vary": "Accept"})
         elif path == "/health":
             models = {"models": {place.model: place.phase.name.lower() for place in self._swaps.places}}
-            await _send_json(send, {"status": "ok"} | (models if caller.sees_all else {}))
+            await send_json(send, {"status": "ok"} | (models if caller.sees_all else {}))
         elif path == "/v1/models" or path.startswith("/v1/models/"):
             loaded = {place.model for place in self._swaps.places if place.phase is Phase.READY}
             name = path.removeprefix("/v1/models").removeprefix("/") or None
             limit = self._swaps.limit_bytes or available_ram_bytes()
             cards = self._listing.cards(name, loaded, limit, is_anthropic="anthropic-version" in wants)
-            await _send_json(send, cards)
+            await send_json(send, cards)
         elif path == "/metrics":
             _require_admin(caller)
             await self._send_metrics(scope, send)
         elif path == "/props" and b"model=" not in scope["query_string"]:
             _require_admin(caller)
             places = [_shown_place(place) for place in self._swaps.places]
-            await _send_json(send, {"memory_limit": self._swaps.limit_bytes, "models": places})
+            await send_json(send, {"memory_limit": self._swaps.limit_bytes, "models": places})
         else:
             return False
         return True
@@ -529,29 +513,6 @@ class Front:
         await send({"type": "http.response.body", "body": merged})
 
 
-def read_named(body: bytes) -> Named:
-    """Returns the model's name in a body. Raises `InvalidRequest`."""
-    try:
-        return msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"), type=Named)
-    except msgspec.ValidationError as error:
-        field_name = "keep_alive" if "keep_alive" in str(error) else "model"
-        raise InvalidRequest.at(field_name, f"is wrong: {one_line(str(error))}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {one_line(str(error))}", code="invalid_json") from error
-
-
-def _keep_alive_s(value: str | float) -> float:
-    """Returns the seconds that a request says, infinite for a negative number. Raises `InvalidRequest`."""
-    try:
-        seconds = float(value)
-    except ValueError:
-        try:
-            seconds = parse_duration(str(value), param="keep_alive")
-        except DiskPrefixError as error:
-            raise InvalidRequest(error.message, param="keep_alive") from error
-    return math.inf if seconds < 0 or math.isnan(seconds) else seconds
-
-
 def _require_admin(caller: Caller) -> None:
     if not caller.sees_all:
         raise HttpError(403, f"this is about everybody's requests: only the key named {ADMIN} may do it")
@@ -560,28 +521,6 @@ def _require_admin(caller: Caller) -> None:
 def _shown_place(place: Place) -> dict[str, Any]:
     names = ("model", "needed_bytes", "is_pinned", "idle_unload_s", "num_active")
     return {name: getattr(place, name) for name in names} | {"phase": place.phase.name.lower()}
-
-
-async def _send_json(
-    send: Send, content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
-) -> None:
-    body = json.dumps(content).encode()
-    said = {"content-type": "application/json", "content-length": str(len(body))} | dict(headers or {})
-    raw = [(name.lower().encode(), value.encode()) for name, value in said.items()]
-    await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _refuse(scope: Scope, send: Send, error: DiskPrefixError) -> None:
-    """Answers with an error in the form of the API that was called."""
-    request_id = f"req_{uuid.uuid4().hex[:24]}"
-    is_anthropic = scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope)
-    said = anthropic_error(error, request_id) if is_anthropic else openai_error(error)
-    headers = {"x-request-id": request_id, "request-id": request_id} | (retry_headers(error) or {})
-    if error.http_status == 401:
-        headers["www-authenticate"] = "Bearer"
-    log.info("[front] %s %s %d: %s", scope["method"], shown(scope["path"]), error.http_status, one_line(error.message))
-    await _send_json(send, said, error.http_status, headers)
 
 
 async def _fetched(scope: Scope, path: str) -> tuple[int, bytes]:
@@ -608,49 +547,3 @@ def memory_pressure(pressure: Path = Path("/proc/pressure/memory")) -> float:
         return float(some.partition("avg10=")[2].split()[0])
     except (OSError, ValueError, IndexError):
         return 0.0
-
-
-class FrontServer(SignalledServer):
-    """The server of the front."""
-
-    def __init__(self, front: Front, workers: Workers, settings: Settings) -> None:
-        super().__init__(uvicorn_config(front, settings))
-        self._front, self._workers = front, workers
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._front.read_again)
-        await super().startup(sockets)
-
-    def force_end(self) -> None:
-        self._workers.kill_all()
-        super().force_end()
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._front.stop()
-        await super().shutdown(sockets)
-        await self._workers.close()
-        if not self._front.exit_code:
-            log.info("stopped")
-
-
-def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work) -> None:
-    """Serves the models of a list. See `hooks.RunFront`."""
-    faulthandler.enable()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    workers = Workers(prepare, work, takes_any_name=listing.only is None)
-    settings, listeners = open_listeners(settings)
-    workers.address = announce_listening(listeners, settings)
-    warn_without_keys(settings, workers.address)
-    front = Front(settings, listing, workers, keys, lambda: setattr(server, "should_exit", True))
-    server = FrontServer(front, workers, settings)
-    try:
-        server.run(sockets=listeners)
-    finally:
-        for listener in listeners:
-            listener.close()
-    if front.exit_code:
-        # Its worker has said why.
-        logging.shutdown()
-        os._exit(front.exit_code)

@@ -17,15 +17,7 @@ from diskprefix.model.load.fit import needs_of_folder, needs_of_gguf
 from diskprefix.settings import Settings
 from tests.model import tiny
 
-
-@pytest.fixture(autouse=True)
-def own_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of configuration and of the hub of this test alone."""
-    from huggingface_hub import constants
-
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+pytestmark = pytest.mark.usefixtures("own_places")
 
 
 @pytest.fixture

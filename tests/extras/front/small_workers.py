@@ -15,7 +15,7 @@ from functools import partial
 
 from diskprefix.cli.logs import configure_logging
 from diskprefix.extras.front import workers
-from diskprefix.extras.front.front import run_front
+from diskprefix.extras.front.front_server import run_front
 from diskprefix.extras.front.listing import Listing
 from diskprefix.server.process.front_line import FrontLine
 from diskprefix.server.process.systemd import notify

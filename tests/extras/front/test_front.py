@@ -17,7 +17,8 @@ import pytest
 
 from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError
 from diskprefix.extras.front import front
-from diskprefix.extras.front.front import Front, read_named
+from diskprefix.extras.front.front import Front
+from diskprefix.extras.front.front_messages import read_named
 from diskprefix.extras.front.listing import Listing
 from diskprefix.extras.front.nursery import LOAD, UNLOAD
 from diskprefix.extras.front.passing import Incoming

@@ -199,13 +199,19 @@ def test_a_model_that_nobody_waits_for_any_more_is_not_loaded() -> None:
     assert models.log == ["+held", "-left", "-held", "+ordered"]
 
 
-def test_a_model_that_yielded_takes_requests_again_when_nobody_waits_for_its_memory_any_more() -> None:
+def one_that_yields() -> tuple[Models, Place, Place]:
+    """Returns models, the busy one that was asked to yield, and the one that waits for its memory."""
     models = Models(4)
     busy = models.ask("busy")
     models.settle()
     other = models.ask("other")
     models.now = PATIENCE_S
     models.settle()
+    return models, busy, other
+
+
+def test_a_model_that_yielded_takes_requests_again_when_nobody_waits_for_its_memory_any_more() -> None:
+    models, busy, other = one_that_yields()
     assert not busy.takes_requests
     models.answer(other)
     models.settle()
@@ -227,12 +233,7 @@ def test_a_model_is_not_loaded_twice_at_a_time(limit: int | None) -> None:
 
 
 def test_a_model_that_yielded_ends_when_its_requests_have_and_others_wait_for_it_again() -> None:
-    models = Models(4)
-    busy = models.ask("busy")
-    models.settle()
-    other = models.ask("other")
-    models.now = PATIENCE_S
-    models.settle()
+    models, busy, other = one_that_yields()
     models.ask("busy")
     models.answer(other)
     models.settle()

@@ -1,0 +1,76 @@
+"""The fields of a body that the front reads, and the answers that it writes itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import uuid
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from starlette.datastructures import Headers
+
+from diskprefix.api.error_forms import ANTHROPIC_PATH, anthropic_error, one_line, openai_error, retry_headers
+from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.printable import shown
+from diskprefix.units import parse_duration
+
+if TYPE_CHECKING:
+    from starlette.types import Scope, Send
+
+log = logging.getLogger("diskprefix")
+
+
+class Named(msgspec.Struct):
+    """The fields of a body that the front reads."""
+
+    model: str | None = None
+    keep_alive: str | float | None = None
+
+
+def read_named(body: bytes) -> Named:
+    """Returns the model's name in a body. Raises `InvalidRequest`."""
+    try:
+        return msgspec.json.decode(body.removeprefix(b"\xef\xbb\xbf"), type=Named)
+    except msgspec.ValidationError as error:
+        field_name = "keep_alive" if "keep_alive" in str(error) else "model"
+        raise InvalidRequest.at(field_name, f"is wrong: {one_line(str(error))}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {one_line(str(error))}", code="invalid_json") from error
+
+
+def keep_alive_seconds(value: str | float) -> float:
+    """Returns the seconds that a request says, infinite for a negative number. Raises `InvalidRequest`."""
+    try:
+        seconds = float(value)
+    except ValueError:
+        try:
+            seconds = parse_duration(str(value), param="keep_alive")
+        except DiskPrefixError as error:
+            raise InvalidRequest(error.message, param="keep_alive") from error
+    return math.inf if seconds < 0 or math.isnan(seconds) else seconds
+
+
+async def send_json(
+    send: Send, content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None
+) -> None:
+    """Answers with JSON."""
+    body = json.dumps(content).encode()
+    said = {"content-type": "application/json", "content-length": str(len(body))} | dict(headers or {})
+    raw = [(name.lower().encode(), value.encode()) for name, value in said.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": body})
+
+
+async def refuse(scope: Scope, send: Send, error: DiskPrefixError) -> None:
+    """Answers with an error in the form of the API that was called."""
+    request_id = f"req_{uuid.uuid4().hex[:24]}"
+    is_anthropic = scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope)
+    said = anthropic_error(error, request_id) if is_anthropic else openai_error(error)
+    headers = {"x-request-id": request_id, "request-id": request_id} | (retry_headers(error) or {})
+    if error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    log.info("[front] %s %s %d: %s", scope["method"], shown(scope["path"]), error.http_status, one_line(error.message))
+    await send_json(send, said, error.http_status, headers)

@@ -1,0 +1,71 @@
+"""The process of the front: its sockets, its signals and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+from diskprefix.extras.front.front import Front
+from diskprefix.extras.front.listing import Listing
+from diskprefix.extras.front.nursery import Prepare, Work
+from diskprefix.extras.front.workers import Workers
+from diskprefix.server.keys import ApiKeys
+from diskprefix.server.process.listener import open_listeners
+from diskprefix.server.process.process import SignalledServer, announce_listening, uvicorn_config, warn_without_keys
+from diskprefix.settings import Settings
+
+if TYPE_CHECKING:
+    import socket
+
+log = logging.getLogger("diskprefix")
+
+
+class FrontServer(SignalledServer):
+    """The server of the front."""
+
+    def __init__(self, front: Front, workers: Workers, settings: Settings) -> None:
+        super().__init__(uvicorn_config(front, settings))
+        self._front, self._workers = front, workers
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._front.read_again)
+        await super().startup(sockets)
+
+    def force_end(self) -> None:
+        self._workers.kill_all()
+        super().force_end()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._front.stop()
+        await super().shutdown(sockets)
+        await self._workers.close()
+        if not self._front.exit_code:
+            log.info("stopped")
+
+
+def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work) -> None:
+    """Serves the models of a list. See `hooks.RunFront`."""
+    faulthandler.enable()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    workers = Workers(prepare, work, takes_any_name=listing.only is None)
+    settings, listeners = open_listeners(settings)
+    workers.address = announce_listening(listeners, settings)
+    warn_without_keys(settings, workers.address)
+    front = Front(settings, listing, workers, keys, lambda: setattr(server, "should_exit", True))
+    server = FrontServer(front, workers, settings)
+    try:
+        server.run(sockets=listeners)
+    finally:
+        for listener in listeners:
+            listener.close()
+    if front.exit_code:
+        # Its worker has said why.
+        logging.shutdown()
+        os._exit(front.exit_code)
