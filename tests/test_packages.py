@@ -50,7 +50,7 @@ BESIDE = {
     "simulate": {"warm", "request_bodies"},
     "setup": {"catalogue", "warm", "request_bodies"},
     "vllm": {"remote", "exchange"},
-    "front": {"catalogue"},
+    "front": {"catalogue", "watch"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
 

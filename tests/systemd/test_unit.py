@@ -13,6 +13,7 @@ import pytest
 
 from diskprefix.engine import served_model
 from diskprefix.errors import SettingsError
+from diskprefix.extras.front import workers
 from diskprefix.server.process import process
 from diskprefix.settings import SETTINGS, Settings, default_kv_cache_dir, flag_of
 from diskprefix.units import parse_duration, parse_size
@@ -100,8 +101,12 @@ def test_the_environment_file_changes_nothing_until_it_is_edited() -> None:
 
 
 def test_a_stop_in_order_takes_less_time_than_systemd_gives_it(service: configparser.SectionProxy) -> None:
-    longest_s = process.GRACE_S + process._SLOW_CLIENT_S + served_model._FLUSH_TIMEOUT_S
-    assert parse_duration(service["TimeoutStopSec"], param="TimeoutStopSec") > 1.5 * longest_s
+    grace_s = process.GRACE_S + process._SLOW_CLIENT_S
+    longest_s = grace_s + served_model._FLUSH_TIMEOUT_S
+    given_s = parse_duration(service["TimeoutStopSec"], param="TimeoutStopSec")
+    assert given_s > 1.5 * longest_s
+    assert longest_s + served_model._HIBERNATION_S < workers.MOST_UNLOAD_S
+    assert grace_s + workers.MOST_UNLOAD_S + workers._REAPED_S < given_s
 
 
 def test_each_directive_of_the_service_is_explained() -> None:

@@ -135,10 +135,9 @@ class Front:
         if self._keys is not None:
             self._keys.read_again()
         for worker in self._workers.all.values():
-            if worker.ready_at is None:
-                worker.has_old_keys = True
-            else:
-                worker.kill(signal.SIGHUP)
+            # It may have read the keys, and not yet listen.
+            worker.has_old_keys = worker.ready_at is None
+            worker.kill(signal.SIGHUP)
         self._in_background(self._read_models())
 
     async def _read_models(self) -> None:
@@ -209,7 +208,7 @@ class Front:
             is_pinned=known.pin,
             idle_unload_s=self._listing.idle_unload_s(known),
             callers=set() if caller is None else {caller},
-            is_ordered=caller is None,
+            is_ordered=caller is None or self._is_kept(known),
         )
         self._swaps.require_room(place, lines)
         worker = self._workers.start(settings, place)
@@ -243,6 +242,9 @@ class Front:
         del self._by_place[place]
         if was_asked:
             log.info("[front] %s is unloaded", place.model)
+            if worker.ready_at is None and not place.is_closed:
+                # It had no room. If it is kept, it may have some later.
+                self._keep_later(_LEAST_PAUSE_S, place.model)
             return
         if self._listing.only and not self._has_served and code > 0 and code != DeviceLost.exit_code:
             # Another start would meet it, too.
@@ -328,12 +330,13 @@ class Front:
         keep_alive_s: float | None = None,
     ) -> None:
         for _ in range(_ATTEMPTS):
-            # What others read from time to time neither loads a model nor keeps it in memory.
+            # What others read from time to time, or watch all day, neither loads a model nor keeps it in memory.
             is_use = scope["method"] == "POST"
             loads = is_use or scope["path"].startswith("/v1/models")
             worker = await self._worker_for(known, caller, loads=loads)
-            self._swaps.begin_request(worker.place, caller)
-            self._settle()
+            if loads:
+                self._swaps.begin_request(worker.place, caller)
+                self._settle()
             try:
                 await pass_on(scope, incoming, send, worker.path)
                 return
@@ -353,9 +356,10 @@ class Front:
                     raise NotReady(f"{known.name} has no room beside what was loaded meanwhile; try again") from None
                 raise NotReady(f"the process of the model {known.name} has died; try again") from None
             finally:
-                used_at = self._loop.time() if is_use else worker.place.used_at
-                self._swaps.end_request(worker.place, used_at, keep_alive_s)
-                self._settle()
+                if loads:
+                    used_at = self._loop.time() if is_use else worker.place.used_at
+                    self._swaps.end_request(worker.place, used_at, keep_alive_s)
+                    self._settle()
         raise NotReady(f"the processes of the model {known.name} die; its log has the reason")
 
     async def _worker_for(self, known: NamedModel, caller: Tenant, *, loads: bool = True) -> ModelWorker:
@@ -456,11 +460,8 @@ class Front:
         if method not in ("GET", "HEAD"):
             return False
         wants = Headers(scope=scope)
-        is_dashboard = "text/html" in wants.get("accept", "") and (
-            b"model=" in scope["query_string"] or self._loaded_one()
-        )
-        if path == "/" and not is_dashboard:
-            await send_json(send, {"name": "diskprefix", "docs": "/docs"}, headers={"Vary": "Accept"})
+        if path == "/":
+            await _send_page(wants, send)
         elif path == "/health":
             models = {"models": {place.model: place.phase.name.lower() for place in self._swaps.places}}
             await send_json(send, {"status": "ok"} | (models if caller.sees_all else {}))
@@ -511,6 +512,18 @@ class Front:
         headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": merged})
+
+
+async def _send_page(wants: Headers, send: Send) -> None:
+    """Answers a browser with the dashboard, others with JSON."""
+    from diskprefix.extras.watch.dashboard.page import page_of_several, wants_page
+
+    if not wants_page(wants):
+        await send_json(send, {"name": "diskprefix", "docs": "/docs"}, headers={"Vary": "Accept"})
+        return
+    page = page_of_several()
+    await send({"type": "http.response.start", "status": 200, "headers": page.raw_headers})
+    await send({"type": "http.response.body", "body": page.body})
 
 
 def _require_admin(caller: Caller) -> None:

@@ -36,7 +36,8 @@ Work: TypeAlias = Callable[[Settings, FrontLine], None]
 PREPARE, LOAD, UNLOAD = b"prepare", b"load", b"unload"
 """What the front tells a worker: to import, to load its model now, and to save what is only in memory and end."""
 MOST_MESSAGE_BYTES = 64 * 1024
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+"""Those that a worker handles as any process does. SIGHUP it ignores until it listens: it has not read the keys yet."""
 _ORPHAN_S = 60.0
 """The time for a worker to end in order after the front died."""
 

@@ -37,8 +37,9 @@ from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
 
-MOST_UNLOAD_S = 90.0
-"""The time for a worker to save what only its memory has, and to end: 20 s to queue it, 30 s to write it, and more."""
+MOST_UNLOAD_S = 70.0
+"""The time for a worker to end: 8 s for what it answers and those who read that, 20 s to queue what only its memory
+has, 30 s to write it, and more. systemd gives all of them 90 s."""
 _SETTLED_S = 60.0
 """A worker that served longer did not die because of its start."""
 _MOST_DELAY_S = 60.0

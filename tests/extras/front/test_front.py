@@ -181,15 +181,16 @@ def test_an_only_model_that_cannot_be_loaded_ends_the_front_at_the_start_alone(h
     run(test())
 
 
-def test_a_worker_that_was_loading_hears_of_new_keys_when_it_is_ready() -> None:
+def test_a_worker_that_loads_hears_of_new_keys_at_once_and_again_when_it_is_sure_to_listen() -> None:
     async def test() -> None:
         told = Told(Listing(Settings(), None))
         async with told.running() as workers:
             await until(lambda: workers.all)
             told.front.read_again()
-            assert signal.SIGHUP not in workers.all[1].told
-            workers.make_ready(workers.all[1])
             assert workers.all[1].told == [LOAD, signal.SIGHUP]
+            workers.make_ready(workers.all[1])
+            workers.make_ready(workers.all[1])
+            assert workers.all[1].told == [LOAD, signal.SIGHUP, signal.SIGHUP]
 
     run(test())
 
@@ -214,7 +215,32 @@ def test_a_waiting_worker_that_is_not_needed_ends_at_once() -> None:
     run(test())
 
 
-def test_a_body_counts_until_a_worker_takes_it_and_a_look_leaves_the_time_of_the_last_use(
+def test_a_pinned_model_that_found_no_room_is_loaded_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front, "_LEAST_PAUSE_S", 0.01)
+
+    async def test() -> None:
+        told = Told(Listing(Settings(), Models(Named("one", pin=True)), needs))
+        async with told.running() as workers:
+            await until(lambda: workers.all)
+            told.front._swaps.places[0].phase = Phase.WAITING
+            told.front._swaps.limit_bytes = 1
+            told.front._settle()
+            assert UNLOAD in workers.all[1].told
+            workers.end(workers.all[1])
+            told.front._swaps.limit_bytes = LIMIT
+            await until(lambda: len(workers.all) == 2)
+            assert workers.all[2].told == [LOAD]
+            # By order it stays away.
+            told.front._swaps.places[0].phase = Phase.WAITING
+            assert (await told.ask("one", "/models/one/unload"))[1]["status"] == "unloading"
+            workers.end(workers.all[2])
+            await asyncio.sleep(0.05)
+            assert len(workers.all) == 2
+
+    run(test())
+
+
+def test_a_body_counts_until_a_worker_takes_it_and_a_look_neither_uses_nor_keeps_a_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def test() -> None:
@@ -242,12 +268,12 @@ def test_a_body_counts_until_a_worker_takes_it_and_a_look_leaves_the_time_of_the
             place.used_at = 5.0
             looked_up = asyncio.gather(*tasks, looked, return_exceptions=True)
             tasks[0].cancel()
-            await until(lambda: place.num_active == 1)
+            await until(lambda: place.num_active == 0)
             used_at = place.used_at
             place.used_at = used_at + 1
             is_passed.set()
             await looked_up
-            assert place.used_at == used_at + 1
+            assert (place.used_at, place.num_active) == (used_at + 1, 0)
 
     run(test())
 

@@ -145,7 +145,9 @@ def test_the_port_is_free_when_the_front_was_killed(chat_model: Path, tmp_path: 
 def test_a_signal_while_the_worker_loads_ends_all_with_0(action: str, number: signal.Signals) -> None:
     with small(action) as daemon:
         wait_for(daemon, "loading in")
+        daemon.process.send_signal(signal.SIGHUP)
         assert daemon.stop(number) == 0
+        assert not any("was killed by" in line for line in daemon.lines), "it does not listen for that yet"
 
 
 def test_a_signal_while_the_spare_imports_ends_all_with_0(tmp_path: Path) -> None:

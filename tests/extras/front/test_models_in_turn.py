@@ -92,8 +92,12 @@ def test_two_models_that_do_not_fit_together_take_turns_and_compute_nothing_twic
         assert [turn[index][0] for turn in taken] == replies
 
 
-def test_an_unknown_name_is_a_404_that_names_the_nearest_and_nothing_is_loaded(daemon: DaemonProcess) -> None:
+def test_the_page_and_an_unknown_name_which_is_a_404_that_names_the_nearest_load_nothing(daemon: DaemonProcess) -> None:
     before = states(daemon)
+    page = httpx.get(daemon.url, headers={"accept": "text/html"})
+    assert "<html data-several " in page.text
+    assert "script-src 'sha256-" in page.headers["content-security-policy"]
+    assert httpx.get(daemon.url).json()["name"] == "diskprefix"
     answer = httpx.post(daemon.url + CHAT, json=body("brich"), timeout=60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert "birch" in answer.json()["error"]["message"]

@@ -17,7 +17,16 @@ _SCRIPTS = ("format.js", "daemon.js", "chart.js", "tree.js", "sections.js", "mai
 
 def page_response() -> Response:
     """Returns the page. Its policy allows only its own script, and connections only to its own address."""
-    html, policy = _page()
+    return _response(is_several=False)
+
+
+def page_of_several() -> Response:
+    """Returns the page of a daemon with several models, which asks the front what is loaded."""
+    return _response(is_several=True)
+
+
+def _response(*, is_several: bool) -> Response:
+    html, policy = _page(is_several)
     headers = {
         "Content-Security-Policy": policy,
         "Cache-Control": "no-cache",
@@ -49,11 +58,13 @@ def _likes(accept: str) -> dict[str, float]:
 
 
 @cache
-def _page() -> tuple[bytes, str]:
+def _page(is_several: bool) -> tuple[bytes, str]:
     """Returns the document and its Content-Security-Policy, which names style and script by their hashes."""
     style = _read("style.css")
     script = "\n".join(["'use strict';", *map(_read, _SCRIPTS)])
     html = _read("index.html").replace("/*style*/", style).replace("/*script*/", script)
+    if is_several:
+        html = html.replace("<html ", "<html data-several ")
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; connect-src 'self'; "
         "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from diskprefix.extras.watch.dashboard.page import page_of_several
 from tests.closing import needs
 from tests.server.daemon_process import DaemonProcess, serve_flags
 
@@ -121,6 +122,30 @@ def test_a_tree_that_the_daemon_had_kept_is_asked_for_again(browser: Browser, da
     with opened(browser, daemon.url, answer_once) as page:
         page.locator("#icicle p", has_text="Nothing is stored yet").wait_for()
         page.locator("#icicle button", has_text="saved after the daemon").first.wait_for()
+
+
+def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: DaemonProcess) -> None:
+    place = {"needed_bytes": 1 << 30, "is_pinned": False, "idle_unload_s": None, "num_active": 1}
+    names = {"org/ash:Q8_0": "ready", "birch": "ready", "cedar": "loading"}
+    front = {"memory_limit": 4 << 30, "models": [place | {"model": name, "phase": names[name]} for name in names]}
+    several = page_of_several()
+
+    def stand_before(page: Page) -> None:
+        page.route(
+            daemon.url + "/", lambda route: route.fulfill(body=bytes(several.body), headers=dict(several.headers))
+        )
+        page.route("**/props", lambda route: route.fulfill(json=front))
+
+    with opened(browser, daemon.url, stand_before) as page:
+        assert page.locator("#models tbody tr").count() == 3
+        assert "3.0 of 4.0 GiB" in page.inner_text("#models-memory")
+        assert page.locator("#model option").all_inner_texts() == ["org/ash:Q8_0", "birch"]
+        assert page.evaluate("several.model") == "org/ash:Q8_0"
+        with page.expect_request("**/dashboard/events?model=birch"):
+            page.locator("#model").select_option("birch")
+        with page.expect_request("**/dashboard/entries?model=birch"):
+            page.evaluate("readEntries()")
+        page.wait_for_function("find('#status').textContent === 'ok'")
 
 
 def crowded(state: dict[str, Any]) -> dict[str, Any]:

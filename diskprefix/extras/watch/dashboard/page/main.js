@@ -51,12 +51,21 @@ async function readClients() {
   show();
 }
 
+// Goes on with the model that is shown while it is loaded, or shows another one. Returns false if none is loaded.
+async function chooseModel() {
+  const loaded = drawModels(await ask("GET", "/props"));
+  if (!loaded.includes(several.model)) several.model = loaded[0] ?? null;
+  find("#model").value = several.model ?? "";
+  return several.model !== null;
+}
+
 async function follow() {
   let knowsClients = false;
   for (;;) {
     state.fresh = true;
     try {
-      await watch((now) => {
+      const is_there = !several.is || (await chooseModel());
+      if (is_there) await watch((now) => {
         const isFirst = find("#all").hidden;
         find("#all").hidden = false;
         find("#login").hidden = true;
@@ -64,15 +73,15 @@ async function follow() {
         if (isFirst || (now.cache && readAfter < 0 && Date.now() >= readNotBefore)) now.model && readEntries();
         if (now.model && !knowsClients) { knowsClients = true; readClients(); }
       });
-      setText(find("#status"), "the daemon has ended; trying again …");
+      setText(find("#status"), is_there ? "the daemon has ended; trying again …" : "no model is loaded: a request loads one");
     } catch (error) {
       if (error.status === 401 || error.status === 403) return askForKey(error);
-      setText(find("#status"), "no answer; trying again …");
+      setText(find("#status"), error.name === "AbortError" ? "connecting …" : "no answer; trying again …");
     }
     find("#status").className = "bad";
     readAfter = -1;
     readNotBefore = 0;
-    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    if (!several.change.signal.aborted) await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
 }
 
@@ -90,6 +99,11 @@ find("#login").addEventListener("submit", (event) => {
   sessionStorage.setItem(KEY, find("#key").value.trim());
   find("#key").value = "";
   follow();
+});
+
+find("#model").addEventListener("change", () => {
+  several.model = find("#model").value;
+  several.change.abort();
 });
 
 find("#simulation").addEventListener("submit", async (event) => {
@@ -127,6 +141,9 @@ find("#copy").addEventListener("click", async () => {
   }
 });
 
+if (several.is) setInterval(() => {
+  if (!document.hidden && !find("#all").hidden) ask("GET", "/props").then(drawModels, () => {});
+}, RETRY_MS);
 setInterval(() => {
   const cache = state.now?.cache;
   if (!document.hidden && cache && Date.now() >= readNotBefore && cache.pending === 0 && cache.saved_bytes !== readAfter) readEntries();

@@ -9,6 +9,21 @@ function drawHeader(now) {
   setText(find("#version"), `diskprefix ${now.version}`);
 }
 
+// Draws the models in memory of a daemon with several. Returns the names of those that are loaded.
+function drawModels(found) {
+  const loaded = found.models.filter((one) => one.phase === "ready").map((one) => one.model);
+  find("#models").hidden = false;
+  const used = found.models.reduce((sum, one) => sum + (one.phase === "waiting" ? 0 : one.needed_bytes), 0);
+  setText(find("#models-memory"), found.memory_limit ? `They may take ${part(used, found.memory_limit)}.` : "");
+  whenChanged("models", found.models, () =>
+    find("#models tbody").replaceChildren(...found.models.map((one) =>
+      make("tr", {}, make("th", { scope: "row" }, one.model), make("td", {}, one.phase + (one.is_pinned ? ", pinned" : "")),
+        make("td", {}, bytes(one.needed_bytes)), make("td", {}, count(one.num_active))))));
+  whenChanged("loaded", loaded, () => find("#model").replaceChildren(...loaded.map((name) => make("option", { value: name }, name))));
+  find("#model").value = several.model ?? "";
+  return loaded;
+}
+
 function drawProblems(problems) {
   find("#problems").hidden = !problems.length;
   whenChanged("problems", problems, () => {
