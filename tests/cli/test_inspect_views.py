@@ -17,6 +17,7 @@ from tests.extras.watch.browse.saved_chats import ALICE, SYSTEM, SavedChats, cha
 from tests.store.building import open_store
 
 QUESTION = "When is high tide today?"
+OTHER = "org/other:Q8_0"
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +97,28 @@ def test_the_figures_tell_what_is_saved_and_what_goes_next(inspect: Any) -> None
     assert (main["total"]["requests"], main["hit_rate"], main["total"]["saved_s"]) == (4, 0.5, 3.0)
     assert main["shared_bytes"] > 0 < figures["budget_bytes"]
     assert figures["next_victims"][0]["reason"] == "never used again"
+
+
+def test_of_several_models_one_is_shown_and_a_request_by_an_alias_must_say_which(run: Run, tmp_path: Path) -> None:
+    chats = SavedChats(tmp_path / "kv", tmp_path / "tokenizer")
+    for model, question in (("tiny", QUESTION), (OTHER, QUESTION), (OTHER, "Which birds nest on the pier?")):
+        chats.save(chat(question), model=model)
+    chats.store.close()
+
+    def inspect(*args: object) -> Any:
+        return run("inspect", *args, "--kv-cache-dir", tmp_path / "kv")
+
+    listed, everything = inspect("--model", OTHER, "--json").json, inspect("--json").json
+    assert {entry["model"] for entry in listed["entries"]} == {OTHER}
+    assert listed["blocks"] == everything["blocks"] - inspect("--model", "tiny", "--json").json["blocks"] > 0
+    for view, key in (("--tree", "roots"), ("--stats", "roots")):
+        shown = inspect(view, "--model", OTHER, "--json").json
+        assert [root["model"] for root in shown[key]] == [OTHER]
+    assert {one["root"] for one in shown["next_victims"]} == {shown["roots"][0]["root"]}
+    inspect("--model", "nobody").assert_refused(2, f"there are prompts of {OTHER}, tiny")
+    asked = _written(tmp_path, chat(QUESTION) | {"model": "claude-haiku"})
+    inspect("--why", asked).assert_refused(2, "nothing is saved of claude-haiku; say with --model which one it is")
+    assert inspect("--why", asked, "--model", "tiny", "--json").json["model"] == "tiny"
 
 
 def test_blocks_of_one_prompt_that_go_one_after_the_other_are_one_line() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 from diskprefix.errors import StoreCorrupt
@@ -62,16 +62,18 @@ class Outline:
     entries: dict[str, EntryInfo]
 
 
-def outline(snapshot: Snapshot, entries: list[EntryInfo] | None = None) -> Outline:
+def outline(
+    snapshot: Snapshot, entries: list[EntryInfo] | None = None, only: Collection[bytes] | None = None
+) -> Outline:
     """Returns the folded trees. Nodes whose records are damaged are left out, with what continues them.
 
-    `entries` is what `list_entries` returns for this snapshot, if the caller has it.
+    `entries` is what `list_entries` returns for this snapshot, if the caller has it. `only`: the roots that are shown.
     """
     known = {info.id: info for info in (list_entries(snapshot) if entries is None else entries)}
     folder = _Folder(snapshot, frozenset(map(bytes.fromhex, known)))
     roots = []
     for root, record in snapshot.roots():
-        trunks = folder.below(root)
+        trunks = folder.below(root) if only is None or root in only else []
         if trunks:
             roots.append(
                 RootOutline(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from diskprefix.errors import StoreCorrupt
@@ -164,8 +164,8 @@ def _sound_nodes(snapshot: Snapshot) -> Iterator[NodeRecord]:
 
 @dataclass(kw_only=True)
 class NodeCounts:
-    """Counts of the whole store: its blocks (tails included), how many of them are generated, its checkpoints and the
-    bytes of their payloads."""
+    """Counts of some models' nodes: blocks (tails included), how many of them are generated, checkpoints and the bytes
+    of their payloads."""
 
     blocks: int = 0
     generated_blocks: int = 0
@@ -173,10 +173,12 @@ class NodeCounts:
     checkpoint_bytes: int = 0
 
 
-def count_nodes(snapshot: Snapshot) -> NodeCounts:
-    """Returns the counts of all nodes whose records are sound."""
+def count_nodes(snapshot: Snapshot, roots: Collection[bytes]) -> NodeCounts:
+    """Returns the counts of all nodes of these roots whose records are sound."""
     counts = NodeCounts()
     for node in _sound_nodes(snapshot):
+        if node.root not in roots:
+            continue
         if node.kind == Kind.CHECKPOINT:
             counts.checkpoints += 1
             counts.checkpoint_bytes += node.stored_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
@@ -44,7 +45,13 @@ _FOR_WHY = "With --why: "
     help="Explain a miss: read the body of a request (- is standard input), and show what would be restored, the "
     "nearest saved prompt, and where and why the two differ.",
 )
-@setting_option("model", help=_FOR_WHY + "the model whose tokenizer reads the request.", show_default="as it was saved")
+@setting_option(
+    "model",
+    envvar=None,
+    help="Only the saved prompts of this model, named as in the list. With --why also a file or folder, whose "
+    "tokenizer reads the request.",
+    show_default="all; with --why the one that the request names",
+)
 @setting_option("chat_template", help=_FOR_WHY + "the Jinja file of the daemon.")
 @setting_option("normalise", help=_FOR_WHY + "the value of the daemon.")
 @api_key_option(_FOR_WHY + "the API key of the request.")
@@ -81,7 +88,7 @@ def inspect(
     \b
     diskprefix inspect
     diskprefix inspect 3fa9
-    diskprefix inspect --tree
+    diskprefix inspect --tree --model Qwen/Qwen3-4B-GGUF:Q8_0
     diskprefix inspect --why request.json
     diskprefix inspect --json | jq '.entries[] | {id, num_tokens, hits}'
 
@@ -93,6 +100,10 @@ def inspect(
         raise SettingsError("inspect: give one of ENTRY, --tree, --stats and --why")
     with opened_store(kv_cache_dir) as store, store.snapshot() as snapshot:
         entries = list_entries(snapshot)
+        roots = {root: record.model for root, record in snapshot.roots()}
+        if model is not None and body is None:
+            roots = _of_model(roots, model)
+            entries = [info for info in entries if info.model == model]
         if body is not None:
             from diskprefix.extras.watch.inspect.why_view import WhyOptions, show_why
 
@@ -105,17 +116,28 @@ def inspect(
         elif tree:
             from diskprefix.extras.watch.inspect.tree_view import show_tree
 
-            show_tree(snapshot, entries, as_json=as_json)
+            show_tree(snapshot, entries, roots, as_json=as_json)
         elif stats:
             from diskprefix.extras.watch.inspect.stats_view import show_stats
 
-            show_stats(snapshot, entries, store.clock(), store.budget_bytes, as_json=as_json)
+            show_stats(snapshot, entries, roots, store.clock(), store.budget_bytes, as_json=as_json)
         else:
-            _show_entries(snapshot, entries, kv_cache_dir, as_json=as_json)
+            _show_entries(snapshot, entries, roots, kv_cache_dir, as_json=as_json)
 
 
-def _show_entries(snapshot: Snapshot, entries: list[EntryInfo], folder: Path, *, as_json: bool) -> None:
-    counts = count_nodes(snapshot)
+def _of_model(roots: Mapping[bytes, str], model: str) -> dict[bytes, str]:
+    """Returns those of a model. Raises `SettingsError` if there are none."""
+    found = {root: name for root, name in roots.items() if name == model}
+    if not found:
+        names = ", ".join(sorted({*roots.values()})) or "no model"
+        raise SettingsError(f"--model: nothing is saved of {model}; there are prompts of {names}")
+    return found
+
+
+def _show_entries(
+    snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[bytes], folder: Path, *, as_json: bool
+) -> None:
+    counts = count_nodes(snapshot, roots)
     if as_json:
         print_json({"entries": [asdict(info) for info in entries]} | asdict(counts))
         return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import islice
 from typing import Any
 
@@ -22,10 +22,21 @@ _LISTED, _MOST_VICTIMS = 10, 1000
 """Runs of blocks that are listed of those that go next, and blocks that are looked at for that."""
 
 
-def show_stats(snapshot: Snapshot, entries: list[EntryInfo], now: float, budget_bytes: int, *, as_json: bool) -> None:
-    """Prints figures for each model and tenant. `entries` are those of `snapshot`, `now` is in seconds since 1970."""
-    rows = statistics(snapshot, entries, read_savings(snapshot), now)
+def show_stats(
+    snapshot: Snapshot,
+    entries: list[EntryInfo],
+    roots: Collection[bytes],
+    now: float,
+    budget_bytes: int,
+    *,
+    as_json: bool,
+) -> None:
+    """Prints figures for each model and tenant of `roots`. `entries` are those of `snapshot` that they have, `now` is
+    in seconds since 1970."""
+    shown = {root.hex() for root in roots}
+    rows = [row for row in statistics(snapshot, entries, read_savings(snapshot), now) if row.root in shown]
     victims = next_victims(snapshot, now, most=_LISTED if as_json else _MOST_VICTIMS)
+    victims = [victim for victim in victims if victim.root in shown]
     used = snapshot.used_bytes()
     if as_json:
         print_json(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from rich.tree import Tree
 
 
-def show_tree(snapshot: Snapshot, entries: list[EntryInfo], *, as_json: bool) -> None:
-    """Prints the folded prefix tree. `entries` are those of `snapshot`."""
-    found = outline(snapshot, entries)
+def show_tree(snapshot: Snapshot, entries: list[EntryInfo], roots: Collection[bytes], *, as_json: bool) -> None:
+    """Prints the folded prefix trees of some roots. `entries` are those of `snapshot` that they have."""
+    found = outline(snapshot, entries, roots)
     if as_json:
         print_json({"roots": [asdict(root) for root in found.roots]})
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,9 +78,8 @@ def _explained(
         from diskprefix.extras.request_bodies import parse_body
 
         caller = Tenant.of_key(options.api_key) if options.api_key else SHARED
-        name = body.get("model")
-        model = name if isinstance(name, str) else None
         roots = dict(snapshot.roots())
+        model = _named(roots, body.get("model"), options)
 
         def notes_of(tenant: Tenant) -> ReadOnlyNotes | None:
             mine = [root for root, record in roots.items() if record.tenant == str(tenant)]
@@ -113,14 +113,28 @@ def _explained(
         return not_asked(found) if parsed.options.scope.kind == "off" else found
 
 
+def _named(roots: Mapping[bytes, RootRecord], asked: object, options: WhyOptions) -> str | None:
+    """Returns the model that --model or the request names. Raises `SettingsError` if the request has another name for
+    one of several, such as an alias of models.toml."""
+    names = {record.model for record in roots.values()}
+    if options.model in names:
+        return options.model
+    if isinstance(asked, str) and asked not in names and len(names) > 1 and options.model is None:
+        raise SettingsError(
+            f"--why: nothing is saved of {shown(asked)}; say with --model which one it is: {', '.join(sorted(names))}"
+        )
+    return asked if isinstance(asked, str) else None
+
+
 def _tokenizer(
     roots: dict[bytes, RootRecord], tenant: str, model: str | None, options: WhyOptions
 ) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of --model, or the last one that saved prompts of this tenant and model."""
+    """Returns the tokenizer of the file or folder of --model, or the last one that saved prompts of this tenant and
+    model."""
     from diskprefix.model.load.loader import load_tokenizer
 
     name = options.model
-    if name is None:
+    if name is None or name == model:
         usable = [one for one in roots.values() if one.tokenizer and Path(one.tokenizer).is_dir()]
         if roots and not usable:
             raise SettingsError("--why: the model's folder is not where it was; give it with --model")

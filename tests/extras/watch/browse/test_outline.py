@@ -40,7 +40,7 @@ def test_what_prompts_share_is_one_trunk_and_each_ends_on_its_own(snapshot: Snap
 def test_nothing_of_the_tree_is_lost(snapshot: Snapshot) -> None:
     found = outline(snapshot)
     trunks = [trunk for root in found.roots for trunk in walk(root.trunks)]
-    assert sum(trunk.num_blocks for trunk in trunks) == count_nodes(snapshot).blocks
+    assert sum(trunk.num_blocks for trunk in trunks) == count_nodes(snapshot, dict(snapshot.roots())).blocks
     assert {one for trunk in trunks for one in trunk.entries} == {info.id for info in list_entries(snapshot)}
     assert sum(root.stored_bytes for root in found.roots) == sum(trunk.stored_bytes for trunk in trunks)
     assert all(trunk.children == [] or trunk.end == trunk.children[0].start for trunk in trunks)
