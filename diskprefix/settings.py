@@ -162,6 +162,12 @@ class Settings:
         metavar="NAME=VALUE,…",
         unset="temperature=1",
     )
+    reasoning_budget: int | None = _model(
+        None,
+        "The most tokens that a model thinks in a reply whose request does not say it; then its thought is ended.",
+        unset="no limit",
+        bounds=(1, 2**31 - 1),
+    )
     host: str = _server(
         "127.0.0.1",
         "The address to listen on. Without --api-keys, everybody who reaches it is served.",
@@ -437,6 +443,7 @@ SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field 
 PER_MODEL = frozenset(
     {
         *("device", "dtype", "kernels", "weights", "chat_template", "draft_model", "speculative", "sampling"),
+        "reasoning_budget",
         *("inter_token_latency", "prefill_compression", "kv_memory", "kv_memory_entries", "disk_prefix_cache"),
         *("kv_cache_ttl", "kv_cache_min_tokens", "reuse_generated", "normalise", "kv_cache_interval"),
         *("kv_cache_cold_max", "kv_cache_gate", "max_sequences"),

@@ -123,7 +123,7 @@ class ThinkingBody(Body):
     type: Literal["enabled", "disabled", "adaptive", "between_tools"] = Field(
         description="`adaptive` and `between_tools`: as the chat template has it."
     )
-    budget_tokens: Count | None = Field(default=None, description="Accepted; thinking is bounded by `max_tokens` only.")
+    budget_tokens: Count | None = Field(default=None, description="Most tokens of the thoughts; then they are ended.")
     display: Literal["summarized", "omitted"] | None = Field(
         default=None, description="`omitted`: the thought is left out of the reply. Otherwise all of it is shown."
     )
@@ -262,6 +262,7 @@ class Messages:
             sampling=sampling,
             tool_choice=choice,
             text_format=body.text_format,
+            thinking_budget=None if body.thinking is None else body.thinking.budget_tokens,
             # The first event of a stream has the usage, so it waits until it is known what was restored.
             return_progress=bool(body.stream),
         )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from diskprefix.chat.messages import Conversation, JsonObject
-from diskprefix.chat.output.format import OutputFormat, ReasoningDelta
+from diskprefix.chat.output.format import OutputFormat, ReasoningDelta, ThoughtWatch
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
+from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import InvalidRequest
 from diskprefix.printable import shown
 
@@ -111,6 +112,8 @@ class Asked:
     sampling: SamplingParams
     tool_choice: ToolChoice = ToolChoice()
     text_format: TextFormat | None = None
+    thinking_budget: int | None = None
+    """The most tokens of the reply's thoughts."""
     return_progress: bool = False
     limit_path: str = "max_tokens"
     """The field of the request that limits the tokens of a choice."""
@@ -153,6 +156,23 @@ def constraint_of(
         return constraint
     grammar = _either(output_format.call_grammar(tools, many=choice.many), constraint)
     return _checked_calls(asked.prompt, Constraint(kind="lark", source=grammar, before=thought), check)
+
+
+def thought_budget_of(
+    max_tokens: int | None, output_format: OutputFormat, prompt_end: str, encode: Callable[[str], list[int]]
+) -> ThoughtBudget | None:
+    """Returns what ends the reply's thoughts after `max_tokens` tokens; None without a limit, or a format without
+    thoughts. `encode` returns the tokens of a tag."""
+    tags = output_format.thought
+    if max_tokens is None or tags is None:
+        return None
+    is_open = _is_thinking(output_format, prompt_end)
+
+    def new_watch() -> Callable[[str], bool]:
+        parser, watch = output_format.parser((), prompt_end), ThoughtWatch(is_open=is_open)
+        return lambda text: watch.see(parser.feed(text))
+
+    return ThoughtBudget(max_tokens=max_tokens, closing=tuple(encode(tags.before_end + tags.end)), new_watch=new_watch)
 
 
 def _thought_before(output_format: OutputFormat, prompt_end: str) -> FreeText | None:

@@ -219,6 +219,14 @@ Effort: TypeAlias = Annotated[
     Field(description="Told to chat templates that know it; `none` also turns thinking off."),
 ]
 
+
+class ReasoningLimits(Body):
+    """The effort and the length of thinking."""
+
+    effort: Effort = None
+    max_tokens: Count | None = Field(default=None, description="Most tokens of the thoughts; then they are ended.")
+
+
 MIN_TTL_S, MAX_TTL_S = 1, 2**31 - 1
 """The longest time to live that the store can record."""
 

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, field_validator
 
 from diskprefix.api.asked import Asked, TextFormat, ToolChoice, openai_choice
 from diskprefix.api.dialect import Head, Json
-from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Count, Effort
+from diskprefix.api.fields import MAX_MESSAGES, MAX_TOOLS, Count, Effort, ReasoningLimits
 from diskprefix.api.openai import OpenAIBody, OpenAIWriter
 from diskprefix.api.openai_messages import (
     MessageBody,
@@ -49,6 +49,7 @@ class ChatRequest(OpenAIBody):
     parallel_tool_calls: bool | None = Field(default=None, description="`false`: at most one call in a reply.")
     response_format: ResponseFormat | None = Field(default=None, description="JSON, or JSON of a schema.")
     reasoning_effort: Effort = None
+    reasoning: ReasoningLimits | None = Field(default=None, description="Effort and length of thinking, as OpenRouter.")
     chat_template_kwargs: JsonObject | None = Field(default=None, description="Variables for the chat template.")
     add_generation_prompt: bool | None = Field(
         default=None, description="`false`: the prompt does not end with the start of a reply."
@@ -85,7 +86,7 @@ class ChatRequest(OpenAIBody):
             tools=[without_marks(tool) for tool in tools] or None,
             tool_marks=tuple(marks_of(tools)),
             tool_paths=[f"tools.{index}.function.parameters" for index in range(len(tools))],
-            reasoning_effort=self.reasoning_effort,
+            reasoning_effort=self.reasoning_effort or (None if self.reasoning is None else self.reasoning.effort),
             template_variables=self.chat_template_kwargs or {},
             ending=self._ending,
         )
@@ -138,6 +139,7 @@ class Chat:
             sampling=sampling,
             tool_choice=body.choice,
             text_format=body.text_format,
+            thinking_budget=None if body.reasoning is None else body.reasoning.max_tokens,
             return_progress=bool(body.return_progress and body.stream),
             limit_path="max_completion_tokens" if body.max_completion_tokens else "max_tokens",
         )

@@ -13,6 +13,7 @@ from diskprefix.chat.output.format import (
     OutputDelta,
     OutputParser,
     ReasoningDelta,
+    ThoughtWatch,
     ToolCallBegin,
     ToolCallDelta,
 )
@@ -106,8 +107,7 @@ class ReplyReader:
         """The choices of which not all calls are passed on."""
         self._called: set[int] = set()
         """The choices that called a tool."""
-        self._thinking: set[int] = set()
-        """The choices whose newest part is reasoning."""
+        self._thoughts: defaultdict[int, ThoughtWatch] = defaultdict(ThoughtWatch)
         self._reasoning_tokens: defaultdict[int, int] = defaultdict(int)
 
     def read(self, event: Event) -> list[ReplyEvent]:
@@ -136,11 +136,7 @@ class ReplyReader:
 
     def _count_reasoning(self, event: TextEvent, deltas: Sequence[ReplyDelta]) -> None:
         """Counts all tokens of an event that ends in reasoning, and none of the others."""
-        if deltas and isinstance(deltas[-1], ReasoningDelta):
-            self._thinking.add(event.choice)
-        elif deltas:
-            self._thinking.discard(event.choice)
-        if event.choice in self._thinking:
+        if self._thoughts[event.choice].see(deltas):
             self._reasoning_tokens[event.choice] += len(event.token_ids)
 
     def _deltas(self, choice: int, deltas: list[OutputDelta]) -> tuple[ReplyDelta, ...]:

@@ -19,9 +19,9 @@ from diskprefix.api.fields import (
     Body,
     CacheControl,
     Count,
-    Effort,
     Markable,
     OneOf,
+    ReasoningLimits,
     RequestBody,
     ToolName,
     Unmarkable,
@@ -161,10 +161,9 @@ class TextBody(Body):
     verbosity: Literal["low", "medium", "high"] | None = Field(default=None, description="Accepted and ignored.")
 
 
-class ReasoningBody(Body):
+class ReasoningBody(ReasoningLimits):
     """The effort of thinking, and its form in the response."""
 
-    effort: Effort = None
     summary: Literal["auto", "concise", "detailed"] | None = Field(
         default=None, description="With any value, the whole reasoning is the `summary` of its item, not the `content`."
     )
@@ -310,6 +309,7 @@ class Responses:
             sampling=sampling,
             tool_choice=body.choice,
             text_format=body.text_format,
+            thinking_budget=None if body.reasoning is None else body.reasoning.max_tokens,
             limit_path="max_output_tokens",
         )
 

@@ -19,6 +19,7 @@ from diskprefix.engine.running_request import Reply, RunningRequest
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Scheduler
 from diskprefix.engine.served_model import ServedModel
+from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import DeviceLost
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVAllocation
@@ -190,6 +191,7 @@ class ActiveRequests:
             sampler=Sampler(request.sampling, request.prompt.token_ids, served.model.device, index, constraint),
             text=served.text_stream(request),
             guesser=served.guesser(request),
+            thought_limit=None if request.thought_budget is None else ThoughtLimit(request.thought_budget),
         )
 
     # A step gets its memory.

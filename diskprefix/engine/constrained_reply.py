@@ -156,6 +156,11 @@ class ConstrainedReply:
         """True if `forbidden` and `accept` return at once. `ConstraintCompiler.on_ready` tells when."""
         return self._next.done()
 
+    @property
+    def is_free(self) -> bool:
+        """True in the free text before the constrained one."""
+        return self._free is not None
+
     def forbidden(self) -> torch.Tensor:
         """Returns a mask, bool [vocab_size], True for tokens that must not come next. The caller may change it."""
         if self._free is not None:

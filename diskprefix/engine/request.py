@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt, Stage
 
@@ -63,6 +64,7 @@ class GenerateRequest:
     sampling: SamplingParams
     cache: CacheOptions
     constraint: Constraint | None = None
+    thought_budget: ThoughtBudget | None = None
     shown_special_tokens: frozenset[str] = frozenset()
     """The special tokens that appear in the text of events. All others have no text."""
     reports_progress: bool = False

@@ -30,6 +30,7 @@ from diskprefix.engine.request import (
 )
 from diskprefix.engine.sampler import Sampler
 from diskprefix.engine.scheduler import Chunk, Sequence
+from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVAllocation
@@ -70,6 +71,7 @@ class Reply(Sequence):
     token_ids: list[int] = field(default_factory=list)
     """The sampled tokens, without the last one of a reply that has ended."""
     guesser: Guesser | None = None
+    thought_limit: ThoughtLimit | None = None
     sampled_early: tuple[int, FinishReason | None] | None = None
     """The first token, if it was sent while the prompt was being restored, and why the reply ends with it."""
     held: HeldLogits | None = None
@@ -238,13 +240,15 @@ class Reply(Sequence):
 
     def _send_next(self, logits: torch.Tensor) -> tuple[int, FinishReason | None]:
         running = self.running
-        token = self.sampler.sample(logits)
+        token = self.sampler.sample(logits, None if self.thought_limit is None else self.thought_limit.forced)
         running.count_token()
         logprobs = self.sampler.logprobs(logits, token)
         is_last = len(self.token_ids) + 1 == running.reply_limit
         end: FinishReason | None = "stop" if self.sampler.is_complete else "length" if is_last else None
         event, reason = self.text.event(self.index, token, logprobs, end)
         running.ticket.emit(event)
+        if self.thought_limit is not None:
+            self.thought_limit.record(event.text)
         return token, reason
 
     def _publish_prompt(self, logits: torch.Tensor) -> None:

@@ -68,13 +68,19 @@ class Sampler:
         """True if `sample` returns at once, without waiting for the mask of the constraint."""
         return self._constraint is None or self._constraint.is_ready
 
-    def sample(self, logits: torch.Tensor) -> int:
-        """Returns the next token for next-token `logits`, shape [vocab].
+    def sample(self, logits: torch.Tensor, forced: int | None = None) -> int:
+        """Returns the next token for next-token `logits`, shape [vocab]. It is `forced`, if that is given and the
+        constraint leaves the text free here.
 
         Raises `NonFiniteLogits` for logits with NaN or +inf or with only -inf, and `InvalidRequest` if only the
         request's sampling parameters or its constraint make the scores so.
         """
-        chosen = self._sample(logits) if self._constraint is None else self._sample_allowed(logits, self._constraint)
+        constraint = self._constraint
+        if forced is not None and (constraint is None or (constraint.is_free and constraint.accept(forced))):
+            # Sampled all the same: the logits are looked at, and a seed gives the numbers that follow.
+            chosen = torch.full_like(self._sample(logits), forced)
+        else:
+            chosen = self._sample(logits) if constraint is None else self._sample_allowed(logits, constraint)
         if self._ids is not None:
             self._ids = torch.cat([self._ids, chosen], dim=-1)
         return int(chosen)

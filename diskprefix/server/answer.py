@@ -21,7 +21,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.anthropic import CountTokensRequest, Messages
-from diskprefix.api.asked import Asked, constraint_of
+from diskprefix.api.asked import Asked, constraint_of, thought_budget_of
 from diskprefix.api.dialect import BodyReader, Dialect, Head, ReplyWriter
 from diskprefix.api.fields import RequestBody, cache_options, with_sampling
 from diskprefix.api.figures import (
@@ -305,12 +305,15 @@ def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequ
     output_format: OutputFormat = serving.renderer.output_format if is_chat else PlainText()
     tools = choice.allowed(asked.prompt.tools or ()) if isinstance(asked.prompt, Conversation) else []
     prompt_end = serving.renderer.end_of(replayed.prompt)
+    encode = partial(serving.engine.tokenizer.encode, add_special_tokens=False)
+    budget = asked.thinking_budget or arrival.daemon.settings.reasoning_budget
     generate = GenerateRequest(
         id=f"{rendered.dialect.id_prefix}{uuid.uuid4().hex}",
         prompt=replayed.prompt,
         sampling=_sampling(asked, rendered.room),
         cache=arrival.cache,
         constraint=constraint_of(asked, output_format, prompt_end, serving.engine.constraints.check),
+        thought_budget=thought_budget_of(budget, output_format, prompt_end, encode),
         shown_special_tokens=output_format.special_tokens,
         reports_progress=asked.return_progress,
         on_stage=None if trace is None else trace.add,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import openai
 import pytest
 from anthropic import Anthropic
@@ -309,3 +310,50 @@ def test_props_and_the_model_card_tell_how_the_model_writes(server: AppServer) -
         assert client.get("/props").json()["model"]["output_format"] == "hermes"
         [card] = client.get("/v1/models").json()["data"]
     assert {"tool_use", "reasoning"} <= set(card["capabilities"])
+
+
+THINK = {"max_tokens": 40}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("chat/completions", {"messages": MESSAGES, "reasoning": THINK}),
+        ("responses", {"input": "What?", "reasoning": THINK}),
+        (
+            "messages",
+            {"messages": MESSAGES, "max_tokens": 99, "thinking": {"type": "enabled", "budget_tokens": 40}},
+        ),
+    ],
+)
+def test_a_budget_for_thinking_ends_the_thought(
+    server: AppServer, engine: ScriptedEngine, path: str, fields: dict[str, Any]
+) -> None:
+    engine.script = saying("hello")
+    httpx.post(f"{server.url}/v1/{path}", json={"model": "scripted"} | fields).raise_for_status()
+    budget = engine.requests[-1].thought_budget
+    assert budget is not None
+    assert (budget.max_tokens, engine.tokenizer.decode(budget.closing)) == (40, "</think>")
+    see = budget.new_watch()
+    assert [see(piece) for piece in ["", "<think>", "hm", "</think>", "a"]] == [False, False, True, True, False]
+
+
+def test_the_daemon_may_have_a_budget_for_all(agent_model: Path) -> None:
+    engine = ScriptedEngine(saying("hello"))
+    with scripted_app(agent_model, engine, reasoning_budget=7) as server:
+        for limits in ({}, {"reasoning": THINK}):
+            body = {"model": "scripted", "messages": MESSAGES} | limits
+            httpx.post(f"{server.url}/v1/chat/completions", json=body).raise_for_status()
+    assert [one.thought_budget and one.thought_budget.max_tokens for one in engine.requests] == [7, 40]
+
+
+def test_a_thought_of_a_real_model_has_as_many_tokens_as_it_may(daemon: AppServer) -> None:
+    begun = [*MESSAGES, {"role": "assistant", "content": "<think>"}]
+    body = {"model": "agent", "messages": begun, "max_tokens": 30, "seed": 1, "reasoning": {"max_tokens": 12}}
+    reply = httpx.post(f"{daemon.url}/v1/chat/completions", json=body | {"logprobs": True}).json()
+    [choice] = reply["choices"]
+    written = [token["token"] for token in choice["logprobs"]["content"]]
+    assert "".join(written[:12]).endswith("</think>")
+    assert "</think>" not in "".join(written[:11])
+    assert choice["message"]["reasoning"]
+    assert choice["message"]["content"]

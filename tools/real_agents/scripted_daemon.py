@@ -48,8 +48,8 @@ def prepared_sampler(reply_to: Callable[[Sequence[int]], list[int]]) -> type[Sam
             super().__init__(params, prompt, *others)
             self._prepared = deque(reply_to(prompt.tolist()))
 
-        def sample(self, logits: torch.Tensor) -> int:
-            del logits
+        def sample(self, logits: torch.Tensor, forced: int | None = None) -> int:
+            del logits, forced
             return self._prepared.popleft() if len(self._prepared) > 1 else self._prepared[0]
 
     return PreparedSampler

@@ -84,7 +84,7 @@ CHANNELS = (
         "json",
         Written("<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>ARGUMENTS"),
         # Reasoning ends with the header of the next message, which no schema of the client has.
-        thought=ThoughtTags(None, "<|channel|>final<|message|>"),
+        thought=ThoughtTags(None, "<|channel|>final<|message|>", "<|end|><|start|>assistant"),
         # A call ends the reply.
         can_call_twice=False,
     ),
@@ -94,7 +94,7 @@ CHANNELS = (
         MuseParser,
         ATEM.body,
         Written(f" to=NAME<|message|>{ATEM.written.call}", ATEM.written.argument, between="<|eom|><|start|>assistant"),
-        thought=ThoughtTags(None, " to=user<|message|>"),
+        thought=ThoughtTags(None, " to=user<|message|>", "<|eom|><|start|>assistant"),
     ),
     ChannelFormat("functionary-3.2", (">>>all",), FunctionaryParser, "json", Written("NAME\nARGUMENTS", between=">>>")),
 )

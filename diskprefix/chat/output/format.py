@@ -58,10 +58,25 @@ class OutputParser(Protocol):
 
 
 class ThoughtTags(NamedTuple):
-    """The texts around reasoning. If `begin` is None, every reply begins with text up to `end`."""
+    """The texts around reasoning. If `begin` is None, every reply begins with text up to `end`. `before_end` is what
+    must come before an `end` that does not end a thought by itself."""
 
     begin: str | None
     end: str
+    before_end: str = ""
+
+
+class ThoughtWatch:
+    """Tells whether a reply is in a thought: behind the newest piece of reasoning, until something else comes."""
+
+    def __init__(self, *, is_open: bool = False) -> None:
+        self.is_open = is_open
+
+    def see(self, deltas: Sequence[object]) -> bool:
+        """Returns whether the reply is in a thought behind these deltas."""
+        if deltas:
+            self.is_open = isinstance(deltas[-1], ReasoningDelta)
+        return self.is_open
 
 
 class OutputFormat(Protocol):

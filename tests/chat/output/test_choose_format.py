@@ -12,6 +12,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.choose_format import Chosen, Render, choose_format
+from diskprefix.chat.output.format import ThoughtTags
+from diskprefix.chat.replay import Turn
 from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.request import Constraint
 from tests.chat.families.families import folder
@@ -151,13 +153,20 @@ def test_a_call_is_written_whatever_its_id_and_arguments_are(name: str) -> None:
         ("ByteDance-Seed-OSS", ("<seed:think>", "</seed:think>")),
         ("mistralai-Ministral-3-14B-Reasoning-2512", ("[THINK]", "[/THINK]")),
         ("google-gemma-4-31B-it", ("<|channel>thought", "<channel|>")),
-        ("openai-gpt-oss-120b", (None, "<|channel|>final<|message|>")),
+        ("openai-gpt-oss-120b", (None, "<|channel|>final<|message|>", "<|end|><|start|>assistant")),
         ("Qwen-Qwen2.5-7B-Instruct", None),
         ("microsoft-Phi-3.5-mini-instruct", None),
     ],
 )
-def test_the_tags_of_reasoning_are_those_of_the_template(name: str, tags: tuple[str | None, str] | None) -> None:
-    assert chosen(template_named(name)).format.thought == tags
+def test_the_tags_of_reasoning_are_those_of_the_template(name: str, tags: tuple[Any, ...] | None) -> None:
+    format = chosen(template_named(name)).format
+    assert format.thought == (None if tags is None else ThoughtTags(*tags))
+    if format.thought is not None:
+        # What ends a thought whose budget is spent is read as its end.
+        begin = format.thought.begin or "<|channel|>analysis<|message|>"
+        closed = f"{begin}I must{format.thought.before_end}{format.thought.end}The answer"
+        turn = Turn.of_deltas(format.parser([], "").feed(closed))
+        assert (turn.reasoning.strip(), turn.content) == ("I must", "The answer")
 
 
 def test_only_special_tokens_that_are_tags_of_the_format_are_shown() -> None:
