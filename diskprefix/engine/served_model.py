@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Sequence
@@ -28,7 +27,6 @@ from diskprefix.kv.group import give_back_ahead
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.exact.runner import can_pack
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import KV_AHEAD_BYTES, kv_bytes
 from diskprefix.nouns import CacheReport
@@ -71,8 +69,7 @@ class ServedModel:
         self.recorder = recorder
         self.identity = identity or {}
         self.max_sequences = cache.settings.max_sequences
-        numbers = json.dumps(self.identity, sort_keys=True) if self.identity else ""
-        self.packs = can_pack(self.model, cache.layout, numbers)
+        self.packs = cache.layout.packs
         """True if one step can compute several sequences."""
         self.max_rows = MAX_ACCELERATED_ROWS if self.packs and self.model.device.type == "cuda" else MAX_ROWS
         """The most rows of a step."""

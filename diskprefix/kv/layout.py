@@ -7,9 +7,11 @@ is copied at once. `model.exact.rehearsal` finds the layout of a model.
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -148,7 +150,8 @@ class Layout:
     """The layout of one model's state. `unsupported` lists the reasons why it cannot be cached.
 
     `options` are those of `position_ids` and `logits_to_keep` that its forward takes. `is_one_pass`: it cannot add
-    several tokens to a state, so a prompt is computed in one step, and only its end is restored.
+    several tokens to a state, so a prompt is computed in one step, and only its end is restored. `packs`: one forward
+    computes several sequences, each with the bits that it has alone.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -162,6 +165,7 @@ class Layout:
     options: tuple[str, ...] = ("position_ids", "logits_to_keep")
     is_one_pass: bool = False
     exact_at: ExactAt = "grid"
+    packs: bool = False
 
     @property
     def is_sliceable(self) -> bool:
@@ -206,6 +210,27 @@ class Layout:
             one_pass=self.is_one_pass,
         )
         return text.text()
+
+    def record(self) -> dict[str, Any]:
+        """Returns all fields as JSON values, from which `of_record` makes the layout again."""
+        found: dict[str, Any] = json.loads(json.dumps(asdict(self), default=dtype_name))
+        return found
+
+    @classmethod
+    def of_record(cls, record: Mapping[str, Any]) -> Layout:
+        """Raises `AttributeError`, `LookupError`, `TypeError` or `ValueError` if it is none."""
+        layers = tuple(LayerSpec(**_fields(one)) for one in record["layers"])
+        groups = tuple(Group(tuple(TensorSpec(**_fields(s)) for s in one["specs"])) for one in record["groups"])
+        states = tuple(StateGroup(tuple(StateSpec(**_fields(s)) for s in one["specs"])) for one in record["states"])
+        return cls(**(_fields(record) | {"layers": layers, "groups": groups, "states": states}))
+
+
+def _fields(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a record, with tuples and dtypes as they were."""
+    return {
+        name: getattr(torch, value) if name.endswith("dtype") else tuple(value) if isinstance(value, list) else value
+        for name, value in record.items()
+    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -27,6 +27,7 @@ from diskprefix.model.exact.patterns import NAME, NotInvariant
 from diskprefix.model.exact.recurrent import has_scans
 from diskprefix.model.exact.rehearsal import made_up_tokens
 from diskprefix.model.exact.rows import are_whole, is_curve, is_ours
+from diskprefix.model.exact.runner import can_pack
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.native.library import described, operators
 from diskprefix.printable import first_line
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_verdicts = Memo("invariance", version=3)
+_verdicts = Memo("invariance", version=4)
 
 # fmt: off
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum"})
@@ -84,41 +85,45 @@ median of the tokens of the last step."""
 def make_exact(
     model: PreTrainedModel, layout: Layout, identity: str = "", report: Report = log.info
 ) -> tuple[Layout, str]:
-    """Returns the layout with `exact_at`, and why that is not `token` ("" if it is).
+    """Returns the layout with `exact_at` and `packs`, and why it is not exact at every token ("" if it is).
 
     With `token` the model is changed to compute so (`model.exact.invariant`). Takes seconds to minutes, and `report`
     takes lines about the progress. The result is remembered for `identity`, the model's fingerprint, if it is given.
     Raises only what torch raises when memory runs out.
     """
-    reason, forms = _why_not(model, layout), frozenset[Form]()
+    reason, forms, packs = _why_not(model, layout), frozenset[Form](), False
     if not reason:
         key = hashlib.sha256(
             f"{__version__} {NAME} {attention.kernel(model.device)} {layout} {identity}".encode()
         ).hexdigest()
         remembered = _remembered(key) if identity else None
-        reason, forms = remembered or _measured(model, layout, report)
+        reason, forms, packs = remembered or _measured(model, layout, report)
         if identity and remembered is None:
-            _verdicts.put(key, {"reason": reason, "forms": [form.describe() for form in forms]})
+            _verdicts.put(key, {"reason": reason, "forms": [form.describe() for form in forms], "packs": packs})
     if reason:
         log.info("[model] exact in steps of one grid: %s", reason)
         return layout, reason
     install(model, digest(forms))
     log.info("[model] attention: %s", accelerated.kernel() if is_accelerated(model.device) else described())
-    return replace(layout, exact_at="token"), ""
+    return replace(layout, exact_at="token", packs=packs), ""
 
 
-def _remembered(key: str) -> tuple[str, frozenset[Form]] | None:
-    """Returns an earlier measurement: the reason and the forms of the model's products."""
+def _remembered(key: str) -> tuple[str, frozenset[Form], bool] | None:
+    """Returns what an earlier run of `_measured` returned."""
     match _verdicts.get(key):
-        case {"reason": str(reason), "forms": list(described)}:
+        case {"reason": str(reason), "forms": list(described), "packs": bool(packs)}:
             with suppress(ValueError):
-                return reason, frozenset(map(Form.parse, described))
+                return reason, frozenset(map(Form.parse, described)), packs
     return None
 
 
-def _measured(model: PreTrainedModel, layout: Layout, report: Report) -> tuple[str, frozenset[Form]]:
-    """Returns why the bits of a token depend on the steps of a run, "" if they do not, and the forms of the products
-    that the model computes."""
+def _measured(model: PreTrainedModel, layout: Layout, report: Report) -> tuple[str, frozenset[Form], bool]:
+    """Returns why the bits of a token depend on the steps of a run, "" if they do not; the forms of the products that
+    the model computes; and whether several sequences can share a step.
+
+    All is run with the sample of the layers, packed steps too: in these a layer meets the memory of several sequences,
+    and layers of one kind treat it alike. The layers between them add nothing to a row.
+    """
     started = time.perf_counter()
     rows.forget_forms()
     layout = replace(layout, exact_at="token")
@@ -132,15 +137,16 @@ def _measured(model: PreTrainedModel, layout: Layout, report: Report) -> tuple[s
                     expected = _plain_logits(model, layout)
                 advance(_NUM_TOKENS)
                 _rehearse(model, layout, sample, expected, advance)
+                packs = can_pack(model, layout)
     except Exception as error:  # a model class of any age and author may fail in any way
         if is_out_of_memory(error):
             raise
         line = first_line(error)
-        return line if isinstance(error, NotInvariant) else f"{type(error).__name__}: {line}", frozenset()
+        return line if isinstance(error, NotInvariant) else f"{type(error).__name__}: {line}", frozenset(), False
     finally:
         uninstall(model)
     log.info("[model] exact at every token, measured in %.1f s", time.perf_counter() - started)
-    return "", rows.forms()
+    return "", rows.forms(), packs
 
 
 def _why_not(model: PreTrainedModel, layout: Layout) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -63,8 +64,7 @@ _Spec = TypeVar("_Spec", TensorSpec, StateSpec)
 
 _STEP = 4
 """Tokens in a step of the rehearsal."""
-_VERDICTS = ("in steps", "one pass")
-_rehearsals = Memo("rehearsals", version=1)
+_rehearsals = Memo("rehearsals", version=2, max_records=32)
 
 _OPTIONS = ("position_ids", "logits_to_keep")
 
@@ -83,23 +83,23 @@ def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
     """Returns the layout of the model's state, after a rehearsed restore. For a model that cannot be cached,
     `unsupported` has the reasons.
 
-    A rehearsal takes a dozen forwards of a sample of the layers (`model.exact.layer_kinds`). One that succeeded is
-    remembered for `identity`, the model's fingerprint, if it is given. Raises only what torch raises when memory runs
-    out.
+    A rehearsal takes a dozen forwards of a sample of the layers (`model.exact.layer_kinds`). The layout of one that
+    succeeded is remembered for `identity`, the model's fingerprint, if it is given: class, configuration and libraries
+    decide it. Raises only what torch raises when memory runs out.
     """
+    key = hashlib.sha256(f"{__version__} {identity}".encode()).hexdigest()
+    if identity and (remembered := _rehearsals.get(key)) is not None:
+        with suppress(AttributeError, LookupError, TypeError, ValueError):
+            return Layout.of_record(remembered)
     try:
         with torch.inference_mode():
             _check_outside(model)
             layout = _read_layout(model)
-            key = hashlib.sha256(f"{__version__} {layout} {identity}".encode()).hexdigest()
-            verdict = _rehearsals.get(key) if identity else None
-            if verdict in _VERDICTS:
-                return replace(layout, is_one_pass=True) if verdict == "one pass" else layout
             tokens = made_up_tokens(model, 1, _STEP)
             with sample_of(model, layout, lambda: _arena(model, layout).forward(model, tokens)).alone():
                 rehearsed = _rehearsed(model, layout)
             if identity:
-                _rehearsals.put(key, _VERDICTS[rehearsed.is_one_pass])
+                _rehearsals.put(key, rehearsed.record())
             return rehearsed
     except _Unsupported as found:
         return unsupported(model, *found.args)

@@ -6,7 +6,6 @@ row by row. Packing is for models that are exact at every token, so each row has
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +20,8 @@ from diskprefix.kv.layers import StateLayer, TokenLayer, packed
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.step import Step, computing
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.memo import Memo
 from diskprefix.model.exact.invariant import as_it_was
 from diskprefix.printable import first_line
-from diskprefix.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,8 +29,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 State: TypeAlias = KVArena | TransformersState
-
-_packing = Memo("packing", version=1)
 
 
 @dataclass(frozen=True)
@@ -77,35 +72,22 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
     return list(torch.split(of_all, [rows.num_logits for rows in step]))
 
 
-def can_pack(model: PreTrainedModel, layout: Layout, identity: str = "") -> bool:
-    """Returns whether the model computes several sequences in one forward, each with the bits that it has alone. Some
-    models that are exact at every token do not: they use the memory of a layer before attention does. It is remembered
-    for `identity`, which names all that changes bits, if that is given."""
-    if layout.exact_at != "token":
-        return False
-    key = hashlib.sha256(f"{__version__} {layout} {identity}".encode()).hexdigest()
-    remembered = _packing.get(key) if identity else None
-    if isinstance(remembered, bool):
-        return remembered
-    found = _packs(model, layout)
-    if identity:
-        _packing.put(key, found)
-    return found
-
-
-def _packs(model: PreTrainedModel, layout: Layout) -> bool:
+def can_pack(model: PreTrainedModel, layout: Layout) -> bool:
+    """Returns whether a model that is exact at every token computes several sequences in one forward, each with the
+    bits that it has alone. Some do not: they use the memory of a layer before attention does."""
     prompts = [torch.tensor([ids], device=model.device) for ids in ([1, 2, 3], [2, 1])]
-    step = [[Rows(KVArena(layout, model.device, capacity_step=1), ids) for ids in prompts] for _ in range(2)]
+    first, second = ([KVArena(layout, model.device, capacity_step=1) for _ in prompts] for _ in range(2))
     with torch.inference_mode():
-        alone = [run(model, [rows])[0] for rows in step[0]]
+        alone = [run(model, [Rows(*one)])[0] for one in zip(first, prompts, strict=True)]
         try:
-            together = run(model, step[1])
+            together = run(model, [Rows(*one) for one in zip(second, prompts, strict=True)])
         except Exception as error:
             if is_out_of_memory(error):
                 raise
             log.info("[model] several requests take turns, they cannot share a step: %s", first_line(error))
             return False
-    return all(map(torch.equal, alone, together))
+    states = ([(bytes(a.read_tokens(0, a.num_tokens)), bytes(a.read_states())) for a in of] for of in (first, second))
+    return all(map(torch.equal, alone, together)) and next(states) == next(states)
 
 
 class _PackedCache(StepCache):

@@ -26,7 +26,6 @@ from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.kernel_calls import KernelCall
 from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern
 from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
-from diskprefix.model.exact.runner import can_pack
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.native import library, scans
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
@@ -52,7 +51,7 @@ def test_so_is_one_with_attention_of_its_own_that_drops_rows_or_turns_in_float32
     model = tiny_model(name, torch.bfloat16)
     layout, reason = make_exact(model, rehearse(model))
     assert (layout.exact_at, reason) == ("token", "")
-    assert can_pack(model, layout)
+    assert layout.packs
 
 
 @pytest.mark.parametrize(
@@ -195,7 +194,7 @@ def test_the_measurement_tells_how_far_it_is_and_a_remembered_one_nothing() -> N
 def test_the_verdict_is_remembered_for_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second, third = (tiny_model("llama", torch.float32) for _ in range(3))
     layout, _ = make_exact(first, rehearse(first), identity="this one")
-    monkeypatch.setattr(invariance, "_measured", lambda *_: ("measured once more", frozenset()))
+    monkeypatch.setattr(invariance, "_measured", lambda *_: ("measured once more", frozenset(), False))
     assert make_exact(second, rehearse(second), identity="this one") == (layout, "")
     assert invariant.products_of(second) == invariant.products_of(first)
     assert make_exact(third, rehearse(third), identity="another")[1] == "measured once more"
@@ -203,15 +202,16 @@ def test_the_verdict_is_remembered_for_the_fingerprint(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     "damaged",
-    ["", None, {"reason": ""}, {"reason": 1, "forms": []}, {"reason": "", "forms": [[1, 2, "int", False, False, 3]]}]
-    + [{"reason": "", "forms": [[64, 64, name, False, False]]} for name in ("nn", "no such type", 7)],
+    ["", None, {"reason": ""}, {"reason": "", "forms": []}, {"reason": 1, "forms": [], "packs": True}]
+    + [{"reason": "", "forms": [[1, 2, "int", False, False, 3]], "packs": True}]
+    + [{"reason": "", "forms": [[64, 64, name, False, False]], "packs": True} for name in ("nn", "no such type", 7)],
 )
 def test_a_remembered_verdict_that_cannot_be_is_measured_again(
     damaged: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model("llama", torch.float32)
     monkeypatch.setattr(invariance._verdicts, "get", lambda _: damaged)
-    monkeypatch.setattr(invariance, "_measured", lambda *_: ("measured once more", frozenset()))
+    monkeypatch.setattr(invariance, "_measured", lambda *_: ("measured once more", frozenset(), False))
     assert make_exact(model, rehearse(model), identity="this one")[1] == "measured once more"
 
 

@@ -11,7 +11,6 @@ from diskprefix.model.exact import latent
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.patterns import NotInvariant
 from diskprefix.model.exact.rehearsal import rehearse
-from diskprefix.model.exact.runner import can_pack
 from diskprefix.model.quants.quantised import QuantisedLinear, prepare
 from tests.exactness.architectures import tiny_model
 from tests.model.quantising_in_place import quantise
@@ -86,4 +85,4 @@ def test_a_quantised_model_shares_steps_at_every_token(weights: str) -> None:
     assert quantised >= {"q_a_proj", "q_b_proj", "o_proj"}
     layout, reason = make_exact(model, rehearse(model))
     assert (layout.exact_at, reason) == ("token", "")
-    assert can_pack(model, layout)
+    assert layout.packs

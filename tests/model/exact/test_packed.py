@@ -8,14 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from diskprefix.kv import layers
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sizes import TILE
-from diskprefix.kv.step import Run
-from diskprefix.model.exact import latent, recurrent, runner
+from diskprefix.kv.step import Run, current_step
+from diskprefix.model.exact import latent, layer_kinds, recurrent, runner
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
 from diskprefix.model.exact.runner import Rows
@@ -23,6 +24,7 @@ from diskprefix.native import library
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.examples import examples
 from tests.model.exact.test_invariance import tiles_of_the_step, unsafe_counts
+from tests.model.exact.test_layer_kinds import SAMPLE, deep_model
 
 LENGTHS = (TILE + 40, 300, 90, 2)
 """Of the sequences; their last tokens are decoded."""
@@ -142,17 +144,38 @@ def test_a_model_that_computes_with_its_cache_itself_takes_turns(
     """Latent attention is one, as transformers computes it: what it keeps is a factor of keys and values."""
     if not is_ours:
         monkeypatch.setattr(latent, "expansion_of", lambda _: None)
-    model, layout = made("minicpm3")
+    _, layout = made("minicpm3")
     assert layout.exact_at == "token"
-    assert runner.can_pack(model, layout) == is_ours
+    assert layout.packs == is_ours
 
 
-@pytest.mark.usefixtures("cache")
-def test_whether_it_takes_turns_is_remembered_for_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, layout = made("llama")
-    assert runner.can_pack(model, layout, "these")
-    monkeypatch.setattr(runner, "_packs", lambda *_: False)
-    assert [runner.can_pack(model, layout, identity) for identity in ("these", "others", "")] == [True, False, False]
+@pytest.mark.parametrize("has_its_kind", [True, False])
+def test_a_single_layer_that_depends_on_the_company_is_found(
+    has_its_kind: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 6 of eight has a class of its own. A sample without it is the ablation."""
+    model = deep_model()
+    layer: Any = model.get_decoder().layers[6]
+    layer.mlp = Sociable(layer.mlp)
+    if not has_its_kind:
+        monkeypatch.setattr(layer_kinds, "_first_of_each", lambda _: SAMPLE)
+        monkeypatch.setattr(layer_kinds._OperatorsOfLayers, "are_those_of", lambda *_: True)
+    layout, reason = make_exact(model, rehearse(model))
+    assert (layout.exact_at, reason) == ("token", "")
+    assert layout.packs != has_its_kind
+
+
+class Sociable(nn.Module):
+    """Gated products, doubled where several sequences share a step."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        step = current_step()
+        found: torch.Tensor = self.own(rows)
+        return found * (2.0 if step is not None and len(step.runs) > 1 else 1.0)
 
 
 def memory_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
