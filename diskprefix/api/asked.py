@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.output.format import OutputFormat, ReasoningDelta, ThoughtWatch
 from diskprefix.engine.request import Constraint, FreeText, SamplingParams
@@ -103,12 +104,12 @@ def openai_choice(
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """A request in neutral words. A text or token ids as `prompt` are continued as they are.
+    """A request in neutral words. A text or token ids as `prompt` are continued as they are, and a gap is filled in.
 
     The reply to a text is not parsed for reasoning and calls.
     """
 
-    prompt: Conversation | str | list[int]
+    prompt: Conversation | str | list[int] | FillIn
     sampling: SamplingParams
     tool_choice: ToolChoice = ToolChoice()
     text_format: TextFormat | None = None

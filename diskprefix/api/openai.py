@@ -26,6 +26,7 @@ from diskprefix.api.fields import (
 )
 from diskprefix.api.figures import figures_reply
 from diskprefix.api.reply import DeltaEvent, EndEvent, ReplyEvent, WholeChoice, WholeReply
+from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.output.format import ContentDelta
 from diskprefix.engine.request import DoneEvent, ProgressEvent, SamplingParams, TokenLogprob
 from diskprefix.errors import DiskPrefixError, InvalidRequest
@@ -206,7 +207,7 @@ class CompletionRequest(OpenAIBody):
     ] = Field(description="Text, or token ids; or a list that holds exactly one of these.")
     logprobs: int | None = Field(default=None, ge=0, le=20, description="So many alternatives for every token.")
     echo: Literal[False] | None = Field(default=None, description="Not supported.")
-    suffix: Literal[""] | None = Field(default=None, description="Not supported.")
+    suffix: str | None = Field(default=None, description="Text behind the gap that the reply fills; `prompt` is text.")
     best_of: int | None = Field(default=None, ge=1, le=16, description="Not supported, unless equal to `n`.")
 
 
@@ -219,7 +220,12 @@ class Completions:
         if body.best_of not in (None, body.n or 1):
             raise InvalidRequest.at("best_of", "must be equal to n")
         sampling = body.sampling(vocab_size, body.max_tokens, body.logprobs)
-        return Asked(prompt=body.prompt, sampling=sampling, text_format=body.text_format_beside(None))
+        prompt: str | list[int] | FillIn = body.prompt
+        if body.suffix:
+            if not isinstance(prompt, str):
+                raise InvalidRequest.at("suffix", "needs a prompt that is text, not token ids")
+            prompt = FillIn(prompt, body.suffix, "suffix")
+        return Asked(prompt=prompt, sampling=sampling, text_format=body.text_format_beside(None))
 
     def writer(self, body: CompletionRequest, head: Head) -> OpenAIWriter:
         return CompletionWriter(head, include_usage=body.include_usage, with_logprobs=body.logprobs is not None)

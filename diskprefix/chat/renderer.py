@@ -12,6 +12,7 @@ from diskprefix.chat.boundaries import bound, text_boundaries
 from diskprefix.chat.content import holds_media, prepare_media, read_media, render_media
 from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.encoder import Encoder, encode
+from diskprefix.chat.fill_in import FillIn, fill_in_tags
 from diskprefix.chat.marks import mark
 from diskprefix.chat.messages import Conversation, JsonObject
 from diskprefix.chat.normalisers import Normalisers, normalise, place
@@ -143,10 +144,17 @@ class PromptRenderer:
             return steps
         return [partial(self._compress, steps, self._encoder.count)]
 
-    def completion(self, prompt: str | list[int], encodings: RecordStore | None = None) -> Prompt:
-        """Returns the prompt of a text or of token ids, without a chat template. Texts in `encodings` are not encoded
-        again. Raises `InvalidRequest` for an unknown token id or an empty prompt, and `ContextTooLong`."""
+    def fill_in_ends(self, gap: FillIn) -> tuple[str, ...]:
+        """Returns the added tokens that end what fills a gap. Raises `InvalidRequest` as `completion`."""
+        return fill_in_tags(self._template.added, gap).ends
+
+    def completion(self, prompt: str | list[int] | FillIn, encodings: RecordStore | None = None) -> Prompt:
+        """Returns the prompt of a text, of token ids or of a text with a gap, without a chat template. Texts in
+        `encodings` are not encoded again. Raises `InvalidRequest` for an unknown token id, an empty prompt, or a gap
+        that the model was not trained to fill, and `ContextTooLong`."""
         num_added = 0, 0
+        if isinstance(prompt, FillIn):
+            prompt = fill_in_tags(self._template.added, prompt).text_of(prompt)
         if isinstance(prompt, str):
             text = prompt
             token_ids = self._encoder.encode(text, adds_special=True, param="prompt", store=encodings).token_ids

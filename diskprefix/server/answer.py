@@ -40,6 +40,7 @@ from diskprefix.api.openai_chat import Chat
 from diskprefix.api.responses import ResponseRequest, Responses
 from diskprefix.api.responses_items import ResponseStore
 from diskprefix.chat.content import holds_media
+from diskprefix.chat.fill_in import FillIn
 from diskprefix.chat.messages import Conversation
 from diskprefix.chat.output.format import OutputFormat, PlainText
 from diskprefix.chat.replay import Replayed
@@ -307,14 +308,17 @@ def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequ
     prompt_end = serving.renderer.end_of(replayed.prompt)
     encode = partial(serving.engine.tokenizer.encode, add_special_tokens=False)
     budget = asked.thinking_budget or arrival.daemon.settings.reasoning_budget
+    ends = serving.renderer.fill_in_ends(asked.prompt) if isinstance(asked.prompt, FillIn) else ()
+    sampling = _sampling(asked, rendered.room)
     generate = GenerateRequest(
         id=f"{rendered.dialect.id_prefix}{uuid.uuid4().hex}",
         prompt=replayed.prompt,
-        sampling=_sampling(asked, rendered.room),
+        # Special tokens are no text, so those that end the reply are stop strings.
+        sampling=replace(sampling, stop=(*sampling.stop, *ends)),
         cache=arrival.cache,
         constraint=constraint_of(asked, output_format, prompt_end, serving.engine.constraints.check),
         thought_budget=thought_budget_of(budget, output_format, prompt_end, encode),
-        shown_special_tokens=output_format.special_tokens,
+        shown_special_tokens=output_format.special_tokens.union(ends),
         reports_progress=asked.return_progress,
         on_stage=None if trace is None else trace.add,
     )

@@ -463,7 +463,7 @@ def test_no_prompt_two_prompts_and_other_things_are_refused(prompt: Any) -> None
     assert str(caught.value.param).startswith("prompt")
 
 
-@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": "x"}, {"logprobs": 21}, {"best_of": 0}])
+@pytest.mark.parametrize("fields", [{"echo": True}, {"suffix": 5}, {"logprobs": 21}, {"best_of": 0}])
 def test_what_completions_do_not_support_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as caught:
         completion(prompt="x", **fields)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -32,7 +33,9 @@ _CORPUS = [
 ]
 
 
-def write_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) -> None:
+def write_tokenizer(
+    folder: Path, *, chat_template: str | None = CHAT_TEMPLATE, more_special_tokens: Sequence[str] = ()
+) -> None:
     """Byte-level BPE trained on a few lines, with ChatML's special tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -42,7 +45,7 @@ def write_tokenizer(folder: Path, *, chat_template: str | None = CHAT_TEMPLATE) 
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,
-        special_tokens=SPECIAL_TOKENS,
+        special_tokens=[*SPECIAL_TOKENS, *more_special_tokens],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
