@@ -57,9 +57,17 @@ class Recorder(Protocol):
     """Records requests. Its errors fail no request. `know` and `forget` may be called in any thread."""
 
     def describe(
-        self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int, exact_at: Literal["token", "grid"]
+        self,
+        *,
+        bytes_per_token: int,
+        state_bytes: int,
+        logits_bytes: int,
+        exact_at: Literal["token", "grid"],
+        memory_bytes: int = 0,
+        load_s: float = 0.0,
     ) -> None:
-        """Receives the sizes of the model's state, as in `kv.layout.Layout`."""
+        """Receives the sizes of the model's state, as in `kv.layout.Layout`, the memory that the model needs and the
+        time in which it was loaded."""
 
     def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
         """Receives the prompts of a root from before this process, oldest first."""
@@ -79,9 +87,11 @@ class Recorder(Protocol):
         reply: TokenIds,
         prefill_ms: float,
         remembered: bool,
+        took_s: float = 0.0,
     ) -> None:
-        """Records a finished request. `when`: its arrival, in seconds since 1970. `reply`: the tokens that the model
-        computed after the prompt. `remembered`: the prompt was computed to its end and has no media."""
+        """Records a finished request. `when`: its arrival, in seconds since 1970; `took_s` later it ended. `reply`: the
+        tokens that the model computed after the prompt. `remembered`: the prompt was computed to its end and has no
+        media."""
 
     def close(self) -> None:
         """Writes what is pending and ends."""

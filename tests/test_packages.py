@@ -47,7 +47,7 @@ BESIDE = {
     "watch": {"clients", "simulate", "warm", "request_bodies", "daemon_call"},
     "warm": {"daemon_call"},
     "clients": {"daemon_call"},
-    "simulate": {"warm", "request_bodies"},
+    "simulate": {"front", "warm", "request_bodies"},
     "setup": {"catalogue", "warm", "request_bodies"},
     "vllm": {"remote", "exchange"},
     "front": {"catalogue", "watch"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import os
 import stat
@@ -300,13 +301,18 @@ def test_a_file_that_cannot_be_recorded_to_is_refused_at_once(tmp_path: Path) ->
         assert "\n" not in refusal.value.message
 
 
-def test_two_daemons_do_not_write_one_recording(tmp_path: Path) -> None:
+def test_two_processes_append_whole_lines_to_one_recording(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    recorder = open_recorder(path)
-    with pytest.raises(SettingsError, match="another daemon"):
-        open_recorder(path)
-    recorder.close()
-    open_recorder(path).close()
+    recorders = open_recorder(path), open_recorder(path)
+    with path.open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        for recorder in recorders:
+            note(recorder, Prompt(random_prompt(1, 40)))
+        wait_for(lambda: all(recorder._waiting.empty() for recorder in recorders))
+        assert path.stat().st_size == 0, "each waits for its turn"
+    for recorder in recorders:
+        recorder.close()
+    assert len(read(path)) == 2
 
 
 @pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])

@@ -191,9 +191,19 @@ def test_what_requests_asked_for_themselves_is_said_below_the_table(run: Run, tm
     assert run("simulate", plain, *SHORT, "--model", tokenizer).stdout.splitlines()[-1].startswith("upper-bound")
 
 
-def record(path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token: int = 1024) -> Path:
-    recorder = RequestRecorder(path, Settings(block_size=block_size, kv_cache_min_tokens=64), lambda: 1)
-    recorder.describe(bytes_per_token=bytes_per_token, state_bytes=state_bytes, logits_bytes=800, exact_at="grid")
+def record(
+    path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token: int = 1024, model: str | None = None
+) -> Path:
+    settings = Settings(block_size=block_size, kv_cache_min_tokens=64, served_model_name=model)
+    recorder = RequestRecorder(path, settings, lambda: 1)
+    recorder.describe(
+        bytes_per_token=bytes_per_token,
+        state_bytes=state_bytes,
+        logits_bytes=800,
+        exact_at="grid",
+        memory_bytes=GIB,
+        load_s=2.0,
+    )
     for request in interleaved(num_requests=8):
         options = CacheOptions(scope=Scope("auto", 30))
         num_tokens = len(request.prompt.token_ids)
@@ -201,8 +211,9 @@ def record(path: Path, *, block_size: int, state_bytes: int = 0, bytes_per_token
             request.prompt,
             options,
             CacheReport(selection=Selection(scope=Scope("full"), prompt_tokens=50, reason="full")),
-            root=b"r" * 16,
+            root=(model or "").encode().rjust(16, b"r"),
             when=request.when,
+            took_s=0.5,
             output_tokens=1,
             reply=as_token_ids([]),
             prefill_ms=num_tokens / 2,
@@ -249,6 +260,28 @@ def test_a_recording_says_what_its_daemon_and_its_model_were(run: Run, tmp_path:
     found = rows(run("simulate", states, "--scope", "full", "--budget", "unlimited", "--json"))
     (row,) = (row for row in found if (row["scope"], row["regime"]) == ("full", "checkpoints"))
     assert (row["restored_tokens"], row["written_bytes"]) == (totals.restored_tokens, totals.written_bytes)
+
+
+def test_a_recording_of_several_models_has_a_table_of_each_and_one_of_their_swaps(run: Run, tmp_path: Path) -> None:
+    both = tmp_path / "both.jsonl"
+    record(both, block_size=32, model="ash")
+    record(both, block_size=64, state_bytes=5 * MIB, model="org/birch")
+    flags = "--scope", "full", "--budget", "unlimited"
+    alone = record(tmp_path / "alone.jsonl", block_size=32)
+    simulated = rows(run("simulate", both, alone, *flags, "--json"))
+    found = {(row["trace"], row["regime"]): row for row in simulated if row["scope"] == "full"}
+    assert {trace for trace, _ in found} == {"both: ash", "both: org/birch", "alone"}
+    assert found["both: ash", "token"]["restored_tokens"] == found["alone", "token"]["restored_tokens"]
+    assert found["both: org/birch", "checkpoints"]["state_bytes"] == 5 * MIB
+    one, two = rows(run("simulate", both, "--memory-limit", "1GiB", "--memory-limit", "2GiB", "--json"))
+    assert one["swaps"] > two["swaps"] == 0
+    assert (two["loads"], two["waited"], two["wait_max_s"]) == ({"ash": 1, "org/birch": 1}, 2, 2.0)
+    assert one["requests"] == two["requests"] == 16
+    assert one["restored_tokens"] == two["restored_tokens"] > one["waited_restored"] > 0
+    shown = run("simulate", both, "--memory-limit", "1GiB").stdout
+    assert "ash 1.0 GiB, 2.0 s; org/birch 1.0 GiB, 2.0 s" in shown
+    assert f" {one['swaps']} " in shown
+    run("simulate", "synthetic:interleaved:20", "--memory-limit", "1GiB").assert_refused(2, "no recording of a daemon")
 
 
 def test_a_policy_file_leaves_open_what_the_recording_says(run: Run, tmp_path: Path) -> None:

@@ -18,8 +18,8 @@ import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -62,8 +62,10 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     `when` is in seconds since 1970. `root` identifies model and tenant, `group` is that of `CacheOptions`; both are
     keyed hashes of 16 hex digits. `is_shared`: the request had neither key nor salt. `own_scope`: it set another scope
     than the daemon's. `bytes_per_token`, `state_bytes`, `logits_bytes` and `exact_at` describe the model's state as
-    `kv.layout.Layout` does; the sizes are 0 if unknown. `marks` are the positions that the client marked, with their
-    times to live in seconds: see `nouns.Mark`. `reply_tokens` counts the known tokens of the reply, 0 unless the model
+    `kv.layout.Layout` does; the sizes are 0 if unknown. `model` is its name where a daemon has several, `memory_bytes`
+    what it needs of memory, `load_s` the time in which it was loaded. `took_s` is the time from the request's arrival
+    at the model to its end. `marks` are the positions that the client marked, with their times to live in seconds: see
+    `nouns.Mark`. `reply_tokens` counts the known tokens of the reply, 0 unless the model
     is exact at every token.
 
     `cuts` are ascending positions in tokens. The end of the prompt is one of them, the end of the reply is the last
@@ -102,6 +104,10 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     state_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
     logits_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
     exact_at: Literal["token", "grid"] = "grid"
+    model: str = ""
+    memory_bytes: _Count = 0
+    load_s: _Amount = 0.0
+    took_s: _Amount = 0.0
     restored: _Count = 0
     source: StateSource = "none"
     miss_reason: MissReason | None = None
@@ -130,7 +136,8 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 class RequestRecorder:
-    """Appends requests to a file, in a thread of its own. `record_request` only queues them.
+    """Appends requests to a file, in a thread of its own. `record_request` only queues them. Several processes may
+    append to one file, such as the workers of several models.
 
     Errors of the file never fail a request. They are logged once until writing works again. If the file was moved or
     deleted, a new one is started. `secret_of` returns the store's secret. `know` and `forget` may be called in any
@@ -138,8 +145,8 @@ class RequestRecorder:
     """
 
     def __init__(self, path: Path, settings: Settings, secret_of: Callable[[], int]) -> None:
-        """Opens the file. A new file is private to its owner. Raises `SettingsError` if the file cannot be written, is
-        no recording, or is written by another daemon."""
+        """Opens the file. A new file is private to its owner. Raises `SettingsError` if the file cannot be written or
+        is no recording."""
         self._path = path
         self._settings = settings
         self._default_scope = parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
@@ -156,11 +163,20 @@ class RequestRecorder:
         self._thread.start()
 
     def describe(
-        self, *, bytes_per_token: int, state_bytes: int, logits_bytes: int, exact_at: Literal["token", "grid"]
+        self,
+        *,
+        bytes_per_token: int,
+        state_bytes: int,
+        logits_bytes: int,
+        exact_at: Literal["token", "grid"],
+        memory_bytes: int = 0,
+        load_s: float = 0.0,
     ) -> None:
         """Sets the size and kind of the model's state for all later lines. Before this call, no replies are
         recorded."""
         self._layout = {
+            "memory_bytes": memory_bytes,
+            "load_s": round(load_s, 3),
             "bytes_per_token": bytes_per_token,
             "state_bytes": state_bytes,
             "logits_bytes": logits_bytes,
@@ -189,9 +205,10 @@ class RequestRecorder:
         reply: TokenIds,
         prefill_ms: float,
         remembered: bool,
+        took_s: float = 0.0,
     ) -> None:
-        """Queues a finished request. `when` is its arrival in seconds since 1970. `reply` has the tokens that the model
-        computed after the prompt. `remembered`: see `RecordedRequest`."""
+        """Queues a finished request. `when` is its arrival in seconds since 1970; `took_s` later it ended. `reply` has
+        the tokens that the model computed after the prompt. `remembered`: see `RecordedRequest`."""
         if self._layout.get("exact_at") != "token" or prompt.media:
             reply = reply[:0]
         record_of = partial(
@@ -207,6 +224,8 @@ class RequestRecorder:
             save=options.save,
             ttl_s=options.ttl_s,
             reuse_generated=options.reuse_generated,
+            model=self._settings.served_model_name or "",
+            took_s=round(took_s, 3),
             output_tokens=output_tokens,
             reply_tokens=len(reply),
             boundaries=list(prompt.boundaries),
@@ -306,15 +325,16 @@ class RequestRecorder:
                 moved, self._fd = self._fd, _open(self._path)
                 os.close(moved)
             self._looked_at = time.monotonic()
-        end = os.fstat(self._fd).st_size
-        written = 0
-        try:
-            while written < len(line):
-                written += os.write(self._fd, line[written:])
-        except OSError:
-            if written:
-                os.ftruncate(self._fd, end)
-            raise
+        with _locked(self._fd, self._path):
+            end = os.fstat(self._fd).st_size
+            written = 0
+            try:
+                while written < len(line):
+                    written += os.write(self._fd, line[written:])
+            except OSError:
+                if written:
+                    os.ftruncate(self._fd, end)
+                raise
 
 
 def _keyed(key: bytes, kind: bytes, value: bytes) -> str:
@@ -342,7 +362,7 @@ def _prefix_hashes(key: bytes, root: bytes, token_ids: TokenIds, positions: Sequ
 
 
 def _open(path: Path) -> int:
-    """Opens and locks the file for appending, and removes an unfinished last line. Raises `SettingsError`."""
+    """Opens the file for appending, and removes an unfinished last line. Raises `SettingsError`."""
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     try:
         # Non-blocking, because opening a pipe would wait.
@@ -352,17 +372,26 @@ def _open(path: Path) -> int:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise _refused(f"{path} is no regular file")
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise _refused(f"another daemon records to {path}") from error
-        except OSError as error:
-            log.debug("[record] %s cannot be locked: %s", path, error)
-        _check_content(fd, path)
+        with _locked(fd, path):
+            _check_content(fd, path)
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+@contextmanager
+def _locked(fd: int, path: Path) -> Iterator[None]:
+    """Holds the file for this process. Where it cannot be locked, others are not held off."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except OSError as error:
+        log.debug("[record] %s cannot be locked: %s", path, error)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def _check_content(fd: int, path: Path) -> None:

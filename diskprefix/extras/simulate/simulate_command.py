@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from diskprefix.cli.options import PathType, build_settings, nonempty, option, p
 from diskprefix.cli.tooling import print_json, progress, status
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate import machines_command as simulate_machines
+from diskprefix.extras.simulate import swapping_command as simulate_swapping
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.extras.simulate.machines import WRITE_RULES, WriteRule, setups
@@ -57,6 +58,8 @@ Examples:
       replays a generated workload
   diskprefix simulate day.jsonl --machines 2 --machines 8 --machines 64
       spreads the workload over machines, with and without a shared tier in an object store
+  diskprefix simulate day.jsonl --memory-limit 8GiB --memory-limit 12GiB
+      shows how often a daemon of several models swaps, and how long requests wait
   diskprefix serve --record day.jsonl
       records the workload of a daemon: lengths and hashes, no text
 
@@ -151,6 +154,14 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     help="With --machines: what a machine uploads to the shared tier. off: there is no shared tier. seen-twice: "
     "prefixes that it has seen in two prompts. all: everything that it saves. Can be given several times.",
 )
+@option(
+    "--memory-limit",
+    metavar="SIZE",
+    multiple=True,
+    show_default="no swaps",
+    help="For a recording of several models: how often they are loaded and unloaded with so much memory for all, and "
+    "how long requests wait. Can be given several times.",
+)
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
     "--plot",
@@ -173,6 +184,7 @@ def simulate(
     machines: tuple[int, ...],
     spread: tuple[Spread, ...],
     remote_write: tuple[WriteRule, ...],
+    memory_limit: tuple[str, ...],
     model: str | None,
     chat_template: Path | None,
     json: bool,
@@ -182,7 +194,8 @@ def simulate(
     """Replay recorded workloads without a model. Show what each setting would have restored and written.
 
     The daemon's own code decides what to keep and what to evict. Model, disk and clock are simulated. Scopes, marks and
-    times to live that single requests set apply in every row.
+    times to live that single requests set apply in every row. Each model of a recording has a table and a store of its
+    own.
 
     --kv-cache-gate, --reuse-generated, --kv-cache-min-free and --kv-cache-write-buffer are not simulated: everything
     that is found is restored, and writing takes no time.
@@ -206,6 +219,11 @@ def simulate(
     fetched, put       bytes read from and written to the shared tier
     reads/s, writes/s  requests to the object store in its busiest second
     $, $ a month       the cost of all requests, and of storage at the end (S3 prices)
+    With --memory-limit
+    loads, swaps       models that were loaded, and unloaded for another one
+    waits, median, …   requests that came for a model that was not loaded, and how long they
+                       waited; after a wait: the restored part of their prompts
+    refused            requests that found too many models waiting
 
     \b
     whole-snapshots  a simple rule for comparison: saves the prefix that a prompt shares
@@ -217,14 +235,17 @@ def simulate(
         raise SettingsError("--tokens-per-s: it must be a number above 0")
     if plot is not None:
         check_plot(plot)
+    if memory_limit and (machines or policy or plot):
+        raise SettingsError("--memory-limit cannot be given with --machines, --policy and --plot")
     if machines:
         simulate_machines.check(regime, policy)
     elif spread or remote_write:
         raise SettingsError(f"{'--spread' if spread else '--remote-write'} needs --machines")
     last_s = None if last is None else parse_duration(last, param="--last")
-    scope = scope or ((_SCOPE,) if machines else _SCOPES)
+    is_one = bool(machines or memory_limit)
+    scope = scope or ((_SCOPE,) if is_one else _SCOPES)
     regime = regime or (REGIMES[:1] if machines else REGIMES)
-    budget = budget or (_BUDGETS[-1:] if machines else _BUDGETS)
+    budget = budget or (_BUDGETS[-1:] if is_one else _BUDGETS)
     cases_of = partial(
         _cases,
         scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope)),
@@ -242,7 +263,12 @@ def simulate(
     # An error in an option is reported before the traces are read, and one in a trace before the first is replayed.
     cases_of(None)
     read = _read(traces, _lazy_reader(model, chat_template))
-    planned = [(trace if last_s is None else trace.last(last_s), cases_of(trace.daemon)) for trace in read]
+    shortened = [trace if last_s is None else trace.last(last_s) for trace in read]
+    if memory_limit:
+        limits = [_size(size, "--memory-limit", 1, 2**60) for size in memory_limit]
+        simulate_swapping.run(shortened, limits, partial(_own_case, cases_of), as_json=json)
+        return
+    planned = [(one, cases_of(one.daemon)) for trace in shortened for one in trace.by_model()]
     if machines:
         simulate_machines.run(
             planned, setups(machines, spread or SPREADS[:2], remote_write or WRITE_RULES), as_json=json, plot=plot
@@ -256,6 +282,14 @@ def simulate(
         print_json([row.as_dict() for row in rows])
     else:
         show([trace for trace, _ in planned], rows)
+
+
+def _own_case(cases_of: Callable[[RecordedDaemon], list[Case]], daemon: RecordedDaemon) -> Case:
+    """Returns the first run with the kind of state that the recorded model has, or else the first one."""
+    geometry = daemon.geometry
+    own = None if geometry is None else "checkpoints" if geometry.state_bytes else geometry.exact_at
+    found = cases_of(daemon)
+    return next((case for case in found if case.regime == (own if own != "grid" else "sliceable")), found[0])
 
 
 def _cases(

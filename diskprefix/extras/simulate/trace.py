@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ class TraceRequest:
     `CacheOptions`. Requests of different tenants share nothing. `is_shared`: the tenant has neither key nor salt, as
     always for the tenant "". `remembered`: the prompt counts as a recent one for later requests. This is false for a
     request that failed or was cancelled. `grain`: common prefixes are multiples of this number of tokens, as in traces
-    of block ids.
+    of block ids. `model` is empty if the daemon has one model. `took_s` is the time from its arrival at the model to
+    its end, 0 if unknown.
     """
 
     when: float
@@ -39,17 +40,21 @@ class TraceRequest:
     ttl_s: float | None = None
     remembered: bool = True
     grain: int = 1
+    model: str = ""
+    took_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedDaemon:
     """The daemon of a recording: its settings, the size of its model's state (None if unknown), and the speed of
-    prefill (0 if unknown)."""
+    prefill, the memory that the model needs and the time to load it (0 if unknown)."""
 
     block_size: int
     min_tokens: int
     geometry: Geometry | None = None
     tokens_per_s: float = 0.0
+    memory_bytes: int = 0
+    load_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,12 +63,14 @@ class Trace:
 
     Each call of `replay` begins from the start. A trace may be larger than memory, because the tokens of a prompt may
     be made only then. So keep no request longer than needed. `daemon` is the recorded daemon, None for other traces.
+    `models` has that of each model by its name, if there are several.
     """
 
     name: str
     num_requests: int
     replay: Callable[[], Iterator[TraceRequest]]
     daemon: RecordedDaemon | None = None
+    models: Mapping[str, RecordedDaemon] = field(default_factory=dict)
 
     @classmethod
     def of(cls, name: str, requests: Sequence[TraceRequest]) -> Trace:
@@ -78,15 +85,22 @@ class Trace:
 
     def last(self, seconds: float) -> Trace:
         """Returns a trace of the last seconds."""
-        times = [request.when for request in self]
-        start = max(times, default=0.0) - seconds
-        num_requests = sum(when >= start for when in times)
-        return Trace(self.name, num_requests, lambda: (one for one in self if one.when >= start), self.daemon)
+        start = max((request.when for request in self), default=0.0) - seconds
+        return self._of(lambda request: request.when >= start)
+
+    def by_model(self) -> list[Trace]:
+        """Returns a trace for each model, or this one if there are not several."""
+        found = [(name, self._of(lambda one, name=name: one.model == name)) for name in self.models]  # type: ignore[misc]
+        made = [replace(one, name=f"{self.name}: {name}", daemon=self.models[name], models={}) for name, one in found]
+        return made or [self]
+
+    def _of(self, is_in: Callable[[TraceRequest], bool]) -> Trace:
+        return replace(self, num_requests=sum(map(is_in, self)), replay=lambda: filter(is_in, self.replay()))
 
     def head(self, num_requests: int) -> Trace:
         """Returns a trace of the first `num_requests` requests, or of all if there are fewer."""
         fewer = min(num_requests, self.num_requests)
-        return Trace(self.name, fewer, lambda: islice(self.replay(), fewer), self.daemon)
+        return replace(self, num_requests=fewer, replay=lambda: islice(self.replay(), fewer))
 
 
 class BlockRequest(NamedTuple):

@@ -172,7 +172,11 @@ def _recording(path: Path, lines: _Lines, name: str) -> Trace:
         records.append(record)
         hash_at = dict(zip(record.cuts, record.hashes, strict=True))
         boundaries.update(hash_at[position] for position in record.boundaries if position in hash_at)
+    by_model: dict[str, list[RecordedRequest]] = {}
+    for record in records:
+        by_model.setdefault(record.model, []).append(record)
     daemon = _recorded_daemon(records)
+    models = {model: _recorded_daemon(own) for model, own in by_model.items()} if len(by_model) > 1 else {}
     records.sort(key=lambda record: record.when)
     before = joined(records)
     number_of = {digest: index for index, digest in enumerate(before)}
@@ -192,7 +196,7 @@ def _recording(path: Path, lines: _Lines, name: str) -> Trace:
                     token_ids[position_of[digest] - 1] = marker_of[digest]
             yield _replayed(record, token_ids, record.when - records[0].when)
 
-    return Trace(name, len(records), replay, daemon)
+    return Trace(name, len(records), replay, daemon, models)
 
 
 def _markers(before: dict[str, str], position_of: dict[str, int], boundaries: Collection[str]) -> dict[str, int]:
@@ -222,6 +226,8 @@ def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
         min_tokens=last.min_tokens,
         geometry=geometry if is_weighed else None,
         tokens_per_s=num_tokens / seconds if seconds > _LEAST_MEASURED_S else 0.0,
+        memory_bytes=last.memory_bytes,
+        load_s=last.load_s,
     )
 
 
@@ -244,6 +250,8 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
         save=record.save,
         ttl_s=record.ttl_s,
         remembered=record.remembered,
+        model=record.model,
+        took_s=record.took_s,
     )
 
 

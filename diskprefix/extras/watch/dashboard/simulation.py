@@ -43,7 +43,12 @@ class Simulation:
         flags += ["--regime", _regime(serving), "--budget", str(settings.kv_cache_budget), "--last", f"{hours:g}h"]
         async with self._running:
             rows = await _output(["simulate", str(settings.record), "--json", *flags])
-        return [SimulatedScope.model_validate(row) for row in rows if row["scope"] != "whole-snapshots"]
+        # Of several models, each has rows of its own.
+        name = settings.record.stem
+        own = [row for row in rows if row["trace"] in (name, f"{name}: {settings.served_model_name}")]
+        if rows and not own:
+            raise InvalidRequest(f"no request for {settings.served_model_name} is recorded yet", code="not_recording")
+        return [SimulatedScope.model_validate(row) for row in own if row["scope"] != "whole-snapshots"]
 
 
 def _regime(serving: Serving) -> str:
