@@ -24,6 +24,15 @@ Kind: TypeAlias = Literal["text", "integer", "size", "duration", "switch", "file
 """`size` is in bytes and `duration` in seconds. People write both with a unit."""
 
 
+def expanded(path: str | Path) -> Path:
+    """Returns the path with the home folder in place of a leading `~` or `~USER`. Raises `SettingsError` if there is no
+    such user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise SettingsError(f"{path}: {Path(path).parts[0]} is the home folder of nobody here") from error
+
+
 def cache_home() -> Path:
     """Returns `$XDG_CACHE_HOME/diskprefix`, or `~/.cache/diskprefix`."""
     base = os.environ.get("XDG_CACHE_HOME", "").strip()

@@ -14,7 +14,7 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.chat.normalisers import Normalisers
 from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.errors import SettingsError
-from diskprefix.settings import SETTINGS, Settings, flag_of
+from diskprefix.settings import SETTINGS, Settings, expanded, flag_of
 from diskprefix.units import parse_duration, parse_size, whole_size
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -258,4 +258,4 @@ def _parsed(name: str, value: Any) -> Any:
         return parse_size(value, param=flag)
     if kind == "duration":
         return parse_duration(value, param=flag)
-    return Path(os.path.expanduser(value)) if kind in ("file", "folder") else value
+    return expanded(value) if kind in ("file", "folder") else value

@@ -17,7 +17,7 @@ from click.core import ParameterSource
 from diskprefix.cli.options import Decorated, PathType, variable_of
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
-from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir
+from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
 from diskprefix.store.folder import DATA, become_owner
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
@@ -46,7 +46,7 @@ def folder_option(help: str) -> Callable[[Decorated], Decorated]:
         show_default=DEFAULT_DIR,
         show_envvar=True,
         # No shell expands a variable from an environment file, so this does.
-        callback=lambda _context, _parameter, path: path.expanduser(),
+        callback=lambda _context, _parameter, path: expanded(path),
         help=help,
     )
 

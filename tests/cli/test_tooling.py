@@ -52,6 +52,22 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "kv"
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["inspect", "--kv-cache-dir", "~nobody-here/kv"],
+        ["init", "--yes", "--file", "~nobody-here/settings.toml"],
+        ["models", "~nobody-here/model"],
+        ["remote", "ls", "--remote-tier", "s3://bucket", "--namespace-key-file", "~nobody-here/key"],
+        ["serve", "--record", "~nobody-here/requests"],
+        ["simulate", "~nobody-here/trace.jsonl"],
+    ],
+    ids=lambda args: args[0],
+)
+def test_the_home_folder_of_nobody_is_one_line(run: Run, args: list[str]) -> None:
+    run(*args).assert_refused(2, "~nobody-here/", "~nobody-here is the home folder of nobody here")
+
+
 WRITERS = [["inspect"], ["inspect", "--json"], ["verify"], ["verify", "--json"], ["purge", "--all", "--dry-run"]]
 
 

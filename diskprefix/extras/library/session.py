@@ -37,7 +37,7 @@ from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.memory import kv_bytes
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt
 from diskprefix.printable import printable_only
-from diskprefix.settings import Settings
+from diskprefix.settings import Settings, expanded
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.tokens import TokenIds, floor_to_grid, raw_boundaries
 from diskprefix.units import parse_size
@@ -86,7 +86,7 @@ class PrefixCacheSession:
         if cache_dir is None and settings is None:
             cache_dir = os.environ.get("DISKPREFIX_KV_CACHE_DIR") or None
         given: dict[str, Any] = {
-            "kv_cache_dir": None if cache_dir is None else Path(cache_dir).expanduser(),
+            "kv_cache_dir": None if cache_dir is None else expanded(cache_dir),
             "disk_prefix_cache": None if scope is None else str(parse_scope(scope, param="scope")),
             "kv_cache_budget": None if budget is None else parse_size(budget, param="budget"),
         }

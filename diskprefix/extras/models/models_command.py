@@ -15,6 +15,7 @@ import click
 from diskprefix.cli.options import nonempty
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status, terminal_width
 from diskprefix.errors import ModelError, SettingsError
+from diskprefix.settings import expanded
 from diskprefix.units import counted
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _row_of(name: str, table: dict[str, Any]) -> ModelRow:
     """Raises `SettingsError` for a name that is no architecture and no folder, `ModelError` for an unfit folder."""
     from transformers import CONFIG_MAPPING
 
-    path = Path(os.path.expanduser(name))
+    path = expanded(name)
     if path.is_dir() and (name not in CONFIG_MAPPING or os.sep in name):
         return _row_of_folder(path, table)
     if name in CONFIG_MAPPING:

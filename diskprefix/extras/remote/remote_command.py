@@ -14,6 +14,7 @@ from diskprefix.cli.tooling import json_option, print_json, shortened
 from diskprefix.errors import SettingsError
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.printable import escaped
+from diskprefix.settings import expanded
 from diskprefix.tenant_ids import matches, short_tenant
 from diskprefix.units import ago, counted, format_size, parse_duration, parse_size
 
@@ -34,9 +35,7 @@ def opened_bucket(remote_tier: str | None, namespace_key_file: Path | None) -> t
     if remote_tier is None or namespace_key_file is None:
         raise SettingsError("give the bucket with --remote-tier and its key with --namespace-key-file")
     # A mistyped folder is not created.
-    return ObjectStore(remote_tier, timeout_s=60.0, makes_folder=False), NamespaceKey.read(
-        namespace_key_file.expanduser()
-    )
+    return ObjectStore(remote_tier, timeout_s=60.0, makes_folder=False), NamespaceKey.read(expanded(namespace_key_file))
 
 
 @click.group(short_help="List, sweep or purge the bucket that machines share.")

@@ -14,7 +14,7 @@ from diskprefix.cli.options import PathType, policy_values
 from diskprefix.cli.policy_file import find_policy, packaged, toml_value
 from diskprefix.cli.tooling import existing_folder, json_option, print_json
 from diskprefix.errors import SettingsError
-from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, config_home, default_kv_cache_dir
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, config_home, default_kv_cache_dir, expanded
 from diskprefix.units import format_size, parse_size, whole_size
 
 PRESETS = ("agent", "chat", "rag", "batch", "none")
@@ -61,7 +61,7 @@ def init(
     \b
     Exit codes: 0 done; 2 wrong usage, or a file is there already.
     """
-    file = file.expanduser().absolute()
+    file = expanded(file).absolute()
     unit_file = config_home().parent / "systemd" / "user" / "diskprefix.service"
     keeps = unit and not force and file.is_file() and (model, preset, budget) == (None, None, None)
     for target in (*([] if keeps else [file]), *([unit_file] if unit else [])):
@@ -107,7 +107,7 @@ def _settings_text(model: str | None, preset: str, budget: str) -> str:
         raise SettingsError(f"--budget: {budget} is out of range ({bounds})")
     lines = ["# Settings of diskprefix, for `diskprefix serve --policy FILE`. A flag or a variable overrides them.", ""]
     if model is not None:
-        lines.append(f"model = {toml_value(model if not Path(model).expanduser().exists() else _absolute(model))}")
+        lines.append(f"model = {toml_value(model if not expanded(model).exists() else _absolute(model))}")
     values: dict[str, Any] = {} if preset == "none" else policy_values(preset)
     if values:
         lines.append(f"# From the preset {preset}; {find_policy(preset).name} says why.")
@@ -119,7 +119,7 @@ def _settings_text(model: str | None, preset: str, budget: str) -> str:
 
 
 def _absolute(model: str) -> str:
-    return str(Path(model).expanduser().absolute())
+    return str(expanded(model).absolute())
 
 
 def _proposed_budget() -> int:

@@ -29,7 +29,7 @@ from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import ReadBody, read_trace
 from diskprefix.nouns import Scope
 from diskprefix.printable import printable_only
-from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings
+from diskprefix.settings import MAX_BUDGET, MIN_BUDGET, Settings, expanded
 from diskprefix.units import format_size, parse_duration, parse_size
 
 _DEFAULTS = Settings()
@@ -387,7 +387,7 @@ def _read(names: Sequence[str], read_body: ReadBody) -> list[Trace]:
             # The name without folder and suffix, unless two traces would have it.
             title = name if stems.count(stem) > 1 else stem
             with status(f"reading {title}"):
-                traces.append(read_trace(Path(name).expanduser(), read_body, name=title, warn=warn))
+                traces.append(read_trace(expanded(name), read_body, name=title, warn=warn))
     return traces
 
 

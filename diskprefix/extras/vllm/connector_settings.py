@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import SettingsError
-from diskprefix.settings import SETTINGS, Settings, flag_of
+from diskprefix.settings import SETTINGS, Settings, expanded, flag_of
 from diskprefix.units import parse_duration, parse_size
 
 NAMES = {
@@ -67,7 +66,7 @@ def _converted(key: str, value: object) -> Any:
     if kind == "duration":
         return parse_duration(value, param=key)
     if kind in ("file", "folder"):
-        return Path(str(value)).expanduser()
+        return expanded(str(value))
     if isinstance(value, str) != (kind == "text"):
         raise SettingsError(f"{key}: {value!r} is not {'a text' if kind == 'text' else 'a number'}")
     return value

@@ -36,8 +36,11 @@ class StoredShape:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors of a folder, or else its pickled weights."""
-    return sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
+    """Returns the safetensors of a folder, or else its pickled weights. The same weights in another format
+    (`consolidated.safetensors`), which nothing reads, are left out."""
+    files = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
+    read = [file for file in files if not file.match("consolidated*.safetensors")]
+    return read if any(file.match("model*.safetensors") for file in read) else files
 
 
 def checkpoint_files(folder: Path, files: Sequence[Path]) -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
 
 from diskprefix.chat.renderer import PromptRenderer
 from tests.chat.families.sources import SourcesMissing, sources
@@ -125,13 +125,14 @@ def tokenizer_of(family: Family) -> Any:
     """As transformers loads it for the daemon."""
     from transformers import PreTrainedTokenizerFast
 
-    backend = Tokenizer.from_file(str(folder() / f"{family.vocabulary}.json"))
+    # The file, not an object: that would be copied, which takes longer than reading.
+    file = str(folder() / f"{family.vocabulary}.json")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, bos_token=family.bos, eos_token=family.eos)
     added = [AddedToken(text, special=True, normalized=False) for text in family.special]
     added += [AddedToken(text, special=False, normalized=False) for text in family.plain]
     if family.vocabulary == "phi-3":
         added += [AddedToken(text, special=True, normalized=False, rstrip=True) for text in RSTRIP]
-    backend.add_tokens(added)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=family.bos, eos_token=family.eos)
+    tokenizer.backend_tokenizer.add_tokens(added)
     tokenizer.chat_template = _template(family.template)
     if family.tool_template:
         tokenizer.chat_template = {"default": tokenizer.chat_template, "tool_use": _template(family.tool_template)}

@@ -646,13 +646,18 @@ def test_a_session_works_on_every_device(device: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "error"),
-    [({"scope": "auto:0"}, InvalidScope), ({"budget": "much"}, SettingsError), ({"budget": 1}, SettingsError)],
+    [
+        ({"scope": "auto:0"}, InvalidScope),
+        ({"budget": "much"}, SettingsError),
+        ({"budget": 1}, SettingsError),
+        ({"cache_dir": "~nobody-here/kv"}, SettingsError),
+    ],
 )
 def test_a_setting_out_of_its_range_is_refused(
     arguments: dict[str, Any], error: type[Exception], model: PreTrainedModel, tmp_path: Path
 ) -> None:
     with pytest.raises(error):
-        PrefixCacheSession(model, cache_dir=tmp_path / "kv", **arguments)
+        PrefixCacheSession(model, **({"cache_dir": tmp_path / "kv"} | arguments))
     assert not (tmp_path / "kv").exists()
 
 

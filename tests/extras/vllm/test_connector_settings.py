@@ -31,6 +31,7 @@ def test_a_block_is_whole_pages_and_not_too_small(page: int, block: int) -> None
     ("config", "problem"),
     [
         ({}, "path: must name the folder of the store"),
+        ({"path": "~nobody-here/kv"}, "~nobody-here/kv: ~nobody-here is the home folder of nobody"),
         ({"path": "/kv", "bugdet": 1}, "bugdet: unknown key; there are: path, budget, "),
         ({"path": "/kv", "budget": "much"}, "budget: 'much' is not a size"),
         ({"path": "/kv", "budget": 1.5}, "budget: 1.5 is out of range"),

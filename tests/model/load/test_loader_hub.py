@@ -35,7 +35,6 @@ def test_a_hub_id_is_fetched_once_and_served_from_the_hubs_cache_when_it_is_down
         hub.sent.clear()
         load("org/tiny")
         assert hub.fetched() == []
-    (folder / "consolidated.safetensors").unlink()
     offline = load("org/tiny")
     assert online.name == offline.name == "org/tiny"
     assert online.weights_digest == offline.weights_digest == load(folder).weights_digest
