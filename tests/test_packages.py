@@ -48,7 +48,7 @@ BESIDE = {
     "warm": {"daemon_call"},
     "clients": {"daemon_call"},
     "simulate": {"front", "warm", "request_bodies"},
-    "setup": {"catalogue", "warm", "request_bodies"},
+    "setup": {"catalogue", "front", "warm", "request_bodies"},
     "vllm": {"remote", "exchange"},
     "front": {"catalogue", "watch"},
 }

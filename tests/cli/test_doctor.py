@@ -305,9 +305,30 @@ def test_each_model_that_is_known_by_name_is_checked(run: Run, tmp_path: Path) -
     assert models == [("problem", "one"), ("problem", "two")]
 
 
+def test_what_several_models_take_together_is_compared_with_the_limit(
+    run: Run, chat_model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "models.toml"
+
+    def finding(limit: str, *more: str) -> tuple[str, str]:
+        file.write_text("\n".join((f'[one]\nmodel = "{chat_model}"', *more, f'[two]\nmodel = "{chat_model}"')))
+        report = run(
+            "doctor", "--models-file", file, "--memory-limit", limit, "--kv-cache-dir", tmp_path / "kv", "--json"
+        )
+        (found,) = (each for each in report.json["findings"] if each["check"] == "models")
+        return found["level"], found["text"]
+
+    assert finding("64GiB")[1].endswith(": all stay loaded")
+    assert finding("1GiB") == ("ok", finding("1GiB")[1])
+    assert finding("1GiB")[1].endswith("together they may take 1.0 GiB: they take turns")
+    level, text = finding("1GiB", "pin = true")
+    assert (level, text.partition("; no room ")[2]) == ("problem", "beside what is pinned (one) for two")
+    assert finding("16MiB")[0] == "problem"
+
+
 def test_a_folder_without_models_is_a_problem(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diskprefix.extras.catalogue.catalogue.cached_models", lambda: iter(()))
     found = run("doctor", "--models-dir", tmp_path, "--kv-cache-dir", tmp_path / "kv", "--json").json["findings"]
-    assert [(each["level"], each["text"]) for each in found if each["check"] == "model"] == [
+    assert [(each["level"], each["text"]) for each in found if each["check"] == "models"] == [
         ("problem", "no model is known")
     ]

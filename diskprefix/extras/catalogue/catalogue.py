@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,8 @@ from diskprefix.model.load.safetensors_header import PICKLED, SAFETENSORS, weigh
 from diskprefix.native import build
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import OF_ONE_MODEL, Settings, cache_home, config_home, flag_of
+
+log = logging.getLogger("diskprefix")
 
 _MOST_DEPTH = 4
 _SHOWN_NAMES = 8
@@ -96,10 +99,17 @@ class Catalogue:
         raise ModelNotFound(f"no model is called {shown(name)!r}; {hint}", param="model")
 
     def read_again(self) -> None:
-        """Looks again for what was added, pulled or removed. If it raises `SettingsError`, all stays as it was."""
-        models = tuple(self._found())
+        """Looks again for what was added, pulled or removed. If it raises `SettingsError`, all stays as it was.
+
+        A pulled model yields to one of the user's with its name: a pull must not keep a daemon from its start.
+        """
+        models: list[KnownModel] = []
         by_name: dict[str, KnownModel] = {}
-        for model in models:
+        for model in self._found():
+            if model.origin == "pulled" and (other := by_name.get(model.name)) is not None:
+                log.warning("[models] %s is %s, not what was pulled with this name", shown(model.name), other.source)
+                continue
+            models.append(model)
             for name in (model.name, *model.aliases):
                 other = by_name.setdefault(name, model)
                 if other is not model:
@@ -107,7 +117,7 @@ class Catalogue:
                         f"two models are called {name!r}: {other.source} ({other.origin}) and {model.source} "
                         f"({model.origin}); give one of them another name in models.toml"
                     )
-        self._models, self._by_name = models, by_name
+        self._models, self._by_name = tuple(models), by_name
 
     def _found(self) -> Iterator[KnownModel]:
         settings, seen = self._settings, set[str]()

@@ -112,7 +112,7 @@ class Listing:
         if needs is None:
             # It is loaded alone.
             return limit_bytes, ["all, because it is not on this disk yet"], settings
-        fit = _fit(needs, settings, limit_bytes)
+        fit = fit_beside(needs, settings, limit_bytes)
         return fit.needed_bytes, fit.lines()[: len(fit.rows())], replace(settings, kv_memory=fit.kv_bytes)
 
     def cards(self, name: str | None, loaded: Iterable[str], limit_bytes: int, *, is_anthropic: bool) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Listing:
             return said | {"problem": error.message}
         if needs is None:
             return said
-        fit = _fit(needs, known.settings, limit_bytes)
+        fit = fit_beside(needs, known.settings, limit_bytes)
         names = ("max_model_len", "context_length", "context_window", "max_context_length")
         return said | dict.fromkeys(names, fit.context) | {"needs_bytes": fit.needed_bytes, "needs": dict(fit.rows())}
 
@@ -160,7 +160,7 @@ class Listing:
         return found
 
 
-def _fit(needs: ModelNeeds, settings: Settings, limit_bytes: int) -> Fit:
+def fit_beside(needs: ModelNeeds, settings: Settings, limit_bytes: int) -> Fit:
     """Returns what a model needs beside others: KV for two of the longest sequences, if that is a part of all memory,
     and at most what the model would take alone."""
     alone, longest = fitted(needs, limit_bytes), needs.state.num_bytes(needs.state.positions)

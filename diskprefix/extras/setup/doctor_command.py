@@ -10,7 +10,7 @@ import click
 
 from diskprefix.cli.options import GroupedCommand, build_settings, option, policy_option, setting_options
 from diskprefix.cli.tooling import print_json, status
-from diskprefix.extras.catalogue.catalogue import open_catalogue
+from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.printable import printable_only
 from diskprefix.settings import CACHE, SETTINGS, Settings
@@ -69,7 +69,7 @@ def _findings(settings: Settings, say: Callable[[str], None], *, with_request: b
         store_findings,
         torch_findings,
     )
-    from diskprefix.extras.setup.doctor_model import client_findings, model_findings
+    from diskprefix.extras.setup.doctor_model import client_findings, model_findings, together_finding
 
     yield from python_findings()
     yield from folder_findings(settings)
@@ -78,10 +78,10 @@ def _findings(settings: Settings, say: Callable[[str], None], *, with_request: b
     yield port_finding(settings)
     say("importing torch")
     yield from torch_findings(settings)
-    models = _each_model(settings)
-    if not models:
-        yield Finding("model", "problem", "no model is known", "fetch one with `diskprefix pull`")
-    for name, own in models:
+    catalogue = open_catalogue(settings)
+    if catalogue is not None:
+        yield together_finding(settings, catalogue.models())
+    for name, own in _each_model(settings, catalogue):
         for finding in model_findings(own, say):
             yield replace(finding, text=f"{name}{finding.text}")
         if with_request:
@@ -89,9 +89,8 @@ def _findings(settings: Settings, say: Callable[[str], None], *, with_request: b
                 yield replace(finding, text=f"{name}{finding.text}")
 
 
-def _each_model(settings: Settings) -> list[tuple[str, Settings]]:
+def _each_model(settings: Settings, catalogue: Catalogue | None) -> list[tuple[str, Settings]]:
     """Returns the settings of each model that is served, with its name and a colon if there are several."""
-    catalogue = open_catalogue(settings)
     if catalogue is None:
         return [("", settings)]
     return [(f"{known.name}: ", known.settings) for known in catalogue.models()]

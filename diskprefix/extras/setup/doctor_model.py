@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,10 @@ from diskprefix.errors import DiskPrefixError
 from diskprefix.extras.catalogue.catalogue import needs, path_of
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.settings import Settings, cache_home
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
+    from diskprefix.extras.catalogue.catalogue import KnownModel
     from diskprefix.model.load.fit import ModelNeeds
 
 _SENTENCE = (
@@ -26,6 +28,32 @@ _SENTENCE = (
 _SYSTEM = "Be brief."
 _SHORT_CONTEXT = 16_384
 """Agents fill less than this in a few turns."""
+
+
+def together_finding(settings: Settings, models: Sequence[KnownModel]) -> Finding:
+    """Returns whether the models of a daemon that has several fit together, as its front will count them."""
+    from diskprefix.extras.front.listing import fit_beside
+    from diskprefix.model.load.memory import available_ram_bytes
+
+    if not models:
+        return Finding("models", "problem", "no model is known", "fetch one with `diskprefix pull`")
+    limit = settings.memory_limit or available_ram_bytes()
+    sizes: dict[str, int] = {}
+    for known in models:
+        # Of a model that cannot be read, there is a finding of its own.
+        with suppress(DiskPrefixError):
+            if (found := needs(known.settings)) is not None:
+                sizes[known.name] = fit_beside(found, known.settings, limit).needed_bytes
+    pinned = {known.name: sizes.get(known.name, 0) for known in models if known.pin}
+    text = f"{format_size(sum(sizes.values()))} of memory for {len(sizes)} of {counted(len(models), 'model')} on this "
+    text += f"machine; together they may take {format_size(limit)}"
+    never = [name for name, size in sizes.items() if size * (name not in pinned) + sum(pinned.values()) > limit]
+    if never:
+        beside = f" beside what is pinned ({', '.join(pinned)})" if pinned else ""
+        advice = "choose fewer bits, unpin one, or raise --memory-limit"
+        return Finding("models", "problem", f"{text}; no room{beside} for {', '.join(never)}", advice)
+    turns = "all stay loaded" if sum(sizes.values()) <= limit else "they take turns"
+    return Finding("models", "ok", f"{text}: {turns}")
 
 
 def model_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:

@@ -205,6 +205,24 @@ def test_pulled_models_are_known_by_repository_and_quant(tmp_path: Path) -> None
     assert names(Settings(models_file=empty, model="org/other")) == ["org/other"], "who names models gets these"
 
 
+def test_a_pulled_model_yields_to_one_of_the_users_with_its_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pulled(tmp_path, "org/whole", "config.json", "model.safetensors")
+    pulled(tmp_path, "org/tiny-GGUF", "tiny-Q8_0.gguf")
+    for place in ("org/whole", "else/whole"):
+        (tmp_path / "models" / place).mkdir(parents=True)
+        for file in ("config.json", "model.safetensors"):
+            (tmp_path / "models" / place / file).touch()
+    file = written(tmp_path, '[mine]\nmodel = "x/y"\naliases = ["org/tiny-GGUF:Q8_0"]')
+    catalogue = Catalogue(Settings(models_dir=tmp_path / "models", models_file=file))
+    assert [model.name for model in catalogue.models()] == ["mine", "else/whole", "org/whole"]
+    assert catalogue.find("org/whole").origin == "--models-dir"
+    assert catalogue.find("org/tiny-GGUF:Q8_0").name == "mine"
+    assert len(caplog.messages) == 2
+    assert "not what was pulled with this name" in caplog.text
+
+
 def test_reading_again_finds_what_changed_and_keeps_all_if_it_cannot(models_dir: Path, tmp_path: Path) -> None:
     file = written(tmp_path, "")
     catalogue = Catalogue(Settings(models_dir=models_dir, models_file=file))
