@@ -177,6 +177,31 @@ def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft
     again.close()
 
 
+@pytest.mark.parametrize("is_saved", [True, False])
+def test_what_only_memory_had_of_both_models_is_restored_after_the_model_was_unloaded(
+    folders: tuple[Path, Path], plain: Engine, tmp_path: Path, is_saved: bool
+) -> None:
+    """The policy keeps nothing of the first turn of a tenant of its own. The next reply is that of one process."""
+    own: dict[str, Any] = {"scope": "auto:30", "tenant": SHARED.with_salt("mine"), "max_tokens": REPLY}
+    text = tokens(5 * BLOCK + 7, 18)
+    (first,) = run_together(plain, [request(text, **own)])
+    turn = request(np.concatenate([text, np.array(first.tokens, np.int32), tokens(9, 9)]), **own)
+    (expected,) = run_together(plain, [turn])
+    engine = drafting(folders, tmp_path / "kv")
+    assert computed_by(engine, request(text, **own), first) > len(text)
+    if is_saved:
+        engine.hibernate()
+    engine.close()
+    again = drafting(folders, tmp_path / "kv")
+    with helped(again, [expected]):
+        (found,) = run_together(again, [turn])
+    assert said(found) == said(expected)
+    for cache in (again.cache, drafter(again).model.cache):
+        restored = cache.counters["restored_tokens"]
+        assert (restored > len(text) + REPLY - 10) if is_saved else restored == 0
+    again.close()
+
+
 def test_what_it_keeps_is_what_it_computes_as_the_served_model(
     folders: tuple[Path, Path], engine: Engine, tmp_path: Path
 ) -> None:

@@ -212,8 +212,8 @@ def test_a_pulled_model_yields_to_one_of_the_users_with_its_name(
     pulled(tmp_path, "org/tiny-GGUF", "tiny-Q8_0.gguf")
     for place in ("org/whole", "else/whole"):
         (tmp_path / "models" / place).mkdir(parents=True)
-        for file in ("config.json", "model.safetensors"):
-            (tmp_path / "models" / place / file).touch()
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / "models" / place / name).touch()
     file = written(tmp_path, '[mine]\nmodel = "x/y"\naliases = ["org/tiny-GGUF:Q8_0"]')
     catalogue = Catalogue(Settings(models_dir=tmp_path / "models", models_file=file))
     assert [model.name for model in catalogue.models()] == ["mine", "else/whole", "org/whole"]
