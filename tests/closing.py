@@ -14,8 +14,8 @@ from collections import Counter
 
 import pytest
 
-from tests.native.variants import TESTED, VARIANTS, of_this_cpu
-
+TESTED = "operators"
+"""The property of a test that names the variant of the operators that it tested. The closing lines count them."""
 MISSING = os.environ.get("DISKPREFIX_TEST_MISSING")
 
 LISTED = {
@@ -79,6 +79,9 @@ class ClosingLines:
         if MISSING:
             terminalreporter.write_line(f"not tested, because it could not be installed: {MISSING}", yellow=True)
         if self._tested:
+            # It imports torch.
+            from tests.native.variants import VARIANTS, of_this_cpu
+
             tested = ", ".join(f"{name} ({self._tested[name]} tests)" for name in of_this_cpu())
             absent = ", ".join(name for name in VARIANTS if name not in of_this_cpu())
             rest = f"; not on this CPU: {absent}" if absent else ""

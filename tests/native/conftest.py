@@ -9,7 +9,8 @@ import torch
 
 from diskprefix.native import library
 from diskprefix.native.library import Operators
-from tests.native.variants import TESTED, of_this_cpu
+from tests.closing import TESTED
+from tests.native.variants import of_this_cpu
 
 
 @pytest.fixture(autouse=True)

@@ -11,9 +11,6 @@ import pytest
 from diskprefix.native import build, library
 
 VARIANTS = library.VARIANTS
-TESTED = "operators"
-"""The property of a test that names the variant it tested. The closing lines count them."""
-
 WITH_PAIRS = ("amx", "avx512_bf16")
 """Variants with products in bfloat16 of their own, which take matrices in bfloat16 too."""
 

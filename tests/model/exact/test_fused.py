@@ -21,9 +21,10 @@ from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.quants.quantised import QuantisedLinear, prepare
 from diskprefix.native import library
 from diskprefix.native.blocks import AttentionBlock, Gated, Layer, Norm
+from tests.closing import TESTED
 from tests.exactness.architectures import tiny_model
 from tests.model.quantising_in_place import quantise
-from tests.native.variants import TESTED, of_this_cpu
+from tests.native.variants import of_this_cpu
 
 
 @pytest.fixture(autouse=True, params=of_this_cpu())

@@ -40,14 +40,14 @@ def verdict(name: str, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
     return layout.exact_at, reason
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "mixtral", "qwen3_5", "falcon_h1", "lfm2"])
-def test_it_is_exact_at_every_token(name: str, dtype: torch.dtype) -> None:
-    assert verdict(name, dtype) == ("token", "")
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_5", "lfm2"])
+def test_it_is_exact_at_every_token_in_float32(name: str) -> None:
+    """In bfloat16 see below; others are in the suite of exactness."""
+    assert verdict(name) == ("token", "")
 
 
-@pytest.mark.parametrize("name", ["gptj", "gpt_neo", "gemma4", "olmo"])
-def test_so_is_one_with_attention_of_its_own_that_drops_rows_or_turns_in_float32(name: str) -> None:
+@pytest.mark.parametrize("name", ["gptj", "gpt_neo", "gemma4", "olmo", "mixtral"])
+def test_so_is_one_with_experts_or_attention_of_its_own_that_drops_rows_or_turns_in_float32(name: str) -> None:
     model = tiny_model(name, torch.bfloat16)
     layout, reason = make_exact(model, rehearse(model))
     assert (layout.exact_at, reason) == ("token", "")
