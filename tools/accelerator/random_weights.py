@@ -14,12 +14,14 @@ SEED = 7
 
 
 def make_weights(source: Any) -> Any:
-    """Returns a model of the source's configuration. In place of `diskprefix.model.load.loader._read_weights`."""
+    """Returns a model of the source's configuration. In place of `diskprefix.model.load.loader._unread_model`."""
     import torch
+
+    from diskprefix.model.load.placing import UnreadWeights
 
     torch.manual_seed(SEED)
     with source.device:
-        return source.kind.loader.from_config(source.config, dtype=source.dtype)
+        return source.kind.loader.from_config(source.config, dtype=source.dtype), UnreadWeights()
 
 
 def run(command: str, *arguments: str) -> None:
@@ -29,7 +31,7 @@ def run(command: str, *arguments: str) -> None:
     import_transformers()
     from diskprefix.model.load import loader
 
-    loader._read_weights = make_weights
+    loader._unread_model = make_weights
     if command == "serve":
         from diskprefix.cli import main
 

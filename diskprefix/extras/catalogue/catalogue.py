@@ -16,7 +16,7 @@ from diskprefix.model.load.fit import ModelNeeds, needs_of_folder, needs_of_gguf
 from diskprefix.model.load.gguf import SUFFIXES, finished_folder, is_finished, suffix_of
 from diskprefix.model.load.gguf_file import MATRICES, first_parts, model_stem
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model, is_model_folder
-from diskprefix.model.load.safetensors_header import PICKLED, SAFETENSORS, weight_files
+from diskprefix.model.load.safetensors_header import require_weights
 from diskprefix.native import build
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import OF_ONE_MODEL, Settings, cache_home, config_home, flag_of
@@ -232,7 +232,4 @@ def _needs(path: Path, settings: Settings) -> ModelNeeds:
         found = needs_of_gguf(source, weights, 4 if settings.dtype == "float32" else 2)
         is_made = source != path or finished_folder(path, weights) is not None
         return replace(found, making_bytes=0, disk_bytes=0) if is_made else found
-    files = weight_files(path)
-    if not files:
-        raise ModelError(f"{path} holds no weights: neither {SAFETENSORS} nor {PICKLED}")
-    return needs_of_folder(path, files, weights, settings.dtype)
+    return needs_of_folder(path, require_weights(path), weights, settings.dtype)

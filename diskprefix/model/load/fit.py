@@ -81,11 +81,6 @@ class ModelNeeds:
     def weights_bytes(self) -> int:
         return sum(tensor.num_bytes for tensor in self.tensors)
 
-    @property
-    def unmapped_bytes(self) -> int:
-        """Bytes of which there are two for a moment, if they are to lie in large pages."""
-        return sum(tensor.num_bytes for tensor in self.tensors if not tensor.is_mapped)
-
     def parts(self) -> dict[str, int]:
         """Returns the bytes of the weights by part."""
         found = {part: sum(one.num_bytes for one in self.tensors if one.part == part) for part in PARTS}
@@ -239,21 +234,10 @@ def _rows_of_block(block: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def needs_of_folder(folder: Path, files: Sequence[Path], weights: str, dtype: str) -> ModelNeeds:
-    """Returns what a model in a folder of transformers' needs. `files` are those of its weights. Of pickled ones only
-    the sizes are known. Raises `ModelError` if a header cannot be read."""
-    return needs_of_checkpoint(folder.name, _stored(folder, files), read_config(folder), weights, dtype)
-
-
-def _stored(folder: Path, files: Sequence[Path]) -> list[StoredShape]:
-    found: list[StoredShape] = []
-    for file in checkpoint_files(folder, files):
-        found += stored_shapes(file) if file.suffix == ".safetensors" else [_pickled(file)]
-    return found
-
-
-def _pickled(file: Path) -> StoredShape:
-    size = file.stat().st_size
-    return StoredShape(file.name, "U8", (size,), 0, size)
+    """Returns what a model in a folder of transformers' needs. `files` are those of its weights. Raises `ModelError` if
+    a header cannot be read."""
+    stored = [one for file in checkpoint_files(folder, files) for one in stored_shapes(file)]
+    return needs_of_checkpoint(folder.name, stored, read_config(folder), weights, dtype)
 
 
 def read_config(folder: Path) -> dict[str, Any]:

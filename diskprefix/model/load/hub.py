@@ -23,7 +23,6 @@ from diskprefix.model.load.gguf import require_disk
 from diskprefix.model.load.gguf_file import first_parts, model_stem, part_paths
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.safetensors_header import (
-    PICKLED,
     SAFETENSORS,
     StoredShape,
     checkpoint_files,
@@ -194,7 +193,7 @@ def _models_in(snapshot: Path) -> Iterator[tuple[str, list[Path]]]:
     """Yields the models in a snapshot of a repository, each with its name and the files of its weights."""
     repo = "/".join(snapshot.parents[1].name.split("--")[1:])
     if is_model_folder(snapshot):
-        yield repo, [*snapshot.glob(SAFETENSORS), *snapshot.glob(PICKLED)]
+        yield repo, [*snapshot.glob(SAFETENSORS)]
     names = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*.gguf") if file.is_file()]
     for quant, parts in quants_in(sorted(names)).items():
         yield f"{repo}:{quant}", [snapshot / part for part in parts]
@@ -292,7 +291,7 @@ def fetched_model(
             # It takes what is here, or says what is wrong.
             return _fetched(repo, None, [*_FILES, SAFETENSORS] if with_weights else _FILES, progress)
         top = [name for name in files if "/" not in name]
-        weights = [one for one in (SAFETENSORS, PICKLED) if any(fnmatch(name, one) for name in top)]
+        weights = [SAFETENSORS] if any(fnmatch(name, SAFETENSORS) for name in top) else []
         is_gone = quant and not any(_is_called(quant, one, parts[0]) for one, parts in quants_in(list(files)).items())
         if here is not None and here.is_file() and (is_gone or not (quant or weights)):
             progress(f"{model}: {here.name} is on this machine")
@@ -304,7 +303,7 @@ def fetched_model(
             if with_weights and (listing := listing_of(repo)) is not None:
                 before(listing)
 
-        patterns = [*_FILES, *weights[:1]] if with_weights else _FILES
+        patterns = [*_FILES, *weights] if with_weights else _FILES
         ignored = _TWICE if any(fnmatch(name, "model*.safetensors") for name in top) else ()
         return _fetched(repo, commit, patterns, progress, before_weights, ignored=[*_SUBFOLDERS, *ignored])
 

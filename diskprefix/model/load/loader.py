@@ -41,11 +41,9 @@ from diskprefix.model.load.memory import (
     available_ram_bytes,
     explain_out_of_memory,
     kv_ahead,
-    large_pages,
-    move,
     populate_beside,
 )
-from diskprefix.model.load.safetensors_header import PICKLED, SAFETENSORS, shards_of, weight_files
+from diskprefix.model.load.safetensors_header import INDEX, require_weights, shards_of
 from diskprefix.model.load.tokenizer import read_template, read_tokenizer, read_tokenizer_ahead
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
@@ -55,6 +53,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+    from diskprefix.model.load.placing import UnreadWeights
     from diskprefix.model.quants.file_matrix import FileMatrix
     from diskprefix.model.quants.matrix_packing import MatrixPacking
 
@@ -63,9 +62,7 @@ log = logging.getLogger("diskprefix")
 Clock: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Measures a step of the load."""
 
-_ahead: ReadAhead[PreTrainedModel] = ReadAhead()
-_ALIGNMENT_BYTES = 1 << 20
-"""Between the tensors of a model, and for those that are not in its files."""
+_ahead: ReadAhead[tuple[PreTrainedModel, UnreadWeights]] = ReadAhead()
 _DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
 
 
@@ -114,11 +111,10 @@ class _ModelSource:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BegunPacking:
-    """The packing of the matrices of a `.gguf` file. `stamps` are those of the file's `parts`, and `free_bytes` the
+    """The packing of the matrices of a `.gguf` file. `stamps` are those of the file's parts, and `free_bytes` the
     memory that was free, both before it began."""
 
-    parts: list[Path]
-    stamps: list[tuple[int, int, int]]
+    stamps: dict[Path, tuple[int, int, int]]
     free_bytes: int
     packing: MatrixPacking
 
@@ -131,9 +127,8 @@ class BegunPacking:
         found = operators()
         if found is None:
             raise ModelError("the quants of a .gguf file need the compiled operators; add --weights native")
-        stamps, free_bytes = [file_stamp(part) for part in parts], available_ram_bytes()
-        packing = MatrixPacking(found, matrices)
-        return cls(parts=parts, stamps=stamps, free_bytes=free_bytes, packing=packing)
+        stamps, free_bytes = {part: file_stamp(part) for part in parts}, available_ram_bytes()
+        return cls(stamps=stamps, free_bytes=free_bytes, packing=MatrixPacking(found, matrices))
 
 
 def begin_packing(settings: Settings) -> BegunPacking | None:
@@ -194,7 +189,7 @@ def load_model(
     def clock(step: str) -> Iterator[None]:
         started = time.perf_counter()
         yield
-        timings[step] = time.perf_counter() - started
+        timings[step] = timings.get(step, 0.0) + time.perf_counter() - started
 
     template = read_template(settings.chat_template)
 
@@ -206,38 +201,38 @@ def load_model(
         if begun is not None:
             failing.callback(begun.packing.stop)
         source = _source(settings, progress, clock, flag, check)
-        folder, files = source.folder, source.files
-        needs = _needs(source)
-        fit = check(needs)
-        if begun is not None and begun.parts != source.gguf:
+        folder, files, on_cpu = source.folder, source.files, source.device.type == "cpu"
+        fit = check(_needs(source))
+        if begun is not None and [*begun.stamps] != source.gguf:
             begun.packing.stop()
             begun = None
-        if source.gguf:
-            with _load_failures(folder):
+        with clock("weights"), _load_failures(folder):
+            # Reading and packing go on beside digest and tokenizer.
+            if source.gguf:
                 if begun is None:
                     begun = BegunPacking.begin(source.gguf, [])
                 failing.callback(begun.packing.stop)
                 begun.packing.want(source.matrices.values())
-        # Pages come beside digest and tokenizer. What is cast or put together would be there twice for a moment.
-        is_used = source.device.type == "cpu" and (source.weights == "native" or _computes_with_packed())
-        is_used = is_used and needs.weights_bytes + needs.unmapped_bytes <= fit.free_bytes
-        memory = large_pages(_plain_bytes(source, needs) + _ALIGNMENT_BYTES if is_used else 0)
-        ahead = kv_ahead(fit, kv_ahead_bytes) if source.device.type == "cpu" else []
-        if begun is None:
-            populate_beside(memory, *ahead)
+            stamps = {file: file_stamp(file) for file in files} | ({} if begun is None else begun.stamps)
+            model, unread = _ahead.take(*source.ahead) or _unread_model(source)
+            reading = unread.begin(model) if on_cpu else None
+            if reading is not None:
+                failing.callback(reading.stop)
+        ahead = kv_ahead(fit, kv_ahead_bytes) if on_cpu else []
         with clock("digest"), _load_failures(folder):
             digest = weights_digest([*files, *folder.glob(MATRICES)], source.gguf)
         with clock("tokenizer"):
             tokenizer = read_tokenizer(folder, template)
             media = _load_media(folder, source.config, source.kind) if source.kind.is_multimodal else None
-        with clock("weights"):
-            model = _load_weights(source, memory, begun)
-        if begun is not None:
-            # Before, packing made its own pages.
-            populate_beside(*ahead)
-            with _load_failures(folder):
-                if [file_stamp(part) for part in source.gguf] != begun.stamps:
-                    raise ModelError(f"{source.gguf[0]} was changed while it was read; start again")
+        with clock("weights"), _load_failures(folder):
+            if reading is not None:
+                reading.finish()
+            _finish(model, source, begun)
+            for file, stamp in stamps.items():
+                if file_stamp(file) != stamp:
+                    raise ModelError(f"{file} was changed while it was read; start again")
+        # What is read makes its own pages.
+        populate_beside(*ahead)
     name = settings.served_model_name or source.name
     return LoadedModel(
         model=model, tokenizer=tokenizer, media=media, name=name, weights_digest=digest, fit=fit, timings=timings
@@ -251,13 +246,6 @@ def _needs(source: _ModelSource) -> ModelNeeds:
     dtype = str(source.dtype).removeprefix("torch.")
     needs = needs_of_folder(source.files[0].parent, source.files, "native", dtype)
     return with_matrices(needs, str(source), packed_tensors(source.matrices))
-
-
-def _plain_bytes(source: _ModelSource, needs: ModelNeeds) -> int:
-    """Returns the bytes of the weights that are not matrices of a `.gguf` file."""
-    from diskprefix.model.quants.quantised import packed_tensors
-
-    return needs.weights_bytes - sum(tensor.num_bytes for tensor in packed_tensors(source.matrices))
 
 
 def _source(
@@ -319,8 +307,8 @@ def _require_kept(listing: HubListing, weights: str) -> None:
 
 
 def import_model(settings: Settings) -> None:
-    """Imports the code of a model, and reads its tokenizer for `load_model`. Quantised weights are read too, as far as
-    they need no memory: they are mapped from their file. An error is left to `load_model`."""
+    """Imports the code of a model, and reads its tokenizer for `load_model`. A model with quantised weights is put
+    together too, which needs no memory before they are read. An error is left to `load_model`."""
     with suppress(DiskPrefixError, OSError):
         template = read_template(settings.chat_template)
         source = _source(settings, lambda _line: None, lambda _step: nullcontext())
@@ -332,7 +320,7 @@ def import_model(settings: Settings) -> None:
 
         get_checkpoint_conversion_mapping(source.config.model_type)
         if is_quantised(source.files):
-            _ahead.read(*source.ahead, lambda: _read_weights(source))
+            _ahead.read(*source.ahead, lambda: _unread_model(source))
 
 
 def load_tokenizer(model: str | None, chat_template: Path | None, progress: Report) -> PreTrainedTokenizerFast:
@@ -388,16 +376,12 @@ def _gguf_weights(weights: str) -> str:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors of a folder, or else its pickled weights. Raises `ModelError` if there are none."""
+    """Returns the safetensors of a folder. Raises `ModelError` if there are none."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder} holds no model: there is no config.json{_hint(folder)}")
-    for index in (folder / "model.safetensors.index.json", folder / "pytorch_model.bin.index.json"):
-        if index.is_file():
-            _require_shards(index)
-            break
-    if files := weight_files(folder):
-        return files
-    raise ModelError(f"{folder} holds no weights: neither {SAFETENSORS} nor {PICKLED}{_hint(folder)}")
+    if (folder / INDEX).is_file():
+        _require_shards(folder / INDEX)
+    return require_weights(folder, _hint(folder))
 
 
 def _require_shards(index: Path) -> None:
@@ -475,34 +459,41 @@ def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> Medi
     return media
 
 
-def _load_weights(source: _ModelSource, memory: torch.Tensor, begun: BegunPacking | None) -> PreTrainedModel:
+def _finish(model: PreTrainedModel, source: _ModelSource, begun: BegunPacking | None) -> None:
+    """Makes a model ready to compute whose weights are read, but for what is packed."""
     from diskprefix.model.quants.quantised import prepare, take_matrices
     from diskprefix.model.quants.quantising import generation_config_of
 
-    model = _ahead.take(*source.ahead)
-    if model is None:
-        model = _read_weights(source)
     if source.device.type == "cpu":
-        with _load_failures(source.folder):
-            _copy_into(memory, model)
-            if begun is not None:
-                take_matrices(model, source.matrices, begun.packing)
-            prepare(model)
-            own = generation_config_of(source.folder) if source.files[0].parent != source.folder else None
-            if own is not None:
-                model.generation_config = own
+        if begun is not None:
+            take_matrices(model, source.matrices, begun.packing)
+        prepare(model)
+        own = generation_config_of(source.folder) if source.files[0].parent != source.folder else None
+        if own is not None:
+            model.generation_config = own
     model.requires_grad_(False)
-    return model.eval()
+    model.eval()
 
 
-def _read_weights(source: _ModelSource) -> PreTrainedModel:
-    """Returns the model as transformers loads it. On a CPU, weights that need no cast are mapped from their file."""
+def _unread_model(source: _ModelSource) -> tuple[PreTrainedModel, UnreadWeights]:
+    """Returns the model as transformers puts it together, on a CPU with weights that are not read yet."""
+    from diskprefix.model.load.placing import UnreadWeights
+    from diskprefix.model.load.stored_tensors import stored_tensors
+    from diskprefix.model.quants.products import TORCH, kernel
     from diskprefix.model.quants.quantised import describe, is_quantised
 
     folder, files, config, device = source.folder, source.files, source.config, source.device
     # Other devices and weights that others quantised come with libraries of their own, which may compile.
     is_plain = device.type == "cpu" and getattr(config, "quantization_config", None) is None
-    with _load_failures(folder), without_tracer() if is_plain else nullcontext():
+    unread = UnreadWeights()
+    with _load_failures(folder), ExitStack() as context:
+        if is_plain:
+            context.enter_context(without_tracer())
+            stored = stored_tensors(files[0].parent, files)
+            if kernel() == TORCH:
+                # Its products have own copies.
+                unread.mapped.update(name for name in stored if name.endswith(".packed"))
+            context.enter_context(unread.leaving(stored))
         if is_quantised(files):
             describe(config, files)
         model, info = source.kind.loader.from_pretrained(
@@ -524,22 +515,7 @@ def _read_weights(source: _ModelSource) -> PreTrainedModel:
         raise ModelError(
             f"the weights in {folder} do not match its config.json: {name} is {tuple(found)}, not {tuple(expected)}"
         )
-    return model
-
-
-def _copy_into(memory: torch.Tensor, model: PreTrainedModel) -> None:
-    """Copies the weights, which safetensors maps from the file: mapped tensors change, or end the process, when
-    somebody writes the file, and are not aligned to the lines of caches."""
-    keeps_packed = _computes_with_packed()
-    named = (*model.named_parameters(), *model.named_buffers())
-    move([tensor for name, tensor in named if keeps_packed or not name.endswith(".packed")], memory)
-
-
-def _computes_with_packed() -> bool:
-    """Returns whether quantised matrices are computed with as they are packed. torch's kernels have own copies."""
-    from diskprefix.model.quants.products import TORCH, kernel
-
-    return kernel() != TORCH
+    return model, unread
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +73,7 @@ def populate_beside(*tensors: torch.Tensor) -> None:
     """Has a thread make the pages of tensors in main memory, one after the other."""
     from diskprefix.kv.transfer import populate
 
-    threading.Thread(target=populate, args=(tensors,), name="weights-memory", daemon=True).start()
+    threading.Thread(target=populate, args=(tensors,), name="kv-ahead", daemon=True).start()
 
 
 def kv_ahead(fit: Fit, most_bytes: int) -> list[torch.Tensor]:
@@ -85,22 +85,6 @@ def kv_ahead(fit: Fit, most_bytes: int) -> list[torch.Tensor]:
     num_bytes = state.num_bytes(fit.context)
     is_one_piece = state.per_token and not (state.windowed or state.fixed)
     return [make_ahead(num_bytes)] if is_one_piece and num_bytes <= most_bytes else []
-
-
-def move(tensors: Sequence[torch.Tensor], memory: torch.Tensor) -> torch.Tensor:
-    """Moves tensors on the CPU to `memory`, uint8, side by side, as far as there is room; the others get memory of
-    their own. Each begins with a line of the caches. Returns what is left of `memory`."""
-    used = 0
-    # One thread is enough for the memory bus. Waiting for more, at each of hundreds of tensors, cost up to 1.6 s.
-    with one_thread():
-        for tensor in tensors:
-            if tensor.is_contiguous() and used + tensor.nbytes <= len(memory):
-                place = memory[used : used + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                tensor.data = place.copy_(tensor.data)
-                used += -(-tensor.nbytes // LINE_BYTES) * LINE_BYTES
-            else:
-                tensor.data = tensor.data.clone()
-    return memory[used:]
 
 
 def available_bytes(device: torch.device) -> int:

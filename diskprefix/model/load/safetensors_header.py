@@ -12,8 +12,7 @@ from typing import Any
 from diskprefix.errors import ModelError
 from diskprefix.printable import first_line
 
-SAFETENSORS = "*.safetensors"
-PICKLED = "pytorch_model*.bin"
+SAFETENSORS, INDEX = "*.safetensors", "model.safetensors.index.json"
 _MOST_HEADER_BYTES = 10**8
 """safetensors refuses longer headers."""
 _BITS = {"F4": 4, "BOOL": 8, "C64": 64}
@@ -36,23 +35,29 @@ class StoredShape:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors of a folder, or else its pickled weights. The same weights in another format
-    (`consolidated.safetensors`), which nothing reads, are left out."""
-    files = sorted(folder.glob(SAFETENSORS)) or sorted(folder.glob(PICKLED))
+    """Returns the safetensors of a folder. The same weights in another format (`consolidated.safetensors`), which
+    nothing reads, are left out."""
+    files = sorted(folder.glob(SAFETENSORS))
     read = [file for file in files if not file.match("consolidated*.safetensors")]
     return read if any(file.match("model*.safetensors") for file in read) else files
+
+
+def require_weights(folder: Path, hint: str = "") -> list[Path]:
+    """Returns the safetensors of a folder. Raises `ModelError` if there are none; `hint` ends its message."""
+    if files := weight_files(folder):
+        return files
+    if any(folder.glob("pytorch_model*.bin")):
+        hint = "; pickled weights are not read: convert them to safetensors (`save_pretrained` of transformers does)"
+    raise ModelError(f"{folder} holds no weights: there is no {SAFETENSORS}{hint}")
 
 
 def checkpoint_files(folder: Path, files: Sequence[Path]) -> list[Path]:
     """Returns the files of one checkpoint: a folder may hold the same weights twice, under other names. Raises
     `ModelError` if its index is damaged."""
-    for name in ("model.safetensors", "pytorch_model.bin"):
-        index = folder / f"{name}.index.json"
-        if folder / name in files:
-            return [folder / name]
-        if index.is_file():
-            return [folder / shard for shard in shards_of(index)]
-    return list(files)
+    if folder / "model.safetensors" in files:
+        return [folder / "model.safetensors"]
+    index = folder / INDEX
+    return [folder / shard for shard in shards_of(index)] if index.is_file() else list(files)
 
 
 def shards_of(index: Path) -> list[str]:

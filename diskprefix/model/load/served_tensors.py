@@ -60,8 +60,8 @@ class ServedTensor:
     """A tensor that has the type `kind` and `stored_bytes` in a file, and `num_bytes` in the form `form` when it is
     served.
 
-    `is_in_file`: it is read from the user's file at each start, and nothing is written beside that. `is_mapped`: no
-    copy is made of it before it gets its place in memory. `working_bytes` is the memory of making the form.
+    `is_in_file`: it is read from the user's file at each start, and nothing is written beside that. `working_bytes` is
+    the memory of making the form.
     """
 
     name: str
@@ -72,7 +72,6 @@ class ServedTensor:
     num_bytes: int
     part: str
     is_in_file: bool = False
-    is_mapped: bool = True
     working_bytes: int = 0
 
     @property
@@ -142,8 +141,6 @@ def _of_file(
         num_bytes=int(tensor.num_elements * bits / 8),
         part=part,
         is_in_file=is_kept,
-        # A conversion writes bfloat16.
-        is_mapped=dtype_bytes == 2,
         working_bytes=tensor.num_elements * each,
     )
 
@@ -214,17 +211,16 @@ def _in_form(
     is_expert = bool(_EXPERT.search(tensor.name))
     bits = _FORM_BITS.get(form, 8.0 * dtype_bytes)
     num_bytes = int(num_weights * bits / 8) if form or is_floating else tensor.num_bytes
-    # In bfloat16 beside what is read; experts are also put together.
-    copies = (tensor.kind != "BF16") + (2 if is_expert else 0)
     each = _QUANTISING_EXPERTS_BYTES if part == "experts" else _QUANTISING_BYTES
-    working = tensor.num_bytes + 2 * copies * num_weights + (int(num_weights * each) if form or is_quantised else 0)
+    # It is cast, and put together with others, while it is read.
+    read_bytes = 2 * num_weights if is_floating else tensor.num_bytes
+    working = read_bytes + (int(num_weights * each) if form or is_quantised else 0)
     if form == _KEPT:
         # As they are read, in another order, and packed.
         working = 3 * tensor.num_bytes
     elif form in _PUBLISHED_BITS and is_expert:
         # As they are read, in bytes until all of a layer are there, and packed twice.
         working = tensor.num_bytes + int(_JOINED_BYTES * num_weights)
-    is_same = tensor.num_bytes == num_bytes and not is_expert
     return ServedTensor(
         name=tensor.name,
         shape=tensor.shape if num_weights == tensor.num_elements else (num_weights,),
@@ -233,7 +229,6 @@ def _in_form(
         form=form or (_plain(dtype_bytes) if is_floating else tensor.kind),
         num_bytes=num_bytes,
         part=part,
-        is_mapped=is_same or bool(form) or is_quantised,
         working_bytes=working,
     )
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Parts: TypeAlias = Mapping[str, StoredTensor]
 """The tensors of one matrix, by the ends of their names."""
 Source: TypeAlias = Callable[[], torch.Tensor | ExactQuants]
-"""Reads a tensor of a checkpoint, or the quants that the checkpoint has for it."""
+"""Reads a tensor of a checkpoint, perhaps later, or the quants that the checkpoint has for it."""
 
 _ANOTHER = "give another quant of the model: GPTQ, AWQ, compressed-tensors (int4, int8) or a .gguf file"
 _AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
@@ -209,7 +209,7 @@ class PublishedWeights:
         quants."""
         matrices = self._matrices(stored)
         used = {part.name for _, parts in matrices.values() for part in parts.values()}
-        found: dict[str, Source] = {name: one.read for name, one in stored.items() if name not in used}
+        found: dict[str, Source] = {name: one.unread for name, one in stored.items() if name not in used}
         for name, (layout, parts) in matrices.items():
             read = partial(layout.read, parts)
             found[name] = read if layout.bits(parts) <= most_bits else partial(_dequantised, read)

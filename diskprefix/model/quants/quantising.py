@@ -122,7 +122,7 @@ def _quantise(
     check(needs)
     require_disk(made.parent, needs.disk_bytes)
     before = [file_stamp(file) for file in files]
-    sources: dict[str, Source] = {name: tensor.read for name, tensor in stored.items()}
+    sources: dict[str, Source] = {name: tensor.unread for name, tensor in stored.items()}
     if published is not None:
         sources = published.sources(stored, 4 if weights == "int4" else 8)
     total = sum(parameter.numel() for parameter in skeleton.parameters())

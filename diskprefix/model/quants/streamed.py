@@ -17,6 +17,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.mixtures import named_halves, weight_names
 from diskprefix.model.load.memory import one_thread
+from diskprefix.model.load.stored_tensors import read_now
 from diskprefix.model.quants.exact_quants import ExactQuants, ExpertQuants, JoinedQuants, OneMatrix
 from diskprefix.model.quants.file_matrix import numbered, numbers_in
 from diskprefix.model.quants.forms import quantised, unpacked
@@ -142,6 +143,7 @@ class StreamedQuantising:
         if self._writer is None:
             self._writer = self._begin(model)
         owner, _, part = name.rpartition(".")
+        tensor = self._read(tensor)
         own = self._own_of(tensor)
         held = own if isinstance(own, ExpertQuants) else self._joined(tensor)
         if owner in self._mixtures:
@@ -155,6 +157,14 @@ class StreamedQuantising:
         self._own = None
         self._read_singles = []
         return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    def _read(self, tensor: torch.Tensor) -> torch.Tensor:
+        try:
+            found: torch.Tensor = read_now(tensor)
+            return found
+        except Exception as error:
+            self._failure = self._failure or error
+            raise
 
     def _joined(self, tensor: torch.Tensor) -> torch.Tensor | JoinedQuants:
         """Returns the matrices of single experts that a parameter was made of, or the parameter if it was not."""

@@ -50,7 +50,6 @@ def test_weights_take_what_the_headers_say_in_the_type_that_is_served(dtype: tor
     taken = sum(p.numel() * dtype.itemsize for p in model.parameters())
     needs = needs_in(folder_of(tmp_path), dtype=str(dtype).removeprefix("torch."))
     assert needs.weights_bytes == taken
-    assert needs.unmapped_bytes == (0 if dtype is torch.float32 else taken), "a cast makes a copy"
 
 
 def test_quantised_weights_take_about_what_is_made(cache: Path, tmp_path: Path) -> None:
@@ -63,13 +62,11 @@ def test_quantised_weights_take_about_what_is_made(cache: Path, tmp_path: Path) 
     assert needs.weights_bytes <= 1.2 * taken
 
 
-def test_packed_weights_and_pickled_ones_keep_their_size(tmp_path: Path) -> None:
+def test_packed_weights_keep_their_size(tmp_path: Path) -> None:
     tensors = {"packed": torch.zeros(64, dtype=torch.uint8), "index": torch.zeros(2, dtype=torch.int64)}
     save_file(tensors | {"scale": torch.zeros(4)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
     assert needs_in(tmp_path).weights_bytes == 64 + 2 * 8 + 4 * 2
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x" * 100)
-    assert needs_of_folder(tmp_path, [tmp_path / "pytorch_model.bin"], "native", "auto").weights_bytes == 100
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 0.99])

@@ -69,20 +69,20 @@ def test_a_spare_has_read_the_tokenizer_unless_a_file_was_written_since(
     assert len(read) == 4
 
 
-def test_a_spare_has_mapped_quantised_weights_unless_their_file_was_written_since(
+def test_a_spare_has_a_model_put_together_for_quantised_weights_unless_their_file_was_written_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tiny.write_folder(tmp_path / "m", dtype=torch.bfloat16, hidden_size=64, intermediate_size=128)
     ids = torch.arange(40).reshape(1, -1)
     with torch.inference_mode():
         expected = load(folder, weights="int8").model(ids).logits
-    own, read = loader._read_weights, list[Path]()
+    own, read = loader._unread_model, list[Path]()
 
     def reading(source: Any) -> Any:
         read.extend(source.files)
         return own(source)
 
-    monkeypatch.setattr(loader, "_read_weights", reading)
+    monkeypatch.setattr(loader, "_unread_model", reading)
     settings = Settings(model=str(folder), weights="int8")
     loader.import_model(settings)
     with torch.inference_mode():
@@ -153,13 +153,6 @@ def test_weights_in_several_files_are_one_model(tmp_path: Path, folder: Path) ->
     ids = torch.arange(9).reshape(1, -1)
     with torch.inference_mode():
         assert torch.equal(load(tmp_path / "m").model(ids).logits, load(folder).model(ids).logits)
-
-
-def test_pickled_weights_load_too(folder: Path) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    torch.save({"args": 1}, folder / "training_args.bin")
-    (folder / "model.safetensors").unlink()
-    assert load(folder).weights_digest == weights_digest([folder / "pytorch_model.bin"])
 
 
 def test_loading_prints_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -322,7 +315,7 @@ def test_a_model_that_does_not_fit_is_refused_before_loading_with_both_figures(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "available_bytes", lambda _: 4096)
-    monkeypatch.setattr(loader, "_load_weights", None)
+    monkeypatch.setattr(loader, "_unread_model", None)
     message = refusal(folder, dtype="float32")
     assert message.startswith("tiny-llama as float32 on cpu does not fit: about ")
     assert "of memory needed (embeddings " in message

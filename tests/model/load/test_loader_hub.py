@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from diskprefix.model.load.loader import load_tokenizer
 from tests.model import tiny
@@ -41,14 +39,15 @@ def test_a_hub_id_is_fetched_once_and_served_from_the_hubs_cache_when_it_is_down
     assert capfd.readouterr().err == ""
 
 
-def test_pickled_weights_are_fetched_where_there_are_no_others(
+def test_pickled_weights_are_refused_before_they_are_fetched(
     folder: Path, hub_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    assert "convert them to safetensors" in refusal(folder)
     with fake_hub(hub_cache, monkeypatch) as hub:
         hub.repos["org/tiny"] = folder
-        assert load("org/tiny").model.dtype is torch.float32
+        assert "holds no weights" in refusal("org/tiny")
+        assert "pytorch_model.bin" not in hub.fetched()
 
 
 def test_a_hub_that_cannot_be_reached_is_said_with_what_to_do(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

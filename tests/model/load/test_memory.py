@@ -15,7 +15,6 @@ from diskprefix.model.load.memory import (
     available_ram_bytes,
     kv_ahead,
     large_pages,
-    move,
 )
 from tests.synthetic_model import dense_layout
 
@@ -70,30 +69,6 @@ def test_control_groups_of_the_first_version_count(proc: Path, tmp_path: Path) -
 
 def test_without_proc_the_machines_memory_is_taken(tmp_path: Path) -> None:
     assert available_ram_bytes(tmp_path / "none", tmp_path / "none") >= available_bytes(torch.device("cpu")) > 0
-
-
-def test_tensors_that_move_are_what_they_were_and_begin_with_a_line() -> None:
-    made = (
-        torch.randn(5, 7),
-        torch.arange(3, dtype=torch.uint8),
-        torch.tensor(2.5),
-        torch.empty(0),
-        torch.randn(4, 6).t(),
-    )
-    tensors, memory = [tensor.clone() for tensor in made], large_pages(1024)
-    move(tensors, memory)
-    for tensor, expected in zip(tensors, made, strict=True):
-        assert torch.equal(tensor, expected)
-        assert (tensor.dtype, tensor.stride()) == (expected.dtype, expected.stride())
-    assert [tensor.data_ptr() - memory.data_ptr() for tensor in tensors[:3]] == [0, 192, 256]
-
-
-def test_what_memory_has_no_room_for_gets_its_own() -> None:
-    tensors, memory = [torch.ones(100), torch.ones(200), torch.ones(20)], large_pages(600)
-    move(tensors, memory)
-    assert [tensor.sum() for tensor in tensors] == [100, 200, 20]
-    assert tensors[2].data_ptr() == memory.data_ptr() + 448
-    assert not memory.data_ptr() <= tensors[1].data_ptr() < memory.data_ptr() + 600
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel does not tell")

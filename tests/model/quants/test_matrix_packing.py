@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load import loader
+from diskprefix.model.load import beside, loader
 from diskprefix.model.load.fit import ROOM_BYTES
 from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.model.load.loader import BegunPacking, begin_packing, load_model
-from diskprefix.model.quants import matrix_packing
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices
 from diskprefix.model.quants.matrix_packing import MatrixPacking, as_they_stand
 from diskprefix.native.library import Operators, operators
@@ -61,7 +60,7 @@ def packed_alone(compiled: Operators, matrix: FileMatrix) -> torch.Tensor:
 def test_all_that_is_wanted_at_the_end_is_packed_and_nothing_else(
     num_helpers: int, gguf: Path, compiled: Operators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrix_packing, "_num_helpers", lambda: num_helpers)
+    monkeypatch.setattr(beside, "_num_helpers", lambda: num_helpers)
     packing = MatrixPacking(compiled, as_they_stand(read_tensors([gguf])[1], "auto"))
     wanted = load_matrices(converted_folder(gguf, print, "auto"), [gguf]).values()
     assert {matrix.order is None for matrix in wanted} == {True, False}

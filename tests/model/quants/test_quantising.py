@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from diskprefix.errors import ModelError
-from diskprefix.model.load import loader, stored_tensors
+from diskprefix.model.load import loader
 from diskprefix.model.load.loader import LoadedModel, load_model
+from diskprefix.model.load.stored_tensors import StoredTensor, UnreadTensor
 from diskprefix.model.quants import quantising
 from diskprefix.model.quants.forms import quantised
 from diskprefix.model.quants.streamed import pack_in_pieces
@@ -81,15 +82,6 @@ def test_weights_of_other_types_are_first_rounded_to_bfloat16(dtype: torch.dtype
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.state_dict().items())
 
 
-def test_pickled_weights_are_quantised_too(folder: Path) -> None:
-    expected = loaded(folder).model.state_dict()
-    torch.save(load_file(folder / FILE), folder / "pytorch_model.bin")
-    (folder / FILE).unlink()
-    found = loaded(folder).model.state_dict()
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-
-
 def test_pieces_of_a_matrix_get_the_form_that_all_its_rows_have(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(64, 64)
     # Scales of these rows are not float16 numbers.
@@ -102,16 +94,16 @@ def test_pieces_of_a_matrix_get_the_form_that_all_its_rows_have(monkeypatch: pyt
 
 
 def test_no_more_than_two_tensors_of_the_file_are_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read, alive, most = stored_tensors._read, [], 0
+    read, alive, most = UnreadTensor.read, [], 0
 
-    def counted(*arguments: Any) -> torch.Tensor:
+    def counted(tensor: UnreadTensor) -> torch.Tensor:
         nonlocal most
-        tensor = read(*arguments)
-        alive.append(ref(tensor))
+        found = read(tensor)
+        alive.append(ref(found))
         most = max(most, sum(one() is not None for one in alive))
-        return tensor
+        return found
 
-    monkeypatch.setattr(stored_tensors, "_read", counted)
+    monkeypatch.setattr(UnreadTensor, "read", counted)
     loaded(folder)
     assert len(alive) == len(load_file(folder / FILE))
     assert most <= 2
@@ -120,7 +112,7 @@ def test_no_more_than_two_tensors_of_the_file_are_in_memory(folder: Path, monkey
 def test_what_quantising_takes_is_required_before_anything_is_read(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stored_tensors, "_read", lambda *_: pytest.fail("a tensor was read"))
+    monkeypatch.setattr(StoredTensor, "read_into", lambda *_: pytest.fail("a tensor was read"))
     monkeypatch.setattr(loader, "available_bytes", lambda _device: 1000)
     with pytest.raises(ModelError, match=r"^\S+ does not fit: about .* 1000 B available"):
         loaded(folder)
@@ -140,15 +132,15 @@ def test_a_full_disk_leaves_nothing_behind(folder: Path, cache: Path, monkeypatc
 def test_a_file_that_is_cut_short_meanwhile_is_refused(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, done = stored_tensors._read, []
+    read, done = StoredTensor.read_into, []
 
-    def cutting(file: Path, *arguments: Any) -> torch.Tensor:
+    def cutting(stored: StoredTensor, *arguments: Any) -> None:
         done.append(arguments)
         if len(done) == 5:
-            os.truncate(file, file.stat().st_size // 2)
-        return read(file, *arguments)
+            os.truncate(stored.file, stored.file.stat().st_size // 2)
+        read(stored, *arguments)
 
-    monkeypatch.setattr(stored_tensors, "_read", cutting)
+    monkeypatch.setattr(StoredTensor, "read_into", cutting)
     with pytest.raises(ModelError, match=r"model\.safetensors ends within .*; fetch or copy it again"):
         loaded(folder)
     assert not made_in(cache)
@@ -157,13 +149,13 @@ def test_a_file_that_is_cut_short_meanwhile_is_refused(
 def test_a_file_that_is_written_meanwhile_is_refused(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = stored_tensors._read
+    read = StoredTensor.read_into
 
-    def touching(file: Path, *arguments: Any) -> torch.Tensor:
-        os.utime(file)
-        return read(file, *arguments)
+    def touching(stored: StoredTensor, *arguments: Any) -> None:
+        os.utime(stored.file)
+        read(stored, *arguments)
 
-    monkeypatch.setattr(stored_tensors, "_read", touching)
+    monkeypatch.setattr(StoredTensor, "read_into", touching)
     with pytest.raises(ModelError, match="were changed while they were read; start again"):
         loaded(folder)
     assert not made_in(cache)

@@ -1,0 +1,131 @@
+"""Weights are read once, into the place that they keep: also those that transformers puts together or ties."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from math import prod
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load import loader
+from diskprefix.model.load.memory import LINE_BYTES
+from diskprefix.model.load.stored_tensors import StoredTensor
+from tests.model import tiny
+from tests.model.load.test_loader import load
+
+MIB = 1 << 20
+PROGRAM = """
+import sys
+from diskprefix.model.load.imports import import_transformers
+import_transformers()
+from transformers.models.qwen3_moe import modeling_qwen3_moe
+from diskprefix.model.load.loader import load_model
+from diskprefix.settings import Settings
+
+def memory(name):
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1]) * 1024
+
+before = memory("VmRSS")
+load_model(Settings(model=sys.argv[1]), lambda _line: None)
+print(memory("VmHWM") - before)
+"""
+
+
+def write_mixture(folder: Path) -> int:
+    """Writes a mixture of experts in bfloat16, all zeros, which take no room on the disk. Returns the bytes."""
+    from transformers import Qwen3MoeConfig
+
+    experts, width, inner, vocabulary = 24, 1024, 512, 300
+    config = Qwen3MoeConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        moe_intermediate_size=inner,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        num_experts=experts,
+        dtype="bfloat16",
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+    shapes = {"model.embed_tokens": (vocabulary, width), "model.norm": (width,), "lm_head": (vocabulary, width)}
+    for layer in range(3):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.{name}_layernorm": (width,) for name in ("input", "post_attention")}
+        shapes |= {f"{at}.self_attn.{name}_norm": (64,) for name in "qk"}
+        shapes |= {f"{at}.self_attn.{name}_proj": (128, width) for name in "kv"}
+        shapes |= {f"{at}.self_attn.q_proj": (256, width), f"{at}.self_attn.o_proj": (width, 256)}
+        shapes |= {f"{at}.mlp.gate": (experts, width)}
+        for expert in range(experts):
+            one = f"{at}.mlp.experts.{expert}"
+            shapes |= {f"{one}.{name}_proj": (inner, width) for name in ("gate", "up")}
+            shapes |= {f"{one}.down_proj": (width, inner)}
+    header, size = {}, 0
+    for name, shape in shapes.items():
+        header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [size, size + 2 * prod(shape)]}
+        size += 2 * prod(shape)
+    text = json.dumps(header).encode()
+    tiny.tokenizer().save_pretrained(folder)
+    config.save_pretrained(folder)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
+    return size
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not tell")
+def test_loading_takes_no_more_memory_than_the_file(tmp_path: Path) -> None:
+    size = write_mixture(tmp_path)
+    assert size > 200 * MIB
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert size <= int(ended.stdout) <= size + 64 * MIB
+
+
+def test_weights_lie_side_by_side_and_begin_with_a_line(tmp_path: Path) -> None:
+    model = load(tiny.write_folder(tmp_path / "m")).model
+    tensors = sorted((*model.parameters(), *model.buffers()), key=torch.Tensor.data_ptr)
+    assert all(tensor.data_ptr() % LINE_BYTES == 0 for tensor in tensors)
+    assert tensors[-1].data_ptr() - tensors[0].data_ptr() < sum(tensor.nbytes + LINE_BYTES for tensor in tensors)
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_file_that_has_tied_weights_twice_has_them_tied_if_they_are_equal(is_same: bool, tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path / "m", tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    embeddings = weights["model.embed_tokens.weight"]
+    weights["lm_head.weight"] = embeddings.clone()
+    weights["lm_head.weight"][-1, -1] += 0 if is_same else 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    model = load(folder).model
+    assert torch.equal(model.model.embed_tokens.weight, embeddings)
+    assert torch.equal(model.lm_head.weight, weights["lm_head.weight"])
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_same
+
+
+@pytest.mark.parametrize("problem", ["written", "cut"])
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    problem: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tiny.write_folder(tmp_path / "m")
+    read, file = StoredTensor.read_into, folder / "model.safetensors"
+
+    def changing(stored: StoredTensor, out: torch.Tensor, first: int) -> None:
+        if problem == "written":
+            file.write_bytes(file.read_bytes())
+        else:
+            file.write_bytes(file.read_bytes()[:-8])
+        read(stored, out, first)
+
+    monkeypatch.setattr(StoredTensor, "read_into", changing)
+    with pytest.raises(ModelError, match=r"was changed while it was read|ends within"):
+        load(folder)
+    assert not loader._ahead._read
