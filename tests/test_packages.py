@@ -46,7 +46,7 @@ BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its firs
 BESIDE = {
     "watch": {"clients", "simulate", "warm", "request_bodies", "daemon_call"},
     "warm": {"daemon_call"},
-    "clients": {"daemon_call"},
+    "clients": {"catalogue", "daemon_call"},
     "simulate": {"front", "warm", "request_bodies"},
     "setup": {"catalogue", "front", "warm", "request_bodies"},
     "vllm": {"remote", "exchange"},

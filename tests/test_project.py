@@ -124,6 +124,7 @@ EXPECTED_PAGES = {
     ),
     *("diskprefix/store/README.md", "diskprefix/cache/README.md"),
     *(
+        "diskprefix/extras/clients/README.md",
         "diskprefix/extras/compression/README.md",
         "diskprefix/extras/exchange/README.md",
         "diskprefix/extras/front/README.md",

@@ -62,6 +62,7 @@ def cli() -> None:
     Examples:
       diskprefix serve                          serve the embedded SmolLM2-135M-Instruct
       diskprefix serve --model ~/models/qwen    serve a folder, a hub id or a .gguf file
+      diskprefix launch claude                  start Claude Code with a daemon
       diskprefix clients codex                  print the settings with which Codex uses the daemon
       diskprefix inspect                        list the saved prompts
       diskprefix purge --older-than 7d          remove prompts that were not used for a week

@@ -49,7 +49,8 @@ class FakeDaemon:
         self.models = models or Answer(200, json.dumps({"data": [card]}).encode())
         self.asked: list[tuple[str, str | None]] = []
 
-    def __call__(self, url: str, api_key: str | None) -> Any:
+    def __call__(self, url: str, api_key: str | None, otherwise: str) -> Any:
+        assert "There are settings for aider, claude-code, " in otherwise
         self.asked.append((url, api_key))
         health = Answer(200, b'{"status": "ok"}')
         return lambda _method, path, _body: health if path == "/health" else self.models
@@ -64,8 +65,8 @@ def daemon(monkeypatch: pytest.MonkeyPatch) -> FakeDaemon:
 
 def test_each_client_of_the_list_has_a_recipe() -> None:
     assert names() == [
-        *("aider", "claude-code", "cline", "codex", "continue", "langchain", "llm", "open-webui", "opencode"),
-        *("pydantic-ai", "qwen-code"),
+        *("aider", "claude-code", "cline", "codex", "continue", "goose", "langchain", "llm", "open-webui", "opencode"),
+        *("pi", "pydantic-ai", "qwen-code"),
     ]
 
 
@@ -100,12 +101,12 @@ def test_the_settings_are_those_of_the_running_daemon(run: Run, daemon: FakeDaem
 
 
 def test_without_a_name_all_are_printed(run: Run, daemon: FakeDaemon) -> None:  # noqa: ARG001
-    ended = run("clients", "--model", "mine")
+    ended = run("clients", "--model", "model-1")
     assert [line for line in ended.stdout.splitlines() if line.startswith("## ")] == [
         f"## {recipe(name, SERVED).title}" for name in names()
     ]
-    assert "export ANTHROPIC_MODEL=mine" in ended.stdout
-    assert '    model: "openai/mine"' in ended.stdout
+    assert "export ANTHROPIC_MODEL=model-1" in ended.stdout
+    assert '    model: "model-1"' in ended.stdout
 
 
 def test_an_unknown_name_is_one_clear_line(run: Run, daemon: FakeDaemon) -> None:

@@ -1,4 +1,4 @@
-"""The four agents: how each is installed and started, and the calls of its own tools that do the task."""
+"""The agents: how each is installed and what it is told, and the calls of its own tools that do the task."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ BROKEN, MENDED = "return a - b", "return a + b"
 SOURCE = f"def add(a, b):\n    {BROKEN}\n\n\nprint('the sum is', add(2, 3))\n"
 PRINTED = "the sum is 5"
 LAST_REPLY = "I have mended sums.py. It prints: the sum is 5"
+EDIT = f"{FILE}\n```python\n<<<<<<< SEARCH\n    {BROKEN}\n=======\n    {MENDED}\n>>>>>>> REPLACE\n```\n"
+"""An edit as Aider reads it."""
 
 Call = tuple[str, dict[str, Any]]
 
@@ -20,20 +22,23 @@ Call = tuple[str, dict[str, Any]]
 class Agent:
     """`calls` are those that a prepared reply makes, one a turn; `{file}` stands for the path of the file.
 
-    `version` and `postinstall` are of its npm package, `environment` is beside that of its recipe.
+    One without tools has the first reply `said` in their place. `version` and `postinstall` are of its npm package, or
+    of PyPI's if `is_python`. `environment` is beside that of its launch.
     """
 
     name: str
     package: str
     version: str
-    command: tuple[str, ...]
-    calls: tuple[Call, ...]
+    arguments: tuple[str, ...]
+    calls: tuple[Call, ...] = ()
+    said: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     postinstall: str | None = None
+    is_python: bool = False
 
     @property
     def requirement(self) -> str:
-        return f"{self.package}@{self.version}"
+        return f"{self.package}{'==' if self.is_python else '@'}{self.version}"
 
 
 _RUN = f"python3 {FILE}"
@@ -43,8 +48,8 @@ AGENTS = {
         Agent(
             name="qwen-code",
             package="@qwen-code/qwen-code",
-            version="0.15.10",
-            command=("qwen", "--yolo", TASK),
+            version="0.24.4",
+            arguments=("--yolo", TASK),
             calls=(
                 ("read_file", {"file_path": "{file}"}),
                 ("edit", {"file_path": "{file}", "old_string": BROKEN, "new_string": MENDED}),
@@ -55,11 +60,8 @@ AGENTS = {
         Agent(
             name="claude-code",
             package="@anthropic-ai/claude-code",
-            version="2.1.197",
-            command=(
-                *("claude", "--exclude-dynamic-system-prompt-sections", "-p"),
-                *("--permission-mode", "acceptEdits", "--allowedTools", "Bash", "--", TASK),
-            ),
+            version="2.1.330",
+            arguments=("-p", "--permission-mode", "acceptEdits", "--allowedTools", "Bash", "--", TASK),
             calls=(
                 ("Read", {"file_path": "{file}"}),
                 ("Edit", {"file_path": "{file}", "old_string": BROKEN, "new_string": MENDED}),
@@ -73,8 +75,8 @@ AGENTS = {
             package="@openai/codex",
             version="0.169.0",
             # It runs commands without a sandbox of its own, which needs rights that containers do not give.
-            command=(
-                *("codex", "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+            arguments=(
+                *("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
                 *("-c", "check_for_update_on_startup=false", "-c", "analytics.enabled=false", TASK),
             ),
             calls=(
@@ -87,7 +89,7 @@ AGENTS = {
             name="opencode",
             package="opencode-ai",
             version="1.18.33",
-            command=("opencode", "run", "--auto", TASK),
+            arguments=("run", "--auto", TASK),
             calls=(
                 ("read", {"filePath": "{file}"}),
                 ("edit", {"filePath": "{file}", "oldString": BROKEN, "newString": MENDED}),
@@ -100,6 +102,60 @@ AGENTS = {
                 "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",
             },
             postinstall="postinstall.mjs",
+        ),
+        Agent(
+            name="cline",
+            package="cline",
+            version="3.0.65",
+            arguments=("--auto-approve", "true", TASK),
+            calls=(
+                ("read_files", {"files": [{"path": "{file}"}]}),
+                ("editor", {"path": "{file}", "old_text": BROKEN, "new_text": MENDED}),
+                ("run_commands", {"commands": [_RUN]}),
+            ),
+            postinstall=None,
+        ),
+        Agent(
+            name="continue",
+            package="@continuedev/cli",
+            version="1.5.47",
+            arguments=("--auto", "-p", TASK),
+            calls=(
+                ("Read", {"filepath": "{file}"}),
+                ("Edit", {"file_path": "{file}", "old_string": BROKEN, "new_string": MENDED}),
+                ("Bash", {"command": _RUN}),
+            ),
+        ),
+        Agent(
+            name="pi",
+            package="@mariozechner/pi-coding-agent",
+            version="0.73.1",
+            arguments=("-p", TASK),
+            calls=(
+                ("read", {"path": "{file}"}),
+                ("edit", {"path": "{file}", "edits": [{"oldText": BROKEN, "newText": MENDED}]}),
+                ("bash", {"command": _RUN}),
+            ),
+        ),
+        Agent(
+            name="aider",
+            package="aider-chat",
+            version="0.86.2",
+            arguments=(
+                *("--yes-always", "--no-auto-commits", "--no-gitignore", "--no-analytics", "--no-check-update"),
+                *(
+                    "--edit-format",
+                    "diff",
+                    "--auto-test",
+                    "--test-cmd",
+                    f"{_RUN} | tee printed.txt",
+                    "--message",
+                    TASK,
+                    FILE,
+                ),
+            ),
+            said=EDIT,
+            is_python=True,
         ),
     )
 }

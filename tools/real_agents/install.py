@@ -1,7 +1,8 @@
-"""The agents' npm packages in a folder of their own, with the versions of `AGENTS`."""
+"""The agents' packages in a folder of their own, with the versions of `AGENTS`."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from diskprefix.progress import Report
@@ -13,14 +14,21 @@ from tools.real_agents.agents import AGENTS
 def installed(report: Report) -> Path:
     """Returns the folder of the agents' commands, and installs them if they are not there. Raises `NotInstalled`."""
     folder = cache_home() / "agents"
+    commands = folder / "node_modules" / ".bin"
 
     def install() -> None:
-        report("installing the agents with npm; this is done once and takes about a gigabyte")
-        npm_install(folder, *(agent.requirement for agent in AGENTS.values()))
+        report("installing the agents with npm and pip; this is done once and takes two gigabytes")
+        npm_install(folder, *(agent.requirement for agent in AGENTS.values() if not agent.is_python))
         for agent in AGENTS.values():
             if agent.postinstall is not None:
                 # It only links a file that is there already.
                 run_installer("node", agent.postinstall, folder=folder / "node_modules" / agent.package)
+            if agent.is_python:
+                # Their requirements are of other versions than this project's.
+                own = folder / agent.name
+                run_installer(sys.executable, "-m", "venv", str(own))
+                run_installer(str(own / "bin/pip"), "install", "--quiet", agent.requirement)
+                (commands / agent.name).symlink_to(own / "bin" / agent.name)
 
     install_once(folder, sorted(agent.requirement for agent in AGENTS.values()), install)
-    return folder / "node_modules" / ".bin"
+    return commands

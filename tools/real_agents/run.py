@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import click
 from rich.console import Console
 
 from diskprefix.errors import ModelError
-from diskprefix.extras.clients.recipe import NO_KEY, Served, recipe
 from tools.measuring.installing import NotInstalled
 from tools.measuring.live_server import LiveServer, LiveServerError, log_tail, step
 from tools.measuring.options import JSON
@@ -27,13 +26,13 @@ from tools.real_agents.agents import AGENTS, FILE, LAST_REPLY, MENDED, PRINTED, 
 from tools.real_agents.install import installed
 from tools.real_agents.scratch import scratch
 from tools.real_agents.tap import Exchange, Tap
-from tools.real_agents.tiny_model import POSITIONS, write_tiny
+from tools.real_agents.tiny_model import write_tiny
 
 GOAL = 0.9
 """The least share of the prompts after the first one that is restored."""
 REAL_POSITIONS = 32_768
 TABLE_COLUMNS = 110
-SHOWN_CHARS = 1500
+SHOWN_CHARS, SHOWN_FILES = 1500, 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +56,25 @@ class Outcome:
     retries: int
     cut_off: int
     hosts_refused: list[str]
+    changed: list[str]
+    new: list[str]
 
     @property
     def is_whole(self) -> bool:
         """Returns whether nothing failed, whatever the model said. It may have taken one turn only."""
         share = 1.0 if self.restored_share is None else self.restored_share
-        return not (self.refused or self.retries or self.cut_off) and share >= GOAL
+        return not (self.refused or self.retries or self.cut_off or self.changed) and share >= GOAL
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """The end of an agent: None for the `exit_code` at the time limit, and what it said. `changed` and `new` are files
+    of the home folder after `launch --restore`."""
+
+    exit_code: int | None
+    said: str
+    changed: list[str] = field(default_factory=list)
+    new: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,28 +107,28 @@ class Run:
             with step(self.console, f"{agent.name}: the daemon starts") as note:
                 server.start(note)
             with step(self.console, f"{agent.name}: {TASK}"), Tap(server.port, turn_finder(), server.restart) as tap:
-                exit_code, said = self._let_it_work(agent, folder, tap, limit_s)
+                work = self._let_it_work(agent, folder, tap, limit_s)
         self._keep(agent, tap)
-        (folder / "said.txt").write_text(said, encoding="utf-8")
-        is_done = exit_code == 0 and MENDED in file.read_text(encoding="utf-8") and _has_run(tap)
+        is_done = work.exit_code == 0 and MENDED in file.read_text(encoding="utf-8")
+        # Without tools it runs the program itself, and need not tell the model.
+        is_done = is_done and (_has_run(tap) if agent.calls else (file.parent / "printed.txt").exists())
         if not is_done:
-            last = said[-SHOWN_CHARS:]
-            self.console.print(f"{agent.name} ended with {exit_code} and said:\n{last}", markup=False)
-        return _outcome(agent, tap, is_done, exit_code)
+            last = work.said[-SHOWN_CHARS:]
+            self.console.print(f"{agent.name} ended with {work.exit_code} and said:\n{last}", markup=False)
+        return _outcome(agent, tap, is_done, work)
 
     def _flags(self) -> tuple[str, ...]:
         flags = ("--model", str(self.model), "--policy", "agent", "--served-model-name", "coder")
         # The random model computes faster than the disk reads, and the rule that weighs the two would not restore.
         return flags if self.is_real else (*flags, "--kv-cache-gate", "off")
 
-    def _let_it_work(self, agent: Agent, folder: Path, tap: Tap, limit_s: float) -> tuple[int | None, str]:
-        """Returns the exit code, None at the time limit, and what was said."""
-        context = REAL_POSITIONS if self.is_real else POSITIONS
-        served = Served(url=tap.url, model="coder", key=NO_KEY, context=context)
-        place = scratch(folder, agent, recipe(agent.name, served), self.commands, tap.url)
+    def _let_it_work(self, agent: Agent, folder: Path, tap: Tap, limit_s: float) -> Work:
+        place = scratch(folder, agent, self.commands, tap.url)
+        before = place.files()
+        launch = [sys.executable, "-m", "diskprefix", "launch", agent.name]
         try:
             ended = subprocess.run(
-                agent.command,
+                [*launch, "--url", tap.url, "--", *agent.arguments],
                 cwd=place.repository,
                 env=place.environment,
                 stdin=subprocess.DEVNULL,
@@ -127,8 +139,11 @@ class Run:
                 check=False,
             )
         except subprocess.TimeoutExpired as error:
-            return None, (error.stdout or b"").decode("utf-8", "replace")
-        return ended.returncode, ended.stdout
+            return Work(exit_code=None, said=(error.stdout or b"").decode("utf-8", "replace"))
+        subprocess.run([*launch, "--restore"], env=place.environment, check=True, stderr=subprocess.DEVNULL)
+        after = place.files()
+        changed = [name for name, digest in before.items() if after.get(name) != digest]
+        return Work(exit_code=ended.returncode, said=ended.stdout, changed=changed, new=sorted(after.keys() - before))
 
     def _keep(self, agent: Agent, tap: Tap) -> None:
         if self.bodies is None:
@@ -143,7 +158,7 @@ class Run:
 
 def _write_script(path: Path, agent: Agent, file: Path, model: Path) -> Path:
     calls = [(name, {key: _placed(value, file) for key, value in arguments.items()}) for name, arguments in agent.calls]
-    script = {"model": str(model), "task": TASK, "calls": calls, "last": LAST_REPLY}
+    script = {"model": str(model), "task": TASK, "calls": calls, "said": agent.said, "last": LAST_REPLY}
     path.write_text(json.dumps(script), encoding="utf-8")
     return path
 
@@ -177,14 +192,14 @@ def _has_run(tap: Tap) -> bool:
     return bool(tap.turns) and PRINTED in tap.turns[-1].body.decode("utf-8", "replace")
 
 
-def _outcome(agent: Agent, tap: Tap, is_done: bool, exit_code: int | None) -> Outcome:
+def _outcome(agent: Agent, tap: Tap, is_done: bool, work: Work) -> Outcome:
     turns, later = tap.turns, tap.turns[1:]
     tokens, restored = [each.reply.prompt_tokens for each in turns], [each.reply.restored for each in turns]
     return Outcome(
         agent=agent.name,
         version=agent.version,
         is_done=is_done,
-        exit_code=exit_code,
+        exit_code=work.exit_code,
         turns=len(turns),
         side_requests=sum(each.method == "POST" and not each.is_turn for each in tap.exchanges),
         calls=[name for each in turns for name in each.reply.calls],
@@ -198,6 +213,8 @@ def _outcome(agent: Agent, tap: Tap, is_done: bool, exit_code: int | None) -> Ou
         retries=sum(each.is_repeated for each in tap.exchanges),
         cut_off=sum(each.is_cut_off for each in tap.exchanges),
         hosts_refused=sorted(set(tap.refused_hosts)),
+        changed=work.changed,
+        new=work.new,
     )
 
 
@@ -234,6 +251,10 @@ def show(report: Mapping[str, Any], console: Console) -> None:
     for each in outcomes:
         for line in each.refused:
             say(console, f"{each.agent}: refused: {line}")
+        if each.changed:
+            say(console, f"{each.agent}: other than before after launch --restore: {', '.join(each.changed)}")
+        if each.new:
+            say(console, f"{each.agent} keeps files of its own in the home folder: {', '.join(each.new[:SHOWN_FILES])}")
         if each.hosts_refused:
             say(console, f"{each.agent} tried to reach {', '.join(each.hosts_refused)}, and was refused")
     say(console, "The daemon was killed with SIGKILL and started again before each turn but the first.")
@@ -253,9 +274,10 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | None, as_json: bool) -> None:
     """Real command-line agents mend a file in a scratch repository: read it, edit it, run it.
 
-    AGENT is one of qwen-code, claude-code, codex and opencode; without one all four work, one after the other. They
-    are installed with npm on first use, into the cache folder. Their settings are those of `diskprefix clients`. Home
-    and repository are scratch folders, and requests to any host but the daemon are refused.
+    AGENT is one of qwen-code, claude-code, codex, opencode, cline, continue, pi and aider; without one all work, one
+    after the other. They are installed with npm and pip on first use, into the cache folder. `diskprefix launch` starts
+    them, and its --restore must leave their user's files as they were. Home and repository are scratch folders, and
+    requests to any host but the daemon are refused.
 
     The daemon is killed with SIGKILL before each turn but the first, once what it computed is on disk and no request
     runs. The request waits while the daemon starts; times are counted from then.
@@ -264,8 +286,8 @@ def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | Non
     The model is a random one of two layers with the tokenizer and the chat template of Qwen2.5-Coder, or with --real
     that model itself, which takes minutes for a first prompt. Everything else is the daemon as it is.
 
-    Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done, or less than 90 % of
-    the prompts after the first were restored; 2 wrong usage.
+    Exit codes: 0 all is well; 1 a request was refused, repeated or cut off, a task is not done, files are
+    other than before, or less than 90 % of the prompts after the first were restored; 2 wrong usage.
     """
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="diskprefix-agents-") as name:

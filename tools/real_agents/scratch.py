@@ -1,16 +1,18 @@
-"""The surroundings of an agent: a home folder with its recipe, a repository with a task, an environment."""
+"""The surroundings of an agent: a home folder with settings of its own, a repository with a task, an environment."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from diskprefix.extras.clients.recipe import Recipe
+from diskprefix.extras.clients.recipe import NO_KEY, Served, recipe
 from tools.real_agents.agents import FILE, SOURCE, Agent
 
-_KEPT_VARIABLES = ("PATH", "LANG", "TERM")
+_KEPT_VARIABLES = ("PATH", "PYTHONPATH", "LANG", "TERM")
+_ELSEWHERE = Served(url="http://127.0.0.1:9", model="mine", key=NO_KEY, context=32_768)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +23,21 @@ class Scratch:
     repository: Path
     environment: dict[str, str]
 
+    def files(self) -> dict[str, str]:
+        """Returns the digests of all files of the home folder, by their path in it."""
+        paths = [path for path in sorted(self.home.rglob("*")) if path.is_file() and not path.is_symlink()]
+        return {str(path.relative_to(self.home)): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
-def scratch(folder: Path, agent: Agent, recipe: Recipe, commands: Path, url: str) -> Scratch:
-    """Writes the recipe and the repository into `folder`. Requests to other hosts than this go to the proxy `url`."""
+
+def scratch(folder: Path, agent: Agent, commands: Path, url: str) -> Scratch:
+    """Writes settings of the agent for a daemon elsewhere, as its user has them, and the repository into `folder`.
+
+    Requests to other hosts than this go to the proxy `url`.
+    """
     home, repository = folder / "home", folder / "repository"
     home.mkdir(parents=True)
     repository.mkdir()
-    for file in recipe.files:
+    for file in recipe(agent.name, _ELSEWHERE).files:
         path = Path(file.path.replace("~", str(home), 1))
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(file.text, encoding="utf-8")
@@ -39,7 +49,7 @@ def scratch(folder: Path, agent: Agent, recipe: Recipe, commands: Path, url: str
     environment |= {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1"}
     for command in (["init", "-q"], ["add", "."], [*_AS_NOBODY, "commit", "-q", "-m", "A sum"]):
         subprocess.run(["git", *command], cwd=repository, env=environment, check=True)
-    environment |= {**recipe.environment, **agent.environment}
+    environment |= agent.environment
     return Scratch(home=home, repository=repository, environment=environment)
 
 

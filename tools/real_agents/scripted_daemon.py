@@ -2,7 +2,8 @@
 
 The server, the chat template, the tokenizer, prefill, decoding, parsing of calls and the cache are the real ones. Only
 `Sampler.sample` is replaced. DISKPREFIX_SCRIPT names a JSON file with the model's folder (`model`), the calls of the
-turns (`calls`), the request that is answered with them (`task`) and the text of the last reply (`last`).
+turns (`calls`), the request that is answered with them (`task`), the text of the last reply (`last`) and, for an agent
+without tools, that of the only one (`said`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ TOOLS_OFFERED, TOOL_RESULT = "<tools>", "<tool_response>"
 def prepared_reply(prompt: str, script: dict[str, Any]) -> str:
     """Returns the reply to a rendered prompt: the next call if it has the task, tools, and the results before."""
     _, has_task, since = prompt.partition(script["task"])
+    if has_task and script.get("said"):
+        return str(script["said"])
     if not has_task or TOOLS_OFFERED not in prompt:
         return SIDE_REPLY
     turn = since.count(TOOL_RESULT)

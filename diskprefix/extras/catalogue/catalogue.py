@@ -128,7 +128,7 @@ class Catalogue:
             own = replace(made.settings, **one.own)
             yield replace(made, settings=own, aliases=one.aliases, pin=one.pin, idle_unload_s=one.idle_unload_s)
         for model in settings.model_names:
-            yield from self._unless_seen(seen, _plain_name(model), model, "--model")
+            yield from self._unless_seen(seen, plain_name(model), model, "--model")
         if settings.models_dir is not None:
             for name, path in named(models_below(settings.models_dir), settings.models_dir):
                 yield from self._unless_seen(seen, name, str(path), "--models-dir")
@@ -163,7 +163,8 @@ def _identity(model: str) -> str:
     return model if path is None else str(path.resolve())
 
 
-def _plain_name(model: str) -> str:
+def plain_name(model: str) -> str:
+    """Returns the name under which a model is served that --model names: a file's without its extension."""
     path = Path(os.path.expanduser(model))
     if not os.path.exists(path):
         return model
@@ -201,7 +202,7 @@ def named(paths: list[Path], folder: Path) -> Iterator[tuple[str, Path]]:
     """Yields models with their names: that of the file, without extension and number of the part, or of the folder.
     Of models with the same one, those below `folder` get the path from there before it, and files beside a folder of
     that name keep the extension."""
-    short = [_plain_name(str(path)) for path in paths]
+    short = [plain_name(str(path)) for path in paths]
     for path, name in zip(paths, short, strict=True):
         below = os.path.relpath(path.parent, folder)
         suffix = path.suffix if path.is_file() and path.with_name(name) in paths else ""

@@ -90,7 +90,7 @@ def show(name: str, tensors: bool, as_json: bool, **flags: Any) -> None:
         fit = _fit(known.settings)
     if known.path is None or fit is None:
         raise ModelError(f"{known.source} is not on this machine; `diskprefix pull` fetches models of the hub")
-    shown = row_of(known) | {"positions": fit.needs.state.positions, "template": _has_template(known.path)}
+    shown = row_of(known) | {"positions": fit.needs.state.positions, "template": bool(template_of(known.path))}
     shown |= {"settings": _own(known), "memory": dict(fit.rows()), "types": types(fit.needs.tensors)}
     if as_json:
         print_json(shown | ({"tensors": described(fit.needs.tensors)} if tensors else {}))
@@ -167,12 +167,14 @@ def _files(path: Path) -> list[Path]:
     return part_paths(path) if path.is_file() else checkpoint_files(path, weight_files(path))
 
 
-def _has_template(path: Path) -> bool:
+def template_of(path: Path) -> str:
+    """Returns the text with the chat template of a model, empty if it has none. Raises `ModelError`, `OSError`."""
     if path.is_file():
-        return bool(read_header(path).values.get("tokenizer.chat_template"))
-    config = path / "tokenizer_config.json"
-    is_in_config = config.is_file() and '"chat_template"' in config.read_text(encoding="utf-8", errors="replace")
-    return is_in_config or (path / "chat_template.jinja").is_file()
+        return str(read_header(path).values.get("tokenizer.chat_template") or "")
+    config, file = path / "tokenizer_config.json", path / "chat_template.jinja"
+    in_config = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+    in_file = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
+    return in_file or (in_config if '"chat_template"' in in_config else "")
 
 
 def _own(known: KnownModel) -> dict[str, Any]:

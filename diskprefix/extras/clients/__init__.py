@@ -1,5 +1,6 @@
-"""The settings with which clients use the daemon, one file for each client: `diskprefix clients`."""
+"""The settings with which clients use the daemon, a file for each: `diskprefix clients` and `diskprefix launch`."""
 
 from __future__ import annotations
 
-COMMANDS = {"clients": "diskprefix.extras.clients.clients_command:clients"}
+_FOLDER = "diskprefix.extras.clients"
+COMMANDS = {"launch": f"{_FOLDER}.launch_command:launch", "clients": f"{_FOLDER}.clients_command:clients"}

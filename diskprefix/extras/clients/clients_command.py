@@ -7,10 +7,11 @@ from dataclasses import asdict
 import click
 
 from diskprefix.cli.options import api_key_option, nonempty, url_option
-from diskprefix.cli.tooling import json_option, print_json, status
-from diskprefix.errors import NotReady, SettingsError
-from diskprefix.extras.clients.recipe import NO_KEY, Served, names, recipe
-from diskprefix.extras.daemon_call import running_daemon, wait_ready
+from diskprefix.cli.tooling import json_option, print_json
+from diskprefix.errors import SettingsError
+from diskprefix.extras.clients.model_choice import ask_served
+from diskprefix.extras.clients.recipe import names, recipe
+from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import escaped
 
 
@@ -18,7 +19,7 @@ from diskprefix.printable import escaped
 @click.argument("name", required=False, callback=nonempty)
 @url_option()
 @click.option(
-    "--model", metavar="NAME", callback=nonempty, show_default="the served one", help="What clients call the model."
+    "--model", metavar="NAME", callback=nonempty, show_default="one in memory", help="The model, if there are several."
 )
 @api_key_option(
     "The key, for a daemon with --api-keys. It is printed with the settings.", otherwise="a word that is not checked"
@@ -28,8 +29,9 @@ def clients(name: str | None, url: str, model: str | None, api_key: str | None, 
     """Print the environment and the files with which a client uses the running daemon: its address, its model, the key,
     and how many tokens the model takes.
 
-    NAME is one of claude-code, codex, opencode, qwen-code, cline, aider, continue, open-webui, langchain, pydantic-ai
-    and llm. Without a NAME all are printed. Nothing is written.
+    NAME is one of claude-code, codex, opencode, qwen-code, cline, aider, continue, goose, pi, open-webui, langchain,
+    pydantic-ai and llm. Without a NAME all are printed. Nothing is written: the settings are for your own files.
+    `diskprefix launch` starts an agent without them.
 
     \b
     diskprefix clients codex
@@ -41,25 +43,11 @@ def clients(name: str | None, url: str, model: str | None, api_key: str | None, 
     """
     if name is not None and name not in names():
         raise SettingsError(f"there is no recipe for {name!r}; there are {', '.join(names())}")
-    served = _served(url, model, api_key)
+    call = running_daemon(url, api_key, otherwise=f". There are settings for {', '.join(names())}")
+    served = ask_served(call, url, model, api_key).served
     recipes = [recipe(each, served) for each in ([name] if name else names())]
     if as_json:
         print_json({"clients": [asdict(each) for each in recipes]})
     else:
         text = "\n\n\n".join(each.shown() for each in recipes)
         click.echo("\n".join(map(escaped, text.splitlines())))
-
-
-def _served(url: str, model: str | None, api_key: str | None) -> Served:
-    """Asks the daemon. Raises `NotReady` if none answers, `SettingsError` for a URL or a key that it does not take."""
-    call = running_daemon(url, api_key)
-    with status("asking the daemon …") as say:
-        wait_ready(call, url, say)
-        answer = call("GET", "/v1/models", None)
-    if answer.status in (401, 403):
-        raise SettingsError(f"--api-key: {answer.message}")
-    if answer.status != 200:
-        raise NotReady(f"the daemon at {url} does not tell its model: {answer.message}")
-    [card] = answer.body["data"]
-    address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
-    return Served(url=address, model=model or card["id"], key=api_key or NO_KEY, context=card["context_length"])

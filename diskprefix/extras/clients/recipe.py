@@ -77,26 +77,56 @@ def names() -> list[str]:
     return sorted(file.stem for file in FOLDER.glob("*.toml"))
 
 
-def recipe(name: str, served: Served) -> Recipe:
-    """Returns the settings of the client `name`. Raises `SettingsError` if there is no recipe for it."""
-    if name not in names():
-        raise SettingsError(f"there is no recipe for {name!r}; there are {', '.join(names())}")
-    told: dict[str, Any] = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
-    plain = served.values
+def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
+    """Returns the settings of the client `name`. Raises `SettingsError` if there is no recipe for it.
+
+    With a `profile`, they are those of an agent that has its files in this folder in place of the home folder.
+    """
+    told = _told(name)
+    plain = served.values | {"home": "~" if profile is None else str(profile)}
     # The quoted strings of JSON, TOML, YAML and Python have these escapes in common.
     escaped = {key: json.dumps(value)[1:-1] for key, value in plain.items()}
     shell = {key: shlex.quote(value) for key, value in plain.items()}
+    launch = {} if profile is None else told["launch"]
+    environment = told.get("environment", {}) | launch.get("environment", {})
     return Recipe(
         name=name,
         title=told["title"],
         run=Template(told.get("run", "")).substitute(shell),
-        note=Template(told.get("note", "")).substitute(plain),
-        environment={key: Template(value).substitute(plain) for key, value in told.get("environment", {}).items()},
+        note=Template(told.get("note", "")).substitute(plain) if profile is None else "",
+        environment={key: Template(value).substitute(plain) for key, value in environment.items()},
         files=tuple(
-            RecipeFile(path=file["path"], text=Template(file["text"]).substitute(escaped))
-            for file in told.get("files", ())
+            RecipeFile(
+                path=file["path"].replace("~", plain["home"], 1), text=Template(file["text"]).substitute(escaped)
+            )
+            for file in (*told.get("files", ()), *launch.get("files", ()))
         ),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownAgent:
+    """A client that `diskprefix launch` starts: its program, and the line that installs it."""
+
+    name: str
+    title: str
+    program: str
+    install: str
+
+
+def agents() -> list[KnownAgent]:
+    """Returns the clients that can be launched."""
+    return [
+        KnownAgent(name=name, title=told["title"], program=told["run"].split()[0], install=told["launch"]["install"])
+        for name, told in ((name, _told(name)) for name in names())
+        if "launch" in told
+    ]
+
+
+def _told(name: str) -> dict[str, Any]:
+    if name not in names():
+        raise SettingsError(f"there is no recipe for {name!r}; there are {', '.join(names())}")
+    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
 
 
 def _indented(text: str) -> str:

@@ -1,0 +1,110 @@
+"""The model that clients use: one that the daemon serves, or one that a daemon is started with."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from diskprefix.cli.options import variable_of
+from diskprefix.cli.tooling import status
+from diskprefix.errors import NotReady, SettingsError
+from diskprefix.extras.catalogue.catalogue import Catalogue, open_catalogue, plain_name
+from diskprefix.extras.catalogue.list_command import row_of, template_of
+from diskprefix.extras.clients.recipe import NO_KEY, Served
+from diskprefix.extras.daemon_call import Call, wait_ready
+from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.printable import shown
+from diskprefix.settings import Settings
+
+LEAST_CONTEXT = 16_384
+"""Positions. The first prompts of agents have 2 000 to 19 000 tokens."""
+_PROPOSED = ((24, "Qwen/Qwen3-30B-A3B-GGUF"), (12, "Qwen/Qwen3-8B-GGUF"), (6, "Qwen/Qwen3-4B-GGUF"))
+_SMALLEST = "Qwen/Qwen3-1.7B-GGUF"
+"""Models that call tools well, by the GiB of memory that should be free. `pull` chooses the quant."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A model of the daemon. `problem` says why agents may not work with it, and is empty if they should."""
+
+    served: Served
+    problem: str
+
+
+def ask_served(call: Call, url: str, model: str | None, api_key: str | None) -> Choice:
+    """Waits until the daemon at `url` has loaded its model, and returns what `model` needs: by default the only one, or
+    of several one that is in memory.
+
+    Raises `NotReady` if no daemon answers, `SettingsError` for a key that it does not take or a model that it does not
+    serve.
+    """
+    with status("asking the daemon …") as say:
+        wait_ready(call, url, say)
+        answer = call("GET", "/v1/models", None)
+    if answer.status in (401, 403):
+        raise SettingsError(f"--api-key: {answer.message}")
+    if answer.status != 200:
+        raise NotReady(f"the daemon at {url} does not tell its models: {answer.message}")
+    card = _chosen(answer.body["data"], model, url)
+    if card.get("problem"):
+        raise SettingsError(f"{card['id']} cannot be served: {card['problem']}")
+    address = (url if "://" in url else f"http://{url}").rstrip("/").removesuffix("/v1")
+    context = card.get("context_length") or LEAST_CONTEXT
+    served = Served(url=address, model=card["id"], key=api_key or NO_KEY, context=context)
+    return Choice(served=served, problem=_problem(card, context))
+
+
+def _chosen(cards: list[dict[str, Any]], model: str | None, url: str) -> dict[str, Any]:
+    """Returns the card of `model`, or of the model to take without a name."""
+    if model is not None:
+        # A file and a folder are served by their own names.
+        wanted = {model, plain_name(model)}
+        named = [card for card in cards if wanted & {card["id"], *card.get("aliases", ())}]
+        if not named:
+            there = ", ".join(shown(card["id"]) for card in cards)
+            raise SettingsError(f"the daemon at {url} serves {there}, and not {shown(model)}; name one of them")
+        return named[0]
+    sound = [card for card in cards if not card.get("problem")]
+    if not sound:
+        raise NotReady(f"the daemon at {url} has no model; fetch one with `diskprefix pull {proposed()}`")
+    return max(sound, key=lambda card: (bool(card.get("loaded")), (card.get("context_length") or 0) >= LEAST_CONTEXT))
+
+
+def _problem(card: dict[str, Any], context: int) -> str:
+    advice = f"fetch another with `diskprefix pull {proposed()}` and start the daemon with it"
+    if "tool_use" not in card.get("capabilities", ["tool_use"]):
+        return f"{shown(card['id'])} was not trained to call tools, so an agent can only talk; {advice}"
+    if context < LEAST_CONTEXT:
+        return f"{shown(card['id'])} takes {context:,} tokens, and first prompts of agents have up to 19,000; {advice}"
+    return ""
+
+
+def flags_of_model(model: str | None) -> list[str]:
+    """Returns the flags with which `serve` has `model`. Without one, it is the largest of those that were fetched that
+    fits and calls tools, unless the daemon's own settings name models.
+
+    Raises `SettingsError` if there is no such model; it proposes one.
+    """
+    catalogue = open_catalogue(Settings())
+    names = [name for known in catalogue.models() for name in (known.name, *known.aliases)] if catalogue else []
+    if model is not None:
+        return [] if model in names else ["--model", model]
+    if catalogue or any(os.environ.get(variable_of(flag)) for flag in ("--model", "--models-dir", "--models-file")):
+        return []
+    with status("reading headers of models …"):
+        fetched = [known for known in Catalogue(Settings()).models() if known.path is not None]
+        rows = [row_of(known) | {"template": template_of(known.path)} for known in fetched if known.path is not None]
+    fit = [row for row in rows if row["fits"] and "tools" in row["template"] and row["context"] >= LEAST_CONTEXT]
+    if not fit:
+        raise SettingsError(
+            "no model that calls tools and fits is on this machine; fetch one with "
+            f"`diskprefix pull {proposed()}`, or name any with --model"
+        )
+    return ["--model", max(fit, key=lambda row: int(row["file_bytes"]))["name"]]
+
+
+def proposed() -> str:
+    """Returns a model of the hub that calls tools well and fits into the free memory."""
+    free = available_ram_bytes()
+    return next((name for gib, name in _PROPOSED if free >= gib * 2**30), _SMALLEST)

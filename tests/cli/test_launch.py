@@ -1,0 +1,393 @@
+"""`diskprefix launch`, with agents and daemons that are small programs: what it writes, shares, refuses and removes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from diskprefix.extras.clients import launch_command, launched_daemon, model_choice
+from diskprefix.extras.clients.recipe import Served, agents, recipe
+from tests.cli.conftest import Ended, Run, run_fresh
+from tests.waiting import wait_for
+
+MINE = Served(url="https://example.com", model="mine", key="k", context=4096)
+"""What the user's own settings name."""
+
+AGENT = """\
+import json, os, subprocess, sys
+from pathlib import Path
+
+folder = Path(os.environ["RECORDS"])
+name = Path(sys.argv[0]).name
+(folder / f"{name}.json").write_text(json.dumps([sys.argv[1:], dict(os.environ)]))
+# It keeps something beside its settings, as agents do.
+for key in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "QWEN_HOME", "CLINE_DIR"):
+    if key in os.environ:
+        Path(os.environ[key], "history.jsonl").write_text("{}")
+exec(os.environ.get("AGENT_DOES", ""))
+"""
+SERVE = """\
+import json, os, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+with open(os.environ["RECORDS"] + "/served", "a") as file:
+    print(*sys.argv[1:], file=file)
+if "broken" in sys.argv:
+    sys.exit("error: broken holds no weights")
+
+class Daemon(BaseHTTPRequestHandler):
+    def do_GET(self):
+        status = "loading" if "slow" in sys.argv else "ok"
+        model = sys.argv[sys.argv.index("--model") + 1] if "--model" in sys.argv else "model-1"
+        body = {"status": status, "data": [{"id": model, "context_length": 32768, "capabilities": ["tool_use"]}]}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *args):
+        pass
+
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Daemon).serve_forever()
+"""
+
+
+class Place:
+    """A home folder, programs, and what they record."""
+
+    def __init__(self, root: Path) -> None:
+        self.home, self.bin, self.records = root / "home", root / "bin", root / "records"
+        self.launches = self.home / ".config/diskprefix/launch"
+        for folder in (self.home, self.bin, self.records):
+            folder.mkdir()
+        (self.bin / "serve.py").write_text(SERVE, encoding="utf-8")
+        # Starts the command with the small daemon, in a process of its own.
+        code = f"import sys\nfrom diskprefix.cli import main\n{PATCH.format(self.bin / 'serve.py')}\nmain(sys.argv[1:])"
+        (self.bin / "again.py").write_text(code, encoding="utf-8")
+        for agent in agents():
+            program = self.bin / agent.program
+            program.write_text(f"#!{sys.executable} -S\n{AGENT}", encoding="utf-8")
+            program.chmod(0o755)
+            for file in recipe(agent.name, MINE).files:
+                self.write(file.path.replace("~/", ""), f"{file.text}\n\n ")
+
+    def write(self, path: str, text: str) -> None:
+        (self.home / path).parent.mkdir(parents=True, exist_ok=True)
+        (self.home / path).write_text(text, encoding="utf-8")
+
+    def files(self) -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in self.home.rglob("*") if path.is_file()}
+
+    def recorded(self, program: str) -> tuple[list[str], dict[str, str]]:
+        arguments, environment = json.loads((self.records / f"{program}.json").read_text(encoding="utf-8"))
+        return arguments, environment
+
+    def served(self) -> list[str]:
+        file = self.records / "served"
+        return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+    def is_daemon_alive(self) -> bool:
+        return launched_daemon.LaunchedDaemon(folder=self.launches).url() is not None
+
+    def again(self, *arguments: str) -> subprocess.Popen[str]:
+        command = [sys.executable, str(self.bin / "again.py"), "launch", *arguments]
+        return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+
+
+PATCH = """\
+from diskprefix.extras.clients import launch_command, launched_daemon
+launched_daemon.SERVE = (sys.executable, "-S", "{}")
+launch_command.answers = lambda url: False
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+    made = Place(tmp_path)
+    monkeypatch.setenv("HOME", str(made.home))
+    monkeypatch.setenv("PATH", f"{made.bin}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("RECORDS", str(made.records))
+    for name in ("XDG_CONFIG_HOME", "DISKPREFIX_URL", "DISKPREFIX_MODEL", "AGENT_DOES", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(launched_daemon, "SERVE", (sys.executable, "-S", str(made.bin / "serve.py")))
+    # One that runs on this machine is not for the test.
+    monkeypatch.setattr(launch_command, "answers", lambda _url: False)
+    return made
+
+
+CARDS: list[dict[str, Any]] = [
+    {"id": "one", "context_length": 32_768, "loaded": False, "problem": "no weights"},
+    {"id": "two", "context_length": 32_768, "loaded": False, "aliases": ["small"]},
+    {"id": "three", "context_length": 4096, "loaded": True},
+]
+
+
+@contextmanager
+def daemon(*cards: dict[str, Any]) -> Iterator[str]:
+    """Yields the address of a daemon in this process."""
+
+    class Daemon(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"status": "ok", "data": cards}).encode())
+
+        def log_message(self, *_args: Any) -> None:
+            """Nobody reads it."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Daemon) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    with daemon(*CARDS[1:2]) as address:
+        yield address
+
+
+def lines(ended: Ended) -> list[str]:
+    return ended.stderr.splitlines()
+
+
+@pytest.mark.parametrize("agent", agents(), ids=lambda agent: agent.name)
+def test_each_agent_gets_the_model_and_restoring_leaves_the_users_files_byte_for_byte(
+    run: Run, place: Place, url: str, agent: Any
+) -> None:
+    before = place.files()
+    ended = run("launch", agent.program, "--url", url, "--api-key", "k-1", "--", "-p", "a b", "--model", "x")
+    assert ended.exit_code == 0, ended.stderr
+    assert lines(ended) == [f"{agent.title} uses two at {url}; its profile is {place.launches / agent.name}"]
+    arguments, environment = place.recorded(agent.program)
+    assert arguments[-4:] == ["-p", "a b", "--model", "x"]
+    new = {path: text for path, text in place.files().items() if path not in before}
+    assert [path for path in new if not path.is_relative_to(place.launches)] == []
+    told = "".join([*environment.values(), *(text.decode() for text in new.values())])
+    assert url in told
+    assert "k-1" in told
+    assert [path for path, text in new.items() if b"k-1" in text and path.stat().st_mode & 0o77] == []
+    assert {path: text for path, text in place.files().items() if path in before} == before
+    ended = run("launch", agent.name, "--restore")
+    assert (ended.exit_code, place.files()) == (0, before)
+    assert not place.launches.parent.exists()
+    assert lines(run("launch", "--restore")) == ["nothing to remove"]
+
+
+def test_the_exit_code_is_the_agents(run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: ARG001
+    for does, code in (("sys.exit(3)", 3), ("os.kill(os.getpid(), 9)", 128 + 9)):
+        monkeypatch.setenv("AGENT_DOES", does)
+        assert run("launch", "pi", "--url", url).exit_code == code
+
+
+def test_the_daemon_is_asked_without_a_proxy(run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "example.com")
+    assert run("launch", "goose", "--url", url).exit_code == 0
+    assert place.recorded("goose")[1]["NO_PROXY"] == "example.com,127.0.0.1"
+
+
+def test_of_several_models_one_in_memory_is_taken_or_the_one_that_is_named(run: Run, place: Place) -> None:
+    def model_of(*options: str) -> tuple[str, list[str]]:
+        ended = run("launch", "goose", "--url", address, *options)
+        assert ended.exit_code == 0, ended.stderr
+        return place.recorded("goose")[1]["GOOSE_MODEL"], [line for line in lines(ended) if "warning" in line]
+
+    with daemon(*CARDS) as address:
+        model, [warning] = model_of()
+        assert model == "three"
+        assert "takes 4,096 tokens" in warning
+        assert model_of("--model", "small") == ("two", [])
+        run("launch", "goose", "--url", address, "--model", "four").assert_refused(2, "serves one, two, three", "four")
+        run("launch", "goose", "--url", address, "--model", "one").assert_refused(2, "cannot be served: no weights")
+    with daemon({"id": "x", "context_length": 32_768, "capabilities": ["chat"]}) as address:
+        assert "not trained to call tools" in model_of()[1][0]
+
+
+def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models: dict[str, dict[str, Any]] = {
+        "mute": {"file_bytes": 9, "fits": True, "context": 32_768, "template": "{{ messages }}"},
+        "vast": {"file_bytes": 8, "fits": False, "context": 32_768, "template": "{{ tools }}"},
+        "short": {"file_bytes": 7, "fits": True, "context": 4096, "template": "{{ tools }}"},
+        "right": {"file_bytes": 6, "fits": True, "context": 32_768, "template": "{{ tools }}"},
+        "small": {"file_bytes": 5, "fits": True, "context": 32_768, "template": "{{ tools }}"},
+        "unread": {"file_bytes": None, "fits": None, "context": None, "template": "{{ tools }}"},
+    }
+    monkeypatch.setattr(
+        "diskprefix.extras.catalogue.catalogue.cached_models", lambda: [(name, place.home / name) for name in models]
+    )
+    for name in models:
+        (place.home / name).mkdir()
+    monkeypatch.setattr(model_choice, "row_of", lambda known: {"name": known.name, **models[known.name]})
+    monkeypatch.setattr(model_choice, "template_of", lambda path: models[path.name]["template"])
+    assert model_choice.flags_of_model(None) == ["--model", "right"]
+    assert model_choice.flags_of_model("any") == ["--model", "any"]
+    place.write(".config/diskprefix/models.toml", '[big]\nmodel = "a/b"\naliases = ["large"]\n')
+    assert model_choice.flags_of_model(None) == []
+    assert model_choice.flags_of_model("large") == []
+    assert model_choice.flags_of_model("any") == ["--model", "any"]
+
+
+def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(run: Run, place: Place, url: str) -> None:
+    run("launch", "emacs").assert_refused(2, "no agent is called 'emacs'; there are aider, claude-code,")
+    run("launch", "langchain").assert_refused(2, "no agent is called 'langchain'")
+    run("launch", "pi").assert_refused(2, "no model that calls tools and fits", "`diskprefix pull ", "--model")
+    run("launch", "pi", "--url", "http://127.0.0.1:1").assert_refused(1, "no daemon answers at http://127.0.0.1:1 (")
+    run("launch", "pi", "--model", "broken").assert_refused(1, "the daemon ended: broken holds no weights (its log: ")
+    (place.bin / "cline").unlink()
+    run("launch", "cline", "--url", url).assert_refused(2, "Cline is not installed", "install it: npm install -g cline")
+    listed = run("launch").stdout.splitlines()
+    assert f"codex        {place.bin / 'codex'}" in listed
+    assert "cline        not installed: npm install -g cline" in listed
+
+
+def test_print_shows_everything_and_does_nothing(run: Run, place: Place, url: str) -> None:
+    before = place.files()
+    ended = run("launch", "codex", "--url", url, "--print", "--", "exec", "a b")
+    assert ended.exit_code == 0, ended.stderr
+    assert f"export CODEX_HOME={place.launches / 'codex/.codex'}" in ended.stdout
+    assert '    model = "two"' in ended.stdout
+    assert ended.stdout.endswith("Then: codex exec 'a b'\n")
+    ended = run("launch", "codex", "--print", "--model", "m")
+    assert ended.stdout.startswith("No daemon runs. `diskprefix serve --policy agent --model m` would be started")
+    assert (place.files(), place.served(), list(place.records.iterdir())) == (before, [], [])
+
+
+def test_what_was_changed_in_a_profile_stays_until_other_settings_are_needed_and_is_then_copied(
+    run: Run, place: Place, url: str
+) -> None:
+    file = place.launches / "codex/.codex/config.toml"
+    run("launch", "codex", "--url", url)
+    written = file.read_bytes()
+    file.write_bytes(changed := written + b"\n[mine]\r\nkept = true")
+    assert len(lines(run("launch", "codex", "--url", url))) == 1
+    assert file.read_bytes() == changed
+    said = lines(run("launch", "codex", "--url", url, "--model", "small", "--api-key", "k"))
+    assert (len(said), file.read_bytes()) == (1, changed)
+    with daemon({"id": "other", "context_length": 32_768}) as address:
+        copy = file.with_name("config.toml.1")
+        said = lines(run("launch", "codex", "--url", address))
+        assert said[0] == f"{file} had been changed and is written anew; it was copied to {copy}"
+        assert copy.read_bytes() == changed
+        assert b'model = "other"' in file.read_bytes()
+    # It was not changed again, so it is only written.
+    assert len(lines(run("launch", "codex", "--url", url))) == 1
+    assert file.read_bytes() == written
+    file.write_bytes(b"other")
+    (place.launches / "codex/written.json").write_text("{", encoding="utf-8")
+    assert len(lines(run("launch", "codex", "--url", url))) == 2
+    assert file.with_name("config.toml.2").read_bytes() == b"other"
+
+
+def test_a_daemon_is_started_with_the_model_and_ends_with_the_agent(
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    does = "import urllib.request; urllib.request.urlopen(os.environ['ANTHROPIC_BASE_URL'] + '/health')"
+    monkeypatch.setenv("AGENT_DOES", does)
+    ended = run("launch", "claude", "--model", "m")
+    assert ended.exit_code == 0, ended.stderr
+    [served] = place.served()
+    assert served.endswith("--policy agent --model m")
+    assert place.recorded("claude")[1]["ANTHROPIC_MODEL"] == "m"
+    assert not place.is_daemon_alive()
+
+
+def test_a_second_launch_shares_the_daemon_and_changes_nothing_under_the_first(
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = (["codex"], ["cline", "--api-key", "n"], ["claude", "--model", "n"], ["cline", "--restore"])
+    # The first agent launches others, and looks whether the daemon is still there.
+    monkeypatch.setenv(
+        "AGENT_DOES",
+        "os.environ['AGENT_DOES'] = ''\n"
+        f"command = [{sys.executable!r}, {str(place.bin / 'again.py')!r}, 'launch']\n"
+        f"ended = [subprocess.run(command + each, capture_output=True, text=True) for each in {others}]\n"
+        "(folder / 'said').write_text(json.dumps([[each.returncode, each.stderr] for each in ended]))\n"
+        "settings = Path(os.environ['CLINE_DIR'], 'data/settings/providers.json').read_text()\n"
+        "url = json.loads(settings)['providers']['openai-compatible']['settings']['baseUrl']\n"
+        "import urllib.request; urllib.request.urlopen(url + '/models')",
+    )
+    assert run("launch", "cline", "--model", "m").exit_code == 0
+    said = json.loads((place.records / "said").read_text(encoding="utf-8"))
+    assert [code for code, _ in said] == [0, 2, 2, 2]
+    assert "Cline is running with other settings from another `diskprefix launch`; end it first" in said[1][1]
+    assert "serves m, and not n" in said[2][1]
+    assert "Cline is running from another" in said[3][1]
+    assert len(place.served()) == 1
+    assert place.recorded("codex")[0] == []
+    assert not place.is_daemon_alive()
+
+
+def test_two_launches_at_once_start_one_daemon(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    both = "import time\nwhile len(list(folder.glob('*.json'))) < 2: time.sleep(0.01)"
+    monkeypatch.setenv("AGENT_DOES", both)
+    started = [place.again(agent, "--model", "m") for agent in ("codex", "claude")]
+    assert [(process.communicate()[1], process.returncode)[1] for process in started] == [0, 0]
+    assert len(place.served()) == 1
+    assert not place.is_daemon_alive()
+
+
+@pytest.mark.parametrize(("number", "to_group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
+def test_a_signal_is_for_the_agent_and_the_daemon_ends_after_it(
+    place: Place, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, to_group: bool
+) -> None:
+    waits = (
+        "import signal\n"
+        "for one in (signal.SIGINT, signal.SIGTERM): signal.signal(one, lambda number, _: sys.exit(40 + number))\n"
+        "(folder / 'waits').touch()\nsignal.pause()"
+    )
+    monkeypatch.setenv("AGENT_DOES", waits)
+    process = place.again("qwen", "--model", "m")
+    wait_for((place.records / "waits").exists)
+    assert place.is_daemon_alive()
+    (os.killpg if to_group else os.kill)(process.pid, number)
+    assert (process.communicate()[1].count("\n"), process.returncode) == (1, 40 + number)
+    assert not place.is_daemon_alive()
+
+
+def test_an_interrupted_start_ends_the_daemon(place: Place) -> None:
+    process = place.again("qwen", "--model", "slow")
+    wait_for(place.is_daemon_alive)
+    wait_for(place.served)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate()[1].endswith("error: interrupted\n")
+    assert process.returncode == 130
+    assert not place.is_daemon_alive()
+    assert not (place.records / "qwen.json").exists()
+
+
+def test_a_daemon_whose_launch_was_killed_is_ended_by_the_next_or_by_restoring(run: Run, place: Place) -> None:
+    shared = launched_daemon.LaunchedDaemon(folder=place.launches)
+    with shared.mutex():
+        process = shared.start(["--model", "m"])
+    address = shared.url()
+    assert address is not None
+    assert launched_daemon.answers(address)
+    assert run("launch", "goose", "--model", "m").exit_code == 0
+    assert process.wait() == -signal.SIGTERM
+    with shared.mutex():
+        process = shared.start(["--model", "m"])
+    assert run("launch", "--restore").exit_code == 0
+    assert process.wait() == -signal.SIGTERM
+    assert not place.is_daemon_alive()
+    assert not place.launches.exists()
+
+
+def test_launching_imports_no_torch(place: Place) -> None:  # noqa: ARG001
+    assert run_fresh(["launch"])[1] <= {"rich"}
