@@ -124,7 +124,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     from diskprefix.cache.resources import open_store
     from diskprefix.engine.loop import Engine
     from diskprefix.engine.measured_model import load_draft, measured
-    from diskprefix.model.load.memory import KV_AHEAD_BYTES, explain_out_of_memory
+    from diskprefix.model.load.memory import explain_out_of_memory, tokens_ahead
 
     imported = time.perf_counter()
     with ExitStack() as opened, explain_out_of_memory(_NO_MEMORY_LEFT):
@@ -136,7 +136,8 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
         recorder = hooks.open_recorder(settings, lambda: store.secret)
         if recorder is not None:
             opened.callback(recorder.close)
-        loaded = load_model(settings, progress, kv_ahead_bytes=KV_AHEAD_BYTES, begun=begun)
+        ahead = tokens_ahead(store.longest_prompt())
+        loaded = load_model(settings, progress, kv_ahead_tokens=ahead, begun=begun)
         loaded_at = time.perf_counter()
         if loaded.model.device.type == "cpu":
             buffer_bytes = loaded.fit.buffer_bytes(settings.kv_cache_write_buffer)

@@ -28,7 +28,7 @@ from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
 from diskprefix.model.load.loader import LoadedModel
-from diskprefix.model.load.memory import KV_AHEAD_BYTES, kv_bytes
+from diskprefix.model.load.memory import KV_AHEAD_BYTES, kv_bytes, tokens_ahead
 from diskprefix.nouns import CacheReport
 from diskprefix.printable import first_line
 from diskprefix.units import format_size
@@ -289,7 +289,8 @@ class ServedModel:
 
     def _touch_memory(self) -> None:
         try:
-            self.pool.touch(KV_AHEAD_BYTES, self.max_positions)
+            num_tokens = tokens_ahead(self.cache.store.longest_prompt())
+            self.pool.touch(KV_AHEAD_BYTES, min(num_tokens, self.max_positions))
         except ContextTooLong as error:
             # It would only be a head start. A request allocates what it needs.
             log.info("[engine] no KV memory taken ahead: %s", error)

@@ -11,7 +11,9 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
@@ -28,6 +30,8 @@ from diskprefix.tokens import TokenIds
 from diskprefix.units import format_size
 
 log = logging.getLogger("diskprefix")
+
+_PROMPTS_LOOKED_AT = 1000
 
 
 class Chain:
@@ -232,6 +236,14 @@ class Store(StoreFile):
         """Returns `Snapshot.counts`, and the bytes in use (`used_bytes`) and of the whole file (`file_bytes`)."""
         with self.snapshot() as snapshot:
             return snapshot.counts() | {"used_bytes": snapshot.used_bytes(), "file_bytes": self.file_bytes()}
+
+    def longest_prompt(self) -> int:
+        """Returns the tokens of the longest of a thousand saved prompts, 0 if none can be read."""
+        longest = 0
+        with suppress(CacheError), self.snapshot() as snapshot:
+            for _, entry in islice(snapshot.entries(), _PROMPTS_LOOKED_AT):
+                longest = max(longest, entry.num_tokens)
+        return longest
 
     def file_bytes(self) -> int:
         return self.environment.file_bytes()

@@ -156,16 +156,20 @@ def test_a_reply_that_exceeds_the_memory_ends_with_an_error(
     engine.close()
 
 
-def test_little_memory_is_taken_ahead_where_little_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_taken_ahead_for_the_longest_prompt_and_a_turn_or_less_where_little_is_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     fit = SimpleNamespace(kv_limit=1 << 30)
     loaded: Any = SimpleNamespace(model=tiny.llama(), tokenizer=tiny.tokenizer(), media=None, name="tiny", fit=fit)
     layout = rehearse(loaded.model)
     reserved: list[int] = []
     monkeypatch.setattr(KVArena, "reserve", lambda _, num_tokens: reserved.append(num_tokens))
-    for free in (0, 200 * layout.bytes_per_token):
+    loaded.model.config.max_position_embeddings = 1 << 20
+    cache: Any = SimpleNamespace(layout=layout, settings=Settings(), store=SimpleNamespace(longest_prompt=lambda: 3000))
+    for free in (0, 200 * layout.bytes_per_token, 1 << 40):
         set_free_memory(monkeypatch, lambda free=free: free)  # type: ignore[misc]
-        Engine(loaded, SimpleNamespace(layout=layout, settings=Settings()))  # type: ignore[arg-type]
-    assert reserved == [0, 90]
+        Engine(loaded, cache)
+    assert reserved == [0, 90, 5048]
 
 
 def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder(

@@ -50,6 +50,17 @@ def test_a_publication_is_readable_after_a_reopen(tmp_path: Path) -> None:
     store.close()
 
 
+def test_the_longest_prompt_is_known_and_a_damaged_entry_is_none(store: Store) -> None:
+    assert store.longest_prompt() == 0
+    for length in (2 * BLOCK, 3 * BLOCK + 5, BLOCK):
+        store.publish(publication(store, prompt(length, length)))
+    assert store.longest_prompt() == 3 * BLOCK + 5
+    with store.changes() as changes:
+        for name in list(changes.keys("entries")):
+            changes._put("entries", name, b"damaged")
+    assert store.longest_prompt() == 0
+
+
 def test_a_snapshot_keeps_its_view_while_the_store_changes(store: Store) -> None:
     pub = publication(store, prompt(1, 2 * BLOCK))
     store.publish(pub)

@@ -173,13 +173,13 @@ def load_model(
     progress: Report,
     flag: str = "--model",
     *,
-    kv_ahead_bytes: int = 0,
+    kv_ahead_tokens: int = 0,
     begun: BegunPacking | None = None,
 ) -> LoadedModel:
     """Finds, fetches, converts, checks and loads the model that `settings` name.
 
-    `progress` takes lines of text for people, `flag` is what named the model. Up to `kv_ahead_bytes` of memory are made
-    ahead for KV, see `kv_ahead`. `begun` is what `begin_packing` returned for the same settings. Raises `ModelError` if
+    `progress` takes lines of text for people, `flag` is what named the model. KV memory for `kv_ahead_tokens` is
+    made ahead, see `kv_ahead`. `begun` is what `begin_packing` returned for the same settings. Raises `ModelError` if
     it cannot be found, fetched or read, or does not fit in memory, and `SettingsError` for --device and
     --chat-template, each with a message of one line.
     """
@@ -218,7 +218,7 @@ def load_model(
             reading = unread.begin(model) if on_cpu else None
             if reading is not None:
                 failing.callback(reading.stop)
-        ahead = kv_ahead(fit, kv_ahead_bytes) if on_cpu else []
+        ahead = kv_ahead(fit, kv_ahead_tokens) if on_cpu else []
         with clock("digest"), _load_failures(folder):
             digest = weights_digest([*files, *folder.glob(MATRICES)], source.gguf)
         with clock("tokenizer"):

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 ADVICE = "free some, or choose a smaller model, another --dtype or another --device"
 KV_AHEAD_BYTES = 1 << 30
-"""KV memory that is taken and made before the first request: fresh pages would slow down its restore."""
+"""The most KV memory that is taken and made before the first request: fresh pages would slow down its restore."""
+_TURN_TOKENS = 2048
 _LARGE_PAGE = 1 << 21
 LINE_BYTES = 64
 
@@ -76,15 +77,21 @@ def populate_beside(*tensors: torch.Tensor) -> None:
     threading.Thread(target=populate, args=(tensors,), name="kv-ahead", daemon=True).start()
 
 
-def kv_ahead(fit: Fit, most_bytes: int) -> list[torch.Tensor]:
-    """Returns the main memory that the KV of the longest sequence will get, at most `most_bytes`, before the model is
-    there: nothing if that is more, or more than half of KV memory, or if it is not one piece."""
+def tokens_ahead(longest_prompt: int) -> int:
+    """Returns the tokens that get memory ahead: those of the longest saved prompt and of a turn after it. With more, a
+    large page holds few tokens of a head, and a restore touches more pages than it fills."""
+    return longest_prompt + _TURN_TOKENS
+
+
+def kv_ahead(fit: Fit, num_tokens: int) -> list[torch.Tensor]:
+    """Returns the main memory that the KV of a sequence of so many tokens will get, before the model is there: nothing
+    if that is more than `KV_AHEAD_BYTES`, or than half of KV memory, or if it is not one piece."""
     from diskprefix.kv.group import make_ahead
 
-    state, most_bytes = fit.needs.state, min(most_bytes, available_ram_bytes() // 4, fit.kv_limit // 2)
-    num_bytes = state.num_bytes(fit.context)
-    is_one_piece = state.per_token and not (state.windowed or state.fixed)
-    return [make_ahead(num_bytes)] if is_one_piece and num_bytes <= most_bytes else []
+    state, num_tokens = fit.needs.state, min(num_tokens, fit.context)
+    num_bytes, most_bytes = state.num_bytes(num_tokens), min(available_ram_bytes() // 4, fit.kv_limit // 2)
+    is_one_piece = num_tokens and state.per_token and not (state.windowed or state.fixed)
+    return [make_ahead(num_bytes)] if is_one_piece and num_bytes <= min(KV_AHEAD_BYTES, most_bytes) else []
 
 
 def available_bytes(device: torch.device) -> int:

@@ -11,6 +11,7 @@ import torch
 from diskprefix.kv.pool import KVPool
 from diskprefix.model.load.fit import Fit, ModelNeeds, TokenState, fitted
 from diskprefix.model.load.memory import (
+    KV_AHEAD_BYTES,
     available_bytes,
     available_ram_bytes,
     kv_ahead,
@@ -93,19 +94,21 @@ def fit_of(state: TokenState) -> Fit:
     return fitted(ModelNeeds(name="x", tensors=[], state=state), 1 << 40)
 
 
-def test_the_longest_sequence_gets_the_memory_that_was_made_ahead_for_it() -> None:
-    (ahead,) = kv_ahead(fit_of(DENSE), 1 << 30)
+@pytest.mark.parametrize("num_tokens", [1000, 1 << 20])
+def test_a_sequence_gets_the_memory_that_was_made_ahead_for_it(num_tokens: int) -> None:
+    (ahead,) = kv_ahead(fit_of(DENSE), num_tokens)
+    assert ahead.numel() == DENSE.num_bytes(min(num_tokens, 2048))
     layout = dense_layout(layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, vocab_size=16)
     pool = KVPool(
         layout, torch.device("cpu"), limit_bytes=1 << 30, free_bytes=lambda: 1 << 30, max_idle=1, block_size=16
     )
-    pool.touch(1 << 30, 2048)
+    pool.touch(1 << 30, min(num_tokens, 2048))
     (arena,) = pool._spare
     assert arena.memory[0].tensor.data_ptr() == ahead.data_ptr()
 
 
 @pytest.mark.parametrize(
-    ("changed", "most_bytes"), [({}, 1000), ({"windowed": 1024, "window": 64}, 1 << 30), ({"per_token": 0}, 1 << 30)]
+    "changed", [{"per_token": KV_AHEAD_BYTES // 1024}, {"windowed": 1024, "window": 64}, {"per_token": 0}]
 )
-def test_no_memory_is_made_ahead_that_is_too_much_or_not_one_piece(changed: dict[str, Any], most_bytes: int) -> None:
-    assert kv_ahead(fit_of(replace(DENSE, **changed)), most_bytes) == []
+def test_no_memory_is_made_ahead_that_is_too_much_or_not_one_piece(changed: dict[str, Any]) -> None:
+    assert kv_ahead(fit_of(replace(DENSE, **changed)), 1024) == []
