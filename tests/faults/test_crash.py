@@ -15,7 +15,7 @@ from tests.faults.crash import ledger, prompts
 from tests.faults.crash.check import Finding, check_entries, verify
 from tests.faults.crash.ledger import Account, Ledger
 from tests.faults.crash.phases import CompactPhase, DeletePhase, EvictPhase, ImportPhase, SavePhase, StorePhase, fill
-from tests.faults.crash.servers import ServerPhase
+from tests.faults.crash.servers import ServerPhase, SeveralPhase, StandbyPhase
 
 
 @pytest.mark.parametrize(
@@ -31,8 +31,11 @@ def test_what_was_acknowledged_survives_sigkill_and_nothing_half_done_is_seen(
 
 @thorough
 @pytest.mark.slow
-def test_daemons_that_are_killed_while_they_save_and_evict_say_what_a_cold_one_says(tmp_path: Path) -> None:
-    rounds = list(ServerPhase(tmp_path / "phase", random.Random(7)).rounds(3))
+@pytest.mark.parametrize("phase", [ServerPhase, StandbyPhase, SeveralPhase])
+def test_daemons_that_are_killed_while_they_save_and_evict_say_what_a_cold_one_says(
+    phase: type[ServerPhase], tmp_path: Path
+) -> None:
+    rounds = list(phase(tmp_path / "phase", random.Random(7)).rounds(3))
     assert [done.failures for done in rounds] == [()] * 3
     assert sum(done.restored for done in rounds) > 0
 

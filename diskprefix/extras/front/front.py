@@ -26,7 +26,7 @@ from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotRe
 from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refuse, send_json
 from diskprefix.extras.front.listing import Listing, merged_metrics
 from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD
-from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone, pass_on
+from diskprefix.extras.front.passing import Incoming, NotTaken, Way, WorkerGone
 from diskprefix.extras.front.swaps import Phase, Place, Swaps
 from diskprefix.extras.front.workers import MOST_UNLOAD_S, Deaths, ModelWorker, Workers, described
 from diskprefix.model.load.memory import available_ram_bytes
@@ -205,7 +205,7 @@ class Front:
             model=known.name,
             needed_bytes=needed,
             waits_since=self._loop.time(),
-            is_pinned=known.pin,
+            is_pinned=self._is_kept(known),
             idle_unload_s=self._listing.idle_unload_s(known),
             callers=set() if caller is None else {caller},
             is_ordered=caller is None or self._is_kept(known),
@@ -338,7 +338,7 @@ class Front:
                 self._swaps.begin_request(worker.place, caller)
                 self._settle()
             try:
-                await pass_on(scope, incoming, send, worker.path)
+                await worker.way.pass_on(scope, incoming, send)
                 return
             except NotTaken:
                 with suppress(TimeoutError):
@@ -504,7 +504,7 @@ class Front:
             if place.phase is Phase.READY:
                 with suppress(NotTaken, WorkerGone, TimeoutError):
                     async with asyncio.timeout(_METRICS_S):
-                        status, body = await _fetched(scope, worker.path)
+                        status, body = await _fetched(scope, worker.way)
                     if status == 200:
                         texts[place.model] = body.decode()
         loaded = {known.name: known.name in texts for known in self._listing.models()}
@@ -536,7 +536,7 @@ def _shown_place(place: Place) -> dict[str, Any]:
     return {name: getattr(place, name) for name in names} | {"phase": place.phase.name.lower()}
 
 
-async def _fetched(scope: Scope, path: str) -> tuple[int, bytes]:
+async def _fetched(scope: Scope, way: Way) -> tuple[int, bytes]:
     """Returns the status and the body of a worker's answer to a request without one. Raises `NotTaken` and
     `WorkerGone`."""
     body = bytearray()
@@ -550,7 +550,7 @@ async def _fetched(scope: Scope, path: str) -> tuple[int, bytes]:
 
     incoming = Incoming(receive)
     incoming.end()
-    return await pass_on(scope, incoming, send, path), bytes(body)
+    return await way.pass_on(scope, incoming, send), bytes(body)
 
 
 def memory_pressure(pressure: Path = Path("/proc/pressure/memory")) -> float:

@@ -1,6 +1,7 @@
-"""Passes a request on to a worker, over a connection of its own, and the response back.
+"""Passes a request on to a worker, and the response back.
 
-Both bodies are passed as they come. If the client hangs up, the worker's connection is closed at once.
+Both bodies are passed as they come. A connection is for one request at a time, and for another one once both are whole.
+If the client hangs up, the worker's connection is closed at once.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import h11
 
@@ -19,12 +20,17 @@ if TYPE_CHECKING:
 
 _PIECE_BYTES = 64 * 1024
 _HEAD_BYTES = 256 * 1024
+_MOST_KEPT, _IDLE_S = 16, 30.0
+"""Connections that wait for another request, and for how long. The worker would close them after 75 s."""
 _KEPT_BYTES = 1 << 20
 """Of a body that is passed on as it comes, for another worker if this one has died before it took the request."""
 _OF_ONE_CONNECTION = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
 _OF_THE_FRONT = _OF_ONE_CONNECTION | {PEER_HEADER}
+
+
+_Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class NotTaken(Exception):
@@ -48,6 +54,8 @@ class Incoming:
         self._is_whole = False
         self._is_kept = True
         self.has_left = False
+        self.is_sent = False
+        """A worker's connection has all of it."""
         self.on_drop: Callable[[], None] = lambda: None
         """Called when the body is forgotten."""
 
@@ -102,26 +110,55 @@ class Incoming:
         return message
 
 
-async def pass_on(scope: Scope, incoming: Incoming, send: Send, path: str) -> int:
-    """Sends a request to the worker that listens at `path`, and its response to the client. Returns the status, 499 if
-    the client has hung up.
+class Way:
+    """The way to the worker that listens at `path`: its connections that wait for another request."""
 
-    Raises `NotTaken` and `WorkerGone`.
-    """
-    try:
-        reader, writer = await asyncio.open_unix_connection(path, limit=_PIECE_BYTES)
-    except OSError as error:
-        raise NotTaken from error
-    upward = asyncio.create_task(_send_up(scope, incoming, writer))
-    response = _Response(incoming, scope["method"], reader)
-    try:
-        return await response.pass_down(send)
-    finally:
-        upward.cancel()
-        # Not closed in order: what it still says is for nobody.
-        writer.transport.abort()
-        with suppress(asyncio.CancelledError, NotTaken, OSError):
-            await upward
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._kept: list[tuple[float, _Streams]] = []
+        """With the time when each was used."""
+
+    def close(self) -> None:
+        for _, (_, writer) in self._kept:
+            writer.transport.abort()
+        self._kept.clear()
+
+    async def pass_on(self, scope: Scope, incoming: Incoming, send: Send) -> int:
+        """Sends a request to the worker, and its response to the client. Returns the status, 499 if the client has hung
+        up.
+
+        Raises `NotTaken` and `WorkerGone`.
+        """
+        loop = asyncio.get_running_loop()
+        while self._kept:
+            used_at, streams = self._kept.pop()
+            if streams[0].at_eof() or loop.time() > used_at + _IDLE_S:
+                streams[1].transport.abort()
+                continue
+            # The worker may close it at this moment.
+            with suppress(NotTaken):
+                return await self._pass_on(scope, incoming, send, streams)
+        try:
+            streams = await asyncio.open_unix_connection(self._path, limit=_PIECE_BYTES)
+        except OSError as error:
+            raise NotTaken from error
+        return await self._pass_on(scope, incoming, send, streams)
+
+    async def _pass_on(self, scope: Scope, incoming: Incoming, send: Send, streams: _Streams) -> int:
+        reader, writer = streams
+        upward = asyncio.create_task(_send_up(scope, incoming, writer))
+        response = _Response(incoming, scope["method"], reader)
+        try:
+            return await response.pass_down(send)
+        finally:
+            upward.cancel()
+            with suppress(asyncio.CancelledError, NotTaken, OSError):
+                await upward
+            if incoming.is_sent and response.is_whole and len(self._kept) < _MOST_KEPT:
+                self._kept.append((asyncio.get_running_loop().time(), streams))
+            else:
+                # Not closed in order: what it still says is for nobody.
+                writer.transport.abort()
 
 
 async def _send_up(scope: Scope, incoming: Incoming, writer: asyncio.StreamWriter) -> None:
@@ -133,6 +170,7 @@ async def _send_up(scope: Scope, incoming: Incoming, writer: asyncio.StreamWrite
     is_chunked = (b"transfer-encoding", b"chunked") in headers
     lines = [b"%s %s HTTP/1.1" % (scope["method"].encode(), _target(scope)), *map(b": ".join, headers), b"", b""]
     unsent = b"\r\n".join(lines)
+    incoming.is_sent = False
     try:
         async for piece in incoming.pieces():
             # The head goes with the first piece.
@@ -141,12 +179,16 @@ async def _send_up(scope: Scope, incoming: Incoming, writer: asyncio.StreamWrite
             await writer.drain()
         if not incoming.has_left:
             writer.write(unsent + (b"0\r\n\r\n" if is_chunked else b""))
-        await incoming.until_left()
+            incoming.is_sent = True
+    except NotTaken:
+        writer.transport.abort()
+        raise
     except OSError:
         # The worker has answered already, or it is gone: who reads the response finds out.
-        await incoming.until_left()
-    finally:
-        writer.transport.abort()
+        pass
+    await incoming.until_left()
+    incoming.is_sent = False
+    writer.transport.abort()
 
 
 def _target(scope: Scope) -> bytes:
@@ -171,7 +213,7 @@ def _headers_up(scope: Scope) -> list[tuple[bytes, bytes]]:
     if scope.get("client") and scope.get("server") and scope["server"][1] is not None:
         peer = f"{scope['client'][0]} {scope['client'][1]} {scope['server'][0]} {scope['server'][1]}"
         headers.append((PEER_HEADER, peer.encode()))
-    return [*headers, (b"connection", b"close")]
+    return headers
 
 
 class _Response:
@@ -180,6 +222,8 @@ class _Response:
     def __init__(self, incoming: Incoming, method: str, reader: asyncio.StreamReader) -> None:
         self._incoming, self._method, self._reader = incoming, method, reader
         self._is_taken = False
+        self.is_whole = False
+        """All of it has been read, and the worker takes another request."""
 
     async def pass_down(self, send: Send) -> int:
         begun = await self._read()
@@ -212,6 +256,7 @@ class _Response:
                 case h11.Data():
                     body += event.data
                 case h11.EndOfMessage():
+                    self.is_whole = self._connection.their_state is h11.DONE
                     await send({"type": "http.response.body", "body": body, "more_body": False})
                     return status
 

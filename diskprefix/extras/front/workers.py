@@ -30,6 +30,7 @@ from diskprefix.extras.front.nursery import (
     private_bytes,
     send,
 )
+from diskprefix.extras.front.passing import Way
 from diskprefix.extras.front.swaps import Place
 from diskprefix.server.process.systemd import watchdog_s
 from diskprefix.settings import Settings
@@ -91,6 +92,7 @@ class ModelWorker(Child):
     place: Place = field(kw_only=True)
     path: str = field(kw_only=True)
     """That of the socket on which it takes requests."""
+    way: Way = field(init=False)
     ready_at: float | None = None
     seen_at: float | None = None
     """The time of its last sign of life."""
@@ -100,6 +102,9 @@ class ModelWorker(Child):
     """The keys were read again before it was ready to hear of it."""
     status: str = ""
     """One line for people."""
+
+    def __post_init__(self) -> None:
+        self.way = Way(self.path)
 
 
 class Workers:
@@ -325,6 +330,7 @@ class Workers:
         del self.all[worker.number]
         with suppress(OSError):
             os.unlink(worker.path)
+        worker.way.close()
         worker.ended.set()
         self.on_change(worker)
 

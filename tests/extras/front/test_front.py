@@ -21,7 +21,7 @@ from diskprefix.extras.front.front import Front
 from diskprefix.extras.front.front_messages import read_named
 from diskprefix.extras.front.listing import Listing
 from diskprefix.extras.front.nursery import LOAD, UNLOAD
-from diskprefix.extras.front.passing import Incoming
+from diskprefix.extras.front.passing import Incoming, Way
 from diskprefix.extras.front.swaps import Phase, Place
 from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.model.load.fit import ModelNeeds, TokenState
@@ -215,6 +215,21 @@ def test_a_waiting_worker_that_is_not_needed_ends_at_once() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("idle_unload", [0.0, 3600.0])
+def test_an_only_model_stays_when_memory_is_short_unless_it_may_come_and_go(idle_unload: float) -> None:
+    async def test() -> None:
+        told = Told(Listing(Settings(idle_unload=idle_unload), None))
+        async with told.running() as workers:
+            if idle_unload:
+                (await told.ask("one", "/models/one/load"))
+            await until(lambda: workers.all)
+            workers.make_ready(workers.all[1])
+            told.front._settle(is_short=True)
+            assert (UNLOAD in workers.all[1].told) == bool(idle_unload)
+
+    run(test())
+
+
 def test_a_pinned_model_that_found_no_room_is_loaded_when_there_is_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(front, "_LEAST_PAUSE_S", 0.01)
 
@@ -248,12 +263,12 @@ def test_a_body_counts_until_a_worker_takes_it_and_a_look_neither_uses_nor_keeps
         arriving, is_passed = told.front._arriving_bytes, asyncio.Event()
         passed: list[Incoming] = []
 
-        async def passes(_scope: Any, incoming: Incoming, _send: Any, _path: str) -> int:
+        async def passes(_way: Way, _scope: Any, incoming: Incoming, _send: Any) -> int:
             passed.append(incoming)
             await is_passed.wait()
             return 200
 
-        monkeypatch.setattr(front, "pass_on", passes)
+        monkeypatch.setattr(Way, "pass_on", passes)
         async with told.running():
             tasks = [told.ask("one") for _ in range(2)]
             await until(lambda: len(passed) == 2)
@@ -281,7 +296,8 @@ def test_a_body_counts_until_a_worker_takes_it_and_a_look_neither_uses_nor_keeps
 def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def fetched(_scope: Any, path: str) -> tuple[int, bytes]:
+    async def fetched(_scope: Any, way: Way) -> tuple[int, bytes]:
+        path = way._path
         if path == "hangs":
             await asyncio.Event().wait()
         return (500 if path == "fails" else 200), f"{path}_total 1\n".encode()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import re
 import signal
 import threading
 import time
@@ -15,10 +17,12 @@ from typing import Any
 
 import httpx
 
+from diskprefix.errors import NotReady
+from tests.extras.front.test_front_processes import family, is_gone
 from tests.faults.crash.check import Finding, verify
 from tests.faults.crash.phases import Round
 from tests.server.chat_model import write_chat_model
-from tests.server.daemon_process import DaemonProcess, serve_flags
+from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
 
 Body = dict[str, Any]
 
@@ -29,6 +33,7 @@ WORDS = ("You", "are", "patient", "rivers", "cities", "weather", "add")
 NEW_PER_ROUND = 2
 BURST = 8
 AGAIN = 4
+_NAMES = ("ash", "birch")
 _LONGEST_MOMENT_S = 0.15
 _BEGIN_TIMEOUT_S = 120.0
 
@@ -48,11 +53,15 @@ class _Cache:
 class ServerPhase:
     """Kills of `diskprefix serve` with a tiny model, on a roomy store and on one that is always full."""
 
+    name = "servers"
+    flags: tuple[str, ...] = ("--model",)
+    """What is before the path of the model."""
+
     def __init__(self, folder: Path, rng: random.Random) -> None:
         folder.mkdir(parents=True)
         self._rng = rng
-        self._model = write_chat_model(folder / "model")
         self._prompts = [_body(number) for number in range(NUM_PROMPTS)]
+        self._write_models(folder)
         self._cold: list[Any] = []
         self._answered: list[int] = []
         """By the daemon that is running."""
@@ -70,16 +79,15 @@ class ServerPhase:
             finding = Finding()
             done = self._round(cache, finding)
             if cache not in order[index + 1 :]:
-                with self._daemon(cache) as daemon, daemon.wait_ready().client() as client:
+                with self._daemon(cache) as daemon, daemon.client() as client:
                     self._ask_again(client, cache, finding)
             yield replace(done, restored=finding.restored, failures=tuple(finding.failures))
 
     def _answers_without_cache(self) -> list[Any]:
         """Returns the answers of a daemon without the cache to every prompt."""
-        with self._daemon(_Cache(self._folder / "cold", "64MiB", keeps=True), disk_prefix_cache="off") as daemon:
-            daemon.wait_ready()
-            with daemon.client() as client:
-                replies = [_ask(client, body) for body in self._prompts]
+        cache = _Cache(self._folder / "cold", "64MiB", keeps=True)
+        with self._daemon(cache, disk_prefix_cache="off") as daemon, daemon.client() as client:
+            replies = [_ask(client, body) for body in self._prompts]
             assert all(reply["prefix_cache"]["restored"] == 0 for reply in replies)
         return [reply["choices"] for reply in replies]
 
@@ -88,16 +96,15 @@ class ServerPhase:
         moment_s = self._rng.uniform(0.0, _LONGEST_MOMENT_S)
         self._answered.clear()
         with self._daemon(cache) as daemon:
-            daemon.wait_ready()
             with daemon.client() as client:
                 self._ask_again(client, cache, finding)
-                self._save(daemon, client, cache, finding)
-                evicted = int(client.get("/props").json()["full_cache"]["state"]["evicted_blocks"])
+                self._save(client, cache, finding)
+                evicted = sum(state["evicted_blocks"] for state in self._states(client))
             answered = len(self._answered)
             self._kill_in_a_burst(daemon, cache, moment_s, finding)
         verify(cache.folder, finding)
         return Round(
-            phase="servers",
+            phase=self.name,
             moment_s=moment_s,
             doing=self._doing(len(self._answered) - answered, daemon.log),
             restored=0,
@@ -113,7 +120,18 @@ class ServerPhase:
 
     def _daemon(self, cache: _Cache, **changes: str) -> DaemonProcess:
         same = {"block_size": str(BLOCK_SIZE), "kv_cache_min_free": "0", "kv_cache_budget": cache.budget}
-        return DaemonProcess(*serve_flags(self._model, cache.folder, log_level="debug", **(same | changes)))
+        flags = serve_flags(self._models, cache.folder, log_level="debug", **(same | changes))
+        return DaemonProcess(*self.flags, *flags[1:])
+
+    def _write_models(self, folder: Path) -> None:
+        self._models = write_chat_model(folder / "model")
+
+    def _states(self, client: httpx.Client) -> list[Any]:
+        """Returns the state of each loaded model's cache."""
+        return [client.get("/props").json()["full_cache"]["state"]]
+
+    def _kill(self, daemon: DaemonProcess) -> None:
+        daemon.stop(signal.SIGKILL)
 
     def _ask_again(self, client: httpx.Client, cache: _Cache, finding: Finding) -> None:
         """Returns prompts that were sent to earlier daemons, saved or not."""
@@ -126,11 +144,11 @@ class ServerPhase:
             elif cache.keeps and number in saved:
                 finding.fail(f"prompt {number} was saved and is not restored")
 
-    def _save(self, daemon: DaemonProcess, client: httpx.Client, cache: _Cache, finding: Finding) -> None:
+    def _save(self, client: httpx.Client, cache: _Cache, finding: Finding) -> None:
         numbers = self._rng.sample(range(NUM_PROMPTS), NEW_PER_ROUND)
         for number in numbers:
             self._ask(client, number, finding)
-        daemon.wait_saved()
+        wait_until(lambda: not any(state["pending_bytes"] for state in self._states(client)), "all is saved")
         cache.saved += numbers
 
     def _ask(self, client: httpx.Client, number: int, finding: Finding) -> int:
@@ -148,8 +166,14 @@ class ServerPhase:
 
         def send(number: int) -> None:
             with contextlib.suppress(httpx.TransportError), daemon.client() as client:
-                self._ask(client, number, finding)
-                begun.set()
+                try:
+                    self._ask(client, number, finding)
+                except httpx.HTTPStatusError as error:
+                    # Between two workers.
+                    if error.response.status_code != NotReady.http_status:
+                        finding.fail(f"prompt {number}: {error.response.text}")
+                else:
+                    begun.set()
 
         senders = [threading.Thread(target=send, args=(number,)) for number in numbers]
         for sender in senders:
@@ -157,10 +181,47 @@ class ServerPhase:
         if not begun.wait(_BEGIN_TIMEOUT_S):
             finding.fail(f"no answer at all; the log ends with: {daemon.log[-500:]}")
         time.sleep(moment_s)
-        daemon.stop(signal.SIGKILL)
+        self._kill(daemon)
         for sender in senders:
             sender.join()
         cache.sent += numbers
+
+
+class StandbyPhase(ServerPhase):
+    """The same with a front and a spare. Killed are all at once, the front, or the worker."""
+
+    name = "standby"
+    flags: tuple[str, ...] = ("--standby", "--model")
+
+    def _kill(self, daemon: DaemonProcess) -> None:
+        below = family(daemon.process.pid)
+        whom = self._rng.choice(("all", "front", "workers"))
+        if whom != "front":
+            workers = {int(found[1]) for line in daemon.lines if (found := re.search(r"process (\d+) is for", line))}
+            for pid in below if whom == "all" else workers & {*below}:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        below += family(daemon.process.pid)
+        daemon.stop(signal.SIGTERM if whom == "workers" else signal.SIGKILL)
+        wait_until(lambda: all(map(is_gone, below)), "all end", _BEGIN_TIMEOUT_S)
+
+
+class SeveralPhase(StandbyPhase):
+    """The same with two models behind one front, and one folder for both."""
+
+    name = "several"
+    flags = ("--models-dir",)
+
+    def _write_models(self, folder: Path) -> None:
+        self._models = folder / "models"
+        for seed, name in enumerate(_NAMES):
+            write_chat_model(self._models / name, seed=seed)
+        for number, body in enumerate(self._prompts):
+            body["model"] = _NAMES[number % len(_NAMES)]
+
+    def _states(self, client: httpx.Client) -> list[Any]:
+        loaded = [place["model"] for place in client.get("/props").json()["models"] if place["phase"] == "ready"]
+        return [client.get("/props", params={"model": name}).json()["full_cache"]["state"] for name in loaded]
 
 
 def _body(number: int) -> Body:
@@ -181,6 +242,5 @@ def _body(number: int) -> Body:
 
 
 def _ask(client: httpx.Client, body: Body) -> Any:
-    reply = client.post("/v1/chat/completions", json=body)
-    assert reply.status_code == 200, reply.text
-    return reply.json()
+    """Raises `httpx.HTTPStatusError`."""
+    return client.post("/v1/chat/completions", json=body).raise_for_status().json()
