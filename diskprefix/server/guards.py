@@ -20,7 +20,7 @@ from diskprefix.printable import shown
 from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys
 from diskprefix.settings import Settings
 
-OPEN_PATHS = frozenset({"/", "/health"})
+OPEN_PATHS = frozenset({"/", "/health", "/dashboard", "/favicon.ico"})
 """The paths that need no key: load balancers, service managers and probing clients have none."""
 
 

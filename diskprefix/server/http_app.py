@@ -93,7 +93,7 @@ def _complete_openapi(app: FastAPI, *, with_keys: bool) -> None:
         if with_keys:
             schema["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
             schema["security"] = [{"key": []}]
-            for path in OPEN_PATHS:
+            for path in OPEN_PATHS & schema["paths"].keys():
                 schema["paths"][path]["get"]["security"] = [{}, {"key": []}]
         return schema
 

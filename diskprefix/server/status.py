@@ -10,7 +10,7 @@ from fastapi.exceptions import HTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from diskprefix.server.daemon import Daemon, Status
 from diskprefix.server.error_replies import ErrorBody
@@ -28,6 +28,7 @@ class Welcome(BaseModel):
 
     name: str = "diskprefix"
     docs: str = "/docs"
+    dashboard: str = "/dashboard"
 
 
 class Health(BaseModel):
@@ -95,6 +96,18 @@ async def welcome(response: Response) -> Welcome:
     """200 as soon as the daemon listens: some clients look here first. Browsers get the dashboard instead."""
     response.headers["Vary"] = "Accept"
     return Welcome()
+
+
+@router.get("/dashboard", include_in_schema=False)
+async def to_dashboard() -> RedirectResponse:
+    """The dashboard is at `/`."""
+    return RedirectResponse("./")
+
+
+@router.get("/favicon.ico", include_in_schema=False)
+async def no_icon() -> Response:
+    """Browsers ask for it at addresses that show JSON, and there is none."""
+    return Response(status_code=204)
 
 
 @router.get(

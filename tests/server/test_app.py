@@ -670,7 +670,10 @@ def test_without_extras_every_client_gets_the_daemons_own_welcome(
     monkeypatch.setattr(hooks, "extras", lambda: ())
     with scripted_app(chat_model, engine) as server, server.client() as client:
         answer = client.get("/", headers={"Accept": "text/html"})
-        assert (answer.status_code, answer.json()) == (200, {"name": "diskprefix", "docs": "/docs"})
+        assert (answer.status_code, answer.json()) == (
+            200,
+            {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard"},
+        )
         assert client.head("/").status_code == 200
 
 

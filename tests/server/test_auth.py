@@ -65,8 +65,11 @@ def test_every_route_but_health_needs_a_key(client: httpx.Client, headers: dict[
         assert_unauthorized(client.post(path, json=HELLO, headers=headers))
         assert_unauthorized(client.request("OPTIONS", path, headers=headers))
     assert client.get("/health", headers=headers).status_code == 200
-    assert client.get("/", headers=headers).json() == {"name": "diskprefix", "docs": "/docs"}
+    assert client.get("/", headers=headers).json() == {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard"}
     assert client.head("/", headers=headers).status_code == 200
+    answers = [client.get(path, headers=headers) for path in ("/dashboard", "/favicon.ico")]
+    assert [answer.status_code for answer in answers] == [307, 204]
+    assert answers[0].headers["location"] == "./"
 
 
 def test_a_key_comes_in_the_header_of_openai_or_of_anthropic(client: httpx.Client) -> None:

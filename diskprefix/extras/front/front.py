@@ -462,6 +462,11 @@ class Front:
         wants = Headers(scope=scope)
         if path == "/":
             await _send_page(wants, send)
+        elif path == "/dashboard":
+            await send_json(send, {}, 307, {"Location": "./"})
+        elif path == "/favicon.ico":
+            await send({"type": "http.response.start", "status": 204, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
         elif path == "/health":
             models = {"models": {place.model: place.phase.name.lower() for place in self._swaps.places}}
             await send_json(send, {"status": "ok"} | (models if caller.sees_all else {}))
@@ -519,7 +524,8 @@ async def _send_page(wants: Headers, send: Send) -> None:
     from diskprefix.extras.watch.dashboard.page import page_of_several, wants_page
 
     if not wants_page(wants):
-        await send_json(send, {"name": "diskprefix", "docs": "/docs"}, headers={"Vary": "Accept"})
+        welcome = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard"}
+        await send_json(send, welcome, headers={"Vary": "Accept"})
         return
     page = page_of_several()
     await send({"type": "http.response.start", "status": 200, "headers": page.raw_headers})

@@ -351,7 +351,13 @@ def _end(daemon: Daemon) -> None:
 def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, address: str) -> None:
     cache = _describe_cache(serving, stats, settings)
     seconds = serving.startup_s["total"]
-    log.info("diskprefix ready on %s · %s · %s · %.1f s", address, serving.model_name, cache, seconds)
+    log.info(
+        "diskprefix ready on %s (in a browser: the dashboard) · %s · %s · %.1f s",
+        address,
+        serving.model_name,
+        cache,
+        seconds,
+    )
     notify(READY=1, STATUS=f"serving {serving.model_name} on {address}, {cache}")
 
 

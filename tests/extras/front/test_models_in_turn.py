@@ -219,6 +219,8 @@ def test_without_a_key_nothing_is_loaded(folder: Path, tmp_path: Path) -> None:
             ("/health", body("ash")),
         ):
             assert httpx.post(daemon.url + path, json=asked).status_code == 401
+        paths = ("/", "/dashboard", "/favicon.ico")
+        assert [httpx.get(daemon.url + path).status_code for path in paths] == [200, 307, 204]
         with daemon.client(KEY) as client:
             assert client.post("/models/ash/load").status_code == 403, "that is for the key named admin"
             assert client.get("/health").json() == {"status": "ok"}

@@ -49,7 +49,7 @@ def test_a_browser_gets_the_page_and_other_clients_what_they_got_before(client: 
     assert "content-security-policy" in page.headers
     for accept in ("*/*", "application/json"):
         answer = client.get("/", headers={"Accept": accept})
-        assert answer.json() == {"name": "diskprefix", "docs": "/docs"}
+        assert answer.json() == {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard"}
         assert answer.headers["vary"] == "Accept"
     head = client.head("/", headers=BROWSER)
     assert (head.status_code, head.content) == (200, b"")
