@@ -26,7 +26,7 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=of
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _VARIANTS: dict[str, tuple[str, ...]] = {
-    "amx": (*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+    "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512_bf16": (*_AVX512, "-mavx512bf16"),
     "avx512": _AVX512,
     "avx2": _AVX2,

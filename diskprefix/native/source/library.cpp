@@ -55,7 +55,7 @@ Level level_of_cpu() {
   if (last >= 1) __get_cpuid_count(7, 1, &a71, &b, &c, &d);
   const uint32_t HAS_BFLOAT16 = 1 << 5, HAS_TILES = 1 << 24, HAS_TILES_OF_BFLOAT16 = 1 << 22;
   if (!(a71 & HAS_BFLOAT16)) return avx512_level;
-  const bool has_amx = (d7 & HAS_TILES) && (d7 & HAS_TILES_OF_BFLOAT16) && (saved & TILES) == TILES;
+  const bool has_amx = (c7 & bit_AVX512VBMI) && (d7 & HAS_TILES) && (d7 & HAS_TILES_OF_BFLOAT16) && (saved & TILES) == TILES;
   return has_amx && may_use_tiles() ? amx_level : avx512_bf16_level;
 }
 

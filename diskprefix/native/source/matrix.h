@@ -27,8 +27,8 @@ struct Part {
 
   const uint8_t* strip(int64_t number) const { return (const uint8_t*)matrix->weights + number * form.strip_bytes; }
 
-  void unpack(int64_t number, int64_t block, uint8_t* to) const {
-    form.unpack(strip(number), block, form.stride, matrix->table, to);
+  void unpack(int64_t number, int64_t begin, int64_t end, uint8_t* to) const {
+    form.unpack(strip(number), begin, end, form.stride, matrix->table, to);
   }
 
   void put(Sixteen sums, int64_t row, int64_t column) const {
@@ -85,43 +85,10 @@ struct Multiply {
   }
 
   static void few(const Part& part, int64_t strip, int64_t last, uint8_t* factors) {
-    part.num_rows > 16 ? few_in<2>(part, strip, last, factors) : few_in<1>(part, strip, last, factors);
-  }
-
-  template <int GROUPS>
-  static void few_in(const Part& part, int64_t strip, int64_t last, uint8_t* factors) {
-    for (; strip + 2 <= last; strip += 2)
-      part.form.stride ? few_as_they_lie<2, GROUPS>(part, strip) : few_unpacked<2, GROUPS>(part, strip, factors);
-    if (strip < last) part.form.stride ? few_as_they_lie<1, GROUPS>(part, strip) : few_unpacked<1, GROUPS>(part, strip, factors);
-  }
-
-  // A block is unpacked while those before are multiplied, because the load of a tile waits for the stores before it. Two
-  // strips are two chains of sums, each of which waits for its last one.
-  template <int STRIPS, int GROUPS>
-  static void few_unpacked(const Part& part, int64_t strip, uint8_t* factors) {
-    constexpr int64_t BEHIND = AT_ONCE / 2 - 1;
-    TileSums<STRIPS, GROUPS>::clear();
-    const auto place = [factors](int64_t block) { return factors + block % (BEHIND + 1) * 2 * BLOCK_BYTES; };
-    for (int64_t block = 0; block < part.blocks + BEHIND; ++block) {
-      if (block < part.blocks)
-        for (int half = 0; half < STRIPS; ++half) part.unpack(strip + half, block, place(block) + half * BLOCK_BYTES);
-      if (block >= BEHIND) add<STRIPS, GROUPS>(part, block - BEHIND, place(block - BEHIND), 64);
-    }
-    finish<STRIPS, GROUPS>(part, 0, strip);
-  }
-
-  // Fetches the strip after the next one while this one is computed, if there is one.
-  template <int STRIPS, int GROUPS>
-  static void few_as_they_lie(const Part& part, int64_t strip) {
-    const int64_t stride = part.form.stride;
-    TileSums<STRIPS, GROUPS>::clear();
-    for (int64_t block = 0; block < part.blocks; ++block) {
-      const uint8_t* left = part.strip(strip) + block * INNER * 2;
-      for (int64_t row = 0; row < STRIPS * STRIP; ++row)
-        _mm_prefetch(left + row * stride + 2 * part.form.strip_bytes, _MM_HINT_T1);
-      add<STRIPS, GROUPS>(part, block, left, stride);
-    }
-    finish<STRIPS, GROUPS>(part, 0, strip);
+    const auto& multiply = part.form.multiply;
+    const int groups = part.num_rows > 16;
+    for (; strip + 2 <= last; strip += 2) multiply[1][groups](part, strip, factors);
+    if (strip < last) multiply[0][groups](part, strip, factors);
   }
 
   template <int STRIPS>
@@ -139,6 +106,44 @@ struct Multiply {
     finish<STRIPS, GROUPS>(part, row, strip);
   }
 };
+
+// A block is unpacked while the one before is multiplied, because the load of a tile waits for the stores before it. Two
+// strips are two chains of sums, each of which waits for its last one.
+template <class Weights, int STRIPS, int GROUPS>
+void multiply_unpacked(const Part& part, int64_t strip, uint8_t* factors) {
+  const auto opened = [&](int half) { return typename Weights::Strip(part.strip(strip + half), part.blocks, part.matrix->table); };
+  typename Weights::Strip first = opened(0), second = opened(STRIPS - 1);
+  TileSums<STRIPS, GROUPS>::clear();
+  const auto place = [factors](int64_t block) { return factors + block % 2 * 2 * BLOCK_BYTES; };
+  for (int64_t block = 0; block <= part.blocks; ++block) {
+    if (block < part.blocks) {
+      first.unpack(block, place(block));
+      if (STRIPS == 2) second.unpack(block, place(block) + BLOCK_BYTES);
+    }
+    if (block) Multiply::add<STRIPS, GROUPS>(part, block - 1, place(block - 1), 64);
+  }
+  Multiply::finish<STRIPS, GROUPS>(part, 0, strip);
+}
+
+// Fetches the strip after the next one while this one is computed, if there is one.
+template <int STRIPS, int GROUPS>
+void multiply_rows(const Part& part, int64_t strip) {
+  const int64_t stride = part.form.stride;
+  TileSums<STRIPS, GROUPS>::clear();
+  for (int64_t block = 0; block < part.blocks; ++block) {
+    const uint8_t* left = part.strip(strip) + block * INNER * 2;
+    for (int64_t row = 0; row < STRIPS * STRIP; ++row)
+      _mm_prefetch(left + row * stride + 2 * part.form.strip_bytes, _MM_HINT_T1);
+    Multiply::add<STRIPS, GROUPS>(part, block, left, stride);
+  }
+  Multiply::finish<STRIPS, GROUPS>(part, 0, strip);
+}
+
+template <class Weights, int STRIPS, int GROUPS>
+void multiply_few(const Part& part, int64_t strip, uint8_t* factors) {
+  if constexpr (std::is_same<Weights, Rows>::value) return multiply_rows<STRIPS, GROUPS>(part, strip);
+  else multiply_unpacked<Weights, STRIPS, GROUPS>(part, strip, factors);
+}
 
 #elif defined(KEEPS_CODES)
 
@@ -264,7 +269,7 @@ struct Multiply {
     for (; strip < last; ++strip) {
       Sixteen sums[FEW_ROWS][2] = {};
       for (int64_t block = 0; block < part.blocks; ++block) {
-        part.unpack(strip, block, factors);
+        part.unpack(strip, block, block + 1, factors);
         add(part.num_rows, (const float*)part.packed + block * INNER, part.matrix->columns, factors, 1, sums);
       }
       finish(part, 0, part.num_rows, strip, sums);
@@ -291,8 +296,7 @@ constexpr int64_t PANEL_BYTES = 512 * 1024;
 
 inline void multiply_many(const Part& part, int64_t first, int64_t last, uint8_t* weights) {
   for (int64_t strip = first; strip < last; ++strip)
-    for (int64_t block = 0; block < part.blocks; ++block)
-      part.unpack(strip, block, weights + ((strip - first) * part.blocks + block) * BLOCK_BYTES);
+    part.unpack(strip, 0, part.blocks, weights + (strip - first) * part.blocks * BLOCK_BYTES);
   for (int64_t row = 0; row < part.num_rows; row += Multiply::ROWS)
     for (int64_t strip = first; strip < last; strip += 2) {
       const uint8_t* of_strip = weights + (strip - first) * part.blocks * BLOCK_BYTES;
@@ -348,9 +352,8 @@ class Products {
         return false;
     }
     const bool is_few = call_.num_rows <= Multiply::FEW_ROWS;
-    const int64_t count = is_few ? pairs_ : call_.num_threads, grain = is_few ? least(pairs_, 4) : 1;
-    const auto work = [=](int64_t begin, int64_t end) { is_few ? multiply(begin, end) : take(); };
-    return spread(call_.num_threads, call_.parallel_for, count, grain, work) && !failed_;
+    const int64_t count = is_few && pairs_ <= 4 ? 1 : call_.num_threads;
+    return spread(call_.num_threads, call_.parallel_for, count, 1, [this](int64_t, int64_t) { take(); }) && !failed_;
   }
 
  private:

@@ -39,10 +39,20 @@ struct Row {
   void zero(int group, int number) const { zeros[group * STRIP] = number; }
 };
 
+typedef uint8_t BytesOfLine __attribute__((vector_size(INNER)));
+
+template <class Bytes>
+INLINE void halves_of(const uint8_t* from, int count, uint8_t* codes) {
+  for (int i = 0; i < count; i += sizeof(Bytes)) {
+    const Bytes both = loaded<Bytes>(from + i);
+    store(codes + i, both & 15);
+    store(codes + count + i, both >> 4);
+  }
+}
+
 // 2 × `count` codes: the low halves of the bytes, then the high ones.
-inline void halves(const uint8_t* from, int count, uint8_t* codes) {
-  for (int i = 0; i < count; ++i) codes[i] = from[i] & 15;
-  for (int i = 0; i < count; ++i) codes[count + i] = from[i] >> 4;
+INLINE void halves(const uint8_t* from, int count, uint8_t* codes) {
+  count < INNER ? halves_of<SixteenUnsigned>(from, count, codes) : halves_of<BytesOfLine>(from, count, codes);
 }
 
 // 128 codes: the lowest quarters of 32 bytes, then the others.
@@ -53,7 +63,11 @@ inline void quarters(const uint8_t* from, uint8_t* codes) {
 
 // What 32 bits add to 32 codes of 4 bits.
 inline void fifth_bits(const uint8_t* from, uint8_t* codes) {
-  for (int i = 0; i < 32; ++i) codes[i] |= (from[i / 8] >> i % 8 & 1) << 4;
+  constexpr BytesOfLine BITS = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128,
+                                1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+  uint64_t bytes[4];
+  for (int i = 0; i < 4; ++i) bytes[i] = from[i] * 0x0101010101010101;
+  store(codes, loaded<BytesOfLine>(codes) | (BytesOfLine)((loaded<BytesOfLine>(bytes) & BITS) != 0) & 16);
 }
 
 // 8 signs in 7 bits: their number is even.
@@ -345,7 +359,6 @@ struct TQ1_0 : Kept<2, 32, false, SHARED> {
   }
 };
 
-typedef uint8_t BytesOfLine __attribute__((vector_size(INNER)));
 typedef uint16_t Pairs __attribute__((vector_size(32)));
 
 // The first or second halves of each half of both, in turn.

@@ -96,14 +96,20 @@ INLINE void put_pair(uint8_t* to, int pair, Sixteen even, Sixteen odd) {
 
 #endif
 
+struct Part;
+
 // A matrix's way into the factors of a product. `strip` is where a strip begins. Rows are `stride` bytes apart if the
 // matrix is not quantised.
 struct Form {
-  void (*unpack)(const uint8_t* strip, int64_t block, int64_t stride, const float* table, uint8_t* to);
+  // The blocks from `begin` to `end`. With AMX `begin` is 0.
+  void (*unpack)(const uint8_t* strip, int64_t begin, int64_t end, int64_t stride, const float* table, uint8_t* to);
   // One row of a strip of quants, in bfloat16.
   void (*look_up)(const uint8_t* strip, int64_t blocks, int64_t row, const float* table, uint16_t* to);
   int64_t strip_bytes, stride;
-#if defined(KEEPS_CODES)
+#if defined(__AMX_BF16__)
+  // Few rows times one or two strips, in one or two groups.
+  void (*multiply[2][2])(const Part& part, int64_t strip, uint8_t* factors);
+#elif defined(KEEPS_CODES)
   // 1 to FEW rows times the blocks of a strip. `sums` are those of the halves of the rows' blocks.
   void (*multiply[FEW])(const uint8_t* strip, int64_t stride, int64_t blocks, const float* table, const uint16_t* rows,
                         const float* sums, Sixteen* out);
@@ -114,6 +120,29 @@ struct Form {
 
 // The distance in bytes at which memory is fetched ahead. Blocks of a strip follow each other, and so do strips.
 constexpr int64_t AHEAD = 2048;
+
+#if defined(__AVX512VBMI__)
+
+// For each byte of eight, at which bit it begins when they are turned by -4 to 15 bits.
+struct Turns {
+  uint8_t from[20][64] = {};
+  constexpr Turns() {
+    for (int by = -4; by < 16; ++by)
+      for (int i = 0; i < 64; ++i) from[by + 4][i] = (i % 8 * 8 + by + 64) % 64;
+  }
+};
+alignas(64) constexpr Turns TURNS;
+
+// Beside AMX, products have only the port of the shifts. Turning has another one; it brings in other bits.
+INLINE Lanes down(Lanes from, int by) {
+  return by ? (Lanes)_mm512_multishift_epi64_epi8(loaded<__m512i>(TURNS.from[by + 4]), (__m512i)from) : from;
+}
+
+#else
+
+INLINE Lanes down(Lanes from, int by) { return by < 0 ? from << (uint16_t)-by : from >> (uint16_t)by; }
+
+#endif
 
 // The scales and zeros of the groups of a unit, in front of its codes. A unit is one block, or eight whose groups' numbers
 // are small integers times those of the unit.
@@ -246,11 +275,9 @@ struct Block {
 
   // The codes of a line, with anything in the bits above them.
   static INLINE __m512i codes_of(const Words& words, int line) {
-    const Lanes low = (Lanes)words.words[line / OF_LOW] >> (uint16_t)(LOW * (line % OF_LOW));
+    const Lanes low = down((Lanes)words.words[line / OF_LOW], LOW * (line % OF_LOW));
     if constexpr (!HIGH) return (__m512i)low;
-    const Lanes plane = (Lanes)words.words[LOW + line / OF_HIGH];
-    const int by = LOW - HIGH * (line % OF_HIGH);
-    const Lanes high = by > 0 ? plane << (uint16_t)by : plane >> (uint16_t)-by;
+    const Lanes high = down((Lanes)words.words[LOW + line / OF_HIGH], HIGH * (line % OF_HIGH) - LOW);
     return _mm512_ternarylogic_epi32(_mm512_set1_epi16(LOW_MASK), (__m512i)low, (__m512i)high, 0xca);
   }
 
@@ -271,52 +298,94 @@ struct Block {
 
 #elif defined(__AMX_BF16__)
 
-  static void unpack(const uint8_t* strip, int64_t block, int64_t, const float* table, uint8_t* to) {
-    const uint8_t* unit = strip + block / BLOCKS * BYTES;
-    const uint8_t* codes = unit + Numbers::BYTES + block % BLOCKS * CODES;
-    const Numbers numbers(unit);
-    const Words words(codes);
-    const Table in_bfloat16(table);
-    // In memory, from where the number of one row is loaded into all lanes.
-    alignas(64) float scales[GROUPS][STRIP], zeros[GROUPS][STRIP];
-    for (int group = 0; group < GROUPS; ++group) {
-      store(scales[group], numbers.scale(block % BLOCKS * GROUPS + group));
-      if (HAS_ZEROS) store(zeros[group], numbers.zero(block % BLOCKS * GROUPS + group));
-    }
-    written();
-    const auto weights = [&](Sixteen of_codes, int group, int row) {
-      const Sixteen scale = sixteen(scales[group][row]);
-      return HAS_ZEROS ? fused(of_codes, scale, sixteen(zeros[group][row])) : of_codes * scale;
-    };
-    __m512i by_code;
+  // Codes of 6 bits become numbers from 128 on, whose products with a scale are too large by 160 times the scale.
+  static constexpr bool HAS_SHIFT = BITS == 6, ADDS = HAS_ZEROS || HAS_SHIFT;
+
+  // A strip whose blocks are unpacked one after the other. The numbers of a unit are computed while the one before is
+  // unpacked, which would wait for them. They lie in memory, from where that of one row is loaded into all lanes.
+  class Strip {
+   public:
+    INLINE Strip(const uint8_t* strip, int64_t blocks, const float* table) : strip_(strip), blocks_(blocks), table_(table) { prepare(0); }
+
+    INLINE void unpack(int64_t block, uint8_t* to) {
+      if (block % BLOCKS == 0 && block + BLOCKS < blocks_) prepare(block + BLOCKS);
+      const uint8_t* codes = strip_ + block / BLOCKS * BYTES + Numbers::BYTES + block % BLOCKS * CODES;
+      const uint8_t* ahead = strip_ + AHEAD + BYTES + block * BYTES / BLOCKS;
+      const float (*scales)[STRIP] = numbers_[block % (2 * BLOCKS)], (*added)[STRIP] = scales + GROUPS;
+      const Words words(codes);
+      const Table in_bfloat16(table_);
+      const auto weights = [=](Sixteen of_codes, int group, int row) {
+        const Sixteen scale = sixteen(scales[group][row]);
+        return ADDS ? fused(of_codes, scale, sixteen(added[group][row])) : of_codes * scale;
+      };
+      __m512i by_code;
 #pragma GCC unroll 16
-    for (int row = 0; row < 16; ++row) {
-      // One line at a time: many at once would delay the computation.
-      if (64 * row < CODES) __builtin_prefetch(codes + AHEAD + 64 * row);
-      __m512i factors;
-      if constexpr (BITS == 8) {
-        const uint8_t* of_row = codes + INNER * row;
-        factors = pair_of(weights(bytes_at(of_row), 0, row), weights(bytes_at(of_row + STRIP), 0, row));
-      } else if constexpr (GROUPS == 2) {
-        const SixteenWords found = (SixteenWords)in_bfloat16.of(codes_of(words, row));
-        factors = pair_of(weights((Sixteen)(found << 16), 0, row), weights((Sixteen)(found & 0xffff0000u), 1, row));
-      } else if constexpr (BITS == 5) {
-        by_code = pair_of(weights(loaded<Sixteen>(table), 0, row), weights(loaded<Sixteen>(table + 16), 0, row));
-        factors = _mm512_permutexvar_epi16(codes_of(words, row), by_code);
-      } else {
-        // 16 weights of this row and 16 of the next one.
-        const Sixteen numbers = loaded<Sixteen>(table);
-        if (row % 2 == 0) by_code = pair_of(weights(numbers, 0, row), weights(numbers, 0, row + 1));
-        const __m512i low = _mm512_set1_epi16(15), next = _mm512_set1_epi16(row % 2 * 16);
-        factors = _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(codes_of(words, row), low, next, 0xea), by_code);
+      for (int row = 0; row < 16; ++row) {
+        // One line at a time: many at once would delay the computation.
+        if (64 * row < BYTES / BLOCKS) __builtin_prefetch(ahead + 64 * row);
+        __m512i factors;
+        if constexpr (BITS == 8) {
+          const uint8_t* of_row = codes + INNER * row;
+          factors = pair_of(weights(bytes_at(of_row), 0, row), weights(bytes_at(of_row + STRIP), 0, row));
+        } else if constexpr (BITS == 6) {
+          const SixteenWords found = (SixteenWords)codes_of(words, row);
+          factors = pair_of(weights(from_128(found << 16), 0, row), weights(from_128(found), 1, row));
+        } else if constexpr (GROUPS == 2) {
+          const SixteenWords found = (SixteenWords)in_bfloat16.of(codes_of(words, row));
+          factors = pair_of(weights((Sixteen)(found << 16), 0, row), weights((Sixteen)(found & 0xffff0000u), 1, row));
+        } else if constexpr (BITS == 5) {
+          by_code = pair_of(weights(loaded<Sixteen>(table_), 0, row), weights(loaded<Sixteen>(table_ + 16), 0, row));
+          factors = _mm512_permutexvar_epi16(codes_of(words, row), by_code);
+        } else {
+          // 16 weights of this row and 16 of the next one.
+          const Sixteen numbers = loaded<Sixteen>(table_);
+          if (row % 2 == 0) by_code = pair_of(weights(numbers, 0, row), weights(numbers, 0, row + 1));
+          const __m512i low = _mm512_set1_epi16(15), next = _mm512_set1_epi16(row % 2 * 16);
+          factors = _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(codes_of(words, row), low, next, 0xea), by_code);
+        }
+        store(to + 64 * row, factors);
       }
-      store(to + 64 * row, factors);
     }
+
+   private:
+    const uint8_t* const strip_;
+    const int64_t blocks_;
+    const float* const table_;
+    alignas(64) float numbers_[2 * BLOCKS][GROUPS * (1 + ADDS)][STRIP];
+
+    // Computes the numbers of the unit that begins with this block.
+    INLINE void prepare(int64_t block) {
+      const Numbers numbers(strip_ + block / BLOCKS * BYTES);
+      float (*to)[GROUPS * (1 + ADDS)][STRIP] = numbers_ + block % (2 * BLOCKS);
+#pragma GCC unroll 8
+      for (int i = 0; i < BLOCKS; ++i)
+        for (int group = 0; group < GROUPS; ++group) {
+          const Sixteen scale = numbers.scale(i * GROUPS + group);
+          store(to[i][group], scale);
+          if (HAS_ZEROS) store(to[i][GROUPS + group], numbers.zero(i * GROUPS + group));
+          if (HAS_SHIFT) store(to[i][GROUPS + group], -160.0f * scale);
+        }
+      written();
+    }
+
+    // 128 more than the upper half of each lane.
+    static INLINE Sixteen from_128(SixteenWords codes) {
+      return (Sixteen)_mm512_ternarylogic_epi32((__m512i)codes, _mm512_set1_epi32(0x3f0000), _mm512_set1_epi32(0x43000000), 0xea);
+    }
+  };
+
+  static void unpack(const uint8_t* strip, int64_t, int64_t blocks, int64_t, const float* table, uint8_t* to) {
+    Strip opened(strip, blocks, table);
+    for (int64_t block = 0; block < blocks; ++block) opened.unpack(block, to + block * BLOCK_BYTES);
   }
 
 #else
 
-  static void unpack(const uint8_t* strip, int64_t block, int64_t, const float* table, uint8_t* to) {
+  static void unpack(const uint8_t* strip, int64_t begin, int64_t end, int64_t, const float* table, uint8_t* to) {
+    for (int64_t block = begin; block < end; ++block, to += BLOCK_BYTES) unpack_one(strip, block, table, to);
+  }
+
+  static void unpack_one(const uint8_t* strip, int64_t block, const float* table, uint8_t* to) {
     const uint8_t* unit = strip + block / BLOCKS * BYTES;
     const uint8_t* codes = unit + Numbers::BYTES + block % BLOCKS * CODES;
     const Numbers numbers(unit);
@@ -419,7 +488,7 @@ struct Rows {
 };
 
 template <class Weights>
-void unpack(const uint8_t* strip, int64_t block, int64_t stride, const float* table, uint8_t* to) {
+void unpack_one(const uint8_t* strip, int64_t block, int64_t stride, const float* table, uint8_t* to) {
   const uint8_t* unit = strip + block / Weights::BLOCKS * Weights::BYTES;
   const int64_t number = block % Weights::BLOCKS;
   Weights::each_pair(unit + Weights::Numbers::BYTES + number * Weights::CODES, stride, typename Weights::Table(table),
@@ -429,6 +498,11 @@ void unpack(const uint8_t* strip, int64_t block, int64_t stride, const float* ta
   for (int group = 0; group < Weights::GROUPS; ++group, at += 64) store(at, numbers.scale(number * Weights::GROUPS + group));
   if (Weights::ZEROS)
     for (int group = 0; group < Weights::GROUPS; ++group, at += 64) store(at, numbers.zero(number * Weights::GROUPS + group));
+}
+
+template <class Weights>
+void unpack(const uint8_t* strip, int64_t begin, int64_t end, int64_t stride, const float* table, uint8_t* to) {
+  for (int64_t block = begin; block < end; ++block, to += BLOCK_BYTES) unpack_one<Weights>(strip, block, stride, table, to);
 }
 
 // The sum of a row's numbers in a group of a block, from the sums of the halves of the block.
@@ -483,14 +557,27 @@ Form form_with(int64_t strip_bytes, int64_t stride) {
 
 #elif defined(__AMX_BF16__)
 
-// Weights in bfloat16.
-inline void unpack_rows(const uint8_t* strip, int64_t block, int64_t stride, const float*, uint8_t* to) {
-  for (int64_t row = 0; row < 16; ++row) store(to + 64 * row, loaded<Floats>(strip + block * INNER * 2 + row * stride));
+// Weights in bfloat16, which are factors as they lie in memory.
+struct Rows {
+  static void unpack(const uint8_t* strip, int64_t, int64_t blocks, int64_t stride, const float*, uint8_t* to) {
+    for (int64_t line = 0; line < 16 * blocks; ++line)
+      store(to + 64 * line, loaded<Floats>(strip + line / 16 * INNER * 2 + line % 16 * stride));
+  }
+
+  static constexpr auto look_up = nullptr;
+};
+
+// In `matrix.h`.
+template <class Weights, int STRIPS, int GROUPS>
+void multiply_few(const Part& part, int64_t strip, uint8_t* factors);
+
+template <class Weights>
+Form form_with(int64_t strip_bytes, int64_t stride) {
+  return {Weights::unpack, Weights::look_up, strip_bytes, stride,
+          {{multiply_few<Weights, 1, 1>, multiply_few<Weights, 1, 2>}, {multiply_few<Weights, 2, 1>, multiply_few<Weights, 2, 2>}}};
 }
 
-#endif
-
-#if !defined(KEEPS_CODES)
+#else
 
 template <class Weights>
 Form form_with(int64_t strip_bytes, int64_t stride) {
@@ -512,10 +599,8 @@ Form form_of_blocks(const Matrix& matrix) {
 
 // The forms in `model/quants/forms.py`.
 inline Form form_of(const Matrix& matrix) {
-#if defined(KEEPS_CODES)
+#if defined(__AVX512BF16__)
   if (matrix.bits == 16) return form_with<Rows>(STRIP * matrix.columns * 2, matrix.columns * 2);
-#elif defined(__AMX_BF16__)
-  if (matrix.bits == 16) return {unpack_rows, nullptr, STRIP * matrix.columns * 2, matrix.columns * 2};
 #endif
 #define FORM(bits_, group_, has_zeros_, scales_, has_table_)                                                        \
   if (matrix.bits == bits_ && matrix.group == group_ && matrix.has_zeros == has_zeros_ && matrix.scales == scales_ && \
