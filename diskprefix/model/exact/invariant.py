@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -61,6 +62,8 @@ _installed: WeakKeyDictionary[PreTrainedModel, tuple[ExitStack, str]] = WeakKeyD
 """The models that were changed: how it is undone, and the digest of their products."""
 _ForwardOf: TypeAlias = Callable[[nn.Module], Callable[..., Any] | None]
 _Methods: TypeAlias = list[tuple[nn.Module, str, Callable[..., Any]]]
+_sees_calls: ContextVar[bool] = ContextVar("sees_calls", default=False)
+"""True within a module whose calls of torch are seen by `_Rows`."""
 _methods: WeakKeyDictionary[PreTrainedModel, dict[str, _Methods]] = WeakKeyDictionary()
 """The replacements for methods of a model's modules, by the kernels that compute them."""
 
@@ -196,37 +199,58 @@ def _linear(parameters: Mapping[str, Any], rows: torch.Tensor) -> torch.Tensor:
 
 
 def _with_rows(forward: Callable[..., Any], module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    with _Rows():
+    if _sees_calls.get():
+        # The mode of the module that this one is within.
         return forward(module, *args, **kwargs)
+    token = _sees_calls.set(True)
+    try:
+        with _Rows():
+            return forward(module, *args, **kwargs)
+    finally:
+        _sees_calls.reset(token)
 
 
 class _Rows(TorchFunctionMode):
     """Computes products with matrices by `model.exact.rows`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Functions of torch name `inplace` as they come here.
-        kwargs = {name: value for name, value in (kwargs or {}).items() if (name, value) != ("inplace", False)}
+        # Each call of torch comes here, so what most of them need is asked first.
         if is_ours.get():
-            # A module within a module has a second such mode.
-            return func(*args, **kwargs)
-        if func is functional.linear:
-            return linear(*args, **kwargs)
-        if func in (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__):
-            if args[1].ndim == 2:
-                return times(*args, **kwargs)
-            if min(args[0].ndim, args[1].ndim) > 2 and args[0].shape[-1] <= MAX_TERMS and not kwargs:
-                return each_times(*args)
-        if func in (torch.std, torch.Tensor.std):
-            return spread_of_rows(func, *args, **kwargs)
-        if func is torch.addmm and not kwargs:
-            return times(args[1], args[2], args[0])
-        if func is torch.bmm and not kwargs:
-            return torch.stack([times(rows, matrix) for rows, matrix in zip(*args, strict=True)])
+            return func(*args, **(kwargs or {}))
+        # Functions of torch name `inplace` as they come here.
+        kwargs = (
+            {name: value for name, value in kwargs.items() if (name, value) != ("inplace", False)} if kwargs else {}
+        )
+        if func in _BY_ROWS and (found := _by_rows(func, args, kwargs)) is not None:
+            return found
         if not kwargs and args and isinstance(args[0], torch.Tensor):
-            numbers, *others = args
-            if is_curve(getattr(func, "__name__", ""), numbers.dtype) and not any(map(torch.is_tensor, others)):
+            is_split = is_curve(getattr(func, "__name__", ""), args[0].dtype)
+            if is_split and not any(map(torch.is_tensor, args[1:])):
                 return in_whole_vectors(func, *args)
         return func(*args, **kwargs)
+
+
+_MATMUL = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
+_STD = frozenset({torch.std, torch.Tensor.std})
+_BY_ROWS = frozenset({functional.linear, torch.addmm, torch.bmm, *_MATMUL, *_STD})
+
+
+def _by_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Returns the result of one of `_BY_ROWS`, None if torch may compute it."""
+    if func is functional.linear:
+        return linear(*args, **kwargs)
+    if func in _MATMUL:
+        if args[1].ndim == 2:
+            return times(*args, **kwargs)
+        is_small = min(args[0].ndim, args[1].ndim) > 2 and args[0].shape[-1] <= MAX_TERMS
+        return each_times(*args) if is_small and not kwargs else None
+    if func in _STD:
+        return spread_of_rows(func, *args, **kwargs)
+    if kwargs:
+        return None
+    if func is torch.addmm:
+        return times(args[1], args[2], args[0])
+    return torch.stack([times(rows, matrix) for rows, matrix in zip(*args, strict=True)])
 
 
 ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
