@@ -34,7 +34,6 @@ log = logging.getLogger("diskprefix")
 
 _NAMES = (
     "catalogue",
-    "models",
     "housekeeping",
     "clients",
     "setup",

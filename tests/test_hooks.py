@@ -28,7 +28,7 @@ def hello():
 def test_the_own_extras_add_their_commands() -> None:
     assert set(hooks.commands()) == {
         *("pull", "list", "show", "rm"),
-        *("models", "verify", "purge", "compact", "backup", "restore"),
+        *("verify", "purge", "compact", "backup", "restore"),
         *("launch", "clients", "doctor", "init", "warm", "inspect", "top"),
         *("export", "import", "simulate", "remote"),
     }

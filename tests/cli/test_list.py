@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from diskprefix.extras.catalogue import architectures
+from diskprefix.extras.catalogue.architectures import installed_versions, verified_of
 from diskprefix.model.load.fit import fitted, needs_of_gguf
 from tests.cli.conftest import Run, run_fresh
 from tests.model import tiny
@@ -108,6 +110,39 @@ def test_one_folder_that_cannot_be_read_leaves_the_others_in_the_list(run: Run, 
         (models_dir / "made" / name).write_text(broken)
         rows = run("list", "--models-dir", models_dir, "--json").json["models"]
         assert {row["name"] for row in rows if not row["problem"]} >= {"tiny"}
+
+
+def test_architectures_are_listed_as_they_were_verified(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def entry(kind: str, *dtypes: str, tokens: int = 0, reason: str | None = None) -> dict[str, object]:
+        return {"model_type": "", "kind": kind, "dtypes": dtypes, "exact_at_tokens": dtypes[:tokens], "reason": reason}
+
+    found = {
+        "llama": entry("cut", "bfloat16", "float32", tokens=1),
+        "mamba": entry("one pass", "bfloat16", "float32"),
+        "qwen4_exp": entry("unsupported", reason="unsupported: positions of its own"),
+    }
+    table = tmp_path / "table.json"
+    table.write_text(json.dumps(installed_versions() | {"architectures": found}))
+    monkeypatch.setattr(architectures, "TABLE", table)
+    rows = {row["architecture"]: row for row in run("list", "--architectures", "--json").json["architectures"]}
+    assert rows["mamba"]["restored"] == "at the end only"
+    assert (rows["qwen4_exp"]["verified"], rows["qwen4_exp"]["note"]) == ([], "unsupported: positions of its own")
+    lines = run("list", "--architectures").stdout.splitlines()
+    assert ["token (bf16)" in lines[1], "bf16, fp32" in lines[1], "grid" in lines[2]] == [True] * 3
+    assert lines[-1].startswith("3 architectures, 2 verified with torch ")
+    table.write_text(json.dumps({"torch": "2", "transformers": "5", "architectures": found}))
+    assert "other versions are installed" in run("list", "--architectures").stdout
+
+
+def test_a_model_is_shown_with_what_was_verified_of_its_architecture(run: Run, models_dir: Path) -> None:
+    for name in ("made", "tiny-00001-of-00003.gguf"):
+        assert (
+            "llama: restored anywhere, exact at token, verified in bf16, fp32" in run("show", models_dir / name).stdout
+        )
+    (models_dir / "made" / "config.json").write_text('{"model_type": "llama-of-tomorrow"}')
+    assert verified_of(models_dir / "made") == "llama-of-tomorrow: not verified"
 
 
 def test_both_start_without_torch(models_dir: Path) -> None:

@@ -17,8 +17,7 @@ from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
 
 TOOLS = sorted(set(command_names()) - {"serve"})
-_WITHOUT_STORE = {"clients", "completion", "doctor", "init", "launch", "list"}
-_WITHOUT_STORE |= {"models", "pull", "remote", "rm", "show"}
+_WITHOUT_STORE = {"clients", "completion", "doctor", "init", "launch", "list", "pull", "remote", "rm", "show"}
 STORE_TOOLS = sorted(set(TOOLS) - _WITHOUT_STORE - {"simulate", "warm"})
 
 
@@ -58,7 +57,6 @@ def folder(tmp_path: Path) -> Path:
     [
         ["inspect", "--kv-cache-dir", "~nobody-here/kv"],
         ["init", "--yes", "--file", "~nobody-here/settings.toml"],
-        ["models", "~nobody-here/model"],
         ["remote", "ls", "--remote-tier", "s3://bucket", "--namespace-key-file", "~nobody-here/key"],
         ["serve", "--record", "~nobody-here/requests"],
         ["simulate", "~nobody-here/trace.jsonl"],
@@ -162,7 +160,7 @@ def test_where_there_is_no_store_none_is_made(
     "args",
     [
         *(["inspect", "--kv-cache-dir", ""], ["backup", ""], ["export", "3fa9", "-o", ""], ["import", ""]),
-        *(["serve", "--kv-cache-dir", ""], ["serve", "--record", ""], ["simulate", "x", "--plot", ""], ["models", ""]),
+        *(["serve", "--kv-cache-dir", ""], ["serve", "--record", ""], ["simulate", "x", "--plot", ""], ["show", ""]),
         *(["simulate", ""], ["warm", "x", "--api-key", ""]),
     ],
 )

@@ -18,7 +18,7 @@ from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import ModelError
-from diskprefix.extras.models.models_command import TABLE
+from diskprefix.extras.catalogue.architectures import TABLE
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group
 from diskprefix.model.exact.rehearsal import rehearse

@@ -14,15 +14,16 @@ import os
 import signal
 import sys
 import traceback
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from diskprefix.extras.models.survey import describe_layers
-from diskprefix.kv.layout import Layout
+from diskprefix.kv.layout import LayerSpec, Layout
 from diskprefix.model.load.loader import load_model
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -35,6 +36,17 @@ LIMIT_S = 1800
 UNSAVED = "1"
 """A scope that restores what there is and saves nothing: less than a block is not worth keeping."""
 TEXT = Path(__file__).parents[2] / "tools/prompts/words.txt"
+
+
+def describe_layers(layers: Sequence[LayerSpec], config: PreTrainedConfig) -> str:
+    """A text such as `6× linear, 2× sliding(512)`: the count of each kind, in the order of the first."""
+    text_config = config.get_text_config(decoder=True)
+    # A layer without state of its own uses another's, or is no attention at all.
+    none = "shared" if getattr(text_config, "num_kv_shared_layers", 0) else "stateless"
+    counted = Counter((none if spec.kind == "none" else spec.kind, spec.window) for spec in layers)
+    return ", ".join(
+        f"{count}× {kind}" + (f"({window})" if window else "") for (kind, window), count in counted.items()
+    )
 
 
 def kind_of(layout: Layout) -> Kind:

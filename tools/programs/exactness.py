@@ -21,7 +21,7 @@ import click
 from rich.console import Console
 
 from diskprefix.errors import ModelError
-from diskprefix.extras.models.models_command import installed_versions
+from diskprefix.extras.catalogue.architectures import installed_versions
 from tests.exactness.architectures import ARCHITECTURES
 from tests.exactness.jobs import Job, Lengths
 from tests.exactness.rows import DTYPES, Row, run_jobs
@@ -79,7 +79,7 @@ def _real_folder(name: str, weights: Path, folder: Path, console: Console) -> Pa
 
 
 def verified_table(rows: list[Row]) -> dict[str, Any]:
-    """Returns what `diskprefix models` shows of each architecture: its layers, the dtypes in which it was exact, and
+    """Returns what `diskprefix list --architectures` shows of each: its layers, the dtypes in which it was exact, and
     why it is not so at every token."""
     by_name: dict[str, list[Row]] = {}
     for row in rows:
@@ -184,8 +184,8 @@ def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]
 @click.option(
     "--write-table",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="Write what was verified, for `diskprefix models`: extras/models/verified_models.json. With --only, other "
-    "rows stay.",
+    help="Write what was verified, for `diskprefix list --architectures`: extras/catalogue/verified_models.json. With "
+    "--only, other rows stay.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of rows to stdout instead of a table.")
 def main(

@@ -13,6 +13,7 @@ import click
 from diskprefix.cli.options import build_settings, nonempty, setting_options
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status, terminal_width
 from diskprefix.errors import ModelError, ModelNotFound
+from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs
 from diskprefix.extras.catalogue.tensor_list import described, show_tensors, show_types, types
 from diskprefix.model.load.fit import Fit, fitted
@@ -28,21 +29,31 @@ _PLACES = ("models_dir", "models_file", "kv_memory")
 
 
 @click.command("list", short_help="List the models that are known by name.")
+@click.option("--architectures", is_flag=True, help="List the architectures, and how the state of each is restored.")
 @setting_options(_PLACES)
 @json_option
-def list_models(as_json: bool, **flags: Any) -> None:
+def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
     """List the models of models.toml, those below --models-dir, and those that were fetched from the hub: the type of
     most of their weights, the size of their files, what they need in memory, and the longest context that is served.
 
     Headers are read, and nothing else. A model that does not fit into the free memory has a "no" in the column fits.
 
+    With --architectures, a prefix is restored anywhere (at every token or block), at checkpoints, or at the end only of
+    an exact repeat. Exact at token: the state of a token has the same bits however the prompt is cut into steps; grid:
+    only in steps of --block-size tokens. Verified are the types in which restored and cold runs gave the same bits.
+    The daemon tests a restore when it loads a model for the first time; one that fails is served without the cache.
+
     \b
     diskprefix list
     diskprefix list --models-dir ~/models --json
+    diskprefix list --architectures
 
     \b
     Exit codes: 0 done; 2 wrong usage.
     """
+    if architectures:
+        show_architectures(as_json)
+        return
     with status("reading headers …"):
         rows = [row_of(known) for known in Catalogue(build_settings(flags)).models()]
     if as_json:
@@ -91,7 +102,8 @@ def show(name: str, tensors: bool, as_json: bool, **flags: Any) -> None:
     if known.path is None or fit is None:
         raise ModelError(f"{known.source} is not on this machine; `diskprefix pull` fetches models of the hub")
     shown = row_of(known) | {"positions": fit.needs.state.positions, "template": bool(template_of(known.path))}
-    shown |= {"settings": _own(known), "memory": dict(fit.rows()), "types": types(fit.needs.tensors)}
+    shown |= {"architecture": verified_of(known.path), "settings": _own(known)}
+    shown |= {"memory": dict(fit.rows()), "types": types(fit.needs.tensors)}
     if as_json:
         print_json(shown | ({"tensors": described(fit.needs.tensors)} if tensors else {}))
         return
@@ -100,6 +112,7 @@ def show(name: str, tensors: bool, as_json: bool, **flags: Any) -> None:
         "model": f"{names} ({known.origin})",
         "files": f"{known.path}, {format_size(shown['file_bytes'])}",
         "context": f"{fit.context:,} of {fit.needs.state.positions:,} tokens",
+        "type": shown["architecture"],
         "template": "the model's own" if shown["template"] else "none: give one with --chat-template",
         "settings": ", ".join(f"{key} = {value}" for key, value in shown["settings"].items()) or "those of serve",
     }

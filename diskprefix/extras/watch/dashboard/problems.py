@@ -56,7 +56,7 @@ def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(
             level="warning",
             what="this model is served without the cache: it has layers that cannot be cached",
-            todo="see `diskprefix models` for supported architectures",
+            todo="see `diskprefix list --architectures`",
         )
     for name, level, what, todo in _COUNTED:
         if count := cache.get(name, 0):

@@ -37,7 +37,7 @@ def test_a_daemon_that_is_well_has_no_problems() -> None:
     ("change", "level", "what", "todo"),
     [
         ({"state": "degraded", "error": "the disk is full"}, "error", "the disk is full", "make room"),
-        ({"state": "unsupported"}, "warning", "without the cache", "diskprefix models"),
+        ({"state": "unsupported"}, "warning", "without the cache", "list --architectures"),
         ({"quarantined": 3}, "error", "damaged records", "diskprefix verify"),
         ({"errors": 3}, "warning", "became misses", "log"),
         ({"dropped": 3}, "warning", "not saved whole", "--kv-cache-write-buffer"),
