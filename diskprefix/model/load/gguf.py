@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
@@ -328,7 +329,11 @@ def without_gguf_reader(file: Path) -> Iterator[None]:
     from transformers.integrations.gguf import reader as own
 
     read: Callable[..., tuple[dict[str, Any], tuple[str, ...]]] = own.read_gguf_metadata
-    metadata, tensor_names = read(str(file), _STRINGS)
+    own_mapped, own._mapped = own._mapped, _mapped
+    try:
+        metadata, tensor_names = read(str(file), _STRINGS)
+    finally:
+        own._mapped = own_mapped
 
     def read_once(path: str, arrays: Collection[str] = ()) -> tuple[dict[str, Any], tuple[str, ...]]:
         if Path(path) != file:
@@ -350,6 +355,12 @@ def without_gguf_reader(file: Path) -> Iterator[None]:
     finally:
         gguf.GGUFReader, gguf.get_tensor_name_map = own_reader, own_names
         own.read_gguf_metadata = package.read_gguf_metadata = read
+
+
+def _mapped(file: str) -> mmap:
+    """Maps a file. numpy takes three times as long for each string in it."""
+    with open(file, "rb") as opened:
+        return mmap(opened.fileno(), 0, access=ACCESS_READ)
 
 
 def _field(name: str, value: Any) -> Any:
