@@ -271,11 +271,12 @@ def test_the_token_goes_to_the_hub_and_not_to_where_the_files_are(
     assert hub.tokens == {("hub", "Bearer hf_secret"), ("elsewhere", None)}
 
 
-def pull_process(hub: FakeHub, tmp_path: Path) -> dict[str, Any]:
+def pull_process(hub: FakeHub, tmp_path: Path, **environment: str) -> dict[str, Any]:
     """A pull in a process of its own, which knows the hub and its folder by variables."""
     own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")} | own
-    return {"args": [sys.executable, "-m", "diskprefix", "pull", f"{REPO}:Q8_0"], "env": environment}
+    own |= environment
+    others = {name: value for name, value in os.environ.items() if not name.lower().startswith(("hf_", "no_proxy"))}
+    return {"args": [sys.executable, "-m", "diskprefix", "pull", f"{REPO}:Q8_0"], "env": others | own}
 
 
 def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole(
@@ -298,8 +299,13 @@ def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole(
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     assert listed(run) == []
     hub.breaks_every = 0
+    (left,) = (tmp_path / "home").rglob("*.incomplete")
+    os.utime(left, (0, 0))
+    written_now = left.with_name("of-another-process.incomplete")
+    written_now.touch()
     row = run("pull", f"{REPO}:Q8_0", "--json").json
     assert Path(row["path"]).read_bytes() == (repository / "tiny-q8_0.gguf").read_bytes()
+    assert [*(tmp_path / "home").rglob("*.incomplete")] == [written_now]
 
 
 def test_a_file_that_is_gone_after_the_listing_is_an_error(
@@ -312,8 +318,11 @@ def test_a_file_that_is_gone_after_the_listing_is_an_error(
     assert hub.fetched() == []
 
 
-def test_a_mirror_and_the_folder_are_given_by_the_hubs_own_variables(hub: FakeHub, tmp_path: Path) -> None:
-    ended = subprocess.run(**pull_process(hub, tmp_path), capture_output=True, text=True, check=True)
+def test_a_mirror_a_proxy_and_the_folder_are_given_by_the_variables_for_them(hub: FakeHub, tmp_path: Path) -> None:
+    """Names that nobody can resolve: only the proxy, which is the hub itself, knows what is there."""
+    hub.other_url = "http://elsewhere.invalid"
+    behind = pull_process(hub, tmp_path, HF_ENDPOINT="http://mirror.invalid", HTTP_PROXY=hub.url)
+    ended = subprocess.run(**behind, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith(f"{REPO}:Q8_0 is in {tmp_path}/home/hub/models--org--tiny-GGUF/snapshots/")
     assert ended.stderr.splitlines()[-1] == f"fetching {REPO}: 75 %", "without a terminal, each quarter is a line"
 

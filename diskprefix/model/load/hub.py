@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -45,6 +46,8 @@ _NO_MODEL = re.compile("mmproj|imatrix", re.IGNORECASE)
 _BESIDE_BYTES = 1 << 30
 """Memory beside the weights and the room to compute that the quant which is chosen leaves for KV."""
 _PIECE_BYTES = 1 << 20
+_ABANDONED_S = 3600.0
+"""A part of a file that was not written for so long belongs to no process that fetches it."""
 """What arrives is kept in pieces of so many bytes. Less is lost when a connection breaks."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
@@ -366,6 +369,7 @@ def _fetched(
     unchecked = {*new, *(_unchecked.get(f"{repo}@{commit}") or ())}
     if new:
         before()
+        _remove_abandoned(repo)
         require_disk(Path(constants.HF_HUB_CACHE), sum(new.values()), "HF_HOME")
         _unchecked.put(f"{repo}@{commit}", sorted(unchecked))
         with progress_bar(f"fetching {repo}", sum(new.values()), progress, in_bytes=True) as advance:
@@ -377,6 +381,18 @@ def _fetched(
         _unchecked.put(f"{repo}@{commit}", sorted(unchecked - names))
     _set_newest(folder)
     return folder
+
+
+def _remove_abandoned(repo: str) -> None:
+    """Removes the parts of files that a killed process left: the library names them anew and takes none up again."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
+    for part in folder.glob("blobs/*.incomplete"):
+        with suppress(OSError):
+            if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                part.unlink()
 
 
 def _set_newest(snapshot: Path) -> None:

@@ -25,6 +25,7 @@ from diskprefix.extras.front.passing import Incoming, Way
 from diskprefix.extras.front.swaps import Phase, Place
 from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.model.load.fit import ModelNeeds, TokenState
+from diskprefix.server.keys import ApiKeys
 from diskprefix.settings import Settings
 
 LIMIT = 1 << 30
@@ -91,10 +92,10 @@ class ToldWorkers:
 class Told:
     """A front, and what its workers were told. `ended`: how often it wanted to end."""
 
-    def __init__(self, listing: Listing) -> None:
-        self.workers, self.ended = ToldWorkers(), 0
+    def __init__(self, listing: Listing, workers: ToldWorkers | None = None, keys: ApiKeys | None = None) -> None:
+        self.workers, self.ended = workers or ToldWorkers(), 0
         settings = Settings(memory_limit=LIMIT)
-        self.front = Front(settings, listing, self.workers, None, self._end)  # type: ignore[arg-type]
+        self.front = Front(settings, listing, self.workers, keys, self._end)  # type: ignore[arg-type]
 
     def _end(self) -> None:
         self.ended += 1
@@ -115,9 +116,11 @@ class Told:
         await life
 
     def ask(
-        self, model: str, path: str = "/v1/completions", method: str = "POST", query: bytes = b""
+        self, model: str, path: str = "/v1/completions", method: str = "POST", query: bytes = b"", key: str = ""
     ) -> asyncio.Task[tuple[int, Any]]:
+        headers = [(b"host", b"localhost"), *([(b"authorization", b"Bearer " + key.encode())] if key else [])]
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": query}
+        scope |= {"headers": headers}
         return asyncio.create_task(self._ask({"model": model}, scope))
 
     async def _ask(self, body: Any, scope: dict[str, Any]) -> tuple[int, Any]:
@@ -132,8 +135,35 @@ class Told:
         async def send(message: Any) -> None:
             sent.append(message)
 
-        await self.front(scope | {"headers": [(b"host", b"localhost")]}, receive, send)
+        await self.front(scope, receive, send)
         return sent[0]["status"], json.loads(b"".join(one.get("body", b"") for one in sent[1:]))
+
+
+@dataclass(eq=False)
+class ObedientWorker(ToldWorker):
+    """One that does at once what it is told."""
+
+    workers: ObedientWorkers = field(kw_only=True)
+
+    def tell(self, message: bytes) -> None:
+        super().tell(message)
+        if message == LOAD:
+            self.workers.loads.append(self.place.model)
+        act = {LOAD: self.workers.make_ready, UNLOAD: self.workers.end}.get(message)
+        if act is not None:
+            asyncio.get_running_loop().call_soon(act, self)
+
+
+class ObedientWorkers(ToldWorkers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+
+    def start(self, _settings: Settings, place: Place) -> ToldWorker:
+        number = len(self.all) + 1
+        worker = ObedientWorker(number, None, place=place, path=str(number), workers=self)  # type: ignore[arg-type]
+        self.all[number] = worker
+        return worker
 
 
 def needs(_settings: Settings) -> ModelNeeds | None:
@@ -322,6 +352,44 @@ def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_sho
             assert "works_total" in text
             assert "fails_total" not in text
             assert not workers.all
+
+    run(test())
+
+
+def test_a_key_that_asks_for_ten_models_in_turns_delays_others_by_one_swap_at_most(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedy, other = "g" * 24, "o" * 24
+    (tmp_path / "keys").write_text(f"greedy {greedy}\nother {other}\n")
+    (tmp_path / "keys").chmod(0o600)
+    workers = ObedientWorkers()
+
+    async def passes(way: Way, _scope: Any, _incoming: Incoming, send: Any) -> int:
+        worker = workers.all[int(way._path)]
+        await until(lambda: worker.ready_at or worker.code is not None)
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"{}"})
+        return 200
+
+    async def test() -> None:
+        monkeypatch.setattr(Way, "pass_on", passes)
+        names = [f"m{number}" for number in range(10)]
+        listing = Listing(Settings(), Models(*map(Named, [*names, "mine", "mine too"])))
+        told = Told(listing, workers, ApiKeys(tmp_path / "keys"))
+        async with told.running():
+
+            async def ask_in_turns(start: int) -> None:
+                for number in itertools.count(start):
+                    await told.ask(names[number % 10], key=greedy)
+
+            crowd = [asyncio.create_task(ask_in_turns(start)) for start in (0, 3, 6, 8)]
+            await until(lambda: len(workers.loads) > 20)
+            for name in ("mine", "mine too", "mine", "mine too"):
+                before = len(workers.loads)
+                assert (await told.ask(name, key=other))[0] == 200
+                assert workers.loads[before:].index(name) <= 1
+            for task in crowd:
+                task.cancel()
 
     run(test())
 
