@@ -107,13 +107,13 @@ class Place:
 
 PATCH = """\
 from diskprefix.extras.clients import launch_command, launched_daemon
-launched_daemon.SERVE = (sys.executable, "-S", "{}")
+launched_daemon.SERVE, launched_daemon.USUAL_PORT = (sys.executable, "-S", "{}"), 0
 launch_command.answers = lambda url: False
 """
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     made = Place(tmp_path)
     monkeypatch.setenv("HOME", str(made.home))
     monkeypatch.setenv("PATH", f"{made.bin}{os.pathsep}{os.environ['PATH']}")
@@ -124,7 +124,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Place:
     monkeypatch.setattr(launched_daemon, "SERVE", (sys.executable, "-S", str(made.bin / "serve.py")))
     # One that runs on this machine is not for the test.
     monkeypatch.setattr(launch_command, "answers", lambda _url: False)
-    return made
+    monkeypatch.setattr(launched_daemon, "USUAL_PORT", 0)
+    yield made
+    if made.is_daemon_alive():
+        # A test has failed.
+        os.kill(json.loads((made.launches / "daemon.json").read_text(encoding="utf-8"))["pid"], signal.SIGKILL)
 
 
 CARDS: list[dict[str, Any]] = [

@@ -27,6 +27,7 @@ from diskprefix.printable import shown
 from diskprefix.settings import Settings
 
 SERVE = (sys.executable, "-m", "diskprefix", "serve")
+USUAL_PORT = Settings().port
 _POLL_S = 0.05
 
 
@@ -153,7 +154,7 @@ def answers(url: str) -> bool:
 
 def _free_port() -> int:
     """Returns the usual port if it is free, else another."""
-    for port in (Settings().port, 0):
+    for port in (USUAL_PORT, 0):
         with socket.socket() as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
