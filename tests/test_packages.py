@@ -44,13 +44,14 @@ BELOW["__main__"] = frozenset({"cli"})
 BELOW["__init__"] = frozenset({"extras", "version"})  # The library, on its first use.
 
 BESIDE = {
-    "watch": {"clients", "simulate", "warm", "request_bodies", "daemon_call"},
+    "watch": {"clients", "simulate", "warm", "request_bodies", "daemon_call", "web_page"},
     "warm": {"daemon_call"},
+    "talk": {"daemon_call", "web_page"},
     "clients": {"catalogue", "daemon_call"},
     "simulate": {"front", "warm", "request_bodies"},
     "setup": {"catalogue", "front", "warm", "request_bodies"},
     "vllm": {"remote", "exchange"},
-    "front": {"catalogue", "watch"},
+    "front": {"catalogue", "web_page"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
 
@@ -185,6 +186,8 @@ def test_a_module_imports_only_what_is_below_it(module: str) -> None:
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(imports_of(SOURCES)) == set()
+    extras = {name: BESIDE.get(name, set()) for name in set().union(BESIDE, *BESIDE.values())}
+    assert circles(extras) == set(), "nor may extras"
 
 
 @pytest.mark.parametrize(

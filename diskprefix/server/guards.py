@@ -20,8 +20,8 @@ from diskprefix.printable import shown
 from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys
 from diskprefix.settings import Settings
 
-OPEN_PATHS = frozenset({"/", "/health", "/dashboard", "/favicon.ico"})
-"""The paths that need no key: load balancers, service managers and probing clients have none."""
+OPEN_PATHS = frozenset({"/", "/chat", "/dashboard", "/favicon.ico", "/health"})
+"""The paths that need no key: load balancers, service managers, probing clients and pages have none."""
 
 
 class Auth:

@@ -39,6 +39,7 @@ from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
 if TYPE_CHECKING:
+    from starlette.responses import Response
     from starlette.types import Message, Receive, Scope, Send
 
     from diskprefix.extras.front.listing import NamedModel
@@ -467,6 +468,8 @@ class Front:
         elif path == "/favicon.ico":
             await send({"type": "http.response.start", "status": 204, "headers": []})
             await send({"type": "http.response.body", "body": b""})
+        elif path == "/chat":
+            await _send_chat_page(send)
         elif path == "/health":
             models = {"models": {place.model: place.phase.name.lower() for place in self._swaps.places}}
             await send_json(send, {"status": "ok"} | (models if caller.sees_all else {}))
@@ -521,15 +524,24 @@ class Front:
 
 async def _send_page(wants: Headers, send: Send) -> None:
     """Answers a browser with the dashboard, others with JSON."""
-    from diskprefix.extras.watch.dashboard.page import page_of_several, wants_page
+    from diskprefix.extras.web_page import DASHBOARD_PAGE, wants_page
 
     if not wants_page(wants):
         welcome = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard"}
         await send_json(send, welcome, headers={"Vary": "Accept"})
         return
-    page = page_of_several()
-    await send({"type": "http.response.start", "status": 200, "headers": page.raw_headers})
-    await send({"type": "http.response.body", "body": page.body})
+    await _send_response(DASHBOARD_PAGE.response(is_several=True), send)
+
+
+async def _send_chat_page(send: Send) -> None:
+    from diskprefix.extras.web_page import CHAT_PAGE
+
+    await _send_response(CHAT_PAGE.response(), send)
+
+
+async def _send_response(response: Response, send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
+    await send({"type": "http.response.body", "body": response.body})
 
 
 def _require_admin(caller: Caller) -> None:

@@ -16,10 +16,10 @@ COMMANDS = {
 def add_routes(app: FastAPI) -> None:
     """Adds the dashboard, and its page at `/` for browsers."""
     from diskprefix.extras.watch.dashboard import routes
-    from diskprefix.extras.watch.dashboard.page import page_response
+    from diskprefix.extras.web_page import DASHBOARD_PAGE
 
     app.state.dashboard = routes.Dashboard(app.state.daemon)
     app.include_router(routes.router)
-    page = routes.PageRoute("/", page_response, methods=["GET", "HEAD"], include_in_schema=False)
+    page = routes.PageRoute("/", lambda: DASHBOARD_PAGE.response(), methods=["GET", "HEAD"], include_in_schema=False)
     # Before the daemon's own route.
     app.router.routes.insert(0, page)

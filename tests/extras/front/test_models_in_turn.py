@@ -224,5 +224,6 @@ def test_without_a_key_nothing_is_loaded(folder: Path, tmp_path: Path) -> None:
         with daemon.client(KEY) as client:
             assert client.post("/models/ash/load").status_code == 403, "that is for the key named admin"
             assert client.get("/health").json() == {"status": "ok"}
+        assert "<title>diskprefix chat</title>" in httpx.get(f"{daemon.url}/chat").raise_for_status().text
         assert not any(" is for " in line for line in daemon.lines)
         assert daemon.stop() == 0

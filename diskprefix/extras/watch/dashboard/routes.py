@@ -18,7 +18,6 @@ from starlette.types import Scope
 
 from diskprefix.extras.clients.recipe import NO_KEY, Served, names, recipe
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
-from diskprefix.extras.watch.dashboard.page import wants_page
 from diskprefix.extras.watch.dashboard.shown import (
     ClientSettings,
     DeletedEntry,
@@ -29,6 +28,7 @@ from diskprefix.extras.watch.dashboard.shown import (
 )
 from diskprefix.extras.watch.dashboard.simulation import Simulation
 from diskprefix.extras.watch.dashboard.watch import UPDATE_S, Watch
+from diskprefix.extras.web_page import wants_page
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described
 from diskprefix.server.described import events as event_content

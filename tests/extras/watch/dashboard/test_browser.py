@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
-from diskprefix.extras.watch.dashboard.page import page_of_several
+from diskprefix.extras.web_page import DASHBOARD_PAGE
 from tests.closing import needs
 from tests.server.daemon_process import DaemonProcess, serve_flags
 
@@ -128,7 +128,7 @@ def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: Dae
     place = {"needed_bytes": 1 << 30, "is_pinned": False, "idle_unload_s": None, "num_active": 1}
     names = {"org/ash:Q8_0": "ready", "birch": "ready", "cedar": "loading"}
     front = {"memory_limit": 4 << 30, "models": [place | {"model": name, "phase": names[name]} for name in names]}
-    several = page_of_several()
+    several = DASHBOARD_PAGE.response(is_several=True)
 
     def stand_before(page: Page) -> None:
         page.route(

@@ -9,7 +9,7 @@ import re
 import pytest
 from starlette.datastructures import Headers
 
-from diskprefix.extras.watch.dashboard.page import page_response, wants_page
+from diskprefix.extras.web_page import DASHBOARD_PAGE, wants_page
 
 CHROME = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
@@ -39,7 +39,7 @@ def test_a_request_without_the_header_gets_json() -> None:
 
 
 def test_only_the_page_s_own_style_and_script_run_and_nothing_is_fetched_from_elsewhere() -> None:
-    answer = page_response()
+    answer = DASHBOARD_PAGE.response()
     html, policy = bytes(answer.body).decode(), answer.headers["content-security-policy"]
     for tag, directive in (("style", "style-src"), ("script", "script-src")):
         [text] = re.findall(rf"<{tag}>(.*?)</{tag}>", html, re.DOTALL)
@@ -54,7 +54,7 @@ def test_only_the_page_s_own_style_and_script_run_and_nothing_is_fetched_from_el
 
 
 def test_the_page_is_asked_for_anew_tells_nobody_where_it_is_and_stands_in_no_frame() -> None:
-    headers = page_response().headers
+    headers = DASHBOARD_PAGE.response().headers
     assert (headers["vary"], headers["cache-control"]) == ("Accept", "no-cache")
     assert (headers["referrer-policy"], headers["x-content-type-options"]) == ("no-referrer", "nosniff")
     for directive in ("frame-ancestors", "base-uri", "form-action"):
@@ -62,5 +62,5 @@ def test_the_page_is_asked_for_anew_tells_nobody_where_it_is_and_stands_in_no_fr
 
 
 def test_texts_of_requests_and_prompts_are_never_taken_for_markup() -> None:
-    script = bytes(page_response().body).decode().partition("<script>")[2]
+    script = bytes(DASHBOARD_PAGE.response().body).decode().partition("<script>")[2]
     assert not re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(", script)

@@ -1,0 +1,173 @@
+"""`diskprefix chat`: a conversation with the model of a running daemon, in a terminal."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from diskprefix.cli.options import api_key_option, option, url_option
+from diskprefix.cli.tooling import status
+from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
+from diskprefix.extras.daemon_call import Stream, running_daemon, streaming_daemon, wait_ready
+from diskprefix.units import counted
+
+_EPILOG = """\b
+Examples:
+  diskprefix chat
+  diskprefix chat --system notes.txt        with instructions or a document that every prompt begins with
+  echo "Name three rivers." | diskprefix chat
+
+In a conversation: /again answers the last message again, /new begins anew, Ctrl+C stops a reply, Ctrl+D ends. Kill the
+daemon, start it again, and go on: the next reply says what was restored.
+
+Exit codes: 0 done; 1 no daemon answers, or a reply failed; 2 wrong usage.
+"""
+_WAITING = "waiting for the daemon"
+_PATH = "/v1/chat/completions"
+
+
+@dataclass
+class Talk:
+    """A conversation. `begin` are its first messages."""
+
+    stream: Stream
+    model: str | None
+    begin: list[dict[str, str]]
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def answer(self) -> None:
+        """Writes the reply to the last message, and what the cache did. Raises `DiskPrefixError`; then, and if it is
+        interrupted, what came is kept as the reply."""
+        body = {
+            "messages": [*self.begin, *self.messages],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "prefix_cache": {"scope": "full"},
+            **({"model": self.model} if self.model else {}),
+        }
+        said: list[str] = []
+        is_thinking, done = False, None
+        try:
+            with self.stream(_PATH, body) as events:
+                for event in events:
+                    if not isinstance(event, dict):
+                        continue
+                    if "error" in event:
+                        raise NotReady(event["error"].get("message", "the reply failed"))
+                    for choice in event.get("choices", ()):
+                        delta = choice.get("delta", {})
+                        if thought := delta.get("reasoning_content"):
+                            is_thinking = True
+                            _write(click.style(_shown(thought), dim=True))
+                        if text := delta.get("content"):
+                            _write("\n" if is_thinking else "")
+                            is_thinking = False
+                            said.append(text)
+                            _write(_shown(text))
+                    done = event if "prefix_cache" in event else done
+        finally:
+            click.echo()
+            if said:
+                self.messages.append({"role": "assistant", "content": "".join(said)})
+        if done is not None:
+            click.secho(_figures(done), dim=True, err=True)
+
+    def take_again(self) -> None:
+        """Forgets the last reply."""
+        if self.messages and self.messages[-1]["role"] == "assistant":
+            self.messages.pop()
+
+
+@click.command(short_help="Talk to the model of a running daemon.", epilog=_EPILOG)
+@option("--model", metavar="NAME", help="The model, if the daemon has several.")
+@option(
+    "--system",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file with instructions or a document that every prompt begins with.",
+)
+@url_option()
+@api_key_option("The key to send, if the daemon has API keys.")
+def chat(model: str | None, system: Path | None, url: str, api_key: str | None) -> None:
+    """Talk to the model of a running daemon.
+
+    Below each reply stands what the cache did: how many tokens of the prompt were restored, and when the first token
+    came. `/chat` at the daemon's address is the same in a browser.
+    """
+    try:
+        begin = [] if system is None else [{"role": "system", "content": system.read_text(encoding="utf-8")}]
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"--system: {system} cannot be read as text: {error}") from error
+    with status(_WAITING) as say:
+        wait_ready(running_daemon(url, api_key), url, say)
+    talk = Talk(streaming_daemon(url, api_key), model, begin)
+    if not sys.stdin.isatty():
+        talk.messages.append({"role": "user", "content": sys.stdin.read()})
+        talk.answer()
+        return
+    with suppress(ImportError):
+        import readline  # noqa: F401 (arrow keys, for `input`)
+    while _one_turn(talk, url, api_key):
+        pass
+
+
+def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
+    """Reads a message and answers it. Returns False at the end of the conversation."""
+    try:
+        text = input("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        click.echo()
+        return False
+    if text == "/new":
+        talk.messages.clear()
+    elif text == "/again":
+        talk.take_again()
+    elif text:
+        if talk.messages and talk.messages[-1]["role"] == "user":
+            talk.messages.pop()
+        talk.messages.append({"role": "user", "content": text})
+    if not text or not talk.messages:
+        return True
+    try:
+        talk.answer()
+    except KeyboardInterrupt:
+        click.secho("stopped", dim=True, err=True)
+    except DiskPrefixError as error:
+        click.secho(error.message, fg="red", err=True)
+        _wait(url, api_key)
+    return True
+
+
+def _wait(url: str, api_key: str | None) -> None:
+    """Waits for a daemon that went away. Ctrl+C ends the wait."""
+    call = running_daemon(url, api_key)
+    with suppress(KeyboardInterrupt), status(_WAITING) as say:
+        while True:
+            try:
+                return wait_ready(call, url, say)
+            except NotReady as error:
+                say(error.message)
+                time.sleep(0.5)
+
+
+def _shown(text: str) -> str:
+    """Returns a piece of a reply without what would steer the terminal."""
+    return "".join(char for char in text if char.isprintable() or char in "\n\t")
+
+
+def _write(text: str) -> None:
+    click.echo(text, nl=False)
+
+
+def _figures(done: dict[str, Any]) -> str:
+    cache, timings, all_tokens = done["prefix_cache"], done["timings"], done["usage"]["prompt_tokens"]
+    restored = cache["restored"]
+    what = f"{restored} of {counted(all_tokens, 'token')} restored from {cache.get('source')}" if restored else ""
+    what = what or f"{counted(all_tokens, 'token')} computed, none restored ({cache.get('miss_reason')})"
+    speed = f" · {rate:.1f} tokens/s" if (rate := timings["decode_tokens_per_s"]) else ""
+    return f"{what} · first token after {timings['ttft_ms'] / 1e3:.2f} s{speed}"

@@ -1,0 +1,259 @@
+// The conversation: what is kept of it in the browser, how it is sent, and how it survives the daemon.
+
+const KEPT = "diskprefix-chats", RETRY_MS = 500, LEAST_COMPUTED = 32;
+
+let chats = JSON.parse(localStorage.getItem(KEPT) ?? "[]");
+let chat = chats[0] ?? begun();
+let running = null;
+// Milliseconds that a token of a prompt takes to compute, from replies that computed some.
+let perToken = null;
+
+function begun() {
+  const one = { id: crypto.getRandomValues(new Uint32Array(1))[0], system: "", messages: [] };
+  chats.unshift(one);
+  return one;
+}
+
+function keep() {
+  const worth = chats.filter((one) => one.messages.length || one.system);
+  for (let most = worth.length; most >= 0; most--) {
+    try {
+      return localStorage.setItem(KEPT, JSON.stringify(worth.slice(0, most)));
+    } catch {
+      // The browser's place is full: the oldest conversation goes.
+    }
+  }
+}
+
+const titleOf = (one) => (one.messages[0]?.content ?? "New conversation").slice(0, 60);
+
+function drawChat() {
+  find("#which").replaceChildren(...chats.map((one) => make("option", { value: one.id }, titleOf(one))));
+  find("#which").value = chat.id;
+  find("#system").value = chat.system;
+  for (const one of chat.messages) if (one.done) learn(one.done);
+  find("#log").replaceChildren(...chat.messages.map((one) => article(one, perToken)));
+  drawButtons();
+}
+
+function drawButtons() {
+  const last = chat.messages[chat.messages.length - 1];
+  find("#send").hidden = running !== null;
+  find("#stop").hidden = running === null;
+  find("#again").hidden = running !== null || last?.role !== "assistant";
+  for (const id of ["#which", "#new", "#forget"]) find(id).disabled = running !== null;
+}
+
+function drawLast() {
+  const log = find("#log"), last = chat.messages[chat.messages.length - 1];
+  const isAtEnd = innerHeight + scrollY > document.body.scrollHeight - 80;
+  const drawn = article(last, perToken), open = log.lastChild.querySelector("details")?.open;
+  if (open !== undefined && !last.content && drawn.querySelector("details")) drawn.querySelector("details").open = open;
+  log.lastChild.replaceWith(drawn);
+  if (isAtEnd) scrollTo(0, document.body.scrollHeight);
+}
+
+function add(message) {
+  chat.messages.push(message);
+  find("#log").append(article(message, perToken));
+  scrollTo(0, document.body.scrollHeight);
+}
+
+function learn({ prefix_cache: cache, timings, usage }) {
+  const computed = usage.prompt_tokens - cache.restored;
+  if (computed >= LEAST_COMPUTED && timings.prefill_ms) perToken = timings.prefill_ms / computed;
+}
+
+// What the daemon is sent: the prompt begins with the same tokens in each turn.
+function body() {
+  const system = chat.system.trim() ? [{ role: "system", content: chat.system }] : [];
+  const said = chat.messages.slice(0, -1).filter((one) => one.content).map(({ role, content, reasoning }) => ({ role, content, ...(reasoning ? { reasoning_content: reasoning } : {}) }));
+  return {
+    model: find("#model").value, messages: [...system, ...said], stream: true, return_progress: true,
+    stream_options: { include_usage: true }, prefix_cache: { scope: "full" },
+  };
+}
+
+async function answer() {
+  const said = { role: "assistant", model: find("#model").value, content: "", reasoning: "", calls: [] };
+  add(said);
+  running = new AbortController();
+  drawButtons();
+  try {
+    const reply = await call("POST", "/v1/chat/completions", body(), running.signal);
+    for await (const data of eventsOf(reply)) if (data !== "[DONE]") take(said, JSON.parse(data));
+    if (!said.done) said.error ??= "the connection ended before the reply did";
+  } catch (error) {
+    if (error.name === "AbortError") said.stopped = true;
+    else said.error = error instanceof Refused ? error.message : "no answer: the daemon is not there";
+    if (error.status === 401) askForKey(error);
+  }
+  running = null;
+  setText(find("#doing"), "");
+  drawLast();
+  drawButtons();
+  keep();
+  if (said.error && !said.done) waitForDaemon();
+}
+
+async function* eventsOf(reply) {
+  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
+  let waiting = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    const events = (waiting + value).split("\n\n");
+    waiting = events.pop();
+    for (const event of events) if (event.startsWith("data: ")) yield event.slice(6);
+  }
+}
+
+function take(said, chunk) {
+  if (chunk.error) said.error = chunk.error.message;
+  if (chunk.prompt_progress) {
+    const { processed, total } = chunk.prompt_progress;
+    setText(find("#doing"), processed < total ? `reading: ${count(processed)} of ${plural(total, "token")}` : "");
+  }
+  const delta = chunk.choices?.[0]?.delta ?? {};
+  said.reasoning += delta.reasoning_content ?? "";
+  said.content += delta.content ?? "";
+  for (const { index, function: called } of delta.tool_calls ?? []) {
+    said.calls[index] ??= { name: "", arguments: "" };
+    said.calls[index].name += called.name ?? "";
+    said.calls[index].arguments += called.arguments ?? "";
+  }
+  if (chunk.prefix_cache) {
+    said.done = { usage: chunk.usage, prefix_cache: chunk.prefix_cache, timings: chunk.timings };
+    learn(said.done);
+  }
+  if (said.content || said.reasoning) setText(find("#doing"), "");
+  drawLast();
+}
+
+// The daemon: whether it is there, its models, and its end.
+
+let isWaiting = false;
+
+async function waitForDaemon(since = performance.now()) {
+  if (isWaiting) return;
+  isWaiting = true;
+  find("#status").className = "loading";
+  for (;;) {
+    try {
+      const health = await (await fetch("/health")).json();
+      if (health.status === "ok" || health.status === "degraded") break;
+      setText(find("#status"), health.message ? `loading: ${health.message}` : "loading the model …");
+    } catch {
+      setText(find("#status"), `no daemon for ${Math.round((performance.now() - since) / 1000)} s`);
+    }
+    await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  }
+  isWaiting = false;
+  try {
+    await readModels();
+    find("#status").className = "";
+    setText(find("#status"), "ready");
+    find("#all").hidden = false;
+    find("#login").hidden = true;
+    return true;
+  } catch (error) {
+    if (error.status === 401) askForKey(error);
+    else setText(find("#status"), error.message);
+    return false;
+  }
+}
+
+async function readModels() {
+  const chosen = find("#model").value || chat.model;
+  const names = (await ask("GET", "/v1/models")).data.map((one) => one.id);
+  find("#model").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
+  if (names.includes(chosen)) find("#model").value = chosen;
+}
+
+function askForKey(error) {
+  find("#all").hidden = true;
+  find("#login").hidden = false;
+  find("#status").className = "bad";
+  setText(find("#status"), "locked");
+  if (sessionStorage.getItem(KEY)) setText(find("#login-why"), error.message);
+  find("#key").focus();
+}
+
+async function kill() {
+  if (!confirm("The process gets SIGKILL, as in a crash: nothing can be saved at the last moment. Kill it?")) return;
+  const box = find("#killed"), since = performance.now();
+  try {
+    const { command } = await ask("POST", `/chat/kill?model=${encodeURIComponent(find("#model").value)}`, {});
+    box.replaceChildren(make("p", {}, "Killed. If nothing starts it again by itself, type: ", make("code", {}, command)));
+  } catch (error) {
+    box.replaceChildren(make("p", {}, error.message));
+    box.hidden = false;
+    return;
+  }
+  box.hidden = false;
+  // It answers until it is dead.
+  await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+  if (await waitForDaemon(since)) {
+    box.replaceChildren(make("p", {}, `Back ${seconds((performance.now() - since) / 1000)} after it was killed. Go on: what was computed before is read from the disk.`));
+  }
+}
+
+// What the user does.
+
+find("#say").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const text = find("#text").value.trim();
+  if (!text || running) return;
+  find("#text").value = "";
+  // A reply of which nothing came is no part of the conversation.
+  if (chat.messages.length && !chat.messages[chat.messages.length - 1].content) chat.messages.pop();
+  if (chat.messages[chat.messages.length - 1]?.role === "user") chat.messages.pop();
+  add({ role: "user", content: text });
+  answer().then(drawChat);
+});
+find("#text").addEventListener("keydown", (event) => {
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  find("#say").requestSubmit();
+});
+find("#stop").addEventListener("click", () => running?.abort());
+find("#again").addEventListener("click", () => {
+  chat.messages.pop();
+  drawChat();
+  answer();
+});
+find("#kill").addEventListener("click", kill);
+find("#new").addEventListener("click", () => {
+  chat = chats.find((one) => !one.messages.length) ?? begun();
+  drawChat();
+  find("#text").focus();
+});
+find("#forget").addEventListener("click", () => {
+  if (!confirm("Delete this conversation from the browser?")) return;
+  chats = chats.filter((one) => one !== chat);
+  chat = chats[0] ?? begun();
+  keep();
+  drawChat();
+});
+find("#which").addEventListener("change", () => {
+  chat = chats.find((one) => String(one.id) === find("#which").value);
+  drawChat();
+});
+find("#system").addEventListener("change", () => {
+  chat.system = find("#system").value;
+  keep();
+});
+find("#file").addEventListener("change", async () => {
+  for (const file of find("#file").files) chat.system += `${chat.system ? "\n\n" : ""}${file.name}:\n${await file.text()}`;
+  find("#file").value = "";
+  find("#system").value = chat.system;
+  keep();
+});
+find("#login").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem(KEY, find("#key").value.trim());
+  find("#key").value = "";
+  waitForDaemon();
+});
+drawChat();
+waitForDaemon();
