@@ -115,9 +115,9 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     parse_scope(settings.disk_prefix_cache, param="--disk-prefix-cache")
     _require_kernels(settings)
     from diskprefix.model.load.imports import import_transformers
-    from diskprefix.model.load.loader import begin_packing, load_model
+    from diskprefix.model.load.loader import begin_weights, load_model
 
-    begun = begin_packing(settings)
+    begun = begin_weights(settings)
     # Before anything else imports transformers.
     import_transformers()
 
@@ -129,7 +129,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
     imported = time.perf_counter()
     with ExitStack() as opened, explain_out_of_memory(_NO_MEMORY_LEFT):
         if begun is not None:
-            opened.callback(begun.packing.stop)
+            opened.callback(begun.stop)
         # The store comes first: an unusable folder is reported before the model takes seconds to load.
         store = open_store(settings)
         opened.callback(store.close)

@@ -251,6 +251,17 @@ def read_config(folder: Path) -> dict[str, Any]:
     return found
 
 
+def bytes_as_they_are(folder: Path, files: Sequence[Path], weights: str, dtype: str) -> int:
+    """Returns the bytes of a folder's weights in memory, from headers alone; 0 if another form is made of them. Raises
+    `ModelError` if a header cannot be read."""
+    config = read_config(folder)
+    if _is_made(config, weights) or config.get("quantization_config"):
+        return 0
+    stored = [one for file in checkpoint_files(folder, files) for one in stored_shapes(file)]
+    served = of_checkpoint(stored, config, weights, _dtype_bytes(dtype, config, weights))
+    return sum(one.num_bytes for one in served)
+
+
 def needs_of_checkpoint(
     name: str, stored: Sequence[StoredShape], config: Mapping[str, Any], weights: str, dtype: str
 ) -> ModelNeeds:

@@ -26,6 +26,7 @@ from diskprefix.model.load.fit import (
     Check,
     Fit,
     ModelNeeds,
+    bytes_as_they_are,
     needs_of_folder,
     needs_of_tensors,
     with_matrices,
@@ -37,11 +38,14 @@ from diskprefix.model.load.imports import without_tracer
 from diskprefix.model.load.kinds import ModelKind, require_served_kind
 from diskprefix.model.load.media import MediaProcessor
 from diskprefix.model.load.memory import (
+    PagesAhead,
     available_bytes,
     available_ram_bytes,
     explain_out_of_memory,
     kv_ahead,
+    large_pages,
     populate_beside,
+    will_read,
 )
 from diskprefix.model.load.safetensors_header import INDEX, require_weights, shards_of
 from diskprefix.model.load.tokenizer import read_template, read_tokenizer, read_tokenizer_ahead
@@ -110,16 +114,17 @@ class _ModelSource:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class BegunPacking:
-    """The packing of the matrices of a `.gguf` file. `stamps` are those of the file's parts, and `free_bytes` the
-    memory that was free, both before it began."""
+class BegunWeights:
+    """The packing of the matrices of a `.gguf` file, or memory for the weights of a folder. `stamps` are those of the
+    `.gguf` file's parts, and `free_bytes` the memory that was free, both before it began."""
 
     stamps: dict[Path, tuple[int, int, int]]
     free_bytes: int
-    packing: MatrixPacking
+    packing: MatrixPacking | None = None
+    memory: PagesAhead | None = None
 
     @classmethod
-    def begin(cls, parts: list[Path], matrices: Iterable[FileMatrix]) -> BegunPacking:
+    def pack(cls, parts: list[Path], matrices: Iterable[FileMatrix]) -> BegunWeights:
         """Raises `ModelError` without the compiled operators, `OSError`, `MemoryError`."""
         from diskprefix.model.quants.matrix_packing import MatrixPacking
         from diskprefix.native.library import operators
@@ -130,42 +135,65 @@ class BegunPacking:
         stamps, free_bytes = {part: file_stamp(part) for part in parts}, available_ram_bytes()
         return cls(stamps=stamps, free_bytes=free_bytes, packing=MatrixPacking(found, matrices))
 
+    def stop(self) -> None:
+        for work in (self.packing, self.memory):
+            if work is not None:
+                work.stop()
 
-def begin_packing(settings: Settings) -> BegunPacking | None:
-    """Begins to pack the matrices of a `.gguf` file for `load_model`, beside the import of transformers. Returns None
-    for other models, and where memory is short. An error is left to `load_model`."""
-    gguf = Path(os.path.expanduser(settings.model or ""))
-    if gguf.suffix.lower() != ".gguf" or not os.path.isfile(gguf):
-        return None
+
+def begin_weights(settings: Settings) -> BegunWeights | None:
+    """Begins with the weights for `load_model`, beside the import of transformers: packs the matrices of a `.gguf`
+    file, or makes the pages for the weights of a folder, which are read from the disk meanwhile. Returns None for other
+    models, and where memory is short. An error is left to `load_model`."""
+    path = Path(os.path.expanduser(settings.model or ""))
+    with suppress(DiskPrefixError, OSError, MemoryError):
+        if path.suffix.lower() == ".gguf" and os.path.isfile(path):
+            return _begun_packing(path, settings)
+        if (settings.model or "").strip() and os.path.isdir(path) and not (path / MATRICES).is_file():
+            return _begun_memory(path, settings)
+    return None
+
+
+def _begun_packing(gguf: Path, settings: Settings) -> BegunWeights | None:
     # Nothing here imports transformers.
     from diskprefix.model.quants.file_matrix import load_matrices
     from diskprefix.model.quants.matrix_packing import as_they_stand, packed_bytes
     from diskprefix.native.library import operators
 
     weights = settings.weights
-    with suppress(DiskPrefixError, OSError, MemoryError):
-        is_packed = weights != "native" and settings.dtype in ("auto", "bfloat16") and operators() is not None
-        if not is_packed or _pick_device(settings.device).type != "cpu":
-            return None
-        parts, making_bytes = part_paths(gguf), 0
-        folder = finished_folder(gguf, weights)
-        if folder is None:
-            # The conversion asks for it first.
-            threading.Thread(target=_digest_ahead, args=(parts,), name="digest", daemon=True).start()
-            header, tensors = read_tensors(parts)
-            making_bytes = needs_of_tensors(gguf.name, header, tensors, weights).making_bytes
-            matrices = as_they_stand(tensors, weights)
-        else:
-            matrices = list({matrix.key: matrix for matrix in load_matrices(folder, parts).values()}.values())
-        if packed_bytes(matrices) + making_bytes + ROOM_BYTES <= available_ram_bytes():
-            return BegunPacking.begin(parts, matrices)
-    return None
+    is_packed = weights != "native" and settings.dtype in ("auto", "bfloat16") and operators() is not None
+    if not is_packed or _pick_device(settings.device).type != "cpu":
+        return None
+    parts, making_bytes = part_paths(gguf), 0
+    folder = finished_folder(gguf, weights)
+    if folder is None:
+        # The conversion asks for it first.
+        threading.Thread(target=_digest_ahead, args=(parts,), name="digest", daemon=True).start()
+        header, tensors = read_tensors(parts)
+        making_bytes = needs_of_tensors(gguf.name, header, tensors, weights).making_bytes
+        matrices = as_they_stand(tensors, weights)
+    else:
+        matrices = list({matrix.key: matrix for matrix in load_matrices(folder, parts).values()}.values())
+    if packed_bytes(matrices) + making_bytes + ROOM_BYTES > available_ram_bytes():
+        return None
+    return BegunWeights.pack(parts, matrices)
 
 
-def _digest_ahead(parts: Sequence[Path]) -> None:
-    for part in parts:
+def _begun_memory(folder: Path, settings: Settings) -> BegunWeights | None:
+    files, free_bytes = require_weights(folder), available_ram_bytes()
+    num_bytes = bytes_as_they_are(folder, files, settings.weights, settings.dtype)
+    if not num_bytes or num_bytes + ROOM_BYTES > free_bytes or _pick_device(settings.device).type != "cpu":
+        return None
+    if num_bytes + sum(file.stat().st_size for file in files) + ROOM_BYTES <= free_bytes:
+        threading.Thread(target=_digest_ahead, args=(files,), name="digest", daemon=True).start()
+    return BegunWeights(stamps={}, free_bytes=free_bytes, memory=PagesAhead(num_bytes))
+
+
+def _digest_ahead(files: Sequence[Path]) -> None:
+    for file in files:
         with suppress(OSError):
-            remembered_digest(part)
+            will_read(file)
+            remembered_digest(file)
 
 
 def load_model(
@@ -174,12 +202,12 @@ def load_model(
     flag: str = "--model",
     *,
     kv_ahead_tokens: int = 0,
-    begun: BegunPacking | None = None,
+    begun: BegunWeights | None = None,
 ) -> LoadedModel:
     """Finds, fetches, converts, checks and loads the model that `settings` name.
 
     `progress` takes lines of text for people, `flag` is what named the model. KV memory for `kv_ahead_tokens` is
-    made ahead, see `kv_ahead`. `begun` is what `begin_packing` returned for the same settings. Raises `ModelError` if
+    made ahead, see `kv_ahead`. `begun` is what `begin_weights` returned for the same settings. Raises `ModelError` if
     it cannot be found, fetched or read, or does not fit in memory, and `SettingsError` for --device and
     --chat-template, each with a message of one line.
     """
@@ -199,23 +227,24 @@ def load_model(
 
     with ExitStack() as failing:
         if begun is not None:
-            failing.callback(begun.packing.stop)
+            failing.callback(begun.stop)
         source = _source(settings, progress, clock, flag, check)
         folder, files, on_cpu = source.folder, source.files, source.device.type == "cpu"
         fit = check(_needs(source))
         if begun is not None and [*begun.stamps] != source.gguf:
-            begun.packing.stop()
+            begun.stop()
             begun = None
         with clock("weights"), _load_failures(folder):
             # Reading and packing go on beside digest and tokenizer.
-            if source.gguf:
-                if begun is None:
-                    begun = BegunPacking.begin(source.gguf, [])
-                failing.callback(begun.packing.stop)
-                begun.packing.want(source.matrices.values())
+            if source.gguf and begun is None:
+                begun = BegunWeights.pack(source.gguf, [])
+                failing.callback(begun.stop)
+            packing, made = (None, None) if begun is None else (begun.packing, begun.memory)
+            if packing is not None:
+                packing.want(source.matrices.values())
             stamps = {file: file_stamp(file) for file in files} | ({} if begun is None else begun.stamps)
             model, unread = _ahead.take(*source.ahead) or _unread_model(source)
-            reading = unread.begin(model) if on_cpu else None
+            reading = unread.begin(model, made.take if made is not None else large_pages) if on_cpu else None
             if reading is not None:
                 failing.callback(reading.stop)
         ahead = kv_ahead(fit, kv_ahead_tokens) if on_cpu else []
@@ -227,7 +256,7 @@ def load_model(
         with clock("weights"), _load_failures(folder):
             if reading is not None:
                 reading.finish()
-            _finish(model, source, begun)
+            _finish(model, source, packing)
             for file, stamp in stamps.items():
                 if file_stamp(file) != stamp:
                     raise ModelError(f"{file} was changed while it was read; start again")
@@ -459,14 +488,14 @@ def _load_media(folder: Path, config: PreTrainedConfig, kind: ModelKind) -> Medi
     return media
 
 
-def _finish(model: PreTrainedModel, source: _ModelSource, begun: BegunPacking | None) -> None:
+def _finish(model: PreTrainedModel, source: _ModelSource, packing: MatrixPacking | None) -> None:
     """Makes a model ready to compute whose weights are read, but for what is packed."""
     from diskprefix.model.quants.quantised import prepare, take_matrices
     from diskprefix.model.quants.quantising import generation_config_of
 
     if source.device.type == "cpu":
-        if begun is not None:
-            take_matrices(model, source.matrices, begun.packing)
+        if packing is not None:
+            take_matrices(model, source.matrices, packing)
         prepare(model)
         own = generation_config_of(source.folder) if source.files[0].parent != source.folder else None
         if own is not None:

@@ -70,6 +70,43 @@ def large_pages(num_bytes: int) -> torch.Tensor:
     return whole[first : first + num_bytes]
 
 
+class PagesAhead:
+    """Large pages that a thread makes before it is known what will lie in them: about `num_bytes`."""
+
+    def __init__(self, num_bytes: int) -> None:
+        """Begins. Raises `MemoryError`."""
+        # More than is made. What is not touched takes no memory.
+        self._memory = large_pages(num_bytes + num_bytes // 16 + _LARGE_PAGE)
+        self._num_bytes, self._is_wanted = num_bytes, True
+        self._thread = threading.Thread(target=self._make, name="weights-memory", daemon=True)
+        self._thread.start()
+
+    def _make(self) -> None:
+        from diskprefix.kv.transfer import populate
+
+        populate([self._memory[: self._num_bytes]], lambda: self._is_wanted)
+
+    def take(self, num_bytes: int) -> torch.Tensor:
+        """Ends the work, and returns memory, uint8 [num_bytes]. Raises `MemoryError`."""
+        from diskprefix.kv.transfer import give_back
+
+        self.stop()
+        kept = num_bytes if num_bytes <= len(self._memory) else 0
+        give_back(self._memory[kept:])
+        return self._memory[:num_bytes] if kept else large_pages(num_bytes)
+
+    def stop(self) -> None:
+        self._is_wanted = False
+        self._thread.join()
+
+
+def will_read(file: Path) -> None:
+    """Has the kernel read a file into its cache. Raises `OSError` if it cannot be opened."""
+    if hasattr(os, "posix_fadvise"):
+        with file.open("rb", buffering=0) as content:
+            os.posix_fadvise(content.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+
+
 def populate_beside(*tensors: torch.Tensor) -> None:
     """Has a thread make the pages of tensors in main memory, one after the other."""
     from diskprefix.kv.transfer import populate

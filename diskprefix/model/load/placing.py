@@ -29,14 +29,14 @@ class UnreadWeights:
     mapped: set[str] = field(default_factory=set)
     """Weights that stay mapped from their file, because something has a copy of its own."""
 
-    def begin(self, model: PreTrainedModel) -> WorkBeside:
-        """Begins to read them side by side into large pages, and moves the other weights there. Each begins with a line
-        of the caches. The model is complete when the work is. Raises `MemoryError`."""
+    def begin(self, model: PreTrainedModel, memory_of: Callable[[int], torch.Tensor] = large_pages) -> WorkBeside:
+        """Begins to read them side by side into memory of so many bytes, and moves the other weights there. Each begins
+        with a line of the caches. The model is complete when the work is. Raises `MemoryError`."""
         named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         named |= model.named_buffers(remove_duplicate=False)
         unread = {id(named[name]): tensor for name, tensor in self.tensors.items() if name in named}
         moved = {id(one): one for name, one in named.items() if name not in self.mapped}
-        memory, used, tasks = large_pages(sum(map(_room, moved.values()))), 0, list[Task]()
+        memory, used, tasks = memory_of(sum(map(_room, moved.values()))), 0, list[Task]()
         # One thread is enough for the memory bus. Waiting for more, at each of hundreds of tensors, cost up to 1.6 s.
         with one_thread():
             for key, tensor in moved.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 
@@ -14,10 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import loader
-from diskprefix.model.load.memory import LINE_BYTES
+from diskprefix.model.load.loader import begin_weights, load_model
+from diskprefix.model.load.memory import LINE_BYTES, PagesAhead
 from diskprefix.model.load.stored_tensors import StoredTensor
+from diskprefix.settings import Settings
 from tests.model import tiny
-from tests.model.load.test_loader import load
+from tests.model.load.test_loader import edit_config, load
 
 MIB = 1 << 20
 PROGRAM = """
@@ -95,6 +98,34 @@ def test_weights_lie_side_by_side_and_begin_with_a_line(tmp_path: Path) -> None:
     tensors = sorted((*model.parameters(), *model.buffers()), key=torch.Tensor.data_ptr)
     assert all(tensor.data_ptr() % LINE_BYTES == 0 for tensor in tensors)
     assert tensors[-1].data_ptr() - tensors[0].data_ptr() < sum(tensor.nbytes + LINE_BYTES for tensor in tensors)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, 2.0])
+def test_a_folder_is_read_into_the_memory_that_was_begun_if_there_is_enough(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(model=str(tiny.write_folder(tmp_path / "m", hidden_size=1024)))
+    monkeypatch.setattr(loader, "PagesAhead", lambda num_bytes: PagesAhead(int(share * num_bytes)))
+    begun = begin_weights(settings)
+    assert begun is not None
+    assert begun.memory is not None
+    memory = begun.memory._memory
+    found, expected = (dict(load_model(settings, print, begun=one).model.named_parameters()) for one in (begun, None))
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    first = min(tensor.data_ptr() for tensor in found.values()) - memory.data_ptr()
+    assert (0 <= first < len(memory)) == (share > 0)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [Settings(weights="int8"), Settings(weights="int4"), Settings(device="mps"), Settings(model=""), Settings()],
+)
+def test_nothing_begins_for_a_folder_of_which_another_form_is_made(settings: Settings, tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path / "m")
+    assert begin_weights(Settings(model=str(folder))) is not None
+    if settings == Settings():
+        edit_config(folder, quantization_config={"quant_method": "fp8"})
+    assert begin_weights(replace(settings, model=str(folder) if settings.model is None else settings.model)) is None
 
 
 @pytest.mark.parametrize("is_same", [True, False])

@@ -16,7 +16,7 @@ from diskprefix.model.load import beside, loader
 from diskprefix.model.load.fit import ROOM_BYTES
 from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.gguf_file import read_tensors
-from diskprefix.model.load.loader import BegunPacking, begin_packing, load_model
+from diskprefix.model.load.loader import BegunWeights, begin_weights, load_model
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices
 from diskprefix.model.quants.matrix_packing import MatrixPacking, as_they_stand
 from diskprefix.native.library import Operators, operators
@@ -30,9 +30,9 @@ pytestmark = [
 
 PROGRAM = """
 import sys
-from diskprefix.model.load.loader import begin_packing
+from diskprefix.model.load.loader import begin_weights
 from diskprefix.settings import Settings
-assert begin_packing(Settings(model=sys.argv[1])) is not None
+assert all(begin_weights(Settings(model=model)) is not None for model in sys.argv[1:])
 assert not [name for name in ("transformers", "torch._dynamo") if name in sys.modules]
 """
 
@@ -71,7 +71,7 @@ def test_all_that_is_wanted_at_the_end_is_packed_and_nothing_else(
         assert torch.equal(found[matrix.key], packed_alone(compiled, matrix))
 
 
-def parameters(model: Path, begun: BegunPacking | None) -> list[torch.Tensor]:
+def parameters(model: Path, begun: BegunWeights | None) -> list[torch.Tensor]:
     loaded = load_model(Settings(model=str(model)), print, begun=begun)
     return [tensor.clone() for tensor in (*loaded.model.parameters(), *loaded.model.buffers())]
 
@@ -80,8 +80,9 @@ def parameters(model: Path, begun: BegunPacking | None) -> list[torch.Tensor]:
 def test_a_model_whose_packing_was_begun_is_the_same(is_converted: bool, gguf: Path) -> None:
     expected = parameters(gguf.rename(gguf.with_name("other.gguf")), None) if is_converted else None
     gguf = gguf.with_name("other.gguf") if is_converted else gguf
-    begun = begin_packing(Settings(model=str(gguf)))
+    begun = begin_weights(Settings(model=str(gguf)))
     assert begun is not None
+    assert begun.packing is not None
     found = parameters(gguf, begun)
     expected = expected or parameters(gguf, None)
     assert len(found) == len(expected)
@@ -89,12 +90,13 @@ def test_a_model_whose_packing_was_begun_is_the_same(is_converted: bool, gguf: P
     assert not begun.packing._unwanted
 
 
-def test_packing_begins_without_transformers(gguf: Path) -> None:
-    subprocess.run([sys.executable, "-c", PROGRAM, str(gguf)], check=True, env=dict(os.environ))
+def test_weights_are_begun_without_transformers(gguf: Path, tmp_path: Path) -> None:
+    models = [str(gguf), str(tiny.write_folder(tmp_path / "m"))]
+    subprocess.run([sys.executable, "-c", PROGRAM, *models], check=True, env=dict(os.environ))
 
 
 def test_packing_that_was_begun_for_another_file_is_not_used(gguf: Path) -> None:
-    other = begin_packing(Settings(model=str(tiny.write_gguf(gguf.with_name("other.gguf"), quantised="Q8_0"))))
+    other = begin_weights(Settings(model=str(tiny.write_gguf(gguf.with_name("other.gguf"), quantised="Q8_0"))))
     assert all(map(torch.equal, parameters(gguf, other), parameters(gguf, None)))
 
 
@@ -104,12 +106,12 @@ def test_packing_that_was_begun_for_another_file_is_not_used(gguf: Path) -> None
 )
 def test_nothing_begins_for_other_models(settings: Settings, gguf: Path) -> None:
     named = settings if settings.model == "folder" or settings.weights == settings.dtype == "auto" else None
-    assert begin_packing(named or replace(settings, model=str(gguf))) is None
+    assert begin_weights(named or replace(settings, model=str(gguf))) is None
 
 
 def test_nothing_begins_where_memory_is_short(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "available_ram_bytes", lambda: ROOM_BYTES)
-    assert begin_packing(Settings(model=str(gguf))) is None
+    assert begin_weights(Settings(model=str(gguf))) is None
 
 
 def test_a_file_that_ends_early_is_reported_at_the_end(gguf: Path, compiled: Operators) -> None:
@@ -121,7 +123,7 @@ def test_a_file_that_ends_early_is_reported_at_the_end(gguf: Path, compiled: Ope
 
 
 def test_a_file_that_changes_after_packing_began_is_refused(gguf: Path) -> None:
-    begun = begin_packing(Settings(model=str(gguf)))
+    begun = begin_weights(Settings(model=str(gguf)))
     assert begun is not None
     os.utime(gguf, (1, 1))
     with pytest.raises(ModelError, match="was changed while it was read; start again"):
