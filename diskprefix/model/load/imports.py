@@ -91,7 +91,10 @@ def without_tracer() -> Iterator[None]:
 
     tracer = _StandIn(_TRACER, _MARKS, file=torch.__file__)
     stand_ins = [tracer, *(_StandIn(*module) for module in _QUESTIONED.items()), _StandIn(_SHAPES, _NUMBERS)]
-    stand_ins += [_StandIn("sympy", {"Basic": _Symbol}), _StandIn(_SHARDED, {"DTensor": _Sharded})]
+    stand_ins.append(_StandIn("sympy", {"Basic": _Symbol}))
+    if "transformers" in sys.modules:
+        # Its import takes more from that module.
+        stand_ins.append(_StandIn(_SHARDED, {"DTensor": _Sharded}))
     for stand_in in stand_ins:
         sys.modules.setdefault(stand_in.__name__, stand_in)
     try:
