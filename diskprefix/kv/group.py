@@ -225,6 +225,11 @@ def make_ahead(num_bytes: int) -> torch.Tensor:
     return torch.from_numpy(memory)
 
 
+def has_ahead() -> bool:
+    """Returns whether memory that was made ahead is still there."""
+    return bool(_made_ahead)
+
+
 def give_back_ahead() -> None:
     """Frees the memory that was made ahead and not used."""
     _made_ahead.clear()

@@ -108,10 +108,12 @@ def will_read(file: Path) -> None:
 
 
 def populate_beside(*tensors: torch.Tensor) -> None:
-    """Has a thread make the pages of tensors in main memory, one after the other."""
+    """Has a thread make the pages of memory from `kv_ahead` until it is taken: `KVPool.touch` then goes on with it, and
+    stops for a request."""
+    from diskprefix.kv.group import has_ahead
     from diskprefix.kv.transfer import populate
 
-    threading.Thread(target=populate, args=(tensors,), name="kv-ahead", daemon=True).start()
+    threading.Thread(target=populate, args=(tensors, has_ahead), name="kv-ahead", daemon=True).start()
 
 
 def tokens_ahead(longest_prompt: int) -> int:

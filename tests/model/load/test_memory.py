@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,9 @@ from diskprefix.model.load.memory import (
     available_ram_bytes,
     kv_ahead,
     large_pages,
+    populate_beside,
 )
+from tests.server.daemon_process import wait_until
 from tests.synthetic_model import dense_layout
 
 MIB = 1024**2
@@ -95,8 +97,15 @@ def fit_of(state: TokenState) -> Fit:
 
 
 @pytest.mark.parametrize("num_tokens", [1000, 1 << 20])
-def test_a_sequence_gets_the_memory_that_was_made_ahead_for_it(num_tokens: int) -> None:
+def test_a_sequence_gets_the_memory_that_was_made_ahead_for_it(
+    num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Callable[[], bool]] = []
+    monkeypatch.setattr("diskprefix.kv.transfer.populate", lambda _tensors, is_wanted: asked.append(is_wanted))
     (ahead,) = kv_ahead(fit_of(DENSE), num_tokens)
+    populate_beside(ahead)
+    wait_until(lambda: bool(asked), "the thread begins")
+    assert asked[0]()
     assert ahead.numel() == DENSE.num_bytes(min(num_tokens, 2048))
     layout = dense_layout(layers=2, heads=2, head_dim=64, dtype=torch.bfloat16, vocab_size=16)
     pool = KVPool(
@@ -105,6 +114,7 @@ def test_a_sequence_gets_the_memory_that_was_made_ahead_for_it(num_tokens: int) 
     pool.touch(1 << 30, min(num_tokens, 2048))
     (arena,) = pool._spare
     assert arena.memory[0].tensor.data_ptr() == ahead.data_ptr()
+    assert not asked[0](), "its thread leaves the rest to the pool's"
 
 
 @pytest.mark.parametrize(
