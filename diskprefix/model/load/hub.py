@@ -46,9 +46,9 @@ _NO_MODEL = re.compile("mmproj|imatrix", re.IGNORECASE)
 _BESIDE_BYTES = 1 << 30
 """Memory beside the weights and the room to compute that the quant which is chosen leaves for KV."""
 _PIECE_BYTES = 1 << 20
+"""What arrives is kept in pieces of so many bytes. Less is lost when a connection breaks."""
 _ABANDONED_S = 3600.0
 """A part of a file that was not written for so long belongs to no process that fetches it."""
-"""What arrives is kept in pieces of so many bytes. Less is lost when a connection breaks."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 """In the address of a mirror."""
