@@ -196,6 +196,7 @@ def asked_again(server: LiveServer, watch: Watch, console: Console) -> dict[str,
 )
 @click.option("--prompt-chars", default=6000, show_default=True, help="Of a good client's system message.")
 @click.option("--model", metavar="ID|PATH", help="Serve this model instead of the embedded one.")
+@click.option("--standby", is_flag=True, help="Serve with a front and a spare process.")
 @FOLDER
 @JSON
 def main(
@@ -206,6 +207,7 @@ def main(
     think: float,
     prompt_chars: int,
     model: str | None,
+    standby: bool,
     folder: Path | None,
     as_json: bool,
 ) -> None:
@@ -221,7 +223,7 @@ def main(
     with measuring(folder, console) as workspace:
         keys = write_keys(workspace / "keys", good, run.kinds)
         flags = ["--disk-prefix-cache", SCOPE, "--kv-memory", str(KV_MEMORY), "--api-keys", str(keys)]
-        flags += ["--model", model] if model else []
+        flags += (["--model", model] if model else []) + (["--standby"] if standby else [])
         with LiveServer(kv_cache_dir=workspace / "kv", log_path=workspace / "server.log", flags=tuple(flags)) as server:
             with step(console, "starting the daemon"):
                 server.start()
