@@ -30,7 +30,7 @@ from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.gguf_rope import SCALING, scale_positions
 from diskprefix.model.load.gguf_splits import set_splits
 from diskprefix.model.load.imports import without_tracer
-from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.model.load.memory import available_ram_bytes, trim_heap
 from diskprefix.native.library import has_rows
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
@@ -136,6 +136,7 @@ def build_once(name: str, build: Callable[[Path], Path], report: Report) -> Path
                 _publish(build(work), folder)
             finally:
                 shutil.rmtree(work, ignore_errors=True)
+                trim_heap()
             report(f"kept in {folder}")
     return folder
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import ctypes
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from diskprefix.model.load.memory import (
     kv_ahead,
     large_pages,
     populate_beside,
+    trim_heap,
 )
 from tests.server.daemon_process import wait_until
 from tests.synthetic_model import dense_layout
@@ -35,6 +38,10 @@ def write(folder: Path, files: Mapping[str, object]) -> Path:
 @pytest.fixture
 def proc(tmp_path: Path) -> Path:
     return write(tmp_path / "proc", {"meminfo": "MemTotal: 9999 kB\nMemAvailable: 8192 kB", "self/cgroup": "0::/"})
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def test_a_machine_without_limits_offers_what_is_available(proc: Path, tmp_path: Path) -> None:
@@ -72,6 +79,16 @@ def test_control_groups_of_the_first_version_count(proc: Path, tmp_path: Path) -
 
 def test_without_proc_the_machines_memory_is_taken(tmp_path: Path) -> None:
     assert available_ram_bytes(tmp_path / "none", tmp_path / "none") >= available_bytes(torch.device("cpu")) > 0
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library cannot")
+def test_free_memory_of_the_heap_goes_back() -> None:
+    pieces = [torch.ones(1000) for _ in range(20_000)]
+    kept, before = pieces[-1], resident_bytes()
+    pieces.clear()
+    trim_heap()
+    assert kept.sum() == 1000
+    assert resident_bytes() < before - 50 * 1000**2
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="the kernel does not tell")
