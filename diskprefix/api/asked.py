@@ -169,11 +169,25 @@ def thought_budget_of(
         return None
     is_open = _is_thinking(output_format, prompt_end)
 
-    def new_watch() -> Callable[[str], bool]:
-        parser, watch = output_format.parser((), prompt_end), ThoughtWatch(is_open=is_open)
-        return lambda text: watch.see(parser.feed(text))
+    closing = tags.before_end + tags.end
+    first = closing[: closing.find(">") + 1] or closing
 
-    return ThoughtBudget(max_tokens=max_tokens, closing=tuple(encode(tags.before_end + tags.end)), new_watch=new_watch)
+    def new_watch() -> Callable[[str], bool]:
+        parser, watch, tail = output_format.parser((), prompt_end), ThoughtWatch(is_open=is_open), ""
+
+        def see(text: str) -> bool:
+            nonlocal tail
+            watch.see(parser.feed(text))
+            # The parser says nothing of a tag until something follows it.
+            tail += text
+            if first in tail:
+                tail, watch.is_open = tail.rpartition(first)[2], False
+            tail = tail[-len(first) :]
+            return watch.is_open
+
+        return see
+
+    return ThoughtBudget(max_tokens=max_tokens, closing=tuple(encode(closing)), new_watch=new_watch)
 
 
 def _thought_before(output_format: OutputFormat, prompt_end: str) -> FreeText | None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Annotated, ClassVar, Literal, TypeAlias
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from diskprefix.api.asked import Asked
@@ -17,7 +17,6 @@ from diskprefix.api.fields import (
     REFUSED,
     Body,
     Count,
-    NonEmpty,
     OneOf,
     RequestBody,
     StopString,
@@ -201,7 +200,7 @@ class CompletionRequest(OpenAIBody):
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The three longest rivers are"}})
 
     prompt: Annotated[
-        NonEmpty | Annotated[list[int], Field(min_length=1)],
+        str | Annotated[list[int], Field(min_length=1)],
         OneOf("a string or a list of token ids"),
         BeforeValidator(_only_prompt),
     ] = Field(description="Text, or token ids; or a list that holds exactly one of these.")
@@ -209,6 +208,12 @@ class CompletionRequest(OpenAIBody):
     echo: Literal[False] | None = Field(default=None, description="Not supported.")
     suffix: str | None = Field(default=None, description="Text behind the gap that the reply fills; `prompt` is text.")
     best_of: int | None = Field(default=None, ge=1, le=16, description="Not supported, unless equal to `n`.")
+
+    @model_validator(mode="after")
+    def _has_a_text(self) -> CompletionRequest:
+        if not (self.prompt or self.suffix):
+            raise InvalidRequest.at("prompt", "must not be empty")
+        return self
 
 
 class Completions:

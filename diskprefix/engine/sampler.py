@@ -76,9 +76,13 @@ class Sampler:
         request's sampling parameters or its constraint make the scores so.
         """
         constraint = self._constraint
-        if forced is not None and (constraint is None or (constraint.is_free and constraint.accept(forced))):
-            # Sampled all the same: the logits are looked at, and a seed gives the numbers that follow.
-            chosen = torch.full_like(self._sample(logits), forced)
+        if forced is not None and (constraint is None or constraint.is_free):
+            # Sampled all the same, and first: the logits may be refused, and a seed gives the numbers that follow.
+            chosen = self._sample(logits)
+            if constraint is None or constraint.accept(forced):
+                chosen = torch.full_like(chosen, forced)
+            else:
+                chosen = self._sample_allowed(logits, constraint)
         else:
             chosen = self._sample(logits) if constraint is None else self._sample_allowed(logits, constraint)
         if self._ids is not None:

@@ -50,8 +50,8 @@ Call: TypeAlias = Callable[[str, str, object], Answer]
 
 
 Stream: TypeAlias = Callable[[str, object], "AbstractContextManager[Iterator[Any]]"]
-"""Posts a JSON body to a path, for a context with the events of the answer as they come: objects, or the text "[DONE]".
-An error is the only event. Raises `NotReady` if there is no answer, or it breaks off."""
+"""Posts a JSON body to a path, for a context with the events of the answer as they come. An error is an event, and the
+last one. Raises `NotReady` if there is no answer, or it breaks off."""
 
 
 def running_daemon(url: str, api_key: str | None, otherwise: str = "") -> Call:
@@ -86,8 +86,13 @@ def _events(response: http.client.HTTPResponse) -> Iterator[Any]:
         return
     for line in response:
         data = line.removeprefix(b"data: ").strip()
+        if data == b"[DONE]":
+            return
         if line.startswith(b"data: "):
-            yield "[DONE]" if data == b"[DONE]" else json.loads(data)
+            yield (event := json.loads(data))
+            if "error" in event:
+                return
+    raise NotReady("the connection ended before the reply did")
 
 
 def _connected(

@@ -15,6 +15,7 @@ from diskprefix.cli.options import api_key_option, option, url_option
 from diskprefix.cli.tooling import status
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.extras.daemon_call import Stream, running_daemon, streaming_daemon, wait_ready
+from diskprefix.printable import printable_only, shown
 from diskprefix.units import counted
 
 _EPILOG = """\b
@@ -56,10 +57,8 @@ class Talk:
         try:
             with self.stream(_PATH, body) as events:
                 for event in events:
-                    if not isinstance(event, dict):
-                        continue
                     if "error" in event:
-                        raise NotReady(event["error"].get("message", "the reply failed"))
+                        raise NotReady(shown(event["error"].get("message", "the reply failed"), 1000))
                     for choice in event.get("choices", ()):
                         delta = choice.get("delta", {})
                         if thought := delta.get("reasoning_content"):
@@ -107,7 +106,10 @@ def chat(model: str | None, system: Path | None, url: str, api_key: str | None) 
         wait_ready(running_daemon(url, api_key), url, say)
     talk = Talk(streaming_daemon(url, api_key), model, begin)
     if not sys.stdin.isatty():
-        talk.messages.append({"role": "user", "content": sys.stdin.read()})
+        text = sys.stdin.buffer.read().decode("utf-8", "replace")
+        if not text.strip():
+            raise SettingsError("standard input is empty; write a message there, or run this in a terminal")
+        talk.messages.append({"role": "user", "content": text})
         talk.answer()
         return
     with suppress(ImportError):
@@ -123,6 +125,9 @@ def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
     except (EOFError, KeyboardInterrupt):
         click.echo()
         return False
+    except UnicodeDecodeError:
+        click.secho("that was no text in the encoding of this terminal", fg="red", err=True)
+        return True
     if text == "/new":
         talk.messages.clear()
     elif text == "/again":
@@ -138,7 +143,7 @@ def _one_turn(talk: Talk, url: str, api_key: str | None) -> bool:
     except KeyboardInterrupt:
         click.secho("stopped", dim=True, err=True)
     except DiskPrefixError as error:
-        click.secho(error.message, fg="red", err=True)
+        click.secho(shown(error.message, 1000), fg="red", err=True)
         _wait(url, api_key)
     return True
 
@@ -170,4 +175,4 @@ def _figures(done: dict[str, Any]) -> str:
     what = f"{restored} of {counted(all_tokens, 'token')} restored from {cache.get('source')}" if restored else ""
     what = what or f"{counted(all_tokens, 'token')} computed, none restored ({cache.get('miss_reason')})"
     speed = f" · {rate:.1f} tokens/s" if (rate := timings["decode_tokens_per_s"]) else ""
-    return f"{what} · first token after {timings['ttft_ms'] / 1e3:.2f} s{speed}"
+    return printable_only(f"{what} · first token after {timings['ttft_ms'] / 1e3:.2f} s{speed}")

@@ -10,6 +10,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from diskprefix.api.asked import thought_budget_of
 from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.choose_format import Chosen, Render, choose_format
 from diskprefix.chat.output.format import ThoughtTags
@@ -167,6 +168,13 @@ def test_the_tags_of_reasoning_are_those_of_the_template(name: str, tags: tuple[
         closed = f"{begin}I must{format.thought.before_end}{format.thought.end}The answer"
         turn = Turn.of_deltas(format.parser([], "").feed(closed))
         assert (turn.reasoning.strip(), turn.content) == ("I must", "The answer")
+        # And seen at once, though the parser says nothing of it: a budget that is spent here closes nothing twice.
+        budget = thought_budget_of(9, format, "", lambda text: [len(text)])
+        assert budget is not None
+        see = budget.new_watch()
+        see(begin)
+        assert see("I must")
+        assert not see(format.thought.before_end or format.thought.end)
 
 
 def test_only_special_tokens_that_are_tags_of_the_format_are_shown() -> None:

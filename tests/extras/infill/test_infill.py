@@ -53,6 +53,11 @@ def test_what_fills_a_gap_is_what_follows_the_prompt_that_is_written_by_hand(cli
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
 
 
+def test_a_gap_may_be_at_the_beginning(client: httpx.Client) -> None:
+    reply = post(client, "/v1/completions", prompt="", suffix=BEHIND, max_tokens=2, temperature=0)
+    assert reply["choices"][0]["text"]
+
+
 def test_a_pad_ends_the_reply(client: httpx.Client) -> None:
     [pad] = post(client, "/tokenize", content="<|fim_pad|>", add_special=False)["tokens"]
     filled = post(client, "/infill", **GAP, logit_bias={str(pad): 100})

@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from diskprefix.errors import InvalidRequest
+from diskprefix.extras import daemon_call
 from diskprefix.extras.talk.chat_command import chat
 from tests.server.agent_model import TEMPLATE, saying, thought
 from tests.server.chat_model import write_chat_model
@@ -76,6 +77,21 @@ def test_what_the_daemon_refuses_is_said_on_one_line(server: AppServer, engine: 
     found = CliRunner().invoke(chat, ["--url", server.url], input="Rivers?")
     assert found.exit_code == 1
     assert "this is refused" in str(found.exception)
+
+
+def test_a_reply_that_breaks_off_is_no_reply(server: AppServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = daemon_call._events
+
+    class Cut:
+        status = 200
+
+        def __iter__(self) -> Iterator[bytes]:
+            return iter([b'data: {"choices": [{"delta": {"content": "Half"}}]}\n', b"\n"])
+
+    monkeypatch.setattr(daemon_call, "_events", lambda _response: whole(Cut()))  # type: ignore[arg-type]
+    found = CliRunner().invoke(chat, ["--url", server.url], input="Rivers?")
+    assert found.stdout.strip() == "Half"
+    assert "ended before the reply did" in str(found.exception)
 
 
 def test_without_a_daemon_it_says_how_to_start_one() -> None:

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,9 @@ def test_a_body_that_is_still_arriving_does_not_delay_the_end(chat_model: Path, 
             assert client.recv(1000).startswith(b"HTTP/1.1 100 ")
             client.sendall(b"{")
             assert daemon.stop() == 0
-            assert client.recv(1000) == b""
+            # It is reset if the byte was not read yet.
+            with suppress(ConnectionResetError):
+                assert client.recv(1000) == b""
         assert "Traceback" not in daemon.log
 
 

@@ -1,27 +1,43 @@
 // The conversation: what is kept of it in the browser, how it is sent, and how it survives the daemon.
 
-const KEPT = "diskprefix-chats", RETRY_MS = 500, LEAST_COMPUTED = 32;
+// Each conversation has an entry of its own, so that two tabs do not write each other's.
+const KEPT = "diskprefix-chat-", RETRY_MS = 500, LEAST_COMPUTED = 32;
 
-let chats = JSON.parse(localStorage.getItem(KEPT) ?? "[]");
+let chats = keptChats();
 let chat = chats[0] ?? begun();
 let running = null;
 // Milliseconds that a token of a prompt takes to compute, from replies that computed some.
 let perToken = null;
 
+function keptChats() {
+  const found = [];
+  try {
+    for (const key of Object.keys(localStorage).filter((key) => key.startsWith(KEPT))) {
+      try {
+        found.push(JSON.parse(localStorage.getItem(key)));
+      } catch {
+        localStorage.removeItem(key);
+      }
+    }
+  } catch {
+    // A browser that keeps nothing for this page.
+  }
+  return found.sort((a, b) => b.used - a.used);
+}
+
 function begun() {
-  const one = { id: crypto.getRandomValues(new Uint32Array(1))[0], system: "", messages: [] };
+  const one = { id: crypto.getRandomValues(new Uint32Array(1))[0], used: Date.now(), system: "", messages: [] };
   chats.unshift(one);
   return one;
 }
 
 function keep() {
-  const worth = chats.filter((one) => one.messages.length || one.system);
-  for (let most = worth.length; most >= 0; most--) {
-    try {
-      return localStorage.setItem(KEPT, JSON.stringify(worth.slice(0, most)));
-    } catch {
-      // The browser's place is full: the oldest conversation goes.
-    }
+  chat.used = Date.now();
+  try {
+    localStorage.setItem(KEPT + chat.id, JSON.stringify(chat));
+    setText(find("#kept"), "");
+  } catch {
+    setText(find("#kept"), "This conversation is too large for the browser to keep: it ends with this tab.");
   }
 }
 
@@ -85,7 +101,7 @@ async function answer() {
     if (!said.done) said.error ??= "the connection ended before the reply did";
   } catch (error) {
     if (error.name === "AbortError") said.stopped = true;
-    else said.error = error instanceof Refused ? error.message : "no answer: the daemon is not there";
+    else said.error = error instanceof TypeError ? "no answer: the daemon is not there" : error.message;
     if (error.status === 401) askForKey(error);
   }
   running = null;
@@ -99,12 +115,17 @@ async function answer() {
 async function* eventsOf(reply) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const events = (waiting + value).split("\n\n");
-    waiting = events.pop();
-    for (const event of events) if (event.startsWith("data: ")) yield event.slice(6);
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const events = (waiting + value).split("\n\n");
+      waiting = events.pop();
+      for (const event of events) if (event.startsWith("data: ")) yield event.slice(6);
+    }
+  } finally {
+    // Nobody reads the rest, so the daemon need not compute it.
+    reader.cancel().catch(() => {});
   }
 }
 
@@ -132,23 +153,24 @@ function take(said, chunk) {
 
 // The daemon: whether it is there, its models, and its end.
 
-let isWaiting = false;
+let waiting = null;
 
-async function waitForDaemon(since = performance.now()) {
-  if (isWaiting) return;
-  isWaiting = true;
+// All who wait for the daemon wait for the same.
+const waitForDaemon = (since = performance.now()) => (waiting ??= untilReady(since).finally(() => (waiting = null)));
+
+async function untilReady(since) {
   find("#status").className = "loading";
   for (;;) {
     try {
       const health = await (await fetch("/health")).json();
       if (health.status === "ok" || health.status === "degraded") break;
-      setText(find("#status"), health.message ? `loading: ${health.message}` : "loading the model …");
+      if (health.status === "loading") setText(find("#status"), health.message ? `loading: ${health.message}` : "loading the model …");
+      else setText(find("#status"), health.error?.message ?? `the daemon is ${health.status ?? "not one that this page knows"}`);
     } catch {
       setText(find("#status"), `no daemon for ${Math.round((performance.now() - since) / 1000)} s`);
     }
     await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
-  isWaiting = false;
   try {
     await readModels();
     find("#status").className = "";
@@ -182,19 +204,26 @@ function askForKey(error) {
 async function kill() {
   if (!confirm("The process gets SIGKILL, as in a crash: nothing can be saved at the last moment. Kill it?")) return;
   const box = find("#killed"), since = performance.now();
+  let workers;
   try {
+    workers = (await ask("GET", "/health")).models;
+    if (workers && !workers[find("#model").value]) throw new Error("This model is not in memory: there is nothing to kill. Send a message first.");
     const { command } = await ask("POST", `/chat/kill?model=${encodeURIComponent(find("#model").value)}`, {});
-    box.replaceChildren(make("p", {}, "Killed. If nothing starts it again by itself, type: ", make("code", {}, command)));
+    box.replaceChildren(make("p", {}, "Killed. If nothing starts it again by itself, start it as before: ", make("code", {}, command)));
   } catch (error) {
     box.replaceChildren(make("p", {}, error.message));
     box.hidden = false;
     return;
   }
   box.hidden = false;
+  if (workers) {
+    box.replaceChildren(make("p", {}, "Killed, with all that its memory held. Go on: the next message starts it again, and what was saved is read from the disk."));
+    return;
+  }
   // It answers until it is dead.
   await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   if (await waitForDaemon(since)) {
-    box.replaceChildren(make("p", {}, `Back ${seconds((performance.now() - since) / 1000)} after it was killed. Go on: what was computed before is read from the disk.`));
+    box.replaceChildren(make("p", {}, `Back ${seconds((performance.now() - since) / 1000)} after it was killed. Go on: what was saved is read from the disk.`));
   }
 }
 
@@ -224,15 +253,19 @@ find("#again").addEventListener("click", () => {
 });
 find("#kill").addEventListener("click", kill);
 find("#new").addEventListener("click", () => {
-  chat = chats.find((one) => !one.messages.length) ?? begun();
+  chat = chats.find((one) => !one.messages.length && !one.system) ?? begun();
   drawChat();
   find("#text").focus();
 });
 find("#forget").addEventListener("click", () => {
   if (!confirm("Delete this conversation from the browser?")) return;
+  try {
+    localStorage.removeItem(KEPT + chat.id);
+  } catch {
+    // Nothing was kept.
+  }
   chats = chats.filter((one) => one !== chat);
   chat = chats[0] ?? begun();
-  keep();
   drawChat();
 });
 find("#which").addEventListener("change", () => {
