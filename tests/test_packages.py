@@ -309,6 +309,12 @@ for name in ("inspect", "verify", "purge", "compact", "backup", "restore", "expo
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True)
 
 
+def test_no_program_that_is_started_is_looked_for_in_the_current_folder() -> None:
+    started = {name: re.findall(r'sys\.executable, "(-[^"]*)"', text) for name, text in SOURCES.items()}
+    assert {name: first for name, first in started.items() if {*first} - {"-P"}} == {}
+    assert started["extras.clients.launched_daemon"] == ["-P"]
+
+
 def test_the_default_installation_has_what_the_core_imports() -> None:
     project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     distributions = packages_distributions()

@@ -76,6 +76,14 @@ def test_each_file_parses_and_keeps_the_name_of_the_model(name: str, file: Recip
     assert any(SERVED.model in text for text in texts), f"{name}: {texts}"
 
 
+def test_a_launch_says_it_where_opencode_and_aider_read_last() -> None:
+    said = recipe("opencode", SERVED, Path("/profile")).environment["OPENCODE_CONFIG_CONTENT"]
+    assert json.loads(said)["model"] == f"diskprefix/{SERVED.model}"
+    told = recipe("aider", SERVED, Path("/profile"))
+    [text] = [file.text for file in told.files if file.path == told.environment["AIDER_ENV_FILE"]]
+    assert f'AIDER_OPENAI_API_BASE="{SERVED.url}/v1"\n' in text
+
+
 @pytest.mark.parametrize("name", names())
 def test_each_recipe_names_the_address_and_the_key(name: str) -> None:
     told = all_texts(recipe(name, SERVED))

@@ -58,7 +58,7 @@ def test_init_writes_a_unit_that_serves_with_the_settings(run: Run, home: Path) 
         str(home / "config/systemd/user/diskprefix.service"),
     ]
     command = next(line.removeprefix("ExecStart=") for line in unit.splitlines() if line.startswith("ExecStart="))
-    assert command == f"{sys.executable} -m diskprefix serve --policy {files[0]}"
+    assert command == f"{sys.executable} -P -m diskprefix serve --policy {files[0]}"
     assert "Type=notify" in unit
     packaged = Path("systemd/user/diskprefix.service").read_text()
     others = unit.replace(command, "%h/.local/bin/diskprefix serve").splitlines()[2:]

@@ -19,6 +19,7 @@ from huggingface_hub import constants
 
 from diskprefix.extras.clients import launch_command, launched_daemon, model_choice
 from diskprefix.extras.clients.recipe import Served, agents, recipe
+from diskprefix.extras.daemon_call import Answer
 from tests.cli.conftest import Ended, Run, run_fresh
 from tests.waiting import wait_for
 
@@ -199,10 +200,12 @@ def test_the_exit_code_is_the_agents(run: Run, place: Place, url: str, monkeypat
 
 
 def test_the_daemon_is_asked_without_a_proxy(run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
-    monkeypatch.setenv("NO_PROXY", "example.com")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:1")
+    monkeypatch.setenv("NO_PROXY", "a.example")
+    monkeypatch.setenv("no_proxy", "b.example, a.example")
     assert run("launch", "goose", "--url", url).exit_code == 0
-    assert place.recorded("goose")[1]["NO_PROXY"] == "example.com,127.0.0.1"
+    environment = place.recorded("goose")[1]
+    assert environment["NO_PROXY"] == environment["no_proxy"] == "a.example,b.example,127.0.0.1"
 
 
 def test_of_several_models_one_in_memory_is_taken_or_the_one_that_is_named(run: Run, place: Place) -> None:
@@ -248,12 +251,18 @@ def test_the_largest_fetched_model_that_fits_and_calls_tools_is_served(
     assert model_choice.flags_of_model("any") == ["--model", "any"]
 
 
-def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(run: Run, place: Place, url: str) -> None:
+def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(
+    run: Run, place: Place, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run("launch", "emacs").assert_refused(2, "no agent is called 'emacs'; there are aider, claude-code,")
     run("launch", "langchain").assert_refused(2, "no agent is called 'langchain'")
     run("launch", "pi").assert_refused(2, "no model that calls tools and fits", "`diskprefix pull ", "--model")
     run("launch", "pi", "--url", "http://127.0.0.1:1").assert_refused(1, "no daemon answers at http://127.0.0.1:1 (")
     run("launch", "pi", "--model", "broken").assert_refused(1, "the daemon ended: broken holds no weights (its log: ")
+    monkeypatch.setattr(launch_command, "answers", lambda _url: True)
+    stopping = Answer(200, b'{"status": "stopping"}')
+    monkeypatch.setattr(launch_command, "running_daemon", lambda _url, _key: lambda *_: stopping)
+    run("launch", "pi").assert_refused(1, "127.0.0.1:8642 serves no requests: its status is stopping")
     (place.bin / "cline").unlink()
     run("launch", "cline", "--url", url).assert_refused(2, "Cline is not installed", "install it: npm install -g cline")
     listed = run("launch").stdout.splitlines()
@@ -307,6 +316,7 @@ def test_a_daemon_is_started_with_the_model_and_ends_with_the_agent(
     ended = run("launch", "claude", "--model", "m")
     assert ended.exit_code == 0, ended.stderr
     [served] = place.served()
+    assert served.startswith("--host 127.0.0.1 --port ")
     assert served.endswith("--policy agent --model m")
     assert place.recorded("claude")[1]["ANTHROPIC_MODEL"] == "m"
     assert not place.is_daemon_alive()
@@ -391,6 +401,31 @@ def test_a_daemon_whose_launch_was_killed_is_ended_by_the_next_or_by_restoring(r
     assert process.wait() == -signal.SIGTERM
     assert not place.is_daemon_alive()
     assert not place.launches.exists()
+
+
+def test_a_start_that_is_cut_off_leaves_no_daemon_or_one_that_is_found(
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared, write = launched_daemon.LaunchedDaemon(folder=place.launches), os.pwrite
+
+    def cut_off(fd: int, text: bytes, offset: int) -> int:
+        if b"pid" in text:
+            raise KeyboardInterrupt
+        return write(fd, text, offset)
+
+    with monkeypatch.context() as patched, shared.mutex():
+        patched.setattr(os, "pwrite", cut_off)
+        with pytest.raises(KeyboardInterrupt):
+            shared.start([])
+    assert not place.is_daemon_alive()
+    with shared.mutex():
+        process = shared.start([])
+    file = place.launches / "daemon.json"
+    file.write_text(json.dumps({"port": json.loads(file.read_text())["port"]}))
+    assert run("launch", "goose").exit_code == 0
+    assert process.poll() is None
+    process.kill()
+    process.wait()
 
 
 def test_launching_imports_no_torch(place: Place) -> None:  # noqa: ARG001

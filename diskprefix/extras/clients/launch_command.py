@@ -57,13 +57,14 @@ def launch(
 ) -> int | None:
     """Start AGENT with ARGUMENTS, set up for the daemon. Without AGENT, list the agents and how to install them.
 
-    A daemon that runs is used. Otherwise `diskprefix serve --policy agent` is started with the largest model that was
-    fetched, fits and calls tools, and ends with the last agent that uses it. With --url, none is started.
+    A daemon of yours or root's that runs is used. Otherwise `diskprefix serve --policy agent` is started with the
+    largest model that was fetched, fits and calls tools, and ends with the last agent that uses it. If that launch was
+    killed, the daemon goes on until the next launch ends, or until --restore. With --url, none is started.
 
     No file of yours is changed: settings go into the agent's environment and into a profile of its own, a folder below
     $XDG_CONFIG_HOME/diskprefix/launch. What the agent itself keeps (conversations, trusted folders) goes there too, if
-    the agent has a variable for that. Your own settings of the agent do not apply; `diskprefix clients` prints what to
-    add to them. --restore removes the profile.
+    the agent has a variable for that. Your own settings of the agent do not apply, except for what the launch does not
+    set in OpenCode and Aider; `diskprefix clients` prints what to add to them. --restore removes the profile.
 
     \b
     diskprefix pull Qwen/Qwen3-4B-GGUF
@@ -96,14 +97,15 @@ def launch(
         raise SettingsError(f"{one.title} is not installed (no {one.program} in PATH); install it: {one.install}")
     with _signals() as agent_process, ExitStack() as stack:
         with shared.mutex():
-            found = own_url or (url if shared.url() is None and answers(url) else None)
+            others = own_url or (url if shared.url() is None and answers(url) else None)
+            found = others
             if found is None:
                 flags = [] if shared.url() else ["--policy", "agent", *flags_of_model(model)]
                 found = stack.enter_context(shared.used(flags))
         try:
             choice = ask_served(running_daemon(found, api_key), found, model, api_key)
         except NotReady as error:
-            raise error if own_url or shared.url() else NotReady(shared.failure()) from error
+            raise error if others or shared.url() else NotReady(shared.failure()) from error
         settings = recipe(one.name, choice.served, profile)
         with shared.mutex():
             stack.enter_context(AgentProfile(folder=profile).session(settings, _say))
@@ -164,10 +166,13 @@ def _say(line: str) -> None:
 
 def _not_by_proxy(url: str) -> dict[str, str]:
     """Returns the variables with which programs ask no proxy for the daemon."""
-    host = urlsplit(url).hostname or ""
-    if not any(os.environ.get(name) for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")):
+    own = urlsplit(url).hostname or ""
+    upper = [f"{kind}_PROXY" for kind in ("HTTP", "HTTPS", "ALL")]
+    if not any(map(os.environ.get, (*upper, *map(str.lower, upper)))):
         return {}
-    return {name: ",".join(filter(None, (os.environ.get(name), host))) for name in ("NO_PROXY", "no_proxy")}
+    names = ("NO_PROXY", "no_proxy")
+    hosts = [host.strip() for name in names for host in os.environ.get(name, "").split(",")]
+    return dict.fromkeys(names, ",".join(dict.fromkeys(filter(None, (*hosts, own)))))
 
 
 class _Foreground:

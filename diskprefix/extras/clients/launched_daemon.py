@@ -19,14 +19,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from diskprefix.cli.tooling import status
 from diskprefix.errors import DiskPrefixError, NotReady
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
+from diskprefix.server.process.local_user import is_of_this_user
 from diskprefix.settings import Settings
 
-SERVE = (sys.executable, "-m", "diskprefix", "serve")
+SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
+"""Without -P, Python would run a `diskprefix` of the current folder."""
 USUAL_PORT = Settings().port
 _POLL_S = 0.05
 
@@ -92,14 +95,17 @@ class LaunchedDaemon:
                 process.wait()
 
     def end_unused(self) -> bool:
-        """Ends the daemon if no launch uses it, and waits for that. Returns whether one is in use. The caller holds
+        """Ends the daemon if no launch uses it, and waits for that. Returns whether it goes on. The caller holds
         `mutex`."""
         if self.url() is None:
             return False
         try:
             with locked(self.folder / "daemon.users", fcntl.LOCK_EX | fcntl.LOCK_NB):
-                pid = json.loads((self.folder / "daemon.json").read_text(encoding="utf-8"))["pid"]
-                os.kill(pid, signal.SIGTERM)
+                told = json.loads((self.folder / "daemon.json").read_text(encoding="utf-8"))
+                if "pid" not in told:
+                    # Its launch was killed in the middle of the start.
+                    return True
+                os.kill(told["pid"], signal.SIGTERM)
                 with status("the daemon saves what only memory holds …"), locked(self.folder / "daemon.json"):
                     return False
         except BlockingIOError:
@@ -108,23 +114,26 @@ class LaunchedDaemon:
     def start(self, flags: Sequence[str]) -> subprocess.Popen[bytes]:
         """Starts the daemon, and returns when it answers. Raises `NotReady` if it ends. The caller holds `mutex`."""
         port = _free_port()
-        with (
-            locked(self.folder / "daemon.json") as fd,
-            open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log,
-        ):
-            os.ftruncate(fd, 0)
-            # Of another session, so that ^C in the terminal is for the agent only. It inherits the lock.
-            process = subprocess.Popen(
-                [*SERVE, "--port", str(port), *flags],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=[fd],
-                start_new_session=True,
-            )
-            os.write(fd, json.dumps({"pid": process.pid, "port": port}).encode())
         call = running_daemon(f"http://127.0.0.1:{port}", None)
+        process: subprocess.Popen[bytes] | None = None
         try:
+            with (
+                locked(self.folder / "daemon.json") as fd,
+                open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as log,
+            ):
+                os.ftruncate(fd, 0)
+                # First, so that others find a daemon whose launch was killed before it knew the process.
+                os.pwrite(fd, json.dumps({"port": port}).encode(), 0)
+                # Of another session, so that ^C in the terminal is for the agent only. It inherits the lock.
+                process = subprocess.Popen(
+                    [*SERVE, "--host", "127.0.0.1", "--port", str(port), *flags],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=[fd],
+                    start_new_session=True,
+                )
+                os.pwrite(fd, json.dumps({"port": port, "pid": process.pid}).encode(), 0)
             with status("starting the daemon …"):
                 while process.poll() is None:
                     with suppress(NotReady):
@@ -132,8 +141,9 @@ class LaunchedDaemon:
                         return process
                     time.sleep(_POLL_S)
         except BaseException:
-            process.terminate()
-            process.wait()
+            if process is not None:
+                process.terminate()
+                process.wait()
             raise
         raise NotReady(self.failure())
 
@@ -145,7 +155,9 @@ class LaunchedDaemon:
 
 
 def answers(url: str) -> bool:
-    """Returns whether a diskprefix daemon answers at `url`."""
+    """Returns whether a diskprefix daemon of this user or root answers at `url`, on this machine."""
+    if not is_of_this_user(urlsplit(url).port or 0):
+        return False
     with suppress(DiskPrefixError):
         body = running_daemon(url, None)("GET", "/health", None).body
         return isinstance(body, dict) and "status" in body

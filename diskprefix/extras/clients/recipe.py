@@ -89,18 +89,19 @@ def recipe(name: str, served: Served, profile: Path | None = None) -> Recipe:
     shell = {key: shlex.quote(value) for key, value in plain.items()}
     launch = {} if profile is None else told["launch"]
     environment = told.get("environment", {}) | launch.get("environment", {})
+    files = tuple(
+        RecipeFile(path=file["path"].replace("~", plain["home"], 1), text=Template(file["text"]).substitute(escaped))
+        for file in (*told.get("files", ()), *launch.get("files", ()))
+    )
+    # OpenCode reads a variable after all files, so it has the text of the file there, too.
+    plain["file"] = files[0].text if files else ""
     return Recipe(
         name=name,
         title=told["title"],
         run=Template(told.get("run", "")).substitute(shell),
         note=Template(told.get("note", "")).substitute(plain) if profile is None else "",
         environment={key: Template(value).substitute(plain) for key, value in environment.items()},
-        files=tuple(
-            RecipeFile(
-                path=file["path"].replace("~", plain["home"], 1), text=Template(file["text"]).substitute(escaped)
-            )
-            for file in (*told.get("files", ()), *launch.get("files", ()))
-        ),
+        files=files,
     )
 
 

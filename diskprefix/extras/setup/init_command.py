@@ -131,7 +131,7 @@ def _proposed_budget() -> int:
 
 def _command(file: Path) -> str:
     """Returns the command line that serves with the settings, by the Python that runs now."""
-    return shlex.join([sys.executable, "-m", "diskprefix", "serve", "--policy", str(file)])
+    return shlex.join([sys.executable, "-P", "-m", "diskprefix", "serve", "--policy", str(file)])
 
 
 def _unit_text(command: str) -> str:

@@ -327,7 +327,7 @@ def understood(config: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _understood_elsewhere(config: Mapping[str, Any]) -> dict[str, Any] | None:
     code = f"import json, sys; from {__name__} import understood; print(json.dumps(understood(json.load(sys.stdin))))"
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-P", "-c", code]
     try:
         ended = subprocess.run(command, input=json.dumps(config), capture_output=True, text=True, check=True)
         found: dict[str, Any] | None = json.loads(ended.stdout.splitlines()[-1])

@@ -1,4 +1,4 @@
-"""Finds out, from the kernel's table of connections, whether a request comes from another user of this machine."""
+"""Finds out, from the kernel's table of connections, which user of this machine is at the other end."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import sys
 from collections.abc import Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from starlette.types import Scope
+if TYPE_CHECKING:
+    from starlette.types import Scope
 
 Address: TypeAlias = IPv4Address | IPv6Address
 
@@ -32,12 +33,24 @@ def is_of_another_user(scope: Scope) -> bool:
         return False
     if not _TABLES[0].exists():
         return False
-    return not any(user in (0, os.geteuid()) for user in _users((sent_from, client[1]), (sent_to, server[1])))
+    users = _users(_forms(sent_from, client[1]), _forms(sent_to, server[1]))
+    return not any(user in (0, os.geteuid()) for user in users)
 
 
-def _users(local: tuple[Address, int], remote: tuple[Address, int]) -> Iterator[int]:
-    """Yields the users of the sockets at this end of a connection: one, or none."""
-    wanted = _forms(*local), _forms(*remote)
+def is_of_this_user(port: int) -> bool:
+    """Returns whether what listens at a port of 127.0.0.1 is of this user or root. True where the system has no such
+    tables."""
+    if not _TABLES[0].exists():
+        return True
+    any_host = IPv4Address("0.0.0.0"), IPv6Address("::")
+    local = {form for host in (IPv4Address("127.0.0.1"), *any_host) for form in _forms(host, port)}
+    users = set(_users(local, {form for host in any_host for form in _forms(host, 0)}))
+    return bool(users) and users <= {0, os.geteuid()}
+
+
+def _users(local: set[str], remote: set[str]) -> Iterator[int]:
+    """Yields the users of the sockets with such addresses at this end and at the other: for a connection one, or
+    none."""
     for table in _TABLES:
         try:
             lines = table.read_text(encoding="ascii").splitlines()[1:]
@@ -46,7 +59,7 @@ def _users(local: tuple[Address, int], remote: tuple[Address, int]) -> Iterator[
         for line in lines:
             columns = line.split()
             # The kernel lists sockets without an owner as root's.
-            if columns[_LOCAL] in wanted[0] and columns[_REMOTE] in wanted[1] and columns[_INODE] != "0":
+            if columns[_LOCAL] in local and columns[_REMOTE] in remote and columns[_INODE] != "0":
                 yield int(columns[_USER])
 
 

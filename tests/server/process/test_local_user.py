@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from diskprefix.server.process import local_user
-from diskprefix.server.process.local_user import is_of_another_user
+from diskprefix.server.process.local_user import is_of_another_user, is_of_this_user
 from tests.server.scripted import AppServer
 
 ANOTHER = 54321
@@ -59,6 +59,18 @@ def test_an_end_that_was_closed_is_nobodys_though_the_kernel_lists_it_as_roots(
 ) -> None:
     table(tmp_path, monkeypatch, 0, inode="0")
     assert is_of_another_user(scope)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
+def test_a_program_of_another_user_that_listens_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::") as listener:
+        port = listener.getsockname()[1]
+        assert is_of_this_user(port)
+        table(tmp_path, monkeypatch, ANOTHER)
+        assert not is_of_this_user(port)
 
 
 @pytest.mark.parametrize("client", [("192.0.2.7", 5000), None])

@@ -59,7 +59,8 @@ def _regime(serving: Serving) -> str:
 async def _output(arguments: Sequence[str]) -> Any:
     """Returns the JSON that a command prints. Kills it if it takes too long or the caller is cancelled."""
     pipe = asyncio.subprocess.PIPE
-    command = await asyncio.create_subprocess_exec(sys.executable, "-c", _RUN, *arguments, stdout=pipe, stderr=pipe)
+    program = (sys.executable, "-P", "-c", _RUN)
+    command = await asyncio.create_subprocess_exec(*program, *arguments, stdout=pipe, stderr=pipe)
     try:
         async with asyncio.timeout(_LIMIT_S):
             printed, said = await command.communicate()
