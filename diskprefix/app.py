@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,9 @@ def prepare(settings: Settings, with_model: bool) -> None:
         from diskprefix.model.load.memory import one_thread
 
         if with_model and torch.version.cuda is None and torch.version.hip is None:
-            with one_thread():
+            # What is put together depends on the kernels. A worker says what is wrong with the setting.
+            with one_thread(), suppress(SettingsError):
+                _require_kernels(settings)
                 import_model(settings)
 
 

@@ -68,7 +68,7 @@ class DraftModel:
         self.sequences: dict[Reply, DraftSequence] = {}
         """The replies that the model guesses."""
         self._model = model
-        self._packs = runner.can_pack(model, cache.layout)
+        self._packs = cache.layout.packs
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="draft-fetch")
         self._abandoned: list[DraftSequence] = []
         """Sequences of replies that ended before their fetch."""

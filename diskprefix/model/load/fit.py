@@ -289,7 +289,8 @@ def _dtype_bytes(dtype: str, config: Mapping[str, Any], weights: str) -> int:
 
 
 def _text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    found = config.get("text_config") or (config.get("thinker_config") or {}).get("text_config")
+    thinker = config.get("thinker_config")
+    found = config.get("text_config") or (thinker.get("text_config") if isinstance(thinker, dict) else None)
     return found if isinstance(found, dict) else config
 
 

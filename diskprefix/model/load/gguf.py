@@ -330,7 +330,9 @@ def without_gguf_reader(file: Path) -> Iterator[None]:
     from transformers.integrations.gguf import reader as own
 
     read: Callable[..., tuple[dict[str, Any], tuple[str, ...]]] = own.read_gguf_metadata
-    own_mapped, own._mapped = own._mapped, _mapped
+    # A name of its own, which another version may not have. Then it is slower.
+    own_mapped = getattr(own, "_mapped", None)
+    own._mapped = _mapped
     try:
         metadata, tensor_names = read(str(file), _STRINGS)
     finally:

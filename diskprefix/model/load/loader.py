@@ -47,7 +47,7 @@ from diskprefix.model.load.memory import (
     populate_beside,
     will_read,
 )
-from diskprefix.model.load.safetensors_header import INDEX, require_weights, shards_of
+from diskprefix.model.load.safetensors_header import INDEX, checkpoint_files, require_weights, shards_of
 from diskprefix.model.load.tokenizer import read_template, read_tokenizer, read_tokenizer_ahead
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
@@ -107,7 +107,9 @@ class _ModelSource:
     @property
     def ahead(self) -> tuple[list[Path], Hashable]:
         """The folders and values that its weights depend on, for `ReadAhead`."""
-        return [self.folder, *{file.parent for file in self.files} - {self.folder}], (self.dtype, *self.files)
+        from diskprefix.model.quants.products import kernel
+
+        return [self.folder, *{file.parent for file in self.files} - {self.folder}], (self.dtype, kernel(), *self.files)
 
     def __str__(self) -> str:
         return f"{self.folder.name} as {str(self.dtype).removeprefix('torch.')} on {self.device}"
@@ -146,6 +148,8 @@ def begin_weights(settings: Settings) -> BegunWeights | None:
     file, or makes the pages for the weights of a folder, which are read from the disk meanwhile. Returns None for other
     models, and where memory is short. An error is left to `load_model`."""
     path = Path(os.path.expanduser(settings.model or ""))
+    if not _DEVICE.fullmatch(settings.device):
+        return None
     with suppress(DiskPrefixError, OSError, MemoryError):
         if path.suffix.lower() == ".gguf" and os.path.isfile(path):
             return _begun_packing(path, settings)
@@ -182,7 +186,8 @@ def _begun_packing(gguf: Path, settings: Settings) -> BegunWeights | None:
 def _begun_memory(folder: Path, settings: Settings) -> BegunWeights | None:
     files, free_bytes = require_weights(folder), available_ram_bytes()
     num_bytes = bytes_as_they_are(folder, files, settings.weights, settings.dtype)
-    if not num_bytes or num_bytes + ROOM_BYTES > free_bytes or _pick_device(settings.device).type != "cpu":
+    # What transformers computes of tensors, instead of putting them together, lies beside these pages at first.
+    if not num_bytes or 2 * num_bytes + ROOM_BYTES > free_bytes or _pick_device(settings.device).type != "cpu":
         return None
     if num_bytes + sum(file.stat().st_size for file in files) + ROOM_BYTES <= free_bytes:
         threading.Thread(target=_digest_ahead, args=(files,), name="digest", daemon=True).start()
@@ -410,7 +415,8 @@ def _weight_files(folder: Path) -> list[Path]:
         raise ModelError(f"{folder} holds no model: there is no config.json{_hint(folder)}")
     if (folder / INDEX).is_file():
         _require_shards(folder / INDEX)
-    return require_weights(folder, _hint(folder))
+    files = require_weights(folder, _hint(folder))
+    return [*files, *(one for one in checkpoint_files(folder, files) if one not in files)]
 
 
 def _require_shards(index: Path) -> None:

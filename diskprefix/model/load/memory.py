@@ -126,8 +126,9 @@ def populate_beside(*tensors: torch.Tensor) -> None:
 
 
 def tokens_ahead(longest_prompt: int) -> int:
-    """Returns the tokens that get memory ahead: those of the longest saved prompt and of a turn after it. With more, a
-    large page holds few tokens of a head, and a restore touches more pages than it fills."""
+    """Returns the tokens that get memory ahead: those of the longest saved prompt (of 1 000, of any model) and of a
+    turn after it. With more, a large page holds few tokens of a head, and a restore touches more pages than it
+    fills."""
     return longest_prompt + _TURN_TOKENS
 
 

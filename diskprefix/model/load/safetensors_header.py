@@ -64,7 +64,7 @@ def shards_of(index: Path) -> list[str]:
     """Returns the names of the files that an index names. Raises `ModelError` if it is damaged."""
     try:
         return sorted(map(str, set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{index} is damaged; fetch or copy it again") from error
 
 

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -36,7 +37,9 @@ _TYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
 }
 _PIECE_BYTES = 1 << 25
-"""What a thread reads before it waits for Python's lock again; and what is in memory of a tensor that is cast."""
+"""What a thread reads before it waits for Python's lock again."""
+_CAST_AT_ONCE = 1 << 15
+"""The numbers that are cast at a time: for more, torch would start threads of its own in each of ours."""
 
 Place: TypeAlias = tuple[int | slice, ...]
 """An index of a whole: a number or a slice for each of its dimensions."""
@@ -77,17 +80,23 @@ class StoredTensor:
     def read_into(self, out: torch.Tensor, first: int) -> None:
         """Reads elements from `first` on into a flat tensor, whose type they get. Raises `ModelError` if the file is
         cut short."""
-        content = out if out.dtype is self.dtype else torch.empty(out.shape, dtype=self.dtype)
-        # A page of a mapped file that is cut short would end the process.
         with self.file.open("rb", buffering=0) as source:
             source.seek(self.offset + first * self.dtype.itemsize)
-            view, done = memoryview(content.view(torch.uint8).numpy().data), 0
-            while done < len(view) and (size := source.readinto(view[done:])):
-                done += size
+            if out.dtype is self.dtype:
+                self._fill(out, source)
+                return
+            content = torch.empty(min(len(out), _CAST_AT_ONCE), dtype=self.dtype)
+            for piece in out.split(_CAST_AT_ONCE):  # type: ignore[no-untyped-call]
+                self._fill(content[: len(piece)], source)
+                piece.copy_(content[: len(piece)])
+
+    def _fill(self, content: torch.Tensor, source: FileIO) -> None:
+        # A page of a mapped file that is cut short would end the process.
+        view, done = memoryview(content.view(torch.uint8).numpy().data), 0
+        while done < len(view) and (size := source.readinto(view[done:])):
+            done += size
         if done < len(view):
             raise ModelError(f"{self.file} ends within {self.name}; fetch or copy it again")
-        if content is not out:
-            out.copy_(content)
 
 
 @dataclass(frozen=True)
@@ -166,9 +175,11 @@ def read_now(found: Any) -> Any:
 
 
 def _read_apart(part: _Part, to: torch.Tensor) -> None:
-    content = torch.empty(to.numel(), dtype=part.stored.dtype)
-    part.stored.read_into(content, part.first)
-    to.copy_(content.view(to.shape))
+    row = to.numel() // max(1, len(to))
+    for number, piece in enumerate(to):
+        content = torch.empty(row, dtype=to.dtype)
+        part.stored.read_into(content, part.first + number * row)
+        piece.copy_(content.view(piece.shape))
 
 
 def _same(tensor: UnreadTensor) -> UnreadTensor:
@@ -219,7 +230,7 @@ def _are_alike(tensors: Sequence[Any]) -> bool:
 def _split(tensor: UnreadTensor, size: int | Sequence[int], dim: int = 0) -> list[UnreadTensor] | None:
     dim %= tensor.ndim
     whole = tensor.shape[dim]
-    sizes = [min(size, whole - first) for first in range(0, whole, size)] if isinstance(size, int) else size
+    sizes = [min(size, whole - first) for first in range(0, whole, size)] or [0] if isinstance(size, int) else size
     found, first = [], 0
     for one in sizes:
         cut = [part.cut(dim, first, first + one) for part in tensor.parts]

@@ -352,7 +352,7 @@ class Products {
         return false;
     }
     const bool is_few = call_.num_rows <= Multiply::FEW_ROWS;
-    const int64_t count = is_few && pairs_ <= 4 ? 1 : call_.num_threads;
+    const int64_t count = is_few ? least((pairs_ + 3) / 4, call_.num_threads) : call_.num_threads;
     return spread(call_.num_threads, call_.parallel_for, count, 1, [this](int64_t, int64_t) { take(); }) && !failed_;
   }
 

@@ -41,8 +41,9 @@ print(memory("VmHWM") - before)
 """
 
 
-def write_mixture(folder: Path) -> int:
-    """Writes a mixture of experts in bfloat16, all zeros, which take no room on the disk. Returns the bytes."""
+def write_mixture(folder: Path, kind: str, each: int) -> int:
+    """Writes a mixture of experts of this type, `each` bytes a number, all zeros, which take no room on the disk.
+    Returns the bytes that it has in bfloat16."""
     from transformers import Qwen3MoeConfig
 
     experts, width, inner, vocabulary = 24, 1024, 512, 300
@@ -73,20 +74,21 @@ def write_mixture(folder: Path) -> int:
             shapes |= {f"{one}.down_proj": (width, inner)}
     header, size = {}, 0
     for name, shape in shapes.items():
-        header[f"{name}.weight"] = {"dtype": "BF16", "shape": shape, "data_offsets": [size, size + 2 * prod(shape)]}
-        size += 2 * prod(shape)
+        header[f"{name}.weight"] = {"dtype": kind, "shape": shape, "data_offsets": [size, size + each * prod(shape)]}
+        size += each * prod(shape)
     text = json.dumps(header).encode()
     tiny.tokenizer().save_pretrained(folder)
     config.save_pretrained(folder)
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         file.truncate(8 + len(text) + size)
-    return size
+    return size * 2 // each
 
 
+@pytest.mark.parametrize(("kind", "each"), [("BF16", 2), ("F32", 4)])
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the kernel does not tell")
-def test_loading_takes_no_more_memory_than_the_file(tmp_path: Path) -> None:
-    size = write_mixture(tmp_path)
+def test_loading_takes_no_more_memory_than_the_weights(kind: str, each: int, tmp_path: Path) -> None:
+    size = write_mixture(tmp_path, kind, each)
     assert size > 200 * MIB
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
