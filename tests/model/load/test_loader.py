@@ -69,6 +69,23 @@ def test_a_spare_has_read_the_tokenizer_unless_a_file_was_written_since(
     assert len(read) == 4
 
 
+@pytest.mark.parametrize("name", ["consolidated-00001.safetensors", "w/part-00001.safetensors"])
+def test_each_file_that_the_index_names_is_in_the_digest(name: str, tmp_path: Path) -> None:
+    folder = tiny.write_folder(tmp_path / "m")
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    (folder / name).parent.mkdir(exist_ok=True)
+    file.rename(folder / name)
+    # Nothing reads this one.
+    save_file({"other": torch.zeros(4)}, folder / "model-mtp.safetensors", {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = load(folder)
+    changed = {name: weight + 1 for name, weight in weights.items()}
+    save_file(changed, folder / name, {"format": "pt"})
+    assert load(folder).weights_digest != before.weights_digest
+
+
 def test_a_spare_has_a_model_put_together_for_quantised_weights_unless_their_file_was_written_since(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
