@@ -259,8 +259,9 @@ class Front:
             delay_s = max(_LEAST_PAUSE_S, delay_s)
             self._troubles[place.model].until = self._loop.time() + delay_s
         in_a_row = self._troubles[place.model].deaths.in_a_row
+        next_one = "another is started" if place.is_pinned else "a request may start another"
         when = f" in {delay_s:.0f} s: it died {in_a_row} times in a row" if delay_s else ""
-        log.error("[front] the worker of %s %s; another is started%s", place.model, described(code), when)
+        log.error("[front] the worker of %s %s; %s%s", place.model, described(code), next_one, when)
         self._keep_later(delay_s, place.model)
 
     def _trouble(self, model: str, reason: str, served_s: float) -> float:
@@ -507,14 +508,9 @@ class Front:
         return {"model": known.name, "status": "unloading"}
 
     async def _send_metrics(self, scope: Scope, send: Send) -> None:
-        texts = {}
-        for place, worker in list(self._by_place.items()):
-            if place.phase is Phase.READY:
-                with suppress(NotTaken, WorkerGone, TimeoutError):
-                    async with asyncio.timeout(_METRICS_S):
-                        status, body = await _fetched(scope, worker.way)
-                    if status == 200:
-                        texts[place.model] = body.decode()
+        ready = [worker for place, worker in self._by_place.items() if place.phase is Phase.READY]
+        found = await asyncio.gather(*(_metrics_of(worker, scope) for worker in ready))
+        texts = {worker.place.model: text for worker, text in zip(ready, found, strict=True) if text is not None}
         loaded = {known.name: known.name in texts for known in self._listing.models()}
         merged = merged_metrics(texts, loaded).encode()
         headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
@@ -554,6 +550,15 @@ def _shown_place(place: Place) -> dict[str, Any]:
     return {name: getattr(place, name) for name in names} | {"phase": place.phase.name.lower()}
 
 
+async def _metrics_of(worker: ModelWorker, scope: Scope) -> str | None:
+    """Returns the metrics of a worker, None if it does not answer in time."""
+    with suppress(NotTaken, WorkerGone, TimeoutError):
+        async with asyncio.timeout(_METRICS_S):
+            status, body = await _fetched(scope, worker.way)
+        return body.decode() if status == 200 else None
+    return None
+
+
 async def _fetched(scope: Scope, way: Way) -> tuple[int, bytes]:
     """Returns the status and the body of a worker's answer to a request without one. Raises `NotTaken` and
     `WorkerGone`."""
@@ -568,7 +573,8 @@ async def _fetched(scope: Scope, way: Way) -> tuple[int, bytes]:
 
     incoming = Incoming(receive)
     incoming.end()
-    return await way.pass_on(scope, incoming, send), bytes(body)
+    headers = [header for header in scope["headers"] if header[0] not in (b"content-length", b"transfer-encoding")]
+    return await way.pass_on({**scope, "headers": headers}, incoming, send), bytes(body)
 
 
 def memory_pressure(pressure: Path = Path("/proc/pressure/memory")) -> float:

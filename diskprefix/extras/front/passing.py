@@ -117,11 +117,25 @@ class Way:
         self._path = path
         self._kept: list[tuple[float, _Streams]] = []
         """With the time when each was used."""
+        self._is_closed = False
 
     def close(self) -> None:
+        self._is_closed = True
         for _, (_, writer) in self._kept:
             writer.transport.abort()
         self._kept.clear()
+
+    def _keep(self, streams: _Streams) -> None:
+        loop = asyncio.get_running_loop()
+        kept = loop.time(), streams
+
+        def end() -> None:
+            if kept in self._kept:
+                self._kept.remove(kept)
+                streams[1].transport.abort()
+
+        self._kept.append(kept)
+        loop.call_later(_IDLE_S, end)
 
     async def pass_on(self, scope: Scope, incoming: Incoming, send: Send) -> int:
         """Sends a request to the worker, and its response to the client. Returns the status, 499 if the client has hung
@@ -129,10 +143,9 @@ class Way:
 
         Raises `NotTaken` and `WorkerGone`.
         """
-        loop = asyncio.get_running_loop()
         while self._kept:
-            used_at, streams = self._kept.pop()
-            if streams[0].at_eof() or loop.time() > used_at + _IDLE_S:
+            _, streams = self._kept.pop()
+            if streams[0].at_eof():
                 streams[1].transport.abort()
                 continue
             # The worker may close it at this moment.
@@ -154,8 +167,8 @@ class Way:
             upward.cancel()
             with suppress(asyncio.CancelledError, NotTaken, OSError):
                 await upward
-            if incoming.is_sent and response.is_whole and len(self._kept) < _MOST_KEPT:
-                self._kept.append((asyncio.get_running_loop().time(), streams))
+            if incoming.is_sent and response.is_whole and len(self._kept) < _MOST_KEPT and not self._is_closed:
+                self._keep(streams)
             else:
                 # Not closed in order: what it still says is for nobody.
                 writer.transport.abort()
@@ -169,16 +182,15 @@ async def _send_up(scope: Scope, incoming: Incoming, writer: asyncio.StreamWrite
     headers = _headers_up(scope)
     is_chunked = (b"transfer-encoding", b"chunked") in headers
     lines = [b"%s %s HTTP/1.1" % (scope["method"].encode(), _target(scope)), *map(b": ".join, headers), b"", b""]
-    unsent = b"\r\n".join(lines)
     incoming.is_sent = False
     try:
+        # Before the body: if that never comes, the worker says so in time.
+        writer.write(b"\r\n".join(lines))
         async for piece in incoming.pieces():
-            # The head goes with the first piece.
-            writer.write(unsent + (b"%x\r\n%s\r\n" % (len(piece), piece) if is_chunked else piece))
-            unsent = b""
+            writer.write(b"%x\r\n%s\r\n" % (len(piece), piece) if is_chunked else piece)
             await writer.drain()
         if not incoming.has_left:
-            writer.write(unsent + (b"0\r\n\r\n" if is_chunked else b""))
+            writer.write(b"0\r\n\r\n" if is_chunked else b"")
             incoming.is_sent = True
     except NotTaken:
         writer.transport.abort()
@@ -256,7 +268,8 @@ class _Response:
                 case h11.Data():
                     body += event.data
                 case h11.EndOfMessage():
-                    self.is_whole = self._connection.their_state is h11.DONE
+                    is_all = not self._connection.trailing_data[0]
+                    self.is_whole = is_all and self._connection.their_state is h11.DONE
                     await send({"type": "http.response.body", "body": body, "more_body": False})
                     return status
 

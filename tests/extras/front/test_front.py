@@ -326,16 +326,25 @@ def test_a_body_counts_until_a_worker_takes_it_and_a_look_neither_uses_nor_keeps
 def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def fetched(_scope: Any, way: Way) -> tuple[int, bytes]:
+    is_asked = asyncio.Event()
+    heads: list[Any] = []
+
+    async def passes(way: Way, scope: Any, _incoming: Incoming, send: Any) -> int:
         path = way._path
-        if path == "hangs":
-            await asyncio.Event().wait()
-        return (500 if path == "fails" else 200), f"{path}_total 1\n".encode()
+        heads.append(scope["headers"])
+        if path == "works":
+            is_asked.set()
+        await {"hangs": asyncio.Event(), "waits": is_asked}.get(path, heard).wait()
+        await send({"type": "http.response.body", "body": f"{path}_total 1\n".encode()})
+        return 500 if path == "fails" else 200
+
+    heard = asyncio.Event()
+    heard.set()
 
     async def test() -> None:
-        monkeypatch.setattr(front, "_METRICS_S", 0.01)
-        monkeypatch.setattr(front, "_fetched", fetched)
-        names = ("hangs", "fails", "works")
+        monkeypatch.setattr(front, "_METRICS_S", 0.05)
+        monkeypatch.setattr(Way, "pass_on", passes)
+        names = ("hangs", "fails", "waits", "works")
         told = Told(Listing(Settings(), Models(*map(Named, names)), lambda _settings: None))
         told.front._swaps.limit_bytes = None
         async with told.running() as workers:
@@ -347,10 +356,13 @@ def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_sho
             async def send(message: Any) -> None:
                 sent.append(message)
 
-            await told.front._send_metrics({}, send)
+            headers = [(b"host", b"h"), (b"content-length", b"5"), (b"transfer-encoding", b"chunked")]
+            await told.front._send_metrics({"headers": headers}, send)
             text = sent[1]["body"].decode()
             assert "works_total" in text
+            assert "waits_total" in text, "all are asked at once"
             assert "fails_total" not in text
+            assert heads == [headers[:1]] * 4, "no worker waits for the body of the client"
             assert not workers.all
 
     run(test())

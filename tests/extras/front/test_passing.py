@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diskprefix.extras.front import passing
 from diskprefix.extras.front.passing import Incoming, NotTaken, Way, WorkerGone
 from diskprefix.server.process.front_line import PEER_HEADER, RestoredAddresses
 
@@ -117,8 +118,21 @@ def test_a_client_that_hangs_up_closes_the_connection_to_the_worker(tmp_path: Pa
     assert (status, sent, rests) == (499, [], [b""])
 
 
-def test_a_connection_is_for_another_request_once_both_bodies_are_whole(tmp_path: Path) -> None:
-    """The worker answers the fourth request before it has read it, and then closes a connection that waits."""
+def test_a_worker_may_answer_although_the_body_never_comes(tmp_path: Path) -> None:
+    async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 408 Request Timeout\r\nContent-Length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    assert passed(worker, tmp_path, headers={"content-length": "4"})[0] == 408
+
+
+def test_a_connection_is_for_another_request_once_both_bodies_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker answers the fourth request before it has read it, then closes a connection that waits. It says more
+    than its answer to the sixth."""
     numbers = itertools.count(1)
     connections: dict[int, list[int]] = {}
     writers: list[asyncio.StreamWriter] = []
@@ -134,7 +148,7 @@ def test_a_connection_is_for_another_request_once_both_bodies_are_whole(tmp_path
                     await reader.readexactly(4)
                 close = b"Connection: close\r\n" if number == 2 else b""
                 head = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\nContent-Length: 2\r\n"
-                writer.write(head + close + b"\r\nok")
+                writer.write(head + close + b"\r\nok" + (b"HTTP/1.1 200 OK\r\n" if number == 6 else b""))
 
     async def run() -> None:
         path = str(tmp_path / "s")
@@ -164,10 +178,16 @@ def test_a_connection_is_for_another_request_once_both_bodies_are_whole(tmp_path
             await ask(chunk(b"body"))
             writers[-1].close()
             await ask(chunk(b"body"))
+            monkeypatch.setattr(passing, "_IDLE_S", 0.0)
+            await ask(chunk(b"body"))
+            with suppress(OSError):
+                await asyncio.wait_for(writers[-1].wait_closed(), 30)
             way.close()
+            await ask(chunk(b"body"))
+            assert not way._kept
             for writer in writers:
                 with suppress(OSError):
                     await writer.wait_closed()
-            assert [*connections.values()] == [[1, 2], [3, 4], [5], [6]]
+            assert [*connections.values()] == [[1, 2], [3, 4], [5], [6], [7], [8]]
 
     asyncio.run(run())
