@@ -148,7 +148,7 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
             settings = replace(settings, kv_cache_write_buffer=buffer_bytes)
         found = measured(loaded, settings, progress)
         layout = found.layout
-        if recorder is not None and not layout.unsupported:
+        if recorder is not None:
             recorder.describe(
                 bytes_per_token=layout.bytes_per_token,
                 state_bytes=layout.state_bytes,

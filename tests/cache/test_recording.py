@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate import recording
 from diskprefix.extras.simulate.recording import RecordedRequest, RequestRecorder, joined
-from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
+from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection, Tenant
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from tests.waiting import wait_for
@@ -166,6 +166,20 @@ def test_whose_state_it_is_is_told_apart_from_what_all_share(tmp_path: Path) -> 
     assert [line.is_shared for line in read(tmp_path / "trace.jsonl")] == [True, False]
 
 
+def test_a_key_is_one_caller_whatever_its_salts(tmp_path: Path) -> None:
+    key, other = Tenant.of_key("a"), Tenant.of_key("b")
+    found = []
+    for keys in (Path("keys"), None):
+        recorder = RequestRecorder(path := tmp_path / f"{keys}.jsonl", Settings(api_keys=keys), lambda: 7)
+        for tenant in (key, key.with_salt("me"), other):
+            note(recorder, Prompt(random_prompt(1, 20)), replace(FULL, tenant=tenant))
+        recorder.close()
+        found.append([line.caller for line in read(path)])
+        assert key.ids[0].encode() not in path.read_bytes()
+    assert found[0][0] == found[0][1] != found[0][2]
+    assert found[1] == ["", "", ""], "without keys, the front takes all for one"
+
+
 def test_a_request_with_the_daemons_scope_has_none_of_its_own(record: Record) -> None:
     assert not record(range(20))[0].own_scope
 
@@ -301,14 +315,46 @@ def test_a_file_that_cannot_be_recorded_to_is_refused_at_once(tmp_path: Path) ->
         assert "\n" not in refusal.value.message
 
 
-def test_two_processes_append_whole_lines_to_one_recording(tmp_path: Path) -> None:
+def test_a_file_that_another_process_holds_is_refused_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recording, "_LOCK_PATIENCE_S", 0.0)
+    with (tmp_path / "trace.jsonl").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(SettingsError, match="another process holds"):
+            open_recorder(tmp_path / "trace.jsonl")
+
+
+def test_half_a_line_of_another_process_that_was_killed_is_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    recorder = open_recorder(path)
+    prompt = Prompt(random_prompt(1, 40))
+    note(recorder, prompt)
+    wait_for(lambda: path.read_bytes().endswith(b"\n"))
+    with path.open("ab") as other:
+        other.write(path.read_bytes()[:100])
+    for _ in range(2):
+        note(recorder, prompt)
+    recorder.close()
+    assert len(read(path)) == 3
+
+
+def test_two_processes_append_whole_lines_to_one_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, flock = list[Any](), fcntl.flock
+
+    def noted(fd: Any, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            waiting.append(fd)
+        flock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", noted)
     path = tmp_path / "trace.jsonl"
     recorders = open_recorder(path), open_recorder(path)
     with path.open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         for recorder in recorders:
             note(recorder, Prompt(random_prompt(1, 40)))
-        wait_for(lambda: all(recorder._waiting.empty() for recorder in recorders))
+        wait_for(lambda: len(waiting) == 3)
         assert path.stat().st_size == 0, "each waits for its turn"
     for recorder in recorders:
         recorder.close()

@@ -282,6 +282,8 @@ def test_a_recording_of_several_models_has_a_table_of_each_and_one_of_their_swap
     assert "ash 1.0 GiB, 2.0 s; org/birch 1.0 GiB, 2.0 s" in shown
     assert f" {one['swaps']} " in shown
     run("simulate", "synthetic:interleaved:20", "--memory-limit", "1GiB").assert_refused(2, "no recording of a daemon")
+    both.write_text(both.read_text().replace(f'"memory_bytes":{GIB},', "", 8))
+    run("simulate", both, "--memory-limit", "1GiB").assert_refused(2, "both does not say what memory ash needs")
 
 
 def test_a_policy_file_leaves_open_what_the_recording_says(run: Run, tmp_path: Path) -> None:

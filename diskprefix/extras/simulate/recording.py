@@ -47,6 +47,8 @@ _MOST_WAITING = 256
 _CLOSE_TIMEOUT_S = 5.0
 _LOOK_EVERY_S = 2.0
 """Seconds between checks whether the file was moved or deleted."""
+_LOCK_PATIENCE_S, _LOCK_PAUSE_S = 1.0, 0.02
+"""The time that opening the file waits for another process which holds it, and between two tries."""
 _MOST_TOKENS = 1 << 24
 """The maximum length of a prompt."""
 _BEGINNING = b'{"version":'
@@ -59,14 +61,14 @@ _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request, a line of the file. An absent field has its default.
 
-    `when` is in seconds since 1970. `root` identifies model and tenant, `group` is that of `CacheOptions`; both are
-    keyed hashes of 16 hex digits. `is_shared`: the request had neither key nor salt. `own_scope`: it set another scope
-    than the daemon's. `bytes_per_token`, `state_bytes`, `logits_bytes` and `exact_at` describe the model's state as
-    `kv.layout.Layout` does; the sizes are 0 if unknown. `model` is its name where a daemon has several, `memory_bytes`
-    what it needs of memory, `load_s` the time in which it was loaded. `took_s` is the time from the request's arrival
-    at the model to its end. `marks` are the positions that the client marked, with their times to live in seconds: see
-    `nouns.Mark`. `reply_tokens` counts the known tokens of the reply, 0 unless the model
-    is exact at every token.
+    `when` is in seconds since 1970. `root` identifies model and tenant, `group` is that of `CacheOptions`, `caller` the
+    API key, whatever its salts; all are keyed hashes of 16 hex digits, empty for none. `is_shared`: the request had
+    neither key nor salt. `own_scope`: it set another scope than the daemon's. `bytes_per_token`, `state_bytes`,
+    `logits_bytes` and `exact_at` describe the model's state as `kv.layout.Layout` does; the sizes are 0 if unknown.
+    `model` is its name where a daemon has several, `memory_bytes` what it needs of memory, `load_s` the time in which
+    it was loaded. `took_s` is the time from the request's arrival at the model to its end. `marks` are the positions
+    that the client marked, with their times to live in seconds: see `nouns.Mark`. `reply_tokens` counts the known
+    tokens of the reply, 0 unless the model is exact at every token.
 
     `cuts` are ascending positions in tokens. The end of the prompt is one of them, the end of the reply is the last
     one. `hashes` has for each cut the hash of prompt and reply up to there, 16 hex digits. `parted_at`, one of the
@@ -91,6 +93,7 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     is_shared: bool = True
     own_scope: bool = False
     group: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")] = ""
+    caller: str = ""
     save: bool = True
     ttl_s: _Amount | None = None
     reuse_generated: bool = False
@@ -240,7 +243,7 @@ class RequestRecorder:
             restore_ms=round(report.restore_ms, 2),
         )
         try:
-            self._waiting.put_nowait(partial(self._append, record_of, prompt, reply.copy(), root, options.group))
+            self._waiting.put_nowait(partial(self._append, record_of, prompt, reply.copy(), root, options))
         except queue.Full:
             self._failed("requests come faster than they are written")
 
@@ -269,18 +272,26 @@ class RequestRecorder:
             log.warning("[record] %s: a request was not recorded: %s (said once)", self._path, reason)
 
     def _append(
-        self, record_of: Callable[..., RecordedRequest], prompt: Prompt, reply: TokenIds, root: bytes, group: bytes
+        self,
+        record_of: Callable[..., RecordedRequest],
+        prompt: Prompt,
+        reply: TokenIds,
+        root: bytes,
+        options: CacheOptions,
     ) -> None:
-        self._write(msgspec.json.encode(record_of(**self._hashed(prompt, reply, root, group))) + b"\n")
+        self._write(msgspec.json.encode(record_of(**self._hashed(prompt, reply, root, options))) + b"\n")
         self._is_failing = False
 
-    def _hashed(self, prompt: Prompt, reply: TokenIds, root: bytes, group: bytes) -> dict[str, Any]:
+    def _hashed(self, prompt: Prompt, reply: TokenIds, root: bytes, options: CacheOptions) -> dict[str, Any]:
         """Returns the hashed fields of the record, and the cuts."""
         key, block_size = self._key(), self._settings.block_size
+        # Without keys, all are one caller to the front.
+        caller = "" if self._settings.api_keys is None else "".join(options.tenant.ids[:1])
         token_ids = np.concatenate([prompt.token_ids, reply])
         fields: dict[str, Any] = {
             "root": _keyed(key, b"root", root),
-            "group": _keyed(key, b"group", group) if group else "",
+            "group": _keyed(key, b"group", options.group) if options.group else "",
+            "caller": _keyed(key, b"caller", caller.encode()) if caller else "",
         }
         wanted = {
             *prompt.boundaries,
@@ -327,6 +338,10 @@ class RequestRecorder:
             self._looked_at = time.monotonic()
         with _locked(self._fd, self._path):
             end = os.fstat(self._fd).st_size
+            if end and os.pread(self._fd, 1, end - 1) != b"\n":
+                # Another process was killed while it wrote.
+                _check_content(self._fd, self._path)
+                end = os.fstat(self._fd).st_size
             written = 0
             try:
                 while written < len(line):
@@ -372,7 +387,7 @@ def _open(path: Path) -> int:
     try:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise _refused(f"{path} is no regular file")
-        with _locked(fd, path):
+        with _locked(fd, path, patience_s=_LOCK_PATIENCE_S):
             _check_content(fd, path)
     except BaseException:
         os.close(fd)
@@ -381,10 +396,19 @@ def _open(path: Path) -> int:
 
 
 @contextmanager
-def _locked(fd: int, path: Path) -> Iterator[None]:
-    """Holds the file for this process. Where it cannot be locked, others are not held off."""
+def _locked(fd: int, path: Path, *, patience_s: float | None = None) -> Iterator[None]:
+    """Holds the file for this process. Where it cannot be locked, others are not held off. Raises `SettingsError` if
+    another process holds it for longer than `patience_s`."""
+    since = time.monotonic()
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | (0 if patience_s is None else fcntl.LOCK_NB))
+                break
+            except BlockingIOError:
+                if time.monotonic() - since > (patience_s or 0.0):
+                    raise _refused(f"another process holds {path}") from None
+                time.sleep(_LOCK_PAUSE_S)
     except OSError as error:
         log.debug("[record] %s cannot be locked: %s", path, error)
     try:

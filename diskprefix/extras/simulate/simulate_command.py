@@ -223,7 +223,7 @@ def simulate(
     loads, swaps       models that were loaded, and unloaded for another one
     waits, median, …   requests that came for a model that was not loaded, and how long they
                        waited; after a wait: the restored part of their prompts
-    refused            requests that found too many models waiting
+    refused            requests that found too many models waiting, or whose model never fits
 
     \b
     whole-snapshots  a simple rule for comparison: saves the prefix that a prompt shares

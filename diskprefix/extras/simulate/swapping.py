@@ -23,7 +23,8 @@ class SwapTotals:
 
     `loads` counts them by model, `swaps` the models that were unloaded for another one. `waits_s` has the waits of the
     requests that came for a model that was not loaded; `waited_tokens` are the tokens of their prompts, and
-    `waited_restored` those that were restored. `refused` requests found too many waiting.
+    `waited_restored` those that were restored. `refused` requests found too many waiting, or are for a model that never
+    fits.
     """
 
     trace: str
@@ -91,7 +92,7 @@ class SwapReplay:
                 model=request.model,
                 needed_bytes=model.memory_bytes,
                 waits_since=self._now,
-                callers={request.tenant},
+                callers={request.caller},
             )
             try:
                 self._swaps.require_room(place, ())
@@ -99,7 +100,7 @@ class SwapReplay:
                 totals.refused += 1
                 return
             self._swaps.add(place)
-        self._swaps.begin_request(place, request.tenant)
+        self._swaps.begin_request(place, request.caller)
         num_tokens, restored = len(request.prompt.token_ids), self._restored(request)
         totals.prompt_tokens += num_tokens
         totals.restored_tokens += restored

@@ -26,8 +26,11 @@ def run(
     """Replays each trace under each limit, and shows what is swapped, waits and is restored. `case_of` returns the
     settings of a model's cache. Raises `SettingsError` for a trace without several models."""
     for trace in traces:
-        if not all(model.memory_bytes for model in trace.models.values()) or not trace.models:
+        if not trace.models:
             raise SettingsError(f"--memory-limit: {trace.name} is no recording of a daemon that has several models")
+        if unknown := [name for name, model in trace.models.items() if not model.memory_bytes]:
+            names = printable_only(", ".join(unknown))
+            raise SettingsError(f"--memory-limit: {trace.name} does not say what memory {names} needs")
     rows = [SwapReplay(trace, limit, _restoring(trace, case_of)).run() for trace in traces for limit in limits]
     if as_json:
         print_json([row.as_dict() for row in rows])

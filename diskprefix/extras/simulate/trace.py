@@ -24,8 +24,8 @@ class TraceRequest:
     `CacheOptions`. Requests of different tenants share nothing. `is_shared`: the tenant has neither key nor salt, as
     always for the tenant "". `remembered`: the prompt counts as a recent one for later requests. This is false for a
     request that failed or was cancelled. `grain`: common prefixes are multiples of this number of tokens, as in traces
-    of block ids. `model` is empty if the daemon has one model. `took_s` is the time from its arrival at the model to
-    its end, 0 if unknown.
+    of block ids. `model` is empty if the daemon has one model. `caller` is what the front takes for one: an API key
+    with all its tenants. `took_s` is the time from its arrival at the model to its end, 0 if unknown.
     """
 
     when: float
@@ -41,6 +41,7 @@ class TraceRequest:
     remembered: bool = True
     grain: int = 1
     model: str = ""
+    caller: str = ""
     took_s: float = 0.0
 
 

@@ -251,6 +251,7 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
         ttl_s=record.ttl_s,
         remembered=record.remembered,
         model=record.model,
+        caller=record.caller,
         took_s=record.took_s,
     )
 

@@ -11,10 +11,12 @@ from diskprefix.tokens import as_token_ids
 LOAD_S = 4.0
 
 
-def replayed(limit: int, *arrivals: tuple[float, str], took_s: float = 1.0) -> SwapTotals:
-    """Requests for models that need 6 bytes each. All but the first token of a prompt are restored."""
+def replayed(limit: int, *arrivals: tuple[float, str], took_s: float = 1.0, caller: str = "") -> SwapTotals:
+    """Requests for models that need 6 bytes each, of a caller for each unless one is named. All but the first token of
+    a prompt are restored."""
+    prompt = Prompt(as_token_ids(range(10)))
     requests = [
-        TraceRequest(when=when, prompt=Prompt(as_token_ids(range(10))), model=model, took_s=took_s, tenant=model)
+        TraceRequest(when=when, prompt=prompt, model=model, took_s=took_s, tenant=model, caller=caller or model)
         for when, model in arrivals
     ]
     daemon = RecordedDaemon(block_size=16, min_tokens=16, geometry=None, memory_bytes=6, load_s=LOAD_S)
@@ -47,3 +49,5 @@ def test_a_model_for_which_there_is_never_room_or_no_place_to_wait_is_refused() 
     crowd = [(1.0 + number / 10, f"m{number}") for number in range(MOST_WAITING + 2)]
     found = replayed(6, (0.0, "a"), *crowd, took_s=50.0)
     assert (found.refused, found.loads.total()) == (2, 1 + MOST_WAITING)
+    alone = replayed(6, (0.0, "a"), *crowd, took_s=50.0, caller="one")
+    assert (alone.refused, alone.loads.total()) == (2 + MOST_WAITING // 2, 1 + MOST_WAITING // 2)
