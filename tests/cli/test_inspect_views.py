@@ -115,9 +115,14 @@ def test_of_several_models_one_is_shown_and_a_request_by_an_alias_must_say_which
         shown = inspect(view, "--model", OTHER, "--json").json
         assert [root["model"] for root in shown[key]] == [OTHER]
     assert {one["root"] for one in shown["next_victims"]} == {shown["roots"][0]["root"]}
+    assert len(shown["next_victims"]) == min(10, listed["blocks"])
+    assert " of all models in " in inspect("--model", OTHER).stdout.splitlines()[-1]
+    assert " of all models in " not in inspect().stdout
     inspect("--model", "nobody").assert_refused(2, f"there are prompts of {OTHER}, tiny")
     asked = _written(tmp_path, chat(QUESTION) | {"model": "claude-haiku"})
     inspect("--why", asked).assert_refused(2, "nothing is saved of claude-haiku; say with --model which one it is")
+    folder = tmp_path / "tokenizer"
+    inspect("--why", asked, "--model", folder).assert_refused(2, "nothing is saved of claude-haiku")
     assert inspect("--why", asked, "--model", "tiny", "--json").json["model"] == "tiny"
 
 

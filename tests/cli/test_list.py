@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -136,19 +137,31 @@ def test_architectures_are_listed_as_they_were_verified(
     assert "other versions are installed" in run("list", "--architectures").stdout
 
 
-def test_a_model_is_shown_with_what_was_verified_of_its_architecture(run: Run, models_dir: Path) -> None:
+def test_a_model_is_shown_with_what_was_verified_of_its_architecture(
+    run: Run, models_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("made", "tiny-00001-of-00003.gguf"):
         assert (
             "llama: restored anywhere, exact at token, verified in bf16, fp32" in run("show", models_dir / name).stdout
         )
-    (models_dir / "made" / "config.json").write_text('{"model_type": "llama-of-tomorrow"}')
+    config = models_dir / "made" / "config.json"
+    config.write_text('{"model_type": "llama-of-tomorrow"}')
     assert verified_of(models_dir / "made") == "llama-of-tomorrow: not verified"
+    config.write_text('{"model_type": "mistral3", "text_config": {"model_type": "mistral"}}')
+    assert verified_of(models_dir / "made").startswith("mistral3: restored anywhere, exact at token, ")
+    config.unlink()
+    assert verified_of(models_dir / "made") == "not known: not verified"
+    header = SimpleNamespace(values={"general.architecture": "deepseek2"})
+    monkeypatch.setattr(architectures, "read_header", lambda _path: header)
+    assert verified_of(models_dir / "bad.gguf").startswith("deepseek2: restored anywhere, exact at token, ")
 
 
 def test_both_start_without_torch(models_dir: Path) -> None:
     (models_dir / "bad.gguf").unlink()
     lines, imported = run_fresh(
-        ["list", "--models-dir", str(models_dir), "--json"], ["show", str(models_dir / "made"), "--json"]
+        ["list", "--models-dir", str(models_dir), "--json"],
+        ["show", str(models_dir / "made"), "--json"],
+        ["list", "--architectures", "--json"],
     )
     assert json.loads("\n".join(lines[: lines.index("}") + 1]))["models"][0]["name"] == "made"
     assert imported <= {"rich"}

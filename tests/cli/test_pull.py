@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -303,9 +304,14 @@ def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole(
     os.utime(left, (0, 0))
     written_now = left.with_name("of-another-process.incomplete")
     written_now.touch()
-    row = run("pull", f"{REPO}:Q8_0", "--json").json
+    held = left.with_name("0a.1b.incomplete")
+    held.touch()
+    os.utime(held, (0, 0))
+    with (tmp_path / "home" / "hub" / ".locks" / left.parents[1].name / "0a.lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        row = run("pull", f"{REPO}:Q8_0", "--json").json
     assert Path(row["path"]).read_bytes() == (repository / "tiny-q8_0.gguf").read_bytes()
-    assert [*(tmp_path / "home").rglob("*.incomplete")] == [written_now]
+    assert {*(tmp_path / "home").rglob("*.incomplete")} == {written_now, held}
 
 
 def test_a_file_that_is_gone_after_the_listing_is_an_error(

@@ -18,6 +18,8 @@ TABLE = Path(__file__).with_name("verified_models.json")
 """The table that `tools/bench exactness --write-table` writes."""
 
 _RESTORED = {"cut": "anywhere", "checkpoint": "at checkpoints", "one pass": "at the end only", "unsupported": "not"}
+_SERVED_AS = {"deepseek2": "deepseek_v3"}
+"""What .gguf files call otherwise. DeepSeek V2, which is called so too, is verified like V3."""
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}
 
 
@@ -54,10 +56,12 @@ def show_architectures(as_json: bool) -> None:
 def verified_of(path: Path) -> str:
     """Returns what was verified of the architecture of a model's file or folder, for people."""
     table = json.loads(TABLE.read_text(encoding="utf-8"))["architectures"]
-    name = _architecture_of(path)
+    names = _architectures_of(path)
     by_type = {entry["model_type"]: entry for entry in table.values()} | table
     # A .gguf file writes `qwen3moe` for `qwen3_moe`.
-    found = {_letters(known): entry for known, entry in by_type.items()}.get(_letters(name))
+    by_letters = {_letters(known): entry for known, entry in by_type.items()}
+    found = next((by_letters[_letters(name)] for name in names if _letters(name) in by_letters), None)
+    name = next(iter(names), "not known")
     if found is None:
         return f"{name}: not verified"
     row = _row(name, found)
@@ -66,11 +70,16 @@ def verified_of(path: Path) -> str:
     )
 
 
-def _architecture_of(path: Path) -> str:
+def _architectures_of(path: Path) -> list[str]:
+    """Returns the names of a model's architecture, its own first, and then that of what computes its text."""
     if path.is_file():
-        return str(read_header(path).values.get("general.architecture"))
-    config = path / "config.json"
-    return str(json.loads(config.read_text(encoding="utf-8")).get("model_type")) if config.is_file() else "None"
+        own = read_header(path).values.get("general.architecture")
+        names = [own, _SERVED_AS.get(str(own))]
+    else:
+        file = path / "config.json"
+        config = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        names = [config.get("model_type"), (config.get("text_config") or {}).get("model_type")]
+    return [str(name) for name in names if name]
 
 
 def _letters(name: str) -> str:

@@ -52,6 +52,8 @@ def together_finding(settings: Settings, models: Sequence[KnownModel]) -> Findin
         beside = f" beside what is pinned ({', '.join(pinned)})" if pinned else ""
         advice = "choose fewer bits, unpin one, or raise --memory-limit"
         return Finding("models", "problem", f"{text}; no room{beside} for {', '.join(never)}", advice)
+    if len(sizes) < len(models):
+        return Finding("models", "note", f"{text}; not all could be measured")
     turns = "all stay loaded" if sum(sizes.values()) <= limit else "they take turns"
     return Finding("models", "ok", f"{text}: {turns}")
 

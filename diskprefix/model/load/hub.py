@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -48,7 +49,7 @@ _BESIDE_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 20
 """What arrives is kept in pieces of so many bytes. Less is lost when a connection breaks."""
 _ABANDONED_S = 3600.0
-"""A part of a file that was not written for so long belongs to no process that fetches it."""
+"""A part of a file that was not written for so long, and that no process holds, is removed."""
 _SHA256 = re.compile("[0-9a-f]{64}")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 """In the address of a mirror."""
@@ -384,15 +385,18 @@ def _fetched(
 
 
 def _remove_abandoned(repo: str) -> None:
-    """Removes the parts of files that a killed process left: the library names them anew and takes none up again."""
+    """Removes the parts of files that a killed process left: the library names them anew and takes none up again. One
+    that fetches a file holds its lock, however long nothing arrives."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    folder = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
-    for part in folder.glob("blobs/*.incomplete"):
+    cache, name = Path(constants.HF_HUB_CACHE), repo_folder_name(repo_id=repo, repo_type="model")
+    for part in (cache / name).glob("blobs/*.incomplete"):
         with suppress(OSError):
             if time.time() - part.stat().st_mtime > _ABANDONED_S:
-                part.unlink()
+                with (cache / ".locks" / name / f"{part.name.partition('.')[0]}.lock").open("ab") as lock:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    part.unlink()
 
 
 def _set_newest(snapshot: Path) -> None:

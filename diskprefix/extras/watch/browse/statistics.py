@@ -106,22 +106,22 @@ def statistics(
     return sorted(rows, key=lambda row: (-row.stored_bytes, -row.total.requests, row.root))
 
 
-def next_victims(snapshot: Snapshot, now: float, *, most: int = 10) -> list[Victim]:
-    """Returns the `most` blocks that would be evicted first now. A running daemon would keep blocks in use, which are
-    not known here."""
+def next_victims(snapshot: Snapshot, now: float, roots: Collection[bytes], *, most: int) -> list[Victim]:
+    """Returns the `most` blocks of these roots that would be evicted first now. A running daemon would keep blocks in
+    use, which are not known here."""
     table = snapshot.usages()
     ranks = scores(table, now)
     saves_nothing = snapshot.saves_nothing()
-    names = choose_victims(table, snapshot.parent, bytes_wanted=2**62, pinned=(), now=now, saves_nothing=saves_nothing)[
-        :most
-    ]
-    tree, victims = PrefixTree(snapshot), []
+    names = choose_victims(table, snapshot.parent, bytes_wanted=2**62, pinned=(), now=now, saves_nothing=saves_nothing)
+    tree, victims = PrefixTree(snapshot), list[Victim]()
     for name in names:
+        if len(victims) == most:
+            break
         try:
             node, usage = snapshot.node(name), snapshot.usage(name)
         except StoreCorrupt:
             continue
-        if node is None or usage is None:
+        if node is None or usage is None or node.root not in roots:
             continue
         is_bare = saves_nothing is not None and name not in tree.children and saves_nothing(name)
         victims.append(

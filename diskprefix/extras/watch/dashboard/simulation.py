@@ -44,10 +44,10 @@ class Simulation:
         async with self._running:
             rows = await _output(["simulate", str(settings.record), "--json", *flags])
         # Of several models, each has rows of its own.
-        name = settings.record.stem
-        own = [row for row in rows if row["trace"] in (name, f"{name}: {settings.served_model_name}")]
+        name, model = settings.record.stem, settings.served_model_name or ""
+        own = [row for row in rows if row["trace"] in (name, f"{name}: {model}")]
         if rows and not own:
-            raise InvalidRequest(f"no request for {settings.served_model_name} is recorded yet", code="not_recording")
+            raise InvalidRequest(f"no request for {model or 'this model'} is recorded yet", code="not_recording")
         return [SimulatedScope.model_validate(row) for row in own if row["scope"] != "whole-snapshots"]
 
 

@@ -143,15 +143,16 @@ def _show_entries(
         return
     if entries:
         _print_entries(entries, terminal_width(otherwise=160))
-    _print_totals(len(entries), counts, snapshot.used_bytes(), folder)
+    whose = "" if len(roots) == len(dict(snapshot.roots())) else " of all models"
+    _print_totals(len(entries), counts, f"{format_size(snapshot.used_bytes())}{whose} in {folder}")
 
 
-def _print_totals(num_entries: int, counts: NodeCounts, used_bytes: int, folder: Path) -> None:
+def _print_totals(num_entries: int, counts: NodeCounts, used: str) -> None:
     prompts, blocks = counted(num_entries, "saved prompt"), counted(counts.blocks, "block")
     generated = f" ({counts.generated_blocks:,} generated)" if counts.generated_blocks else ""
     size = format_size(counts.checkpoint_bytes)
     checkpoints = f"{counted(counts.checkpoints, 'checkpoint')} ({size}), " if counts.checkpoints else ""
-    click.echo(f"{prompts}, {blocks}{generated}, {checkpoints}{format_size(used_bytes)} in {folder}")
+    click.echo(f"{prompts}, {blocks}{generated}, {checkpoints}{used}")
 
 
 def _print_entries(entries: list[EntryInfo], width: int) -> None:

@@ -35,8 +35,7 @@ def show_stats(
     in seconds since 1970."""
     shown = {root.hex() for root in roots}
     rows = [row for row in statistics(snapshot, entries, read_savings(snapshot), now) if row.root in shown]
-    victims = next_victims(snapshot, now, most=_LISTED if as_json else _MOST_VICTIMS)
-    victims = [victim for victim in victims if victim.root in shown]
+    victims = next_victims(snapshot, now, roots, most=_LISTED if as_json else _MOST_VICTIMS)
     used = snapshot.used_bytes()
     if as_json:
         print_json(

@@ -115,11 +115,11 @@ def _explained(
 
 def _named(roots: Mapping[bytes, RootRecord], asked: object, options: WhyOptions) -> str | None:
     """Returns the model that --model or the request names. Raises `SettingsError` if the request has another name for
-    one of several, such as an alias of models.toml."""
+    one of several, such as an alias of models.toml: a folder does not say which one it is."""
     names = {record.model for record in roots.values()}
     if options.model in names:
         return options.model
-    if isinstance(asked, str) and asked not in names and len(names) > 1 and options.model is None:
+    if isinstance(asked, str) and asked not in names and len(names) > 1:
         raise SettingsError(
             f"--why: nothing is saved of {shown(asked)}; say with --model which one it is: {', '.join(sorted(names))}"
         )

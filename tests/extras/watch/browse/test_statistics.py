@@ -27,7 +27,7 @@ def test_sharing_and_hits_are_counted_for_each_model_and_tenant(snapshot: Snapsh
 
 def test_what_goes_next_is_what_eviction_would_take(snapshot: Snapshot, chats: SavedChats) -> None:
     now = chats.clock.now + 3600
-    victims = next_victims(snapshot, now, most=6)
+    victims = next_victims(snapshot, now, dict(snapshot.roots()), most=6)
     table = snapshot.usages()
     expected = choose_victims(table, snapshot.parent, bytes_wanted=2**40, pinned=(), now=now)[:6]
     assert [bytes.fromhex(victim.hash) for victim in victims] == expected

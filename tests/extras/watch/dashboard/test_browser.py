@@ -141,11 +141,18 @@ def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: Dae
         assert "3.0 of 4.0 GiB" in page.inner_text("#models-memory")
         assert page.locator("#model option").all_inner_texts() == ["org/ash:Q8_0", "birch"]
         assert page.evaluate("several.model") == "org/ash:Q8_0"
-        with page.expect_request("**/dashboard/events?model=birch"):
+        with (
+            page.expect_request("**/dashboard/events?model=birch"),
+            page.expect_request("**/dashboard/clients?model=birch"),
+        ):
             page.locator("#model").select_option("birch")
         with page.expect_request("**/dashboard/entries?model=birch"):
             page.evaluate("readEntries()")
         page.wait_for_function("find('#status').textContent === 'ok'")
+        front["models"] = []
+        page.evaluate("several.change.abort()")
+        page.locator("#status", has_text="no model is loaded").wait_for()
+        assert not page.evaluate("several.change.signal.aborted"), "it pauses before it asks again"
 
 
 def crowded(state: dict[str, Any]) -> dict[str, Any]:

@@ -46,6 +46,14 @@ def test_a_recording_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
         run(tmp_path / "empty.jsonl")
 
 
+def test_an_only_model_finds_itself_in_a_recording_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def output(_arguments: Any) -> list[Any]:
+        return [{"trace": f"day: {model}", "scope": "whole-snapshots"} for model in ("", "ash")]
+
+    monkeypatch.setattr(simulation, "_output", output)
+    assert run(Path("day.jsonl")) == []
+
+
 def test_one_that_takes_too_long_or_that_nobody_waits_for_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "_RUN", "import time; time.sleep(600)")
     monkeypatch.setattr(simulation, "_LIMIT_S", 0.01)

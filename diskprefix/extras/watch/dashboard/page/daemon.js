@@ -29,7 +29,6 @@ const ask = async (method, path, body) => (await call(method, path, body)).json(
 // Calls `onState` for each event until the stream ends. A refusal is thrown, and an AbortError when another model is
 // chosen.
 async function watch(onState) {
-  several.change = new AbortController();
   const answer = await call("GET", "/dashboard/events", undefined, several.change.signal);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";

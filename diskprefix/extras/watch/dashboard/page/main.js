@@ -60,7 +60,7 @@ async function chooseModel() {
 }
 
 async function follow() {
-  let knowsClients = false;
+  let clientsOf;
   for (;;) {
     state.fresh = true;
     try {
@@ -68,10 +68,9 @@ async function follow() {
       if (is_there) await watch((now) => {
         const isFirst = find("#all").hidden;
         find("#all").hidden = false;
-        find("#login").hidden = true;
         onState(now);
         if (isFirst || (now.cache && readAfter < 0 && Date.now() >= readNotBefore)) now.model && readEntries();
-        if (now.model && !knowsClients) { knowsClients = true; readClients(); }
+        if (now.model && clientsOf !== several.model) { clientsOf = several.model; readClients(); }
       });
       setText(find("#status"), is_there ? "the daemon has ended; trying again …" : "no model is loaded: a request loads one");
     } catch (error) {
@@ -81,7 +80,9 @@ async function follow() {
     find("#status").className = "bad";
     readAfter = -1;
     readNotBefore = 0;
-    if (!several.change.signal.aborted) await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    const isChosen = several.change.signal.aborted;
+    several.change = new AbortController();
+    if (!isChosen) await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
 }
 
@@ -98,6 +99,7 @@ find("#login").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem(KEY, find("#key").value.trim());
   find("#key").value = "";
+  find("#login").hidden = true;
   follow();
 });
 
