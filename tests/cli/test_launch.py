@@ -218,6 +218,7 @@ def test_of_several_models_one_in_memory_is_taken_or_the_one_that_is_named(run: 
         model, [warning] = model_of()
         assert model == "three"
         assert "takes 4,096 tokens" in warning
+        assert "takes 4,096 tokens" in run("launch", "goose", "--url", address, "--print").stderr
         assert model_of("--model", "small") == ("two", [])
         run("launch", "goose", "--url", address, "--model", "four").assert_refused(2, "serves one, two, three", "four")
         run("launch", "goose", "--url", address, "--model", "one").assert_refused(2, "cannot be served: no weights")
@@ -362,9 +363,10 @@ def test_a_signal_is_for_the_agent_and_the_daemon_ends_after_it(
     place: Place, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, to_group: bool
 ) -> None:
     waits = (
-        "import signal\n"
+        "import signal, time\n"
         "for one in (signal.SIGINT, signal.SIGTERM): signal.signal(one, lambda number, _: sys.exit(40 + number))\n"
-        "(folder / 'waits').touch()\nsignal.pause()"
+        # Not signal.pause, which a signal just before it does not end.
+        "(folder / 'waits').touch()\nwhile True: time.sleep(0.05)"
     )
     monkeypatch.setenv("AGENT_DOES", waits)
     process = place.again("qwen", "--model", "m")

@@ -148,7 +148,10 @@ def _restore(shared: LaunchedDaemon, known: Sequence[KnownAgent]) -> None:
 def _served(found: str | None, url: str, model: str | None, api_key: str | None) -> Served:
     """Returns what the daemon at `found` serves, or what one would that must be started first."""
     if found is not None:
-        return ask_served(running_daemon(found, api_key), found, model, api_key).served
+        choice = ask_served(running_daemon(found, api_key), found, model, api_key)
+        if choice.problem:
+            _say(f"warning: {choice.problem}")
+        return choice.served
     flags = flags_of_model(model)
     started = shlex.join(["diskprefix", "serve", "--policy", "agent", *flags])
     click.echo(f"No daemon runs. `{started}` would be started, and says what to write for model and context:\n")

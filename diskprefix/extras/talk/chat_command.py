@@ -35,10 +35,10 @@ _PATH = "/v1/chat/completions"
 
 @dataclass
 class Talk:
-    """A conversation. `begin` are its first messages."""
+    """A conversation. `begin` are its first messages, `fields` are in each request."""
 
     stream: Stream
-    model: str | None
+    fields: dict[str, Any]
     begin: list[dict[str, str]]
     messages: list[dict[str, str]] = field(default_factory=list)
 
@@ -50,10 +50,10 @@ class Talk:
             "stream": True,
             "stream_options": {"include_usage": True},
             "prefix_cache": {"scope": "full"},
-            **({"model": self.model} if self.model else {}),
+            **{name: value for name, value in self.fields.items() if value is not None},
         }
         said: list[str] = []
-        is_thinking, done = False, None
+        is_thinking, is_cut, done = False, False, None
         try:
             with self.stream(_PATH, body) as events:
                 for event in events:
@@ -61,6 +61,7 @@ class Talk:
                         raise NotReady(shown(event["error"].get("message", "the reply failed"), 1000))
                     for choice in event.get("choices", ()):
                         delta = choice.get("delta", {})
+                        is_cut = choice.get("finish_reason") == "length"
                         if thought := delta.get("reasoning_content"):
                             is_thinking = True
                             _write(click.style(_shown(thought), dim=True))
@@ -75,7 +76,8 @@ class Talk:
             if said:
                 self.messages.append({"role": "assistant", "content": "".join(said)})
         if done is not None:
-            click.secho(_figures(done), dim=True, err=True)
+            cut = " · cut short: see --max-tokens" if is_cut else ""
+            click.secho(_figures(done) + cut, dim=True, err=True)
 
     def take_again(self) -> None:
         """Forgets the last reply."""
@@ -90,9 +92,23 @@ class Talk:
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A file with instructions or a document that every prompt begins with.",
 )
+@option(
+    "--max-tokens",
+    type=click.IntRange(min=1),
+    default=1024,
+    help="The most tokens of a reply. Small models may find no end.",
+)
+@option(
+    "--temperature",
+    type=click.FloatRange(0, 2),
+    show_default="the daemon's",
+    help="How freely the model chooses its words; 0: always the likeliest.",
+)
 @url_option()
 @api_key_option("The key to send, if the daemon has API keys.")
-def chat(model: str | None, system: Path | None, url: str, api_key: str | None) -> None:
+def chat(
+    model: str | None, system: Path | None, max_tokens: int, temperature: float | None, url: str, api_key: str | None
+) -> None:
     """Talk to the model of a running daemon.
 
     Below each reply stands what the cache did: how many tokens of the prompt were restored, and when the first token
@@ -104,7 +120,8 @@ def chat(model: str | None, system: Path | None, url: str, api_key: str | None) 
         raise SettingsError(f"--system: {system} cannot be read as text: {error}") from error
     with status(_WAITING) as say:
         wait_ready(running_daemon(url, api_key), url, say)
-    talk = Talk(streaming_daemon(url, api_key), model, begin)
+    fields = {"model": model, "max_tokens": max_tokens, "temperature": temperature}
+    talk = Talk(streaming_daemon(url, api_key), fields, begin)
     if not sys.stdin.isatty():
         text = sys.stdin.buffer.read().decode("utf-8", "replace")
         if not text.strip():

@@ -37,10 +37,12 @@ class Terminal(io.StringIO):
 def test_a_message_from_a_pipe_is_answered(server: AppServer, engine: ScriptedEngine, tmp_path: Path) -> None:
     engine.script = saying(thought("I look.") + "The Nile\x1b[2J,\nthe Po.")
     (tmp_path / "notes.txt").write_text("All rivers.", encoding="utf-8")
-    found = CliRunner().invoke(chat, ["--url", server.url, "--system", str(tmp_path / "notes.txt")], input="Rivers?")
+    flags = ["--url", server.url, "--system", str(tmp_path / "notes.txt"), "--max-tokens", "77"]
+    found = CliRunner().invoke(chat, flags, input="Rivers?")
     assert found.exit_code == 0, found.output
     assert found.stdout.strip() == "I look.\nThe Nile[2J,\nthe Po."
     assert "first token after" in found.stderr
+    assert engine.requests[-1].sampling.max_tokens == 77
     assert "All rivers." in engine.last_prompt
     assert "Rivers?" in engine.last_prompt
 
