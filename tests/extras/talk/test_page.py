@@ -4,34 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import pytest
-
 from tests.closing import needs
+from tests.extras.browsing import PHONE, WIDE, violations
 from tests.server.daemon_process import DaemonProcess, serve_flags
 from tests.server.test_auth import ALICE, write_keys
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 pytestmark = needs("chromium")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 def opened(browser: Browser, url: str, **options: Any) -> Page:
@@ -57,12 +44,6 @@ def say(page: Page, text: str) -> str:
 def figures(page: Page) -> str:
     page.wait_for_selector("#send:visible")
     return page.locator("article").last.locator(".figures").inner_text()
-
-
-def violations(page: Page) -> list[str]:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    found = axe.Axe().run(page).response["violations"]
-    return [f"{one['id']} ({one['impact']}): {one['nodes'][0]['html'][:200]}" for one in found]
 
 
 def test_a_conversation_goes_on_after_the_daemon_was_killed(browser: Browser, chat_model: Path, tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ async function untilReady(since) {
 }
 
 async function readModels() {
-  const chosen = find("#model").value || chat.model;
+  const chosen = find("#model").value;
   const names = (await ask("GET", "/v1/models")).data.map((one) => one.id);
   find("#model").replaceChildren(...names.map((name) => make("option", { value: name }, name)));
   if (names.includes(chosen)) find("#model").value = chosen;

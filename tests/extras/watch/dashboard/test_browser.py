@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,25 +12,15 @@ import pytest
 
 from diskprefix.extras.web_page import DASHBOARD_PAGE
 from tests.closing import needs
+from tests.extras.browsing import PHONE, WIDE, violations
 from tests.server.daemon_process import DaemonProcess, serve_flags
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = shutil.which("chromium")
 CHAT = "/v1/chat/completions"
-WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 pytestmark = needs("chromium")
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    playwright = pytest.importorskip("playwright.sync_api")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")
@@ -65,12 +54,6 @@ def ask(daemon: DaemonProcess, text: str, **fields: Any) -> httpx.Response:
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0} | fields
     with daemon.client() as client:
         return client.post(CHAT, json=body)
-
-
-def violations(page: Page) -> list[str]:
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
-    found = axe.Axe().run(page).response["violations"]
-    return [f"{one['id']} ({one['impact']}): {one['nodes'][0]['html'][:200]}" for one in found]
 
 
 def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) -> None:
