@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import click
 
@@ -94,7 +96,7 @@ def _run(args: list[str] | None) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        return _fail("interrupted", _INTERRUPTED_EXIT_CODE)
+        _end_at_once(_fail("interrupted", _INTERRUPTED_EXIT_CODE))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "diskprefix":
             raise
@@ -107,6 +109,14 @@ def _run(args: list[str] | None) -> int:
         what = error.filename or "cannot write the output"
         return _fail(f"{what}: {error.strerror or error}", _SYSTEM_EXIT_CODE)
     return result if isinstance(result, int) else 0
+
+
+def _end_at_once(exit_code: int) -> NoReturn:
+    """Ends without the wait for threads that Python makes: one that loads a model cannot be stopped."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _fail(message: str, exit_code: int) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import sys
+import signal
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from diskprefix import app
@@ -18,38 +18,47 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 _POLL_S = 0.1
-_INTERRUPTED_EXIT_CODE = 130
 
 
 @contextmanager
 def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
     """Loads the application that `diskprefix serve` runs, and yields a function that calls it without a socket.
 
-    At the end everything is written. Raises the error that prevented the load of the model.
+    At the end everything is written. Raises the error that prevented the load of the model. `KeyboardInterrupt` while
+    it loads leaves the thread that loads.
     """
-    application = app.create_application(settings)
-    daemon = application.state.daemon
-    lifespan = application.router.lifespan_context(application)
 
     async def loaded() -> None:
-        while daemon.status == "loading":
+        while daemon.status == "loading" and not interrupted.is_set():
             say(daemon.doing)
             await asyncio.sleep(_POLL_S)
 
-    with asyncio.Runner() as runner:
-        runner.run(lifespan.__aenter__())
-        try:
+    with asyncio.Runner() as runner, ExitStack() as stack:
+        with _interrupts_held() as interrupted:
+            application = app.create_application(settings)
+            daemon = application.state.daemon
+            lifespan = application.router.lifespan_context(application)
+            runner.run(lifespan.__aenter__())
+            stack.callback(lambda: runner.run(lifespan.__aexit__(None, None, None)))
             runner.run(loaded())
-            if daemon.failure is not None:
-                raise daemon.failure
-            yield lambda method, path, body: runner.run(_answered(application, method, path, body))
-        finally:
-            runner.run(lifespan.__aexit__(None, None, None))
-            if daemon.is_loading:
-                # Loading was interrupted. Its thread cannot be stopped, and Python would wait for it at exit.
-                sys.stderr.write("error: interrupted\n")
-                sys.stderr.flush()
-                os._exit(_INTERRUPTED_EXIT_CODE)
+            if interrupted.is_set():
+                raise KeyboardInterrupt
+        if daemon.failure is not None:
+            raise daemon.failure
+        yield lambda method, path, body: runner.run(_answered(application, method, path, body))
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[threading.Event]:
+    """Yields an event that Ctrl-C sets. `KeyboardInterrupt` in the middle of an import or of the event loop's own code
+    may come out as any other error, and in the middle of the end as a traceback."""
+    event = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: event.set())
+    try:
+        yield event
+    finally:
+        if not event.is_set():
+            signal.signal(signal.SIGINT, before)
 
 
 async def _answered(application: FastAPI, method: str, path: str, body: object) -> Answer:
