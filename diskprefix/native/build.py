@@ -2,14 +2,14 @@
 
 It needs a C++ compiler and nothing else: the library calls torch's threads by an address that it is given. This module
 imports the standard library only, as it also runs while the package is installed. `python diskprefix/native/build.py`
-builds what is missing or out of date.
+builds what is missing or out of date. The compiler says for which CPU it compiles, so `CXX=aarch64-linux-gnu-g++`
+builds a library for ARM64.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -25,14 +25,15 @@ _DIGEST_AT = b"diskprefix source "
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-w")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
-_VARIANTS: dict[str, tuple[str, ...]] = {
-    "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
-    "avx512_bf16": (*_AVX512, "-mavx512bf16"),
-    "avx512": _AVX512,
-    "avx2": _AVX2,
-    "baseline": (),
+_VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
+    "x86_64": {
+        "amx": (*_AVX512, "-mavx512vbmi", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        "avx512_bf16": (*_AVX512, "-mavx512bf16"),
+        "avx512": _AVX512,
+        "avx2": _AVX2,
+    },
 }
-"""The variants for an x86 CPU, the best one first, with their flags. Other CPUs have the last one only."""
+"""The variants for each kind of CPU, the best one first, with their flags. All have `baseline` after them."""
 
 
 class BuildError(Exception):
@@ -76,7 +77,7 @@ def _compiler() -> list[str]:
 
 def _compiled(compiler: Sequence[str], folder: Path) -> list[Path]:
     """Returns the object files. A variant that the compiler is too old for is left out, but for the last one."""
-    wanted = dict(_VARIANTS) if platform.machine() in ("x86_64", "AMD64") else {"baseline": ()}
+    wanted = {**_VARIANTS.get(_target(compiler), {}), "baseline": ()}
     running = {
         name: subprocess.Popen(
             _command(compiler, "variant.cpp", folder / f"{name}.o", [*flags, f"-DVARIANT={name}"]),
@@ -90,12 +91,23 @@ def _compiled(compiler: Sequence[str], folder: Path) -> list[Path]:
     names = [name for name, process in running.items() if process.returncode == 0]
     if "baseline" not in names:
         raise BuildError(_first_error(errors["baseline"]))
-    about = subprocess.run([*compiler, "--version"], stdin=subprocess.DEVNULL, capture_output=True, check=False)
-    described = "".join(char for char in about.stdout.decode(errors="replace").splitlines()[0] if char not in '"\\')
+    described = "".join(char for char in _said(compiler, "--version") if char not in '"\\')
     variants = " ".join(f"V({name})" for name in names)
     defined = [f"-DVARIANTS={variants}", f'-DCOMPILER="{described}"', f'-DSOURCE="{_DIGEST_AT.decode()}{digest()}"']
     _run(_command(compiler, "library.cpp", folder / "library.o", defined))
     return [folder / f"{name}.o" for name in [*names, "library"]]
+
+
+def _target(compiler: Sequence[str]) -> str:
+    """Returns the kind of CPU that the compiler compiles for."""
+    found = _said(compiler, "-dumpmachine").partition("-")[0]
+    return {"arm64": "aarch64"}.get(found, found)
+
+
+def _said(compiler: Sequence[str], question: str) -> str:
+    """Returns the first line of the compiler's answer."""
+    done = subprocess.run([*compiler, question], stdin=subprocess.DEVNULL, capture_output=True, check=False)
+    return done.stdout.decode(errors="replace").partition("\n")[0]
 
 
 def _command(compiler: Sequence[str], source: str, made: Path, flags: Sequence[str]) -> list[str]:

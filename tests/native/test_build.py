@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ COMPILER = """#!/bin/sh
 echo "$@" >> {log}
 case "$*" in
     *--version*) echo 'an "odd" compiler 1.0'; exit 0 ;;
+    *-dumpmachine*) echo {cpu}-any-linux; exit 0 ;;
     *{refused}*) echo "cc1plus: error: unrecognized command-line option" >&2; exit 1 ;;
 esac
 for last; do :; done
@@ -29,14 +29,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     shutil.copytree(build.SOURCES, tmp_path / "source")
     monkeypatch.setattr(build, "SOURCES", tmp_path / "source")
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "_operators.so")
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     return tmp_path
 
 
-def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, refused: str) -> Path:
-    """A compiler that notes how it was called, and does not know the flag `refused`."""
+def use_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, refused: str, cpu: str = "x86_64") -> Path:
+    """A compiler for `cpu` that notes how it was called, and does not know the flag `refused`."""
     compiler, log = folder / "compiler", folder / "calls"
-    compiler.write_text(COMPILER.format(log=log, refused=refused), encoding="utf-8")
+    compiler.write_text(COMPILER.format(log=log, refused=refused, cpu=cpu), encoding="utf-8")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     return log
@@ -51,11 +50,13 @@ def test_a_variant_that_the_compiler_is_too_old_for_is_left_out(folder: Path, mo
     assert {path.name for path in folder.iterdir()} == {"source", "compiler", "calls", "_operators.so"}
 
 
-def test_another_cpu_than_x86_has_one_variant(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    calls = use_compiler(folder, monkeypatch, refused="-mavx2")
+@pytest.mark.parametrize(("cpu", "variants"), [("riscv64", "V(baseline)"), ("arm64", "V(baseline)")])
+def test_the_compiler_says_for_which_cpu_it_compiles(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, variants: str
+) -> None:
+    calls = use_compiler(folder, monkeypatch, refused="-mavx2", cpu=cpu)
     build.build()
-    assert "-DVARIANTS=V(baseline) " in calls.read_text()
+    assert f"-DVARIANTS={variants} " in calls.read_text()
 
 
 def test_a_compiler_that_fails_is_told_by_its_error(
