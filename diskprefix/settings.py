@@ -315,8 +315,8 @@ class Settings:
     )
     normalise: str = _cache(
         "report",
-        "What to do about text that clients change in each request: billing-header, clock, schema-keys, tool-order. "
-        "off, report (name it) or on (undo the change), for all or by name.",
+        "What to do about text that clients change in each request: billing-header, total-tokens, hoisted-nudges, "
+        "clock, schema-keys, tool-order. off, report (name it) or on (undo the change), for all or by name.",
         metavar="[NAME=]MODE,…",
     )
     record: Path | None = _cache(

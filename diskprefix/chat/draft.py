@@ -37,7 +37,7 @@ class PromptDraft:
     earlier requests; None if the request does without them."""
 
     conversation: Conversation
-    """Set by the caller; `place`, `normalise` and `fit` change it."""
+    """Set by the caller; `normalise`, `place` and `fit` change it."""
     replies: RecordStore | None = None
     encodings: RecordStore | None = None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
-from diskprefix.chat.messages import Conversation, JsonObject, Message, TextPart, joined
+from diskprefix.chat.messages import ContentPart, Conversation, JsonObject, Message, TextPart, joined
 from diskprefix.errors import SettingsError
 from diskprefix.nouns import Change, Rewriting
 
@@ -49,6 +49,65 @@ def _without_billing_header(conversation: Conversation) -> tuple[Conversation, S
     is_empty = not content and len(conversation.messages) > 1
     messages = [] if is_empty else [replace(first, content=content)]
     return replace(conversation, messages=[*messages, *conversation.messages[1:]]), [part.path]
+
+
+_TOTAL_TOKENS = re.compile(r"(?:^|\n{1,2})<total_tokens>\d{1,12} tokens left</total_tokens>(?=\n|$)")
+
+
+def _without_total_tokens(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
+    """Removes lines `<total_tokens>14999436 tokens left</total_tokens>` from system messages, and messages with nothing
+    else. Claude Code writes one after most results of tools, and takes old ones away. Some proxies gather them in the
+    system prompt. The number is the budget of another model."""
+    messages, paths = list[Message](), list[str]()
+    for message in conversation.messages:
+        content = [_without_total_tokens_in(part) for part in message.content] if _is_system(message) else []
+        changed = [new for new, old in zip(content, message.content, strict=False) if new is not old]
+        paths += [part.path for part in changed]
+        kept = [part for part in content if part not in changed or (isinstance(part, TextPart) and part.text)]
+        if not changed or kept:
+            messages.append(replace(message, content=kept) if changed else message)
+    return (replace(conversation, messages=messages), paths) if paths and messages else (conversation, ())
+
+
+def _without_total_tokens_in(part: ContentPart) -> ContentPart:
+    text = _TOTAL_TOKENS.sub("", part.text) if isinstance(part, TextPart) else ""
+    return replace(part, text=text) if isinstance(part, TextPart) and text != part.text else part
+
+
+_NUDGE = re.compile(
+    r"^(?:<system-reminder>|The (?:task tools haven't|TodoWrite tool hasn't) been used recently\b"
+    r"|The date has changed\. Today's date is now\b|(?:## )?(?:Plan mode is active|Exited Plan Mode)\b)",
+    re.MULTILINE | re.IGNORECASE,
+)
+
+
+def _with_nudges_at_the_end(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
+    """Moves the system prompt from its first nudge on to the end of the conversation, before a reply to continue.
+    Claude Code writes nudges between the messages. Proxies gather them behind the system prompt, which grows so."""
+    leading = [*takewhile(_is_system, conversation.messages)]
+    others = list(conversation.messages[len(leading) :])
+    stay, moved = list[Message](), list[ContentPart]()
+    for message in leading:
+        head, tail = ([], message.content) if moved else _cut_at_nudge(message.content, is_first=not stay)
+        moved += tail
+        if head or not tail:
+            stay.append(replace(message, content=head) if tail else message)
+    if not moved or not others:
+        return conversation, ()
+    index = len(others) - (others[-1].role == "assistant")
+    others.insert(index, Message(role="system", content=moved, path=moved[0].path))
+    return replace(conversation, messages=[*stay, *others]), [part.path for part in moved]
+
+
+def _cut_at_nudge(parts: Sequence[ContentPart], *, is_first: bool) -> tuple[list[ContentPart], list[ContentPart]]:
+    """Returns the parts before the first nudge, and the others. What begins the system prompt was not moved there."""
+    for index, part in enumerate(parts):
+        match = _NUDGE.search(part.text) if isinstance(part, TextPart) else None
+        if isinstance(part, TextPart) and match and (index or match.start() or not is_first):
+            head, tail = part.text[: match.start()].rstrip("\n"), part.text[match.start() :]
+            before = [replace(part, text=head)] if head else []
+            return [*parts[:index], *before], [replace(part, text=tail, mark=None), *parts[index + 1 :]]
+    return [*parts], []
 
 
 _CLOCK_LINE = re.compile(r"\b(?:current|now|today|todays|date|time|timestamp|datetime|clock)\b|^\W*\d", re.IGNORECASE)
@@ -155,6 +214,8 @@ def _has_clock(line: str) -> bool:
 
 NORMALISERS = (
     Normaliser("billing-header", _without_billing_header, lambda line: bool(_BILLING.match(line))),
+    Normaliser("total-tokens", _without_total_tokens, lambda line: "tokens left</total_tokens>" in line),
+    Normaliser("hoisted-nudges", _with_nudges_at_the_end, lambda line: bool(_NUDGE.search(line))),
     Normaliser("clock", _with_full_hours, _has_clock),
     Normaliser("schema-keys", _with_ordered_keys, _is_of_tools),
     Normaliser("tool-order", _with_ordered_tools, _is_of_tools),

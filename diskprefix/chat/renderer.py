@@ -131,7 +131,7 @@ class PromptRenderer:
         ]
 
     def _rewriting_steps(self) -> list[DraftStep]:
-        return [partial(place, self._template), partial(normalise, self._normalisers)]
+        return [partial(normalise, self._normalisers), partial(place, self._template)]
 
     def _writing_steps(self) -> list[DraftStep]:
         steps: list[DraftStep] = [

@@ -98,6 +98,84 @@ def test_what_is_no_clock_stays(line: str) -> None:
     assert normalised(conversation) == (conversation, Rewriting())
 
 
+COUNT = "<total_tokens>14999436 tokens left</total_tokens>"
+NUDGE = (
+    "The task tools haven't been used recently. If you're working on tasks that would benefit from tracking progress, "
+    "consider using TaskCreate to add new tasks. This is just a gentle reminder - ignore if not applicable.\n\n"
+    "Here are the existing tasks:\n\n#1. [in_progress] Read the tests"
+)
+COUNTS = [COUNT.replace("436", f"{436 - 13 * k}") for k in range(8)]
+PLAN = "Plan mode is active. The user does not want you to execute yet."
+"""What Claude Code 2.1.223 writes between the messages as a system message, cut."""
+
+
+@pytest.mark.parametrize(
+    ("text", "becomes"),
+    [
+        (f"Be brief.\n\n{COUNT}", "Be brief."),
+        (f"{COUNT}\n{COUNT}\nBe brief.", "\nBe brief."),
+        (f"Be brief.\n{COUNT}\n\n{COUNT}\nBye.", "Be brief.\nBye."),
+    ],
+)
+def test_a_count_of_the_tokens_left_is_taken_out_of_the_system_prompt(text: str, becomes: str) -> None:
+    changed, rewriting = normalised(asked([text, "Bye."], COUNT), "off,total-tokens=on")
+    assert system_texts(changed) == [becomes, "Bye."]
+    assert changed.messages[1] == said("user", COUNT, "messages.0")
+    assert rewriting.changes == (Change("total-tokens", "system.0"),)
+
+
+def test_a_system_message_that_is_a_count_alone_is_taken_out_wherever_it_stands() -> None:
+    sent = asked(["Be brief.", COUNT], "hello", "hi", "go on")
+    late = said("system", COUNT, "messages.9")
+    changed, rewriting = normalised(replace(sent, messages=[*sent.messages[:2], late, *sent.messages[2:], late]))
+    assert changed == asked(["Be brief."], "hello", "hi", "go on")
+    assert [change.path for change in rewriting.changes] == ["system.1", "messages.9", "messages.9"]
+
+
+@pytest.mark.parametrize("text", [f"Write {COUNT}", f"{COUNT} or so", "<total_tokens>many tokens left</total_tokens>"])
+def test_what_is_no_count_of_tokens_stays(text: str) -> None:
+    conversation = asked([text], "hello")
+    assert normalised(conversation) == (conversation, Rewriting())
+    alone = Conversation(messages=[said("system", COUNT)])
+    assert normalised(alone) == (alone, Rewriting())
+
+
+@pytest.mark.parametrize("is_one_text", [True, False])
+def test_nudges_behind_the_system_prompt_go_to_the_end(is_one_text: bool) -> None:
+    texts = ["Be brief.", NUDGE, "<system-reminder>\nA file changed.\n</system-reminder>"]
+    sent = asked(["\n\n".join(texts)] if is_one_text else texts, "hello", "hi", "go on")
+    changed, rewriting = normalised(sent, "off,hoisted-nudges=on")
+    assert system_texts(changed) == ["Be brief."]
+    assert changed.messages[1:-1] == sent.messages[1:]
+    last = changed.messages[-1]
+    assert last.role == "system"
+    assert [part.text for part in last.content if isinstance(part, TextPart)] == (
+        ["\n\n".join(texts[1:])] if is_one_text else texts[1:]
+    )
+    assert {change.path for change in rewriting.changes} == {part.path for part in last.content}
+
+
+def test_nudges_stand_before_the_beginning_of_a_reply() -> None:
+    changed, _ = normalised(asked(["Be brief.", PLAN], "hello", "I say"))
+    assert [message.role for message in changed.messages] == ["system", "user", "system", "assistant"]
+
+
+@pytest.mark.parametrize(
+    "conversation",
+    [
+        asked([NUDGE, "Be brief."], "hello"),
+        asked(["Results may hold <system-reminder> tags. Plan mode is active at times."], "hello"),
+        replace(
+            asked(["Be brief."], "hello"), messages=[*asked(["Be brief."], "hello").messages, said("system", PLAN)]
+        ),
+        Conversation(messages=[said("system", "Be brief."), said("developer", PLAN)]),
+    ],
+    ids=["at the very beginning", "inside a line", "between the messages", "without other messages"],
+)
+def test_nudges_elsewhere_stay(conversation: Conversation) -> None:
+    assert normalised(conversation) == (conversation, Rewriting())
+
+
 def as_sent(tools: Any) -> str:
     return json.dumps(tools)
 
@@ -183,10 +261,10 @@ def test_a_normalised_conversation_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("text", "modes"),
     [
-        ("report", ["report"] * 4),
-        ("off", ["off"] * 4),
-        (" ON , clock = off", ["on", "off", "on", "on"]),
-        ("tool-order=on,schema-keys=off", ["report", "report", "off", "on"]),
+        ("report", ["report"] * 6),
+        ("off", ["off"] * 6),
+        (" ON , clock = off", ["on", "on", "on", "off", "on", "on"]),
+        ("tool-order=on,schema-keys=off", ["report", "report", "report", "report", "off", "on"]),
     ],
 )
 def test_modes_are_given_by_name_or_for_all(text: str, modes: Sequence[str]) -> None:
@@ -197,7 +275,7 @@ def test_modes_are_given_by_name_or_for_all(text: str, modes: Sequence[str]) -> 
     "text", ["", "yes", "clock", "clocks=on", "clock=maybe", "clock=on,clock=off", "on,off", "=on"]
 )
 def test_another_text_is_refused_with_the_names(text: str) -> None:
-    with pytest.raises(SettingsError, match=r"--normalise: .*billing-header, clock, schema-keys, tool-order"):
+    with pytest.raises(SettingsError, match=r"--normalise: .*billing-header, total-tokens, hoisted-nudges, clock"):
         Normalisers.parse(text, param="--normalise")
 
 
@@ -244,6 +322,8 @@ def turns(change: Callable[[int], dict[str, Any]]) -> list[Conversation]:
 CHANGES: dict[str, Callable[[int], dict[str, Any]]] = {
     "billing-header": lambda turn: {"system": [billing_header(turn), SYSTEM], "tools": None},
     "clock": lambda turn: {"system": [f"Current time: 2026-11-21 05:{4 * turn + 1:02}:00\n{SYSTEM}"], "tools": None},
+    "total-tokens": lambda turn: {"system": ["Be brief.", *COUNTS[: turn + 1]], "tools": None},
+    "hoisted-nudges": lambda turn: {"system": ["Be brief.", *[PLAN] * turn], "tools": None},
     "schema-keys": lambda turn: {"tools": shuffled(TOOLS, random.Random(turn))},
     "tool-order": lambda turn: {"tools": random.Random(turn).sample(TOOLS, len(TOOLS))},
 }
@@ -269,8 +349,10 @@ def test_with_a_normaliser_on_the_turns_of_a_client_that_changes_something_hit(
         [render(conversation, "off") for conversation in turns(lambda _: CHANGES[name](0))]
     )
     assert share["off"] == share["report"] < 0.2
-    assert share[f"off,{name}=on"] == pytest.approx(same_every_time, abs=0.01)
-    assert same_every_time > 0.8
+    # Seven nudges are computed again in the last turn.
+    missing = 0.11 if name == "hoisted-nudges" else 0.0
+    assert share[f"off,{name}=on"] == pytest.approx(same_every_time - missing, abs=0.03)
+    assert same_every_time > 0.7
 
 
 @pytest.mark.parametrize(
@@ -278,6 +360,8 @@ def test_with_a_normaliser_on_the_turns_of_a_client_that_changes_something_hit(
     [
         ("billing-header", "x-anthropic-billing-header: cc_version=0.0.00."),
         ("clock", "Current time: 0000-00-00 00:00:00"),
+        ("total-tokens", "<aaaaa_aaaaaa>00000000 aaaaaa aaaa</aaaaa_aaaaaa>"),
+        ("hoisted-nudges", "aaaa aaaa aa aaaaaa. aaa aaaa"),
         ("schema-keys", 'You may call these functions:{"'),
         ("tool-order", 'You may call these functions:{"type": "aaaaaaaa", "function": {"name": "aaaa'),
     ],

@@ -45,6 +45,11 @@ def cause_between(new: str, old: str) -> Cause:
     mine, theirs = line_at(new, at), line_at(old, at)
     if _FORMAT["billing-header"].is_in(mine):
         return Cause("billing-header", "a header line that the client changes in each request", _on("billing-header"))
+    if any(_FORMAT["total-tokens"].is_in(line) for line in (mine, theirs)):
+        return Cause("total-tokens", "a count of tokens that the client lowers in each request", _on("total-tokens"))
+    # A nudge behind the system prompt: the last line of the shorter one is there in both.
+    if any(_FORMAT["hoisted-nudges"].is_in(text[at:].lstrip("\n").partition("\n")[0]) for text in (new, old)):
+        return Cause("hoisted-nudges", "a nudge behind the system prompt", _on("hoisted-nudges"))
     if _masked(mine) == _masked(theirs):
         return _changed_value(mine, theirs)
     # Each of the two lines is found later in the other text, so they changed places.

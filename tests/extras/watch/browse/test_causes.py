@@ -14,6 +14,11 @@ CASES = {
     "date": ("Today is Saturday, November 21, 2026.", "Today is Sunday, November 22, 2026."),
     "clock": ("The current time is 05:04.", "The current time is 05:05."),
     "billing-header": (BILLING.format("00c6e"), BILLING.format("ff12a")),
+    "total-tokens": (
+        "<total_tokens>14999436 tokens left</total_tokens>",
+        "<total_tokens>14999012 tokens left</total_tokens>",
+    ),
+    "hoisted-nudges": ("Be short.\n\nPlan mode is active. Do not edit files.", "Be short."),
     "tool-order": (f"{TOOL_A}\n{TOOL_B}", f"{TOOL_B}\n{TOOL_A}"),
     "schema-keys": ('{"name": "read", "strict": true}', '{"strict": true, "name": "read"}'),
     "order": ("first\nsecond", "second\nfirst"),
