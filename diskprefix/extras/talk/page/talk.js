@@ -112,23 +112,6 @@ async function answer() {
   if (said.error && !said.done) waitForDaemon();
 }
 
-async function* eventsOf(reply) {
-  const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
-  let waiting = "";
-  try {
-    for (;;) {
-      const { value, done } = await reader.read();
-      if (done) return;
-      const events = (waiting + value).split("\n\n");
-      waiting = events.pop();
-      for (const event of events) if (event.startsWith("data: ")) yield event.slice(6);
-    }
-  } finally {
-    // Nobody reads the rest, so the daemon need not compute it.
-    reader.cancel().catch(() => {});
-  }
-}
-
 function take(said, chunk) {
   if (chunk.error) said.error = chunk.error.message;
   if (chunk.prompt_progress) {

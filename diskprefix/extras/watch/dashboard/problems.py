@@ -34,7 +34,7 @@ _ADVICE = {
     503: "try again later; raise --max-queue or --max-sequences if this is common",
 }
 _ADVICE_OTHERWISE = "read the daemon's log of that time"
-_ADVICE_ON_STREAMS = "look at the client: it stopped reading, or the reply failed; the daemon's log says which"
+_ADVICE_ON_STREAMS = "the reply failed after it had begun; the daemon's log of that time says why"
 
 
 def problems(
@@ -117,11 +117,11 @@ def _of_prompts(breaks: Sequence[dict[str, Any]]) -> Iterator[Problem]:
 
 
 def _of_requests(ended: Iterable[EndedRequest]) -> Iterator[Problem]:
-    """Yields a problem for each kind of failed requests."""
+    """Yields a problem for each kind of failed requests. A client that left is none: people press a stop button."""
     alike: dict[tuple[int, str], list[EndedRequest]] = {}
     for one in ended:
-        if one.prefix_cache is None:
-            said = one.error or ("internal error" if one.status >= 500 else "the client left")
+        if one.prefix_cache is None and (one.error is not None or one.status >= 500):
+            said = one.error or "internal error"
             alike.setdefault((one.status, said), []).append(one)
     latest = sorted(alike.items(), key=lambda item: -item[1][-1].ended_at)[:_MOST_FAILURES]
     for (status, said), group in latest:

@@ -44,7 +44,7 @@ def opened(
     page.on("pageerror", lambda error: complaints.append(str(error)))
     prepare(page)
     page.goto(url)
-    page.wait_for_selector("#tiles div")
+    page.wait_for_selector("#said:not(:empty)")
     yield page
     context.close()
     assert complaints == []
@@ -74,10 +74,11 @@ def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) 
         trunk.click()
         assert "<b>and</b>" in page.inner_text("#trunk")
         trunk.press("ArrowLeft")
+        page.click("summary")
         assert "YOUR-KEY" not in page.inner_text("#recipe")
         page.locator("#client").select_option(label="Codex")
         assert daemon.url in page.inner_text("#recipe")
-        assert "--record" in page.inner_text("#not-recording")
+        assert not page.is_visible("#simulator"), "nothing is recorded"
 
 
 def test_a_prompt_is_deleted_after_a_question_only(browser: Browser, daemon: DaemonProcess) -> None:
@@ -136,6 +137,72 @@ def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: Dae
         page.evaluate("several.change.abort()")
         page.locator("#status", has_text="no model is loaded").wait_for()
         assert not page.evaluate("several.change.signal.aborted"), "it pauses before it asks again"
+
+
+def after_a_day(state: dict[str, Any]) -> dict[str, Any]:
+    """The daemon's state after 300 requests of agents, every tenth of them cold."""
+    cache = {"scope": "auto:30", "miss_reason": None, "boundary": 9000, "boundary_reason": "shared_prefix"}
+    reply = {"route": CHAT, "status": 200, "error": None, "prompt_tokens": 9000, "reply_tokens": 120}
+    ended = [
+        reply
+        | {"number": 10_000 + number, "ended_at": state["now"] - 200 * (300 - number)}
+        | {"prefix_cache": cache | {"restored": 8900 if number % 10 else 24, "source": "disk", "saved": "stored"}}
+        | {"timings": {"ttft_ms": 100 if number % 10 else 23_000, "decode_tokens_per_s": 21.5}}
+        for number in range(300)
+    ]
+    counts = {"requests": 300, "hits": 270, "prompt_tokens": 1_000_000, "restored_tokens": 970_000, "saved_s": 660}
+    problem = {"level": "warning", "what": "a client sent what is wrong", "todo": "change it", "count": 2, "last_at": 1}
+    of_cache = {"savings": {"since": 0, "today": counts, "total": counts}, "misses": {"new": 20, "diverged": 10}}
+    return state | {
+        "ended": ended,
+        "cache": state["cache"] | of_cache,
+        "problems": [problem | {"what": f"problem {number}"} for number in range(4)],
+    }
+
+
+def of_forty_prompts(entries: dict[str, Any]) -> dict[str, Any]:
+    """The saved prompts as 40 that share a trunk."""
+    [tree] = entries["trees"]
+    trunk = tree["nodes"][0] | {"id": "trunk", "parent": None, "num_entries": 40, "entries": []}
+    leaf = trunk | {"parent": "trunk", "start": trunk["end"], "end": 2 * trunk["end"], "num_entries": 1}
+    return entries | {"trees": [tree | {"nodes": [trunk, *(leaf | {"id": str(number)} for number in range(40))]}]}
+
+
+def test_a_day_fits_two_screens_and_begins_with_a_sentence(browser: Browser, daemon: DaemonProcess) -> None:
+    ask(daemon, "a prompt for the page after a day, which is long enough to be saved and to have a trunk. " * 3)
+    daemon.wait_saved()
+    with daemon.client() as client, opened(browser, daemon.url) as page:
+        page.wait_for_selector("#icicle button")
+        page.evaluate("shown => showEntries(shown)", of_forty_prompts(client.get("/dashboard/entries").json()))
+        day = after_a_day(client.get("/dashboard/state").json())
+        page.evaluate("now => { state.fresh = true; onState(now); }", day)
+        sentence = (
+            "97.0 % of the prompt tokens restored today, 11.0 min of waiting spared. First token: 23.0 s → 100 ms."
+        )
+        assert page.inner_text("#said") == sentence
+        assert page.evaluate("() => document.documentElement.scrollHeight") <= 1600
+        page.click("#more-lanes")
+        assert page.locator("#icicle button").count() == 41
+        page.get_by_label("Dismiss: problem 1").click()
+        page.evaluate("now => onState(now)", day)
+        assert "problem 3" in page.inner_text("#problems")
+        assert "problem 1" not in page.inner_text("#problems")
+
+
+def test_a_page_without_requests_has_the_address_and_while_the_model_loads_how_far_it_is(
+    browser: Browser, daemon: DaemonProcess
+) -> None:
+    with daemon.client() as client, opened(browser, daemon.url) as page:
+        new = client.get("/dashboard/state").json() | {"requests": [], "ended": []}
+        page.evaluate("now => { state.fresh = true; onState(now); }", new)
+        assert page.inner_text("#url") == f"{daemon.url}/v1"
+        assert not page.is_visible("#times")
+        loading = {"status": "loading", "message": "measuring: 25 %", "model": None, "cache": None, "memory": None}
+        page.evaluate("now => { state.fresh = true; onState(now); }", new | loading)
+        assert page.locator("#progress [role=progressbar]").get_attribute("aria-valuenow") == "25"
+        assert page.is_visible("#url")
+        assert not page.is_visible("#all")
+        assert violations(page) == []
 
 
 def crowded(state: dict[str, Any]) -> dict[str, Any]:

@@ -75,7 +75,8 @@ def test_lines_that_break_prefixes_are_told_with_the_normaliser_that_helps() -> 
 
 
 def test_requests_that_failed_alike_are_one_problem_and_the_worst_come_first() -> None:
-    found = problems(WELL, [], [failed(1), failed(2), failed(3, 500, None), failed(4, 503, "full")])
+    ended = [failed(1), failed(2), failed(3, 500, None), failed(4, 503, "full"), failed(5, 499, None)]
+    found = problems(WELL, [], ended)
     assert [(problem.level, problem.count, problem.last_at) for problem in found] == [
         ("error", 1, 3.0),
         ("warning", 1, 4.0),

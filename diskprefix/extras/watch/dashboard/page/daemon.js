@@ -26,20 +26,23 @@ async function call(method, path, body, signal) {
 
 const ask = async (method, path, body) => (await call(method, path, body)).json();
 
-// Calls `onState` for each event until the stream ends. A refusal is thrown, and an AbortError when another model is
-// chosen.
-async function watch(onState) {
-  const answer = await call("GET", "/dashboard/events", undefined, several.change.signal);
+// Yields the data of each event of an answer, until it ends.
+async function* eventsOf(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let waiting = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const events = (waiting + value).split("\n\n");
-    waiting = events.pop();
-    for (const event of events) {
-      const data = event.split("\n").find((line) => line.startsWith("data: "));
-      if (data) onState(JSON.parse(data.slice(6)));
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const events = (waiting + value).split("\n\n");
+      waiting = events.pop();
+      for (const event of events) {
+        const data = event.split("\n").find((line) => line.startsWith("data: "));
+        if (data) yield data.slice(6);
+      }
     }
+  } finally {
+    // Nobody reads the rest, so the daemon need not compute it.
+    reader.cancel().catch(() => {});
   }
 }

@@ -36,7 +36,8 @@ const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part
 const words = (code) => String(code).replaceAll("_", " ");
 const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
-// A few tokens that all prompts begin with make no request warm.
+// A few tokens that all prompts begin with make no request warm. The prompts of at least LONG tokens are compared.
+const LONG = 512;
 const isWarm = (one) => 2 * one.prefix_cache.restored >= one.prompt_tokens;
 
 function median(numbers) {
@@ -44,6 +45,7 @@ function median(numbers) {
   return sorted.length ? (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2 : null;
 }
 
+const isOpen = (button) => button.getAttribute("aria-expanded") === "true";
 const find = (selector) => document.querySelector(selector);
 
 // Makes an element. Texts of prompts and requests come in as text nodes only, so none of them is markup.

@@ -8,17 +8,17 @@ function onState(now) {
   // After a restart of the daemon the numbers begin anew, and the first event has all that it remembers.
   state.ended = (state.fresh ? now.ended : [...state.ended, ...now.ended.filter((one) => one.number > last)]).slice(-MOST_ENDED);
   state.now = now;
+  find("#all").hidden = now.status === "loading";
   if (now.ended.length || state.fresh) drawTtft(find("#ttft"), state.ended);
   state.fresh = false;
   drawHeader(now);
+  drawSaid(now, state.ended);
   drawProblems(now.problems);
-  drawTiles(now, state.ended);
-  drawLive(now.requests);
+  drawLive(now);
   drawEnded(state.ended, now.now);
   drawMeters(now);
   drawMisses(now.cache);
-  find("#not-recording").hidden = now.recording;
-  find("#simulation").hidden = !now.recording;
+  find("#simulator").hidden = !now.recording;
 }
 
 // What is stored is read again when more was saved since, but not before the daemon would: reading it takes the daemon longer.
@@ -65,13 +65,13 @@ async function follow() {
     state.fresh = true;
     try {
       const is_there = !several.is || (await chooseModel());
-      if (is_there) await watch((now) => {
-        const isFirst = find("#all").hidden;
-        find("#all").hidden = false;
+      const answer = is_there && (await call("GET", "/dashboard/events", undefined, several.change.signal));
+      if (is_there) for await (const data of eventsOf(answer)) {
+        const now = JSON.parse(data);
         onState(now);
-        if (isFirst || (now.cache && readAfter < 0 && Date.now() >= readNotBefore)) now.model && readEntries();
+        if (now.cache && readAfter < 0 && Date.now() >= readNotBefore) readEntries();
         if (now.model && clientsOf !== several.model) { clientsOf = several.model; readClients(); }
-      });
+      }
       setText(find("#status"), is_there ? "the daemon has ended; trying again …" : "no model is loaded: a request loads one");
     } catch (error) {
       if (error.status === 401 || error.status === 403) return askForKey(error);
@@ -87,7 +87,7 @@ async function follow() {
 }
 
 function askForKey(error) {
-  find("#all").hidden = true;
+  for (const id of ["#all", "#said", "#loading", "#problems", "#address"]) find(id).hidden = true;
   find("#login").hidden = false;
   find("#status").className = "bad";
   setText(find("#status"), "locked");
@@ -121,10 +121,11 @@ find("#simulation").addEventListener("submit", async (event) => {
   button.disabled = false;
 });
 
-find("#more-ended").addEventListener("click", ({ target }) => {
-  target.setAttribute("aria-expanded", target.getAttribute("aria-expanded") !== "true");
-  drawEnded(state.ended, state.now.now);
-});
+for (const [id, draw] of [["#more-ended", () => drawEnded(state.ended, state.now.now)], ["#more-lanes", drawTree]])
+  find(id).addEventListener("click", ({ target }) => {
+    target.setAttribute("aria-expanded", !isOpen(target));
+    draw();
+  });
 
 find("#tree-of").addEventListener("change", () => {
   tree.chosen = find("#tree-of").selectedIndex;
@@ -132,16 +133,17 @@ find("#tree-of").addEventListener("change", () => {
   drawTree();
 });
 
-find("#copy").addEventListener("click", async () => {
-  try {
-    await navigator.clipboard.writeText(find("#recipe").textContent);
-    setText(find("#copied"), "copied");
-  } catch {
-    // Without HTTPS there is no clipboard on other addresses than this machine's.
-    getSelection().selectAllChildren(find("#recipe"));
-    setText(find("#copied"), "selected: press Ctrl+C");
-  }
-});
+for (const [button, text] of [["#copy", "#recipe"], ["#copy-address", "#url"]])
+  find(button).addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(find(text).textContent);
+      setText(find(`${button} + span`), "copied");
+    } catch {
+      // Without HTTPS there is no clipboard on other addresses than this machine's.
+      getSelection().selectAllChildren(find(text));
+      setText(find(`${button} + span`), "selected: press Ctrl+C");
+    }
+  });
 
 if (several.is) setInterval(() => {
   if (!document.hidden && !find("#all").hidden) ask("GET", "/props").then(drawModels, () => {});

@@ -24,41 +24,63 @@ function drawModels(found) {
   return loaded;
 }
 
+// What was dismissed in this tab. One that happens again has another time, and is shown.
+const DISMISSED = "diskprefix-dismissed", MOST_PROBLEMS = 3;
+const nameOf = (one) => `${one.what} ${one.last_at ?? ""}`;
+const dismissed = () => JSON.parse(sessionStorage.getItem(DISMISSED) ?? "[]");
+
 function drawProblems(problems) {
-  find("#problems").hidden = !problems.length;
-  whenChanged("problems", problems, () => {
-    const items = problems.map((one) =>
-      make("li", { class: one.level }, make("span", { class: "level" }, one.level), `${one.what}${one.count > 1 ? ` (${count(one.count)} times)` : ""}`,
-        make("span", { class: "todo" }, one.todo)),
+  const hidden = dismissed(), left = problems.filter((one) => !hidden.includes(nameOf(one))), more = left.length - MOST_PROBLEMS;
+  find("#problems").hidden = !left.length;
+  setText(find("#more-problems"), more > 0 ? `${count(more)} more; diskprefix top shows all.` : "");
+  whenChanged("problems", left, () => {
+    const items = left.slice(0, MOST_PROBLEMS).map((one) =>
+      make("li", { class: one.level },
+        make("div", {}, make("span", { class: "level" }, one.level), `${one.what}${one.count > 1 ? ` (${count(one.count)} times)` : ""}`,
+          make("span", { class: "todo" }, one.todo)),
+        make("button", { type: "button", "aria-label": `Dismiss: ${one.what}`, onclick: () => dismiss(one) }, "Dismiss")),
     );
     find("#problems ul").replaceChildren(...items);
   });
 }
 
-function drawTiles(now, ended) {
-  const replies = ended.filter((one) => one.timings), cache = now.cache ?? {}, savings = cache.savings;
-  const ttft = (warm) => median(replies.filter((one) => isWarm(one) === warm).map((one) => one.timings.ttft_ms / 1000));
-  const [cold, warm] = [ttft(false), ttft(true)];
-  const prompt = replies.reduce((sum, one) => sum + one.prompt_tokens, 0), restored = replies.reduce((sum, one) => sum + one.prefix_cache.restored, 0);
-  const speed = now.requests.reduce((sum, one) => sum + (one.tokens_per_s ?? 0), 0);
-  const waiting = now.arriving + now.requests.filter((one) => one.state === "waiting").length;
-  const tiles = [
-    ["compute saved today", savings ? seconds(savings.today.saved_s) : "–", savings ? `${seconds(savings.total.saved_s)} in all` : "nothing yet"],
-    ["restored share", percent(restored, prompt), `of ${plural(prompt, "prompt token")}`],
-    ["first token, cold", seconds(cold), "median, less than half restored"],
-    ["first token, restored", seconds(warm), cold && warm ? `${(cold / warm).toFixed(1)} times as fast` : "median"],
-    ["requests", count(now.requests.length - now.requests.filter((one) => one.state === "waiting").length), `${count(waiting)} waiting`],
-    ["tokens a second", speed ? speed.toFixed(1) : "–", "all replies together"],
-  ];
-  whenChanged("tiles", tiles, () =>
-    find("#tiles").replaceChildren(...tiles.map(([name, value, note]) =>
-      make("div", {}, make("dt", {}, name), make("dd", {}, value), make("dd", { class: "note" }, note)))),
-  );
+function dismiss(problem) {
+  sessionStorage.setItem(DISMISSED, JSON.stringify([...dismissed(), nameOf(problem)]));
+  drawProblems(state.now.problems);
+  find("#main").focus();
+}
+
+// Says what the cache was good for, in a sentence; or how far the model is loaded.
+function drawSaid(now, ended) {
+  const isLoading = now.status === "loading", isNew = !ended.length && !now.requests.length && !now.arriving;
+  find("#loading").hidden = !isLoading;
+  find("#address").hidden = !isNew;
+  find("#requests").hidden = isNew;
+  setText(find("#url"), `${location.origin}/v1`);
+  const step = now.message ?? "", share = step.match(/(\d+) %/)?.[1];
+  whenChanged("step", step, () => {
+    setText(find("#step"), step);
+    find("#progress").replaceChildren(...(share ? [bar("progressbar", step, [["", Number(share)]], 100, "plain")] : []));
+  });
+  setText(find("#said"), isLoading ? "" : sentence(now.cache?.savings, ended));
+}
+
+function sentence(savings, ended) {
+  if (!savings?.total.restored_tokens) return "Nothing was restored yet: a prompt that begins like an earlier one is, also after a restart.";
+  const { today, total } = savings;
+  if (!today.requests) return `No request came today. ${seconds(total.saved_s)} of waiting were spared before.`;
+  const [cold, warm] = [false, true].map((is) => median(ended.filter((one) => one.timings && one.prompt_tokens >= LONG && isWarm(one) === is).map((one) => one.timings.ttft_ms / 1000)));
+  const faster = cold && warm ? ` First token: ${seconds(cold)} → ${seconds(warm)}.` : "";
+  return `${percent(today.restored_tokens, today.prompt_tokens)} of the prompt tokens restored today, ${seconds(today.saved_s)} of waiting spared.${faster}`;
 }
 
 const rows = new Map();
 
-function drawLive(requests) {
+function drawLive({ requests, arriving }) {
+  const waiting = requests.filter((one) => one.state === "waiting").length;
+  const speed = requests.reduce((sum, one) => sum + (one.tokens_per_s ?? 0), 0);
+  const said = [`${count(requests.length - waiting)} running`, `${count(waiting + arriving)} waiting`, ...(speed ? [`${speed.toFixed(1)} tokens a second`] : [])];
+  setText(find("#busy"), requests.length + arriving ? said.join(", ") : "Nothing runs now.");
   const body = find("#live tbody"), ids = new Set(requests.map((one) => one.id));
   for (const [id, row] of rows) if (!ids.has(id)) { row.remove(); rows.delete(id); }
   for (const one of requests) {
@@ -68,27 +90,26 @@ function drawLive(requests) {
     rows.set(one.id, row);
     if (!row.isConnected) body.append(row);
   }
-  find("#idle").hidden = requests.length > 0;
 }
 
 function liveCells(one) {
   const computed = Math.max(0, one.ready_tokens - one.restored_tokens);
   const label = `Prompt: ${count(one.ready_tokens)} of ${plural(one.prompt_tokens, "token")}, ${count(one.restored_tokens)} restored`;
-  const progress = make("div", {},
+  const progress = make("div", { class: "beside" },
     bar("progressbar", label, [["restored", one.restored_tokens], ["computed", computed]], one.prompt_tokens),
     make("div", { class: "under" }, `${count(one.ready_tokens)} of ${count(one.prompt_tokens)}, ${count(one.restored_tokens)} restored`));
   const speed = one.tokens_per_s === null ? "–" : `${one.tokens_per_s.toFixed(1)} tok/s`;
   return [one.state, progress, seconds(one.ttft_s), plural(one.reply_tokens, "token"), speed, seconds(one.elapsed_s)];
 }
 
-const FEW_ROWS = 8, MANY_ROWS = 50;
+// CLIENT_LEFT is the status of a request whose client went away.
+const CLIENT_LEFT = 499, FEW_ROWS = 6, MANY_ROWS = 50;
 
 function drawEnded(ended, now) {
-  const more = find("#more-ended"), isMore = more.getAttribute("aria-expanded") === "true";
+  const more = find("#more-ended"), isMore = isOpen(more);
   more.hidden = ended.length <= FEW_ROWS;
   setText(more, isMore ? "Show fewer" : "Show more");
   const shown = ended.slice(isMore ? -MANY_ROWS : -FEW_ROWS).reverse();
-  find("#none-ended").hidden = shown.length > 0;
   const marks = shown.map((one) => [one.number, ago(one.ended_at, now)]);
   whenChanged("ended", marks, () => find("#ended tbody").replaceChildren(...shown.map((one) => endedRow(one, now))));
 }
@@ -98,16 +119,16 @@ function endedRow(one, now) {
   if (!one.prefix_cache) {
     const size = one.prompt_tokens ? `, ${plural(one.prompt_tokens, "prompt token")}` : "";
     const why = (one.error ?? "the client left") + size;
-    return make("tr", { class: one.status >= 400 || one.error ? "failed" : "" }, when, make("td", { class: "say", colspan: 5 }, `${one.status} ${one.route} · ${why}`));
+    return make("tr", { class: (one.status >= 400 && one.status !== CLIENT_LEFT) || one.error ? "failed" : "" }, when, make("td", { class: "say", colspan: 5 }, `${one.status} ${one.route} · ${why}`));
   }
   const cache = one.prefix_cache, restored = cache.restored;
   const why = restored ? `${percent(restored, one.prompt_tokens)} from ${cache.source}` : words(cache.miss_reason);
   const label = `${count(restored)} of ${plural(one.prompt_tokens, "prompt token")} restored`;
   return make("tr", {}, when, make("td", {}, count(one.prompt_tokens)),
-    make("td", {}, bar("meter", label, [["restored", restored]], one.prompt_tokens), make("div", { class: "under" }, why)),
-    make("td", { class: "extra" }, count(cache.boundary), make("div", { class: "under" }, words(cache.boundary_reason) + (cache.saved === "dropped" ? ", dropped" : ""))),
+    make("td", {}, make("div", { class: "beside" }, bar("meter", label, [["restored", restored]], one.prompt_tokens), make("div", { class: "under" }, why))),
+    make("td", { class: "extra" }, `${count(cache.boundary)} `, make("span", { class: "under" }, words(cache.boundary_reason) + (cache.saved === "dropped" ? ", dropped" : ""))),
     make("td", {}, seconds(one.timings.ttft_ms / 1000)),
-    make("td", { class: "extra" }, plural(one.reply_tokens, "token"), make("div", { class: "under" }, `${one.timings.decode_tokens_per_s.toFixed(1)} tok/s`)));
+    make("td", { class: "extra" }, `${count(one.reply_tokens)} `, make("span", { class: "under" }, `tokens, ${one.timings.decode_tokens_per_s.toFixed(1)} tok/s`)));
 }
 
 function drawMeters(now) {
@@ -137,11 +158,12 @@ function drawMisses(cache) {
   whenChanged("misses", [cache.hits, cache.misses], () => {
     const misses = Object.entries(cache.misses).sort((a, b) => b[1] - a[1]);
     const all = cache.hits + misses.reduce((sum, [, number]) => sum + number, 0);
-    const line = (name, number) => make("div", { class: "meter" },
-      make("p", {}, make("b", {}, name), make("span", {}, `${count(number)}, ${percent(number, all)}`)),
-      bar("meter", `${name}: ${count(number)} of ${count(all)}`, [["", number]], all, name.startsWith("restored") ? "plain" : ""));
+    const line = (name, number) => make("div", { class: "beside" }, make("span", {}, name),
+      bar("meter", `${name}: ${count(number)} of ${count(all)}`, [["", number]], all, name.startsWith("restored") ? "plain" : ""),
+      make("div", { class: "under" }, `${count(number)}, ${percent(number, all)}`));
     const lines = [["restored, all or in part", cache.hits], ...misses.map(([reason, number]) => [words(reason), number])];
-    find("#misses").replaceChildren(...(all ? lines.map(([name, number]) => line(name, number)) : [make("p", { class: "quiet" }, "No request since the start.")]));
+    find("#counts").hidden = !all;
+    find("#misses").replaceChildren(...lines.map(([name, number]) => line(name, number)));
   });
 }
 

@@ -1,6 +1,6 @@
 // The prefix tree as an icicle: tokens from left to right, a lane for each saved prompt, trunks as high as they are shared.
 
-const LANE = 22, MOST_LANES = 60;
+const LANE = 22, FEW_LANES = 10, MOST_LANES = 60;
 
 const tree = { found: null, chosen: 0, selected: null, lanes: [], byId: new Map() };
 
@@ -20,20 +20,20 @@ function showEntries(found) {
 function drawTree() {
   const box = find("#icicle"), shown = tree.found?.trees[tree.chosen];
   if (!shown) return box.replaceChildren(make("p", { class: "quiet" }, "Nothing is stored yet."));
-  const nodes = placed(shown.nodes);
+  const nodes = placed(shown.nodes), more = find("#more-lanes"), most_lanes = isOpen(more) ? MOST_LANES : FEW_LANES;
   tree.byId = new Map(nodes.map((node) => [node.id, node]));
-  const visible = nodes.filter((node) => node.lane < MOST_LANES);
+  const visible = nodes.filter((node) => node.lane < most_lanes);
   // Some room is left on the right for the texts of the longest prompts.
   const most = Math.max(...visible.map((node) => node.end)) * (box.clientWidth < 600 ? 1.5 : 1.25), entries = new Map(tree.found.entries.map((one) => [one.id, one]));
   const focused = document.activeElement?.dataset?.trunk;
-  const lanes = Math.min(MOST_LANES, Math.max(...nodes.map((node) => node.lane + node.lanes)));
+  const all = Math.max(...nodes.map((node) => node.lane + node.lanes)), lanes = Math.min(most_lanes, all);
   box.style.setProperty("height", `${lanes * LANE}px`);
   const active = tree.byId.has(tree.selected) ? tree.selected : visible[0].id;
-  box.replaceChildren(...visible.map((node) => buttonOf(node, most, entries, node.id === active, shown)));
+  box.replaceChildren(...visible.map((node) => buttonOf(node, most, lanes, entries, node.id === active, shown)));
   if (focused) box.querySelector(`[data-trunk="${focused}"]`)?.focus();
-  const left = nodes.filter((node) => node.lane >= MOST_LANES && node.entries.length).length;
-  find("#more-lanes").hidden = !left;
-  setText(find("#more-lanes"), `${plural(left, "more prompt")}: diskprefix inspect --tree shows all.`);
+  more.hidden = all <= FEW_LANES;
+  const unseen = nodes.filter((node) => node.lane >= MOST_LANES && node.entries.length).length;
+  setText(more, !isOpen(more) ? "Show more" : unseen ? `Show fewer (diskprefix inspect --tree has ${count(unseen)} more)` : "Show fewer");
   if (!tree.byId.has(tree.selected)) find("#trunk").replaceChildren();
 }
 
@@ -54,13 +54,13 @@ function placed(nodes) {
 
 const heat = (hits) => (hits === 0 ? 0 : hits < 3 ? 1 : hits < 10 ? 2 : 3);
 
-function buttonOf(node, most, entries, isActive, shown) {
+function buttonOf(node, most, lanes, entries, isActive, shown) {
   const preview = node.entries.map((id) => entries.get(id)?.preview).find(Boolean);
   const shared = node.num_entries > 1 ? `${plural(node.num_entries, "prompt")} · ` : "";
   const isLeaf = !node.children.length;
   // Prompts of one agent begin alike: their ends tell them apart.
   const label = preview && isLeaf ? preview.split("…").pop().trim() || preview : `${shared}${count(node.end - node.start)} tokens`;
-  const height = Math.min(node.lanes, MOST_LANES - node.lane) * LANE;
+  const height = Math.min(node.lanes, lanes - node.lane) * LANE;
   const style = { left: `${(100 * node.start) / most}%`, width: `${(100 * (node.end - node.start)) / most}%`, top: `${node.lane * LANE}px`, height: `${height}px` };
   const told = `Tokens ${count(node.start)} to ${count(node.end)}, ${plural(node.num_entries, "saved prompt")}, ${bytes(node.stored_bytes)}, ${plural(node.hits, "hit")}`;
   const attributes = { type: "button", "data-trunk": node.id, class: `heat${heat(node.hits)}${isLeaf ? " leaf" : ""}`, title: told, "aria-label": preview ? `${told}. ${preview}` : told };
