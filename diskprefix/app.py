@@ -30,6 +30,12 @@ if TYPE_CHECKING:
 
 def serve(settings: Settings) -> None:
     """Serves until SIGTERM or SIGINT, then returns. Raises the `DiskPrefixError` that kept the daemon from serving."""
+    from diskprefix.model.load.named_model import require_named
+
+    # Before the port is taken.
+    for flag, models in (("--model", settings.model_names), ("--draft-model", [settings.draft_model])):
+        for model in models:
+            require_named(model, flag, with_weights=True)
     run_front = hooks.open_front(settings)
     if run_front is None:
         _serve(settings)

@@ -9,7 +9,7 @@ store, so others cannot compute names. Correctness does not depend on names, bec
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -110,11 +110,13 @@ def checksum(payload: bytes | memoryview, seed: int = 0) -> int:
     return xxhash.xxh3_64_intdigest(payload, seed=seed)
 
 
-def file_digest(path: Path) -> str:
-    """Returns the 128-bit xxh3 of a file's content as 32 hex digits. Raises `OSError`."""
+def file_digest(path: Path, before_piece: Callable[[], None] = lambda: None) -> str:
+    """Returns the 128-bit xxh3 of a file's content as 32 hex digits. Raises `OSError`, and what `before_piece`
+    raises."""
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while piece := file.read(8 << 20):
+            before_piece()
             digest.update(piece)
     return digest.hexdigest()
 

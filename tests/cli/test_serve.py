@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 import diskprefix.app
 import diskprefix.cli.serve_command
+import diskprefix.hooks
 from diskprefix import __version__
 from diskprefix.cli import cli, command_names, main
 from diskprefix.cli.options import variable_of
@@ -262,6 +263,20 @@ def test_an_error_of_the_daemon_is_one_line_and_its_exit_code(
     monkeypatch.setattr(diskprefix.cli, "_end_at_once", sys.exit)
     monkeypatch.setattr(diskprefix.cli.serve_command, "configure_logging", lambda *_: None)
     run("serve").assert_refused(code)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--model", "/not/there"], ["--model", "/not/there,/nor/here"], ["--draft-model", "x"]]
+)
+def test_a_model_that_is_not_there_is_refused_before_the_port_is_taken(
+    run: Run, monkeypatch: pytest.MonkeyPatch, flags: list[str]
+) -> None:
+    monkeypatch.setattr(diskprefix.app, "_serve", None)
+    monkeypatch.setattr(diskprefix.hooks, "open_front", None)
+    monkeypatch.setattr(diskprefix.cli.serve_command, "configure_logging", lambda *_: None)
+    run("serve", *flags).assert_refused(
+        3, f"error: {flags[0]}: ", "/not/there" if "/" in flags[1] else "no file or folder"
+    )
 
 
 def test_help_shows_the_common_flags_on_two_screens_and_help_all_shows_every_flag() -> None:

@@ -23,12 +23,13 @@ class WorkBeside:
         self._threads: list[Thread] = []
 
     def begin(self, tasks: Iterable[Task]) -> None:
-        """Begins with tasks, after those that were begun before."""
+        """Begins with tasks, after those that were begun before. Threads that still work go on with these."""
         self._tasks += tasks
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
         helpers = [Thread(target=self._work, name="weights", daemon=True) for _ in range(_num_helpers())]
-        for thread in helpers:
+        for thread in helpers[len(self._threads) :]:
             thread.start()
-        self._threads += helpers
+            self._threads.append(thread)
 
     def finish(self) -> None:
         """Returns once all tasks are done. Raises what one of them raised."""

@@ -6,9 +6,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,7 +19,7 @@ from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
 from diskprefix.model.load.ahead import ReadAhead
 from diskprefix.model.load.alternatives import require_fit
 from diskprefix.model.load.embedded import EMBEDDED, embedded_folder
-from diskprefix.model.load.fingerprint import remembered_digest, weights_digest
+from diskprefix.model.load.fingerprint import DigestAhead, weights_digest
 from diskprefix.model.load.fit import (
     ROOM_BYTES,
     Check,
@@ -45,9 +44,9 @@ from diskprefix.model.load.memory import (
     kv_ahead,
     large_pages,
     populate_beside,
-    will_read,
 )
-from diskprefix.model.load.safetensors_header import INDEX, checkpoint_files, require_weights, shards_of
+from diskprefix.model.load.named_model import is_embedded, name_faster, require_named, weight_files_of
+from diskprefix.model.load.safetensors_header import require_weights
 from diskprefix.model.load.tokenizer import read_template, read_tokenizer, read_tokenizer_ahead
 from diskprefix.printable import first_line
 from diskprefix.progress import Report
@@ -124,9 +123,10 @@ class BegunWeights:
     free_bytes: int
     packing: MatrixPacking | None = None
     memory: PagesAhead | None = None
+    digest: DigestAhead | None = None
 
     @classmethod
-    def pack(cls, parts: list[Path], matrices: Iterable[FileMatrix]) -> BegunWeights:
+    def pack(cls, parts: list[Path], matrices: Iterable[FileMatrix], digest: DigestAhead | None = None) -> BegunWeights:
         """Raises `ModelError` without the compiled operators, `OSError`, `MemoryError`."""
         from diskprefix.model.quants.matrix_packing import MatrixPacking
         from diskprefix.native.library import operators
@@ -135,10 +135,10 @@ class BegunWeights:
         if found is None:
             raise ModelError("the quants of a .gguf file need the compiled operators; add --weights native")
         stamps, free_bytes = {part: file_stamp(part) for part in parts}, available_ram_bytes()
-        return cls(stamps=stamps, free_bytes=free_bytes, packing=MatrixPacking(found, matrices))
+        return cls(stamps=stamps, free_bytes=free_bytes, packing=MatrixPacking(found, matrices), digest=digest)
 
     def stop(self) -> None:
-        for work in (self.packing, self.memory):
+        for work in (self.packing, self.memory, self.digest):
             if work is not None:
                 work.stop()
 
@@ -168,19 +168,20 @@ def _begun_packing(gguf: Path, settings: Settings) -> BegunWeights | None:
     is_packed = weights != "native" and settings.dtype in ("auto", "bfloat16") and operators() is not None
     if not is_packed or _pick_device(settings.device).type != "cpu":
         return None
-    parts, making_bytes = part_paths(gguf), 0
+    parts, making_bytes, digest = part_paths(gguf), 0, None
     folder = finished_folder(gguf, weights)
     if folder is None:
-        # The conversion asks for it first.
-        threading.Thread(target=_digest_ahead, args=(parts,), name="digest", daemon=True).start()
         header, tensors = read_tensors(parts)
         making_bytes = needs_of_tensors(gguf.name, header, tensors, weights).making_bytes
         matrices = as_they_stand(tensors, weights)
+        # The conversion asks for it first.
+        digest = DigestAhead(parts)
     else:
         matrices = list({matrix.key: matrix for matrix in load_matrices(folder, parts).values()}.values())
-    if packed_bytes(matrices) + making_bytes + ROOM_BYTES > available_ram_bytes():
-        return None
-    return BegunWeights.pack(parts, matrices)
+    free_bytes = available_ram_bytes()
+    if packed_bytes(matrices) + making_bytes + ROOM_BYTES > free_bytes:
+        return BegunWeights(stamps={}, free_bytes=free_bytes, digest=digest)
+    return BegunWeights.pack(parts, matrices, digest)
 
 
 def _begun_memory(folder: Path, settings: Settings) -> BegunWeights | None:
@@ -189,16 +190,10 @@ def _begun_memory(folder: Path, settings: Settings) -> BegunWeights | None:
     # What transformers computes of tensors, instead of putting them together, lies beside these pages at first.
     if not num_bytes or 2 * num_bytes + ROOM_BYTES > free_bytes or _pick_device(settings.device).type != "cpu":
         return None
-    if num_bytes + sum(file.stat().st_size for file in files) + ROOM_BYTES <= free_bytes:
-        threading.Thread(target=_digest_ahead, args=(files,), name="digest", daemon=True).start()
-    return BegunWeights(stamps={}, free_bytes=free_bytes, memory=PagesAhead(num_bytes))
-
-
-def _digest_ahead(files: Sequence[Path]) -> None:
-    for file in files:
-        with suppress(OSError):
-            will_read(file)
-            remembered_digest(file)
+    memory = PagesAhead(num_bytes)
+    is_room = num_bytes + sum(file.stat().st_size for file in files) + ROOM_BYTES <= free_bytes
+    digest = DigestAhead(files) if is_room else None
+    return BegunWeights(stamps={}, free_bytes=free_bytes, memory=memory, digest=digest)
 
 
 def load_model(
@@ -249,9 +244,13 @@ def load_model(
                 packing.want(source.matrices.values())
             stamps = {file: file_stamp(file) for file in files} | ({} if begun is None else begun.stamps)
             model, unread = _ahead.take(*source.ahead) or _unread_model(source)
-            reading = unread.begin(model, made.take if made is not None else large_pages) if on_cpu else None
-            if reading is not None:
-                failing.callback(reading.stop)
+            from diskprefix.model.load.beside import WorkBeside
+
+            # One work for all, so that there are no more threads than processors.
+            reading = WorkBeside() if packing is None else packing.work
+            failing.callback(reading.stop)
+            if on_cpu:
+                unread.begin(model, reading, made.take if made is not None else large_pages)
         ahead = kv_ahead(fit, kv_ahead_tokens) if on_cpu else []
         with clock("digest"), _load_failures(folder):
             digest = weights_digest([*files, *folder.glob(MATRICES)], source.gguf)
@@ -259,8 +258,7 @@ def load_model(
             tokenizer = read_tokenizer(folder, template)
             media = _load_media(folder, source.config, source.kind) if source.kind.is_multimodal else None
         with clock("weights"), _load_failures(folder):
-            if reading is not None:
-                reading.finish()
+            reading.finish()
             _finish(model, source, packing)
             for file, stamp in stamps.items():
                 if file_stamp(file) != stamp:
@@ -300,10 +298,12 @@ def _source(
         folder, name, gguf = _find(
             settings.model, progress, weights_of, flag=flag, check=check, before_fetch=before_fetch
         )
-        files = _weight_files(folder)
+        files = weight_files_of(folder)
     with clock("imports"):
         device = _pick_device(settings.device)
         weights = weights_of()
+        if weights == "auto" and not gguf:
+            name_faster(folder, files, progress)
         quiet_transformers()
         config = _read_config(folder)
         with _load_failures(folder):
@@ -378,21 +378,17 @@ def _find(
 ) -> tuple[Path, str, list[Path]]:
     """Returns the folder that holds the model's files, the model's name, and the parts of the .gguf file that holds
     what the folder does not. What is made of such a file has the form that `pick_weights` returns."""
-    if model is None or (model == EMBEDDED.name and not os.path.isdir(model)):
+    require_named(model, flag)
+    if model is None or is_embedded(model):
         folder = embedded_folder(progress, weights=_gguf_weights(pick_weights()))
         return folder, EMBEDDED.name, [*folder.glob("*.gguf")]
     path = Path(os.path.expanduser(model))
-    is_gguf = path.suffix.lower() == ".gguf"
-    if model.strip() and os.path.isdir(path):
+    if os.path.isdir(path):
         # What was made of a .gguf file needs that file beside it.
         return path, path.resolve().name, sorted(path.glob("*.gguf")) if (path / MATRICES).is_file() else []
-    if is_gguf and os.path.isfile(path):
+    if os.path.isfile(path):
         made = converted_folder(path, progress, _gguf_weights(pick_weights()), check)
         return made, model_stem(path), part_paths(path)
-    if os.path.isfile(path):
-        raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
-    if is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
-        raise ModelError(f"{flag}: no such file or folder: {model!r}")
     found = fetched_model(model, progress, flag, before_fetch, with_weights=with_weights)
     if found.is_dir():
         return found, model, []
@@ -407,30 +403,6 @@ def _gguf_weights(weights: str) -> str:
     if weights != "native" and kernel() == TORCH:
         raise SettingsError(f"--weights: {weights} of a .gguf file needs the compiled operators; add --weights native")
     return weights
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    """Returns the safetensors of a folder. Raises `ModelError` if there are none."""
-    if not (folder / "config.json").is_file():
-        raise ModelError(f"{folder} holds no model: there is no config.json{_hint(folder)}")
-    if (folder / INDEX).is_file():
-        _require_shards(folder / INDEX)
-    files = require_weights(folder, _hint(folder))
-    return [*files, *(one for one in checkpoint_files(folder, files) if one not in files)]
-
-
-def _require_shards(index: Path) -> None:
-    shards = shards_of(index)
-    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
-    if missing:
-        raise ModelError(f"{index.parent} lacks {len(missing)} of {len(shards)} weight files, for example {missing[0]}")
-
-
-def _hint(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        return "; it holds an adapter: give the folder of the merged model"
-    gguf = sorted(folder.glob("*.gguf"))
-    return f"; to serve {gguf[0].name}, give the path of that file" if gguf else ""
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:

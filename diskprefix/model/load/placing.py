@@ -29,9 +29,11 @@ class UnreadWeights:
     mapped: set[str] = field(default_factory=set)
     """Weights that stay mapped from their file, because something has a copy of its own."""
 
-    def begin(self, model: PreTrainedModel, memory_of: Callable[[int], torch.Tensor] = large_pages) -> WorkBeside:
+    def begin(
+        self, model: PreTrainedModel, work: WorkBeside, memory_of: Callable[[int], torch.Tensor] = large_pages
+    ) -> None:
         """Begins to read them side by side into memory of so many bytes, and moves the other weights there. Each begins
-        with a line of the caches. The model is complete when the work is. Raises `MemoryError`."""
+        with a line of the caches. The model is complete when the `work` is. Raises `MemoryError`."""
         named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         named |= model.named_buffers(remove_duplicate=False)
         unread = {id(named[name]): tensor for name, tensor in self.tensors.items() if name in named}
@@ -49,9 +51,7 @@ class UnreadWeights:
                     tensor.data = place.copy_(tensor.data)
                 else:
                     tensor.data = tensor.data.clone()
-        work = WorkBeside()
         work.begin(tasks)
-        return work
 
     @contextmanager
     def leaving(self, stored: Mapping[str, StoredTensor]) -> Iterator[None]:

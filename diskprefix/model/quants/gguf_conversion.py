@@ -153,15 +153,16 @@ class TensorwiseConversion:
 
     def _load(self, source: Path, name: str, config: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
         self._begin()
-        found: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
-            source,
-            config=deepcopy(config),
-            gguf_file=name,
-            dtype=torch.bfloat16,
-            quantization_config=GgufConfig(dequantize=True),
-            output_loading_info=True,
-            trust_remote_code=False,
-        )
+        with taking_parameters(self._take):
+            found: tuple[PreTrainedModel, dict[str, Any]] = AutoModelForCausalLM.from_pretrained(
+                source,
+                config=deepcopy(config),
+                gguf_file=name,
+                dtype=torch.bfloat16,
+                quantization_config=GgufConfig(dequantize=True),
+                output_loading_info=True,
+                trust_remote_code=False,
+            )
         return found
 
     @contextmanager
@@ -170,8 +171,7 @@ class TensorwiseConversion:
         quantizer = mapping["gguf"]
         mapping["gguf"] = partial(TensorwiseQuantizer, self)
         try:
-            with taking_parameters(self._take):
-                yield
+            yield
         finally:
             mapping["gguf"] = quantizer
             self._close()

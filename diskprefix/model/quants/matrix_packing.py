@@ -28,7 +28,8 @@ class MatrixPacking:
         """Begins. Raises `MemoryError`."""
         self._operators = operators
         self._packed: dict[Hashable, torch.Tensor] = {}
-        self._work = WorkBeside()
+        self.work = WorkBeside()
+        """Also for what else is read beside it."""
         self._unwanted: set[Hashable] = set()
         self._add({matrix.key: matrix for matrix in matrices})
 
@@ -40,7 +41,7 @@ class MatrixPacking:
             each = matrix.tasks(self._operators, self._packed[key].flatten(0, -3))
             tasks += (partial(self._if_wanted, key, task) for task in each)
             used += _room(matrix)
-        self._work.begin(tasks)
+        self.work.begin(tasks)
 
     def _if_wanted(self, key: Hashable, task: Task) -> None:
         if key not in self._unwanted:
@@ -57,7 +58,7 @@ class MatrixPacking:
     def finish(self) -> dict[Hashable, torch.Tensor]:
         """Returns the packed matrices by their keys once all are there. Raises `ModelError` if the file is cut short,
         `OSError`, `MemoryError`."""
-        self._work.finish()
+        self.work.finish()
         for key in self._unwanted:
             give_back(self._packed.pop(key))
         self._unwanted = set()
@@ -65,7 +66,7 @@ class MatrixPacking:
 
     def stop(self) -> None:
         """Ends the work. What is not packed yet is left out."""
-        self._work.stop()
+        self.work.stop()
 
 
 def as_they_stand(tensors: Sequence[FileTensor], weights: str) -> list[FileMatrix]:

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers.core_model_loading as loading
 
+from diskprefix.errors import DiskPrefixError
+from diskprefix.kv.layout import is_out_of_memory
+from diskprefix.printable import first_line
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -34,18 +38,36 @@ class TensorOnRequest:
 @contextmanager
 def taking_parameters(take: Callable[[PreTrainedModel, str, torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Gives a context in which transformers reads tensors in its own thread, and hands each parameter that it has made
-    of them to `take`, with the model and its name. The model gets what `take` returns: a tensor without memory."""
+    of them to `take`, with the model and its name. The model gets what `take` returns: a tensor without memory.
+
+    Of errors while parameters are made, transformers raises only that there were some. Here the last one is raised."""
     set_param, is_sequential = loading.set_param_for_module, os.environ.get(_SEQUENTIAL)
+    log_errors, failures = loading.log_conversion_errors, list[Exception]()
 
     def set_taken(model: PreTrainedModel, name: str, tensor: torch.Tensor, *args: Any) -> None:
         set_param(model, name, take(model, name, tensor), *args)
 
+    @contextmanager
+    def noting(name: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+        with log_errors(name, *args, **kwargs):
+            try:
+                yield
+            except Exception as error:
+                is_told = isinstance(error, DiskPrefixError | OSError) or is_out_of_memory(error)
+                failures[:] = [error if is_told else RuntimeError(f"{name}: {first_line(error)}")]
+                raise
+
     loading.set_param_for_module = set_taken
+    loading.log_conversion_errors = noting
     os.environ[_SEQUENTIAL] = "1"
     try:
         yield
+    except RuntimeError as error:
+        if not failures:
+            raise
+        raise failures[0] from error
     finally:
-        loading.set_param_for_module = set_param
+        loading.set_param_for_module, loading.log_conversion_errors = set_param, log_errors
         os.environ.pop(_SEQUENTIAL)
         if is_sequential is not None:
             os.environ[_SEQUENTIAL] = is_sequential

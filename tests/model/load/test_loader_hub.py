@@ -74,7 +74,8 @@ def test_offline_mode_is_said(hub_cache: Path, monkeypatch: pytest.MonkeyPatch) 
         ("org/broken", "500"),
         ("org/empty", "holds no model: there is no config.json"),
         ("a/b/c", "neither an existing file or folder nor a hub id"),
-        ("some model", "neither an existing file or folder nor a hub id"),
+        ("org/some model", "neither an existing file or folder nor a hub id"),
+        ("model", "'model' is no file or folder here, and names of the hub are org/name"),
     ],
 )
 def test_a_model_that_the_hub_does_not_give_is_refused_with_the_reason(

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from diskprefix.errors import ModelError
 from diskprefix.model.load import loader
@@ -44,8 +45,6 @@ print(memory("VmHWM") - before)
 def write_mixture(folder: Path, kind: str, each: int) -> int:
     """Writes a mixture of experts of this type, `each` bytes a number, all zeros, which take no room on the disk.
     Returns the bytes that it has in bfloat16."""
-    from transformers import Qwen3MoeConfig
-
     experts, width, inner, vocabulary = 24, 1024, 512, 300
     config = Qwen3MoeConfig(
         vocab_size=vocabulary,
@@ -128,6 +127,22 @@ def test_nothing_begins_for_a_folder_of_which_another_form_is_made(settings: Set
     if settings == Settings():
         edit_config(folder, quantization_config={"quant_method": "fp8"})
     assert begin_weights(replace(settings, model=str(folder) if settings.model is None else settings.model)) is None
+
+
+def test_what_is_wrong_while_parameters_are_made_is_said(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=300, hidden_size=64, moe_intermediate_size=32, num_hidden_layers=1, num_experts=2, head_dim=16
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    tiny.tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    name = "model.layers.0.mlp.experts.1.down_proj.weight"
+    weights = load_file(file)
+    save_file(weights | {name: weights[name][:-1].contiguous()}, file, {"format": "pt"})
+    with pytest.raises(
+        ModelError, match=r"cannot load the model in .*: model.layers.0.mlp.experts.down_proj.*equal size"
+    ):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("is_same", [True, False])

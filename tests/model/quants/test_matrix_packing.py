@@ -7,12 +7,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Thread, Timer
 
 import pytest
 import torch
 
-from diskprefix.errors import ModelError
+from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.load import beside, loader
+from diskprefix.model.load.fingerprint import DigestAhead
 from diskprefix.model.load.fit import ROOM_BYTES
 from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.gguf_file import read_tensors
@@ -71,6 +73,40 @@ def test_all_that_is_wanted_at_the_end_is_packed_and_nothing_else(
         assert torch.equal(found[matrix.key], packed_alone(compiled, matrix))
 
 
+def test_a_load_has_no_more_threads_than_processors_and_leaves_none_when_it_fails(
+    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, digests = list[Thread](), list[Thread]()
+    own = Thread.start
+
+    def start(self: Thread) -> None:
+        {"weights": started, "digest": digests}.get(self.name, []).append(self)
+        own(self)
+        assert sum(one.is_alive() for one in started) <= 3
+
+    monkeypatch.setattr(Thread, "start", start)
+    monkeypatch.setattr(beside, "_num_helpers", lambda: 3)
+    begun = begin_weights(Settings(model=str(gguf)))
+    load_model(Settings(model=str(gguf)), print, begun=begun)
+    assert started
+    other = tiny.write_gguf(tmp_path / "other.gguf", quantised="Q4_1", seed=1)
+    waiting, is_stopped = Event(), Event()
+
+    def slow(_: DigestAhead) -> None:
+        waiting.set()
+        assert is_stopped.wait(60)
+
+    monkeypatch.setattr(DigestAhead, "_require_wanted", slow)
+    begun = begin_weights(Settings(model=str(other)))
+    assert begun is not None
+    assert waiting.wait(60)
+    monkeypatch.undo()
+    Timer(0.01, is_stopped.set).start()
+    with pytest.raises(SettingsError):
+        load_model(Settings(model=str(other), weights="int4", dtype="float32"), print, begun=begun)
+    assert not [one for one in (*started, *digests) if one.is_alive()]
+
+
 def parameters(model: Path, begun: BegunWeights | None) -> list[torch.Tensor]:
     loaded = load_model(Settings(model=str(model)), print, begun=begun)
     return [tensor.clone() for tensor in (*loaded.model.parameters(), *loaded.model.buffers())]
@@ -111,7 +147,13 @@ def test_nothing_begins_for_other_models(settings: Settings, gguf: Path) -> None
 
 def test_nothing_begins_where_memory_is_short(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loader, "available_ram_bytes", lambda: ROOM_BYTES)
-    assert begin_weights(Settings(model=str(gguf))) is None
+    begun = begin_weights(Settings(model=str(gguf)))
+    assert begun is not None
+    assert begun.packing is None
+    converted_folder(gguf, print, "auto")
+    begun = begin_weights(Settings(model=str(gguf)))
+    assert begun is not None
+    assert begun.packing is None
 
 
 def test_a_file_that_ends_early_is_reported_at_the_end(gguf: Path, compiled: Operators) -> None:

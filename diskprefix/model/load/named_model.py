@@ -1,0 +1,100 @@
+"""Looks at what --model names before anything slow: whether it is there, and whether its folder is whole."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from difflib import get_close_matches
+from pathlib import Path
+
+from diskprefix.errors import ModelError
+from diskprefix.model.load.embedded import EMBEDDED
+from diskprefix.model.load.gguf_file import MATRICES, first_parts
+from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model
+from diskprefix.model.load.safetensors_header import INDEX, checkpoint_files, require_weights, shards_of
+from diskprefix.printable import shown
+from diskprefix.progress import Report
+
+
+def is_embedded(model: str | None) -> bool:
+    return model is None or (model == EMBEDDED.name and not os.path.isdir(model))
+
+
+def require_named(model: str | None, flag: str, *, with_weights: bool = False) -> None:
+    """Raises `ModelError` if there cannot be such a model, and names the nearest: a path must exist, and a name without
+    a slash must be in the hub's cache. Whether the hub has any other is not known. `with_weights`: files that are
+    missing in a folder are noticed, too."""
+    if model is None or is_embedded(model):
+        return
+    path = Path(os.path.expanduser(model))
+    is_gguf = path.suffix.lower() == ".gguf"
+    if model.strip() and os.path.isdir(path):
+        if with_weights:
+            weight_files_of(path)
+    elif os.path.isfile(path):
+        if not is_gguf:
+            raise ModelError(f"{flag}: {model} is a file; give the folder that holds the model, or a .gguf file")
+    elif is_gguf or not model.strip() or model.startswith(("./", "../", "/", "~")):
+        raise ModelError(f"{flag}: no such file or folder: {model!r}{_nearest(model, _models_beside(path))}")
+    elif "/" not in model and cached_model(model) is None:
+        names = [EMBEDDED.name, *_models_beside(path), *(name for name, _ in cached_models())]
+        raise ModelError(
+            f"{flag}: {model!r} is no file or folder here, and names of the hub are org/name{_nearest(model, names)}"
+        )
+
+
+def _models_beside(path: Path) -> Iterator[str]:
+    """Yields the names of the models in the folder in which a model was looked for."""
+    with suppress(OSError):
+        for entry in sorted(path.parent.iterdir()):
+            if is_gguf_model(entry.name) or (entry / "config.json").is_file():
+                yield entry.name
+
+
+def _nearest(model: str, names: Iterator[str] | list[str]) -> str:
+    folder, _, name = model.rpartition("/")
+    by_letters = {one.casefold(): one for one in names}
+    # A path is written as the user has begun it.
+    near = [by_letters[one] for one in get_close_matches(name.casefold(), by_letters, n=1)]
+    return f"; the nearest is {shown(os.path.join(folder or model[: model.find('/') + 1], near[0]))}" if near else ""
+
+
+def weight_files_of(folder: Path) -> list[Path]:
+    """Returns the safetensors of a folder. Raises `ModelError` if there are none, or not all."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} holds no model: there is no config.json{_hint(folder)}")
+    if (folder / INDEX).is_file():
+        _require_shards(folder / INDEX)
+    files = require_weights(folder, _hint(folder))
+    return [*files, *(one for one in checkpoint_files(folder, files) if one not in files)]
+
+
+def _require_shards(index: Path) -> None:
+    shards = shards_of(index)
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    if missing:
+        raise ModelError(f"{index.parent} lacks {len(missing)} of {len(shards)} weight files, for example {missing[0]}")
+
+
+def _hint(folder: Path) -> str:
+    if (folder / "adapter_config.json").is_file():
+        return "; it holds an adapter: give the folder of the merged model"
+    gguf = sorted(folder.glob("*.gguf"))
+    return f"; to serve {gguf[0].name}, give the path of that file" if gguf else ""
+
+
+def name_faster(folder: Path, files: list[Path], report: Report) -> None:
+    """Reports a `.gguf` model beside the weight `files` of a folder, which are served. It takes fewer bytes, so it is
+    faster on a CPU."""
+    served = _num_bytes(files)
+    models = first_parts(one.name for one in folder.glob("*.gguf") if is_gguf_model(one.name))
+    sizes = {name: _num_bytes([folder / part for part in parts]) for name, parts in models.items()}
+    smaller = {name: size for name, size in sizes.items() if size < served}
+    if smaller and not (folder / MATRICES).is_file():
+        best = shown(str(folder / max(smaller, key=lambda name: smaller[name])))
+        report(f"serving the safetensors of {folder}; a .gguf file there is smaller, so it is faster: --model {best}")
+
+
+def _num_bytes(files: list[Path]) -> int:
+    return sum(file.stat().st_size for file in files)
