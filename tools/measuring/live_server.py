@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import httpx
 from rich.console import Console
@@ -140,7 +140,7 @@ class LiveServer:
         timeout = httpx.Timeout(self._deadline_s, connect=5.0)
         return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=timeout)
 
-    def __enter__(self) -> LiveServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -287,15 +287,17 @@ class LiveServer:
         total_s = time.perf_counter() - started
         if reading.ttft_s is None:
             raise LiveServerError("the server answered without a reply")
+        usage = reading.last["usage"]
         return Answer(
             text="".join(reading.text),
             sent_at=started,
             text_s=reading.text_s,
             ttft_s=reading.ttft_s,
             total_s=total_s,
-            prompt_tokens=reading.last["usage"]["prompt_tokens"],
-            completion_tokens=reading.last["usage"]["completion_tokens"],
-            cache=reading.last["prefix_cache"],
+            prompt_tokens=usage["prompt_tokens"],
+            completion_tokens=usage["completion_tokens"],
+            # Another server says only what OpenAI's does.
+            cache=reading.last.get("prefix_cache") or {"restored": usage["prompt_tokens_details"]["cached_tokens"]},
             timings=reading.last["timings"],
         )
 
