@@ -1,10 +1,17 @@
-"""Compiles the C++ operators while the package is installed. Without a compiler it is installed without them."""
+"""Compiles the C++ operators while a wheel is made, and lists the parts of the wheel in it.
+
+Without a compiler, the wheel has no operators. `CXX` and `_PYTHON_HOST_PLATFORM` choose the compiler and the platform.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
+import json
 import sysconfig
+import tempfile
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -24,7 +31,46 @@ class CompileOperators(BuildHookInterface):  # type: ignore[misc]
         spec.loader.exec_module(build)
         build.main()
         if build.is_current():
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["pure_python"] = False
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"py3-none-{platform}"
             build_data["artifacts"].append(str(build.LIBRARY.relative_to(self.root)))
+            self._parts = tempfile.TemporaryDirectory()
+            listed = Path(self._parts.name, "diskprefix.cdx.json")
+            listed.write_text(self._bill_of_materials(build), encoding="utf-8")
+            build_data["sbom_files"].append(str(listed))
+
+    def _bill_of_materials(self, build: ModuleType) -> str:
+        """Returns the list of the wheel's parts, in the form of CycloneDX. What pip installs beside it is no part."""
+        license = [{"license": {"id": self.metadata.core.license_expression}}]
+        made = hashlib.sha256(build.LIBRARY.read_bytes()).hexdigest()
+        name, version = self.metadata.core.raw_name, self.metadata.version
+        whole = f"pkg:pypi/{name}@{version}"
+        library = str(build.LIBRARY.relative_to(self.root))
+        parts = {
+            "bomFormat": "CycloneDX",
+            "specVersion": "1.6",
+            "version": 1,
+            "metadata": {
+                "component": {
+                    "type": "application",
+                    "bom-ref": whole,
+                    "name": name,
+                    "version": version,
+                    "purl": whole,
+                    "licenses": license,
+                },
+            },
+            "components": [
+                {
+                    "type": "file",
+                    "bom-ref": library,
+                    "name": library,
+                    "version": build.digest(),
+                    "hashes": [{"alg": "SHA-256", "content": made}],
+                    "licenses": license,
+                }
+            ],
+            "dependencies": [{"ref": whole, "dependsOn": [library]}, {"ref": library}],
+        }
+        return json.dumps(parts, indent=2) + "\n"
