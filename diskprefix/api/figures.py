@@ -77,7 +77,8 @@ class TimingsReply(BaseModel):
     queue_ms: float
     lookup_ms: float
     restore_ms: float
-    prefill_ms: float
+    prefill_ms: float = Field(description="This request's part of the steps that computed its prompt.")
+    others_ms: float = Field(description="The rest until the first token: steps for other requests, and sampling.")
     ttft_ms: float = Field(description="From arrival in the queue to the first token.")
     decode_ms: float
     decode_tokens_per_s: float
@@ -94,7 +95,8 @@ class TimingsReply(BaseModel):
 
 def figures_reply(done: DoneEvent, clamped_to: int | None) -> dict[str, Any]:
     """Returns the objects that are ours: what the cache did, and where the time went, in milliseconds."""
-    timings: dict[str, Any] = {name: round(value, 2) for name, value in asdict(done.timings).items()}
+    own = asdict(done.timings) | {"others_ms": done.timings.others_ms}
+    timings: dict[str, Any] = {name: round(value, 2) for name, value in own.items()}
     if not done.timings.drafted_tokens:
         del timings["drafted_tokens"], timings["accepted_tokens"]
     if clamped_to is not None:

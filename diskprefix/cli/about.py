@@ -40,7 +40,7 @@ def installed(package: str) -> str | None:
 def _kernels() -> str:
     if not build.LIBRARY.exists():
         return "not compiled (torch's are used)"
-    return "compiled" if build.is_current() else "compiled from other sources (torch's are used)"
+    return "compiled" if build.is_current() else "compiled for another version (torch's are used)"
 
 
 SHELLS = ("bash", "zsh", "fish")

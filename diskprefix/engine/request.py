@@ -143,6 +143,12 @@ class Timings:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
 
+    @property
+    def others_ms(self) -> float:
+        """The rest of `ttft_ms`: steps in which other requests were computed, and sampling."""
+        known_ms = self.queue_ms + self.lookup_ms + self.restore_ms + self.prefill_ms
+        return max(0.0, self.ttft_ms - known_ms)
+
 
 @dataclass(frozen=True)
 class DoneEvent:

@@ -29,6 +29,7 @@ class Welcome(BaseModel):
     name: str = "diskprefix"
     docs: str = "/docs"
     dashboard: str = "/dashboard"
+    chat: str = "/chat"
 
 
 class Health(BaseModel):

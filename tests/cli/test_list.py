@@ -44,6 +44,15 @@ def test_models_are_listed_with_what_they_need_and_where_they_are(run: Run, mode
     assert [line.split()[0] for line in lines] == ["name", "bad", "made", "tiny", "3"]
 
 
+def test_the_embedded_model_is_listed_where_it_is_the_default(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    [row] = [row for row in run("list", "--json").json["models"] if row["origin"] == "embedded"]
+    assert (row["name"], row["path"]) == ("SmolLM2-135M-Instruct", None)
+    run("show", row["name"]).assert_refused(3, "`diskprefix serve` fetches it")
+
+
 def test_a_model_is_shown_with_its_parts_its_template_and_its_own_settings(
     run: Run, models_dir: Path, tmp_path: Path
 ) -> None:

@@ -73,7 +73,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 
 def listed(run: Run) -> list[str]:
-    return [row["name"] for row in run("list", "--json").json["models"]]
+    return [row["name"] for row in run("list", "--json").json["models"] if row["origin"] != "embedded"]
 
 
 def leftovers(tmp_path: Path) -> list[Path]:

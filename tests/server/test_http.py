@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from diskprefix.api.figures import CacheReply
+from diskprefix.engine.request import Timings
 from tests.server.chat_model import POSITIONS, VOCAB_SIZE
 from tests.server.daemon_process import DaemonProcess, wait_until
 
@@ -152,9 +154,15 @@ def test_a_response_has_exactly_the_documented_fields(client: httpx.Client) -> N
     assert required == {"scope", "restored", "boundary", "boundary_reason", "saved"}
     assert answer["prefix_cache"].keys() == required | {"miss_reason"}
     assert answer["timings"].keys() == {
-        "queue_ms", "lookup_ms", "restore_ms", "prefill_ms", "ttft_ms", "decode_ms", "decode_tokens_per_s"
+        "queue_ms", "lookup_ms", "restore_ms", "prefill_ms", "others_ms", "ttft_ms", "decode_ms",
+        "decode_tokens_per_s",
     }  # fmt: skip
     assert all(value == round(value, 2) for value in answer["timings"].values())
+
+
+def test_what_a_first_token_waited_for_others_is_told() -> None:
+    late = Timings(queue_ms=1, lookup_ms=2, restore_ms=3, prefill_ms=4, ttft_ms=17, decode_ms=0, decode_tokens_per_s=0)
+    assert (late.others_ms, replace(late, ttft_ms=5).others_ms) == (7, 0)
 
 
 def test_a_scope_of_the_request_is_the_scope_of_the_reply(client: httpx.Client) -> None:

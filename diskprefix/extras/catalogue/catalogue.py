@@ -42,7 +42,7 @@ class KnownModel:
     source: str
     path: Path | None
     origin: str
-    """`models.toml`, `--model`, `--models-dir` or `pulled`."""
+    """`models.toml`, `--model`, `--models-dir`, `pulled` or `embedded`."""
     pin: bool = False
     idle_unload_s: float | None = None
 
@@ -145,6 +145,12 @@ class Catalogue:
     def _known(self, name: str, model: str, origin: str) -> KnownModel:
         settings = replace(self._settings, model=model, models_dir=None, models_file=None, served_model_name=name)
         return KnownModel(name=name, settings=settings, source=model, path=path_of(model), origin=origin)
+
+
+def embedded(settings: Settings) -> KnownModel:
+    """Returns the embedded model, which a daemon without other models serves."""
+    own = replace(settings, model=None, models_dir=None, models_file=None)
+    return KnownModel(name=EMBEDDED.name, settings=own, source=EMBEDDED.name, path=path_of(None), origin="embedded")
 
 
 def path_of(model: str | None) -> Path | None:

@@ -14,8 +14,9 @@ from diskprefix.cli.options import build_settings, nonempty, setting_options
 from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status, terminal_width
 from diskprefix.errors import ModelError, ModelNotFound
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
-from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, needs
+from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, embedded, needs, open_catalogue
 from diskprefix.extras.catalogue.tensor_list import described, show_tensors, show_types, types
+from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.fit import Fit, fitted
 from diskprefix.model.load.gguf_file import part_paths
 from diskprefix.model.load.gguf_header import read_header
@@ -33,8 +34,9 @@ _PLACES = ("models_dir", "models_file", "kv_memory")
 @setting_options(_PLACES)
 @json_option
 def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
-    """List the models of models.toml, those below --models-dir, and those that were fetched from the hub: the type of
-    most of their weights, the size of their files, what they need in memory, and the longest context that is served.
+    """List the models of models.toml, those below --models-dir, those that were fetched from the hub, and the embedded
+    one if it is the default: the type of most of their weights, the size of their files, what they need in memory, and
+    the longest context that is served.
 
     Headers are read, and nothing else. A model that does not fit into the free memory has a "no" in the column fits.
 
@@ -55,7 +57,8 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
         show_architectures(as_json)
         return
     with status("reading headers …"):
-        rows = [row_of(known) for known in Catalogue(build_settings(flags)).models()]
+        settings = build_settings(flags)
+        rows = [row_of(known) for known in (*Catalogue(settings).models(), *_served_otherwise(settings))]
     if as_json:
         print_json({"free_bytes": available_ram_bytes(), "models": rows})
         return
@@ -70,7 +73,7 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
             format_size(row["needed_bytes"]) if row["needed_bytes"] else "",
             f"{row['context']:,}" if row["context"] else "",
             {True: "yes", False: "no", None: ""}[row["fits"]],
-            plain(row["problem"] or f"{row['origin']}: {row['path'] or row['source']}"),
+            plain(row["problem"] or f"{row['origin']}: {row['path'] or 'not fetched yet'}"),
         )
         for row in rows
     ]
@@ -100,7 +103,8 @@ def show(name: str, tensors: bool, as_json: bool, **flags: Any) -> None:
     with status("reading headers …"):
         fit = _fit(known.settings)
     if known.path is None or fit is None:
-        raise ModelError(f"{known.source} is not on this machine; `diskprefix pull` fetches models of the hub")
+        fetches = "serve` fetches it" if known.origin == "embedded" else "pull` fetches models of the hub"
+        raise ModelError(f"{known.source} is not on this machine; `diskprefix {fetches}")
     shown = row_of(known) | {"positions": fit.needs.state.positions, "template": bool(template_of(known.path))}
     shown |= {"architecture": verified_of(known.path), "settings": _own(known)}
     shown |= {"memory": dict(fit.rows()), "types": types(fit.needs.tensors)}
@@ -126,6 +130,11 @@ def show(name: str, tensors: bool, as_json: bool, **flags: Any) -> None:
     show_types(fit.needs.tensors)
 
 
+def _served_otherwise(settings: Settings) -> tuple[KnownModel, ...]:
+    """Returns the embedded model if `serve` with these settings serves it."""
+    return (embedded(settings),) if settings.model is None and open_catalogue(settings) is None else ()
+
+
 def _named(name: str, settings: Settings) -> KnownModel:
     """Returns the model with a name, or else in a file or folder. A path with a slash is no name. Raises
     `ModelNotFound` or `SettingsError`."""
@@ -134,6 +143,8 @@ def _named(name: str, settings: Settings) -> KnownModel:
         if not is_here or os.sep not in name:
             return Catalogue(settings).find(name)
     except ModelNotFound:
+        if name == EMBEDDED.name:
+            return embedded(settings)
         if not is_here:
             raise
     (known,) = Catalogue(replace(settings, model=name, models_dir=None, models_file=None)).models()

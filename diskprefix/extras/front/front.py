@@ -523,7 +523,8 @@ async def _send_page(wants: Headers, send: Send) -> None:
     from diskprefix.extras.web_page import DASHBOARD_PAGE, wants_page
 
     if not wants_page(wants):
-        welcome = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard"}
+        # Importing server.status would take more time and memory than the rest of a front.
+        welcome = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard", "chat": "/chat"}
         await send_json(send, welcome, headers={"Vary": "Accept"})
         return
     await _send_response(DASHBOARD_PAGE.response(is_several=True), send)

@@ -352,7 +352,7 @@ def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, addre
     cache = _describe_cache(serving, stats, settings)
     seconds = serving.startup_s["total"]
     log.info(
-        "diskprefix ready on %s (in a browser: the dashboard) · %s · %s · %.1f s",
+        "diskprefix ready on %s (in a browser: the dashboard; /chat: a conversation) · %s · %s · %.1f s",
         address,
         serving.model_name,
         cache,

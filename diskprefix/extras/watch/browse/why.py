@@ -310,12 +310,15 @@ def _cause_of_nothing(num_tokens: int, look: _Look | None, elsewhere: Sequence[E
             "say whose request it is with --salt or the body's prefix_cache.salt",
         )
     least = Settings().kv_cache_min_tokens
+    if num_tokens < least:
+        return Cause(
+            "short",
+            f"a prompt of fewer than {least} tokens (--kv-cache-min-tokens) is not saved: computing it takes a moment",
+        )
     return Cause(
         "unlike",
         "no saved prompt begins like this one",
-        f"fewer tokens than --kv-cache-min-tokens ({least} by default) are not saved"
-        if num_tokens < least
-        else "if it was sent before: another key or salt sent it, or it was evicted or purged",
+        "if it was sent before: another key or salt sent it, or it was evicted or purged",
     )
 
 

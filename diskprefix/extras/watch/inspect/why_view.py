@@ -147,8 +147,8 @@ def _show(found: Why, width: int) -> None:
     share = found.restored / found.prompt_tokens
     left = found.prompt_tokens - found.restored
     click.echo(
-        f"{found.restored:,} of {counted(found.prompt_tokens, 'token')} ({share:.0%}) would be restored, "
-        f"{left:,} computed"
+        f"{found.restored:,} of {counted(found.prompt_tokens, 'token')} ({share:.0%}) would be restored "
+        f"from the disk, {left:,} computed; a running daemon may have more in memory"
     )
     if found.model:
         whose = f", tenant {short_tenant(found.tenant)}" if found.tenant else ""

@@ -13,6 +13,7 @@ import pytest
 from diskprefix.extras.watch.dashboard import watch
 from diskprefix.extras.watch.dashboard.shown import ClientSettings, Entries, State
 from diskprefix.server.daemon import Daemon
+from diskprefix.server.status import Welcome
 from diskprefix.settings import Settings
 from tests.server.daemon_process import DaemonProcess, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app, until_cancelled
@@ -49,7 +50,7 @@ def test_a_browser_gets_the_page_and_other_clients_what_they_got_before(client: 
     assert "content-security-policy" in page.headers
     for accept in ("*/*", "application/json"):
         answer = client.get("/", headers={"Accept": accept})
-        assert answer.json() == {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard"}
+        assert answer.json() == Welcome().model_dump()
         assert answer.headers["vary"] == "Accept"
     head = client.head("/", headers=BROWSER)
     assert (head.status_code, head.content) == (200, b"")
