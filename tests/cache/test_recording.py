@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from diskprefix.errors import SettingsError
-from diskprefix.extras.simulate import recording
-from diskprefix.extras.simulate.recording import RecordedRequest, RequestRecorder, joined
+from diskprefix.extras.simulate import recording, recording_file
+from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
+from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection, Tenant
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
@@ -318,7 +319,7 @@ def test_a_file_that_cannot_be_recorded_to_is_refused_at_once(tmp_path: Path) ->
 def test_a_file_that_another_process_holds_is_refused_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recording, "_LOCK_PATIENCE_S", 0.0)
+    monkeypatch.setattr(recording_file, "_LOCK_PATIENCE_S", 0.0)
     with (tmp_path / "trace.jsonl").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(SettingsError, match="another process holds"):
@@ -363,7 +364,7 @@ def test_two_processes_append_whole_lines_to_one_recording(tmp_path: Path, monke
 
 @pytest.mark.parametrize("how", ["moved", "deleted", "replaced"])
 def test_a_file_that_was_rotated_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    monkeypatch.setattr(recording, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(recording_file, "_LOOK_EVERY_S", 0.0)
     path, old = tmp_path / "trace.jsonl", tmp_path / "trace.jsonl.1"
     recorder = open_recorder(path)
     prompt = Prompt(random_prompt(1, 40))
@@ -387,7 +388,7 @@ def test_a_file_that_was_rotated_is_begun_anew(tmp_path: Path, monkeypatch: pyte
 def test_where_nothing_can_be_begun_anew_it_is_said_once_until_it_can(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(recording, "_LOOK_EVERY_S", 0.0)
+    monkeypatch.setattr(recording_file, "_LOOK_EVERY_S", 0.0)
     path = tmp_path / "trace.jsonl"
     recorder = open_recorder(path)
     path.rename(tmp_path / "trace.jsonl.1")

@@ -27,7 +27,7 @@ from diskprefix.engine.request import (
     SamplingParams,
     TextEvent,
 )
-from diskprefix.extras.simulate.recording import RecordedRequest
+from diskprefix.extras.simulate.recorded_request import RecordedRequest
 from diskprefix.kv import arena, sizes
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVPool

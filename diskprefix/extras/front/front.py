@@ -23,24 +23,24 @@ from starlette.datastructures import Headers
 
 from diskprefix.api.error_forms import HttpError, one_line
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, QueueFull, SettingsError
-from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refuse, send_json
-from diskprefix.extras.front.listing import Listing, merged_metrics
+from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refuse
+from diskprefix.extras.front.listing import Listing
 from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD
-from diskprefix.extras.front.passing import Incoming, NotTaken, Way, WorkerGone
+from diskprefix.extras.front.own_routes import OwnRoutes
+from diskprefix.extras.front.passing import Incoming, NotTaken, WorkerGone
 from diskprefix.extras.front.swaps import Phase, Place, Swaps
 from diskprefix.extras.front.workers import MOST_UNLOAD_S, Deaths, ModelWorker, Workers, described
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
 from diskprefix.server.guards import OPEN_PATHS, BrowserGuard, allowed_names, authorization_of, without_key
-from diskprefix.server.keys import ADMIN, ANYBODY, NOBODY, ApiKeys, Caller
+from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys, Caller
 from diskprefix.server.process.systemd import notify, watchdog_s
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
 if TYPE_CHECKING:
-    from starlette.responses import Response
-    from starlette.types import Message, Receive, Scope, Send
+    from starlette.types import Receive, Scope, Send
 
     from diskprefix.extras.front.listing import NamedModel
 
@@ -49,8 +49,6 @@ log = logging.getLogger("diskprefix")
 _ATTEMPTS = 3
 """Workers that may die before they take a request, until it fails."""
 _LEAST_PAUSE_S = 1.0
-_METRICS_S = 5.0
-"""The time for a worker to answer with its metrics."""
 _PATIENCE_S, _LEAST_BYTES_PER_S = 30.0, 16 * 1024
 _BODIES, _BODIES_OF_ONE = 8, 4
 """Bodies of the largest size that no worker has taken yet, and those of one caller."""
@@ -80,6 +78,7 @@ class Front:
         self._guard = BrowserGuard(self, settings.host, allowed_names(settings))
         self._swaps = Swaps(None if listing.only else settings.memory_limit)
         self._by_place: dict[Place, ModelWorker] = {}
+        self._routes = OwnRoutes(listing, self._swaps, self._by_place, self._ordered)
         self._troubles: dict[str, Troubles] = {}
         self._arriving_bytes: Counter[Tenant] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -120,8 +119,8 @@ class Front:
     async def _begin(self) -> None:
         """Loads what is kept, then learns what the other models need."""
         models = self._listing.models()
-        for known in sorted(models, key=lambda known: not self._is_kept(known)):
-            await (self._start_kept(known) if self._is_kept(known) else self._listing.learn(known))
+        for known in sorted(models, key=lambda known: not self._listing.is_kept(known)):
+            await (self._start_kept(known) if self._listing.is_kept(known) else self._listing.learn(known))
 
     def stop(self) -> None:
         """Has all workers end in order."""
@@ -168,10 +167,6 @@ class Front:
                     self._settle(is_short=True)
             await asyncio.sleep(_PRESSURE_S if limit_s is None else min(_PRESSURE_S, limit_s / 4))
 
-    def _is_kept(self, known: NamedModel) -> bool:
-        """Returns whether a model is loaded from the beginning, and again when its worker dies."""
-        return known.pin or (self._listing.only is not None and self._listing.idle_unload_s(known) is None)
-
     async def _start_kept(self, known: NamedModel) -> None:
         await self._listing.learn(known)
         if self._is_stopping or self._swaps.of(known.name) is not None:
@@ -189,7 +184,7 @@ class Front:
 
         def start() -> None:
             known = next((known for known in self._listing.models() if known.name == name), None)
-            if known is not None and self._is_kept(known):
+            if known is not None and self._listing.is_kept(known):
                 self._in_background(self._start_kept(known))
 
         self._loop.call_later(delay_s, start)
@@ -206,10 +201,10 @@ class Front:
             model=known.name,
             needed_bytes=needed,
             waits_since=self._loop.time(),
-            is_pinned=self._is_kept(known),
+            is_pinned=self._listing.is_kept(known),
             idle_unload_s=self._listing.idle_unload_s(known),
             callers=set() if caller is None else {caller},
-            is_ordered=caller is None or self._is_kept(known),
+            is_ordered=caller is None or self._listing.is_kept(known),
         )
         self._swaps.require_room(place, lines)
         worker = self._workers.start(settings, place)
@@ -304,7 +299,7 @@ class Front:
         caller = self._caller(scope, headers)
         if self._is_stopping:
             raise NotReady("the daemon is stopping")
-        if await self._answer_itself(scope, send, caller):
+        if await self._routes.answer(scope, send, caller):
             return
         known, keep_alive_s = await self._chosen(scope, incoming, caller)
         if not incoming.has_left:
@@ -368,7 +363,7 @@ class Front:
         """Returns the worker of a model, or a new one if the request `loads` the model. Raises `DiskPrefixError` if
         there can be none now."""
         if self._swaps.of(known.name) is None:
-            if not loads and not self._is_kept(known):
+            if not loads and not self._listing.is_kept(known):
                 raise NotReady(f"{known.name} is not loaded; a request for a reply loads it")
             await self._listing.learn(known)
         if self._is_stopping:
@@ -441,56 +436,6 @@ class Front:
             raise HttpError(408, f"the body did not arrive in time; {counted} bytes of it did") from None
         return Named() if incoming.has_left or not body else read_named(body)
 
-    # The routes of the front.
-
-    async def _answer_itself(self, scope: Scope, send: Send, caller: Caller) -> bool:
-        """Answers what is about all models. Returns False for other requests. Raises `DiskPrefixError`."""
-        method, path = scope["method"], scope["path"]
-        if path.startswith("/models/") and path.endswith(("/load", "/unload")):
-            if method != "POST":
-                raise HttpError(405, f"{path} does not allow {shown(method)}; it allows POST")
-            _require_admin(caller)
-            name, _, what = path.removeprefix("/models/").rpartition("/")
-            await send_json(send, await self._ordered(name, what, caller))
-            return True
-        if self._listing.only is not None:
-            if path == "/health" and self._swaps.of(self._listing.only.name) is None:
-                is_kept = self._is_kept(self._listing.only)
-                await send_json(send, {"status": "loading" if is_kept else "ok"}, 503 if is_kept else 200)
-                return True
-            return False
-        if method not in ("GET", "HEAD"):
-            return False
-        wants = Headers(scope=scope)
-        if path == "/":
-            await _send_page(wants, send)
-        elif path == "/dashboard":
-            await send_json(send, {}, 307, {"Location": "./"})
-        elif path == "/favicon.ico":
-            await send({"type": "http.response.start", "status": 204, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
-        elif path == "/chat":
-            await _send_chat_page(send)
-        elif path == "/health":
-            models = {"models": {place.model: place.phase.name.lower() for place in self._swaps.places}}
-            await send_json(send, {"status": "ok"} | (models if caller.sees_all else {}))
-        elif path == "/v1/models" or path.startswith("/v1/models/"):
-            loaded = {place.model for place in self._swaps.places if place.phase is Phase.READY}
-            name = path.removeprefix("/v1/models").removeprefix("/") or None
-            limit = self._swaps.limit_bytes or available_ram_bytes()
-            cards = self._listing.cards(name, loaded, limit, is_anthropic="anthropic-version" in wants)
-            await send_json(send, cards)
-        elif path == "/metrics":
-            _require_admin(caller)
-            await self._send_metrics(scope, send)
-        elif path == "/props" and b"model=" not in scope["query_string"]:
-            _require_admin(caller)
-            places = [_shown_place(place) for place in self._swaps.places]
-            await send_json(send, {"memory_limit": self._swaps.limit_bytes, "models": places})
-        else:
-            return False
-        return True
-
     async def _ordered(self, name: str, what: str, caller: Caller) -> dict[str, str]:
         """Loads or unloads a model. Returns what is under way."""
         known = self._listing.only or self._listing.find(name)
@@ -506,76 +451,6 @@ class Front:
         place.is_closed, place.is_ordered = True, False
         self._settle()
         return {"model": known.name, "status": "unloading"}
-
-    async def _send_metrics(self, scope: Scope, send: Send) -> None:
-        ready = [worker for place, worker in self._by_place.items() if place.phase is Phase.READY]
-        found = await asyncio.gather(*(_metrics_of(worker, scope) for worker in ready))
-        texts = {worker.place.model: text for worker, text in zip(ready, found, strict=True) if text is not None}
-        loaded = {known.name: known.name in texts for known in self._listing.models()}
-        merged = merged_metrics(texts, loaded).encode()
-        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": merged})
-
-
-async def _send_page(wants: Headers, send: Send) -> None:
-    """Answers a browser with the dashboard, others with JSON."""
-    from diskprefix.extras.web_page import DASHBOARD_PAGE, wants_page
-
-    if not wants_page(wants):
-        # Importing server.status would take more time and memory than the rest of a front.
-        welcome = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard", "chat": "/chat"}
-        await send_json(send, welcome, headers={"Vary": "Accept"})
-        return
-    await _send_response(DASHBOARD_PAGE.response(is_several=True), send)
-
-
-async def _send_chat_page(send: Send) -> None:
-    from diskprefix.extras.web_page import CHAT_PAGE
-
-    await _send_response(CHAT_PAGE.response(), send)
-
-
-async def _send_response(response: Response, send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": response.body})
-
-
-def _require_admin(caller: Caller) -> None:
-    if not caller.sees_all:
-        raise HttpError(403, f"this is about everybody's requests: only the key named {ADMIN} may do it")
-
-
-def _shown_place(place: Place) -> dict[str, Any]:
-    names = ("model", "needed_bytes", "is_pinned", "idle_unload_s", "num_active")
-    return {name: getattr(place, name) for name in names} | {"phase": place.phase.name.lower()}
-
-
-async def _metrics_of(worker: ModelWorker, scope: Scope) -> str | None:
-    """Returns the metrics of a worker, None if it does not answer in time."""
-    with suppress(NotTaken, WorkerGone, TimeoutError):
-        async with asyncio.timeout(_METRICS_S):
-            status, body = await _fetched(scope, worker.way)
-        return body.decode() if status == 200 else None
-    return None
-
-
-async def _fetched(scope: Scope, way: Way) -> tuple[int, bytes]:
-    """Returns the status and the body of a worker's answer to a request without one. Raises `NotTaken` and
-    `WorkerGone`."""
-    body = bytearray()
-
-    async def receive() -> Message:
-        await asyncio.Event().wait()
-        raise AssertionError
-
-    async def send(message: Message) -> None:
-        body.extend(message.get("body", b""))
-
-    incoming = Incoming(receive)
-    incoming.end()
-    headers = [header for header in scope["headers"] if header[0] not in (b"content-length", b"transfer-encoding")]
-    return await way.pass_on({**scope, "headers": headers}, incoming, send), bytes(body)
 
 
 def memory_pressure(pressure: Path = Path("/proc/pressure/memory")) -> float:

@@ -82,6 +82,10 @@ class Listing:
         """Returns after how long without a request a model is unloaded, None for never."""
         return self._idle_unload_s if known.idle_unload_s is None else known.idle_unload_s or None
 
+    def is_kept(self, known: NamedModel) -> bool:
+        """Returns whether a model is loaded from the beginning, and again when its worker dies."""
+        return known.pin or (self.only is not None and self.idle_unload_s(known) is None)
+
     async def read_again(self) -> None:
         """Looks for new models. Raises `SettingsError` if the list is wrong; all stays as it was then."""
         async with self._learning:

@@ -24,7 +24,7 @@ import numpy as np
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import InvalidRequest, InvalidScope, SettingsError
 from diskprefix.extras.simulate.geometry import Geometry
-from diskprefix.extras.simulate.recording import RecordedRequest, joined
+from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
 from diskprefix.extras.simulate.trace import BlockRequest, RecordedDaemon, Trace, TraceRequest, block_trace
 from diskprefix.extras.warm.warm_prompts import body_in
 from diskprefix.nouns import Mark, Prompt, Scope

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from diskprefix.errors import DiskPrefixError, InvalidRequest, ModelError
-from diskprefix.extras.front import front
+from diskprefix.extras.front import front, own_routes
 from diskprefix.extras.front.front import Front
 from diskprefix.extras.front.front_messages import read_named
 from diskprefix.extras.front.listing import Listing
@@ -342,7 +342,7 @@ def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_sho
     heard.set()
 
     async def test() -> None:
-        monkeypatch.setattr(front, "_METRICS_S", 0.05)
+        monkeypatch.setattr(own_routes, "_METRICS_S", 0.05)
         monkeypatch.setattr(Way, "pass_on", passes)
         names = ("hangs", "fails", "waits", "works")
         told = Told(Listing(Settings(), Models(*map(Named, names)), lambda _settings: None))
@@ -357,7 +357,7 @@ def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_sho
                 sent.append(message)
 
             headers = [(b"host", b"h"), (b"content-length", b"5"), (b"transfer-encoding", b"chunked")]
-            await told.front._send_metrics({"headers": headers}, send)
+            await told.front._routes._send_metrics({"headers": headers}, send)
             text = sent[1]["body"].decode()
             assert "works_total" in text
             assert "waits_total" in text, "all are asked at once"

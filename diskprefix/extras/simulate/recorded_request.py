@@ -1,0 +1,146 @@
+"""A line of a recording: one request of a daemon, without text and token ids.
+
+Each prompt is cut at the positions that matter to the cache: every grid point, boundary and mark, the end of the system
+part, the end of the prompt, the ends of earlier prompts that it continues, and the position where it parts from an
+earlier prompt. For each cut, the recording has a hash of the prompt up to there. Two prompts of one root share their
+first p tokens if and only if both have the same hash at p. All hashes are keyed with the store's secret. Without the
+secret, nobody can test a guess of a prompt or a tenant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Annotated, Literal, TypeAlias
+
+import msgspec
+
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.nouns import MissReason, StateSource
+
+VERSION = 1
+
+_MOST_TOKENS = 1 << 24
+"""The maximum length of a prompt."""
+
+_Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0)]
+_Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+
+
+class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request, a line of the file. An absent field has its default.
+
+    `when` is in seconds since 1970. `root` identifies model and tenant, `group` is that of `CacheOptions`, `caller` the
+    API key, whatever its salts; all are keyed hashes of 16 hex digits, empty for none. `is_shared`: the request had
+    neither key nor salt. `own_scope`: it set another scope than the daemon's. `bytes_per_token`, `state_bytes`,
+    `logits_bytes` and `exact_at` describe the model's state as `kv.layout.Layout` does; the sizes are 0 if unknown.
+    `model` is its name where a daemon has several, `memory_bytes` what it needs of memory, `load_s` the time in which
+    it was loaded. `took_s` is the time from the request's arrival at the model to its end. `marks` are the positions
+    that the client marked, with their times to live in seconds: see `nouns.Mark`. `reply_tokens` counts the known
+    tokens of the reply, 0 unless the model is exact at every token.
+
+    `cuts` are ascending positions in tokens. The end of the prompt is one of them, the end of the reply is the last
+    one. `hashes` has for each cut the hash of prompt and reply up to there, 16 hex digits. `parted_at`, one of the
+    cuts, is the position where the prompt parts from an earlier one that has no cut there. `parted_from` is the hash of
+    that one at a later cut.
+
+    `remembered`: the prompt was computed to its end and has no media, so any scope could have kept it. The last fields
+    are the cache's work: see `CacheReport`.
+    """
+
+    version: int
+    when: _Amount
+    root: str
+    scope: str
+    block_size: Annotated[int, msgspec.Meta(ge=1)]
+    min_tokens: _Count
+    prompt_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)]
+    cuts: list[int]
+    hashes: list[str]
+    parted_at: int = 0
+    parted_from: str = ""
+    is_shared: bool = True
+    own_scope: bool = False
+    group: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")] = ""
+    caller: str = ""
+    save: bool = True
+    ttl_s: _Amount | None = None
+    reuse_generated: bool = False
+    output_tokens: _Count = 0
+    reply_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)] = 0
+    boundaries: list[int] = []
+    system_end: int = 0
+    marks: list[tuple[int, _Amount | None]] = []
+    remembered: bool = True
+    bytes_per_token: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
+    state_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 40)] = 0
+    logits_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
+    exact_at: Literal["token", "grid"] = "grid"
+    model: str = ""
+    memory_bytes: _Count = 0
+    load_s: _Amount = 0.0
+    took_s: _Amount = 0.0
+    restored: _Count = 0
+    source: StateSource = "none"
+    miss_reason: MissReason | None = None
+    prefill_ms: _Amount = 0.0
+    restore_ms: _Amount = 0.0
+
+    def check(self) -> None:
+        """Checks the rules that the types do not express. Raises `ValueError` or `InvalidScope`."""
+        if self.version != VERSION:
+            raise ValueError(f"version {self.version} of the recording is not known here ({VERSION} is)")
+        parse_scope(self.scope, param="scope")
+        positions = [0, *self.cuts]
+        end = self.prompt_tokens + self.reply_tokens
+        if not self.cuts or len(self.hashes) != len(self.cuts) or positions[-1] != end:
+            raise ValueError("cuts: they must end with the prompt and its reply, and have a hash each")
+        if self.prompt_tokens not in positions:
+            raise ValueError("cuts: the prompt's end must be one")
+        if any(later <= earlier for earlier, later in pairwise(positions)):
+            raise ValueError("cuts: they must ascend")
+        if self.parted_at and self.parted_at not in self.cuts:
+            raise ValueError("parted_at: is no cut")
+        marks = [position for position, _ in self.marks]
+        for key, found in (("boundaries", self.boundaries), ("marks", marks), ("system_end", [self.system_end])):
+            if found != sorted(found) or not all(0 <= place <= self.prompt_tokens for place in found):
+                raise ValueError(f"{key}: must ascend and lie within the prompt")
+
+
+def joined(requests: Sequence[RecordedRequest]) -> dict[str, str]:
+    """Returns, for each hash in the recording, the hash at the last known cut before it, "" at the start of a prompt.
+    The earlier hash may come from another prompt.
+
+    The tokens between two cuts are the same in all prompts that have both hashes. So a prompt can be rebuilt from its
+    last hash backwards, with the cuts of all prompts that share its beginning.
+    """
+    before: dict[str, str] = {}
+    position_of = {"": 0}
+    for request in requests:
+        earlier = ""
+        for position, later in zip(request.cuts, request.hashes, strict=True):
+            position_of[later] = position
+            _link(before, position_of, earlier, later)
+            earlier = later
+    for request in requests:
+        # The line of the other prompt may be missing.
+        if request.parted_at and position_of.get(request.parted_from, 0) > request.parted_at:
+            parted = request.hashes[request.cuts.index(request.parted_at)]
+            _link(before, position_of, parted, request.parted_from)
+    return before
+
+
+def _link(before: dict[str, str], position_of: dict[str, int], earlier: str, later: str) -> None:
+    """Records that the prefix `earlier` is a beginning of `later`, and inserts both into the known chain."""
+    while True:
+        known = before.get(later)
+        if known is None:
+            before[later] = earlier
+            return
+        if position_of[known] == position_of[earlier]:
+            return
+        if position_of[known] > position_of[earlier]:
+            later = known
+        else:
+            before[later] = earlier
+            later, earlier = earlier, known
