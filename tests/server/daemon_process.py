@@ -104,7 +104,7 @@ class DaemonProcess:
     def wait_saved(self, api_key: str | None = None) -> None:
         """Returns when nothing waits to be written: what was answered until now survives SIGKILL."""
         with self.client(api_key) as client:
-            wait_until(lambda: client.get("/props").json()["full_cache"]["state"]["pending_bytes"] == 0, "all is saved")
+            wait_until(lambda: not any(state["pending_bytes"] for state in cache_states(client)), "all is saved")
 
     def stop(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = 60) -> int:
         """Sends the signal and answers the exit code."""
@@ -155,6 +155,17 @@ def running_daemon(model: Path, cache: Path, **changes: Any) -> Iterator[DaemonP
     """A daemon that is ready; killed in the end if it still runs."""
     with DaemonProcess(*serve_flags(model, cache, **changes)) as daemon:
         yield daemon.wait_ready()
+
+
+def cache_states(client: httpx.Client) -> list[dict[str, Any]]:
+    """The state of the cache; of several models, that of each which is loaded."""
+    props = client.get("/props").json()
+    if "models" in props:
+        loaded = [place["model"] for place in props["models"] if place["phase"] == "ready"]
+        found = [client.get("/props", params={"model": name}).json() for name in loaded]
+    else:
+        found = [props]
+    return [one["full_cache"]["state"] for one in found]
 
 
 def reply_to(client: httpx.Client, body: dict[str, Any], path: str = CHAT, **cache: Any) -> dict[str, Any]:

@@ -3,6 +3,9 @@
 One process computes the answers cold and saves a prompt, and dies of SIGKILL. Another one, with the same weights,
 restores that prompt, one that continues it, one that branches off, and shorter ones. Next-token logits, greedy text and
 the logits after each of its tokens must be the same bits, and what can be restored must have been.
+
+With `--form several`, real daemons are asked over HTTP: one for each model alone, and a front with six of them of which
+one fits into memory at a time (`tests/exactness/forms.py`).
 """
 
 from __future__ import annotations
@@ -13,18 +16,22 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import click
 from rich.console import Console
 
 from diskprefix.errors import ModelError
 from diskprefix.extras.catalogue.architectures import installed_versions
+from diskprefix.printable import first_line
 from tests.exactness.architectures import ARCHITECTURES
+from tests.exactness.forms import SeveralRow, several_rows
 from tests.exactness.jobs import Job, Lengths
-from tests.exactness.rows import DTYPES, Row, run_jobs
+from tests.exactness.rows import DTYPES, Row, Tell, run_jobs
 from tools.measuring.live_server import step
 from tools.measuring.report import new_table
 from tools.models.real import real_model
@@ -42,6 +49,9 @@ REAL: dict[str, tuple[tuple[str, ...], Lengths]] = {
     RWKV.name: (DTYPES, Lengths.scaled(400, block=16)),
 }
 """The dtypes and the lengths of the prompts: the first has 8 192 positions, STORIES 512."""
+Rows: TypeAlias = list[SeveralRow]
+_TOGETHER = 6
+"""Models behind one front."""
 WEIGHT_FILES = {weights.name: weights for weights in (STORIES, RWKV)}
 
 
@@ -76,6 +86,40 @@ def _real_folder(name: str, weights: Path, folder: Path, console: Console) -> Pa
         place = f" ({WEIGHT_FILES[name].file} is not in {weights}; see --weights)" if name in WEIGHT_FILES else ""
         console.print(f"  {name} is left out: it is not there{place}", highlight=False, markup=False)
     return model
+
+
+def several_models(names: list[str], dtypes: Sequence[str], folder: Path, lanes: int, reply: int, tell: Tell) -> Rows:
+    """Returns a row for each architecture in each dtype. `lanes` fronts run at a time."""
+
+    def rows_of(dtype: str, chosen: list[str]) -> Rows:
+        with tempfile.TemporaryDirectory(dir=folder) as workspace:
+            try:
+                rows = several_rows(chosen, dtype, Path(workspace), Lengths(), reply)
+            except Exception as error:  # noqa: BLE001 - the rows tell it
+                if len(chosen) > 1:
+                    # The others can be compared without the one that fails.
+                    return [row for name in chosen for row in rows_of(dtype, [name])]
+                rows = [SeveralRow(chosen[0], dtype, 0, [f"{type(error).__name__}: {first_line(error)}"], {})]
+        compared, different = sum(row.comparisons for row in rows), sum(len(row.different) for row in rows)
+        tell(f"{dtype}, {compared} comparisons, {different} different: {', '.join(chosen)}")
+        return rows
+
+    groups = [(dtype, names[i : i + _TOGETHER]) for dtype in dtypes for i in range(0, len(names), _TOGETHER)]
+    with ThreadPoolExecutor(lanes) as pool:
+        return [row for rows in pool.map(lambda group: rows_of(*group), groups) for row in rows]
+
+
+def show_several(rows: Rows, seconds: float, console: Console) -> None:
+    table = new_table("Several models in one daemon, against each alone", left=("architecture", "dtype"))
+    for name in ("comparisons", "restored"):
+        table.add_column(name, justify="right")
+    table.add_column("different")
+    for row in rows:
+        restored = " ".join(map(str, row.restored.values()))
+        table.add_row(row.architecture, row.dtype, str(row.comparisons), restored, "; ".join(row.different))
+    console.print(table)
+    compared, different = sum(row.comparisons for row in rows), sum(len(row.different) for row in rows)
+    console.print(f"{len(rows)} rows, {compared} comparisons, {different} different; {seconds:.0f} s", highlight=False)
 
 
 def verified_table(rows: list[Row]) -> dict[str, Any]:
@@ -167,6 +211,13 @@ def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]
 
 
 @click.command()
+@click.option(
+    "--form",
+    type=click.Choice(["one", "several"]),
+    default="one",
+    show_default=True,
+    help="One model in a process, or six tiny ones in one daemon that are swapped, unloaded and killed.",
+)
 @click.option("--only", metavar="NAMES", help="Comma-separated architectures or real models instead of all.")
 @click.option(
     "--dtype", type=click.Choice([*SHORT_DTYPES, *DTYPES]), multiple=True, help="May be given twice.  [default: both]"
@@ -189,6 +240,7 @@ def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]
 )
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list of rows to stdout instead of a table.")
 def main(
+    form: str,
     only: str | None,
     dtype: tuple[str, ...],
     real: bool,
@@ -201,13 +253,17 @@ def main(
     """Check for every architecture that a restore after a restart is what a cold run computes, bit for bit.
 
     Exits with 1 if a row is not exact, except for the few architectures that cannot be cached. Takes about ten minutes
-    on two cores.
+    on two cores; with --form several, an hour.
     """
     if write_table is not None and dtype:
         raise click.UsageError("--write-table writes what is verified in all dtypes: leave --dtype out")
     dtypes = tuple(dict.fromkeys(SHORT_DTYPES.get(name, name) for name in dtype)) or DTYPES
     tiny, real_names = chosen_names(only, real=real)
     console, started = Console(stderr=True), time.monotonic()
+    if form == "several":
+        if real_names or write_table is not None:
+            raise click.UsageError("--form several is for tiny models, and writes no table")
+        _compare_several(tiny, dtypes, jobs, reply, console, as_json=as_json)
     with tempfile.TemporaryDirectory(prefix="diskprefix-exactness-") as workspace:
         folder = Path(workspace)
         try:
@@ -233,6 +289,23 @@ def main(
     else:
         show(rows, time.monotonic() - started, Console())
     sys.exit(0 if rows and all(row.is_as_it_should_be for row in rows) else 1)
+
+
+def _compare_several(
+    names: list[str], dtypes: Sequence[str], lanes: int, reply: int, console: Console, *, as_json: bool
+) -> NoReturn:
+    """Runs the other form, shows its rows, and exits."""
+    started = time.monotonic()
+    with (
+        tempfile.TemporaryDirectory(prefix="diskprefix-exactness-") as workspace,
+        step(console, f"several models: {len(names) * len(dtypes)} rows") as note,
+    ):
+        rows = several_models(names, dtypes, Path(workspace), lanes, reply, note)
+    if as_json:
+        click.echo(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
+    else:
+        show_several(rows, time.monotonic() - started, Console())
+    sys.exit(0 if rows and not any(row.different for row in rows) else 1)
 
 
 def _quiet(_line: str) -> None:

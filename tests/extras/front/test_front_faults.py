@@ -36,14 +36,6 @@ def replies(daemon: DaemonProcess, model: str) -> list[str]:
         return [reply for reply, _, _ in conversation(client, model, TURNS)]
 
 
-def wait_saved(daemon: DaemonProcess, model: str) -> None:
-    def pending() -> int:
-        props = httpx.get(daemon.url + "/props", params={"model": model}).json()
-        return int(props["full_cache"]["state"]["pending_bytes"])
-
-    wait_until(lambda: pending() == 0, "all is saved")
-
-
 def test_a_request_whose_worker_is_killed_while_it_loads_is_answered_by_the_next_one(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -64,7 +56,7 @@ def test_whoever_is_killed_in_a_swap_the_conversations_go_on_as_if_nothing_had_b
     with several(folder, tmp_path / "kv", *ONE_OF_TWO, disk_prefix_cache=scope) as daemon:
         expected = replies(daemon, "ash")
         if scope == "full":
-            wait_saved(daemon, "ash")
+            daemon.wait_saved()
         goes = wait_for_worker(daemon)
         with ThreadPoolExecutor() as pool:
             asked = pool.submit(ask, daemon, "birch")

@@ -22,7 +22,7 @@ from tests.extras.front.test_front_processes import family, is_gone
 from tests.faults.crash.check import Finding, verify
 from tests.faults.crash.phases import Round
 from tests.server.chat_model import write_chat_model
-from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
+from tests.server.daemon_process import DaemonProcess, cache_states, serve_flags, wait_until
 
 Body = dict[str, Any]
 
@@ -99,7 +99,7 @@ class ServerPhase:
             with daemon.client() as client:
                 self._ask_again(client, cache, finding)
                 self._save(client, cache, finding)
-                evicted = sum(state["evicted_blocks"] for state in self._states(client))
+                evicted = sum(state["evicted_blocks"] for state in cache_states(client))
             answered = len(self._answered)
             self._kill_in_a_burst(daemon, cache, moment_s, finding)
         verify(cache.folder, finding)
@@ -126,10 +126,6 @@ class ServerPhase:
     def _write_models(self, folder: Path) -> None:
         self._models = write_chat_model(folder / "model")
 
-    def _states(self, client: httpx.Client) -> list[Any]:
-        """Returns the state of each loaded model's cache."""
-        return [client.get("/props").json()["full_cache"]["state"]]
-
     def _kill(self, daemon: DaemonProcess) -> None:
         daemon.stop(signal.SIGKILL)
 
@@ -148,7 +144,7 @@ class ServerPhase:
         numbers = self._rng.sample(range(NUM_PROMPTS), NEW_PER_ROUND)
         for number in numbers:
             self._ask(client, number, finding)
-        wait_until(lambda: not any(state["pending_bytes"] for state in self._states(client)), "all is saved")
+        wait_until(lambda: not any(state["pending_bytes"] for state in cache_states(client)), "all is saved")
         cache.saved += numbers
 
     def _ask(self, client: httpx.Client, number: int, finding: Finding) -> int:
@@ -218,10 +214,6 @@ class SeveralPhase(StandbyPhase):
             write_chat_model(self._models / name, seed=seed)
         for number, body in enumerate(self._prompts):
             body["model"] = _NAMES[number % len(_NAMES)]
-
-    def _states(self, client: httpx.Client) -> list[Any]:
-        loaded = [place["model"] for place in client.get("/props").json()["models"] if place["phase"] == "ready"]
-        return [client.get("/props", params={"model": name}).json()["full_cache"]["state"] for name in loaded]
 
 
 def _body(number: int) -> Body:
