@@ -277,10 +277,13 @@ def pull_process(hub: FakeHub, tmp_path: Path, **environment: str) -> dict[str, 
     own = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "XDG_CACHE_HOME": str(tmp_path / "cache")}
     own |= environment
     others = {name: value for name, value in os.environ.items() if not name.lower().startswith(("hf_", "no_proxy"))}
-    return {"args": [sys.executable, "-m", "diskprefix", "pull", f"{REPO}:Q8_0"], "env": others | own}
+    # In pieces so small that some of them are on the disk.
+    program = "from huggingface_hub import constants; constants.DOWNLOAD_CHUNK_SIZE = 500; "
+    program += "from diskprefix.cli import main; main()"
+    return {"args": [sys.executable, "-c", program, "pull", f"{REPO}:Q8_0"], "env": others | own}
 
 
-def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole(
+def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole_and_the_next_one_goes_on(
     run: Run, hub: FakeHub, repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -301,6 +304,8 @@ def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole(
     assert listed(run) == []
     hub.breaks_every = 0
     (left,) = (tmp_path / "home").rglob("*.incomplete")
+    size = left.stat().st_size
+    assert size > 0
     os.utime(left, (0, 0))
     written_now = left.with_name("of-another-process.incomplete")
     written_now.touch()
@@ -311,6 +316,10 @@ def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole(
         fcntl.flock(lock, fcntl.LOCK_EX)
         row = run("pull", f"{REPO}:Q8_0", "--json").json
     assert Path(row["path"]).read_bytes() == (repository / "tiny-q8_0.gguf").read_bytes()
+    assert f"bytes={size}-" in hub.ranges
+    assert len([path for path in hub.sent if path.startswith("elsewhere")]) == 3, (
+        "the rest is fetched, and nothing else"
+    )
     assert {*(tmp_path / "home").rglob("*.incomplete")} == {written_now, held}
 
 

@@ -348,8 +348,8 @@ def _fetched(
     """Returns the folder of a snapshot with the files that fit the patterns: of a commit, or of what is here without
     one. `before` is called if some are fetched.
 
-    A connection that breaks goes on where it was. The digests of large files are checked, also of those that a call
-    before this one fetched and had no time to check. What is wrong is removed.
+    A connection that breaks goes on where it was, also after a process that was killed. The digests of large files are
+    checked, also of those that a call before this one fetched and had no time to check. What is wrong is removed.
     """
     from huggingface_hub import constants, snapshot_download
 
@@ -370,11 +370,13 @@ def _fetched(
     unchecked = {*new, *(_unchecked.get(f"{repo}@{commit}") or ())}
     if new:
         before()
-        _remove_abandoned(repo)
-        require_disk(Path(constants.HF_HUB_CACHE), sum(new.values()), "HF_HOME")
+        here = sum(part.stat().st_size for part in _abandoned_parts(repo))
+        require_disk(Path(constants.HF_HUB_CACHE), max(0, sum(new.values()) - here), "HF_HOME")
         _unchecked.put(f"{repo}@{commit}", sorted(unchecked))
         with progress_bar(f"fetching {repo}", sum(new.values()), progress, in_bytes=True) as advance:
-            get(revision=commit, tqdm_class=_counting(advance))
+            done = _finish_parts(repo, commit, new, advance)
+            _remove_abandoned(repo)
+            get(revision=commit, tqdm_class=_counting(_beyond(done, advance)))
     folder = Path(get(revision=commit))
     if unchecked:
         names = unchecked & {file.filename for file in found}
@@ -384,19 +386,55 @@ def _fetched(
     return folder
 
 
-def _remove_abandoned(repo: str) -> None:
-    """Removes the parts of files that a killed process left: the library names them anew and takes none up again. One
-    that fetches a file holds its lock, however long nothing arrives."""
+def _abandoned_parts(repo: str, tag: str = "*") -> Iterator[Path]:
+    """Yields the parts of files that a killed process left, each with its lock held: one that fetches a file holds its
+    lock, however long nothing arrives. `tag` is that of a file."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
     cache, name = Path(constants.HF_HUB_CACHE), repo_folder_name(repo_id=repo, repo_type="model")
-    for part in (cache / name).glob("blobs/*.incomplete"):
-        with suppress(OSError):
-            if time.time() - part.stat().st_mtime > _ABANDONED_S:
-                with (cache / ".locks" / name / f"{part.name.partition('.')[0]}.lock").open("ab") as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    part.unlink()
+    for part in (cache / name / "blobs").glob(f"{tag}.*incomplete"):
+        with suppress(OSError), (cache / ".locks" / name / f"{part.name.partition('.')[0]}.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield part
+
+
+def _remove_abandoned(repo: str) -> None:
+    """Removes the parts that nobody wrote for long."""
+    for part in _abandoned_parts(repo):
+        if time.time() - part.stat().st_mtime > _ABANDONED_S:
+            part.unlink()
+
+
+def _finish_parts(repo: str, commit: str, new: Mapping[str, int], advance: Callable[[float], None]) -> int:
+    """Fetches the rest of files of which a killed process left a part: the library takes none up again. Returns the
+    sizes of these files together. `new`: the sizes by name."""
+    from huggingface_hub import constants, file_download, hf_hub_url
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    done = 0
+    for name in new if any(_abandoned_parts(repo)) else ():
+        url = hf_hub_url(repo, name, revision=commit)
+        found = file_download.get_hf_file_metadata(url)
+        if found.xet_file_data is not None and not constants.HF_HUB_DISABLE_XET:
+            # Its parts do not arrive in order.
+            continue
+        for part in _abandoned_parts(repo, str(found.etag)):
+            if (size := part.stat().st_size) > new[name]:
+                continue
+            count = _counting(_beyond(done + size, advance), "huggingface_hub.http_get")
+            with part.open("ab") as file:
+                file_download.http_get(
+                    url, file, resume_size=size, headers=build_hf_headers(), expected_size=new[name], tqdm_class=count
+                )
+            part.rename(part.with_name(str(found.etag)))
+            done += new[name]
+            break
+    return done
+
+
+def _beyond(done: int, advance: Callable[[float], None]) -> Callable[[float], None]:
+    return lambda num_bytes: advance(done + num_bytes)
 
 
 def _set_newest(snapshot: Path) -> None:
@@ -411,13 +449,14 @@ def _set_newest(snapshot: Path) -> None:
         new.replace(ref)
 
 
-def _counting(advance: Callable[[float], None]) -> type[Any]:
-    """Returns a bar of the library's that shows nothing, and gives the bytes that have arrived to `advance`."""
+def _counting(advance: Callable[[float], None], name: str = "huggingface_hub.snapshot_download") -> type[Any]:
+    """Returns a bar of the library's that shows nothing. That of this name gives the bytes that have arrived to
+    `advance`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class CountedBytes(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._counts = kwargs.get("name") == "huggingface_hub.snapshot_download"
+            self._counts = kwargs.get("name") == name
             self._num_bytes = 0.0
             super().__init__(*args, **kwargs | {"disable": True})  # type: ignore[no-untyped-call]
 
