@@ -14,6 +14,7 @@ from diskprefix.engine.gauges import Activity, Heartbeat
 from diskprefix.engine.request import ErrorEvent, Event, GenerateRequest
 from diskprefix.errors import DeviceLost, DiskPrefixError, NotReady, QueueFull, ShareFull
 from diskprefix.model.load.media import prepared_bytes
+from diskprefix.model.load.memory import trim_heap
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.printable import first_line
 
@@ -22,6 +23,8 @@ log = logging.getLogger("diskprefix")
 _SMOOTHING = 0.3
 """The weight of the newest request in the moving average that `Retry-After` is estimated from."""
 
+_IDLE_S = 10.0
+"""Seconds without a request."""
 MAX_QUEUED_MEDIA_BYTES = 1 << 30
 """The limit for the prepared media of all requests that run or wait."""
 
@@ -162,10 +165,20 @@ class Inbox:
             self._notify()
 
     def wait(self) -> bool:
-        """Waits until something has changed since the last call of `waiting`. Returns False when all is over."""
+        """Waits until something has changed since the last call of `waiting`. Returns False when all is over.
+
+        After a while without a request, the system gets back the memory that many requests at once have left free."""
+
+        def is_over() -> bool:
+            return self._has_news or (self._stopping and not self._running)
+
         with self._changed:
             self.heartbeat.rest()
-            self._changed.wait_for(lambda: self._has_news or (self._stopping and not self._running))
+            is_idle = not self._changed.wait_for(is_over, _IDLE_S) and not self._running
+        if is_idle:
+            trim_heap()
+        with self._changed:
+            self._changed.wait_for(is_over)
             return self._has_news or bool(self._running)
 
     def stop(self, timeout_s: float) -> bool:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.engine import inbox as inbox_module
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.request import ErrorEvent, Event, FinishEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import ContextTooLong, DeviceLost, NonFiniteLogits, NotReady, QueueFull, ShareFull
@@ -251,3 +252,22 @@ def test_an_error_of_one_request_is_told_to_it_alone(steps: Steps, failure: Exce
     steps.wait_until(lambda: steps.ended == ["served"])
     assert inbox.stop(30)
     assert (served, fatal) == ([FinishEvent(0, "stop")], [])
+
+
+def test_memory_is_given_back_once_when_no_request_has_come_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    trimmed = threading.Semaphore(0)
+    monkeypatch.setattr(inbox_module, "_IDLE_S", 0.0)
+    monkeypatch.setattr(inbox_module, "trim_heap", trimmed.release)
+    came = list[bool]()
+
+    def serve(inbox: Inbox) -> None:
+        inbox.waiting()
+        came.append(inbox.wait())
+
+    inbox = Inbox(serve, 1)
+    inbox.start()
+    assert trimmed.acquire(timeout=30)
+    inbox.wake()
+    assert inbox.stop(30)
+    assert came == [True]
+    assert not trimmed.acquire(blocking=False)
