@@ -50,8 +50,8 @@ def manager(chat_model: Path, tmp_path: Path) -> Iterator[Manager]:
     manager.close()
 
 
-def post(url: str, key: str = "0123456789abcdef") -> httpx.Response:
-    return httpx.post(url + CHAT, json=BODY, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+def post(url: str, key: str = "0123456789abcdef", **more: str) -> httpx.Response:
+    return httpx.post(url + CHAT, json=BODY | more, headers={"Authorization": f"Bearer {key}"}, timeout=60)
 
 
 def test_a_service_waits_with_its_port_reloads_hangs_recovers_and_stops(manager: Manager, tmp_path: Path) -> None:
@@ -92,3 +92,46 @@ def test_a_service_waits_with_its_port_reloads_hangs_recovers_and_stops(manager:
     assert manager.said("STOPPING") == ["1"]
     assert manager.said("STATUS")[-1] == "stopping: writing what is not on disk yet"
     assert os.path.exists(tmp_path / "kv" / "data.mdb")
+
+
+def test_a_service_of_several_models_reloads_its_list_and_keys_outlives_a_worker_that_hangs_and_stops(
+    chat_model: Path, tmp_path: Path
+) -> None:
+    """With a spare. The watchdog's messages come from the front, whatever a worker does."""
+    keys, catalogue = tmp_path / "keys", tmp_path / "models.toml"
+    keys.write_text("admin 0123456789abcdef\n", encoding="utf-8")
+    keys.chmod(0o600)
+    catalogue.write_text(f'[ash]\nmodel = "{chat_model}"\n', encoding="utf-8")
+    flags = serve_flags(catalogue, tmp_path / "kv", api_keys=keys)
+    arguments = ["serve", "--port", "1", "--standby", "--models-file", *flags[1:]]
+    manager = Manager(arguments, tmp_path, 2.0, hang_once, tmp_path / "hang")
+    try:
+        url = manager.url
+        with ThreadPoolExecutor(1) as clients:
+            first = clients.submit(post, url, model="ash").result()
+        assert first.status_code == 200
+        assert (manager.said("READY"), manager.said("STATUS")[0]) == (["1"], "serving ash")
+        assert post(url, model="birch").status_code == 404
+
+        keys.write_text("admin fedcba9876543210\n", encoding="utf-8")
+        catalogue.write_text(f'[ash]\nmodel = "{chat_model}"\n[birch]\nmodel = "{chat_model}"\n', encoding="utf-8")
+        manager.reload()
+        manager.wait_for("RELOADING")
+        manager.wait_for("READY", count=2)
+        assert post(url, model="ash").status_code == 401
+        key = "fedcba9876543210"
+        assert post(url, key, model="birch").status_code == 200
+
+        (tmp_path / "hang").touch()
+        assert post(url, key, model="ash").status_code == 503
+        wait_until(lambda: "the worker gave no sign of life" in manager.log, "the front kills the worker")
+        again = post(url, key, model="ash")
+        assert (again.status_code, again.json()["choices"]) == (200, first.json()["choices"])
+        assert again.json()["prefix_cache"]["source"] == "disk"
+        assert manager.exit_codes == [], "the service itself goes on"
+
+        assert manager.stop() == 0
+        assert manager.said("STOPPING") == ["1"]
+        assert manager.said("STATUS")[-1] == "stopping"
+    finally:
+        manager.close()
