@@ -54,10 +54,13 @@ def file_errors(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Creates the folder with mode 0700 unless it exists, and checks it. Raises `StoreUnavailable`."""
+    """Creates the folder with mode 0700 unless it exists, durably, and checks it. Raises `StoreUnavailable`."""
     check_folder(path)
     with file_errors(path):
+        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in missing:
+            sync(folder.parent)
     check_folder(path)
 
 
@@ -202,10 +205,14 @@ def put_in_place(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file, or the names in a folder, durable. Raises `OSError`."""
+    """Makes a file, or the names in a folder, durable. Raises `OSError`. Some network file systems cannot do it for a
+    folder; nothing more can be done there."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL or not path.is_dir():
+            raise
     finally:
         os.close(fd)
 

@@ -150,6 +150,8 @@ class Store(StoreFile):
         super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace)
         self.codec = Codec.RAW
         self.evictor = Evictor(self, min_free_bytes)
+        self._wipe_failed = False
+        """The zeros of a wipe may not be on the disk."""
         if serving:
             self._fit_budget_or_log()
 
@@ -210,14 +212,16 @@ class Store(StoreFile):
         if not self.environment.renew():
             return False
         self.mapped.clear()
+        again, self._wipe_failed = self._wipe_failed, True
         # Pages that the next transaction frees are clean then.
-        wipe(self.environment)
+        wipe(self.environment, again=again)
         self.evictor.let_freed_pages_age()
-        is_clean = wipe(self.environment)
+        is_clean = wipe(self.environment, again=again)
         if is_clean:
             with self.changes() as changes:
                 changes.put_meta("wiped", deleted or b"")
             self.wiped = deleted
+        self._wipe_failed = False
         return is_clean
 
     def touch(self, uses: Mapping[bytes, Use]) -> None:

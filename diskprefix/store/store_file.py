@@ -34,6 +34,7 @@ from diskprefix.store.folder import (
     file_errors,
     make_folder,
     reserve_lmdb_lock,
+    sync,
 )
 from diskprefix.store.schema import DATABASES, FORMAT_VERSION, NamesRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
@@ -67,6 +68,9 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
             if os.access(path, os.W_OK):
                 reserve_lmdb_lock(path, create=not read_only)
             env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
+            if not read_only:
+                # LMDB syncs what is in a new file, but not its name. Without it, a power failure loses the file.
+                sync(path)
             lock.share()
     except BaseException:
         lock.close()

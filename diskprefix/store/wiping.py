@@ -30,15 +30,19 @@ from diskprefix.store.folder import DATA, file_errors
 _AT_ONCE_BYTES = 1 << 20
 
 
-def wipe(env: Environment) -> bool:
+def wipe(env: Environment, *, again: bool = False) -> bool:
     """Overwrites what was deleted before the last commit but one. Returns False if a reader that is still open may need
-    some of it. Raises `CacheError`; a file in which anything is damaged is left as it is."""
+    some of it. Raises `CacheError`; a file in which anything is damaged is left as it is.
+
+    `again` is for what could not be made durable: the kernel shows the zeros, but may never write them. So what is zero
+    is written too.
+    """
     # Nobody else writes to the file while this transaction is open, and it changes nothing itself.
     with env.transaction(write=True), file_errors(env.path):
         last, oldest = env.last_transactions()
         fd = os.open(env.path / DATA, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            leftovers = _Leftovers(fd, env.clean_before, oldest)
+            leftovers = _Leftovers(fd, 0 if again else env.clean_before, oldest, again)
             # The lock of a file that was replaced says nothing about the one in its place.
             if not env.is_file(fd) or leftovers.txnid != last:
                 raise StoreUnavailable(f"{env.path} was removed or replaced")
@@ -53,12 +57,13 @@ def wipe(env: Environment) -> bool:
 
 class _Leftovers(FileCheck):
     """Finds what to overwrite. Of the free pages, those that transactions from `since` to `oldest` freed, the latter
-    not included. `since` is 0 the first time, and then also what a killed process wrote behind the last page counts."""
+    not included. `since` is 0 the first time, and then also what a killed process wrote behind the last page counts.
+    `zeros`: what is zero counts too."""
 
-    def __init__(self, fd: int, since: int, oldest: int) -> None:
+    def __init__(self, fd: int, since: int, oldest: int, zeros: bool) -> None:
         self._size = os.fstat(fd).st_size
         super().__init__(fd, self._size)
-        self._since, self._oldest = since, oldest
+        self._since, self._oldest, self._zeros = since, oldest, zeros
         self._found: list[tuple[int, int]] = []
 
     def found(self) -> list[tuple[int, int]]:
@@ -97,7 +102,7 @@ class _Leftovers(FileCheck):
 
     def _note(self, start: int, content: bytes) -> None:
         """`content` is what the file has there."""
-        if content.count(0) != len(content):
+        if content and (self._zeros or content.count(0) != len(content)):
             self._found.append((start, len(content)))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from diskprefix.errors import SettingsError
 from diskprefix.extras.clients.launched_daemon import locked
 from diskprefix.extras.clients.recipe import Recipe, RecipeFile
+from diskprefix.store.folder import sync
 
 Report = Callable[[str], object]
 
@@ -89,11 +90,14 @@ class AgentProfile:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file that only this user can read. Readers see the old one or the new one."""
+    """Writes a file that only this user can read. Readers see the old one or the new one, also after a power
+    failure."""
     new = path.with_name(f"{path.name}.new")
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
         file.write(text)
+    sync(new)
     new.replace(path)
+    sync(path.parent)
 
 
 def _digest(data: bytes) -> str:

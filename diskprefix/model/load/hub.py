@@ -33,6 +33,7 @@ from diskprefix.model.load.safetensors_header import (
 from diskprefix.model.load.served_tensors import whole_file
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
+from diskprefix.store.folder import sync
 from diskprefix.units import format_size
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -470,11 +471,14 @@ def _counting(advance: Callable[[float], None], name: str = "huggingface_hub.sna
 
 def _require_digests(files: Sequence[Path]) -> None:
     """Removes the files whose SHA-256 is not the one that the hub says, and raises `ModelError`. The hub's cache names
-    large files by it."""
+    large files by it. The others are durable afterwards, because they are not checked again."""
     problems = []
     for file in files:
         content = file.resolve()
-        if not file.is_file() or not _SHA256.fullmatch(content.name):
+        if not file.is_file():
+            continue
+        sync(content)
+        if not _SHA256.fullmatch(content.name):
             continue
         with content.open("rb") as opened:
             digest = hashlib.file_digest(opened, "sha256").hexdigest()

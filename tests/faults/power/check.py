@@ -1,0 +1,385 @@
+"""Opens an image of a disk as a daemon does, and compares what is there with what was acknowledged."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal, TypeAlias
+
+from diskprefix.errors import CacheError, StoreCorrupt
+from diskprefix.store.changes import NewNode
+from diskprefix.store.folder import DATA
+from diskprefix.store.maintenance.repair import repair_index
+from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store import Publication, Store
+from diskprefix.store.store_file import DAMAGED
+from tests.faults.crash import prompts
+from tests.faults.power import deeds
+from tests.faults.power.images import Image
+from tests.store.building import Clock, names_of_every_run, read_payload
+
+Promise: TypeAlias = Literal["kept", "exact"]
+""""kept": all that was acknowledged is there. "exact": nothing is wrong, but it may be missing."""
+
+PROBE = 60
+"""The prompt that is saved into every image."""
+TWICE = 4
+"""One image of so many is started twice, and every one where something may be missing."""
+WEAK_KINDS = ("meta page torn in its sector",)
+_LATER_S = 1e6
+
+
+class Wrong(Exception):
+    """An image that is not as promised."""
+
+
+@dataclass
+class Account:
+    """What was acknowledged at the moment of an image."""
+
+    saved: set[int] = field(default_factory=set)
+    unsure: set[int] = field(default_factory=set)
+    """What may be there or not: evicted, or being deleted."""
+    wiped: set[int] = field(default_factory=set)
+    copied: bool = False
+    replaced: bool = False
+    imported: bool = False
+    made: bool = False
+    written: str | None = None
+
+    @classmethod
+    def of(cls, before: Sequence[int], marks: Sequence[str]) -> Account:
+        account = cls(saved={*before})
+        for values in map(json.loads, marks):
+            account._add(values)
+        return account
+
+    def _add(self, values: dict[str, Any]) -> None:
+        if "saved" in values:
+            self.saved = (self.saved | {values["saved"]}) - {*values["gone"]}
+            self.unsure |= {*values["gone"]}
+        if "deleting" in values:
+            self.saved.discard(values["deleting"])
+        if "wiped" in values:
+            self.wiped.add(values["wiped"])
+        self.copied |= "copied" in values
+        self.replaced |= "replaced" in values
+        self.imported |= "imported" in values
+        self.made |= "made" in values
+        if "written" in values:
+            self.written = values.get("version", "whole")
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A deed that was recorded. `before` are the prompts that were on the disk, `final` the files at its end."""
+
+    name: str
+    before: tuple[int, ...] = ()
+    promise: Promise = "kept"
+    final: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def check(recorded: Recorded, image: Image, marks: Sequence[str], root: Path) -> None:
+    """Writes an image below `root` and looks at it. Raises `Wrong`."""
+    logging.disable(logging.CRITICAL)
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True, mode=0o700)
+    image.write(root)
+    account = Account.of(recorded.before, marks)
+    is_weak = recorded.promise == "exact" or image.kind in WEAK_KINDS
+    _CHECKS[recorded.name](_Look(recorded, image, account, root, is_weak))
+
+
+@dataclass(frozen=True)
+class _Look:
+    recorded: Recorded
+    image: Image
+    account: Account
+    root: Path
+    is_weak: bool
+
+    def store(self, place: str, saved: set[int], budget_bytes: int = deeds.BUDGET_BYTES) -> None:
+        """Starts a daemon's store that must hold `saved`, some of them twice: then all records are checked."""
+        if not self.is_weak:
+            _wiped(self.image.files.get(f"{place}/{DATA}") or b"", self.account.wiped)
+        folder = self.root / place
+        numbers = _numbers(self.recorded)
+        (folder / DAMAGED).unlink(missing_ok=True)
+        found = _live(folder, numbers, saved, budget_bytes, self.is_weak)
+        if not self.is_weak and self.image.digest()[0] % TWICE:
+            return
+        (folder / DAMAGED).unlink(missing_ok=True)
+        kept = {*found, PROBE} if budget_bytes > deeds.TIGHT_BYTES else {PROBE}
+        again = _live(folder, numbers, kept, budget_bytes, False, is_last=True)
+        if (folder / DAMAGED).exists() or not again:
+            raise Wrong("the second start found damage again")
+
+
+def _live(
+    folder: Path, numbers: Sequence[int], saved: set[int], budget_bytes: int, is_weak: bool, is_last: bool = False
+) -> set[int]:
+    """One life of a daemon. Returns the prompts that were there whole at its start."""
+    with _opened(folder, budget_bytes) as store:
+        if (folder / DAMAGED).exists() and saved and not is_weak:
+            raise Wrong("the file was moved aside")
+        found = {number for number in numbers if _is_whole(store, number, is_weak)}
+        if not is_weak and (lost := saved - found):
+            raise Wrong(f"acknowledged and lost: prompts {sorted(lost)}")
+        if is_last and (problems := verify_index(store).problems):
+            raise Wrong(f"not clean: {problems[0]}")
+        _save(store, PROBE)
+        if not _is_whole(store, PROBE, False):
+            raise Wrong("what was saved afterwards is not there")
+    return found
+
+
+@contextmanager
+def _opened(folder: Path, budget_bytes: int) -> Iterator[Store]:
+    try:
+        with names_of_every_run():
+            store = Store(
+                folder,
+                budget_bytes=budget_bytes,
+                clock=Clock(deeds.START_S + _LATER_S),
+                on_corruption="quarantine",
+                serving=True,
+            )
+    except CacheError as error:
+        raise Wrong(f"does not open: {error}") from error
+    if store.problem:
+        raise Wrong(f"cannot be written: {store.problem}")
+    try:
+        yield store
+    except CacheError as error:
+        raise Wrong(f"fails: {error}") from error
+    finally:
+        store.close()
+
+
+def _is_whole(store: Store, number: int, is_weak: bool) -> bool:
+    """Compares what is there of a prompt, byte for byte. A damaged node is removed, as a daemon does."""
+    publication = _publication(store.secret, store, number)
+    damaged: NewNode | None = None
+    with store.snapshot() as snapshot:
+        for node in publication.nodes:
+            try:
+                if not _is_stored(snapshot, node):
+                    return False
+            except StoreCorrupt as error:
+                if not is_weak:
+                    raise Wrong(f"damaged: {error}") from error
+                damaged = node
+                break
+    if damaged is not None:
+        store.quarantine(damaged.name, damaged.parent)
+    return damaged is None
+
+
+_publications: dict[tuple[int, int], Publication] = {}
+
+
+def _publication(secret: int, store: Store, number: int) -> Publication:
+    if (secret, number) not in _publications:
+        _publications[secret, number] = prompts.publication(store, number)
+    return _publications[secret, number]
+
+
+def warm_up(recorded: Recorded) -> None:
+    """Makes what every image is compared with, before a process is forked for each moment."""
+    store: Any = SimpleNamespace(secret=7, store_id=bytes(16))
+    for number in _numbers(recorded):
+        _publication(7, store, number)
+        _ending(number)
+
+
+def _numbers(recorded: Recorded) -> list[int]:
+    """The prompts that a deed may have saved, and the one that is saved afterwards."""
+    return [*(deeds.MEDIUM[:14] if recorded.name == "evict" else deeds.SMALL[:12]), PROBE]
+
+
+def _is_stored(snapshot: Snapshot, node: NewNode) -> bool:
+    token_ids = node.token_ids.tobytes()
+    if not snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated):
+        return False
+    if read_payload(snapshot, node) != bytes(node.payload):
+        raise Wrong(f"wrong bytes: node {node.name.hex()}")
+    return True
+
+
+def _save(store: Store, number: int) -> None:
+    """Saves a prompt. A damaged record is repaired first, as the writer does."""
+    publication = prompts.publication(store, number)
+    try:
+        store.publish(publication)
+    except StoreCorrupt:
+        repair_index(store, {publication.root: publication.root_record})
+        store.publish(publication)
+
+
+def _wiped(content: bytes, numbers: set[int]) -> None:
+    """Looks for the bytes of deleted prompts: those of the node at their end, which no other prompt has."""
+    for number in numbers:
+        if _ending(number) in content:
+            raise Wrong(f"bytes of deleted prompt {number} are in the file")
+
+
+_endings: dict[int, bytes] = {}
+
+
+def _ending(number: int) -> bytes:
+    if number not in _endings:
+        ids = prompts.token_ids(number)
+        _endings[number] = bytes(prompts.payload(b"", ids, 4096))[:64]
+    return _endings[number]
+
+
+def _compact(look: _Look) -> None:
+    look.store(deeds.KV, look.account.saved)
+    left = {path.name for path in (look.root / deeds.KV).iterdir()} - {DATA, "lock.mdb", "diskprefix.lock"}
+    if left:
+        raise Wrong(f"left behind: {sorted(left)}")
+
+
+def _backup(look: _Look) -> None:
+    look.store(deeds.KV, look.account.saved)
+    place = look.root / deeds.COPY
+    if look.account.copied or (place / DATA).exists():
+        look.store(deeds.COPY, look.account.saved)
+
+
+def _restore(look: _Look) -> None:
+    """The old store or the new one, and after its end the new one."""
+    new = {*deeds.SMALL[5:9]} | (look.account.saved - {*look.recorded.before})
+    if look.account.replaced:
+        look.store(deeds.KV, new)
+    else:
+        backup = look.root.with_name(f"{look.root.name}-second")
+        try:
+            look.store(deeds.KV, look.account.saved)
+        except Wrong:
+            shutil.rmtree(backup, ignore_errors=True)
+            backup.mkdir(mode=0o700)
+            look.image.write(backup)
+            _Look(look.recorded, look.image, look.account, backup, look.is_weak).store(deeds.KV, new)
+    look.store(deeds.OTHER_KV, {*deeds.SMALL[5:9]})
+
+
+def _exchange(look: _Look) -> None:
+    name = "entry.safetensors"
+    _same(look, name, {look.recorded.final[name]}, is_there=look.account.written is not None)
+    look.store(deeds.KV, look.account.saved)
+    if look.account.imported:
+        look.store(deeds.OTHER_KV, {deeds.SMALL[0]}, 16 << 20)
+
+
+def _profile(look: _Look) -> None:
+    """The settings are whole or not there, which the next launch sees. A record of later settings would have it leave
+    the earlier ones as they are."""
+    name, versions = "agents/one/settings.json", ("first", "second")
+    texts = {version: deeds.settings_text(version).encode() for version in versions}
+    _same(look, name, {*texts.values()}, is_there=False)
+    record = look.image.files.get("agents/one/written.json")
+    if record is None:
+        return
+    try:
+        digests = set(json.loads(record).values())
+    except ValueError as error:
+        raise Wrong(f"the record of what was written is damaged: {record[:40]!r}") from error
+    found = look.image.files.get(name)
+    if found == texts["first"] and hashlib.sha256(texts["second"]).hexdigest() in digests:
+        raise Wrong("the record is newer than the settings")
+
+
+def _same(look: _Look, name: str, contents: set[bytes], *, is_there: bool) -> None:
+    """Checks a file that people read: one of the contents as a whole, or, before its end, nothing."""
+    place = look.root / name
+    if not place.exists():
+        if is_there and not look.is_weak:
+            raise Wrong(f"{name} is gone")
+    elif place.read_bytes() not in contents:
+        raise Wrong(f"{name} has {place.stat().st_size} bytes, not those that were written")
+
+
+def _models(look: _Look) -> None:
+    os.environ["XDG_CACHE_HOME"] = str(look.root)
+    from diskprefix.model.load.gguf import is_finished
+
+    folder = look.root / "diskprefix/models/a-model"
+    # One that is not finished is made again.
+    if is_finished(folder) and (folder / "weights.bin").read_bytes() != deeds.model_bytes():
+        raise Wrong("wrong bytes in a finished model")
+
+
+def _fetched(look: _Look) -> None:
+    name = f"blobs/{hashlib.sha256(deeds.model_bytes()).hexdigest()}"
+    if look.account.made:
+        _same(look, name, {deeds.model_bytes()}, is_there=False)
+
+
+_CHECKS: dict[str, Callable[[_Look], None]] = {
+    "save": lambda look: look.store(deeds.KV, look.account.saved),
+    "evict": lambda look: look.store(deeds.KV, look.account.saved, deeds.TIGHT_BYTES),
+    "compact": _compact,
+    "backup": _backup,
+    "restore": _restore,
+    "aside": lambda look: look.store(deeds.KV, look.account.saved),
+    "exchange": _exchange,
+    "profile": _profile,
+    "models": _models,
+    "fetched": _fetched,
+}
+
+
+class _Anything(int):
+    """A checksum that every other equals."""
+
+    __hash__ = int.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+
+def _without_checksums() -> None:
+    from diskprefix.store import schema
+    from diskprefix.store.codec import codec
+    from diskprefix.tokens import checksum
+
+    for module in (codec, schema):
+        vars(module)["checksum"] = lambda payload, seed=0: _Anything(checksum(payload, seed))
+
+
+def _without_structure() -> None:
+    from diskprefix.store import store_file
+
+    store_file._require_sound = lambda *_: None
+
+
+def _without_digests() -> None:
+    from diskprefix.model.load import gguf
+
+    def written(file: Path) -> str:
+        manifest = json.loads((file.parent / gguf.MANIFEST).read_text(encoding="utf-8"))
+        return str(manifest["files"][file.name]["digest"])
+
+    vars(gguf)["remembered_digest"] = written
+
+
+REMOVALS: dict[str, Callable[[], None]] = {
+    "checksums": _without_checksums,
+    "the check of the file": _without_structure,
+    "digests of a model": _without_digests,
+}
+"""Protections of the reader, and how to take each away in its process."""

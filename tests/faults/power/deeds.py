@@ -1,0 +1,308 @@
+"""What is recorded: one deed per process on the files below a folder, with a mark after all that is acknowledged.
+
+`python -m tests.faults.power.deeds NAME ROOT [PROTECTION…]`: without the protections that are named.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from diskprefix.store.changes import Use
+from diskprefix.store.compact import compact_folder, copy_store, replace_store
+from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.store.store import Store
+from tests.faults.crash import prompts
+from tests.faults.crash.worker import command, publish_in_parts
+from tests.store.building import Clock, names_of_every_run
+
+ON_WRITE, ON_SYNC, ON_NAMES, ON_DSYNC = 1, 2, 4, 8
+KV, OTHER_KV, COPY = "data/kv", "other", "backups/today"
+BUDGET_BYTES = 8 << 20
+TIGHT_BYTES = 3 << 20
+START_S = 1_700_000_000.0
+SMALL = [*range(5), *range(15, 20), *range(30, 35), *range(45, 50), *range(60, 65)]
+"""The numbers of prompts whose blocks take 4 KiB."""
+MEDIUM = [*range(5, 10), *range(20, 25), *range(35, 40), *range(50, 55), *range(65, 70)]
+"""Those whose blocks take 32 KiB."""
+
+
+def control() -> Any:
+    """The functions of the preloaded recorder; they do nothing without it."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "power_mark"):
+        return SimpleNamespace(power_mark=lambda _: None, power_ignore=lambda _: None)
+    return library
+
+
+def mark(**values: Any) -> None:
+    """Records what was acknowledged."""
+    control().power_mark(json.dumps(values).encode())
+
+
+class Loop:
+    """A store whose publications are marked."""
+
+    def __init__(self, folder: Path, budget_bytes: int = BUDGET_BYTES) -> None:
+        self._clock = Clock(START_S)
+        with names_of_every_run():
+            self.store = Store(
+                folder, budget_bytes=budget_bytes, clock=self._clock, on_corruption="quarantine", serving=True
+            )
+        self._saved: set[int] = set()
+
+    def publish(self, number: int) -> None:
+        self._clock.now += 11.0
+        evicted = publish_in_parts(self.store, prompts.publication(self.store, number))
+        self._saved.add(number)
+        gone: list[int] = []
+        if evicted:
+            with self.store.snapshot() as snapshot:
+                present = set(snapshot.keys("entries"))
+            gone = [n for n in self._saved if prompts.last_node(self.store.secret, n) not in present]
+            self._saved -= {*gone}
+        mark(saved=number, gone=gone)
+
+    def touch(self, number: int) -> None:
+        self.store.touch({prompts.last_node(self.store.secret, number): Use(self._clock.now)})
+
+    def delete(self, number: int) -> None:
+        name = prompts.last_node(self.store.secret, number)
+        mark(deleting=number)
+        purge(self.store, PurgeFilter(entries=frozenset({name})), self._clock.now, lambda _: None)
+        self._saved.discard(number)
+        assert self.store.wipe()
+        mark(wiped=number)
+
+
+@contextmanager
+def opened(folder: Path, budget_bytes: int = BUDGET_BYTES) -> Iterator[Loop]:
+    loop = Loop(folder, budget_bytes)
+    try:
+        yield loop
+    finally:
+        loop.store.close()
+
+
+def save(root: Path) -> None:
+    """A store in a new folder: prompts, uses, deletions that are wiped, closed and opened again between."""
+    with opened(root / KV) as loop:
+        for number in SMALL[:6]:
+            loop.publish(number)
+        loop.touch(SMALL[0])
+        loop.delete(SMALL[1])
+    with opened(root / KV) as loop:
+        for number in SMALL[6:10]:
+            loop.publish(number)
+        loop.delete(SMALL[7])
+        loop.publish(SMALL[10])
+
+
+def evict(root: Path) -> None:
+    """Prompts that drive others out."""
+    with opened(root / KV, TIGHT_BYTES) as loop:
+        for number in MEDIUM[:14]:
+            loop.publish(number)
+
+
+def fill(folder: Path, numbers: list[int]) -> None:
+    """Makes a store whose prompts count as durable, because nothing is recorded."""
+    with opened(folder) as loop:
+        for number in numbers:
+            loop.publish(number)
+
+
+def compact(root: Path) -> None:
+    """A compaction, and saves into the new file."""
+    compact_folder(root / KV)
+    mark(done="compact")
+    with opened(root / KV) as loop:
+        for number in SMALL[5:7]:
+            loop.publish(number)
+
+
+def backup(root: Path) -> None:
+    """A backup into a folder below one that does not exist either."""
+    copy_store(root / KV, root / COPY)
+    mark(copied=COPY)
+
+
+def restore(root: Path) -> None:
+    """A store in the place of another, and saves into it."""
+    replace_store(root / OTHER_KV, root / KV)
+    mark(replaced=KV)
+    with opened(root / KV) as loop:
+        loop.publish(SMALL[10])
+
+
+def aside(root: Path) -> None:
+    """A damaged file that is moved aside, and saves into the new one."""
+    with opened(root / KV) as loop:
+        for number in SMALL[5:8]:
+            loop.publish(number)
+
+
+def exchange(root: Path) -> None:
+    """An export to a file, and its import into a new store."""
+    with opened(root / KV) as loop:
+        name = prompts.last_node(loop.store.secret, SMALL[0])
+    command("export", name.hex(), "--kv-cache-dir", str(root / KV), "-o", str(root / "entry.safetensors"))
+    mark(written="entry.safetensors")
+    with opened(root / OTHER_KV, 16 << 20):
+        pass
+    command(
+        *("import", str(root / "entry.safetensors"), "--kv-cache-dir", str(root / OTHER_KV)),
+        *("--kv-cache-min-free", "0", "--kv-cache-budget", "16MiB", "--force"),
+    )
+    mark(imported=OTHER_KV)
+
+
+def profile(root: Path) -> None:
+    """The settings of a launched agent, written twice, and a record of them."""
+    from diskprefix.extras.clients.agent_profile import AgentProfile
+
+    write: Any = AgentProfile(folder=root / "agents/one")._write
+    for version in ("first", "second"):
+        file = SimpleNamespace(path=str(root / "agents/one/settings.json"), text=settings_text(version))
+        write(file, lambda _: None)
+        mark(written="agents/one/settings.json", version=version)
+
+
+def settings_text(version: str) -> str:
+    return json.dumps({version: "x" * 6000})
+
+
+def models(root: Path) -> None:
+    """A model that is made from a file, kept in the cache folder."""
+    os.environ["XDG_CACHE_HOME"] = str(root)
+    from diskprefix.model.load.gguf import build_once
+
+    def build(work: Path) -> Path:
+        made = work / "made"
+        made.mkdir()
+        (made / "weights.bin").write_bytes(model_bytes())
+        (made / "config.json").write_text("{}")
+        return made
+
+    build_once("a-model", build, lambda _: None)
+    mark(made="a-model")
+
+
+def fetched(root: Path) -> None:
+    """A file of a model that came from a hub: it was checked, and is not checked again."""
+    from diskprefix.model.load.hub import _require_digests
+
+    file = root / "blobs" / hashlib.sha256(model_bytes()).hexdigest()
+    file.parent.mkdir()
+    file.write_bytes(model_bytes())
+    _require_digests([file])
+    mark(made=file.name)
+
+
+def model_bytes() -> bytes:
+    return bytes(range(251)) * 120
+
+
+def prepare(name: str, root: Path) -> tuple[int, ...]:
+    """Makes what is on the disk before a deed. Returns the prompts in the store."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True, mode=0o700)
+    if name in ("compact", "backup", "restore", "exchange", "aside"):
+        fill(root / KV, SMALL[:4])
+    if name == "restore":
+        fill(root / OTHER_KV, SMALL[5:9])
+    if name == "aside":
+        content = (root / KV / "data.mdb").read_bytes()
+        (root / KV / "data.mdb").write_bytes(content[: len(content) // 2])
+    return tuple(SMALL[:4]) if name in ("compact", "backup", "restore", "exchange") else ()
+
+
+DEEDS: dict[str, Callable[[Path], None]] = {
+    "save": save,
+    "evict": evict,
+    "compact": compact,
+    "backup": backup,
+    "restore": restore,
+    "aside": aside,
+    "exchange": exchange,
+    "profile": profile,
+    "models": models,
+    "fetched": fetched,
+}
+
+
+def _with_lmdb_unsynced() -> None:
+    import lmdb
+
+    real = lmdb.open
+    vars(lmdb)["open"] = lambda *args, **options: real(*args, **options | {"sync": False})
+
+
+def _without_sync(of_folders: bool) -> None:
+    from diskprefix.store import folder
+
+    real = folder.sync
+
+    def sync(path: Path) -> None:
+        if path.is_dir() != of_folders:
+            real(path)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "sync", None) is real:
+            vars(module)["sync"] = sync
+    folder.sync = sync
+
+
+def _without_wipe() -> None:
+    from diskprefix.store import store
+
+    vars(store)["wipe"] = lambda _env, **_: True
+
+
+def _without_export_sync() -> None:
+    from diskprefix.extras.exchange import entry_file
+
+    vars(entry_file)["os"] = SimpleNamespace(**vars(os) | {"fsync": lambda _fd: None})
+
+
+REMOVALS: dict[str, Callable[[], None]] = {
+    "LMDB's barriers": _with_lmdb_unsynced,
+    "the barrier between pages and meta page": lambda: control().power_ignore(ON_SYNC),
+    "all barriers": lambda: control().power_ignore(ON_SYNC | ON_DSYNC),
+    "the barrier of a copied file": lambda: _without_sync(of_folders=False),
+    "the barrier of names": lambda: _without_sync(of_folders=True),
+    "the overwriting": _without_wipe,
+    "the barrier of an export": _without_export_sync,
+}
+"""Protections of the writer, and how to take each away in its process."""
+
+
+_MODULES = {
+    "exchange": ("diskprefix.extras.exchange.entry_file",),
+    "profile": ("diskprefix.extras.clients.agent_profile",),
+    "models": ("diskprefix.model.load.gguf",),
+    "fetched": ("diskprefix.model.load.hub",),
+}
+"""Modules that are imported before a protection is taken out of them."""
+
+
+def main(name: str, root: str, *removed: str) -> None:
+    for module in _MODULES.get(name, ()):
+        import_module(module)
+    for protection in removed:
+        REMOVALS[protection]()
+    DEEDS[name](Path(root))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,101 @@
+"""A little of `tools/bench powerloss`: every state in which a power failure may leave the disk is opened."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.closing import needs
+from tests.faults.power.images import Moment
+from tests.faults.power.recording import FOLDER, Disk, Event, Op
+from tools.programs.powerloss import MUTANTS, PARTS, Part, Result, check_share, record_part
+
+FILE, DIRECTORY = 7, 3
+
+
+def event(op: Op, path: str, *, ino: int = FILE, offset: int = 0, data: bytes = b"", other: str = "") -> Event:
+    return Event(op, ino, offset, len(data), path, other, data)
+
+
+def disk_after(*events: Event) -> Disk:
+    disk = Disk()
+    for one in events:
+        disk.apply(one)
+    return disk
+
+
+def contents(disk: Disk, name: str, samples: int = 40) -> set[bytes | None]:
+    """Returns what a file may hold after a power failure; None where it is not there."""
+    return {image.files.get(name) for image in Moment(disk).images(0, samples)}
+
+
+CREATED = (event(Op.CREATE, "a"), event(Op.SYNC, ".", ino=DIRECTORY))
+PAGES = bytes([1]) * 4096 + bytes([2]) * 4096
+
+
+def test_what_no_barrier_covers_is_on_the_disk_or_not_in_any_order() -> None:
+    disk = disk_after(*CREATED, event(Op.WRITE, "a", data=PAGES))
+    found = contents(disk, "a")
+    assert {b"", PAGES, PAGES[:4096], bytes(4096) + PAGES[4096:]} <= found
+    assert any(content and len(content) % 4096 == 512 for content in found), "torn in a page"
+
+
+def test_what_a_barrier_covers_is_on_the_disk() -> None:
+    disk = disk_after(*CREATED, event(Op.WRITE, "a", data=PAGES), event(Op.SYNC, "a"))
+    assert contents(disk, "a") == {PAGES}
+
+
+def test_a_barrier_of_a_range_leaves_the_rest() -> None:
+    part = Event(Op.SYNC, FILE, 4096, 10, "a", "", b"")
+    disk = disk_after(*CREATED, event(Op.WRITE, "a", data=PAGES), part)
+    assert contents(disk, "a") >= {PAGES, bytes(4096) + PAGES[4096:]}
+    assert all(content is not None and content[4096:] == PAGES[4096:] for content in contents(disk, "a"))
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_barrier_that_failed_is_not_made_up_for_by_the_next(keeps: bool) -> None:
+    disk = Disk(fail_keeps=keeps)
+    for one in (*CREATED, event(Op.WRITE, "a", data=PAGES), event(Op.SYNC_FAILED, "a"), event(Op.SYNC, "a")):
+        disk.apply(one)
+    assert contents(disk, "a") == {PAGES if keeps else b""}
+
+
+def test_a_name_is_durable_with_its_folder_and_not_with_its_file() -> None:
+    written = (event(Op.CREATE, "new"), event(Op.WRITE, "new", data=b"x"), event(Op.SYNC, "new"))
+    renamed = event(Op.RENAME, "new", other="a")
+    disk = disk_after(*written, renamed)
+    assert contents(disk, "a") == {None, b"x"}
+    disk.apply(event(Op.SYNC, ".", ino=DIRECTORY))
+    assert contents(disk, "a") == {b"x"}
+    assert disk.names == {"a": 0}
+    assert FOLDER not in disk.names.values()
+
+
+def result_of(part: Part, folder: Path, share: int, shares: int, samples: int = 8) -> Result:
+    recording = record_part(part, folder)
+    return check_share(recording, share, shares, folder, samples, until_red=part not in PARTS)
+
+
+@needs("cc")
+@pytest.mark.parametrize(("deed", "share", "shares"), [("save", 4, 13), ("compact", 2, 4), ("aside", 5, 8)])
+def test_a_power_failure_loses_nothing_that_was_acknowledged(
+    deed: str, share: int, shares: int, tmp_path: Path
+) -> None:
+    result = result_of(next(part for part in PARTS if part.deed == deed), tmp_path, share, shares)
+    assert result.failures == []
+    assert result.kinds.total() > 15
+
+
+@needs("cc")
+@pytest.mark.parametrize(
+    ("deed", "removed", "share", "shares"),
+    [
+        ("save", "the barrier of names", 28, 40),
+        ("save", "LMDB's barriers", 4, 40),
+        ("profile", "the barrier of a copied file", 0, 1),
+    ],
+)
+def test_without_a_barrier_an_image_is_wrong(deed: str, removed: str, share: int, shares: int, tmp_path: Path) -> None:
+    part = next(part for part in MUTANTS if part.deed == deed and removed in part.without)
+    assert result_of(part, tmp_path, share, shares).failures
