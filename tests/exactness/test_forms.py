@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
-from tests.exactness.forms import Alone, Answered, Comparison, several_rows
+from tests.exactness.forms import Alone, Answered, Comparison, SeveralRow, several_rows
 from tests.exactness.jobs import Lengths
+from tools.programs import exactness
 
 LENGTHS = Lengths.scaled(165, block=16)
 ARCHITECTURES = ["gemma3", "qwen3_next"]
@@ -34,3 +39,20 @@ def test_other_bits_other_tokens_and_lost_state_are_found() -> None:
     other.compare_saved({b"k": b"2"})
     other.require_restored(9)
     assert len(other.different) == 5
+
+
+def test_the_tool_goes_on_without_what_fails_and_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows_of(names: Sequence[str], dtype: str, *_: Any) -> list[SeveralRow]:
+        if "gemma3" in names:
+            raise ValueError("it breaks")
+        return [SeveralRow(name, dtype, 7, [], {"repeat": 9}) for name in names]
+
+    monkeypatch.setattr(exactness, "several_rows", rows_of)
+    arguments = ["--form", "several", "--dtype", "bf16", "--json", "--only"]
+    assert CliRunner().invoke(exactness.main, [*arguments, "llama,mamba2"]).exit_code == 0
+    failed = CliRunner().invoke(exactness.main, [*arguments, "llama,gemma3"])
+    assert failed.exit_code == 1
+    llama, gemma3 = json.loads(failed.stdout)
+    assert (llama["comparisons"], llama["different"]) == (7, [])
+    assert gemma3["different"] == ["ValueError: it breaks"]
+    assert CliRunner().invoke(exactness.main, [*arguments, "smollm2"]).exit_code == 2
