@@ -56,6 +56,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
     },
     "The code": {
         "way": Tool("programs.way", "The way of one chat request through the package."),
+        "picture": Tool("programs.moving_picture", "The front page's recorded session: killed, and gone on."),
         "census": Tool("programs.census", "Lines, doubled names, pages, settings and threads."),
     },
     "Research": {
