@@ -47,6 +47,7 @@ _NAMES = (
     "compression",
     "media",
     "infill",
+    "embedding",
     "talk",
 )
 _OWN = tuple(f"diskprefix.extras.{name}" for name in _NAMES)

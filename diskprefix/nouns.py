@@ -218,7 +218,8 @@ class CacheOptions:
     empty without a key): the window has only prompts of the same group. `save`: False only restores. `ttl_s`: seconds
     to keep the state after its last use; None leaves that to the daemon. `reuse_generated`: keep the state of the first
     choice's reply, and restore that of earlier replies. `replay`: use the sampled tokens of earlier replies in the
-    prompt, and remember those of this reply.
+    prompt, and remember those of this reply. `leaves_last`: the prompt's last token is computed, even if all of it is
+    stored.
     """
 
     scope: Scope
@@ -228,6 +229,7 @@ class CacheOptions:
     ttl_s: float | None = None
     reuse_generated: bool = False
     replay: bool = True
+    leaves_last: bool = False
 
 
 class Break(NamedTuple):

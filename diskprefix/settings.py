@@ -177,6 +177,12 @@ class Settings:
         unset="no limit",
         bounds=(1, 2**31 - 1),
     )
+    pooling: str = _model(
+        "auto",
+        "How /v1/embeddings makes a vector of the hidden states, or that the model is a reranker. auto: as its files "
+        "say, or else by the last token.",
+        choices=("auto", "last", "mean", "rank"),
+    )
     host: str = _server(
         "127.0.0.1",
         "The address to listen on. Without --api-keys, everybody who reaches it is served.",
@@ -452,7 +458,7 @@ SETTINGS: dict[str, Setting] = {field.name: field.metadata["setting"] for field 
 PER_MODEL = frozenset(
     {
         *("device", "dtype", "kernels", "weights", "chat_template", "draft_model", "speculative", "sampling"),
-        "reasoning_budget",
+        *("reasoning_budget", "pooling"),
         *("inter_token_latency", "prefill_compression", "kv_memory", "kv_memory_entries", "disk_prefix_cache"),
         *("kv_cache_ttl", "kv_cache_min_tokens", "reuse_generated", "normalise", "kv_cache_interval"),
         *("kv_cache_cold_max", "kv_cache_gate", "max_sequences"),

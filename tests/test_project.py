@@ -127,6 +127,7 @@ EXPECTED_PAGES = {
     *(
         "diskprefix/extras/clients/README.md",
         "diskprefix/extras/compression/README.md",
+        "diskprefix/extras/embedding/README.md",
         "diskprefix/extras/exchange/README.md",
         "diskprefix/extras/front/README.md",
         "diskprefix/extras/remote/README.md",

@@ -297,6 +297,7 @@ class CachedRequest:
             on_logits=on_logits,
             reuse_generated=self.options.reuse_generated,
             needs_logits=not self._context.goes_on,
+            leaves_last=self.options.leaves_last,
             prefetched=self._prefetched.names,
         )
 

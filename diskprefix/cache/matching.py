@@ -56,7 +56,8 @@ class Matcher(Generic[_Index]):
 
     `indexes` are asked in order. With `reuse_generated`, nodes that decoding computed are matched too. Without
     `needs_logits`, the prompt may be restored to its end without the next-token logits. `has_logits` is asked when all
-    tokens are stored but the tail is not: it returns whether the logits are kept elsewhere.
+    tokens are stored but the tail is not: it returns whether the logits are kept elsewhere. With `leaves_last`, the
+    prompt's last token is left to compute in any case.
     """
 
     nodes: PromptNodes
@@ -65,6 +66,7 @@ class Matcher(Generic[_Index]):
     reuse_generated: bool = False
     needs_logits: bool = True
     has_logits: Callable[[], bool] = lambda: False
+    leaves_last: bool = False
     blocks: list[Node] = field(default_factory=list)
     tail: Node | None = None
     partial_match: PartialMatch | None = None
@@ -95,7 +97,9 @@ class Matcher(Generic[_Index]):
             tail = self.nodes.tail(parent, len(self.blocks), generated=generated)
             self.tail = tail if self._is_stored(tail) else None
         self.partial_match = self._find_partial_match()
-        if self.needs_logits and self.tail is None and self._reaches_end() and self.has_logits():
+        if self.leaves_last:
+            self.needs_logits = True
+        elif self.needs_logits and self.tail is None and self._reaches_end() and self.has_logits():
             self.needs_logits = False
 
     def drop(self, node: Node) -> None:
@@ -113,7 +117,7 @@ class Matcher(Generic[_Index]):
         then only its first tokens are used. Without the next-token logits, which the tail holds, at least one token is
         left to compute.
         """
-        if self.tail is not None:
+        if self.tail is not None and not self.leaves_last:
             return [*self.blocks, self.tail], self.tail.end
         end = len(self.nodes.token_ids) - self.needs_logits
         blocks = self.blocks[: end // self.nodes.block_size]

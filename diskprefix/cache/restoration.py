@@ -32,7 +32,7 @@ class Restoration:
     restored. `allows(num_tokens)` tells whether restoring is worth it, `pays(num_tokens, num_bytes)` whether loading
     that much more is. `noted_logits` returns the logits at the prompt's end as bytes, if they were kept when its tail
     was replaced. `on_logits` is called with the logits at the prompt's end, shape [vocab], on any thread, before all of
-    the state is loaded, which may still fail. For `reuse_generated` and `needs_logits` see `Matcher`.
+    the state is loaded, which may still fail. For `reuse_generated`, `needs_logits` and `leaves_last` see `Matcher`.
     """
 
     nodes: PromptNodes
@@ -47,6 +47,7 @@ class Restoration:
     on_logits: Callable[[torch.Tensor], None] = lambda _: None
     reuse_generated: bool = False
     needs_logits: bool = True
+    leaves_last: bool = False
     prefetched: Collection[bytes] = ()
     """The names of the nodes that were fetched from the shared tier for this prompt."""
     _views: list[View] = field(default_factory=list)
@@ -73,6 +74,7 @@ class Restoration:
                 self.reuse_generated,
                 self.needs_logits,
                 partial(self._has_logits, have),
+                self.leaves_last,
             )
             matcher.match()
             self._pin(matcher.deepest)

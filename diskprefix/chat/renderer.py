@@ -148,20 +148,22 @@ class PromptRenderer:
         """Returns the added tokens that end what fills a gap. Raises `InvalidRequest` as `completion`."""
         return fill_in_tags(self._template.added, gap).ends
 
-    def completion(self, prompt: str | list[int] | FillIn, encodings: RecordStore | None = None) -> Prompt:
+    def completion(
+        self, prompt: str | list[int] | FillIn, encodings: RecordStore | None = None, *, param: str = "prompt"
+    ) -> Prompt:
         """Returns the prompt of a text, of token ids or of a text with a gap, without a chat template. Texts in
-        `encodings` are not encoded again. Raises `InvalidRequest` for an unknown token id, an empty prompt, or a gap
-        that the model was not trained to fill, and `ContextTooLong`."""
+        `encodings` are not encoded again. `param` is its path in the body. Raises `InvalidRequest` for an unknown token
+        id, an empty prompt, or a gap that the model was not trained to fill, and `ContextTooLong`."""
         num_added = 0, 0
         if isinstance(prompt, FillIn):
             prompt = fill_in_tags(self._template.added, prompt).text_of(prompt)
         if isinstance(prompt, str):
             text = prompt
-            token_ids = self._encoder.encode(text, adds_special=True, param="prompt", store=encodings).token_ids
+            token_ids = self._encoder.encode(text, adds_special=True, param=param, store=encodings).token_ids
             num_added = len(self._encoder.added[0]), len(self._encoder.added[1])
         else:
-            self._encoder.check_positions(len(prompt), param="prompt")
-            self._encoder.check_vocabulary(prompt)
+            self._encoder.check_positions(len(prompt), param=param)
+            self._encoder.check_vocabulary(prompt, param=param)
             token_ids = as_token_ids(prompt)
             ends = prompt if len(prompt) <= 120 else [*prompt[:60], *prompt[-60:]]
             text = str(self._tokenizer.decode(ends))

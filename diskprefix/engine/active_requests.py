@@ -119,7 +119,7 @@ class ActiveRequests:
         if request.cache.scope.kind == "off":
             return self._pool.allocate(*sizes)
         owner = self._cache.owner(request.cache.tenant)
-        found = self._pool.match_prefix(owner, token_ids)
+        found = self._pool.match_prefix(owner, token_ids[:-1] if request.cache.leaves_last else token_ids)
         if found is not None and found.is_worth_waiting_for:
             return "later"
         allocation = self._pool.extend(found, *sizes) if found else self._pool.allocate(*sizes)

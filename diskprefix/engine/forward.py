@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,8 +33,11 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[torch.Tens
     vocab]: behind the last known token and behind each guess. Raises `DeviceLost`.
     """
     try:
-        logits = runner.run(model, [_rows(chunk) for chunk in step])
+        with _hidden_states(model, step) as hidden:
+            logits = runner.run(model, [_rows(chunk) for chunk in step])
         synchronize(model.device)
+        for rows in hidden:
+            _hand_out(rows, step)
         return list(logits)
     except Exception as error:  # noqa: BLE001 (it is returned)
         raise_if_lost(error)
@@ -46,6 +50,29 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[torch.Tens
     for chunk in step:
         _arena_of(chunk).truncate(chunk.start)
     return [result for chunk in step for result in forward(model, [chunk])]
+
+
+@contextmanager
+def _hidden_states(model: PreTrainedModel, step: list[Chunk[Reply]]) -> Iterator[list[torch.Tensor]]:
+    """Yields a list that gets the last hidden states of the step's forward, if a request asks for them: behind the last
+    norm, shape [rows, hidden_size], as the decoder hands them to the head of the model."""
+    found: list[torch.Tensor] = []
+    if all(chunk.sequence.running.pooling is None for chunk in step):
+        yield found
+        return
+    if model.base_model is model:
+        raise InvalidRequest("this model does not show its last hidden states, so it makes no embeddings")
+    hook = model.base_model.register_forward_hook(lambda _module, _inputs, output: found.append(output[0][0]))
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
+def _hand_out(hidden: torch.Tensor, step: list[Chunk[Reply]]) -> None:
+    for chunk, rows in zip(step, torch.split(hidden, [chunk.num_rows for chunk in step]), strict=True):
+        if chunk.sequence.running.pooling is not None:
+            chunk.sequence.add_hidden(chunk.start, rows)
 
 
 def _arena_of(chunk: Chunk[Reply]) -> KVArena:

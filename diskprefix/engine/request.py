@@ -6,6 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
+
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
 from diskprefix.nouns import CacheOptions, CacheReport, Prompt, Stage
@@ -58,6 +61,15 @@ class Constraint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Values to read at the end of a prompt that has no reply: the last hidden state of its last token or the mean of
+    those of all its tokens (`pooling`), or the next-token logits of the tokens `logits_of`."""
+
+    pooling: Literal["last", "mean"] | None = None
+    logits_of: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
     id: str
     prompt: Prompt
@@ -65,6 +77,9 @@ class GenerateRequest:
     cache: CacheOptions
     constraint: Constraint | None = None
     thought_budget: ThoughtBudget | None = None
+    reading: Reading | None = None
+    """With it, `sampling.max_tokens` is 0. Pooling leaves tokens to compute: `cache.leaves_last`, and the scope off for
+    a mean."""
     shown_special_tokens: frozenset[str] = frozenset()
     """The special tokens that appear in the text of events. All others have no text."""
     reports_progress: bool = False
@@ -109,6 +124,13 @@ class ProgressEvent:
     processed: int
     kept: int
     elapsed_ms: float
+
+
+@dataclass(frozen=True)
+class ReadEvent:
+    """The values of a request's `Reading`: float32, shape [hidden_size] or [len(logits_of)]."""
+
+    values: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -166,4 +188,4 @@ class ErrorEvent:
     error: DiskPrefixError
 
 
-Event: TypeAlias = ProgressEvent | TextEvent | FinishEvent | DoneEvent | ErrorEvent
+Event: TypeAlias = ProgressEvent | TextEvent | ReadEvent | FinishEvent | DoneEvent | ErrorEvent

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from diskprefix.cache.cached_request import CachedRequest
@@ -25,6 +26,7 @@ from diskprefix.engine.request import (
     FinishReason,
     GenerateRequest,
     ProgressEvent,
+    ReadEvent,
     Timings,
     Usage,
 )
@@ -74,6 +76,8 @@ class Reply(Sequence):
     thought_limit: ThoughtLimit | None = None
     sampled_early: tuple[int, FinishReason | None] | None = None
     """The first token, if it was sent while the prompt was being restored, and why the reply ends with it."""
+    hidden: npt.NDArray[np.float64] | None = None
+    """The last hidden state of the last computed token, or the sum of those so far, for a request with a `Reading`."""
     held: HeldLogits | None = None
     """The logits to sample from, while the reply is `waiting`."""
     is_finished: bool = False
@@ -104,6 +108,18 @@ class Reply(Sequence):
         """Returns the tokens whose state is in memory."""
         tokens = np.concatenate([self.running.request.prompt.token_ids, as_token_ids(self.token_ids)])
         return tokens[: self.num_computed]
+
+    def add_hidden(self, start: int, hidden: torch.Tensor) -> None:
+        """Takes the last hidden states of the tokens from position `start` on, shape [num_rows, hidden_size]. A sum is
+        added up token after token, so it has the same bits whatever the steps."""
+        rows = hidden.double().cpu().numpy()
+        if self.running.pooling == "last":
+            self.hidden = rows[-1]
+            return
+        total = rows[0] if start == 0 or self.hidden is None else self.hidden + rows[0]
+        for row in rows[1:]:
+            total = total + row
+        self.hidden = total
 
     # Each of these takes logits and returns the state of the reply after them.
 
@@ -227,6 +243,7 @@ class Reply(Sequence):
         if not self.running.reply_limit:
             self.running.first_token_at = self.running.last_token_at = time.perf_counter()
             self._publish_prompt(logits)
+            self._send_reading(logits)
             return None, "length"
         early, self.sampled_early = self.sampled_early, None
         token, reason = early or self._send_next(logits)
@@ -250,6 +267,18 @@ class Reply(Sequence):
         if self.thought_limit is not None:
             self.thought_limit.record(event.text)
         return token, reason
+
+    def _send_reading(self, logits: torch.Tensor) -> None:
+        reading = self.running.request.reading
+        if reading is None:
+            return
+        values = logits[list(reading.logits_of)].float().cpu().numpy()
+        if self.hidden is not None:
+            count = self.prompt_tokens if reading.pooling == "mean" else 1
+            values = (self.hidden / count).astype(np.float32)
+        if not np.isfinite(values).all():
+            raise NonFiniteLogits("the model computed NaN or infinity")
+        self.running.ticket.emit(ReadEvent(values))
 
     def _publish_prompt(self, logits: torch.Tensor) -> None:
         """Has the prompt saved, once."""
@@ -310,6 +339,12 @@ class RunningRequest:
     @property
     def request(self) -> GenerateRequest:
         return self.ticket.request
+
+    @property
+    def pooling(self) -> Literal["last", "mean"] | None:
+        """The pooling of the request's `Reading`."""
+        reading = self.request.reading
+        return None if reading is None else reading.pooling
 
     @property
     def all_replies(self) -> list[Reply]:

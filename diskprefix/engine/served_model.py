@@ -64,6 +64,8 @@ class ServedModel:
         self.media = loaded.media
         """The processor of images and sounds; None for a model of text only."""
         self.model_name = loaded.name
+        self.origin = loaded.origin
+        """The folder or the `.gguf` file of the model, whose small files extras read."""
         self.cache = cache
         self.figures = EngineFigures()
         self.recorder = recorder

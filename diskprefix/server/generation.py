@@ -20,6 +20,7 @@ from diskprefix.engine.request import (
     FinishEvent,
     GenerateRequest,
     ProgressEvent,
+    ReadEvent,
     TextEvent,
 )
 from diskprefix.errors import DiskPrefixError
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-LiveEvent: TypeAlias = ProgressEvent | TextEvent | FinishEvent | DoneEvent
+LiveEvent: TypeAlias = ProgressEvent | TextEvent | ReadEvent | FinishEvent | DoneEvent
 
 MAX_WAITING_BYTES = 16 * 1024**2
 """The most bytes of events that wait for a slow client: about 65 000 tokens of plain text.

@@ -67,6 +67,7 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "speculative": "NGRAM",
         "sampling": "temperature=0.7, top_k=20",
         "reasoning_budget": "2000",
+        "pooling": "MEAN",
         "draft_model": "some/smaller-model",
         "kv_memory": "3GiB",
         "kv_memory_entries": "2",

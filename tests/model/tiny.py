@@ -40,11 +40,12 @@ def write_gguf(
     experts: int = 0,
     expert_width: int = 768,
     tensors_in_a_part: int = 0,
+    pooling: int | None = None,
 ) -> Path:
     """A Llama of two layers with a byte-level tokenizer; `without` names a tensor to leave out.
 
     It is in float32, or its layers in the type `quantised`. With `experts` it is a Qwen3 with so many. A model in parts
-    has the names `path-00001-of-0000N.gguf`.
+    has the names `path-00001-of-0000N.gguf`. With `pooling` it is an embedding model, whose texts end with a token.
     """
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
@@ -66,6 +67,9 @@ def write_gguf(
         writer.add_expert_feed_forward_length(expert_width)
         writer.add_key_length(HIDDEN // HEADS)
     add_tokenizer(writer, pre)
+    if pooling is not None:
+        writer.add_uint32(f"{architecture}.pooling_type", pooling)
+        writer.add_add_eos_token(True)
     for name, tensor in _tensors(seed, experts, expert_width).items():
         if name != without and quantised and tensor.ndim >= 2:
             kind = GGMLQuantizationType[quantised]

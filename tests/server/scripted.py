@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import httpx
+import numpy as np
 import uvicorn
 
 from diskprefix.cache.cost_model import CostModel
@@ -22,7 +23,16 @@ from diskprefix.engine.constrained_reply import ConstraintCompiler
 from diskprefix.engine.gauges import EngineFigures
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
-from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, TextEvent, Timings, Usage
+from diskprefix.engine.request import (
+    DoneEvent,
+    Event,
+    FinishEvent,
+    GenerateRequest,
+    ReadEvent,
+    TextEvent,
+    Timings,
+    Usage,
+)
 from diskprefix.nouns import CacheReport, Scope, Selection, Tenant
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.http_app import create_app
@@ -100,6 +110,8 @@ def done(completion_tokens: int = 2, cached_tokens: int = 0, **report: Any) -> D
 
 
 def say_hello(request: GenerateRequest, emit: Emit, _is_cancelled: Callable[[], bool]) -> None:
+    if request.reading is not None:
+        emit(ReadEvent(np.ones(2, np.float32)))
     for choice in range(request.sampling.n):
         emit(TextEvent(choice, "Hello", (1,)))
         emit(TextEvent(choice, " world", (2,)))
@@ -120,12 +132,13 @@ class ScriptedEngine:
         self.loaded: list[Tenant] = []
         """The tenants whose recent prompts were asked for, in this order."""
         self.model = SimpleNamespace(
-            config=SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(vocab_size=VOCAB_SIZE)),
+            config=SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=2)),
             device="cpu",
             dtype="torch.float32",
         )
         self.tokenizer: Any = None
         self.media: Any = None
+        self.origin = Path()
         self.max_positions = self.model_positions = POSITIONS
         self.positions_limit = "the positions of this model"
         self.max_sequences = 1
@@ -148,6 +161,7 @@ class ScriptedEngine:
         from transformers import AutoTokenizer
 
         progress("reading the tokenizer")
+        self.origin = Path(settings.model or "")
         self.tokenizer = AutoTokenizer.from_pretrained(settings.model)
         self.constraints = ConstraintCompiler(self.tokenizer, {self.tokenizer.eos_token_id}, VOCAB_SIZE)
         return cast("Engine", self)

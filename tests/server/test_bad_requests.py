@@ -24,6 +24,7 @@ ROUTES: dict[str, dict[str, Any]] = {
     "/v1/responses/input_tokens": {"input": "hello"},
     "/v1/messages": {"max_tokens": 8, "messages": [USER]},
     "/v1/messages/count_tokens": {"messages": [USER]},
+    "/v1/embeddings": {"input": "hello"},
     "/tokenize": {"content": "hello"},
     "/detokenize": {"tokens": [5]},
     "/apply-template": {"messages": [USER]},
@@ -59,8 +60,9 @@ def error_of(path: str, answer: httpx.Response) -> dict[str, Any]:
 def test_the_table_has_every_route_that_takes_a_body(client: httpx.Client) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     found = {path for path, methods in paths.items() if "post" in methods}
-    # These need a recording and a tokenizer with tags: the tests of the dashboard and of `infill` have their bodies.
-    assert found - {"/dashboard/simulation", "/infill"} == ROUTES.keys()
+    # These need a recording, a tokenizer with tags, a reranker: tests of the dashboard, `infill` and `embedding` have
+    # their bodies.
+    assert found - {"/dashboard/simulation", "/infill", "/v1/rerank"} == ROUTES.keys()
 
 
 @pytest.mark.parametrize("path", [*DIALECTS, "/v1/completions"])

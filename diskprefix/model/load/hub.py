@@ -38,7 +38,8 @@ from diskprefix.units import format_size
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
 _SMALL = [*_FILES, "*.md", "LICENSE*", ".gitattributes"]
-_SUBFOLDERS = ["*/*"]
+_SUBFOLDERS = ["[!1]*/*", "1[!_]*/*"]
+"""All but those such as `1_Pooling`, which say how an embedding is made."""
 _TWICE = ["consolidated*.safetensors"]
 """The weights once more, in another format."""
 _QUANT = re.compile(r"(?:^|[-._])((?:UD-)?(?:I?Q\d|TQ\d|BF16|FP?16|FP?32|MXFP4)(?:_[A-Z0-9]+)*)$", re.IGNORECASE)

@@ -48,8 +48,8 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
     from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto import modeling_auto as registry
 
-    if _is_sentence_encoder(folder):
-        raise _not_served(folder, config, _EMBEDDING)
+    if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False) is True:
+        raise _not_served(folder, config, "a model whose tokens see later ones")
     if config.is_encoder_decoder:
         raise _not_served(folder, config, "an encoder–decoder model")
     named = set(config.architectures or [])
@@ -76,14 +76,6 @@ def _served(folder: Path, config: PreTrainedConfig, loader: Any, mapping: Any) -
         is_multimodal=loader is AutoModelForMultimodalLM,
         has_own_generate=any(cls.generate is not GenerationMixin.generate for cls in classes),
     )
-
-
-def _is_sentence_encoder(folder: Path) -> bool:
-    """Returns whether sentence-transformers wrote the folder. Its models end in a pooling layer."""
-    try:
-        return "Pooling" in (folder / "modules.json").read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return False
 
 
 def _classes(registry_name: str) -> set[str]:

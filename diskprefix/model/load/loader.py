@@ -81,6 +81,8 @@ class LoadedModel:
     tokenizer: PreTrainedTokenizerFast
     media: MediaProcessor | None
     name: str
+    origin: Path
+    """The folder or the `.gguf` file that the user has."""
     weights_digest: str
     fit: Fit
     """How it fits into the memory that was free before it was loaded."""
@@ -93,6 +95,7 @@ class _ModelSource:
     are the parts of a .gguf file whose quants are not in `files`."""
 
     folder: Path
+    origin: Path
     name: str
     files: list[Path]
     gguf: list[Path]
@@ -267,7 +270,14 @@ def load_model(
         populate_beside(*ahead)
     name = settings.served_model_name or source.name
     return LoadedModel(
-        model=model, tokenizer=tokenizer, media=media, name=name, weights_digest=digest, fit=fit, timings=timings
+        model=model,
+        tokenizer=tokenizer,
+        media=media,
+        name=name,
+        origin=source.origin,
+        weights_digest=digest,
+        fit=fit,
+        timings=timings,
     )
 
 
@@ -319,6 +329,7 @@ def _source(
         files = weight_files_in(weights, folder, files, config, kind, dtype, device, progress, check)
     return _ModelSource(
         folder=folder,
+        origin=gguf[0] if gguf else folder,
         name=name,
         files=files,
         gguf=gguf if matrices else [],

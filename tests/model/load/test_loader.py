@@ -313,11 +313,12 @@ def test_a_model_of_another_kind_is_refused_by_the_name_of_its_kind(
     )
 
 
-def test_a_sentence_encoder_is_refused_though_its_class_could_generate(folder: Path) -> None:
-    """As Qwen3-Embedding is published: a causal language model's class, and a pooling layer behind it."""
-    modules = [{"type": "sentence_transformers.models.Transformer"}, {"type": "sentence_transformers.models.Pooling"}]
-    (folder / "modules.json").write_text(json.dumps(modules))
-    assert "holds an embedding model: LlamaForCausalLM" in refusal(folder)
+@pytest.mark.parametrize("field", [{"is_causal": False}, {"use_bidirectional_attention": True}], ids=str)
+def test_a_decoder_whose_tokens_see_later_ones_is_refused(field: dict[str, bool], folder: Path) -> None:
+    """As GTE-Qwen2 and EmbeddingGemma are published."""
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | field))
+    assert "holds a model whose tokens see later ones: LlamaForCausalLM" in refusal(folder)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,213 @@
+"""Embeddings of the served decoder, against transformers' own hidden states of the same model."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import torch
+
+from diskprefix.errors import InvalidRequest
+from diskprefix.extras.embedding.model_purpose import purpose_of
+from tests.agent_bodies import words
+from tests.model.tiny import write_gguf
+from tests.server.chat_model import write_chat_model
+from tests.server.scripted import AppServer, real_app
+
+INSTRUCTION = words(1, 60)
+TEXTS = [f"{INSTRUCTION}\n{words(seed, 5 * seed + 1)}" for seed in range(7)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As Qwen3-Embedding is published: names of weights without the model's, and modules of sentence-transformers."""
+    from safetensors.torch import load_file, save_file
+
+    folder = write_chat_model(tmp_path_factory.mktemp("models") / "embedder")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = load_file(folder / "model.safetensors")
+    named = {name.removeprefix("model."): tensor for name, tensor in weights.items() if name != "lm_head.weight"}
+    save_file(named, folder / "model.safetensors", {"format": "pt"})
+    write_modules(folder, "Transformer", "Pooling", "Normalize")
+    write_pooling(folder, pooling_mode_lasttoken=True, pooling_mode_mean_tokens=False, include_prompt=True)
+    return folder
+
+
+def write_modules(folder: Path, *names: str) -> None:
+    types = [{"type": f"sentence_transformers.models.{name}", "path": f"{i}_{name}"} for i, name in enumerate(names)]
+    (folder / "modules.json").write_text(json.dumps(types))
+
+
+def write_pooling(folder: Path, **config: Any) -> None:
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def daemon(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
+    with real_app(folder, tmp_path_factory.mktemp("kv"), kv_cache_gate="off") as server:
+        yield server
+
+
+@pytest.fixture
+def client(daemon: AppServer) -> Iterator[httpx.Client]:
+    with daemon.client() as client:
+        yield client
+
+
+def embed(client: httpx.Client, given: Any, **body: Any) -> Any:
+    return client.post("/v1/embeddings", json={"input": given, **body}).raise_for_status().json()
+
+
+def vectors(client: httpx.Client, given: Any, **body: Any) -> list[bytes]:
+    """The vectors' bits."""
+    data = embed(client, given, encoding_format="base64", **body)["data"]
+    assert [one["index"] for one in data] == list(range(len(data)))
+    return [base64.b64decode(one["embedding"]) for one in data]
+
+
+@pytest.fixture(scope="module")
+def hidden_states(folder: Path) -> list[torch.Tensor]:
+    """transformers' own last hidden states of `TEXTS`."""
+    from transformers import AutoModel, AutoTokenizer
+
+    model, tokenizer = AutoModel.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+    with torch.inference_mode():
+        return [model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0] for text in TEXTS]
+
+
+def unit(vector: torch.Tensor) -> Any:
+    return torch.nn.functional.normalize(vector, dim=0).numpy()
+
+
+def test_vectors_are_transformers_own_but_for_rounding(client: httpx.Client, hidden_states: list[torch.Tensor]) -> None:
+    """Products and attention add up in another order than transformers', in float32: a few units of 2**-24 a layer."""
+    reply = embed(client, TEXTS)
+    for one, hidden in zip(reply["data"], hidden_states, strict=True):
+        np.testing.assert_allclose(one["embedding"], unit(hidden[-1]), rtol=0, atol=2e-6)
+    total = sum(len(hidden) for hidden in hidden_states)
+    assert reply["object"] == "list"
+    assert reply["usage"]["prompt_tokens"] == reply["usage"]["total_tokens"] == total
+
+
+def test_a_vector_has_the_same_bits_cold_from_the_cache_and_in_company(client: httpx.Client) -> None:
+    cold = [vectors(client, text, prefix_cache={"scope": "off"})[0] for text in TEXTS]
+    together = vectors(client, TEXTS, prefix_cache={"scope": "full"})
+    assert together == cold
+    again = embed(client, TEXTS[-1], prefix_cache={"scope": "full"})["usage"]
+    assert 0 < again["prompt_tokens_details"]["cached_tokens"] < again["prompt_tokens"]
+    assert vectors(client, TEXTS[::-1]) == cold[::-1]
+    tokens = [client.post("/tokenize", json={"content": text}).json()["tokens"] for text in TEXTS[:2]]
+    assert vectors(client, tokens) == cold[:2]
+    assert vectors(client, tokens[0]) == cold[:1]
+
+
+def test_a_vector_has_the_same_bits_from_the_disk_after_a_restart(folder: Path, tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        with real_app(folder, tmp_path / "kv", kv_cache_gate="off") as server, server.client() as client:
+            reply = embed(client, TEXTS[-1], encoding_format="base64", prefix_cache={"scope": "full"})
+            found.append((reply["data"][0]["embedding"], reply["usage"]["prompt_tokens_details"]["cached_tokens"] > 0))
+    assert found == [(found[0][0], False), (found[0][0], True)]
+
+
+def test_a_mean_is_that_of_all_tokens_with_the_same_bits_in_company(
+    folder: Path, tmp_path: Path, hidden_states: list[torch.Tensor]
+) -> None:
+    with real_app(folder, tmp_path / "kv", pooling="mean") as server, server.client() as client:
+        together = vectors(client, TEXTS)
+        assert vectors(client, TEXTS[2]) == [together[2]]
+    for found, hidden in zip(together, hidden_states, strict=True):
+        np.testing.assert_allclose(np.frombuffer(found, "<f4"), unit(hidden.mean(0)), rtol=0, atol=2e-6)
+
+
+def test_fewer_dimensions_are_the_beginning_at_length_one(client: httpx.Client) -> None:
+    [whole], [short] = vectors(client, TEXTS[0]), vectors(client, TEXTS[0], dimensions=8)
+    beginning = np.frombuffer(whole, "<f4")[:8]
+    np.testing.assert_allclose(np.frombuffer(short, "<f4"), beginning / np.linalg.norm(beginning), rtol=1e-6)
+
+
+def test_the_texts_for_an_embedding_model_in_a_gguf_file_end_as_the_file_says(tmp_path: Path) -> None:
+    file = write_gguf(tmp_path / "embedder.gguf", pooling=3)
+    with real_app(file, tmp_path / "kv") as server, server.client() as client:
+        tokens = client.post("/tokenize", json={"content": "rivers"}).json()["tokens"]
+        assert vectors(client, "rivers") == vectors(client, [*tokens, 2]) != vectors(client, tokens)
+
+
+@pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last"), (4, "rank")])
+def test_the_pooling_is_that_of_a_gguf_file(number: int, pooling: str, tmp_path: Path) -> None:
+    found = purpose_of(write_gguf(tmp_path / "m.gguf", pooling=number), "auto")
+    assert (found.pooling, found.end_id, found.labels, found.template) == (pooling, 2, None, None)
+
+
+@pytest.mark.parametrize(
+    ("modules", "config", "pooling"),
+    [
+        (("Transformer", "Pooling"), {"pooling_mode_lasttoken": True, "pooling_mode_cls_token": False}, "last"),
+        (("Transformer", "Pooling"), {"pooling_mode_mean_tokens": True}, "mean"),
+        (("Transformer", "Pooling"), {"pooling_mode": "lasttoken"}, "last"),
+        (("Transformer",), {}, "last"),
+    ],
+)
+def test_the_pooling_is_that_of_sentence_transformers(
+    modules: tuple[str, ...], config: dict[str, Any], pooling: str, tmp_path: Path
+) -> None:
+    write_modules(tmp_path, *modules)
+    write_pooling(tmp_path, **config)
+    assert purpose_of(tmp_path, "auto").pooling == pooling
+    assert purpose_of(tmp_path, "rank").pooling == "rank"
+
+
+@pytest.mark.parametrize(
+    ("modules", "config", "named"),
+    [
+        (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, "cls_token"),
+        (("Transformer", "Pooling"), {"pooling_mode": ["mean", "max"]}, "mean and max"),
+        (("Transformer", "Pooling"), {}, "of a file that is not there"),
+        (("Transformer", "Pooling", "Dense"), {"pooling_mode": "mean"}, "Dense"),
+    ],
+)
+def test_what_is_not_computed_is_refused_with_what_to_do(
+    modules: tuple[str, ...], config: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    write_modules(tmp_path, *modules)
+    write_pooling(tmp_path, **config)
+    with pytest.raises(InvalidRequest, match=rf"{named}; if that is wrong, start with --pooling"):
+        purpose_of(tmp_path, "auto")
+    assert purpose_of(tmp_path, "mean").pooling == "mean"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": ["a", ""]}, "input.1"),
+        ({"input": ["a", 5]}, "input.1"),
+        ({"input": [1, 99999]}, "input.1"),
+        ({"input": [[1], [2, 99999]]}, "input.1.1"),
+        ({"input": ["a", "word " * 9000]}, "input.1"),
+        ({"input": "a", "dimensions": 65}, "dimensions"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+    ],
+)
+def test_bad_bodies_are_refused_with_the_path(client: httpx.Client, body: dict[str, Any], param: str) -> None:
+    reply = client.post("/v1/embeddings", json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+
+
+def test_the_requests_are_counted_and_logged_as_one(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "diskprefix"):
+        total = embed(client, TEXTS)["usage"]["prompt_tokens"]
+    [line] = [record.message for record in caplog.records if "POST /v1/embeddings" in record.message]
+    assert f" 200 · prompt {total} · restored " in line
+    assert 'diskprefix_requests_total{outcome="completed"}' in client.get("/metrics").text
