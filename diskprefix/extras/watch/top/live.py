@@ -19,6 +19,8 @@ State = dict[str, Any]
 _BAR, _COMPUTED, _REST = "█", "▒", "·"
 """The characters of a bar: restored or used; computed; the rest."""
 _SHOWN = 50
+_LONG = 512
+"""The fewest tokens of prompts whose times are compared."""
 _ROOMY, _WHY = 84, 17
 """The width of a table with all columns, and of the longest reason."""
 _STYLES = {"error": "bold red", "warning": "bold yellow", "hint": "bold"}
@@ -192,12 +194,12 @@ def end_of(preview: str) -> Text:
 
 
 def _ttft(replies: Sequence[State], *, warm: bool) -> float | None:
-    """Returns the median time to the first token of the requests with at least half of the prompt restored, or of the
-    others. A few tokens that all prompts begin with make no request warm."""
+    """Returns the median time to the first token of the long prompts of which at least half was restored, or of the
+    others. Of short ones, the few tokens that all prompts begin with may be half."""
     found = [
         one["timings"]["ttft_ms"] / 1e3
         for one in replies
-        if (2 * one["prefix_cache"]["restored"] >= one["prompt_tokens"]) is warm
+        if one["prompt_tokens"] >= _LONG and (2 * one["prefix_cache"]["restored"] >= one["prompt_tokens"]) is warm
     ]
     return median(found) if found else None
 

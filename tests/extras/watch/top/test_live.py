@@ -69,7 +69,8 @@ def test_the_longest_reasons_fit_into_a_small_terminal() -> None:
 
 
 def test_the_few_tokens_that_all_prompts_begin_with_make_no_request_warm() -> None:
-    few, half = ended(restored=24), ended(restored=500)
+    few, half, short = ended(restored=24), ended(restored=500), ended(prompt_tokens=37, restored=24)
+    assert "first token – cold, – restored" in said(live.figures(state(), [short], 76))
     assert "200 ms cold, – restored" in said(live.figures(state(), [few], 76))
     assert "first token – cold, 200 ms restored" in said(live.figures(state(), [half], 76))
 
