@@ -1,0 +1,113 @@
+"""A store with every kind of record, as the current format has it, and what can be read of a store.
+
+`python -m tests.store.released_format` adds the current format to the folder `formats`: a release with a new format
+keeps those before it there.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from diskprefix.store.changes import NewNode
+from diskprefix.store.codec.codec import Codec, decode_piece, piece_seed
+from diskprefix.store.compact import copy_store
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import Notes
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import FORMAT_VERSION, RootRecord
+from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.store import Publication, Store
+from tests.store.building import BLOCK, ROOT, Clock, layout_of, names_of_every_run, open_store, prompt, publication
+
+FORMATS = Path(__file__).parent / "formats"
+LAYOUT = layout_of(8_000, state_bytes=4_000)
+
+
+def with_waves(node: NewNode) -> NewNode:
+    """The node with values as a model has them, which the planes make shorter."""
+    values = np.sin(np.arange(len(node.payload) // 4 + 1, dtype=np.float32) * (0.37 + node.position))
+    halves = values.view(np.uint16)[1::2]
+    return replace(node, payload=memoryview(np.repeat(halves, 2).tobytes()[: len(node.payload)]))
+
+
+def write(folder: Path) -> None:
+    """Writes the store into a folder: blocks, a partial one, tails, checkpoints, replies, entries, notes, and pieces in
+    each codec."""
+    store = open_store(folder, clock=Clock(1.7e9))
+    shared = prompt(1, 3 * BLOCK + 5)
+    found: list[tuple[Codec, Publication]] = [
+        (Codec.PLANES, publication(store, shared, layout=LAYOUT, checkpoints=[BLOCK + 3, 3 * BLOCK])),
+        (Codec.ZSTD, publication(store, np.concatenate([shared[: 2 * BLOCK], prompt(2, BLOCK + 1)]), layout=LAYOUT)),
+        (Codec.RAW, publication(store, prompt(3, 2 * BLOCK), layout=LAYOUT, generated_from=BLOCK + 4)),
+    ]
+    for codec, made in found:
+        store.codec = codec
+        store.publish(replace(made, nodes=tuple(map(with_waves, made.nodes)), prompt_group=b"g" * 8))
+    notes = Notes(store, lambda: None)
+    for kind in NoteKind:
+        content = f"a note of kind {kind.value}".encode()
+        notes.put(
+            ROOT, RootRecord(model="tiny", block_size=BLOCK, layout=LAYOUT, created_at=0.0), kind, "id", content, 1e9
+        )
+    notes.write()
+    store.close()
+
+
+def contents(store: Store) -> dict[str, str]:
+    """Returns what a store holds, read as a restore reads it: for each record a digest of its values."""
+    notes = Notes(store, lambda: None)
+    with store.snapshot() as snapshot:
+        found = {f"node {name.hex()}": node_text(snapshot, name) for name in snapshot.keys("nodes")}
+        for name, entry in snapshot.entries():
+            values = (entry.root.hex(), entry.num_tokens, entry.scope, entry.preview, entry.created_at)
+            found[f"entry {name.hex()}"] = str(values)
+        for root, record in snapshot.roots():
+            found[f"root {root.hex()}"] = f"{record.model} {record.block_size} {record.layout}"
+            prompts = [token_ids.tolist() for _, token_ids in snapshot.recent_prompts(root, 100)]
+            found[f"prompts {root.hex()}"] = str(prompts)
+            for kind in NoteKind:
+                found[f"note {root.hex()} {kind.value}"] = str(notes.get(root, kind, "id"))
+    return {key: hashlib.sha256(text.encode()).hexdigest()[:32] for key, text in found.items()}
+
+
+def node_text(snapshot: Snapshot, name: bytes) -> str:
+    """Returns a node's record, and its payload decoded."""
+    node = snapshot.node(name)
+    assert node is not None
+    root = snapshot.root(node.root)
+    assert root is not None
+    digest = hashlib.sha256()
+    for index, piece in enumerate(PayloadLayout.parse(root.layout).pieces(node.num_tokens, node.kind)):
+        stored = snapshot.piece(name, index)
+        assert stored is not None
+        out = np.empty((piece.num_rows, piece.row_bytes), dtype=np.uint8)
+        decode_piece(stored, piece, piece_seed(name, index), out)
+        digest.update(out.tobytes())
+    place = f"{node.parent.hex()} {node.position} {node.kind.value} {node.generated}"
+    return f"{place} {node.token_ids.tolist()} {digest.hexdigest()}"
+
+
+def record() -> Path:
+    """Writes the current format's store and its contents to `formats`."""
+    with tempfile.TemporaryDirectory() as name, names_of_every_run():
+        folder, copy = Path(name, "store"), Path(name, "copy")
+        write(folder)
+        copy_store(folder, copy)
+        store = Store(copy, read_only=True, clock=Clock(1.7e9))
+        found = contents(store)
+        store.close()
+        target = FORMATS / f"{FORMAT_VERSION}.mdb.gz"
+        target.write_bytes(gzip.compress((copy / "data.mdb").read_bytes(), mtime=0))
+        target.with_suffix("").with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return target
+
+
+if __name__ == "__main__":
+    print(record())

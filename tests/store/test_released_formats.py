@@ -1,0 +1,51 @@
+"""Stores of every released format are opened, and what is in them is restored bit for bit."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from diskprefix.store.codec.codec import Codec
+from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.schema import FORMAT_VERSION
+from diskprefix.store.store import Store
+from tests.store.building import Clock
+from tests.store.released_format import FORMATS, contents
+
+RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
+
+
+def opened(path: Path, folder: Path) -> Store:
+    (folder / "data.mdb").write_bytes(gzip.decompress(path.read_bytes()))
+    (folder / "data.mdb").chmod(0o600)
+    return Store(folder, clock=Clock(1.7e9))
+
+
+@pytest.mark.parametrize("path", RELEASED, ids=lambda path: path.name)
+def test_a_store_of_a_released_format_is_restored_bit_for_bit(path: Path, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    store = opened(path, tmp_path)
+    expected = json.loads(path.with_name(path.name.replace(".mdb.gz", ".json")).read_text(encoding="utf-8"))
+    assert contents(store) == expected
+    assert verify_index(store).problems == ()
+    store.close()
+
+
+def test_the_current_format_is_among_them_and_none_is_large() -> None:
+    assert f"{FORMAT_VERSION}.mdb.gz" in {path.name for path in RELEASED}
+    assert all(path.stat().st_size <= 100_000 for path in RELEASED)
+
+
+def test_the_kept_store_has_every_kind_of_node_and_every_codec(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    store = opened(FORMATS / f"{FORMAT_VERSION}.mdb.gz", tmp_path)
+    with store.snapshot() as snapshot:
+        names = list(snapshot.keys("nodes"))
+        kinds = {node.kind for name in names if (node := snapshot.node(name)) is not None}
+        codecs = {piece[16] for name in names for _, piece in snapshot.pieces(name)}
+    store.close()
+    assert len(kinds) == 3
+    assert codecs == set(Codec)
