@@ -139,7 +139,7 @@ class Settings:
     kernels: str = _model(
         "auto",
         "The kernels for attention and quantised weights. auto takes the fastest that this CPU can run.",
-        choices=("auto", "torch", "amx", "avx512_bf16", "avx512", "avx2", "baseline"),
+        choices=("auto", "torch", "amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "baseline"),
     )
     weights: str = _model(
         "auto",

@@ -32,6 +32,10 @@ _VARIANTS: dict[str, dict[str, tuple[str, ...]]] = {
         "avx512": _AVX512,
         "avx2": _AVX2,
     },
+    "aarch64": {
+        "neon_bf16": ("-march=armv8.2-a+dotprod+i8mm+bf16",),
+        "neon_dot": ("-march=armv8.2-a+dotprod",),
+    },
 }
 """The variants for each kind of CPU, the best one first, with their flags. All have `baseline` after them."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -99,9 +100,15 @@ def test_a_missing_package_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("capability", "level"), [("AVX512", "ok"), ("AVX2", "ok"), ("DEFAULT", "note"), ("NO AVX", "note")]
+    ("cpu", "capability", "level"),
+    [
+        *(("x86_64", capability, "ok") for capability in ("AVX512", "AVX2")),
+        *(("x86_64", capability, "note") for capability in ("DEFAULT", "NO AVX")),
+        ("aarch64", "DEFAULT", "ok"),
+    ],
 )
-def test_a_cpu_without_vectors_is_told(monkeypatch: pytest.MonkeyPatch, capability: str, level: str) -> None:
+def test_a_cpu_without_vectors_is_told(monkeypatch: pytest.MonkeyPatch, cpu: str, capability: str, level: str) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: cpu)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     assert by_check(torch_findings(Settings()))["torch"].level == level
 

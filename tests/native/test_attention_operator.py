@@ -50,7 +50,7 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 def names_for(variant: str, dtype: torch.dtype) -> tuple[str, ...]:
     """Returns the layers that a variant is tested with: fewer where its code is that of a variant before it."""
-    has_own_code = variant in WITH_PAIRS and dtype == torch.bfloat16
+    has_own_code = variant in (*WITH_PAIRS, "neon_bf16") and dtype == torch.bfloat16
     return tuple(CASES) if has_own_code or variant == of_this_cpu()[0] else OF_ALL_VARIANTS
 
 

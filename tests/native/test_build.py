@@ -50,7 +50,9 @@ def test_a_variant_that_the_compiler_is_too_old_for_is_left_out(folder: Path, mo
     assert {path.name for path in folder.iterdir()} == {"source", "compiler", "calls", "_operators.so"}
 
 
-@pytest.mark.parametrize(("cpu", "variants"), [("riscv64", "V(baseline)"), ("arm64", "V(baseline)")])
+@pytest.mark.parametrize(
+    ("cpu", "variants"), [("riscv64", "V(baseline)"), ("arm64", "V(neon_bf16) V(neon_dot) V(baseline)")]
+)
 def test_the_compiler_says_for_which_cpu_it_compiles(
     folder: Path, monkeypatch: pytest.MonkeyPatch, cpu: str, variants: str
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,8 @@ NEEDED_FLAGS: dict[str, set[str]] = {
     "avx512_bf16": _AVX512 | {"avx512_bf16"},
     "avx512": _AVX512,
     "avx2": _AVX2,
+    "neon_bf16": {"asimddp", "i8mm", "bf16"},
+    "neon_dot": {"asimddp"},
     "baseline": set(),
 }
 
@@ -40,10 +43,11 @@ def test_the_best_variant_of_this_cpu_is_taken() -> None:
 
 def test_each_variant_that_the_cpu_has_is_there() -> None:
     """Read from the kernel, because the operators decide themselves which of them the CPU computes."""
-    if not Path("/proc/cpuinfo").exists():
-        pytest.skip("the kernel does not tell")
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    flags = set(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
+    name = "Features" if platform.machine() == "aarch64" else "flags"
+    cpus = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    if not (line := re.search(rf"^{name}\s*:(.*)$", cpus, re.MULTILINE)):
+        pytest.skip("the kernel does not tell, or qemu shows another CPU's")
+    flags = set(line[1].split())
     assert set(of_this_cpu()) == {name for name, needed in NEEDED_FLAGS.items() if needed <= flags}
 
 

@@ -14,7 +14,7 @@ from diskprefix.native import library
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of
 from tests.model.quants.test_forms import quants_of
-from tests.native.variants import WITH_PAIRS, of_this_cpu
+from tests.native.variants import IN_FLOAT32, WITH_DOTS, WITH_PAIRS, of_this_cpu
 
 ROWS, COLUMNS = 48, 352
 """An odd number of strips, and more blocks than are taken at once."""
@@ -75,6 +75,18 @@ def check_company(product: Callable[[torch.Tensor], torch.Tensor]) -> None:
                 assert torch.equal(product(rows[start : start + count]), whole[start : start + count])
 
 
+def test_rows_of_any_size_are_multiplied(operators: Operators) -> None:
+    product = product_of(operators, quants_of(FORMS[0], ROWS, COLUMNS))
+    rows = torch.randn(7, COLUMNS, generator=torch.Generator().manual_seed(9)).bfloat16()
+    expected = product(rows)
+    for power in (-60, 60):
+        assert torch.equal(product(rows * 2.0**power), expected * 2.0**power)
+    rows[3, 5] = float("inf")
+    found = product(rows)
+    assert not found[3].isfinite().any()
+    assert torch.equal(found[[0, 1, 2, 4, 5, 6]], expected[[0, 1, 2, 4, 5, 6]])
+
+
 @pytest.mark.parametrize("operators", of_this_cpu(WITH_PAIRS), indirect=True)
 def test_a_matrix_in_bfloat16_is_taken_as_it_lies(operators: Operators) -> None:
     weight = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(8)).bfloat16()
@@ -103,11 +115,12 @@ def test_rows_of_any_shape_are_taken(operators: Operators) -> None:
     assert product(rows[:0]).shape == (0, 3, ROWS)
 
 
-def test_the_variants_without_tiles_give_the_same_bits() -> None:
+@pytest.mark.parametrize("variants", [IN_FLOAT32, WITH_DOTS])
+def test_variants_that_compute_in_the_same_way_give_the_same_bits(variants: tuple[str, ...]) -> None:
     quants = quants_of(FORMS[1], ROWS, COLUMNS)
     rows = torch.randn(37, COLUMNS, generator=torch.Generator().manual_seed(7)).bfloat16()
     found = []
-    for variant in set(of_this_cpu()) - set(WITH_PAIRS):
+    for variant in set(of_this_cpu()) & set(variants):
         library.choose(variant)
         operators = library.operators()
         assert operators is not None

@@ -15,7 +15,7 @@ from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, product, rows_of
 from diskprefix.native.packing import _TYPES, pack
 from tests.model.quants.test_gguf_quants import _HALVES, content_of, dequantised
-from tests.native.variants import WITH_PAIRS, of_this_cpu
+from tests.native.variants import IN_FLOAT32, WITH_DOTS, of_this_cpu
 
 ROWS, COLUMNS = 48, 512
 ONE_OF_EACH_FORM = {form: kind for kind, form in _FORMS.items()}.values()
@@ -90,9 +90,10 @@ def test_a_row_has_the_same_bits_beside_any_others(operators: Operators, kind: s
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH_FORM)
-def test_the_variants_without_pairs_give_the_same_bits(kind: str) -> None:
+@pytest.mark.parametrize("variants", [IN_FLOAT32, WITH_DOTS])
+def test_variants_that_compute_in_the_same_way_give_the_same_bits(kind: str, variants: tuple[str, ...]) -> None:
     content, found = content_of(kind, ROWS, COLUMNS), []
-    for variant in set(of_this_cpu()) - set(WITH_PAIRS):
+    for variant in set(of_this_cpu()) & set(variants):
         library.choose(variant)
         operators = library.operators()
         assert operators is not None

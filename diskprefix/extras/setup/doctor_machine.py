@@ -76,7 +76,7 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     kind = "CUDA" if torch.version.cuda else "CPU"
     capability = torch.backends.cpu.get_cpu_capability()
     text = f"torch {torch.__version__} ({kind} build), {capability}, {torch.get_num_threads()} threads"
-    is_old = capability in ("DEFAULT", "NO AVX")
+    is_old = capability in ("DEFAULT", "NO AVX") and platform.machine() in ("x86_64", "AMD64")
     advice = "this CPU has no AVX2: computing is slow" if is_old else ""
     yield Finding("torch", "note" if is_old else "ok", text, advice)
     try:

@@ -2,7 +2,8 @@
 
 A weight is `number × scale + zero`, computed in float32 and rounded to bfloat16. The number belongs to the code of the
 weight, of 2 to 8 bits. Along a row of a matrix, groups of 16 or 32 weights share their scale and zero. The compiled
-products compute with these bfloat16 numbers, but for those of the variant `avx512_bf16`, which do not round them.
+products compute with these bfloat16 numbers, but for the variants `avx512_bf16`, `neon_bf16` and `neon_dot`, which do
+not round them.
 
 In memory, 16 rows are a strip, and 32 columns of a strip are a block. A strip is a row of units: one block or eight,
 with the scales of its groups, then the zeros, then the codes of its blocks. Scales and zeros lie group after group, in

@@ -365,7 +365,7 @@ int32_t attention_of(const Attention* call, const Run* runs) {
 
 #if defined(__AMX_BF16__)
 typedef TileProduct ProductOfBFloat16;
-#elif defined(__AVX512BF16__)
+#elif defined(HAS_PAIRS)
 typedef PairProduct ProductOfBFloat16;
 #else
 typedef VectorProduct<BFloat16> ProductOfBFloat16;

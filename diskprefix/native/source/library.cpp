@@ -9,8 +9,11 @@
 #include <cpuid.h>
 #endif
 #if defined(__linux__)
+#include <sys/auxv.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__APPLE__)
+#include <sys/sysctl.h>
 #endif
 
 namespace diskprefix {
@@ -21,7 +24,7 @@ VARIANTS
 
 namespace {
 
-enum Level { baseline_level, avx2_level, avx512_level, avx512_bf16_level, amx_level };
+enum Level { baseline_level, avx2_level, avx512_level, avx512_bf16_level, amx_level, neon_dot_level, neon_bf16_level };
 
 #if defined(__x86_64__)
 
@@ -57,6 +60,27 @@ Level level_of_cpu() {
   if (!(a71 & HAS_BFLOAT16)) return avx512_level;
   const bool has_amx = (c7 & bit_AVX512VBMI) && (d7 & HAS_TILES) && (d7 & HAS_TILES_OF_BFLOAT16) && (saved & TILES) == TILES;
   return has_amx && may_use_tiles() ? amx_level : avx512_bf16_level;
+}
+
+#elif defined(__aarch64__) && defined(__linux__)
+
+Level level_of_cpu() {
+  const unsigned long HAS_DOTS = 1 << 20, HAS_SQUARES_AND_BFLOAT16 = 3 << 13;
+  if (!(getauxval(AT_HWCAP) & HAS_DOTS)) return baseline_level;
+  return (~getauxval(AT_HWCAP2) & HAS_SQUARES_AND_BFLOAT16) ? neon_dot_level : neon_bf16_level;
+}
+
+#elif defined(__aarch64__) && defined(__APPLE__)
+
+bool has(const char* name) {
+  int value = 0;
+  size_t size = sizeof value;
+  return !sysctlbyname(name, &value, &size, nullptr, 0) && value;
+}
+
+Level level_of_cpu() {
+  if (!has("hw.optional.arm.FEAT_DotProd")) return baseline_level;
+  return has("hw.optional.arm.FEAT_I8MM") && has("hw.optional.arm.FEAT_BF16") ? neon_bf16_level : neon_dot_level;
 }
 
 #else

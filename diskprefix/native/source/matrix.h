@@ -218,6 +218,127 @@ struct Multiply {
   }
 };
 
+#elif defined(HAS_DOTS)
+
+// Products of integers of 8 bits, which are exact in any order.
+template <int COUNT>
+struct IntegerSums {
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  // Squares of two rows of the strip and two rows of the step. A last row alone is there twice.
+  int32x4_t squares[2][(COUNT + 1) / 2][2] = {};
+
+  INLINE void add(const int8_t* weights, const Dots* rows, int64_t stride, int64_t eight) {
+    const int8x16_t first = vld1q_s8(weights), second = vld1q_s8(weights + 16);
+    for (int row = 0; row < COUNT; row += 2) {
+      const Dots *upper = rows + row * stride, *lower = row + 1 < COUNT ? upper + stride : upper;
+      const int8x16_t parts[2] = {vcombine_s8(vld1_s8(upper->high + 8 * eight), vld1_s8(lower->high + 8 * eight)),
+                                  vcombine_s8(vld1_s8(upper->low + 8 * eight), vld1_s8(lower->low + 8 * eight))};
+      for (int part = 0; part < 2; ++part) {
+        int32x4_t* sums = squares[part][row / 2];
+        sums[0] = vmmlaq_s32(sums[0], first, parts[part]);
+        sums[1] = vmmlaq_s32(sums[1], second, parts[part]);
+      }
+    }
+  }
+
+  INLINE int32x4_t of(int part, int row) const {
+    const int32x4_t* sums = squares[part][row / 2];
+    return row % 2 ? vuzp2q_s32(sums[0], sums[1]) : vuzp1q_s32(sums[0], sums[1]);
+  }
+#else
+  int32x4_t sums[2][COUNT] = {};
+
+  INLINE void add(const int8_t* weights, const Dots* rows, int64_t stride, int64_t eight) {
+    const int8x16_t first = vld1q_s8(weights), second = vld1q_s8(weights + 16);
+    for (int row = 0; row < COUNT; ++row) {
+      sums[0][row] = dots_of(sums[0][row], first, second, rows[row * stride].high + 8 * eight);
+      sums[1][row] = dots_of(sums[1][row], first, second, rows[row * stride].low + 8 * eight);
+    }
+  }
+
+  INLINE int32x4_t of(int part, int row) const { return sums[part][row]; }
+#endif
+};
+
+// Rows are integers with a scale for each block. A group of a block is summed up as an integer; times the scales it is
+// added to the number, and so are its zero or zeros times the sums of the row's halves.
+struct Multiply {
+  static constexpr int64_t ROWS = 6, FEW_ROWS = FEW;
+  static constexpr int64_t AT_ONCE = 1, PACKED_TOGETHER = 1;
+
+  static NoScope scope_of(const Part& part) { return NoScope(part.num_rows); }
+
+  static bool takes_packed(const Part&) { return true; }
+
+  static int64_t packed_bytes(int64_t num_rows, int64_t columns) { return num_rows * (columns / INNER) * sizeof(Dots); }
+
+  static void pack(const uint16_t* rows, int64_t begin, int64_t end, int64_t, int64_t columns, uint8_t* packed) {
+    Dots* to = (Dots*)packed + begin * (columns / INNER);
+    for (int64_t at = begin * columns; at < end * columns; at += INNER) pack_block(rows + at, *to++);
+  }
+
+  // An exponent of 2^-95 or less is taken for that. Infinite numbers, and those that are none, make a sum that is none.
+  static void pack_block(const uint16_t* from, Dots& to) {
+    static const uint8_t ORDER[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+    uint16x8_t highest = {};
+    for (int i = 0; i < INNER; i += 8) highest = vmaxq_u16(highest, vld1q_u16(from + i) & (uint16_t)0x7fff);
+    const uint32_t exponent = vmaxvq_u16(highest) >> 7, limited = most(exponent, 32);
+    const Floats factor = (Floats)all_ints((267 - limited) << 23);
+    to.scale = exponent == 255 ? __builtin_nanf("") : ((Floats)all_ints((limited - 13) << 23))[0];
+    to.unused = 0.0f;
+    for (int half = 0; half < 2; ++half) {
+      Floats sum = {};
+      for (int i = 16 * half; i < 16 * half + 16; i += 8) {
+        const Floats first = BFloat16::load(from + i), second = BFloat16::load(from + i + 4);
+        sum += first + second;
+        const int16x8_t whole = vcombine_s16(vmovn_s32(vcvtnq_s32_f32((float32x4_t)(first * factor))),
+                                             vmovn_s32(vcvtnq_s32_f32((float32x4_t)(second * factor))));
+        vst1_s8(to.high + i, vtbl1_s8(vrshrn_n_s16(whole, 8), (int8x8_t)vld1_u8(ORDER)));
+        vst1_s8(to.low + i, vtbl1_s8(vmovn_s16(whole), (int8x8_t)vld1_u8(ORDER)));
+      }
+      to.halves[half] = sum_of(sum);
+    }
+  }
+
+  static void few(const Part& part, int64_t strip, int64_t last, uint8_t*) {
+    for (; strip < last; ++strip) {
+      Sixteen sums[FEW_ROWS];
+      part.form.multiply[part.num_rows - 1](part.strip(strip), part.blocks, part.matrix->table, (const Dots*)part.packed, sums);
+      for (int64_t row = 0; row < part.num_rows; ++row) part.put(sums[row], row, strip * STRIP);
+    }
+  }
+
+  template <int STRIPS, int COUNT = ROWS>
+  static void many(const Part& part, int64_t row, int64_t strip, const uint8_t* weights) {
+    if constexpr (COUNT > 1)
+      if (part.num_rows - row < COUNT) return many<STRIPS, COUNT - 1>(part, row, strip, weights);
+    const Dots* rows = (const Dots*)part.packed + row * part.blocks;
+    const int64_t groups = part.form.groups, eights = 4 / groups;
+    for (int half = 0; half < STRIPS; ++half) {
+      Sixteen sums[COUNT];
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        float32x4_t kept[COUNT] = {};
+        for (int64_t block = 0; block < part.blocks; ++block) {
+          const uint8_t* of_block = weights + (half * part.blocks + block) * BLOCK_BYTES;
+          const int8_t* integers = (const int8_t*)of_block + 128 * quarter;
+          const float* scales = (const float*)(of_block + SCALES_AT) + 4 * quarter;
+          for (int64_t group = 0; group < groups; ++group, scales += 16) {
+            IntegerSums<COUNT> found;
+            for (int64_t eight = group * eights; eight < (group + 1) * eights; ++eight)
+              found.add(integers + 32 * eight, rows + block, part.blocks, eight);
+            for (int i = 0; i < COUNT; ++i)
+              kept[i] = with_group(kept[i], found.of(0, i), found.of(1, i), scales, rows[i * part.blocks + block]);
+          }
+          for (int64_t group = 0; part.form.has_zeros && group < groups; ++group, scales += 16)
+            for (int i = 0; i < COUNT; ++i) kept[i] = with_zero(kept[i], scales, rows[i * part.blocks + block], group, groups);
+        }
+        for (int i = 0; i < COUNT; ++i) store((char*)(sums + i) + 16 * quarter, kept[i]);
+      }
+      for (int i = 0; i < COUNT; ++i) part.put(sums[i], row + i, (strip + half) * STRIP);
+    }
+  }
+};
+
 #else
 
 // In float32. Products of bfloat16 factors are exact, so it does not matter whether they are fused with the addition.
@@ -238,17 +359,21 @@ struct Multiply {
 
   template <int ROWS>
   static void add(const float* rows, int64_t stride, const uint8_t* weights, int64_t blocks, Sixteen (*sums)[2]) {
-    Sixteen kept[ROWS][2];
-    for (int row = 0; row < ROWS; ++row) kept[row][0] = sums[row][0], kept[row][1] = sums[row][1];
-    for (int64_t pair = 0; pair < 16 * blocks; ++pair) {
-      const Sixteen even = loaded<Sixteen>(weights + 128 * pair), odd = loaded<Sixteen>(weights + 128 * pair + 64);
-      for (int row = 0; row < ROWS; ++row) {
-        const float* factors = rows + row * stride + 2 * pair;
-        kept[row][0] += factors[0] * even;
-        kept[row][1] += factors[1] * odd;
+    for (int64_t first = 0; first < STRIP * 4; first += LANES * 4) {
+      Floats kept[ROWS][2];
+      for (int row = 0; row < ROWS; ++row)
+        for (int odd = 0; odd < 2; ++odd) kept[row][odd] = loaded<Floats>((const char*)&sums[row][odd] + first);
+      for (int64_t pair = 0; pair < 16 * blocks; ++pair) {
+        const Floats even = loaded<Floats>(weights + 128 * pair + first), odd = loaded<Floats>(weights + 128 * pair + 64 + first);
+        for (int row = 0; row < ROWS; ++row) {
+          const float* factors = rows + row * stride + 2 * pair;
+          kept[row][0] = fma(all(factors[0]), even, kept[row][0]);
+          kept[row][1] = fma(all(factors[1]), odd, kept[row][1]);
+        }
       }
+      for (int row = 0; row < ROWS; ++row)
+        for (int odd = 0; odd < 2; ++odd) store((char*)&sums[row][odd] + first, kept[row][odd]);
     }
-    for (int row = 0; row < ROWS; ++row) sums[row][0] = kept[row][0], sums[row][1] = kept[row][1];
   }
 
   static void add(int64_t count, const float* rows, int64_t stride, const uint8_t* weights, int64_t blocks,

@@ -119,14 +119,15 @@ struct VectorProduct {
   static Floats add(Floats sum, Floats left, Floats right) { return fma(left, right, sum); }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(HAS_PAIRS)
 
-// Factors in bfloat16. A matrix lies in panels of 16 columns, in each the pairs of inner numbers that belong together.
+// Factors in bfloat16. A matrix lies in panels of a vector of columns, in each the pairs of inner numbers that belong
+// together.
 struct Pairs {
   typedef uint16_t Stored;
   typedef uint16_t Factor;
-  static constexpr int INNER = 32;
-  static constexpr int COLUMNS = 16;
+  static constexpr int INNER = 2 * LANES;
+  static constexpr int COLUMNS = LANES;
   static constexpr int64_t AHEAD = 4096;  // bytes: how far before its use memory is fetched, and twice as far for keys
 
   static void pack_row(const uint16_t* from, int64_t dim, int64_t inner, uint16_t* to) {
@@ -134,21 +135,23 @@ struct Pairs {
   }
 
   static void put_factors(uint16_t* to, Floats low, Floats high) {
+#if defined(__AVX512BF16__)
     store(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+#else
+    store(to, vcvtq_high_bf16_f32(vcvtq_low_bf16_f32((float32x4_t)low), (float32x4_t)high));
+#endif
   }
 
   static void pack_turned(const uint16_t* from, int64_t stride, int64_t present, int64_t num_tokens, int64_t dim,
                           int64_t inner, uint16_t* to) {
-    for (int64_t token = 0; token < num_tokens; token += 16)
-      for (int64_t first = 0; first < inner; first += 32, to += 512) {
-        Floats square[16];
-        const __mmask32 some = mask_of(dim - first);
-        for (int64_t row = 0; row < 16; ++row) {
-          const __mmask32 mask = token + row < present ? some : 0;
-          square[row] = (Floats)_mm512_maskz_loadu_epi16(mask, from + (token + row) * stride + first);
-        }
+    for (int64_t token = 0; token < num_tokens; token += LANES)
+      for (int64_t first = 0; first < inner; first += INNER, to += LANES * INNER) {
+        Floats square[LANES];
+        const Width some = width_of(dim - first);
+        for (int64_t row = 0; row < LANES; ++row)
+          square[row] = numbers_at(from + (token + row) * stride + first, token + row < present ? some : 0);
         transpose(square);
-        for (int64_t pair = 0; pair < 16; ++pair) store(to + pair * 32, square[pair]);
+        for (int64_t pair = 0; pair < LANES; ++pair) store(to + pair * INNER, square[pair]);
       }
   }
 
@@ -158,22 +161,28 @@ struct Pairs {
     const Pairing pairing;
     for (int64_t token = 0; token < num_tokens; token += 2) {
       const uint16_t *even = from + token * stride, *odd = even + stride;
-      for (int64_t first = 0; first < columns; first += 32) {
-        _mm_prefetch((const char*)(even + first) + AHEAD, _MM_HINT_T0);
-        _mm_prefetch((const char*)(odd + first) + AHEAD, _MM_HINT_T0);
-        const __mmask32 some = mask_of(dim - first);
+      for (int64_t first = 0; first < columns; first += INNER) {
+        __builtin_prefetch((const char*)(even + first) + AHEAD);
+        __builtin_prefetch((const char*)(odd + first) + AHEAD);
+        const Width some = width_of(dim - first);
         Floats low, high;
-        pairing.of(_mm512_maskz_loadu_epi16(token < present ? some : 0, even + first),
-                   _mm512_maskz_loadu_epi16(token + 1 < present ? some : 0, odd + first), low, high);
-        store(to + first * num_tokens + token * 16, low);
-        if (first + 16 < columns) store(to + (first + 16) * num_tokens + token * 16, high);
+        pairing.of(numbers_at(even + first, token < present ? some : 0), numbers_at(odd + first, token + 1 < present ? some : 0),
+                   low, high);
+        store(to + first * num_tokens + token * LANES, low);
+        if (first + LANES < columns) store(to + (first + LANES) * num_tokens + token * LANES, high);
       }
     }
   }
 
-  static __mmask32 mask_of(int64_t width) { return width >= 32 ? ~0u : (1u << width) - 1; }
+#if defined(__AVX512BF16__)
+  // How many of a vector's numbers are there.
+  typedef __mmask32 Width;
 
-  // Two vectors of 32 numbers as 32 pairs.
+  static Width width_of(int64_t width) { return width >= INNER ? ~0u : (1u << width) - 1; }
+
+  static Floats numbers_at(const uint16_t* from, Width width) { return (Floats)_mm512_maskz_loadu_epi16(width, from); }
+
+  // Two vectors of numbers as pairs.
   struct Pairing {
     __m512i low, high;
     Pairing() {
@@ -181,15 +190,34 @@ struct Pairs {
       for (int i = 0; i < 32; ++i) numbers[0][i] = i / 2 + i % 2 * 32, numbers[1][i] = i / 2 + i % 2 * 32 + 16;
       low = loaded<__m512i>(numbers[0]), high = loaded<__m512i>(numbers[1]);
     }
-    void of(__m512i first, __m512i second, Floats& lower, Floats& higher) const {
-      lower = (Floats)_mm512_permutex2var_epi16(first, low, second);
-      higher = (Floats)_mm512_permutex2var_epi16(first, high, second);
+    void of(Floats first, Floats second, Floats& lower, Floats& higher) const {
+      lower = (Floats)_mm512_permutex2var_epi16((__m512i)first, low, (__m512i)second);
+      higher = (Floats)_mm512_permutex2var_epi16((__m512i)first, high, (__m512i)second);
     }
   };
+#else
+  typedef int64_t Width;
+
+  static Width width_of(int64_t width) { return width; }
+
+  static Floats numbers_at(const uint16_t* from, Width width) {
+    if (width >= INNER) return loaded<Floats>(from);
+    uint16_t padded[INNER] = {};
+    for (int64_t i = 0; i < width; ++i) padded[i] = from[i];
+    return loaded<Floats>(padded);
+  }
+
+  struct Pairing {
+    void of(Floats first, Floats second, Floats& lower, Floats& higher) const {
+      lower = (Floats)vzip1q_u16((uint16x8_t)first, (uint16x8_t)second);
+      higher = (Floats)vzip2q_u16((uint16x8_t)first, (uint16x8_t)second);
+    }
+  };
+#endif
 };
 
 // Products of bfloat16 by vectors: a number is one chain, in the order of the inner index, to which each pair adds the
-// product of its second numbers, then that of its first.
+// products of its numbers, in the order of the instruction.
 struct PairProduct : Pairs {
   typedef NoScope Scope;
   static constexpr int FEW_ROWS = 8;  // or fewer are multiplied with tokens as they lie in memory, and with their values
@@ -198,7 +226,7 @@ struct PairProduct : Pairs {
 
   static void multiply(const uint16_t* left, int64_t left_stride, const uint16_t* matrix, int64_t all_inner, int64_t,
                        float* out, int64_t out_stride, int64_t num_rows, int64_t inner, int64_t columns) {
-    blocks<PairProduct, 6, 4>(left, left_stride, matrix, all_inner * 16, 32, out, out_stride, num_rows, inner, columns);
+    blocks<PairProduct, 6, 4>(left, left_stride, matrix, all_inner * COLUMNS, INNER, out, out_stride, num_rows, inner, columns);
   }
 
   static Floats each(const uint16_t* left) {
@@ -208,14 +236,18 @@ struct PairProduct : Pairs {
   }
 
   static Floats add(Floats sum, Floats left, Floats right) {
+#if defined(__AVX512BF16__)
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)left, (__m512bh)right);
+#else
+    return (Floats)vbfdotq_f32((float32x4_t)sum, (bfloat16x8_t)left, (bfloat16x8_t)right);
+#endif
   }
 
   static void turn_rows(const uint16_t* rows, int64_t num_rows, int64_t inner, uint16_t* to) {
     memcpy(to, rows, num_rows * inner * 2);
   }
 
-  // out [rows, tokens] = rows × tokensᵀ, for 16 tokens at a time as they lie in memory. Each number has the bits that
+  // out [rows, tokens] = rows × tokensᵀ, for a vector of tokens at a time as they lie in memory. Each number has the bits that
   // `multiply` gives it.
   static void multiply_tokens(const uint16_t* rows, int64_t num_rows, int64_t inner, const uint16_t* tokens,
                               int64_t stride, int64_t num_tokens, float* out, int64_t out_stride) {
@@ -227,16 +259,16 @@ struct PairProduct : Pairs {
                              int64_t stride, int64_t num_tokens, float* out, int64_t out_stride) {
     if constexpr (R > 1)
       if (num_rows < R) return rows_by_tokens<R - 1>(rows, num_rows, inner, tokens, stride, num_tokens, out, out_stride);
-    for (int64_t token = 0; token < num_tokens; token += 16, tokens += 16 * stride) {
+    for (int64_t token = 0; token < num_tokens; token += LANES, tokens += LANES * stride) {
       Floats sums[R] = {};
-      for (int64_t i = 0; i < inner; i += 32) {
-        Floats square[16];
-        for (int64_t row = 0; row < 16; ++row) {
-          _mm_prefetch((const char*)(tokens + row * stride + i) + 2 * AHEAD, _MM_HINT_T0);
+      for (int64_t i = 0; i < inner; i += INNER) {
+        Floats square[LANES];
+        for (int64_t row = 0; row < LANES; ++row) {
+          __builtin_prefetch((const char*)(tokens + row * stride + i) + 2 * AHEAD);
           square[row] = loaded<Floats>(tokens + row * stride + i);
         }
         transpose(square);
-        for (int64_t pair = 0; pair < 16; ++pair)
+        for (int64_t pair = 0; pair < LANES; ++pair)
           for (int row = 0; row < R; ++row) sums[row] = add(sums[row], each(rows + row * inner + i + 2 * pair), square[pair]);
       }
       for (int row = 0; row < R; ++row) store(out + row * out_stride + token, sums[row]);
@@ -258,31 +290,31 @@ struct PairProduct : Pairs {
         return rows_by_values<R - 1>(weights, weights_stride, num_rows, values, stride, num_tokens, dim, out, columns);
     constexpr int MAX_VECTORS = R <= 6 ? 4 : 2;  // vectors, so that the sums are in registers
     for (int64_t first = 0; first < columns;) {
-      const bool is_wide = dim - first >= MAX_VECTORS * 16;
+      const bool is_wide = dim - first >= MAX_VECTORS * LANES;
       if (is_wide)
-        values_block<R, MAX_VECTORS>(weights, weights_stride, values + first, stride, num_tokens, ~0u, out + first, columns, MAX_VECTORS);
+        values_block<R, MAX_VECTORS>(weights, weights_stride, values + first, stride, num_tokens, width_of(INNER), out + first, columns, MAX_VECTORS);
       else
-        values_block<R, 2>(weights, weights_stride, values + first, stride, num_tokens, mask_of(dim - first), out + first, columns,
-                           least(2, (columns - first) / 16));
-      first += is_wide ? MAX_VECTORS * 16 : 32;
+        values_block<R, 2>(weights, weights_stride, values + first, stride, num_tokens, width_of(dim - first), out + first, columns,
+                           least(2, (columns - first) / LANES));
+      first += is_wide ? MAX_VECTORS * LANES : INNER;
     }
   }
 
   // Of the vectors the first `present` are stored.
   template <int R, int C>
   static void values_block(const uint16_t* weights, int64_t weights_stride, const uint16_t* values, int64_t stride,
-                           int64_t num_tokens, __mmask32 mask, float* out, int64_t out_stride, int64_t present) {
+                           int64_t num_tokens, Width width, float* out, int64_t out_stride, int64_t present) {
     const Pairing pairing;
     Floats sums[R][C] = {};
     for (int64_t token = 0; token < num_tokens; token += 2) {
       const uint16_t *even = values + token * stride, *odd = even + stride;
-      const __mmask32 others = token + 1 < num_tokens ? mask : 0;
+      const Width others = token + 1 < num_tokens ? width : 0;
       Floats right[C];
       for (int column = 0; column < C; column += 2) {
-        _mm_prefetch((const char*)(even + 16 * column) + AHEAD, _MM_HINT_T0);
-        _mm_prefetch((const char*)(odd + 16 * column) + AHEAD, _MM_HINT_T0);
-        pairing.of(_mm512_maskz_loadu_epi16(mask, even + 16 * column), _mm512_maskz_loadu_epi16(others, odd + 16 * column),
-                   right[column], right[column + 1]);
+        __builtin_prefetch((const char*)(even + LANES * column) + AHEAD);
+        __builtin_prefetch((const char*)(odd + LANES * column) + AHEAD);
+        pairing.of(numbers_at(even + LANES * column, width), numbers_at(odd + LANES * column, others), right[column],
+                   right[column + 1]);
       }
       for (int row = 0; row < R; ++row) {
         const Floats factor = each(weights + row * weights_stride + token);
@@ -290,7 +322,7 @@ struct PairProduct : Pairs {
       }
     }
     for (int row = 0; row < R; ++row)
-      for (int column = 0; column < present; ++column) store(out + row * out_stride + 16 * column, sums[row][column]);
+      for (int column = 0; column < present; ++column) store(out + row * out_stride + LANES * column, sums[row][column]);
   }
 };
 

@@ -29,6 +29,11 @@ typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
+// Products of pairs of bfloat16 numbers are one instruction.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define HAS_PAIRS
+#endif
+
 constexpr float LOG2_E = 1.4426950408889634f;
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -191,6 +196,8 @@ struct Float16 {
     return (Floats)_mm512_cvtph_ps((__m256i)loaded<Halves>(from));
 #elif defined(__F16C__)
     return (Floats)_mm256_cvtph_ps((__m128i)loaded<Halves>(from));
+#elif defined(__aarch64__)
+    return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from)));
 #else
     Floats numbers;
     for (int lane = 0; lane < LANES; ++lane) numbers[lane] = from_half(from[lane]);

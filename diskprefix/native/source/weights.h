@@ -84,6 +84,23 @@ constexpr int FEW = 6;
 constexpr int64_t SCALES_AT = 1024, BLOCK_BYTES = SCALES_AT + 4 * 64;
 constexpr bool HAS_ROWS = false;
 
+#elif defined(__ARM_FEATURE_DOTPROD)
+
+#define HAS_DOTS
+
+constexpr int FEW = 4;
+
+// Behind the integers are the scales of the strip's rows for one group or two, then the zeros.
+constexpr int64_t SCALES_AT = 512, BLOCK_BYTES = SCALES_AT + 4 * 64;
+constexpr bool HAS_ROWS = false;
+
+// A block of a row: 2^n × (256 × high + low), in the order {0, 4, 1, 5, 2, 6, 3, 7} of each eight columns, and the sums of
+// its halves. Numbers down to a 64th of the largest one are exact.
+struct Dots {
+  int8_t high[INNER], low[INNER];
+  float scale, halves[2], unused;
+};
+
 #else
 
 constexpr bool HAS_ROWS = false;
@@ -114,6 +131,10 @@ struct Form {
   void (*multiply[FEW])(const uint8_t* strip, int64_t stride, int64_t blocks, const float* table, const uint16_t* rows,
                         const float* sums, Sixteen* out);
   int64_t groups;  // of a block
+  bool has_zeros;
+#elif defined(HAS_DOTS)
+  void (*multiply[FEW])(const uint8_t* strip, int64_t blocks, const float* table, const Dots* rows, Sixteen* out);
+  int64_t groups;
   bool has_zeros;
 #endif
 };
@@ -379,6 +400,64 @@ struct Block {
     for (int64_t block = 0; block < blocks; ++block) opened.unpack(block, to + block * BLOCK_BYTES);
   }
 
+#elif defined(HAS_DOTS)
+
+  // The numbers of the codes times a power of 2, with which they are integers of 8 bits.
+  struct Table {
+    uint8x16_t numbers[4];
+    float unit = 1.0f;
+
+    INLINE explicit Table(const float* table) {
+      if (BITS == 8) return;
+      float largest = 0.0f;
+      for (int i = 0; i < 64; ++i) largest = __builtin_fmaxf(largest, __builtin_fabsf(table[i]));
+      while (largest <= 63.5f * unit && unit > 0x1p-9f) unit *= 0.5f;
+      int8_t found[64];
+      for (int i = 0; i < 64; ++i) found[i] = (int8_t)(table[i] / unit);
+      for (int i = 0; i < 4; ++i) numbers[i] = loaded<uint8x16_t>(found + 16 * i);
+    }
+
+    INLINE int8x16_t of(uint8x16_t codes) const {
+      if constexpr (BITS == 6) return (int8x16_t)vqtbl4q_u8({{numbers[0], numbers[1], numbers[2], numbers[3]}}, codes);
+      if constexpr (BITS == 5) return (int8x16_t)vqtbl2q_u8({{numbers[0], numbers[1]}}, codes);
+      return (int8x16_t)vqtbl1q_u8(numbers[0], codes);
+    }
+  };
+
+  // The bits of a line, N of each lane, in its lower byte, and those of the line after the next one in the upper byte.
+  template <int N>
+  static INLINE uint8x16_t bytes_of(uint16x8_t words, int line) {
+    const uint16x8_t first = words >> (uint16_t)(N * line);
+    const uint16x8_t both = N == 4 ? first : vbslq_u16(vdupq_n_u16(0xff), first, first << (uint16_t)(8 - 2 * N));
+    return (uint8x16_t)(both & (uint16_t)(0x101 * ((1 << N) - 1)));
+  }
+
+  // Calls `body` for each eight columns of four rows of a strip: with the first, second, fifth, and sixth column, in the
+  // order {0, 4, 1, 5}, and with the others.
+  template <class Body>
+  static INLINE void each_eight(const uint8_t* codes, int quarter, const Table& table, const Body& body) {
+    if constexpr (BITS == 8) {
+      for (int eight = 0; eight < 4; ++eight) {
+        const int8_t* lines = (const int8_t*)codes + 128 * eight + 8 * quarter;
+        const auto both = [](const int8_t* line) {
+          const int8x8_t first = vld1_s8(line), second = vld1_s8(line + 64);
+          return vcombine_s8(vzip1_s8(first, second), vzip2_s8(first, second));
+        };
+        body(eight, both(lines), both(lines + 32));
+      }
+    } else {
+      uint16x8_t words[BITS];
+      for (int i = 0; i < BITS; ++i) words[i] = loaded<uint16x8_t>(codes + 64 * i + 16 * quarter);
+      const auto numbers = [&](int line) {
+        uint8x16_t found = bytes_of<LOW>(words[line / OF_LOW], line % OF_LOW);
+        if constexpr (HIGH > 0) found |= bytes_of<HIGH>(words[LOW + line / OF_HIGH], line % OF_HIGH) << LOW;
+        return table.of(found);
+      };
+#pragma GCC unroll 4
+      for (int eight = 0; eight < 4; ++eight) body(eight, numbers(4 * eight), numbers(4 * eight + 1));
+    }
+  }
+
 #else
 
   static void unpack(const uint8_t* strip, int64_t begin, int64_t end, int64_t, const float* table, uint8_t* to) {
@@ -443,6 +522,13 @@ struct Block {
       const __m256 low = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), at);
       const __m256 high = _mm256_permutevar8x32_ps(_mm256_loadu_ps(table + 8), at);
       store((char*)&numbers + 32 * half, _mm256_blendv_ps(low, high, (__m256)_mm256_slli_epi32(at, 28)));
+    }
+#elif defined(__aarch64__)
+    // The 64 bytes of 16 numbers are a table.
+    const uint8x16x4_t bytes = vld1q_u8_x4((const uint8_t*)table);
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const uint32x4_t at = loaded<uint32x4_t>((const char*)&codes + 16 * quarter) * 0x04040404u + 0x03020100u;
+      store((char*)&numbers + 16 * quarter, vqtbl4q_u8(bytes, (uint8x16_t)at));
     }
 #else
     for (int lane = 0; lane < 16; ++lane) numbers[lane] = table[codes[lane]];
@@ -577,6 +663,99 @@ Form form_with(int64_t strip_bytes, int64_t stride) {
           {{multiply_few<Weights, 1, 1>, multiply_few<Weights, 1, 2>}, {multiply_few<Weights, 2, 1>, multiply_few<Weights, 2, 2>}}};
 }
 
+#elif defined(HAS_DOTS)
+
+// The scales of a block's groups and then the zeros.
+template <class Weights>
+INLINE void put_numbers(const typename Weights::Numbers& numbers, int64_t block, float unit, Sixteen* to) {
+  for (int group = 0; group < Weights::GROUPS; ++group, ++to) store(to, numbers.scale(block * Weights::GROUPS + group) * unit);
+  for (int group = 0; Weights::ZEROS && group < Weights::GROUPS; ++group, ++to)
+    store(to, numbers.zero(block * Weights::GROUPS + group));
+}
+
+template <class Weights>
+void unpack(const uint8_t* strip, int64_t begin, int64_t end, int64_t, const float* table, uint8_t* to) {
+  const typename Weights::Table numbers_of_codes(table);
+  for (int64_t block = begin; block < end; ++block, to += BLOCK_BYTES) {
+    const uint8_t* unit = strip + block / Weights::BLOCKS * Weights::BYTES;
+    const uint8_t* codes = unit + Weights::Numbers::BYTES + block % Weights::BLOCKS * Weights::CODES;
+    for (int quarter = 0; quarter < 4; ++quarter)
+      Weights::each_eight(codes, quarter, numbers_of_codes, [&](int eight, int8x16_t first, int8x16_t second) {
+        uint8_t* at = to + 128 * quarter + 32 * eight;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+        // All eight columns of two rows.
+        store(at, vzip1q_s32((int32x4_t)first, (int32x4_t)second));
+        store(at + 16, vzip2q_s32((int32x4_t)first, (int32x4_t)second));
+#else
+        store(at, first);
+        store(at + 16, second);
+#endif
+      });
+    put_numbers<Weights>(typename Weights::Numbers(unit), block % Weights::BLOCKS, numbers_of_codes.unit, (Sixteen*)(to + SCALES_AT));
+  }
+}
+
+// Adds the products of four rows of a strip with eight columns of a row.
+INLINE int32x4_t dots_of(int32x4_t sum, int8x16_t first, int8x16_t second, const int8_t* row) {
+  const int8x8_t numbers = vld1_s8(row);
+  return vdotq_lane_s32(vdotq_lane_s32(sum, first, numbers, 0), second, numbers, 1);
+}
+
+// Adds the product of a group of a block, which is an exact integer.
+INLINE float32x4_t with_group(float32x4_t sum, int32x4_t high, int32x4_t low, const float* scales, const Dots& row) {
+  return vfmaq_f32(sum, vcvtq_f32_s32(vaddq_s32(vshlq_n_s32(high, 8), low)), vmulq_n_f32(vld1q_f32(scales), row.scale));
+}
+
+INLINE float32x4_t with_zero(float32x4_t sum, const float* zeros, const Dots& row, int64_t group, int64_t groups) {
+  return vfmaq_n_f32(sum, vld1q_f32(zeros), groups == 1 ? row.halves[0] + row.halves[1] : row.halves[group]);
+}
+
+template <class Weights, int COUNT>
+void multiply(const uint8_t* strip, int64_t blocks, const float* table, const Dots* rows, Sixteen* out) {
+  constexpr int GROUPS = Weights::GROUPS;
+  const typename Weights::Table numbers_of_codes(table);
+  float32x4_t kept[4][COUNT] = {};
+  for (int64_t block = 0; block < blocks; block += Weights::BLOCKS) {
+    const typename Weights::Numbers numbers(strip);
+    for (int64_t line = 0; line < Weights::Numbers::BYTES; line += 64) __builtin_prefetch(strip + AHEAD + line);
+    strip += Weights::Numbers::BYTES;
+    for (int64_t i = 0; i < Weights::BLOCKS; ++i, strip += Weights::CODES, ++rows) {
+      for (int64_t line = 0; line < Weights::CODES; line += 64) __builtin_prefetch(strip + AHEAD + line);
+      Sixteen of_groups[2 * GROUPS];
+      put_numbers<Weights>(numbers, i, numbers_of_codes.unit, of_groups);
+#pragma GCC unroll 4
+      for (int quarter = 0; quarter < 4; ++quarter) {
+        int32x4_t high[COUNT][GROUPS] = {}, low[COUNT][GROUPS] = {};
+        Weights::each_eight(strip, quarter, numbers_of_codes, [&](int eight, int8x16_t first, int8x16_t second) {
+          const int group = eight * GROUPS / 4;
+          for (int row = 0; row < COUNT; ++row) {
+            const Dots& of_row = rows[row * blocks];
+            high[row][group] = dots_of(high[row][group], first, second, of_row.high + 8 * eight);
+            low[row][group] = dots_of(low[row][group], first, second, of_row.low + 8 * eight);
+          }
+        });
+        const float* scales = (const float*)of_groups + 4 * quarter;
+        for (int row = 0; row < COUNT; ++row) {
+          const Dots& of_row = rows[row * blocks];
+          float32x4_t& sum = kept[quarter][row];
+          for (int group = 0; group < GROUPS; ++group)
+            sum = with_group(sum, high[row][group], low[row][group], scales + 16 * group, of_row);
+          for (int group = 0; Weights::ZEROS && group < GROUPS; ++group)
+            sum = with_zero(sum, scales + 16 * (GROUPS + group), of_row, group, GROUPS);
+        }
+      }
+    }
+  }
+  for (int row = 0; row < COUNT; ++row)
+    for (int quarter = 0; quarter < 4; ++quarter) store((char*)(out + row) + 16 * quarter, kept[quarter][row]);
+}
+
+template <class Weights>
+Form form_with(int64_t strip_bytes, int64_t stride) {
+  return {unpack<Weights>, Weights::look_up, strip_bytes, stride,
+          {multiply<Weights, 1>, multiply<Weights, 2>, multiply<Weights, 3>, multiply<Weights, 4>}, Weights::GROUPS, Weights::ZEROS};
+}
+
 #else
 
 template <class Weights>
@@ -588,7 +767,7 @@ Form form_with(int64_t strip_bytes, int64_t stride) {
 
 template <int BITS, int GROUP, bool HAS_ZEROS, int SCALES, bool HAS_TABLE = false>
 Form form_of_blocks(const Matrix& matrix) {
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(HAS_DOTS)
   // Up to 5 bits are looked up anyway.
   typedef Block<BITS, GROUP, HAS_ZEROS, SCALES, false> Weights;
 #else
