@@ -186,7 +186,7 @@ def main(folder: Path, commit: str, machines: tuple[str, ...], once: bool) -> No
         say("building, the first of two times" if not once else "building")
         found = build_archives(commit, work / "one", targets, say)
         version = released_version(work / "one/sources", tags)
-        run(programs() / "actionlint", *sorted((work / "one/sources/.github/workflows").iterdir()))
+        run(programs() / "actionlint", "-oneline", *sorted((work / "one/sources/.github/workflows").iterdir()))
         if not once:
             say("building again, in another folder")
             again = {path.name: digest_of(path) for path in build_archives(commit, work / "another", targets, say)}
