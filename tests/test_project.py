@@ -108,8 +108,13 @@ def test_the_options_table_is_what_the_settings_say() -> None:
     assert options_table() in page, f"the table must be:\n{options_table()}"
 
 
-PAGES = [path for path in sorted(ROOT.rglob("README.md")) if not any(map(is_ignored, path.relative_to(ROOT).parts))]
+PAGES = [
+    path
+    for path in sorted([*ROOT.rglob("README.md"), ROOT / "tests/RELIABILITY.md"])
+    if not any(map(is_ignored, path.relative_to(ROOT).parts))
+]
 EXPECTED_PAGES = {
+    "tests/RELIABILITY.md",
     "diskprefix/extras/README.md",
     "diskprefix/api/README.md",
     *("README.md", "systemd/README.md", "tools/README.md", "tests/README.md", "policies/README.md"),

@@ -130,7 +130,7 @@ class Environment:
         Returns False, and changes nothing, if a transaction of this process does not end. Raises `StoreUnavailable` if
         the file in the folder is another one by now; then this environment cannot be used any more.
         """
-        with self._idle, self._translated():
+        with self._idle, self._translated(), file_errors(self.path):
             if not self._idle.wait_for(lambda: not self._transactions, _READER_PATIENCE_S):
                 return False
             if self._closed:

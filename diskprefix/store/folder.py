@@ -57,11 +57,22 @@ def make_folder(path: Path) -> None:
     """Creates the folder with mode 0700 unless it exists, durably, and checks it. Raises `StoreUnavailable`."""
     check_folder(path)
     with file_errors(path):
-        missing = [folder for folder in (path, *path.parents) if not folder.exists()]
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in missing:
-            sync(folder.parent)
+        for folder in reversed([folder for folder in (path, *path.parents) if not folder.exists()]):
+            _make_durably(folder, 0o700 if folder == path else 0o777)
     check_folder(path)
+
+
+def _make_durably(folder: Path, mode: int) -> None:
+    """Creates a folder. One whose name cannot be made durable is removed: the next attempt would not try that again."""
+    folder.mkdir(mode=mode, exist_ok=True)
+    try:
+        # Who may create a folder there may not be allowed to read.
+        with suppress(PermissionError):
+            sync(folder.parent)
+    except OSError:
+        with suppress(OSError):
+            folder.rmdir()
+        raise
 
 
 def reserve_lmdb_lock(folder: Path, *, create: bool) -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.closing import needs
+from tests.faults.power import deeds
 from tests.faults.power.images import Moment
-from tests.faults.power.recording import FOLDER, Disk, Event, Op
-from tools.programs.powerloss import MUTANTS, PARTS, Part, Result, check_share, record_part
+from tests.faults.power.recording import FOLDER, Disk, Event, Op, record
+from tools.programs.powerloss import FAULTS, MUTANTS, PARTS, Part, Result, check_share, record_part, run_faults
 
 FILE, DIRECTORY = 7, 3
 
@@ -78,7 +79,7 @@ def result_of(part: Part, folder: Path, share: int, shares: int, samples: int = 
 
 
 @needs("cc")
-@pytest.mark.parametrize(("deed", "share", "shares"), [("save", 4, 13), ("compact", 2, 4), ("aside", 5, 8)])
+@pytest.mark.parametrize(("deed", "share", "shares"), [("save", 4, 13), ("compact", 2, 4)])
 def test_a_power_failure_loses_nothing_that_was_acknowledged(
     deed: str, share: int, shares: int, tmp_path: Path
 ) -> None:
@@ -92,10 +93,24 @@ def test_a_power_failure_loses_nothing_that_was_acknowledged(
     ("deed", "removed", "share", "shares"),
     [
         ("save", "the barrier of names", 28, 40),
-        ("save", "LMDB's barriers", 4, 40),
         ("profile", "the barrier of a copied file", 0, 1),
     ],
 )
 def test_without_a_barrier_an_image_is_wrong(deed: str, removed: str, share: int, shares: int, tmp_path: Path) -> None:
     part = next(part for part in MUTANTS if part.deed == deed and removed in part.without)
     assert result_of(part, tmp_path, share, shares).failures
+
+
+@needs("cc")
+@pytest.mark.parametrize(("number", "step"), [(0, 13), (2, 47)])
+def test_after_a_fault_of_the_disk_everything_is_saved_again(number: int, step: int, tmp_path: Path) -> None:
+    result = run_faults(FAULTS[number], tmp_path, 1, 40, step)
+    assert result.failures == []
+    assert result.kinds.total() > 3
+
+
+@needs("cc")
+def test_nobody_but_the_writer_waits_for_a_disk_that_does_not_answer(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    deeds.prepare("slow", root)
+    assert record(("-m", "tests.faults.power.deeds", "slow", str(root)), root, tmp_path / "log")

@@ -17,11 +17,12 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import click
 from rich.console import Console
@@ -36,6 +37,8 @@ from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import new_table
 
 IMAGE_TIMEOUT_S = 60.0
+EVERY = 10
+"""Of the moments after a fault, one of so many is looked at."""
 MOST_FAILURES = 3
 """Reported of one moment; the rest of its images are left out."""
 
@@ -49,6 +52,11 @@ class Part:
     without: tuple[str, ...] = ()
     reader_without: tuple[str, ...] = ()
     title: str = ""
+
+    @property
+    def name(self) -> str:
+        removed = ", ".join((*self.without, *self.reader_without))
+        return self.title or f"{self.deed} without {removed}"
 
 
 PARTS = (
@@ -80,6 +88,19 @@ MUTANTS = (
     Part("fetched", without=("the barrier of a copied file",)),
     Part("save", "exact", ("all barriers",), ("checksums",)),
     Part("save", "exact", ("all barriers",), ("the check of the file",)),
+)
+
+
+Fault: TypeAlias = tuple[str, str, str]
+"""The kind of call that fails, the error ("HALF" writes half of it), and how many calls fail from there on."""
+FAULTY = Part("faulty", title="faults of the disk")
+FAULTS: tuple[Fault, ...] = (
+    ("sync", "EIO", "1"),
+    ("sync", "EIO", "1000000"),
+    *(("write", error, times) for error in ("ENOSPC", "EIO", "EDQUOT", "EROFS") for times in ("1", "1000000")),
+    ("write", "HALF", "1"),
+    ("names", "EROFS", "1"),
+    ("names", "ENOSPC", "1000000"),
 )
 
 
@@ -139,6 +160,41 @@ def record_part(part: Part, folder: Path) -> Recording:
     if wrong:
         raise RuntimeError(f"{part.deed}: the record does not explain {sorted(wrong)}")
     return Recording(part, Recorded(part.deed, before, part.promise, left), start, events)
+
+
+def record_faults(fault: Fault, folder: Path, step: int) -> list[Recording]:
+    """Lets one call after the other fail, or one of `step`. Returns what was written with each of them.
+
+    Raises `RuntimeError` if an error of the disk came through, or what failed could not be saved afterwards.
+    """
+    root = folder / "recorded"
+    deeds.prepare("faulty", root)
+    arguments = ("-m", "tests.faults.power.deeds", "faulty", str(root), *fault, str(step))
+    sections: list[list[Event]] = []
+    for event in record(arguments, root, folder / "log"):
+        if event.op == Op.MARK and "section" in (values := json.loads(event.path)):
+            below = f"{values['section']}/"
+            sections.append([])
+        elif event.op == Op.MARK:
+            sections[-1].append(event)
+        elif event.op == Op.SYNC and event.path == below[:-1]:
+            sections[-1].append(replace(event, path="."))
+        elif event.path.startswith(below):
+            path, other = event.path.removeprefix(below), event.other.removeprefix(below)
+            sections[-1].append(replace(event, path=path, other=other))
+    keeps = (False, True) if fault[0] == "sync" else (False,)
+    recorded = Recorded("faulty")
+    return [Recording(FAULTY, recorded, Disk(fail_keeps=kept), tuple(events)) for events in sections for kept in keeps]
+
+
+def run_faults(fault: Fault, folder: Path, samples: int, every: int, step: int = 1) -> Result:
+    """Records a fault at every call in turn, or at one of `step`, and checks one moment of `every`."""
+    result = Result()
+    for number, recording in enumerate(record_faults(fault, folder, step)):
+        found = check_share(recording, number % every, every, folder, samples, until_red=False)
+        found.failures = [f"call {number}, {failure}" for failure in found.failures]
+        result.add(found)
+    return result
 
 
 def check_moment(recording: Recording, moment: Moment, marks: tuple[str, ...], root: Path, samples: int) -> Result:
@@ -234,10 +290,13 @@ def summary(results: Sequence[tuple[Part, Result]]) -> Table:
 @click.option("--samples", type=click.IntRange(min=1), default=1000, show_default=True, help="Images of a moment.")
 @click.option("--only", help="One part, by the name of its deed.")
 @click.option("--mutants", is_flag=True, help="Take each protection away once: an image must fail.")
+@click.option("--faults", is_flag=True, help="Let every call fail in turn, and one moment of ten lose its power.")
 @click.option("--processes", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default=True)
 @FOLDER
 @JSON
-def main(samples: int, only: str | None, mutants: bool, processes: int, folder: Path | None, as_json: bool) -> None:
+def main(
+    samples: int, only: str | None, mutants: bool, faults: bool, processes: int, folder: Path | None, as_json: bool
+) -> None:
     """Record what is written, and open every state in which a power failure may leave the disk.
 
     Exits with 1 if an image is wrong, or with --mutants if none is. --folder is best one in memory (the default is
@@ -247,26 +306,33 @@ def main(samples: int, only: str | None, mutants: bool, processes: int, folder: 
     shm = Path("/dev/shm")
     results = []
     with tempfile.TemporaryDirectory(prefix="diskprefix-power-", dir=folder or (shm if shm.is_dir() else None)) as work:
-        for part in MUTANTS if mutants else PARTS:
+        for part, run in _runs(Path(work), samples, processes, mutants, faults):
             if only not in (None, part.deed):
                 continue
-            result = run_part(part, Path(work), samples, processes, until_red=mutants)
+            result = run()
             results.append((part, result))
-            removed = f" without {', '.join((*part.without, *part.reader_without))}" if part.without else ""
-            console.print(
-                f"{part.deed}{removed}: {result.moments} moments, {result.kinds.total()} images, "
-                f"{len(result.failures)} wrong",
-                highlight=False,
-                soft_wrap=True,
-            )
+            figures = f"{result.moments} moments, {result.kinds.total()} images, {len(result.failures)} wrong"
+            console.print(f"{part.name}: {figures}", highlight=False, soft_wrap=True)
             for failure in result.failures[: 1 if mutants else 20]:
                 console.print(f"  {failure}", highlight=False, soft_wrap=True, markup=False)
     if as_json:
-        click.echo(json.dumps([asdict(part) | asdict(result) for part, result in results], indent=2))
+        click.echo(json.dumps([asdict(part) | vars(result) for part, result in results], indent=2))
     elif not mutants:
         Console().print(summary(results))
     wrong = [part for part, result in results if bool(result.failures) != mutants]
     sys.exit(1 if wrong else 0)
+
+
+def _runs(
+    work: Path, samples: int, processes: int, mutants: bool, faults: bool
+) -> Iterator[tuple[Part, Callable[[], Result]]]:
+    if faults:
+        for fault in FAULTS:
+            part = Part("faulty", title=f"{fault[0]}: {fault[1]}, {fault[2]} times")
+            yield part, partial(run_faults, fault, work, samples, EVERY)
+        return
+    for part in MUTANTS if mutants else PARTS:
+        yield part, partial(run_part, part, work, samples, processes, until_red=mutants)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,8 @@ class _Look:
     is_weak: bool
 
     def store(self, place: str, saved: set[int], budget_bytes: int = deeds.BUDGET_BYTES) -> None:
-        """Starts a daemon's store that must hold `saved`, some of them twice: then all records are checked."""
+        """Starts a daemon's store that must hold `saved`, some of them twice: then all records are checked, unless the
+        disk may have damaged some that nobody has read."""
         if not self.is_weak:
             _wiped(self.image.files.get(f"{place}/{DATA}") or b"", self.account.wiped)
         folder = self.root / place
@@ -120,13 +121,13 @@ class _Look:
             return
         (folder / DAMAGED).unlink(missing_ok=True)
         kept = {*found, PROBE} if budget_bytes > deeds.TIGHT_BYTES else {PROBE}
-        again = _live(folder, numbers, kept, budget_bytes, False, is_last=True)
+        again = _live(folder, numbers, kept, budget_bytes, False, is_verified=not self.is_weak)
         if (folder / DAMAGED).exists() or not again:
             raise Wrong("the second start found damage again")
 
 
 def _live(
-    folder: Path, numbers: Sequence[int], saved: set[int], budget_bytes: int, is_weak: bool, is_last: bool = False
+    folder: Path, numbers: Sequence[int], saved: set[int], budget_bytes: int, is_weak: bool, is_verified: bool = False
 ) -> set[int]:
     """One life of a daemon. Returns the prompts that were there whole at its start."""
     with _opened(folder, budget_bytes) as store:
@@ -135,7 +136,7 @@ def _live(
         found = {number for number in numbers if _is_whole(store, number, is_weak)}
         if not is_weak and (lost := saved - found):
             raise Wrong(f"acknowledged and lost: prompts {sorted(lost)}")
-        if is_last and (problems := verify_index(store).problems):
+        if is_verified and (problems := verify_index(store).problems):
             raise Wrong(f"not clean: {problems[0]}")
         _save(store, PROBE)
         if not _is_whole(store, PROBE, False):
@@ -328,6 +329,7 @@ def _fetched(look: _Look) -> None:
 
 _CHECKS: dict[str, Callable[[_Look], None]] = {
     "save": lambda look: look.store(deeds.KV, look.account.saved),
+    "faulty": lambda look: look.store(deeds.KV, look.account.saved),
     "evict": lambda look: look.store(deeds.KV, look.account.saved, deeds.TIGHT_BYTES),
     "compact": _compact,
     "backup": _backup,

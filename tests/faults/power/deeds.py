@@ -1,27 +1,32 @@
 """What is recorded: one deed per process on the files below a folder, with a mark after all that is acknowledged.
 
-`python -m tests.faults.power.deeds NAME ROOT [PROTECTION…]`: without the protections that are named.
+`python -m tests.faults.power.deeds NAME ROOT [ARGUMENT…] [PROTECTION…]`: without the protections that are named.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from diskprefix.errors import CacheError
+from diskprefix.store import store_file
 from diskprefix.store.changes import Use
 from diskprefix.store.compact import compact_folder, copy_store, replace_store
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.store import Store
+from diskprefix.store.writer import Writer
 from tests.faults.crash import prompts
 from tests.faults.crash.worker import command, publish_in_parts
 from tests.store.building import Clock, names_of_every_run
@@ -152,6 +157,46 @@ def aside(root: Path) -> None:
             loop.publish(number)
 
 
+def faulty(root: Path, kind: str, error: str, times: str, step: str) -> None:
+    """The same deeds in a folder for each call of a kind (writes, barriers, names), or each `step`-th, in which that
+    call fails, and `times` in all. Then the disk is well again, and everything must be saved."""
+    store_file._RETRY_S = 0.0
+    call = {"write": ON_WRITE, "sync": ON_SYNC, "names": ON_NAMES}[kind]
+    # Half a write, where there is no such error.
+    number = getattr(errno, error, -1)
+    for section in count(0, int(step)):
+        mark(section=section)
+        control().power_fail(call, section, int(times), number)
+        left = _with_faults(root / str(section) / KV)
+        was_hit = control().power_seen(call) > section
+        control().power_fail(call, 0, 0, 0)
+        with opened(root / str(section) / KV) as loop:
+            for prompt in left:
+                loop.publish(prompt)
+            loop.delete(SMALL[0])
+        if not was_hit:
+            return
+
+
+def _with_faults(folder: Path) -> list[int]:
+    """Saves and deletes what the disk takes. Returns the prompts that were not acknowledged."""
+    left = SMALL[:4]
+    try:
+        with opened(folder) as loop:
+            for number in SMALL[:4]:
+                with suppress(CacheError):
+                    loop.publish(number)
+                    left.remove(number)
+                loop.store.maintain()
+                if number == SMALL[2]:
+                    with suppress(CacheError):
+                        loop.delete(SMALL[1])
+                    loop.store.maintain()
+    except CacheError:
+        return left
+    return left
+
+
 def exchange(root: Path) -> None:
     """An export to a file, and its import into a new store."""
     with opened(root / KV) as loop:
@@ -213,6 +258,30 @@ def model_bytes() -> bytes:
     return bytes(range(251)) * 120
 
 
+def slow(root: Path) -> None:
+    """A disk that does not answer: nobody waits for it but the writer, and what was read before can be read."""
+    store = Store(root / KV, budget_bytes=BUDGET_BYTES, serving=True)
+    store.publish(prompts.publication(store, SMALL[0]))
+    writer = Writer(store, buffer_bytes=1 << 30)
+    control().power_hold(1)
+    try:
+        for number in SMALL[1:3]:
+            publication = prompts.publication(store, number)
+            assert writer.reserve(publication.payload_bytes)
+            writer.submit(publication, reserved_bytes=publication.payload_bytes)
+            writer.touch(prompts.last_node(store.secret, SMALL[0]), START_S)
+        with store.snapshot() as snapshot:
+            assert snapshot.usage(prompts.last_node(store.secret, SMALL[0])) is not None
+        assert not writer.flush(0.05)
+        assert writer.num_pending
+    finally:
+        control().power_hold(0)
+    assert writer.flush(60.0)
+    assert writer.error is None
+    assert writer.close(60.0)
+    store.close()
+
+
 def prepare(name: str, root: Path) -> tuple[int, ...]:
     """Makes what is on the disk before a deed. Returns the prompts in the store."""
     shutil.rmtree(root, ignore_errors=True)
@@ -227,7 +296,7 @@ def prepare(name: str, root: Path) -> tuple[int, ...]:
     return tuple(SMALL[:4]) if name in ("compact", "backup", "restore", "exchange") else ()
 
 
-DEEDS: dict[str, Callable[[Path], None]] = {
+DEEDS: dict[str, Callable[..., None]] = {
     "save": save,
     "evict": evict,
     "compact": compact,
@@ -238,6 +307,8 @@ DEEDS: dict[str, Callable[[Path], None]] = {
     "profile": profile,
     "models": models,
     "fetched": fetched,
+    "faulty": faulty,
+    "slow": slow,
 }
 
 
@@ -296,12 +367,13 @@ _MODULES = {
 """Modules that are imported before a protection is taken out of them."""
 
 
-def main(name: str, root: str, *removed: str) -> None:
+def main(name: str, root: str, *arguments: str) -> None:
+    removed = [argument for argument in arguments if argument in REMOVALS]
     for module in _MODULES.get(name, ()):
         import_module(module)
     for protection in removed:
         REMOVALS[protection]()
-    DEEDS[name](Path(root))
+    DEEDS[name](Path(root), *(argument for argument in arguments if argument not in REMOVALS))
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ static char root[1024];
 static size_t root_bytes;
 static int log_fd = -1;
 static Map maps[32];
-static long seen[8], fail_after[8], fail_times[8], delay_us[8];
+static long seen[8], fail_after[8], fail_times[8];
 static int fail_error[8], ignored;
+static volatile int held;
 
 #define REAL(type, name, ...) \
     static type (*real_##name)(__VA_ARGS__); \
@@ -108,7 +109,7 @@ static void look_at_maps(void) {
 
 /* Returns 0, or the error that a call of this kind must fail with. -1: half of it is to be written. */
 static int fault(int kind) {
-    if (delay_us[kind]) usleep(delay_us[kind]);
+    while (held) usleep(1000);
     long n = ++seen[kind];
     return fail_times[kind] && n > fail_after[kind] && n <= fail_after[kind] + fail_times[kind] ? fail_error[kind] : 0;
 }
@@ -121,7 +122,7 @@ void power_mark(const char *text) {
 }
 long power_seen(int kind) { return seen[kind]; }
 void power_ignore(int kinds) { ignored = kinds; }
-void power_delay(int kind, long us) { delay_us[kind] = us; }
+void power_hold(int whether) { held = whether; }
 void power_fail(int kind, long after, long times, int error) {
     seen[kind] = 0, fail_after[kind] = after, fail_times[kind] = times, fail_error[kind] = error;
 }
@@ -306,7 +307,8 @@ int mkdirat(int dir, const char *name, mode_t mode) {
     char path[1024];
     if (!place_of(dir, name, path)) return real_mkdirat(dir, name, mode);
     pthread_mutex_lock(&lock);
-    int error = fault(ON_NAMES), result = error ? -1 : real_mkdirat(dir, name, mode), kept = error ? error : errno;
+    int error = ino_at(path) ? 0 : fault(ON_NAMES);
+    int result = error ? -1 : real_mkdirat(dir, name, mode), kept = error ? error : errno;
     if (!result) record(MKDIR, ino_at(path), 0, NULL, 0, path, NULL);
     pthread_mutex_unlock(&lock);
     errno = kept;
