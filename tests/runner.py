@@ -110,11 +110,13 @@ class Runner:
         self.settings = settings
         self.name = name
         uninstall(model)
-        self.layout, self.grid_reason = _layout(model), ""
+        self.grid_reason = ""
         """Why the model is exact on the grid only, if that was measured."""
-        if exact_at != "grid":
-            identity = f"{name} {model.config} {model.dtype}"
-            self.layout, self.grid_reason = make_exact(model, self.layout, identity=identity)
+        if exact_at == "grid":
+            self.layout = _layout(model)
+        else:
+            described = f"{name} {model.config} {model.dtype}"
+            self.layout, self.grid_reason = make_exact(model, identity=described, form=described)
             assert exact_at in (None, self.layout.exact_at), self.grid_reason
         self.device = model.device.type
         """What the gate takes for the device."""

@@ -12,7 +12,6 @@ from diskprefix.engine.draft_model import LoadedDraft
 from diskprefix.errors import ModelError
 from diskprefix.kv.layout import Layout
 from diskprefix.model.exact.invariance import make_exact
-from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.progress import Report
@@ -54,8 +53,8 @@ class MeasuredModel:
 def measured(loaded: LoadedModel, settings: Settings, progress: Report) -> MeasuredModel:
     """Makes a model compute exactly where it can. Raises the errors of torch when memory runs out."""
     model, digest = loaded.model, loaded.weights_digest
-    identity = str(Fingerprint.of(model, digest, settings.fingerprint))
-    layout, reason = make_exact(model, rehearse(model, identity=identity), identity, progress)
+    identity, form = (str(Fingerprint.of(model, one, settings.fingerprint)) for one in (digest, ""))
+    layout, reason = make_exact(model, identity=identity, form=form, report=progress)
     # The fingerprint includes the attention that `make_exact` has installed.
     return MeasuredModel(loaded, layout, Fingerprint.of(model, digest, settings.fingerprint), reason)
 

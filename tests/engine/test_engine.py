@@ -179,7 +179,7 @@ def test_memory_that_runs_out_after_the_weights_is_one_line_and_frees_the_folder
     def starved(*_args: Any, **_kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 9 GiB")
 
-    for module, step in ((measured_model, "rehearse"), (generate, "KVPool")):
+    for module, step in ((measured_model, "make_exact"), (generate, "KVPool")):
         with monkeypatch.context() as patch:
             patch.setattr(module, step, starved)
             with pytest.raises(ModelError, match=r"^the model fits in memory, but nothing [^\n]+$"):

@@ -22,12 +22,13 @@ from diskprefix.memo import Memo
 from diskprefix.model.exact import accelerated, attention, rows
 from diskprefix.model.exact.invariant import as_it_was, install, uninstall
 from diskprefix.model.exact.kernel_calls import MAX_ROWS, Form, digest
-from diskprefix.model.exact.layer_kinds import LayerSample, sample_of
+from diskprefix.model.exact.layer_kinds import LayerRecord, LayerSample, sample_of
 from diskprefix.model.exact.patterns import NAME, NotInvariant
 from diskprefix.model.exact.recurrent import has_scans
-from diskprefix.model.exact.rehearsal import made_up_tokens
+from diskprefix.model.exact.rehearsal import interrupt, made_up_tokens, read_layout, rehearse, restore
 from diskprefix.model.exact.rows import are_whole, is_curve, is_ours
 from diskprefix.model.exact.runner import can_pack
+from diskprefix.model.exact.structure import structure_of
 from diskprefix.model.load.imports import without_tracer
 from diskprefix.native.library import described, operators
 from diskprefix.printable import first_line
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_verdicts = Memo("invariance", version=4)
+_verdicts = Memo("invariance", version=5, max_records=64)
 
 # fmt: off
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum"})
@@ -72,6 +73,10 @@ _MEASURING = "measuring once whether this model is exact at every token"
 _NUM_TOKENS = 560
 """More than a tile of keys."""
 _STEPS = (256, 256, 48)
+_INTERRUPTED = 150
+"""At the end of the first step with so many tokens, a sequence goes on in other memory, after another one."""
+_NUM_PARTS = 5
+"""Of the measurement, for people: the trial, the run of transformers, and three others."""
 _TRIAL_STEPS = (5, 1)
 """Several rows, and one: some layers compute these in two ways."""
 _LARGE_BYTES = 1 << 13
@@ -83,70 +88,103 @@ median of the tokens of the last step."""
 
 
 def make_exact(
-    model: PreTrainedModel, layout: Layout, identity: str = "", report: Report = log.info
+    model: PreTrainedModel, *, identity: str = "", form: str = "", report: Report = log.info
 ) -> tuple[Layout, str]:
-    """Returns the layout with `exact_at` and `packs`, and why it is not exact at every token ("" if it is).
+    """Returns the layout of the model's state, and why it is not exact at every token ("" if it is).
 
-    With `token` the model is changed to compute so (`model.exact.invariant`). Takes seconds to minutes, and `report`
-    takes lines about the progress. The result is remembered for `identity`, the model's fingerprint, if it is given.
-    Raises only what torch raises when memory runs out.
+    If it is, the model is changed to compute so (`model.exact.invariant`), and the measurement has shown a restore too;
+    else the layout is rehearsed. Takes seconds to minutes, and `report` takes lines about the progress. Raises only
+    what torch raises when memory runs out.
+
+    That a model is exact at every token is remembered for `form`, its fingerprint without the weights, and for its
+    structure (`model.exact.structure`). That it is not is remembered for `identity`, its fingerprint.
     """
-    reason, forms, packs = _why_not(model, layout), frozenset[Form](), False
-    if not reason:
-        key = hashlib.sha256(
-            f"{__version__} {NAME} {attention.kernel(model.device)} {layout} {identity}".encode()
-        ).hexdigest()
-        remembered = _remembered(key) if identity else None
-        reason, forms, packs = remembered or _measured(model, layout, report)
-        if identity and remembered is None:
-            _verdicts.put(key, {"reason": reason, "forms": [form.describe() for form in forms], "packs": packs})
-    if reason:
-        log.info("[model] exact in steps of one grid: %s", reason)
-        return layout, reason
+    computed_by = f"{__version__} {NAME} {attention.kernel(model.device)}"
+    own_key = hashlib.sha256(f"{computed_by} {identity}".encode()).hexdigest()
+    match _verdicts.get(own_key) if identity else None:
+        case {"reason": str(reason)}:
+            return _on_grid(rehearse(model, identity), reason)
+    key = _key_of(model, f"{computed_by} {form}") if form else ""
+    found = _remembered(key)
+    if found is None:
+        measured = _measured(model, report)
+        if isinstance(measured, str):
+            layout = rehearse(model, identity)
+            reason = _why_not(model, layout) or measured
+            if identity:
+                _verdicts.put(own_key, {"reason": reason})
+            return _on_grid(layout, reason)
+        found = measured
+        if key:
+            _verdicts.put(key, {"layout": found[0].record(), "forms": [one.describe() for one in found[1]]})
+    layout, forms = found
     install(model, digest(forms))
     log.info("[model] attention: %s", accelerated.kernel() if is_accelerated(model.device) else described())
-    return replace(layout, exact_at="token", packs=packs), ""
+    return layout, ""
 
 
-def _remembered(key: str) -> tuple[str, frozenset[Form], bool] | None:
+def _on_grid(layout: Layout, reason: str) -> tuple[Layout, str]:
+    log.info("[model] exact in steps of one grid: %s", reason)
+    return layout, reason
+
+
+def _key_of(model: PreTrainedModel, form: str) -> str:
+    """Returns what a verdict depends on, "" if the model cannot be changed."""
+    try:
+        install(model)
+        return hashlib.sha256(f"{form} {structure_of(model)}".encode()).hexdigest()
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return ""
+    finally:
+        uninstall(model)
+
+
+def _remembered(key: str) -> tuple[Layout, frozenset[Form]] | None:
     """Returns what an earlier run of `_measured` returned."""
-    match _verdicts.get(key):
-        case {"reason": str(reason), "forms": list(described), "packs": bool(packs)}:
-            with suppress(ValueError):
-                return reason, frozenset(map(Form.parse, described)), packs
+    match _verdicts.get(key) if key else None:
+        case {"layout": dict(record), "forms": list(described)}:
+            with suppress(AttributeError, LookupError, TypeError, ValueError):
+                return Layout.of_record(record), frozenset(map(Form.parse, described))
     return None
 
 
-def _measured(model: PreTrainedModel, layout: Layout, report: Report) -> tuple[str, frozenset[Form], bool]:
-    """Returns why the bits of a token depend on the steps of a run, "" if they do not; the forms of the products that
-    the model computes; and whether several sequences can share a step.
+def _measured(model: PreTrainedModel, report: Report) -> tuple[Layout, frozenset[Form]] | str:
+    """Returns why the bits of a token depend on the steps of a run, or, if they do not, the layout and the forms of the
+    products that the model computes.
 
     All is run with the sample of the layers, packed steps too: in these a layer meets the memory of several sequences,
     and layers of one kind treat it alike. The layers between them add nothing to a row.
     """
     started = time.perf_counter()
-    rows.forget_forms()
-    layout = replace(layout, exact_at="token")
-    try:
-        with without_tracer(), torch.inference_mode():
-            install(model)
-            sample = _sampled(model, layout)
-            num_runs = 2 + len(_other_steps(sample.token_bytes(layout)))
-            with progress_bar(_MEASURING, _NUM_TOKENS * num_runs, report) as advance, sample.alone():
-                with as_it_was(model):
-                    expected = _plain_logits(model, layout)
+    with progress_bar(_MEASURING, _NUM_TOKENS * _NUM_PARTS, report) as advance:
+        layout = read_layout(model)
+        if reason := _why_not(model, layout):
+            return reason
+        advance(_NUM_TOKENS // 2)
+        rows.forget_forms()
+        layout = replace(layout, exact_at="token")
+        try:
+            with without_tracer(), torch.inference_mode():
+                install(model)
+                sample = _sampled(model, layout)
                 advance(_NUM_TOKENS)
-                _rehearse(model, layout, sample, expected, advance)
-                packs = can_pack(model, layout)
-    except Exception as error:  # a model class of any age and author may fail in any way
-        if is_out_of_memory(error):
-            raise
-        line = first_line(error)
-        return line if isinstance(error, NotInvariant) else f"{type(error).__name__}: {line}", frozenset(), False
-    finally:
-        uninstall(model)
+                with sample.alone():
+                    with as_it_was(model):
+                        expected = _plain_logits(model, layout)
+                    advance(2 * _NUM_TOKENS)
+                    _rehearse(model, layout, sample, expected, lambda done: advance(2 * _NUM_TOKENS + done))
+                    layout = replace(layout, packs=can_pack(model, layout))
+        except Exception as error:  # a model class of any age and author may fail in any way
+            if is_out_of_memory(error):
+                raise
+            line = first_line(error)
+            return line if isinstance(error, NotInvariant) else f"{type(error).__name__}: {line}"
+        finally:
+            uninstall(model)
     log.info("[model] exact at every token, measured in %.1f s", time.perf_counter() - started)
-    return "", rows.forms(), packs
+    return layout, rows.forms()
 
 
 def _why_not(model: PreTrainedModel, layout: Layout) -> str:
@@ -186,7 +224,7 @@ def _sampled(model: PreTrainedModel, layout: Layout) -> LayerSample:
     token_ids = made_up_tokens(model, 4, sum(_TRIAL_STEPS))
 
     def run() -> None:
-        _run(model, layout, token_ids, _TRIAL_STEPS, lambda _: None)
+        _run(model, layout, token_ids, _TRIAL_STEPS)
 
     with _only_harmless():
         return sample_of(model, layout, run)
@@ -220,23 +258,23 @@ def _rehearse(
     """Raises `NotInvariant` if the bits of a run depend on its steps. `advance` takes the tokens computed so far."""
     token_ids = made_up_tokens(model, 4, _NUM_TOKENS)
 
-    def advance_in(run: int) -> Callable[[float], None]:
-        return lambda done: advance(run * _NUM_TOKENS + done)
-
     def run(steps: Sequence[int], number: int) -> tuple[bytes, dict[int, torch.Tensor]]:
-        with sample.recorded() as rows_of_layers:
-            state, logits = _run(model, layout, token_ids, steps, advance_in(number))
-        return state + rows_of_layers.content(), logits
+        def advance_run(done: float) -> None:
+            advance(number * _NUM_TOKENS + done)
+
+        with sample.recorded() as record:
+            state, logits = _run(model, layout, token_ids, steps, advance_run, record if number else None)
+        return state + record.content(), logits
 
     with _only_harmless():
-        whole = run(_STEPS, 1)
+        whole = run(_STEPS, 0)
     last = torch.stack([whole[1][_NUM_TOKENS - _STEPS[-1] + number] for number in range(1, 1 + _STEPS[-1])]).float()
     # Of one token rounding may choose another expert.
     error = ((last - expected[1:]).abs().amax(-1) / (expected[:-1] - expected[1:]).abs().amax(-1)).median()
     if not error <= _MAX_ERROR:
         raise NotInvariant(f"its attention is another one (error {float(error):.2f})")
     for number, steps in enumerate(_other_steps(sample.token_bytes(layout))):
-        found = run(steps, 2 + number)
+        found = run(steps, 1 + number)
         if found[0] != whole[0]:
             raise NotInvariant(f"its state depends on the steps ({number})")
         both = found[1].keys() & whole[1].keys()
@@ -269,17 +307,28 @@ def _run(
     layout: Layout,
     token_ids: torch.Tensor,
     steps: Sequence[int],
-    advance: Callable[[float], None],
+    advance: Callable[[float], None] = lambda _: None,
+    interrupted: LayerRecord | None = None,
 ) -> tuple[bytes, dict[int, torch.Tensor]]:
     """Returns the state of all tokens with the states at the end, and next-token logits by the number of tokens: those
-    after each step, and in the last one those of each token."""
+    after each step, and in the last one those of each token. With `interrupted`, it goes on in other memory, after
+    another sequence that is not recorded, as after a restore: nothing but that memory may decide what comes then."""
     arena, logits = KVArena(layout, model.device), dict[int, torch.Tensor]()
     arena.reserve(token_ids.shape[1])
     for part in torch.split(token_ids, list(steps), dim=1):
-        is_last = arena.num_tokens + part.shape[1] == token_ids.shape[1]
+        end = arena.num_tokens + part.shape[1]
+        is_last = end == token_ids.shape[1]
         found = arena.compute(model, part, min(part.shape[1], _STEPS[-1]) if is_last else 1)
-        logits |= {arena.num_tokens - back: found[-1 - back] for back in range(len(found))}
-        advance(arena.num_tokens)
+        logits |= {end - back: found[-1 - back] for back in range(len(found))}
+        if interrupted is not None and _INTERRUPTED <= end < token_ids.shape[1]:
+            interrupted.is_paused = True
+            interrupt(model, layout)
+            interrupted.is_paused, interrupted = False, None
+            other = KVArena(layout, model.device)
+            other.reserve(token_ids.shape[1])
+            restore(arena, other)
+            arena = other
+        advance(end)
     return bytes(arena.read_tokens(0, arena.num_tokens)) + bytes(arena.read_states()), logits
 
 

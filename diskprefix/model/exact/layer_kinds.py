@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _OWN = frozenset({"layer_idx", "address"})
 """Attributes that differ in all layers: the number of a layer, and where something lies in memory."""
 _INPUT = "hidden_states"
-_ALIGNMENT = 64
+ALIGNMENT = 64
 """Kernels may differ by where a tensor begins in a line of the caches."""
 
 
@@ -71,7 +71,7 @@ class LayerSample:
             self.layers._modules.update(others)
 
     @contextmanager
-    def recorded(self) -> Iterator[_Record]:
+    def recorded(self) -> Iterator[LayerRecord]:
         """Gives a context that records what the chosen layers return, unless these are all."""
         with _recording(self.layers, () if self.is_whole else self.chosen) as record:
             yield record
@@ -180,7 +180,7 @@ class _Description:
     def _inside(self, value: Any) -> Hashable:
         match value:
             case torch.Tensor():
-                place = 0 if value.is_meta else value.data_ptr() % _ALIGNMENT
+                place = 0 if value.is_meta else value.data_ptr() % ALIGNMENT
                 return value.dtype, str(value.device), tuple(value.shape), value.stride(), place
             case Mapping():
                 return tuple((self.of(key), self.of(one)) for key, one in value.items() if key not in _OWN)
@@ -245,14 +245,16 @@ class _OperatorsOfLayers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True)
-class _Record:
-    """The rows that layers got and returned, by their numbers, for each step. `sizes` is that of `LayerSample`."""
+@dataclass
+class LayerRecord:
+    """The rows that layers got and returned, by their numbers, for each step. `sizes` is that of `LayerSample`. Nothing
+    is recorded while `is_paused`."""
 
     inputs: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     outputs: dict[int, list[torch.Tensor]] = field(default_factory=lambda: defaultdict(list))
     sizes: dict[int, int] = field(default_factory=dict)
     unusual: set[int] = field(default_factory=set)
+    is_paused: bool = False
 
     def is_usual(self, num_layers: int) -> bool:
         """Returns whether all layers take rows first, and return as many, with nothing else."""
@@ -286,11 +288,13 @@ def _recording(
     *,
     inputs: Mapping[int, Sequence[torch.Tensor]] | None = None,
     operators: _OperatorsOfLayers | None = None,
-) -> Iterator[_Record]:
+) -> Iterator[LayerRecord]:
     """Gives a context that records the layers with these numbers. They get the `inputs` if these are given."""
-    record = _Record()
+    record = LayerRecord()
 
     def before(number: int, _: nn.Module, args: Any, kwargs: Any) -> Any:
+        if record.is_paused:
+            return args, kwargs
         if inputs is not None:
             rows = inputs[number][len(record.inputs[number])].clone()
             args, kwargs = ((rows, *args[1:]), kwargs) if args else (args, kwargs | {_INPUT: rows})
@@ -302,7 +306,8 @@ def _recording(
     def after(number: int, _: nn.Module, _args: Any, out: Any) -> None:
         if operators is not None:
             operators.layer = None
-        record.end(number, out)
+        if not record.is_paused:
+            record.end(number, out)
 
     with ExitStack() as hooks:
         for number in numbers:

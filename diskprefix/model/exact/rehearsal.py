@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
@@ -91,16 +91,36 @@ def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
     if identity and (remembered := _rehearsals.get(key)) is not None:
         with suppress(AttributeError, LookupError, TypeError, ValueError):
             return Layout.of_record(remembered)
+    layout = read_layout(model)
+    if layout.unsupported:
+        return layout
+    tokens = made_up_tokens(model, 1, _STEP)
+
+    def rehearsed() -> Layout:
+        with sample_of(model, layout, lambda: _arena(model, layout).forward(model, tokens)).alone():
+            return _rehearsed(model, layout)
+
+    found = _or_unsupported(model, rehearsed)
+    if identity and not found.unsupported:
+        _rehearsals.put(key, found.record())
+    return found
+
+
+def read_layout(model: PreTrainedModel) -> Layout:
+    """Returns the layout of the model's state after a forward of a few tokens, without a rehearsal. For a model that
+    cannot be cached, `unsupported` has the reasons. Raises only what torch raises when memory runs out."""
+
+    def read() -> Layout:
+        _check_outside(model)
+        return _read_layout(model)
+
+    return _or_unsupported(model, read)
+
+
+def _or_unsupported(model: PreTrainedModel, find: Callable[[], Layout]) -> Layout:
     try:
         with torch.inference_mode():
-            _check_outside(model)
-            layout = _read_layout(model)
-            tokens = made_up_tokens(model, 1, _STEP)
-            with sample_of(model, layout, lambda: _arena(model, layout).forward(model, tokens)).alone():
-                rehearsed = _rehearsed(model, layout)
-            if identity:
-                _rehearsals.put(key, rehearsed.record())
-            return rehearsed
+            return find()
     except _Unsupported as found:
         return unsupported(model, *found.args)
     except Exception as error:  # a model class of any age and author may fail in any way
@@ -257,15 +277,12 @@ def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
     first, second, last = token_ids[:, :_STEP], token_ids[:, _STEP : 2 * _STEP], token_ids[:, 2 * _STEP :]
     cold = _arena(model, layout)
     cold.forward(model, first)
-    tokens, states = cold.read_tokens(0, _STEP), cold.read_states()
+    warm = _arena(model, layout)
+    restore(cold, warm)
     expected = [cold.forward(model, second)]
     continued = cold.read_states()
     expected.append(cold.forward(model, last))
-    _arena(model, layout).forward(model, made_up_tokens(model, 2, _STEP + 1))
-
-    warm = _arena(model, layout)
-    _write(warm, memoryview(bytes(tokens) + bytes(states)))
-    warm.truncate(_STEP)
+    interrupt(model, layout)
     found = [warm.forward(model, second), warm.forward(model, last)]
     if not all(map(torch.equal, found, expected)):
         raise _Unsupported(f"{type(model).__name__} keeps state outside its cache")
@@ -321,16 +338,22 @@ def _arena(model: PreTrainedModel, layout: Layout) -> KVArena:
     return arena
 
 
-def _write(arena: KVArena, payload: memoryview) -> None:
-    """Writes the first tokens and the states from raw bytes."""
-    start = 0
+def interrupt(model: PreTrainedModel, layout: Layout) -> None:
+    """Computes a few tokens of another sequence."""
+    _arena(model, layout).forward(model, made_up_tokens(model, 2, _STEP + 1))
+
+
+def restore(source: KVArena, target: KVArena) -> None:
+    """Copies the state of a sequence into other memory, which has room for it, as a restore does."""
+    num_tokens, layout, start = source.num_tokens, source.layout, 0
+    payload = memoryview(bytes(source.read_tokens(0, num_tokens)) + bytes(source.read_states()))
 
     def write(out: Bytes) -> None:
         nonlocal start
         out[...] = np.frombuffer(payload[start : start + out.size], np.uint8).reshape(out.shape)
         start += out.size
 
-    layout = arena.layout
     rows = [len(g.specs) * g.heads for g in layout.groups] + [len(g.specs) * g.rows_each for g in layout.states]
     for group, num_rows in enumerate(rows):
-        arena.fill(0, _STEP, group, slice(0, num_rows), write)
+        target.fill(0, num_tokens, group, slice(0, num_rows), write)
+    target.truncate(num_tokens)

@@ -16,7 +16,6 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.model.exact import fused, invariant
 from diskprefix.model.exact.invariance import make_exact
-from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.exact.runner import Rows, run
 from diskprefix.model.quants.quantised import QuantisedLinear, prepare
 from diskprefix.native import library
@@ -83,7 +82,7 @@ def test_parts_are_found_by_what_they_compute(name: str, expected: dict[str, int
 
 
 def layout_of(model: PreTrainedModel) -> Layout:
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     assert not reason
     return layout
 

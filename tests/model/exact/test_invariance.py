@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import PreTrainedModel
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
@@ -19,6 +21,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.group import GroupMemory
 from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.sizes import TILE
+from diskprefix.kv.step import current_step
 from diskprefix.model.exact import invariance, invariant, recurrent, rows, torch_attention
 from diskprefix.model.exact import kernel_calls as calls
 from diskprefix.model.exact.attention import kernel
@@ -36,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 def verdict(name: str, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
     model = tiny_model(name, dtype)
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     return layout.exact_at, reason
 
 
@@ -49,7 +52,7 @@ def test_it_is_exact_at_every_token_in_float32(name: str) -> None:
 @pytest.mark.parametrize("name", ["gptj", "gpt_neo", "gemma4", "olmo", "mixtral"])
 def test_so_is_one_with_experts_or_attention_of_its_own_that_drops_rows_or_turns_in_float32(name: str) -> None:
     model = tiny_model(name, torch.bfloat16)
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     assert (layout.exact_at, reason) == ("token", "")
     assert layout.packs
 
@@ -127,7 +130,7 @@ def test_a_function_that_computes_something_else_is_not_replaced(monkeypatch: py
     recurrent._replacements.cache_clear()
     model = tiny_model("lfm2", torch.float32)
     layout = rehearse(model)
-    assert make_exact(model, layout) == (layout, "recurrent layers of its own")
+    assert make_exact(model) == (layout, "recurrent layers of its own")
     recurrent._replacements.cache_clear()
 
 
@@ -136,9 +139,9 @@ def test_an_operator_of_which_nothing_is_known_means_the_grid(monkeypatch: pytes
     norm = model.model.norm.forward
     monkeypatch.setattr(model.model.norm, "forward", lambda x: norm(x) + 0.0 * torch.special.i0(x))
     layout = rehearse(model)
-    assert make_exact(model, layout) == (layout, "operators of its own: special_i0")
+    assert make_exact(model) == (layout, "operators of its own: special_i0")
     monkeypatch.setattr(invariance, "_is_harmless", lambda *_: True)
-    assert make_exact(model, layout)[1] == ""
+    assert make_exact(model)[1] == ""
 
 
 def logits_of(model: PreTrainedModel) -> torch.Tensor:
@@ -151,7 +154,7 @@ def test_a_model_on_the_grid_computes_as_before(monkeypatch: pytest.MonkeyPatch)
     model = tiny_model("mixtral", torch.float32)
     before, was = logits_of(model), Fingerprint.of(model, "")
     monkeypatch.setattr(invariance, "_rehearse", lambda *_: (_ for _ in ()).throw(NotInvariant("so")))
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     assert (layout.exact_at, reason) == ("grid", "so")
     assert Fingerprint.of(model, "") == was
     assert torch.equal(logits_of(model), before)
@@ -160,7 +163,7 @@ def test_a_model_on_the_grid_computes_as_before(monkeypatch: pytest.MonkeyPatch)
 def test_the_fingerprint_names_our_attention_and_experts() -> None:
     model = tiny_model("mixtral", torch.float32)
     before = Fingerprint.of(model, "")
-    make_exact(model, rehearse(model))
+    make_exact(model)
     after = Fingerprint.of(model, "")
     products = invariant.products_of(model)
     assert products
@@ -173,7 +176,7 @@ def test_the_fingerprint_names_our_attention_and_experts() -> None:
 def test_within_as_it_was_a_model_computes_as_before() -> None:
     model = tiny_model("llama", torch.float32)
     before = logits_of(model)
-    layout, _ = make_exact(model, rehearse(model))
+    layout, _ = make_exact(model)
     products = invariant.products_of(model)
     with invariant.as_it_was(model):
         assert torch.equal(logits_of(model), before)
@@ -186,38 +189,90 @@ def test_the_measurement_tells_how_far_it_is_and_a_remembered_one_nothing() -> N
     lines: list[str] = []
     for _ in range(2):
         model = tiny_model("llama", torch.float32)
-        make_exact(model, rehearse(model), "told once", lines.append)
+        make_exact(model, form="told once", report=lines.append)
     label = lines[0]
     assert lines == [label, *(f"{label}: {share} %" for share in (25, 50, 75))]
 
 
-def test_the_verdict_is_remembered_for_the_fingerprint(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, third = (tiny_model("llama", torch.float32) for _ in range(3))
-    layout, _ = make_exact(first, rehearse(first), identity="this one")
-    monkeypatch.setattr(invariance, "_measured", lambda *_: ("measured once more", frozenset(), False))
-    assert make_exact(second, rehearse(second), identity="this one") == (layout, "")
-    assert invariant.products_of(second) == invariant.products_of(first)
-    assert make_exact(third, rehearse(third), identity="another")[1] == "measured once more"
+def seeded(seed: int, **changes: Any) -> PreTrainedModel:
+    """A model of one configuration, with weights of its own."""
+    torch.manual_seed(seed)
+    config = tiny_model("llama", torch.float32).config
+    config.update(changes)
+    found: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    return found
+
+
+def test_a_verdict_is_remembered_for_the_structure_whatever_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, same, deeper, replaced = seeded(0), seeded(1), seeded(2, num_hidden_layers=3), seeded(3)
+    layout, _ = make_exact(first, form="this one")
+    assert layout.exact_at == "token"
+    monkeypatch.setattr(invariance, "_measured", lambda *_: "measured once more")
+    assert make_exact(same, form="this one") == (layout, "")
+    assert invariant.products_of(same) == invariant.products_of(first)
+    assert run(same, layout, [5, 3])[0] == run(same, layout, [8])[0]
+    for other in (deeper, replaced):
+        if other is replaced:
+            other.model.norm.forward = partial(type(other.model.norm).forward, other.model.norm)
+        assert make_exact(other, form="this one")[1] == "measured once more"
+    assert make_exact(seeded(4), form="another")[1] == "measured once more"
+    assert make_exact(seeded(4))[1] == "measured once more"
+
+
+def test_that_a_model_is_on_the_grid_is_remembered_for_its_own_weights_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = invariance._measured
+    monkeypatch.setattr(invariance, "_measured", lambda *_: "so")
+    layout, reason = make_exact(seeded(0), identity="these weights", form="this one")
+    assert (layout, reason) == (rehearse(seeded(0)), "so")
+    monkeypatch.setattr(invariance, "_measured", own)
+    assert make_exact(seeded(0), identity="these weights", form="this one") == (layout, "so")
+    assert make_exact(seeded(1), identity="other weights", form="this one")[1] == ""
+
+
+class Forgetful(nn.Module):
+    """A layer's part that adds what it saw before, and keeps that beside the cache until a sequence begins."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own, self.seen = own, torch.zeros(())
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.own(rows)
+        step = current_step()
+        if step is None or step.runs[0].start == 0:
+            self.seen = rows[:, :1]
+        return found + 0.001 * self.seen
+
+
+def test_state_that_a_model_keeps_outside_its_cache_is_found_by_the_restore(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the steps, all that it computes of an uninterrupted sequence is the same."""
+    model = seeded(0)
+    layer: Any = model.model.layers[0]
+    layer.mlp = Forgetful(layer.mlp)
+    monkeypatch.setattr(invariance, "_INTERRUPTED", invariance._NUM_TOKENS)
+    assert make_exact(model)[0].exact_at == "token"
+    monkeypatch.undo()
+    assert make_exact(model)[0].exact_at == "grid"
 
 
 @pytest.mark.parametrize(
     "damaged",
-    ["", None, {"reason": ""}, {"reason": "", "forms": []}, {"reason": 1, "forms": [], "packs": True}]
-    + [{"reason": "", "forms": [[1, 2, "int", False, False, 3]], "packs": True}]
-    + [{"reason": "", "forms": [[64, 64, name, False, False]], "packs": True} for name in ("nn", "no such type", 7)],
+    ["", None, {"layout": {}}, {"layout": {}, "forms": []}, {"reason": 1}]
+    + [{"forms": [[1, 2, "int", False, False, 3]]}]
+    + [{"forms": [[64, 64, name, False, False]]} for name in ("nn", "no such type", 7)],
 )
-def test_a_remembered_verdict_that_cannot_be_is_measured_again(
-    damaged: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_remembered_verdict_that_cannot_be_is_measured_again(damaged: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("llama", torch.float32)
+    if damaged and "layout" not in damaged:
+        damaged |= {"layout": rehearse(model).record()}
     monkeypatch.setattr(invariance._verdicts, "get", lambda _: damaged)
-    monkeypatch.setattr(invariance, "_measured", lambda *_: ("measured once more", frozenset(), False))
-    assert make_exact(model, rehearse(model), identity="this one")[1] == "measured once more"
+    monkeypatch.setattr(invariance, "_measured", lambda *_: "measured once more")
+    assert make_exact(model, identity="this one", form="this form")[1] == "measured once more"
 
 
 def test_other_calls_of_a_product_give_the_model_another_root(monkeypatch: pytest.MonkeyPatch) -> None:
     def root(model: PreTrainedModel) -> str:
-        make_exact(model, rehearse(model), identity="this one")
+        make_exact(model, form="this one")
         return Fingerprint.of(model, "").identity(16, 1, "layout")
 
     # Products of matrices in bfloat16 may be compiled operators.
@@ -248,7 +303,7 @@ def run(model: PreTrainedModel, layout: Any, steps: Sequence[int]) -> tuple[byte
 def test_state_and_logits_have_the_same_bits_however_the_prompt_is_cut(name: str) -> None:
     name, _, weights = name.partition(" ")
     model = quantised_tiny_model(name, weights) if weights else tiny_model(name, torch.bfloat16)
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     assert not reason
     state, logits = run(model, layout, [256, 256, LENGTH - 512])
 
@@ -268,7 +323,7 @@ def arena(monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, KVArena]:
     """Of a model with torch's attention, which multiplies what lies behind the last token by zero."""
     monkeypatch.setattr(library, "_chosen", "torch")
     model = tiny_model("llama", torch.bfloat16)
-    layout, _ = make_exact(model, rehearse(model))
+    layout, _ = make_exact(model)
     return model, KVArena(layout, model.device)
 
 
@@ -314,7 +369,7 @@ def restored_after_another(model: PreTrainedModel, cold: KVArena, num_tokens: in
 
 def test_what_lies_before_a_window_never_shows_in_a_restored_run(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_model("gemma3", torch.bfloat16)
-    layout, _ = make_exact(model, rehearse(model))
+    layout, _ = make_exact(model)
     assert any(group.window for group in layout.groups)
     cold = KVArena(layout, model.device)
     with torch.inference_mode():

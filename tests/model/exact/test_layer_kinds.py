@@ -97,7 +97,7 @@ def with_neighbourly(number: int) -> PreTrainedModel:
 @pytest.mark.parametrize("number", [3, 6, 7])
 def test_a_single_layer_that_depends_on_the_step_is_found(number: int) -> None:
     model = with_neighbourly(number)
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     assert (layout.exact_at, reason) == ("grid", "its state depends on the steps (0)")
 
 
@@ -105,7 +105,7 @@ def test_without_a_layer_of_its_kind_it_is_not_found(monkeypatch: pytest.MonkeyP
     model = with_neighbourly(6)
     monkeypatch.setattr(layer_kinds, "_first_of_each", lambda _: SAMPLE)
     monkeypatch.setattr(layer_kinds._OperatorsOfLayers, "are_those_of", lambda *_: True)
-    assert make_exact(model, rehearse(model))[1] == ""
+    assert make_exact(model)[1] == ""
 
 
 def test_an_operator_that_only_one_layer_calls_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_an_operator_that_only_one_layer_calls_is_found(monkeypatch: pytest.Monk
     monkeypatch.setattr(Gemma3DecoderLayer, "forward", forward)
     model = deep_model()
     assert sample(model).is_whole
-    assert make_exact(model, rehearse(model))[0].exact_at == "grid"
+    assert make_exact(model)[0].exact_at == "grid"
 
 
 def test_layers_that_use_each_other_are_all_run(monkeypatch: pytest.MonkeyPatch) -> None:

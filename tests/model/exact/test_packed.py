@@ -18,7 +18,7 @@ from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import Run, current_step
 from diskprefix.model.exact import latent, layer_kinds, recurrent, runner
 from diskprefix.model.exact.invariance import make_exact
-from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
+from diskprefix.model.exact.rehearsal import made_up_tokens
 from diskprefix.model.exact.runner import Rows
 from diskprefix.native import library
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("cache")
 def made(name: str, dtype: torch.dtype = torch.bfloat16) -> tuple[PreTrainedModel, Layout]:
     name, _, weights = name.partition(" ")
     model = quantised_tiny_model(name, weights) if weights else tiny_model(name, dtype)
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     assert not reason
     return model, layout
 
@@ -160,7 +160,7 @@ def test_a_single_layer_that_depends_on_the_company_is_found(
     if not has_its_kind:
         monkeypatch.setattr(layer_kinds, "_first_of_each", lambda _: SAMPLE)
         monkeypatch.setattr(layer_kinds._OperatorsOfLayers, "are_those_of", lambda *_: True)
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     assert (layout.exact_at, reason) == ("token", "")
     assert layout.packs != has_its_kind
 

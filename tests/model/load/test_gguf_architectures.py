@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.mixtures import matrices_of
-from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.load.fit import needs_of_gguf
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.quants.quantised import QuantisedLinear
@@ -331,5 +330,5 @@ def test_latent_attention_of_a_file_is_exact_at_every_token(tmp_path: Path) -> N
     if operators() is None:
         pytest.skip("no compiled operators")
     model = loaded(write(tmp_path / "tiny.gguf", made("V3")), "auto")
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     assert (layout.exact_at, reason) == ("token", "")

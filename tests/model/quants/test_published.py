@@ -20,7 +20,6 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from diskprefix.errors import ModelError
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.mixtures import is_mixture, matrices_of
-from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.load.fit import needs_of_folder
 from diskprefix.model.load.gguf import suffix_of
 from diskprefix.model.load.loader import load_model
@@ -469,7 +468,7 @@ def test_experts_are_served_in_the_quants_that_they_were_published_with(
         for part, (weight, _) in matrices_of(plain.get_submodule(path)).items():
             assert torch.equal(found.parts()[part].weight, weight), (path, part)
             assert str(found.parts()[part].form).startswith(bits)
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     assert (layout.exact_at, reason) == ("token", "")
     if write is not differently:
         needs = needs_of_folder(folder, [folder / "model.safetensors"], "auto", "auto")

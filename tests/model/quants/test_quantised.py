@@ -11,7 +11,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from diskprefix.errors import ModelError, SettingsError
 from diskprefix.model.exact.invariance import make_exact
-from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.load import gguf, loader
 from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.gguf import converted_folder
@@ -115,7 +114,7 @@ def test_a_quantised_model_is_exact_at_every_token(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert kernels in KERNELS
     model = quantised_model(weights)
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     assert (layout.exact_at, reason) == ("token", "")
 
 
@@ -125,7 +124,7 @@ def test_a_product_that_depends_on_the_number_of_rows_means_the_grid() -> None:
     module = model.get_submodule("model.layers.0.mlp.down_proj")
     product, module.matrix = module._product, None
     module._product = lambda rows: product(rows) * (1 + 2**-7 * (rows.shape[-2] == 1))
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     assert layout.exact_at == "grid"
     assert "depends on the steps" in reason
 

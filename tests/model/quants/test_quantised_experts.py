@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
-from diskprefix.model.exact.rehearsal import rehearse
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.load.stored_tensors import stored_tensors
 from diskprefix.model.quants.forms import quantised
@@ -119,7 +118,7 @@ def test_plain_experts_are_written_as_they_come_beside_quants(name: str, tmp_pat
 
 
 def exactness(model: PreTrainedModel) -> tuple[str, str]:
-    layout, reason = make_exact(model, rehearse(model))
+    layout, reason = make_exact(model)
     return layout.exact_at, reason
 
 
