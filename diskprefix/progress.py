@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeAlias
 
 Report: TypeAlias = Callable[[str], None]
 """Takes one line of text for people."""
+
+_SHOWN_S = 2.0
+"""The shortest wait that is told ahead."""
 
 
 @contextmanager
@@ -18,11 +22,12 @@ def progress_bar(
     """Yields a function that takes the work done so far, out of `total` or of an unknown amount (None).
 
     `label` is reported at the start. Then a bar is shown on stderr until the end; without a terminal, each quarter is
-    reported. A smaller number than before changes nothing.
+    reported, with the time that is left. A smaller number than before changes nothing.
     """
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
     from rich.progress import TimeElapsedColumn as ElapsedColumn
+    from rich.progress import TimeRemainingColumn as RemainingColumn
 
     report(label)
     console = Console(stderr=True)
@@ -30,20 +35,28 @@ def progress_bar(
         yield _quarters(label, total or math.inf, report)
         return
     amount = DownloadColumn(binary_units=True) if in_bytes else TaskProgressColumn()
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), amount, ElapsedColumn())
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        amount,
+        ElapsedColumn(),
+        RemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda done: bar.update(task, completed=max(done, bar.tasks[0].completed))
 
 
 def _quarters(label: str, total: float, report: Report) -> Callable[[float], None]:
-    reported = 0
+    reported, began_at = 0, time.monotonic()
 
     def advance(done: float) -> None:
         nonlocal reported
         quarter = min(int(4 * done / total), 3)
         if quarter > reported:
             reported = quarter
-            report(f"{label}: {25 * quarter} %")
+            left_s = (time.monotonic() - began_at) * (total - done) / done
+            report(f"{label}: {25 * quarter} %" + (f", about {left_s:.0f} s more" if left_s >= _SHOWN_S else ""))
 
     return advance

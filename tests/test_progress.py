@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
+from diskprefix import progress
 from diskprefix.progress import progress_bar
 
 
@@ -11,6 +14,15 @@ def test_without_a_terminal_every_quarter_is_a_line() -> None:
         for done in (1, 2, 3, 7, 5, 8):
             advance(done)
     assert lines == ["working", "working: 25 %", "working: 75 %"]
+
+
+def test_a_line_tells_how_long_it_still_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines, now = list[str](), iter((100.0, 105.0, 130.0, 130.5))
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    with progress_bar("working", 8, lines.append) as advance:
+        for done in (2, 4, 7.8):
+            advance(done)
+    assert lines == ["working", "working: 25 %, about 15 s more", "working: 50 %, about 30 s more", "working: 75 %"]
 
 
 @pytest.mark.parametrize("in_bytes", [False, True])

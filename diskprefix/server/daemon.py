@@ -155,7 +155,9 @@ class Daemon:
     def start_loading(self) -> None:
         """Starts the thread that loads; `on_ready` or `on_failure` is called on the running event loop."""
         self._loop = loop = asyncio.get_running_loop()
-        self._progressed(f"loading {self.settings.model or 'the embedded model'}")
+        line = f"loading {self.settings.model or 'the embedded model'}; importing what computes it takes some seconds"
+        log.info("%s", line)
+        self._progressed(line)
         self._thread = threading.Thread(target=self._load, args=(loop,), name="load", daemon=True)
         self._thread.start()
 
