@@ -152,6 +152,12 @@ class LlamaRouter(LiveServer):
         for name, path in models.items():
             (folder / f"{name}.gguf").symlink_to(path)
         self._command = [program, "--port", str(self.port), "--models-dir", str(folder), "--models-max", "1"]
+        # It closes a kept connection without a word.
+        self._client = httpx.Client(
+            base_url=str(self._client.base_url),
+            timeout=_DEADLINE_S,
+            limits=httpx.Limits(max_keepalive_connections=0),
+        )
         self._command += ["--threads", str(os.cpu_count()), "--parallel", "1", "--ctx-size", "8192"]
 
     def load_s(self, name: str) -> float:

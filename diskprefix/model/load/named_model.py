@@ -13,7 +13,7 @@ from diskprefix.model.load.embedded import EMBEDDED
 from diskprefix.model.load.gguf_file import MATRICES, first_parts
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model
 from diskprefix.model.load.safetensors_header import INDEX, checkpoint_files, require_weights, shards_of
-from diskprefix.printable import shown
+from diskprefix.printable import escaped
 from diskprefix.progress import Report
 
 
@@ -57,7 +57,7 @@ def _nearest(model: str, names: Iterator[str] | list[str]) -> str:
     by_letters = {one.casefold(): one for one in names}
     # A path is written as the user has begun it.
     near = [by_letters[one] for one in get_close_matches(name.casefold(), by_letters, n=1)]
-    return f"; the nearest is {shown(os.path.join(folder or model[: model.find('/') + 1], near[0]))}" if near else ""
+    return f"; the nearest is {escaped(os.path.join(folder or model[: model.find('/') + 1], near[0]))}" if near else ""
 
 
 def weight_files_of(folder: Path) -> list[Path]:
@@ -92,7 +92,7 @@ def name_faster(folder: Path, files: list[Path], report: Report) -> None:
     sizes = {name: _num_bytes([folder / part for part in parts]) for name, parts in models.items()}
     smaller = {name: size for name, size in sizes.items() if size < served}
     if smaller and not (folder / MATRICES).is_file():
-        best = shown(str(folder / max(smaller, key=lambda name: smaller[name])))
+        best = escaped(str(folder / max(smaller, key=lambda name: smaller[name])))
         report(f"serving the safetensors of {folder}; a .gguf file there is smaller, so it is faster: --model {best}")
 
 

@@ -240,11 +240,13 @@ def notifications(tmp_path: Path) -> Iterator[tuple[str, Notifications]]:
 
 
 def test_a_daemon_that_cannot_load_is_never_ready(
-    cache: Path, tmp_path: Path, notifications: tuple[str, Notifications]
+    cache: Path, chat_model: Path, tmp_path: Path, notifications: tuple[str, Notifications]
 ) -> None:
     address, heard = notifications
     environment = clean_environment(NOTIFY_SOCKET=address)
-    with DaemonProcess(*serve_flags(tmp_path / "nothing", cache), environment=environment) as daemon:
+    damaged = shutil.copytree(chat_model, tmp_path / "damaged")
+    os.truncate(damaged / "model.safetensors", 100)
+    with DaemonProcess(*serve_flags(damaged, cache), environment=environment) as daemon:
         assert daemon.process.wait(120) == 3
     wait_until(lambda: heard.messages[-1:] == ["STOPPING=1\nSTATUS=stopping: 0 running requests may end"], "the end")
     assert not any("READY" in message for message in heard.messages)
