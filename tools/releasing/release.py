@@ -43,7 +43,7 @@ class Target:
 
 
 TARGETS = (
-    Target("x86_64", "x86_64-linux-gnu-g++", "g++-x86-64-linux-gnu"),
+    Target("x86_64", "x86_64-linux-gnu-g++", "g++"),
     Target("aarch64", "aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu"),
 )
 
