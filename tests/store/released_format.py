@@ -1,7 +1,7 @@
 """A store with every kind of record, as the current format has it, and what can be read of a store.
 
-`python -m tests.store.released_format` adds the current format to the folder `formats`: a release with a new format
-keeps those before it there.
+`python -m tests.store.released_format` adds the current format to the folder `formats`, once: what is released never
+changes.
 """
 
 from __future__ import annotations
@@ -72,8 +72,10 @@ def contents(store: Store) -> dict[str, str]:
             found[f"root {root.hex()}"] = f"{record.model} {record.block_size} {record.layout}"
             prompts = [token_ids.tolist() for _, token_ids in snapshot.recent_prompts(root, 100)]
             found[f"prompts {root.hex()}"] = str(prompts)
+            # A store that was written before a kind came has no notes of it.
             for kind in NoteKind:
-                found[f"note {root.hex()} {kind.value}"] = str(notes.get(root, kind, "id"))
+                if (note := notes.get(root, kind, "id")) is not None:
+                    found[f"note {root.hex()} {kind.value}"] = str(note)
     return {key: hashlib.sha256(text.encode()).hexdigest()[:32] for key, text in found.items()}
 
 
@@ -95,7 +97,7 @@ def node_text(snapshot: Snapshot, name: bytes) -> str:
 
 
 def record() -> Path:
-    """Writes the current format's store and its contents to `formats`."""
+    """Writes the current format's store and its contents to `formats`. Raises `FileExistsError` if they are there."""
     with tempfile.TemporaryDirectory() as name, names_of_every_run():
         folder, copy = Path(name, "store"), Path(name, "copy")
         write(folder)
@@ -104,8 +106,10 @@ def record() -> Path:
         found = contents(store)
         store.close()
         target = FORMATS / f"{FORMAT_VERSION}.mdb.gz"
-        target.write_bytes(gzip.compress((copy / "data.mdb").read_bytes(), mtime=0))
-        target.with_suffix("").with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        with target.open("xb") as file:
+            file.write(gzip.compress((copy / "data.mdb").read_bytes(), mtime=0))
+        with target.with_suffix("").with_suffix(".json").open("x", encoding="utf-8") as text:
+            text.write(json.dumps(found, indent=1) + "\n")
     return target
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from tests.store.building import Clock
 from tests.store.released_format import FORMATS, contents
 
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
+DIGESTS = {
+    "8.json": "c606adda746400c287cb18953267389eea94d838d6759a2d372345e0f657ead9",
+    "8.mdb.gz": "98a80eb66bd60816c6f69dcce4d82e70a15672e668bea5c6ef691300832795c9",
+}
 
 
 def opened(path: Path, folder: Path) -> Store:
@@ -32,6 +37,10 @@ def test_a_store_of_a_released_format_is_restored_bit_for_bit(path: Path, tmp_pa
     assert contents(store) == expected
     assert verify_index(store).problems == ()
     store.close()
+
+
+def test_what_is_kept_is_what_was_released() -> None:
+    assert {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in FORMATS.iterdir()} == DIGESTS
 
 
 def test_the_current_format_is_among_them_and_none_is_large() -> None:

@@ -7,6 +7,7 @@ with this machine, and pip's settings.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,19 +17,29 @@ from pathlib import Path
 from tools.releasing.environment import ReleaseError, run
 
 PACKAGES = ("ca-certificates", "pipx", "python3", "python3-venv")
-_SOURCES = ("/etc/apt/sources.list.d/debian.sources", "/etc/apt/sources.list")
+_SOURCES = ("etc/apt/sources.list.d/debian.sources", "etc/apt/sources.list")
 _NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs", "/etc/pip.conf", "/etc/xdg/pip")
 _PASSED = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 _PROGRAMS = ("mmdebstrap", "unshare", "chroot", "tar")
+_DEBIAN = re.compile(r'^ID="?debian"?$', re.MULTILINE)
+_ENTRY = re.compile(r"^(deb|URIs:)\s", re.MULTILINE)
+
+
+def own_sources(system: Path = Path("/")) -> list[Path]:
+    """Returns the file that says where this machine has its packages from, if it is a Debian and has such a file."""
+    identity = system / "etc/os-release"
+    if not identity.exists() or not _DEBIAN.search(identity.read_text(encoding="utf-8")):
+        return []
+    present = [system / name for name in _SOURCES if (system / name).exists()]
+    return [path for path in present if _ENTRY.search(path.read_text(encoding="utf-8"))][:1]
 
 
 def make_archive(archive: Path, suite: str) -> None:
-    """Writes an archive of a new root. The packages come from where this machine has its own."""
+    """Writes an archive of a new root. The packages come from where this machine has its own, if it is a Debian."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     part = archive.with_name(archive.name + ".part.tar")
-    sources = next((name for name in _SOURCES if Path(name).exists()), "")
     command = ("mmdebstrap", "--quiet", "--variant=minbase", f"--include={','.join(PACKAGES)}", suite, part)
-    run(*command, *filter(None, [sources]))
+    run(*command, *own_sources())
     part.replace(archive)
 
 

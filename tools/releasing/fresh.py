@@ -103,8 +103,10 @@ def try_wheel(root: DebianRoot, times: Times, log: Path) -> None:
 
 
 def try_clone(root: DebianRoot, times: Times, log: Path, commands: tuple[str, ...]) -> None:
-    """Runs the commands that the first page names, in a clone of this project."""
+    """Runs the commands that the first page names, in a clone of this project, which needs a compiler."""
     run("git", "clone", "--quiet", ROOT, root.folder / "root/clone")
+    install = "apt-get update && apt-get install --yes --no-install-recommends g++"
+    root.call(install, {"DEBIAN_FRONTEND": "noninteractive"}, log)
     for command in commands:
         with times.taken(command, "its end, in a clone"):
             root.call(f"cd clone && {command}", {}, log)
@@ -119,8 +121,8 @@ def try_clone(root: DebianRoot, times: Times, log: Path, commands: tuple[str, ..
 )
 @click.option("--suite", default="bookworm", show_default=True, help="The release of Debian.")
 @click.option("--archive", type=click.Path(path_type=Path), help="The root as a tar file; made if it is not there.")
-@click.option("--clone", is_flag=True, help="Then run tools/demo in a clone.")
-@click.option("--tests", is_flag=True, help="Then run tools/test in a clone.")
+@click.option("--clone", is_flag=True, help="Then install g++, and run tools/demo in a clone.")
+@click.option("--tests", is_flag=True, help="Then install g++, and run tools/test in a clone.")
 @click.option(
     "--log", type=click.Path(path_type=Path), default=Path("fresh-machine.log"), help="What the commands print."
 )

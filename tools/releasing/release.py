@@ -27,15 +27,19 @@ GLIBC = (2, 28)
 """The oldest one that the wheels are for: that of torch's own wheels."""
 LIBRARY = "diskprefix/native/_operators.so"
 _VERSION = re.compile(r'^__version__ = "([^"]+)"$', re.MULTILINE)
+_LINK = re.compile(r"(!?)\[([^\]]+)\]\((?!https?:|#)([^)]+)\)")
+"""A link to a file of the project, or its picture."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A kind of CPU that wheels are made for, its compiler, and the package of Debian that has it."""
+    """A kind of CPU that wheels are made for, its compiler, the package of Debian that has it, and the variants of the
+    operators."""
 
     machine: str
     compiler: str
     package: str
+    variants: tuple[str, ...]
 
     @property
     def platform(self) -> str:
@@ -43,24 +47,46 @@ class Target:
 
 
 TARGETS = (
-    Target("x86_64", "x86_64-linux-gnu-g++", "g++"),
-    Target("aarch64", "aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu"),
+    Target("x86_64", "x86_64-linux-gnu-g++", "g++", ("amx", "avx512_bf16", "avx512", "avx2", "baseline")),
+    Target("aarch64", "aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu", ("neon_bf16", "neon_dot", "baseline")),
 )
 
 
-def released_version(folder: Path, tags: list[str]) -> str:
-    """Returns the version of the sources in `folder`, whose commit has `tags`. Raises `ReleaseError` if a tag of a
-    version is of another one, or the changelog does not have it."""
-    found = _VERSION.search((folder / "diskprefix/version.py").read_text(encoding="utf-8"))
+def released_version(folder: Path, tag: str = "") -> str:
+    """Returns the version of the sources in `folder`. Raises `ReleaseError` if the changelog does not have it, or if
+    with this tag it would be published as another one, or with pages that say that it is not."""
+    found = _VERSION.search(_text(folder / "diskprefix/version.py"))
     if found is None:
         raise ReleaseError("diskprefix/version.py has no line with __version__")
     version = found[1]
-    others = [tag for tag in tags if re.fullmatch(r"v\d.*", tag) and tag != f"v{version}"]
-    if others:
-        raise ReleaseError(f"the commit has the tag {others[0]}, but diskprefix/version.py says {version}")
-    if f"## [{version}]" not in (folder / "CHANGELOG.md").read_text(encoding="utf-8"):
+    heading = re.search(rf"^## \[{re.escape(version)}\](.*)$", _text(folder / "CHANGELOG.md"), re.MULTILINE)
+    if heading is None:
         raise ReleaseError(f"CHANGELOG.md has no section [{version}]")
+    if tag:
+        page = " ".join(_text(folder / "README.md").split())
+        if tag != f"v{version}":
+            raise ReleaseError(f"the tag is {tag}, but diskprefix/version.py says {version}")
+        if not re.fullmatch(r" - \d{4}-\d\d-\d\d", heading[1]):
+            raise ReleaseError(f"CHANGELOG.md has no date in the line of the section [{version}]")
+        if "No index has the package" in page or "pip install diskprefix" not in page:
+            raise ReleaseError("README.md does not say how to install the package from an index")
     return version
+
+
+def give_address(sources: Path, address: str, commit: str) -> None:
+    """Writes the project's address into the sources of a commit, also into the links of the first page, which an index
+    shows alone."""
+
+    def whole(link: re.Match[str]) -> str:
+        return f"{link[1]}[{link[2]}]({address}/{'raw' if link[1] else 'blob'}/{commit}/{link[3]})"
+
+    page, project = sources / "README.md", sources / "pyproject.toml"
+    page.write_text(_LINK.sub(whole, _text(page)), encoding="utf-8")
+    project.write_text(f'{_text(project)}\n[project.urls]\nSource = "{address}"\n', encoding="utf-8")
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def export(commit: str, folder: Path) -> None:
@@ -70,12 +96,14 @@ def export(commit: str, folder: Path) -> None:
     subprocess.run(["tar", "--extract", "--directory", str(folder)], input=packed, check=True)
 
 
-def build_archives(commit: str, work: Path, targets: tuple[Target, ...], say: Report) -> list[Path]:
+def build_archives(commit: str, work: Path, targets: tuple[Target, ...], address: str, say: Report) -> list[Path]:
     """Returns the source archive and the wheels of a commit. Wheels are made from the source archive."""
     bin_folder, made = programs(), work / "made"
     variables = {"SOURCE_DATE_EPOCH": run("git", "-C", ROOT, "log", "-1", "--format=%ct", commit).strip()}
     hatchling = (bin_folder / "python", "-P", "-m", "hatchling", "build", "--directory", made)
     export(commit, work / "sources")
+    if address:
+        give_address(work / "sources", address, commit)
     run(*hatchling, "--target", "sdist", folder=work / "sources", variables=variables)
     (archive,) = made.glob("*.tar.gz")
     found = [archive]
@@ -102,13 +130,13 @@ def oldest_system(report: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def check_wheel(wheel: Path, version: str, work: Path, *, loads: bool) -> None:
+def check_wheel(wheel: Path, version: str, target: Target, work: Path) -> None:
     """Raises `ReleaseError` if a wheel needs a newer system than its name says, lacks a part, or its operators cannot
-    be loaded without a compiler (`loads`)."""
+    be loaded here without a compiler."""
     if oldest_system(run(programs() / "auditwheel", "show", wheel)) > GLIBC:
         raise ReleaseError(f"{wheel.name} needs a newer system than its name says; `auditwheel show` lists the symbols")
-    check_parts(wheel, version)
-    if loads:
+    check_parts(wheel, version, target)
+    if target.machine == platform.machine():
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(work)
         script = "from diskprefix.native import library; assert library.planes(); print(library.described())"
@@ -118,8 +146,9 @@ def check_wheel(wheel: Path, version: str, work: Path, *, loads: bool) -> None:
             raise ReleaseError(f"the operators of {wheel.name} are not used: {said}")
 
 
-def check_parts(wheel: Path, version: str) -> None:
-    """Raises `ReleaseError` if a wheel lacks a part, is of another version, or lists another library than it has."""
+def check_parts(wheel: Path, version: str, target: Target) -> None:
+    """Raises `ReleaseError` if a wheel lacks a part or a variant of the operators, is of another version, or lists
+    another library than it has."""
     info = f"diskprefix-{version}.dist-info"
     bill, parts = f"{info}/sboms/diskprefix.cdx.json", ("diskprefix/presets/", "diskprefix/units/", LIBRARY)
     with zipfile.ZipFile(wheel) as archive:
@@ -129,8 +158,18 @@ def check_parts(wheel: Path, version: str) -> None:
         if absent:
             raise ReleaseError(f"{wheel.name} lacks {', '.join(absent)}")
         (listed,) = json.loads(archive.read(bill))["components"]
-        if listed["hashes"][0]["content"] != hashlib.sha256(archive.read(LIBRARY)).hexdigest():
-            raise ReleaseError(f"the list of parts in {wheel.name} has another digest of {LIBRARY}")
+        library = archive.read(LIBRARY)
+    if listed["hashes"][0]["content"] != hashlib.sha256(library).hexdigest():
+        raise ReleaseError(f"the list of parts in {wheel.name} has another digest of {LIBRARY}")
+    # A compiler that is too old for a variant leaves it out.
+    left_out = [name for name in target.variants if symbol(name) not in library]
+    if left_out:
+        raise ReleaseError(f"{wheel.name} lacks the operators for {', '.join(left_out)}; {target.compiler} is too old")
+
+
+def symbol(variant: str) -> bytes:
+    """Returns the name that the table of a variant has in the library: that of `diskprefix::variant`."""
+    return f"_ZN10diskprefix{len(variant)}{variant}E\0".encode()
 
 
 def digest_of(path: Path) -> str:
@@ -164,13 +203,18 @@ def _chosen(machines: tuple[str, ...]) -> tuple[Target, ...]:
     type=click.Choice([target.machine for target in TARGETS]),
     help="Only these wheels.",
 )
+@click.option("--tag", default="", help="Publishable: what this tag has is built, and must be ready for it.")
+@click.option("--address", default="", help="The project's address, for an index and for the links of the first page.")
 @click.option("--once", is_flag=True, help="Build once: whether builds are the same is not checked.")
-def main(folder: Path, commit: str, machines: tuple[str, ...], once: bool) -> None:
+def main(folder: Path, commit: str, machines: tuple[str, ...], tag: str, address: str, once: bool) -> None:
     """Build the wheels and the source archive of a commit, and check them.
 
     Each wheel holds the operators, compiled for every kind of x86_64 or aarch64 CPU, and needs no compiler where it is
     installed. auditwheel checks that it needs no newer system than its name says. Everything is built twice, in two
     folders, and must be the same to the byte. Debian's cross compilers are needed. It takes about four minutes.
+
+    With --tag, the version must be that of the tag, its section of the changelog must have a date, and the first page
+    must say how to install the package from an index.
 
     \b
     Exit codes: 0 done; 1 something cannot be released; 2 wrong usage.
@@ -180,33 +224,30 @@ def main(folder: Path, commit: str, machines: tuple[str, ...], once: bool) -> No
         click.echo(f"release: {text}", err=True)
 
     targets = _chosen(machines)
-    commit = run("git", "-C", ROOT, "rev-parse", "--verify", f"{commit}^{{commit}}").strip()
-    tags = run("git", "-C", ROOT, "tag", "--points-at", commit).split()
+    named = f"refs/tags/{tag}" if tag else commit
+    commit = run("git", "-C", ROOT, "rev-parse", "--verify", f"{named}^{{commit}}").strip()
     with _workplace() as work:
+        export(commit, work / "sources")
+        version = released_version(work / "sources", tag)
         say("building, the first of two times" if not once else "building")
-        found = build_archives(commit, work / "one", targets, say)
-        version = released_version(work / "one/sources", tags)
-        run(programs() / "actionlint", "-oneline", *sorted((work / "one/sources/.github/workflows").iterdir()))
+        found = build_archives(commit, work / "one", targets, address, say)
         if not once:
             say("building again, in another folder")
-            again = {path.name: digest_of(path) for path in build_archives(commit, work / "another", targets, say)}
+            others = build_archives(commit, work / "another", targets, address, say)
+            again = {path.name: digest_of(path) for path in others}
             parted = [path.name for path in found if again.get(path.name) != digest_of(path)]
             if parted:
                 raise ReleaseError(f"two builds differ: {', '.join(parted)}")
         for target, wheel in zip(targets, found[1:], strict=True):
             say(f"checking {wheel.name}")
-            loads = target.machine == platform.machine()
-            check_wheel(wheel, version, work / f"checked-{target.machine}", loads=loads)
+            check_wheel(wheel, version, target, work / f"checked-{target.machine}")
         folder.mkdir(parents=True, exist_ok=True)
         written = [Path(shutil.copy2(path, folder)) for path in found]
     sums = "".join(f"{digest_of(path)}  {path.name}\n" for path in written)
     (folder / "SHA256SUMS").write_text(sums, encoding="utf-8")
     for path in written:
         click.echo(f"{path.stat().st_size / 1e6:8.2f} MB  {digest_of(path)}  {path.name}")
-    say(
-        f"version {version}"
-        + ("" if f"v{version}" in tags else f"; the commit has no tag v{version}, so this is a trial")
-    )
+    say(f"version {version}" + ("" if tag else "; without --tag, so this is a trial"))
 
 
 if __name__ == "__main__":
