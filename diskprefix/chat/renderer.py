@@ -4,8 +4,10 @@ draws the steps. It may take long for a long prompt, so the server calls it in a
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import deepcopy
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from diskprefix.chat.boundaries import bound, text_boundaries
@@ -60,13 +62,14 @@ class PromptRenderer:
         self._normalisers = normalisers
         self._compress = compress
         self._media = media
-        self._encoder = Encoder(
-            tokenizer,
+        self._make_encoder = partial(
+            Encoder,
             vocab_size=vocab_size,
             max_positions=max_positions,
             positions_limit=positions_limit,
             needs_bos=media is not None,
         )
+        self._encoder = self._make_encoder(tokenizer)
         self.end_ids = frozenset({*end_ids, tokenizer.eos_token_id} - {None})
         self.vocab_size = vocab_size
         self._template = ChatTemplate(tokenizer, self.end_ids)
@@ -171,6 +174,24 @@ class PromptRenderer:
         markers = {*(template.markers_of(None).values() if template.exists else ()), *template.special.values()}
         boundaries = text_boundaries(token_ids, num_added, markers, bos_id)
         return Prompt(token_ids=token_ids, boundaries=boundaries, text=preview_of_text(text))
+
+    def pieces(self, template: str) -> list[str]:
+        """Returns a text in pieces: its special tokens, and what is between them. Raises `InvalidRequest`."""
+        encoding, special = self._encoder.encode(template, param="model"), {*self._template.special.values()}
+        places = zip(encoding.token_ids.tolist(), encoding.offsets.tolist(), strict=True)
+        cuts = [cut for token_id, ends in places if token_id in special for cut in ends]
+        return [template[begin:end] for begin, end in pairwise([0, *cuts, len(template)]) if begin < end]
+
+    def plain(self, text: str, *, param: str) -> list[int]:
+        """Returns the token ids of a text in which special tokens are nothing but text. Raises as `completion`."""
+        token_ids: list[int] = self._plain_encoder.encode(text, param=param).token_ids.tolist()
+        return token_ids
+
+    @cached_property
+    def _plain_encoder(self) -> Encoder:
+        tokenizer = deepcopy(self._tokenizer)
+        tokenizer.split_special_tokens = True
+        return self._make_encoder(tokenizer)
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of any text, however long."""

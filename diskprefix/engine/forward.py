@@ -60,8 +60,7 @@ def _hidden_states(model: PreTrainedModel, step: list[Chunk[Reply]]) -> Iterator
     if all(chunk.sequence.running.pooling is None for chunk in step):
         yield found
         return
-    if model.base_model is model:
-        raise InvalidRequest("this model does not show its last hidden states, so it makes no embeddings")
+    assert model.base_model is not model, "a request for embeddings was refused before"
     hook = model.base_model.register_forward_hook(lambda _module, _inputs, output: found.append(output[0][0]))
     try:
         yield found

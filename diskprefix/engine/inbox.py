@@ -38,6 +38,12 @@ class Ticket:
     arrived_at: float = field(default_factory=time.perf_counter)
     cancelled: bool = False
 
+    @property
+    def takes_place(self) -> bool:
+        """Returns whether it takes a place in the queue. The readings of an HTTP request take none: that keeps a place
+        among those that arrive until it has all of them."""
+        return self.request.reading is None
+
     def cancel(self) -> None:
         self.cancelled = True
 
@@ -112,7 +118,9 @@ class Inbox:
         """Adds a request. Raises `QueueFull` or, while stopping, `NotReady`."""
         ticket = Ticket(request, emit)
         with self._changed:
-            self._check_room(len(self._still_waiting()), self.max_queue)
+            self._require_open()
+            if ticket.takes_place:
+                self._check_room(sum(other.takes_place for other in self._still_waiting()), self.max_queue)
             self._check_media(request)
             self._waiting.append(ticket)
             self._notify()
@@ -122,8 +130,10 @@ class Inbox:
         """Raises the errors of `submit` for a request that follows those of the callers `arriving`, and `ShareFull` if
         a caller with an API key has filled the half of the queue that it may use. All without keys are `SHARED`."""
         with self._changed:
-            free = max(0, self._max_running - len(self._running))
-            ahead = [*(ticket.request.cache.tenant for ticket in self._still_waiting()), *arriving]
+            self._require_open()
+            free = max(0, self._max_running - sum(ticket.takes_place for ticket in self._running))
+            waiting = [ticket.request.cache.tenant for ticket in self._still_waiting() if ticket.takes_place]
+            ahead = [*waiting, *arriving]
             self._check_room(len(ahead), self.max_queue + free)
             num_own = sum(tenant.ids[:1] == caller.ids for tenant in ahead)
             if caller != SHARED and num_own >= max(1, self.max_queue // 2) + free:
@@ -222,9 +232,11 @@ class Inbox:
         self._waiting = [ticket for ticket in self._waiting if not ticket.cancelled]
         return self._waiting
 
-    def _check_room(self, num_ahead: int, limit: int) -> None:
+    def _require_open(self) -> None:
         if self._stopping:
             raise self._refusal()
+
+    def _check_room(self, num_ahead: int, limit: int) -> None:
         if num_ahead >= limit:
             raise QueueFull(
                 f"{num_ahead} requests are waiting already; try again later or raise --max-queue",

@@ -112,10 +112,10 @@ class Reply(Sequence):
     def add_hidden(self, start: int, hidden: torch.Tensor) -> None:
         """Takes the last hidden states of the tokens from position `start` on, shape [num_rows, hidden_size]. A sum is
         added up token after token, so it has the same bits whatever the steps."""
-        rows = hidden.double().cpu().numpy()
         if self.running.pooling == "last":
-            self.hidden = rows[-1]
+            self.hidden = hidden[-1].double().cpu().numpy()
             return
+        rows = hidden.double().cpu().numpy()
         total = rows[0] if start == 0 or self.hidden is None else self.hidden + rows[0]
         for row in rows[1:]:
             total = total + row

@@ -63,6 +63,8 @@ class Daemon:
         """Called with the counts of the cache, too."""
         self.on_failure: Callable[[DiskPrefixError], None] = lambda _error: None
         """Called when the load fails, and when the accelerator is lost."""
+        self.at_load: list[Callable[[Serving], None]] = []
+        """Called with what is served, in the thread that loads."""
         self._load_engine = load_engine
         self._made_at = time.perf_counter()
         self._stopping = False
@@ -139,7 +141,8 @@ class Daemon:
         return self.require_serving()
 
     def arriving(self, caller: Tenant) -> QueuePlace:
-        """A context in which a request is read, waits for the model, and is rendered, before it is queued.
+        """A context in which a request is read, waits for the model, and is rendered, before it is queued. Its place in
+        the queue is that of all readings of a request, which stays in it.
 
         Raises `NotReady` when the daemon stops and after a failure, `QueueFull` if the requests that arrived before
         fill the queue, and `ShareFull` if the caller's own requests fill the caller's share of it.
@@ -189,6 +192,8 @@ class Daemon:
 
         try:
             serving = self._serve(report)
+            for call in self.at_load:
+                call(serving)
             stats = serving.engine.cache.stats()
         except DiskPrefixError as error:
             _call_soon(loop, self._failed, error)

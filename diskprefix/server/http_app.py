@@ -28,7 +28,7 @@ _LARGE_REPLIES = 8
 _DESCRIPTION = """An OpenAI-compatible server for one local model that keeps the model's prefix (KV) cache on disk: a
 prompt whose beginning was seen before is restored instead of computed, bit for bit, also after a restart of the daemon.
 
-Every response says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
+Every reply says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
 
 
 def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | None = None) -> FastAPI:

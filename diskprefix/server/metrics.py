@@ -268,17 +268,23 @@ class ServerMetrics:
 
     def count_generation(self, done: DoneEvent) -> None:
         """Adds the figures of a request that ended well: those that its response tells."""
+        self.count_tokens(done)
+        cache, timings = done.cache, done.timings
+        if cache.restored:
+            self._restore.observe(timings.restore_ms / 1e3)
+        self._first_token.labels("hit" if cache.restored else "miss").observe(timings.ttft_ms / 1e3)
+        for phase, histogram in self._phases.items():
+            histogram.observe(getattr(timings, f"{phase}_ms") / 1e3)
+
+    def count_tokens(self, done: DoneEvent) -> None:
+        """Adds the tokens of a request that ended well, or of a reading, which is one of many in a request."""
         usage, cache, timings = done.usage, done.cache, done.timings
         if cache.restored:
             self._prompt_tokens.labels(cache.source).inc(cache.restored)
-            self._restore.observe(timings.restore_ms / 1e3)
         self._prompt_tokens.labels("computed").inc(usage.prompt_tokens - cache.restored)
         self._reply_tokens.inc(usage.completion_tokens)
         self._draft_tokens.labels("accepted").inc(timings.accepted_tokens)
         self._draft_tokens.labels("rejected").inc(timings.drafted_tokens - timings.accepted_tokens)
-        self._first_token.labels("hit" if cache.restored else "miss").observe(timings.ttft_ms / 1e3)
-        for phase, histogram in self._phases.items():
-            histogram.observe(getattr(timings, f"{phase}_ms") / 1e3)
 
     async def render(self, serving: Serving | None) -> bytes:
         """Returns the text that a scrape gets. `serving` is None while the model loads."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +42,13 @@ def write_gguf(
     expert_width: int = 768,
     tensors_in_a_part: int = 0,
     pooling: int | None = None,
+    more: Callable[[Any], None] = lambda _writer: None,
 ) -> Path:
     """A Llama of two layers with a byte-level tokenizer; `without` names a tensor to leave out.
 
     It is in float32, or its layers in the type `quantised`. With `experts` it is a Qwen3 with so many. A model in parts
     has the names `path-00001-of-0000N.gguf`. With `pooling` it is an embedding model, whose texts end with a token.
+    `more` adds to the file.
     """
     from gguf import GGMLQuantizationType, GGUFWriter
     from gguf.quants import quantize
@@ -70,6 +73,7 @@ def write_gguf(
     if pooling is not None:
         writer.add_uint32(f"{architecture}.pooling_type", pooling)
         writer.add_add_eos_token(True)
+    more(writer)
     for name, tensor in _tensors(seed, experts, expert_width).items():
         if name != without and quantised and tensor.ndim >= 2:
             kind = GGMLQuantizationType[quantised]

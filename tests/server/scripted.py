@@ -135,6 +135,7 @@ class ScriptedEngine:
             config=SimpleNamespace(get_text_config=lambda **_: SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=2)),
             device="cpu",
             dtype="torch.float32",
+            base_model=None,
         )
         self.tokenizer: Any = None
         self.media: Any = None

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
-from starlette.responses import JSONResponse
 
 from diskprefix.api.fields import REFUSED
 from diskprefix.chat.messages import JsonObject
 from diskprefix.engine.request import Reading
 from diskprefix.errors import InvalidRequest
-from diskprefix.extras.embedding.model_purpose import Purpose, purpose_of
+from diskprefix.extras.embedding.model_purpose import Purpose
 from diskprefix.extras.embedding.prompt_readings import (
     MAX_INPUTS,
+    Prompts,
     ReadingBody,
     TokenUsage,
     Values,
-    read_prompts,
-    require_text,
+    answer_with_readings,
 )
 from diskprefix.nouns import Prompt
 from diskprefix.server.described import described
@@ -59,8 +59,8 @@ class EmbeddingsRequest(ReadingBody):
     input: Annotated[Any, AfterValidator(_checked_input), WithJsonSchema(_INPUT)] = Field(
         description="A text, a list of token ids, or a list of these. A text ends as the model's tokenizer ends it."
     )
-    encoding_format: Literal["float", "base64"] = Field(
-        default="float", description="Numbers, or float32 (little-endian) in base64."
+    encoding_format: Literal["float", "base64"] | None = Field(
+        default=None, description="Numbers, or float32 (little-endian) in base64."
     )
     dimensions: int | None = Field(
         default=None, ge=1, le=2**31 - 1, description="Only the first so many numbers, again as a vector of length 1."
@@ -87,35 +87,38 @@ class EmbeddingsReply(BaseModel):
 @router.post("/v1/embeddings", summary="Embeddings", **described(EmbeddingsRequest, EmbeddingsReply))
 async def embeddings(request: Request) -> Response:
     """A vector for each input: the model's last hidden states, pooled as its files or `--pooling` say."""
-    body, found = await read_prompts(request, EmbeddingsRequest, _prompts)
-    data = [
-        {"object": "embedding", "index": index, "embedding": _written(values, body)}
-        for index, values in enumerate(found.values)
-    ]
-    reply: JsonObject = {"object": "list", "data": data, "model": found.serving.model_name}
-    return JSONResponse(reply | {"usage": found.token_usage})
+    return await answer_with_readings(request, EmbeddingsRequest, _prompts, _reply)
 
 
-def _prompts(serving: Serving, body: EmbeddingsRequest, setting: str) -> tuple[list[Prompt], Reading]:
-    purpose = purpose_of(serving.engine.origin, setting)
+def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> tuple[Prompts, Reading]:
+    model = serving.engine.model
     if purpose.pooling == "rank":
         raise InvalidRequest.at("model", "this model is a reranker: send a query and documents to /v1/rerank")
-    size = serving.engine.model.config.get_text_config(decoder=True).hidden_size
+    if model.base_model is model:
+        raise InvalidRequest.at("model", "this model does not show its last hidden states, so it makes no embeddings")
+    size = model.config.get_text_config(decoder=True).hidden_size
     if body.dimensions is not None and body.dimensions > size:
         raise InvalidRequest.at("dimensions", f"must be at most {size}, the size of this model's vectors")
     is_one = isinstance(body.input, str) or _is_tokens(body.input)
     items = {"input": body.input} if is_one else {f"input.{index}": item for index, item in enumerate(body.input)}
-    return [_prompt(serving, purpose, item, path) for path, item in items.items()], Reading(pooling=purpose.pooling)
+    prompts = ((path, _prompt(serving, purpose, item, path)) for path, item in items.items())
+    return prompts, Reading(pooling=purpose.pooling)
 
 
 def _prompt(serving: Serving, purpose: Purpose, item: str | list[int], path: str) -> Prompt:
     renderer = serving.renderer
-    if isinstance(item, list):
-        return renderer.completion(item, param=path)
-    prompt = renderer.completion(require_text(item, path), param=path)
-    if purpose.end_id is None or prompt.token_ids[-1] == purpose.end_id:
+    if not item:
+        raise InvalidRequest.at(path, "must not be empty")
+    prompt = renderer.completion(item, param=path)
+    if isinstance(item, list) or purpose.end_id is None or prompt.token_ids[-1] == purpose.end_id:
         return prompt
     return renderer.completion([*prompt.token_ids.tolist(), purpose.end_id], param=path)
+
+
+def _reply(body: EmbeddingsRequest, values: list[Values]) -> tuple[JsonObject, str, Iterator[JsonObject]]:
+    vectors = (_written(one, body) for one in values)
+    items = ({"object": "embedding", "index": index, "embedding": one} for index, one in enumerate(vectors))
+    return {"object": "list"}, "data", items
 
 
 def _written(values: Values, body: EmbeddingsRequest) -> list[float] | str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, Field
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Message
 
 from diskprefix.api.fields import CacheFields, cache_options
@@ -19,6 +22,7 @@ from diskprefix.chat.messages import JsonObject
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading, SamplingParams, Usage
 from diskprefix.errors import InvalidRequest
+from diskprefix.extras.embedding.model_purpose import Purpose
 from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation
@@ -26,8 +30,8 @@ from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.serving import Serving
 from diskprefix.tenant_ids import group_of
 
-MAX_INPUTS = 2048
-"""The most inputs of a request, as OpenAI has it."""
+MAX_INPUTS, MAX_TOKENS = 2048, 300_000
+"""The most inputs of a request, and tokens of all its prompts, as OpenAI has them."""
 _WAIT_S = 60.0
 
 Values: TypeAlias = npt.NDArray[np.float32]
@@ -50,26 +54,16 @@ class TokenUsage(BaseModel):
     prompt_tokens_details: JsonObject = Field(description="`cached_tokens`: those that were restored.")
 
 
-@dataclass(frozen=True)
-class Findings:
-    """The values that were read at the end of each prompt, in their order."""
-
-    serving: Serving
-    values: list[Values]
-    usage: Usage
-
-    @property
-    def token_usage(self) -> JsonObject:
-        total = self.usage.prompt_tokens
-        cached = {"cached_tokens": self.usage.cached_tokens}
-        return {"prompt_tokens": total, "total_tokens": total, "prompt_tokens_details": cached}
+Prompts: TypeAlias = Iterable[tuple[str, Prompt]]
+"""Prompts with their paths in the body."""
+Make: TypeAlias = Callable[[Serving, Purpose, B], tuple[Prompts, Reading]]
+Write: TypeAlias = Callable[[B, list[Values]], tuple[JsonObject, str, Iterable[JsonObject]]]
 
 
-async def read_prompts(
-    request: Request, model: type[B], make: Callable[[Serving, B, str], tuple[list[Prompt], Reading]]
-) -> tuple[B, Findings]:
-    """Reads the body, and computes the prompts that `make` returns for it. That gets `--pooling`, too, and is called in
-    a thread. Raises what `make` raises, and the errors of a request for a reply."""
+async def answer_with_readings(request: Request, model: type[B], make: Make[B], write: Write[B]) -> Response:
+    """Reads the body, computes the prompts that `make` returns for it, and sends what `write` makes of the values read
+    at their ends: fields, the name of a list, and its items. Both are called in a thread. Raises what they raise, and
+    the errors of a request for a reply. The request keeps its place in the queue until all is computed."""
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
     context.wants_reply = True
@@ -77,20 +71,52 @@ async def read_prompts(
         body = await daemon.bodies.read_json(request, model, place)
         serving = await daemon.ready()
         serving.require_model(body.model)
+        purpose: Purpose = request.app.state.purpose
+        purpose.require()
         cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant, reuse_generated=False)
         serving.engine.give_way()
-        pooling = daemon.settings.pooling
-        prompts, reading = await daemon.threads.run(place.rendering, make, serving, body, pooling)
+        prompts, reading = await daemon.threads.run(place.rendering, _rendered, partial(make, serving, purpose, body))
         # It takes long for a tenant who was not here lately.
         await asyncio.shield(asyncio.wrap_future(serving.engine.cache.load(cache.tenant)))
-    options = _options(cache, reading)
-    sampling = SamplingParams(max_tokens=0)
-    requests = [
-        GenerateRequest(id=f"read-{uuid.uuid4().hex}", prompt=prompt, sampling=sampling, cache=options, reading=reading)
-        for prompt in prompts
-    ]
-    found = await _Readings(request, context, daemon, serving).run(requests)
-    return body, Findings(serving, [values for values, _ in found], _count(context, [done for _, done in found]))
+        place.memory.close()
+        options = _options(cache, reading)
+        requests = [
+            GenerateRequest(
+                id=f"read-{uuid.uuid4().hex}",
+                prompt=prompt,
+                sampling=SamplingParams(max_tokens=0),
+                cache=options,
+                reading=reading,
+            )
+            for prompt in prompts
+        ]
+        found = await _Readings(request, context, daemon, serving).run(requests)
+        usage = _count(context, [done for _, done in found])
+        fields: JsonObject = {"model": serving.model_name, "usage": usage}
+        work = partial(write, body, [values for values, _ in found])
+        content = await daemon.threads.run(place.rendering, _written, fields, work)
+    return Response(content, media_type="application/json")
+
+
+def _rendered(make: Callable[[], tuple[Prompts, Reading]]) -> tuple[list[Prompt], Reading]:
+    made, reading = make()
+    prompts: list[Prompt] = []
+    num_tokens = 0
+    for path, prompt in made:
+        num_tokens += len(prompt.token_ids)
+        if num_tokens > MAX_TOKENS:
+            problem = f"here the prompts of this request exceed {MAX_TOKENS} tokens; send the rest in another request"
+            raise InvalidRequest.at(path, problem)
+        prompts.append(prompt)
+    return prompts, reading
+
+
+def _written(fields: JsonObject, write: Callable[[], tuple[JsonObject, str, Iterable[JsonObject]]]) -> bytes:
+    """Returns the reply in JSON, written item by item: other threads do not run during a call of `dumps`."""
+    dumps = partial(json.dumps, ensure_ascii=False, separators=(",", ":"))
+    own, name, items = write()
+    written = ",".join(dumps(item) for item in items)
+    return f'{dumps(own | fields)[:-1]},"{name}":[{written}]}}'.encode()
 
 
 def _options(cache: CacheOptions, reading: Reading) -> CacheOptions:
@@ -101,16 +127,13 @@ def _options(cache: CacheOptions, reading: Reading) -> CacheOptions:
     return replace(cache, group=group, replay=False, leaves_last=reading.pooling is not None)
 
 
-def _count(context: LogContext, done: Sequence[DoneEvent]) -> Usage:
-    """Sets what the log says of all prompts, and returns their tokens."""
-    usage = Usage(
-        prompt_tokens=sum(one.usage.prompt_tokens for one in done),
-        completion_tokens=0,
-        cached_tokens=sum(one.usage.cached_tokens for one in done),
-    )
+def _count(context: LogContext, done: Sequence[DoneEvent]) -> JsonObject:
+    """Sets what the log says of all prompts, and returns their `TokenUsage`."""
+    total, cached = (sum(getattr(one.usage, f"{kind}_tokens") for one in done) for kind in ("prompt", "cached"))
     most = max(done, key=lambda one: one.cache.restored)
-    context.done = DoneEvent(usage, replace(most.cache, restored=usage.cached_tokens), most.timings)
-    return usage
+    usage = Usage(prompt_tokens=total, completion_tokens=0, cached_tokens=cached)
+    context.done = DoneEvent(usage, replace(most.cache, restored=cached), most.timings)
+    return {"prompt_tokens": total, "total_tokens": total, "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 class _Readings:
@@ -119,7 +142,7 @@ class _Readings:
     def __init__(self, request: Request, context: LogContext, daemon: Daemon, serving: Serving) -> None:
         self._context, self._daemon, self._inbox = context, daemon, serving.inbox
         self._gone = asyncio.create_task(_until_gone(request))
-        self._free = asyncio.Semaphore(max(1, min(serving.engine.max_sequences, serving.inbox.max_queue)))
+        self._free = asyncio.Semaphore(serving.engine.max_sequences)
 
     async def run(self, requests: Sequence[GenerateRequest]) -> list[tuple[Values, DoneEvent]]:
         """Returns the values of each prompt. The first error ends all of them."""
@@ -147,7 +170,7 @@ class _Readings:
         return {"type": "http.disconnect"}
 
     def _on_done(self, done: DoneEvent) -> None:
-        self._daemon.metrics.count_generation(done)
+        self._daemon.metrics.count_tokens(done)
 
     def _on_cancelled(self, activity: Activity) -> None:
         self._context.cancelled_at = activity
@@ -156,10 +179,3 @@ class _Readings:
 async def _until_gone(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def require_text(text: str, path: str) -> str:
-    """Returns a text. Raises `InvalidRequest` if it is empty."""
-    if not text:
-        raise InvalidRequest.at(path, "must not be empty")
-    return text

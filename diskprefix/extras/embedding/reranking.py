@@ -1,26 +1,33 @@
 """`POST /v1/rerank`: how well documents answer a query, by a decoder that was trained to say yes or no.
 
-The form is that of Jina, Cohere and llama.cpp's server; the prompt is that of Qwen3-Reranker, unless the model's file
-has its own. The score is the probability of yes against no.
+The form has what Jina's, Cohere's and llama.cpp's have in common; the prompt is that of Qwen3-Reranker, unless the
+model's file has its own. The score is the probability of yes against no.
 """
 
 from __future__ import annotations
 
 import math
 import uuid
-from functools import partial
+from collections.abc import Callable
 from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.responses import JSONResponse
 
 from diskprefix.api.fields import MAX_COUNT, Body, OneOf
 from diskprefix.chat.messages import JsonObject
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.request import Reading
 from diskprefix.errors import InvalidRequest
-from diskprefix.extras.embedding.model_purpose import Purpose, purpose_of
-from diskprefix.extras.embedding.prompt_readings import MAX_INPUTS, ReadingBody, TokenUsage, Values, read_prompts
+from diskprefix.extras.embedding.model_purpose import Purpose
+from diskprefix.extras.embedding.prompt_readings import (
+    MAX_INPUTS,
+    Prompts,
+    ReadingBody,
+    TokenUsage,
+    Values,
+    answer_with_readings,
+)
 from diskprefix.nouns import Prompt
 from diskprefix.server.described import described
 from diskprefix.server.serving import Serving
@@ -53,7 +60,7 @@ class RerankRequest(ReadingBody):
         Field(min_length=1, max_length=MAX_INPUTS, description="Texts.")
     )
     top_n: int | None = Field(default=None, ge=1, le=MAX_COUNT, description="Only the so many best ones.")
-    return_documents: bool = Field(default=False, description="Whether to send the texts back.")
+    return_documents: bool | None = Field(default=None, description="Whether to send the texts back.")
 
 
 class Ranked(BaseModel):
@@ -81,45 +88,65 @@ class RerankReply(BaseModel):
 @router.post("/v1/rerank", summary="Rerank", **described(RerankRequest, RerankReply))
 async def rerank(request: Request) -> Response:
     """Documents in the order in which they answer the query. For models such as Qwen3-Reranker."""
-    body, found = await read_prompts(request, RerankRequest, _prompts)
-    scores = [_score(values) for values in found.values]
-    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
-    results: list[JsonObject] = [{"index": index, "relevance_score": scores[index]} for index in best]
-    if body.return_documents:
-        for result in results:
-            result["document"] = {"text": _text_of(body.documents[result["index"]])}
-    reply = {"id": f"rerank-{uuid.uuid4().hex}", "object": "list", "model": found.serving.model_name}
-    return JSONResponse(reply | {"results": results, "usage": found.token_usage})
+    return await answer_with_readings(request, RerankRequest, _prompts, _reply)
 
 
-def _prompts(serving: Serving, body: RerankRequest, setting: str) -> tuple[list[Prompt], Reading]:
-    purpose = purpose_of(serving.engine.origin, setting)
+def _prompts(serving: Serving, purpose: Purpose, body: RerankRequest) -> tuple[Prompts, Reading]:
     if purpose.pooling != "rank":
         raise InvalidRequest.at(
             "model",
             f"{serving.model_name} is not known as a reranker; serve one that answers yes or no, such as "
             "Qwen3-Reranker, beside it, and say --pooling rank if its files do not",
         )
-    labels = _labels(serving, purpose)
-    write = partial(_prompt, serving, purpose.template or _TEMPLATE, body.query)
-    texts = [(_text_of(document), f"documents.{index}") for index, document in enumerate(body.documents)]
-    return [write(text, path) for text, path in texts], Reading(logits_of=labels)
+    labels = purpose.labels or _labels(serving)
+    write = _writer(serving.renderer, purpose.template or _TEMPLATE, body.query)
+    texts = ((f"documents.{index}", _text_of(document)) for index, document in enumerate(body.documents))
+    return ((path, write(text, path)) for path, text in texts), Reading(logits_of=labels)
 
 
-def _labels(serving: Serving, purpose: Purpose) -> tuple[int, int]:
-    if purpose.labels is not None:
-        return purpose.labels
+def _labels(serving: Serving) -> tuple[int, int]:
     found = [serving.renderer.tokenize(word, add_special_tokens=False) for word in ("yes", "no")]
     if any(len(token_ids) != 1 for token_ids in found):
         raise InvalidRequest.at("model", f"{serving.model_name} has no single tokens for yes and no")
     return found[0][0], found[1][0]
 
 
-def _prompt(serving: Serving, template: str, query: str, document: str, path: str) -> Prompt:
-    # In one pass: a query may contain the text of a placeholder.
-    before, _, behind = template.partition("{document}")
-    text = before.replace("{query}", query) + document + behind.replace("{query}", query)
-    return serving.renderer.completion(serving.renderer.tokenize(text, add_special_tokens=False), param=path)
+def _writer(renderer: PromptRenderer, template: str, query: str) -> Callable[[str, str], Prompt]:
+    """Returns what makes the prompt of a document and its path. The template is cut at its special tokens, which is
+    where its parts, encoded alone, give the tokens of the whole. Special tokens in query and documents are text."""
+    if "{query}" not in template or "{document}" not in template:
+        raise InvalidRequest.at("model", "the prompt in its file has no place for {query} or none for {document}")
+    parts: list[str | list[int]] = []
+    for piece in renderer.pieces(template):
+        if "{document}" in piece:
+            parts.append(piece)
+        elif "{query}" in piece:
+            parts.append(renderer.plain(piece.replace("{query}", query), param="query"))
+        else:
+            parts.append(renderer.tokenize(piece, add_special_tokens=False))
+
+    def write(document: str, path: str) -> Prompt:
+        token_ids: list[int] = []
+        for part in parts:
+            if isinstance(part, str):
+                # In one pass: a query may contain the text of a placeholder.
+                filled = document.join(text.replace("{query}", query) for text in part.split("{document}"))
+                token_ids += renderer.plain(filled, param=path)
+            else:
+                token_ids += part
+        return renderer.completion(token_ids, param=path)
+
+    return write
+
+
+def _reply(body: RerankRequest, values: list[Values]) -> tuple[JsonObject, str, list[JsonObject]]:
+    scores = [_score(one) for one in values]
+    best = sorted(range(len(scores)), key=lambda index: -scores[index])[: body.top_n]
+    results: list[JsonObject] = [{"index": index, "relevance_score": scores[index]} for index in best]
+    if body.return_documents:
+        for result in results:
+            result["document"] = {"text": _text_of(body.documents[result["index"]])}
+    return {"id": f"rerank-{uuid.uuid4().hex}", "object": "list"}, "results", results
 
 
 def _score(values: Values) -> float:

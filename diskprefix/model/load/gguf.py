@@ -30,6 +30,7 @@ from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.gguf_rope import SCALING, scale_positions
 from diskprefix.model.load.gguf_splits import set_splits
 from diskprefix.model.load.imports import without_tracer
+from diskprefix.model.load.kinds import LATER_TOKENS, not_served
 from diskprefix.model.load.memory import available_ram_bytes, trim_heap
 from diskprefix.native.library import has_rows
 from diskprefix.printable import first_line
@@ -265,6 +266,7 @@ def _convert(
     know_architectures()
     parts = part_paths(gguf)
     header, tensors = read_tensors(parts)
+    _require_causal(gguf, header)
     needs = needs_of_tensors(gguf.name, header, tensors, weights)
     check(needs)
     require_disk(made.parent, needs.disk_bytes)
@@ -299,6 +301,13 @@ def _convert(
         # transformers reads only the end of text from a GGUF, not the end of a turn.
         model.generation_config.eos_token_id = facts["stop_ids"]
     save_configurations(model, made)
+
+
+def _require_causal(gguf: Path, header: GgufHeader) -> None:
+    """Raises `ModelError` for a model such as EmbeddingGemma or GTE-Qwen2."""
+    architecture = header.values.get("general.architecture")
+    if header.values.get(f"{architecture}.attention.causal", True) is False:
+        raise not_served(gguf, str(architecture), LATER_TOKENS)
 
 
 def _set_widths(config: Any, header: GgufHeader) -> None:

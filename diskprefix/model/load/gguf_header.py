@@ -24,6 +24,8 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _UINT32 = 4
 _SKIPPED_BYTES = 4096
 """Longer strings of an array are skipped, shorter ones are read: both cost the same here."""
+_FEW = 16
+"""The most strings of an array that is kept."""
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,12 @@ class HeaderTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """`values` has the metadata that are numbers or strings. Arrays, such as the vocabulary, are not kept: all of the
-    metadata are the bytes from 24 to `metadata_end` of the file, `num_values` of them."""
+    """`values` has the metadata that are numbers or strings, `lists` those of few strings. Other arrays, such as the
+    vocabulary, are not kept: all of the metadata are the bytes from 24 to `metadata_end` of the file, `num_values` of
+    them."""
 
     values: Mapping[str, Any]
+    lists: Mapping[str, tuple[str, ...]]
     num_values: int
     metadata_end: int
     alignment: int
@@ -105,14 +109,18 @@ class _Reading:
                 raise ValueError("it became shorter while it was read")
         self._advance(self._left - left)
 
-    def skip_array(self) -> None:
+    def array(self) -> tuple[str, ...] | None:
+        """Returns an array of few strings. Skips any other."""
         kind, count = self.number("<I"), self.number("<Q")
+        if kind == _STRING and count <= _FEW:
+            return tuple(self.text() for _ in range(count))
         if kind == _STRING:
             self._skip_strings(count)
         elif kind in _SCALARS:
             self.skip(count * struct.calcsize(_SCALARS[kind]))
         else:
             raise ValueError(f"an array in it has elements of the type {kind}")
+        return None
 
 
 def read_header(path: Path) -> GgufHeader:
@@ -138,6 +146,7 @@ def _read(reading: _Reading, num_bytes: int) -> GgufHeader:
     if num_tensors > _MOST_TENSORS or num_values > _MOST_VALUES:
         raise ValueError(f"its header counts {num_tensors} tensors and {num_values} values")
     values: dict[str, Any] = {}
+    lists: dict[str, tuple[str, ...]] = {}
     seen: set[str] = set()
     alignment = 32
     for _ in range(num_values):
@@ -146,7 +155,8 @@ def _read(reading: _Reading, num_bytes: int) -> GgufHeader:
             raise ValueError(f"{key!r} is in it twice")
         seen.add(key)
         if kind == _ARRAY:
-            reading.skip_array()
+            if (found := reading.array()) is not None:
+                lists[key] = found
         elif kind == _STRING:
             values[key] = reading.text()
         elif kind in _SCALARS:
@@ -158,14 +168,14 @@ def _read(reading: _Reading, num_bytes: int) -> GgufHeader:
             if kind != _UINT32 or alignment == 0 or alignment & (alignment - 1):
                 raise ValueError(f"its alignment is {alignment}")
     end = reading.at
-    found = [_tensor(reading) for _ in range(num_tensors)]
+    described = [_tensor(reading) for _ in range(num_tensors)]
     begin = -(-reading.at // alignment) * alignment
-    tensors = tuple(_placed(tensor, begin, alignment, num_bytes) for tensor in found)
+    tensors = tuple(_placed(tensor, begin, alignment, num_bytes) for tensor in described)
     if len({tensor.name for tensor in tensors}) < len(tensors):
         raise ValueError("a tensor is in it twice")
     if sum(tensor.num_bytes for tensor in tensors) > num_bytes:
         raise ValueError("its tensors overlap")
-    return GgufHeader(values, num_values, end, alignment, tensors)
+    return GgufHeader(values, lists, num_values, end, alignment, tensors)
 
 
 def _tensor(reading: _Reading) -> HeaderTensor:

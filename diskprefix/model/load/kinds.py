@@ -11,7 +11,7 @@ from diskprefix.errors import ModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-_EMBEDDING = "an embedding model"
+_EMBEDDING, LATER_TOKENS = "an embedding model", "a model whose tokens see later ones"
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
     from transformers.models.auto import modeling_auto as registry
 
     if getattr(config, "is_causal", True) is False or getattr(config, "use_bidirectional_attention", False) is True:
-        raise _not_served(folder, config, "a model whose tokens see later ones")
+        raise not_served(folder, _named(config), LATER_TOKENS)
     if config.is_encoder_decoder:
-        raise _not_served(folder, config, "an encoder–decoder model")
+        raise not_served(folder, _named(config), "an encoder–decoder model")
     named = set(config.architectures or [])
     kinds = ((AutoModelForMultimodalLM, "MODEL_FOR_MULTIMODAL_LM"), (AutoModelForCausalLM, "MODEL_FOR_CAUSAL_LM"))
     # A class in both registries takes more than text. A configuration that names no class is taken for a text model.
@@ -60,7 +60,7 @@ def require_served_kind(folder: Path, config: PreTrainedConfig) -> ModelKind:
         if type(config) in mapping and (not named or named & _classes(name)):
             return _served(folder, config, loader, mapping)
     is_without_head = bool(named & (_classes("MODEL") | _classes("MODEL_FOR_TEXT_ENCODING")))
-    raise _not_served(folder, config, _EMBEDDING if is_without_head else "not a decoder model")
+    raise not_served(folder, _named(config), _EMBEDDING if is_without_head else "not a decoder model")
 
 
 def _served(folder: Path, config: PreTrainedConfig, loader: Any, mapping: Any) -> ModelKind:
@@ -70,7 +70,7 @@ def _served(folder: Path, config: PreTrainedConfig, loader: Any, mapping: Any) -
     found = mapping[type(config)]
     classes = found if isinstance(found, tuple) else (found,)
     if not any(issubclass(cls, GenerationMixin) for cls in classes):
-        raise _not_served(folder, config, "not a decoder that generates text token by token")
+        raise not_served(folder, _named(config), "not a decoder that generates text token by token")
     return ModelKind(
         loader,
         is_multimodal=loader is AutoModelForMultimodalLM,
@@ -86,9 +86,13 @@ def _classes(registry_name: str) -> set[str]:
     return {cls for classes in mapping.values() for cls in (classes if isinstance(classes, tuple) else (classes,))}
 
 
-def _not_served(folder: Path, config: PreTrainedConfig, kind: str) -> ModelError:
-    architectures = ", ".join(config.architectures or []) or config.model_type
+def _named(config: PreTrainedConfig) -> str:
+    return ", ".join(config.architectures or []) or str(config.model_type)
+
+
+def not_served(path: Path, architecture: str, kind: str) -> ModelError:
+    """Returns the error of a model that is not served."""
     is_or_holds = "is" if kind.startswith("not ") else "holds"
     return ModelError(
-        f"{folder} {is_or_holds} {kind}: {architectures}; diskprefix serves decoder models that generate text"
+        f"{path} {is_or_holds} {kind}: {architecture}; diskprefix serves decoder models that generate text"
     )

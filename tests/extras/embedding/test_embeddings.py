@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ import pytest
 import torch
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.extras.embedding.model_purpose import purpose_of
+from diskprefix.extras.embedding import prompt_readings
+from diskprefix.extras.embedding.model_purpose import Purpose, read_purpose
+from diskprefix.settings import Settings
 from tests.agent_bodies import words
 from tests.model.tiny import write_gguf
-from tests.server.chat_model import write_chat_model
-from tests.server.scripted import AppServer, real_app
+from tests.server.chat_model import VOCAB_SIZE, write_chat_model
+from tests.server.daemon_process import wait_until
+from tests.server.scripted import AppServer, ScriptedEngine, real_app, say_hello, scripted_app
 
 INSTRUCTION = words(1, 60)
 TEXTS = [f"{INSTRUCTION}\n{words(seed, 5 * seed + 1)}" for seed in range(7)]
@@ -141,9 +146,13 @@ def test_the_texts_for_an_embedding_model_in_a_gguf_file_end_as_the_file_says(tm
         assert vectors(client, "rivers") == vectors(client, [*tokens, 2]) != vectors(client, tokens)
 
 
+def purpose(origin: Path, setting: str = "auto") -> Purpose:
+    return read_purpose(origin, setting, VOCAB_SIZE)
+
+
 @pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last"), (4, "rank")])
 def test_the_pooling_is_that_of_a_gguf_file(number: int, pooling: str, tmp_path: Path) -> None:
-    found = purpose_of(write_gguf(tmp_path / "m.gguf", pooling=number), "auto")
+    found = purpose(write_gguf(tmp_path / "m.gguf", pooling=number))
     assert (found.pooling, found.end_id, found.labels, found.template) == (pooling, 2, None, None)
 
 
@@ -161,8 +170,8 @@ def test_the_pooling_is_that_of_sentence_transformers(
 ) -> None:
     write_modules(tmp_path, *modules)
     write_pooling(tmp_path, **config)
-    assert purpose_of(tmp_path, "auto").pooling == pooling
-    assert purpose_of(tmp_path, "rank").pooling == "rank"
+    assert purpose(tmp_path).pooling == pooling
+    assert purpose(tmp_path, "rank").pooling == "rank"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +179,7 @@ def test_the_pooling_is_that_of_sentence_transformers(
     [
         (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, "cls_token"),
         (("Transformer", "Pooling"), {"pooling_mode": ["mean", "max"]}, "mean and max"),
-        (("Transformer", "Pooling"), {}, "of a file that is not there"),
+        (("Transformer", "Pooling"), {}, "no pooling"),
         (("Transformer", "Pooling", "Dense"), {"pooling_mode": "mean"}, "Dense"),
     ],
 )
@@ -179,9 +188,50 @@ def test_what_is_not_computed_is_refused_with_what_to_do(
 ) -> None:
     write_modules(tmp_path, *modules)
     write_pooling(tmp_path, **config)
-    with pytest.raises(InvalidRequest, match=rf"{named}; if that is wrong, start with --pooling"):
-        purpose_of(tmp_path, "auto")
-    assert purpose_of(tmp_path, "mean").pooling == "mean"
+    with pytest.raises(InvalidRequest, match=rf"{named}.*; if that is wrong, start with --pooling"):
+        purpose(tmp_path).require()
+    assert purpose(tmp_path, "mean") == Purpose("mean")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("modules.json", "[{"),
+        ("modules.json", "{}"),
+        ("modules.json", "[" * 100_000),
+        ("1_Pooling/config.json", "[]"),
+        ("1_Pooling/config.json", None),
+        ("2_LogitScore/config.json", '{"true_token_id": true, "false_token_id": 0}'),
+        ("2_LogitScore/config.json", '{"true_token_id": -1, "false_token_id": 0}'),
+        ("2_LogitScore/config.json", f'{{"true_token_id": 1, "false_token_id": {VOCAB_SIZE}}}'),
+    ],
+)
+def test_a_damaged_file_is_never_taken_for_the_last_token(name: str, content: str | None, tmp_path: Path) -> None:
+    modules = ("Transformer", "Pooling", *(["LogitScore"] if "LogitScore" in name else []))
+    write_modules(tmp_path, *modules)
+    write_pooling(tmp_path, pooling_mode="mean")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    if content is None:
+        (tmp_path / name).unlink()
+    else:
+        (tmp_path / name).write_text(content)
+    assert purpose(tmp_path).problem is not None
+
+
+@pytest.mark.parametrize(
+    ("more", "is_refused"),
+    [
+        (lambda writer: writer.add_tensor("cls.output.weight", np.zeros((2, 32), np.float32)), True),
+        (lambda writer: writer.add_classifier_output_labels(["no"]), True),
+        (lambda writer: writer.add_classifier_output_labels(["yes", "no"]), False),
+    ],
+    ids=["a head", "one label", "yes and no"],
+)
+def test_a_classifier_in_a_gguf_file_is_refused_unless_its_labels_are_yes_and_no(
+    more: Callable[[Any], None], is_refused: bool, tmp_path: Path
+) -> None:
+    found = purpose(write_gguf(tmp_path / "m.gguf", pooling=4, more=more))
+    assert (found.pooling, found.problem is not None) == ("rank", is_refused)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +255,68 @@ def test_bad_bodies_are_refused_with_the_path(client: httpx.Client, body: dict[s
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
 
 
-def test_the_requests_are_counted_and_logged_as_one(client: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_with_too_many_tokens_is_refused_before_any_is_computed(
+    client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_readings, "MAX_TOKENS", 5)
+    reply = client.post("/v1/embeddings", json={"input": [[1, 2, 3], [1, 2], [3]]})
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input.2")
+    assert embed(client, [[1, 2, 3], [1, 2]])["usage"]["total_tokens"] == 5
+
+
+def test_null_stands_for_the_default(client: httpx.Client) -> None:
+    nothing = {"encoding_format": None, "dimensions": None, "model": None, "prefix_cache": None}
+    assert embed(client, "a", **nothing)["data"] == embed(client, "a")["data"]
+
+
+def test_many_requests_at_once_take_a_place_each_and_fail_nobody(chat_model: Path) -> None:
+    """At the default limits: 64 requests may wait, and here 256 inputs do."""
+    released, num_requests, num_inputs = threading.Event(), 16, 16
+
+    def wait(*given: Any) -> None:
+        assert released.wait(60)
+        say_hello(*given)
+
+    engine = ScriptedEngine(wait)
+    engine.max_sequences = limit = Settings().max_sequences
+    with (
+        ThreadPoolExecutor(num_requests + 1) as threads,
+        scripted_app(chat_model, engine, max_sequences=limit) as server,
+        server.client() as client,
+    ):
+        inputs = [f"Input {number}" for number in range(num_inputs)]
+        sent = [threads.submit(client.post, "/v1/embeddings", json={"input": inputs}) for _ in range(num_requests)]
+        inbox = server.daemon.inbox
+        waiting = num_requests * limit - 1
+        try:
+            wait_until(lambda: inbox.queue_depth == waiting, "all have given the engine what it runs at a time")
+            assert server.daemon.num_arriving == num_requests
+            sent.append(threads.submit(client.post, "/v1/completions", json={"prompt": "Hello"}))
+            wait_until(lambda: inbox.queue_depth == waiting + 1, "another request is queued beside them")
+        finally:
+            released.set()
+        assert [one.result().status_code for one in sent] == [200] * (num_requests + 1)
+        assert server.daemon.num_arriving == 0
+
+
+def figure(client: httpx.Client, name: str) -> float:
+    [line] = [line for line in client.get("/metrics").text.splitlines() if line.startswith(f"{name} ")]
+    return float(line.split()[-1])
+
+
+def test_the_inputs_are_counted_and_logged_as_one_request(
+    client: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = [
+        'diskprefix_requests_total{outcome="completed"}',
+        'diskprefix_time_to_first_token_seconds_count{cache="miss"}',
+        "diskprefix_prefill_seconds_count",
+        'diskprefix_prompt_tokens_total{source="computed"}',
+    ]
+    before = [figure(client, name) for name in names]
     with caplog.at_level("INFO", "diskprefix"):
-        total = embed(client, TEXTS)["usage"]["prompt_tokens"]
+        total = embed(client, TEXTS, prefix_cache={"scope": "off"})["usage"]["prompt_tokens"]
     [line] = [record.message for record in caplog.records if "POST /v1/embeddings" in record.message]
     assert f" 200 · prompt {total} · restored " in line
-    assert 'diskprefix_requests_total{outcome="completed"}' in client.get("/metrics").text
+    added = [figure(client, name) - number for name, number in zip(names, before, strict=True)]
+    assert added == [1, 0, 0, total]

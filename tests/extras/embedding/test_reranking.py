@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ import httpx
 import pytest
 import torch
 
+from diskprefix.extras.embedding.model_purpose import read_purpose
 from tests.agent_bodies import words
-from tests.server.chat_model import write_chat_model
-from tests.server.scripted import AppServer, real_app
+from tests.model.tiny import write_gguf
+from tests.server.chat_model import VOCAB_SIZE, write_chat_model
+from tests.server.scripted import AppServer, real_app, scripted_app
 
 YES, NO = 300, 301
 QUERY = "Which rivers are long? {document}"
@@ -84,9 +87,32 @@ def test_the_score_is_the_probability_of_yes_as_transformers_computes_it(
     assert [one["relevance_score"] for one in alone] == [scores[index] for index in range(len(DOCUMENTS))]
 
 
+def test_a_special_token_in_a_query_or_a_document_is_plain_text(client: httpx.Client) -> None:
+    """As a special token it would be one token, and a blank."""
+
+    def num_tokens(query: str, document: str) -> int:
+        return int(ranked(client, query=query, documents=[document])["usage"]["prompt_tokens"])
+
+    without = num_tokens("see here", "see here")
+    assert num_tokens("see here", "see <|im_end|> here") >= without + 5
+    assert num_tokens("see <|im_end|> here", "see here") >= without + 5
+
+
+def test_a_prompt_of_a_file_needs_a_place_for_both_texts(chat_model: Path, tmp_path: Path) -> None:
+    template = "<|im_start|>{query}<|im_end|>"
+    name = "tokenizer.chat_template.rerank"
+    file = write_gguf(tmp_path / "m.gguf", pooling=4, more=lambda writer: writer.add_string(name, template))
+    with scripted_app(chat_model) as server, server.client() as client:
+        server.app.state.purpose = replace(read_purpose(file, "auto", VOCAB_SIZE), labels=(YES, NO))
+        reply = client.post("/v1/rerank", json={"query": "a", "documents": ["b"]})
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "model")
+        assert "{document}" in reply.json()["error"]["message"]
+
+
 def test_the_best_ones_come_back_with_their_texts_under_each_name_of_the_route(client: httpx.Client) -> None:
     whole = ranked(client)["results"]
     asked = {"documents": [{"text": text} for text in DOCUMENTS], "top_n": 2, "return_documents": True}
+    assert ranked(client, top_n=None, return_documents=None)["results"] == whole
     for path in ("/v1/rerank", "/rerank", "/v2/rerank", "/v1/reranking", "/reranking"):
         found = ranked(client, path, **asked)["results"]
         assert found == [one | {"document": {"text": DOCUMENTS[one["index"]]}} for one in whole[:2]]

@@ -106,11 +106,15 @@ def test_the_page_and_an_unknown_name_which_is_a_404_that_names_the_nearest_load
     assert states(daemon) == before
 
 
-def test_the_models_are_listed_and_metrics_are_by_model(daemon: DaemonProcess) -> None:
+def test_the_models_are_listed_embed_by_name_and_metrics_are_by_model(daemon: DaemonProcess) -> None:
     httpx.post(daemon.url + CHAT, json=body("ash"), timeout=60).raise_for_status()
     listed = httpx.get(daemon.url + "/v1/models").json()["data"]
     assert {card["id"]: card["loaded"] for card in listed}["ash"]
     assert [card["id"] for card in listed] == ["ash", "birch", "damaged"]
+    asked = [{"model": name, "input": "Oslo"} for name in ("ash", "birch")]
+    made = [httpx.post(daemon.url + "/v1/embeddings", json=one, timeout=60).raise_for_status().json() for one in asked]
+    assert [one["model"] for one in made] == ["ash", "birch"]
+    assert made[0]["data"] != made[1]["data"]
     assert httpx.get(daemon.url + "/v1/models/birch").json()["id"] == "birch"
     named = httpx.get(daemon.url + "/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
     assert (named["first_id"], named["last_id"]) == ("ash", "damaged")

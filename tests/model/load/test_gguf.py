@@ -293,6 +293,14 @@ def test_a_gguf_that_lacks_a_tensor_is_refused_by_its_name(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("cache")
+def test_a_gguf_whose_tokens_see_later_ones_is_refused(tmp_path: Path) -> None:
+    """As GTE-Qwen2 is published."""
+    file = tiny.write_gguf(tmp_path / "tiny.gguf", more=lambda writer: writer.add_causal_attention(False))
+    with pytest.raises(ModelError, match=r"tiny\.gguf holds a model whose tokens see later ones: llama; "):
+        converted_folder(file, print)
+
+
+@pytest.mark.usefixtures("cache")
 def test_an_architecture_that_transformers_does_not_read_is_refused(tmp_path: Path) -> None:
     file = tiny.write_gguf(tmp_path / "tiny.gguf", architecture="arch-of-tomorrow")
     with pytest.raises(ModelError, match="arch-of-tomorrow"):
