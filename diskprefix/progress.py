@@ -24,12 +24,12 @@ def progress_bar(
     `label` is reported at the start. Then a bar is shown on stderr until the end; without a terminal, each quarter is
     reported, with the time that is left. A smaller number than before changes nothing.
     """
+    report(label)
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
     from rich.progress import TimeElapsedColumn as ElapsedColumn
     from rich.progress import TimeRemainingColumn as RemainingColumn
 
-    report(label)
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield _quarters(label, total or math.inf, report)

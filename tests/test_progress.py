@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -46,5 +47,13 @@ def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     lines: list[str] = []
     with progress_bar("working", 1, lines.append):
+        pass
+    assert lines == ["working"]
+
+
+def test_the_line_does_not_wait_for_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    lines: list[str] = []
+    with pytest.raises(ImportError), progress_bar("working", 1, lines.append):
         pass
     assert lines == ["working"]

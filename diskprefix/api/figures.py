@@ -78,7 +78,10 @@ class TimingsReply(BaseModel):
     lookup_ms: float
     restore_ms: float
     prefill_ms: float = Field(description="This request's part of the steps that computed its prompt.")
-    others_ms: float = Field(description="The rest until the first token: steps for other requests, and sampling.")
+    others_ms: float = Field(
+        description="The rest until the first token: steps for other requests, waits between threads, and sampling. "
+        "Never below 0: `restore_ms` may go on behind the first token."
+    )
     ttft_ms: float = Field(description="From arrival in the queue to the first token.")
     decode_ms: float
     decode_tokens_per_s: float

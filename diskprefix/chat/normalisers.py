@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, cast, get_args
 
-from diskprefix.chat.messages import ContentPart, Conversation, JsonObject, Message, TextPart, joined
+from diskprefix.chat.messages import CacheMark, ContentPart, Conversation, JsonObject, Message, TextPart, joined
 from diskprefix.errors import SettingsError
 from diskprefix.nouns import Change, Rewriting
 
@@ -51,7 +51,10 @@ def _without_billing_header(conversation: Conversation) -> tuple[Conversation, S
     return replace(conversation, messages=[*messages, *conversation.messages[1:]]), [part.path]
 
 
-_TOTAL_TOKENS = re.compile(r"(?:^|\n{1,2})<total_tokens>\d{1,12} tokens left</total_tokens>(?=\n|$)")
+_COUNT = r"<total_tokens>\d{1,12} tokens left</total_tokens>[ \t]*"
+_TOTAL_TOKENS = re.compile(rf"\A(?:{_COUNT}(?:(?:\r?\n){{1,2}}|\Z))+|(?:\r?\n){{1,2}}{_COUNT}(?=\r?\n|\Z)")
+_IS_COUNT = re.compile(rf"{_COUNT}\r?(?:$|[<\[])")
+"""A line of a rendered prompt: the template may end the message there."""
 
 
 def _without_total_tokens(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
@@ -75,27 +78,40 @@ def _without_total_tokens_in(part: ContentPart) -> ContentPart:
 
 
 _NUDGE = re.compile(
-    r"^(?:<system-reminder>|The (?:task tools haven't|TodoWrite tool hasn't) been used recently\b"
-    r"|The date has changed\. Today's date is now\b|(?:## )?(?:Plan mode is active|Exited Plan Mode)\b)",
-    re.MULTILINE | re.IGNORECASE,
+    r"^(?:<system-reminder>[^<]*+(?:<(?!/?system-reminder>)[^<]*+)*+</system-reminder>[ \t\r]*$"
+    r"|The (?:task tools haven't|TodoWrite tool hasn't) been used recently\. If you're working on tasks that would "
+    r"benefit from tracking progress, consider using\b"
+    r"|The date has changed\. Today's date is now \d[^\n]{1,40}\. DO NOT mention this to the user\b"
+    r"|(?:## )?Plan mode is active\. The user (?:does not|indicated that they do not) want you to execute yet\b"
+    r"|(?:## )?Exited Plan Mode[ \t\r]*\n\s{0,4}You have exited plan mode\b)",
+    re.MULTILINE,
 )
+_NUDGE_HEADS = ("<system-reminder>", "## Exited Plan Mode", "Exited Plan Mode")
+"""Lines of their own at the beginning of a nudge."""
 
 
 def _with_nudges_at_the_end(conversation: Conversation) -> tuple[Conversation, Sequence[str]]:
     """Moves the system prompt from its first nudge on to the end of the conversation, before a reply to continue.
-    Claude Code writes nudges between the messages. Proxies gather them behind the system prompt, which grows so."""
+    Claude Code writes nudges between the messages. Proxies gather them behind the system prompt, which grows so. The
+    last mark behind the cut is then one at the cut."""
     leading = [*takewhile(_is_system, conversation.messages)]
     others = list(conversation.messages[len(leading) :])
-    stay, moved = list[Message](), list[ContentPart]()
+    stay, moved, marks = list[Message](), list[ContentPart](), list[CacheMark | None]()
     for message in leading:
         head, tail = ([], message.content) if moved else _cut_at_nudge(message.content, is_first=not stay)
         moved += tail
+        marks += [part.mark for part in tail if isinstance(part, TextPart)]
         if head or not tail:
             stay.append(replace(message, content=head) if tail else message)
+        else:
+            marks.append(message.mark)
     if not moved or not others:
         return conversation, ()
+    if behind := [mark for mark in marks if mark is not None]:
+        stay[-1] = replace(stay[-1], mark=stay[-1].mark or behind[-1])
     index = len(others) - (others[-1].role == "assistant")
-    others.insert(index, Message(role="system", content=moved, path=moved[0].path))
+    content = [replace(part, mark=None) if isinstance(part, TextPart) else part for part in moved]
+    others.insert(index, Message(role="system", content=content, path=moved[0].path))
     return replace(conversation, messages=[*stay, *others]), [part.path for part in moved]
 
 
@@ -105,9 +121,13 @@ def _cut_at_nudge(parts: Sequence[ContentPart], *, is_first: bool) -> tuple[list
         match = _NUDGE.search(part.text) if isinstance(part, TextPart) else None
         if isinstance(part, TextPart) and match and (index or match.start() or not is_first):
             head, tail = part.text[: match.start()].rstrip("\n"), part.text[match.start() :]
-            before = [replace(part, text=head)] if head else []
-            return [*parts[:index], *before], [replace(part, text=tail, mark=None), *parts[index + 1 :]]
+            before = [replace(part, text=head, mark=None)] if head else []
+            return [*parts[:index], *before], [replace(part, text=tail), *parts[index + 1 :]]
     return [*parts], []
+
+
+def _begins_nudge(line: str) -> bool:
+    return line.strip() in _NUDGE_HEADS or bool(_NUDGE.search(line))
 
 
 _CLOCK_LINE = re.compile(r"\b(?:current|now|today|todays|date|time|timestamp|datetime|clock)\b|^\W*\d", re.IGNORECASE)
@@ -214,8 +234,8 @@ def _has_clock(line: str) -> bool:
 
 NORMALISERS = (
     Normaliser("billing-header", _without_billing_header, lambda line: bool(_BILLING.match(line))),
-    Normaliser("total-tokens", _without_total_tokens, lambda line: "tokens left</total_tokens>" in line),
-    Normaliser("hoisted-nudges", _with_nudges_at_the_end, lambda line: bool(_NUDGE.search(line))),
+    Normaliser("total-tokens", _without_total_tokens, lambda line: bool(_IS_COUNT.match(line))),
+    Normaliser("hoisted-nudges", _with_nudges_at_the_end, _begins_nudge),
     Normaliser("clock", _with_full_hours, _has_clock),
     Normaliser("schema-keys", _with_ordered_keys, _is_of_tools),
     Normaliser("tool-order", _with_ordered_tools, _is_of_tools),

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import click
 
 from diskprefix import hooks
-from diskprefix.errors import DiskPrefixError
+from diskprefix.errors import DiskPrefixError, LoadInterrupted
 from diskprefix.printable import printable_only
 
 COMMANDS = {
@@ -85,6 +85,8 @@ def _run(args: list[str] | None) -> int:
         if end.code == 1:
             return _BROKEN_PIPE_EXIT_CODE
         raise
+    except LoadInterrupted as error:
+        _end_at_once(_fail(error.message, error.exit_code))
     except DiskPrefixError as error:
         return _fail(error.message, error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -96,7 +98,7 @@ def _run(args: list[str] | None) -> int:
     except click.ClickException as error:
         return _fail(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
-        _end_at_once(_fail("interrupted", _INTERRUPTED_EXIT_CODE))
+        return _fail("interrupted", _INTERRUPTED_EXIT_CODE)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "diskprefix":
             raise
@@ -112,7 +114,7 @@ def _run(args: list[str] | None) -> int:
 
 
 def _end_at_once(exit_code: int) -> NoReturn:
-    """Ends without the wait for threads that Python makes: one that loads a model cannot be stopped."""
+    """Ends without Python's wait for threads: one that loads a model cannot be stopped."""
     with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -135,12 +135,25 @@ def option(flag: str, *, help: str, **attributes: Any) -> Callable[[Decorated], 
     return click.option(flag, **said | attributes)
 
 
+_PORT = variable_of("--port")
+
+
+def _usual_url() -> str:
+    """Returns the address of the daemon that `diskprefix serve` starts here without flags."""
+    try:
+        port = policy_value("port", os.environ.get(_PORT) or _DEFAULTS.port)
+    except SettingsError as error:
+        raise SettingsError(f"{_PORT}: {error.message}") from error
+    return f"http://{_DEFAULTS.host}:{port}"
+
+
 def url_option() -> Callable[[Decorated], Decorated]:
     """Returns the option `--url`: the daemon to ask."""
     return option(
         "--url",
         metavar="URL",
-        default=f"http://{_DEFAULTS.host}:{_DEFAULTS.port}",
+        default=_usual_url,
+        show_default=f"http://{_DEFAULTS.host}:{_DEFAULTS.port}, or the port of {_PORT}",
         envvar=variable_of("--url"),
         callback=nonempty,
         show_envvar=True,

@@ -167,7 +167,8 @@ class Timings:
 
     @property
     def others_ms(self) -> float:
-        """The rest of `ttft_ms`: steps in which other requests were computed, and sampling."""
+        """The rest of `ttft_ms`: steps for other requests, waits between threads, and sampling. Never below 0:
+        `restore_ms` may go on behind the first token."""
         known_ms = self.queue_ms + self.lookup_ms + self.restore_ms + self.prefill_ms
         return max(0.0, self.ttft_ms - known_ms)
 

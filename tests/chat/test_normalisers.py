@@ -107,13 +107,20 @@ NUDGE = (
 COUNTS = [COUNT.replace("436", f"{436 - 13 * k}") for k in range(8)]
 PLAN = "Plan mode is active. The user does not want you to execute yet."
 """What Claude Code 2.1.223 writes between the messages as a system message, cut."""
+EXPLAINED = """Be brief.
+<system-reminder> tags carry hints and end with </system-reminder>, or are
+<system-reminder>
+left open. Their text:
+Plan mode is active now and then.
+The date has changed. Today's date is now and then wrong."""
 
 
 @pytest.mark.parametrize(
     ("text", "becomes"),
     [
         (f"Be brief.\n\n{COUNT}", "Be brief."),
-        (f"{COUNT}\n{COUNT}\nBe brief.", "\nBe brief."),
+        (f"{COUNT}\n{COUNT}\nBe brief.", "Be brief."),
+        (f"{COUNT}\r\nBe brief.\r\n\r\n{COUNT} \r\nBye.", "Be brief.\r\nBye."),
         (f"Be brief.\n{COUNT}\n\n{COUNT}\nBye.", "Be brief.\nBye."),
     ],
 )
@@ -155,6 +162,17 @@ def test_nudges_behind_the_system_prompt_go_to_the_end(is_one_text: bool) -> Non
     assert {change.path for change in rewriting.changes} == {part.path for part in last.content}
 
 
+def test_a_mark_behind_the_first_nudge_stays_at_its_beginning() -> None:
+    sent = asked(["Be brief.", NUDGE, PLAN], "hello")
+    system = sent.messages[0]
+    last = system.content[-1]
+    assert isinstance(last, TextPart)
+    parts = [*system.content[:-1], replace(last, mark=CacheMark(3600.0))]
+    changed, _ = normalised(replace(sent, messages=[replace(system, content=parts), *sent.messages[1:]]))
+    assert [message.mark for message in changed.messages] == [CacheMark(3600.0), None, None]
+    assert not any(part.mark for one in changed.messages for part in one.content if isinstance(part, TextPart))
+
+
 def test_nudges_stand_before_the_beginning_of_a_reply() -> None:
     changed, _ = normalised(asked(["Be brief.", PLAN], "hello", "I say"))
     assert [message.role for message in changed.messages] == ["system", "user", "system", "assistant"]
@@ -165,12 +183,13 @@ def test_nudges_stand_before_the_beginning_of_a_reply() -> None:
     [
         asked([NUDGE, "Be brief."], "hello"),
         asked(["Results may hold <system-reminder> tags. Plan mode is active at times."], "hello"),
+        asked([EXPLAINED], "hello"),
         replace(
             asked(["Be brief."], "hello"), messages=[*asked(["Be brief."], "hello").messages, said("system", PLAN)]
         ),
         Conversation(messages=[said("system", "Be brief."), said("developer", PLAN)]),
     ],
-    ids=["at the very beginning", "inside a line", "between the messages", "without other messages"],
+    ids=["at the very beginning", "inside a line", "explained", "between the messages", "without other messages"],
 )
 def test_nudges_elsewhere_stay(conversation: Conversation) -> None:
     assert normalised(conversation) == (conversation, Rewriting())

@@ -119,7 +119,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("HOME", str(made.home))
     monkeypatch.setenv("PATH", f"{made.bin}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("RECORDS", str(made.records))
-    for name in ("XDG_CONFIG_HOME", "DISKPREFIX_URL", "DISKPREFIX_MODEL", "AGENT_DOES", "http_proxy", "HTTP_PROXY"):
+    unset = ("XDG_CONFIG_HOME", "DISKPREFIX_URL", "DISKPREFIX_PORT", "DISKPREFIX_MODEL", "AGENT_DOES")
+    for name in (*unset, "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(launched_daemon, "SERVE", (sys.executable, "-S", str(made.bin / "serve.py")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -261,7 +260,6 @@ def test_an_error_of_the_daemon_is_one_line_and_its_exit_code(
         raise error
 
     monkeypatch.setattr(diskprefix.app, "serve", fail)
-    monkeypatch.setattr(diskprefix.cli, "_end_at_once", sys.exit)
     monkeypatch.setattr(diskprefix.cli.serve_command, "configure_logging", lambda *_: None)
     run("serve").assert_refused(code)
 

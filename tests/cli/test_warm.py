@@ -20,8 +20,9 @@ import pytest
 import diskprefix.extras.warm.warm_command
 from diskprefix.api.openai import CompletionRequest
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.errors import InvalidRequest, NotReady
+from diskprefix.errors import InvalidRequest, LoadInterrupted, NotReady
 from diskprefix.extras.daemon_call import running_daemon as calling
+from diskprefix.extras.warm import this_process
 from diskprefix.extras.warm.warm_prompts import CHAT, COMPLETION, NOT_OF_PROMPTS, WarmItem, read_items
 from tests.cli.conftest import Ended, Run, run_fresh
 from tests.cli.terminal import Terminal
@@ -37,7 +38,7 @@ def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     """Logging stays that of the tests, a full queue is tried again at once, and no variable says where a daemon is."""
     monkeypatch.setattr(diskprefix.extras.warm.warm_command, "configure_logging", lambda *_: None)
     monkeypatch.setattr(diskprefix.extras.warm.warm_command, "_PAUSE_S", 0.0)
-    for name in ("URL", "API_KEY", "MODEL", "POLICY"):
+    for name in ("URL", "PORT", "API_KEY", "MODEL", "POLICY"):
         monkeypatch.delenv(f"DISKPREFIX_{name}", raising=False)
 
 
@@ -391,6 +392,26 @@ def test_an_interrupted_load_ends_at_once(text: Path, chat_model: Path, tmp_path
     # The terminal may have to type it again, and then Python may be about to end already.
     assert terminal.interrupt() in (130, -signal.SIGINT), terminal.shown
     assert "Traceback" not in terminal.shown
+
+
+def test_an_interrupt_while_nothing_asks_for_it_is_raised_at_the_end_of_the_load() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(LoadInterrupted), this_process._interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with this_process._interrupts_held():
+        pass
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_the_port_of_the_variable_is_asked(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Scripted(health=[health("ok")], props=[props()], completions=[SAVED]) as server:
+        monkeypatch.setenv("DISKPREFIX_PORT", server.url.rpartition(":")[2])
+        assert run("warm", text).exit_code == 0
+    monkeypatch.setenv("DISKPREFIX_PORT", "http")
+    run("warm", text).assert_refused(2, "DISKPREFIX_PORT", "http")
 
 
 def test_without_a_daemon_one_line_says_what_to_do(run: Run, text: Path) -> None:

@@ -221,7 +221,3 @@ def main(output: Path, chars: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     output.write_text(svg, encoding="utf-8")
     click.echo(f"{output}: {len(svg):,} bytes")
-
-
-if __name__ == "__main__":
-    main()

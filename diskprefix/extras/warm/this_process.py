@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from diskprefix import app
+from diskprefix.errors import LoadInterrupted
 from diskprefix.extras.daemon_call import Answer, Call, Say
 from diskprefix.settings import Settings
 
@@ -24,8 +27,8 @@ _POLL_S = 0.1
 def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
     """Loads the application that `diskprefix serve` runs, and yields a function that calls it without a socket.
 
-    At the end everything is written. Raises the error that prevented the load of the model. `KeyboardInterrupt` while
-    it loads leaves the thread that loads.
+    At the end everything is written. Raises the error that prevented the load of the model, and
+    `LoadInterrupted` for Ctrl-C meanwhile, which leaves the thread that loads.
     """
 
     async def loaded() -> None:
@@ -41,8 +44,6 @@ def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
             runner.run(lifespan.__aenter__())
             stack.callback(lambda: runner.run(lifespan.__aexit__(None, None, None)))
             runner.run(loaded())
-            if interrupted.is_set():
-                raise KeyboardInterrupt
         if daemon.failure is not None:
             raise daemon.failure
         yield lambda method, path, body: runner.run(_answered(application, method, path, body))
@@ -50,15 +51,24 @@ def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
 
 @contextmanager
 def _interrupts_held() -> Iterator[threading.Event]:
-    """Yields an event that Ctrl-C sets. `KeyboardInterrupt` in the middle of an import or of the event loop's own code
-    may come out as any other error, and in the middle of the end as a traceback."""
+    """Yields an event that Ctrl-C sets, and raises `LoadInterrupted` behind the block if it did. `KeyboardInterrupt` in
+    the middle of an import or of the event loop's own code may come out as any other error. Another Ctrl-C, also while
+    the process ends, ends it at once."""
+
+    def hold(_number: int, _frame: FrameType | None) -> None:
+        if event.is_set():
+            os._exit(LoadInterrupted.exit_code)
+        event.set()
+
     event = threading.Event()
-    before = signal.signal(signal.SIGINT, lambda *_: event.set())
+    before = signal.signal(signal.SIGINT, hold)
     try:
         yield event
     finally:
         if not event.is_set():
             signal.signal(signal.SIGINT, before)
+        if event.is_set():
+            raise LoadInterrupted("interrupted")
 
 
 async def _answered(application: FastAPI, method: str, path: str, body: object) -> Answer:

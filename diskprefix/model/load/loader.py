@@ -232,6 +232,7 @@ def load_model(
         if begun is not None:
             failing.callback(begun.stop)
         source = _source(settings, progress, clock, flag, check)
+        progress("loading the weights")
         folder, files, on_cpu = source.folder, source.files, source.device.type == "cpu"
         fit = check(_needs(source))
         if begun is not None and [*begun.stamps] != source.gguf:

@@ -18,7 +18,7 @@ CASES = {
         "<total_tokens>14999436 tokens left</total_tokens>",
         "<total_tokens>14999012 tokens left</total_tokens>",
     ),
-    "hoisted-nudges": ("Be short.\n\nPlan mode is active. Do not edit files.", "Be short."),
+    "hoisted-nudges": ("Be short.\n\nPlan mode is active. The user does not want you to execute yet.", "Be short."),
     "tool-order": (f"{TOOL_A}\n{TOOL_B}", f"{TOOL_B}\n{TOOL_A}"),
     "schema-keys": ('{"name": "read", "strict": true}', '{"strict": true, "name": "read"}'),
     "order": ("first\nsecond", "second\nfirst"),
@@ -46,3 +46,10 @@ def test_the_first_difference_is_found(new: str, old: str, at: int) -> None:
 
 def test_the_line_around_a_place_is_found() -> None:
     assert [line_at("one\ntwo\nthree", index) for index in (0, 4, 12, 13)] == ["one", "two", "three", "three"]
+
+
+@pytest.mark.parametrize("line", ["Write {}", "{} or so"])
+def test_a_normaliser_is_named_only_where_it_would_change_the_line(line: str) -> None:
+    counts = (line.format(f"<total_tokens>{number} tokens left</total_tokens>") for number in (17, 18))
+    assert cause_between(*(f"Head\n{count}{REST}" for count in counts)).kind == "number"
+    assert cause_between(f"Head\n<system-reminder> tags carry hints.{REST}", f"Head{REST}").kind == "inserted"

@@ -139,6 +139,9 @@ def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: Dae
         assert not page.evaluate("several.change.signal.aborted"), "it pauses before it asks again"
 
 
+LEVELS = ("error", "warning", "warning", "hint")
+
+
 def after_a_day(state: dict[str, Any]) -> dict[str, Any]:
     """The daemon's state after 300 requests of agents, every tenth of them cold."""
     cache = {"scope": "auto:30", "miss_reason": None, "boundary": 9000, "boundary_reason": "shared_prefix"}
@@ -156,7 +159,7 @@ def after_a_day(state: dict[str, Any]) -> dict[str, Any]:
     return state | {
         "ended": ended,
         "cache": state["cache"] | of_cache,
-        "problems": [problem | {"what": f"problem {number}"} for number in range(4)],
+        "problems": [problem | {"what": f"problem {number}", "level": level} for number, level in enumerate(LEVELS)],
     }
 
 
@@ -187,6 +190,10 @@ def test_a_day_fits_two_screens_and_begins_with_a_sentence(browser: Browser, dae
         page.evaluate("now => onState(now)", day)
         assert "problem 3" in page.inner_text("#problems")
         assert "problem 1" not in page.inner_text("#problems")
+        page.evaluate("now => onState(now)", day | {"problems": []})
+        page.evaluate("now => onState(now)", day)
+        assert "problem 1" in page.inner_text("#problems"), "it was over, and came again"
+        assert not page.get_by_label("Dismiss: problem 0").count(), "an error stays"
 
 
 def test_a_page_without_requests_has_the_address_and_while_the_model_loads_how_far_it_is(

@@ -24,13 +24,20 @@ function drawModels(found) {
   return loaded;
 }
 
-// What was dismissed in this tab. One that happens again has another time, and is shown.
+// What was dismissed in this tab. A warning that happens again has another time or count, and is shown. Errors stay.
 const DISMISSED = "diskprefix-dismissed", MOST_PROBLEMS = 3;
-const nameOf = (one) => `${one.what} ${one.last_at ?? ""}`;
-const dismissed = () => JSON.parse(sessionStorage.getItem(DISMISSED) ?? "[]");
+const nameOf = (one) => `${one.what} ${one.level === "hint" ? "" : one.count} ${one.last_at ?? ""}`;
+
+// Returns the dismissed ones that are still there, and forgets the others.
+function dismissed(problems) {
+  const names = problems.map(nameOf);
+  const hidden = JSON.parse(sessionStorage.getItem(DISMISSED) ?? "[]").filter((name) => names.includes(name));
+  sessionStorage.setItem(DISMISSED, JSON.stringify(hidden));
+  return hidden;
+}
 
 function drawProblems(problems) {
-  const hidden = dismissed(), left = problems.filter((one) => !hidden.includes(nameOf(one))), more = left.length - MOST_PROBLEMS;
+  const hidden = dismissed(problems), left = problems.filter((one) => !hidden.includes(nameOf(one))), more = left.length - MOST_PROBLEMS;
   find("#problems").hidden = !left.length;
   setText(find("#more-problems"), more > 0 ? `${count(more)} more; diskprefix top shows all.` : "");
   whenChanged("problems", left, () => {
@@ -38,14 +45,14 @@ function drawProblems(problems) {
       make("li", { class: one.level },
         make("div", {}, make("span", { class: "level" }, one.level), `${one.what}${one.count > 1 ? ` (${count(one.count)} times)` : ""}`,
           make("span", { class: "todo" }, one.todo)),
-        make("button", { type: "button", "aria-label": `Dismiss: ${one.what}`, onclick: () => dismiss(one) }, "Dismiss")),
+        one.level === "error" ? "" : make("button", { type: "button", "aria-label": `Dismiss: ${one.what}`, onclick: () => dismiss(one) }, "Dismiss")),
     );
     find("#problems ul").replaceChildren(...items);
   });
 }
 
 function dismiss(problem) {
-  sessionStorage.setItem(DISMISSED, JSON.stringify([...dismissed(), nameOf(problem)]));
+  sessionStorage.setItem(DISMISSED, JSON.stringify([...dismissed(state.now.problems), nameOf(problem)]));
   drawProblems(state.now.problems);
   find("#main").focus();
 }
