@@ -28,7 +28,7 @@ from diskprefix.errors import DiskPrefixError
 from tools.measuring.prompts import AGENT_PROMPT
 
 PICTURE = Path(__file__).parents[1] / "images" / "restart.svg"
-_QUESTION = "An invoice is wrong. What do I do first?"
+_QUESTION = "Name the company in this handbook."
 _SERVE = "diskprefix serve 2>serve.log &"
 _ASK = "diskprefix chat --system handbook.md --max-tokens 24 --temperature 0 <question.txt"
 _COMMANDS = (_SERVE, _ASK, "kill -9 %1", _SERVE, _ASK)
@@ -206,7 +206,9 @@ def drawn(pieces: Sequence[Piece]) -> str:
 
 @click.command()
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=PICTURE, help="The SVG to write.")
-@click.option("--chars", default=12_000, help="The characters of the prompt: fewer for a slower machine.")
+@click.option(
+    "--chars", default=6_000, help="The characters of the prompt. With others, the small model may answer less well."
+)
 def main(output: Path, chars: int) -> None:
     """Record a session in a terminal, and draw it: a long prompt is answered, the daemon gets SIGKILL and is started
     again, and answers the same prompt from the disk. About a minute. The times are those of the session.
