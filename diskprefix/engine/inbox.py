@@ -186,7 +186,8 @@ class Inbox:
             self.heartbeat.rest()
             is_idle = not self._changed.wait_for(is_over, _IDLE_S) and not self._running
         if is_idle:
-            trim_heap()
+            # A request that comes meanwhile does not wait for it.
+            threading.Thread(target=trim_heap, name="trim-heap", daemon=True).start()
         with self._changed:
             self._changed.wait_for(is_over)
             return self._has_news or bool(self._running)

@@ -33,6 +33,10 @@ _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _POLL_S = 0.05
 PASSING = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 """Errors that may end by themselves. A daemon serves without saving until they do."""
+_UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
+"""Errors of a folder that cannot be synced, after which nothing more can be done. File systems of networks and of FUSE
+may know no fsync of a folder, or want it open for writing; and who may create names in a folder may not be allowed to
+read it."""
 
 
 class FolderUnavailable(StoreUnavailable):
@@ -66,9 +70,7 @@ def _make_durably(folder: Path, mode: int) -> None:
     """Creates a folder. One whose name cannot be made durable is removed: the next attempt would not try that again."""
     folder.mkdir(mode=mode, exist_ok=True)
     try:
-        # Who may create a folder there may not be allowed to read.
-        with suppress(PermissionError):
-            sync(folder.parent)
+        sync(folder.parent)
     except OSError:
         with suppress(OSError):
             folder.rmdir()
@@ -216,16 +218,16 @@ def put_in_place(folder: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Makes a file, or the names in a folder, durable. Raises `OSError`. Some network file systems cannot do it for a
-    folder; nothing more can be done there."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Makes a file, or the names in a folder, durable. Raises `OSError`."""
     try:
-        os.fsync(fd)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL or not path.is_dir():
+        if error.errno not in _UNSYNCED or not path.is_dir():
             raise
-    finally:
-        os.close(fd)
 
 
 def become_owner(path: Path) -> Path:

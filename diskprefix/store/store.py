@@ -32,6 +32,9 @@ from diskprefix.units import format_size
 log = logging.getLogger("diskprefix")
 
 _PROMPTS_LOOKED_AT = 1000
+_BEGUN = b"begun"
+"""What `wiped` is from the start of a wipe to its end. Where it still is, an fsync failed or a process was killed: the
+zeros that the kernel shows may not be on the disk."""
 
 
 class Chain:
@@ -150,8 +153,6 @@ class Store(StoreFile):
         super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace)
         self.codec = Codec.RAW
         self.evictor = Evictor(self, min_free_bytes)
-        self._wipe_failed = False
-        """The zeros of a wipe may not be on the disk."""
         if serving:
             self._fit_budget_or_log()
 
@@ -208,20 +209,20 @@ class Store(StoreFile):
         No other thread of this process may write. Raises `CacheError`.
         """
         with self.snapshot() as snapshot:
-            deleted = snapshot.meta("deleted")
+            deleted, again = snapshot.meta("deleted"), snapshot.meta("wiped") == _BEGUN
         if not self.environment.renew():
             return False
         self.mapped.clear()
-        again, self._wipe_failed = self._wipe_failed, True
+        with self.changes() as changes:
+            changes.put_meta("wiped", _BEGUN)
         # Pages that the next transaction frees are clean then.
         wipe(self.environment, again=again)
         self.evictor.let_freed_pages_age()
         is_clean = wipe(self.environment, again=again)
+        with self.changes() as changes:
+            changes.put_meta("wiped", deleted if is_clean and deleted else b"")
         if is_clean:
-            with self.changes() as changes:
-                changes.put_meta("wiped", deleted or b"")
             self.wiped = deleted
-        self._wipe_failed = False
         return is_clean
 
     def touch(self, uses: Mapping[bytes, Use]) -> None:

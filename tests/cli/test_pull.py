@@ -323,6 +323,24 @@ def test_a_pull_that_is_killed_leaves_nothing_that_seems_whole_and_the_next_one_
     assert {*(tmp_path / "home").rglob("*.incomplete")} == {written_now, held}
 
 
+def test_a_part_that_nothing_could_check_is_not_taken_up_and_one_that_cannot_be_removed_stays(
+    run: Run, hub: FakeHub, tmp_path: Path
+) -> None:
+    config = tiny.write_folder(tmp_path / "whole") / "config.json"
+    hub.repos["org/whole"] = config.parent
+    fetched = tmp_path / "hub" / "models--org--whole"
+    stays = fetched / "blobs" / "0a.1b.incomplete"
+    stays.mkdir(parents=True)
+    os.utime(stays, (0, 0))
+    (tmp_path / "hub" / ".locks" / fetched.name).mkdir(parents=True)
+    part = fetched / "blobs" / f"{_entry(config, config.name)['oid']}.2c.incomplete"
+    part.write_bytes(bytes(config.stat().st_size))
+    assert run("pull", "org/whole").exit_code == 0
+    (found,) = fetched.glob("snapshots/*/config.json")
+    assert found.read_bytes() == config.read_bytes()
+    assert stays.exists()
+
+
 def test_a_file_that_is_gone_after_the_listing_is_an_error(
     run: Run, hub: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -254,20 +254,28 @@ def test_an_error_of_one_request_is_told_to_it_alone(steps: Steps, failure: Exce
     assert (served, fatal) == ([FinishEvent(0, "stop")], [])
 
 
-def test_memory_is_given_back_once_when_no_request_has_come_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    trimmed = threading.Semaphore(0)
+def test_memory_is_given_back_once_when_no_request_has_come_for_a_while_and_none_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trimmed, may_end, came = threading.Semaphore(0), threading.Event(), threading.Event()
+
+    def trim() -> None:
+        trimmed.release()
+        may_end.wait(60)
+
     monkeypatch.setattr(inbox_module, "_IDLE_S", 0.0)
-    monkeypatch.setattr(inbox_module, "trim_heap", trimmed.release)
-    came = list[bool]()
+    monkeypatch.setattr(inbox_module, "trim_heap", trim)
 
     def serve(inbox: Inbox) -> None:
         inbox.waiting()
-        came.append(inbox.wait())
+        if inbox.wait():
+            came.set()
 
     inbox = Inbox(serve, 1)
     inbox.start()
     assert trimmed.acquire(timeout=30)
     inbox.wake()
+    assert came.wait(30)
+    may_end.set()
     assert inbox.stop(30)
-    assert came == [True]
     assert not trimmed.acquire(blocking=False)

@@ -55,4 +55,5 @@ def test_the_tool_goes_on_without_what_fails_and_exits_with_1(monkeypatch: pytes
     llama, gemma3 = json.loads(failed.stdout)
     assert (llama["comparisons"], llama["different"]) == (7, [])
     assert gemma3["different"] == ["ValueError: it breaks"]
+    assert "    gemma3, bfloat16: ValueError: it breaks\n" in failed.stderr
     assert CliRunner().invoke(exactness.main, [*arguments, "smollm2"]).exit_code == 2

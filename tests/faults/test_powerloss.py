@@ -8,6 +8,7 @@ import pytest
 
 from tests.closing import needs
 from tests.faults.power import deeds
+from tests.faults.power.check import require_wiped
 from tests.faults.power.images import Moment
 from tests.faults.power.recording import FOLDER, Disk, Event, Op, record
 from tools.programs.powerloss import FAULTS, MUTANTS, PARTS, Part, Result, check_share, record_part, run_faults
@@ -107,6 +108,16 @@ def test_after_a_fault_of_the_disk_everything_is_saved_again(number: int, step: 
     result = run_faults(FAULTS[number], tmp_path, 1, 40, step)
     assert result.failures == []
     assert result.kinds.total() > 3
+
+
+@needs("cc")
+def test_zeros_whose_barrier_failed_are_written_again_by_the_same_process_and_by_the_next(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    deeds.prepare("unwiped", root)
+    events = record(("-m", "tests.faults.power.deeds", "unwiped", str(root)), root, tmp_path / "log")
+    assert sum(event.op == Op.SYNC_FAILED for event in events) == len(deeds.DELETED)
+    disk = disk_after(*events)
+    require_wiped(bytes(disk.files[disk.names[f"{deeds.KV}/data.mdb"]].content), {*deeds.DELETED})
 
 
 @needs("cc")

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from diskprefix.errors import StoreUnavailable
-from diskprefix.store.folder import LMDB_LOCK, LOCK, FolderLock, reserve_lmdb_lock
+from diskprefix.store.folder import (
+    LMDB_LOCK,
+    LOCK,
+    FolderLock,
+    FolderUnavailable,
+    make_folder,
+    reserve_lmdb_lock,
+    sync,
+)
 
 
 def test_a_lock_file_that_is_replaced_again_and_again_is_not_waited_for_without_end(
@@ -52,3 +62,25 @@ def test_a_link_in_the_place_of_a_file_is_not_followed(
     with pytest.raises((StoreUnavailable, OSError)):
         open_file(tmp_path / "kv")
     assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EIO], ids=errno.errorcode.get
+)
+def test_a_folder_that_cannot_be_synced_is_made_unless_the_disk_fails(
+    error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(_fd: int) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    folder = tmp_path / "above" / "kv"
+    if error == errno.EIO:
+        with pytest.raises(FolderUnavailable):
+            make_folder(folder)
+    else:
+        make_folder(folder)
+    assert folder.exists() == (error != errno.EIO)
+    (tmp_path / "file").touch()
+    with pytest.raises(OSError, match=os.strerror(error)):
+        sync(tmp_path / "file")

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
@@ -96,12 +97,16 @@ def several_models(names: list[str], dtypes: Sequence[str], folder: Path, lanes:
             try:
                 rows = several_rows(chosen, dtype, Path(workspace), Lengths(), reply)
             except Exception as error:  # noqa: BLE001 - the rows tell it
+                reason = f"{type(error).__name__}: {first_line(error)}"
                 if len(chosen) > 1:
-                    # The others can be compared without the one that fails.
+                    tell(f"{dtype}, one by one after {reason}: {', '.join(chosen)}")
                     return [row for name in chosen for row in rows_of(dtype, [name])]
-                rows = [SeveralRow(chosen[0], dtype, 0, [f"{type(error).__name__}: {first_line(error)}"], {})]
+                rows = [SeveralRow(chosen[0], dtype, 0, [reason], {})]
         compared, different = sum(row.comparisons for row in rows), sum(len(row.different) for row in rows)
         tell(f"{dtype}, {compared} comparisons, {different} different: {', '.join(chosen)}")
+        for row in rows:
+            if row.different:
+                tell(f"{row.architecture}, {dtype}: {row.different[0]}")
         return rows
 
     groups = [(dtype, names[i : i + _TOGETHER]) for dtype in dtypes for i in range(0, len(names), _TOGETHER)]
@@ -298,9 +303,10 @@ def _compare_several(
     started = time.monotonic()
     with (
         tempfile.TemporaryDirectory(prefix="diskprefix-exactness-") as workspace,
-        step(console, f"several models: {len(names) * len(dtypes)} rows") as note,
+        step(console, f"several models: {len(names) * len(dtypes)} rows"),
     ):
-        rows = several_models(names, dtypes, Path(workspace), lanes, reply, note)
+        tell = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        rows = several_models(names, dtypes, Path(workspace), lanes, reply, lambda line: tell(f"    {line}"))
     if as_json:
         click.echo(json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False))
     else:

@@ -402,15 +402,16 @@ def _abandoned_parts(repo: str, tag: str = "*") -> Iterator[Path]:
 
 
 def _remove_abandoned(repo: str) -> None:
-    """Removes the parts that nobody wrote for long."""
+    """Removes the parts that nobody wrote for long, where that is allowed."""
     for part in _abandoned_parts(repo):
-        if time.time() - part.stat().st_mtime > _ABANDONED_S:
-            part.unlink()
+        with suppress(OSError):
+            if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                part.unlink()
 
 
 def _finish_parts(repo: str, commit: str, new: Mapping[str, int], advance: Callable[[float], None]) -> int:
-    """Fetches the rest of files of which a killed process left a part: the library takes none up again. Returns the
-    sizes of these files together. `new`: the sizes by name."""
+    """Fetches the rest of large files of which a killed process left a part: the library takes none up again. Returns
+    the sizes of these files together. `new`: the sizes by name."""
     from huggingface_hub import constants, file_download, hf_hub_url
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
@@ -420,6 +421,9 @@ def _finish_parts(repo: str, commit: str, new: Mapping[str, int], advance: Calla
         found = file_download.get_hf_file_metadata(url)
         if found.xet_file_data is not None and not constants.HF_HUB_DISABLE_XET:
             # Its parts do not arrive in order.
+            continue
+        if not _SHA256.fullmatch(str(found.etag)):
+            # A small file, whose content nothing checks.
             continue
         for part in _abandoned_parts(repo, str(found.etag)):
             if (size := part.stat().st_size) > new[name]:

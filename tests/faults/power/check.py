@@ -112,7 +112,7 @@ class _Look:
         """Starts a daemon's store that must hold `saved`, some of them twice: then all records are checked, unless the
         disk may have damaged some that nobody has read."""
         if not self.is_weak:
-            _wiped(self.image.files.get(f"{place}/{DATA}") or b"", self.account.wiped)
+            require_wiped(self.image.files.get(f"{place}/{DATA}") or b"", self.account.wiped)
         folder = self.root / place
         numbers = _numbers(self.recorded)
         (folder / DAMAGED).unlink(missing_ok=True)
@@ -227,7 +227,7 @@ def _save(store: Store, number: int) -> None:
         store.publish(publication)
 
 
-def _wiped(content: bytes, numbers: set[int]) -> None:
+def require_wiped(content: bytes, numbers: set[int]) -> None:
     """Looks for the bytes of deleted prompts: those of the node at their end, which no other prompt has."""
     for number in numbers:
         if _ending(number) in content:

@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -29,6 +30,7 @@ from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from tests.faults.crash import prompts
 from tests.faults.crash.worker import command, publish_in_parts
+from tests.faults.isolated import run_isolated
 from tests.store.building import Clock, names_of_every_run
 
 ON_WRITE, ON_SYNC, ON_NAMES, ON_DSYNC = 1, 2, 4, 8
@@ -40,6 +42,8 @@ SMALL = [*range(5), *range(15, 20), *range(30, 35), *range(45, 50), *range(60, 6
 """The numbers of prompts whose blocks take 4 KiB."""
 MEDIUM = [*range(5, 10), *range(20, 25), *range(35, 40), *range(50, 55), *range(65, 70)]
 """Those whose blocks take 32 KiB."""
+DELETED = SMALL[:2]
+"""Whose wipes fail."""
 
 
 def control() -> Any:
@@ -81,10 +85,13 @@ class Loop:
     def touch(self, number: int) -> None:
         self.store.touch({prompts.last_node(self.store.secret, number): Use(self._clock.now)})
 
+    def purge(self, *numbers: int) -> None:
+        names = frozenset(prompts.last_node(self.store.secret, number) for number in numbers)
+        purge(self.store, PurgeFilter(entries=names), self._clock.now, lambda _: None)
+
     def delete(self, number: int) -> None:
-        name = prompts.last_node(self.store.secret, number)
         mark(deleting=number)
-        purge(self.store, PurgeFilter(entries=frozenset({name})), self._clock.now, lambda _: None)
+        self.purge(number)
         self._saved.discard(number)
         assert self.store.wipe()
         mark(wiped=number)
@@ -195,6 +202,33 @@ def _with_faults(folder: Path) -> list[int]:
     except CacheError:
         return left
     return left
+
+
+def unwiped(root: Path) -> None:
+    """Deletions whose wipes fail: in a process that goes on, and in one that ends."""
+    with opened(root / KV) as loop:
+        for number in SMALL:
+            loop.publish(number)
+        # What LMDB uses again are pages of these, which are free for longer.
+        loop.purge(*SMALL[len(DELETED) :])
+        assert loop.store.wipe()
+    _delete_badly(root, DELETED[0], goes_on=True)
+    assert run_isolated(partial(_delete_badly, root, DELETED[1]), 60.0) == ""
+    with opened(root / KV) as loop:
+        assert loop.store.wipe()
+
+
+def _delete_badly(root: Path, number: int, *, goes_on: bool = False) -> str:
+    """Deletes a prompt, and lets the barrier behind the zeros fail."""
+    with opened(root / KV) as loop:
+        loop.purge(number)
+        # Before it come those of pages and of LMDB's meta page, of the commit that says that a wipe begins.
+        control().power_fail(ON_SYNC, 2, 1, errno.EIO)
+        with suppress(CacheError):
+            loop.store.wipe()
+        if goes_on:
+            assert loop.store.wipe()
+    return ""
 
 
 def exchange(root: Path) -> None:
@@ -309,6 +343,7 @@ DEEDS: dict[str, Callable[..., None]] = {
     "fetched": fetched,
     "faulty": faulty,
     "slow": slow,
+    "unwiped": unwiped,
 }
 
 

@@ -11,7 +11,7 @@ import hashlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 
 from tests.faults.power.recording import FOLDER, PAGE, Change, Disk, NameChange, cut, put, renamed, resize
@@ -99,7 +99,7 @@ class Moment:
             if kind == "names reordered" and not names:
                 continue
             yield make(random.Random(f"{kind} {seed} {number}"))
-        yield from self._torn_meta(seed)
+        yield from islice(self._torn_meta(seed), samples)
 
     def everything(self) -> Names:
         """Returns the files as the process saw them."""
