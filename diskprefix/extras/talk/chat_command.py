@@ -189,7 +189,7 @@ def _write(text: str) -> None:
 def _figures(done: dict[str, Any]) -> str:
     cache, timings, all_tokens = done["prefix_cache"], done["timings"], done["usage"]["prompt_tokens"]
     restored = cache["restored"]
-    what = f"{restored} of {counted(all_tokens, 'token')} restored from {cache.get('source')}" if restored else ""
+    what = f"{restored:,} of {counted(all_tokens, 'token')} restored from {cache.get('source')}" if restored else ""
     what = what or f"{counted(all_tokens, 'token')} computed, none restored ({cache.get('miss_reason')})"
     speed = f" · {rate:.1f} tokens/s" if (rate := timings["decode_tokens_per_s"]) else ""
     return printable_only(f"{what} · first token after {timings['ttft_ms'] / 1e3:.2f} s{speed}")
