@@ -28,9 +28,9 @@ from diskprefix.errors import DiskPrefixError
 from tools.measuring.prompts import AGENT_PROMPT
 
 PICTURE = Path(__file__).parents[1] / "images" / "restart.svg"
-_QUESTION = "Name the company in this handbook."
+_QUESTION = "A customer says that an invoice is wrong. What do I do first?\n"
 _SERVE = "diskprefix serve 2>serve.log &"
-_ASK = "diskprefix chat --system handbook.md --max-tokens 24 --temperature 0 <question.txt"
+_ASK = "diskprefix chat --system handbook.md --max-tokens 32 --temperature 0 <question.txt"
 _COMMANDS = (_SERVE, _ASK, "kill -9 %1", _SERVE, _ASK)
 _PROMPT = "$ "
 _LIMIT_S = 300.0
@@ -139,7 +139,6 @@ def record(folder: Path, cache: Path, num_chars: int) -> list[tuple[float, str]]
         "XDG_CACHE_HOME": str(cache),
         "DISKPREFIX_KV_CACHE_DIR": str(folder / "kv"),
         "DISKPREFIX_PORT": str(port),
-        "DISKPREFIX_URL": f"http://127.0.0.1:{port}",
     }
     terminal = Terminal(folder, environment)
     try:
@@ -207,7 +206,7 @@ def drawn(pieces: Sequence[Piece]) -> str:
 @click.command()
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), default=PICTURE, help="The SVG to write.")
 @click.option(
-    "--chars", default=6_000, help="The characters of the prompt. With others, the small model may answer less well."
+    "--chars", default=24_000, help="The characters of the prompt. With others, the small model may answer less well."
 )
 def main(output: Path, chars: int) -> None:
     """Record a session in a terminal, and draw it: a long prompt is answered, the daemon gets SIGKILL and is started

@@ -16,7 +16,7 @@ from diskprefix.cli.tooling import status
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
 from diskprefix.extras.daemon_call import Stream, running_daemon, streaming_daemon, wait_ready
 from diskprefix.printable import printable_only, shown
-from diskprefix.units import counted
+from diskprefix.units import counted, format_duration
 
 _EPILOG = """\b
 Examples:
@@ -192,4 +192,4 @@ def _figures(done: dict[str, Any]) -> str:
     what = f"{restored:,} of {counted(all_tokens, 'token')} restored from {cache.get('source')}" if restored else ""
     what = what or f"{counted(all_tokens, 'token')} computed, none restored ({cache.get('miss_reason')})"
     speed = f" · {rate:.1f} tokens/s" if (rate := timings["decode_tokens_per_s"]) else ""
-    return printable_only(f"{what} · first token after {timings['ttft_ms'] / 1e3:.2f} s{speed}")
+    return printable_only(f"{what} · first token after {format_duration(timings['ttft_ms'] / 1e3)}{speed}")
