@@ -16,6 +16,8 @@ from pathlib import Path
 
 from tools.releasing.environment import ReleaseError, run
 
+_HOME = "/root"
+"""Of the user root, in each Debian."""
 PACKAGES = ("ca-certificates", "pipx", "python3", "python3-venv")
 _SOURCES = ("etc/apt/sources.list.d/debian.sources", "etc/apt/sources.list")
 _NETWORK = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs", "/etc/pip.conf", "/etc/xdg/pip")
@@ -80,10 +82,10 @@ class DebianRoot:
 
     def _entered(self, command: str, variables: Mapping[str, str]) -> str:
         kept = {name: value for name, value in os.environ.items() if name.startswith(_PASSED)}
-        path = "/root/.local/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+        path = f"{_HOME}/.local/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         settings: Sequence[str] = [f"{key}={value}" for key, value in (kept | dict(variables)).items()]
-        inside = f"cd /root && {command}"
-        entry = ["env", "-i", "HOME=/root", "LANG=C.UTF-8", f"PATH={path}", *settings, "bash", "-c", inside]
+        inside = f"cd {_HOME} && {command}"
+        entry = ["env", "-i", f"HOME={_HOME}", "LANG=C.UTF-8", f"PATH={path}", *settings, "bash", "-c", inside]
         return shlex.join(["exec", "chroot", str(self.folder), *entry])
 
     def _quoted(self, place: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from tests.agent_bodies import words
 from tests.model.tiny import write_gguf
 from tests.server.chat_model import VOCAB_SIZE, write_chat_model
 from tests.server.daemon_process import wait_until
-from tests.server.scripted import AppServer, ScriptedEngine, real_app, say_hello, scripted_app
+from tests.server.scripted import ScriptedEngine, real_app, say_hello, scripted_app
 
 INSTRUCTION = words(1, 60)
 TEXTS = [f"{INSTRUCTION}\n{words(seed, 5 * seed + 1)}" for seed in range(7)]
@@ -53,18 +53,6 @@ def write_modules(folder: Path, *names: str) -> None:
 def write_pooling(folder: Path, **config: Any) -> None:
     (folder / "1_Pooling").mkdir(exist_ok=True)
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(config))
-
-
-@pytest.fixture(scope="module")
-def daemon(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
-    with real_app(folder, tmp_path_factory.mktemp("kv"), kv_cache_gate="off") as server:
-        yield server
-
-
-@pytest.fixture
-def client(daemon: AppServer) -> Iterator[httpx.Client]:
-    with daemon.client() as client:
-        yield client
 
 
 def embed(client: httpx.Client, given: Any, **body: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from diskprefix.extras.embedding.model_purpose import read_purpose
 from tests.agent_bodies import words
 from tests.model.tiny import write_gguf
 from tests.server.chat_model import VOCAB_SIZE, write_chat_model
-from tests.server.scripted import AppServer, real_app, scripted_app
+from tests.server.scripted import real_app, scripted_app
 
 YES, NO = 300, 301
 QUERY = "Which rivers are long? {document}"
@@ -39,18 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "1_LogitScore").mkdir()
     (folder / "1_LogitScore" / "config.json").write_text(json.dumps({"true_token_id": YES, "false_token_id": NO}))
     return folder
-
-
-@pytest.fixture(scope="module")
-def daemon(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AppServer]:
-    with real_app(folder, tmp_path_factory.mktemp("kv"), kv_cache_gate="off") as server:
-        yield server
-
-
-@pytest.fixture
-def client(daemon: AppServer) -> Iterator[httpx.Client]:
-    with daemon.client() as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
