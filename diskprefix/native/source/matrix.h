@@ -182,9 +182,9 @@ struct Multiply {
     const int64_t groups = part.form.groups, pairs = 16 / groups;
     const uint16_t* rows = part.rows + row * columns;
     const int64_t halves = part.blocks * 2;
-    const float* sums = (const float*)part.packed + row * halves;
+    const float* sums = (const float*)part.packed;
     __m512 kept[COUNT][STRIPS] = {};
-    for (int64_t block = 0; block < part.blocks; ++block, weights += BLOCK_BYTES, sums += 2) {
+    for (int64_t block = 0; block < part.blocks; ++block, weights += BLOCK_BYTES) {
       const uint8_t *factors = weights, *scales = weights + SCALES_AT;
       for (int64_t group = 0; group < groups; ++group, scales += 64) {
         __m512 found[COUNT][STRIPS] = {};
@@ -208,7 +208,7 @@ struct Multiply {
       }
       for (int64_t group = 0; part.form.has_zeros && group < groups; ++group, scales += 64)
         for (int i = 0; i < COUNT; ++i) {
-          const __m512 sum = _mm512_set1_ps(sum_of_group(sums + i * halves, group, groups));
+          const __m512 sum = _mm512_set1_ps(sum_of_group(sums + (row + i) * halves + 2 * block, group, groups));
           for (int half = 0; half < STRIPS; ++half)
             kept[i][half] = _mm512_fmadd_ps(loaded<__m512>(scales + half * next), sum, kept[i][half]);
         }

@@ -66,7 +66,7 @@ inline void fifth_bits(const uint8_t* from, uint8_t* codes) {
   constexpr BytesOfLine BITS = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128,
                                 1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
   uint64_t bytes[4];
-  for (int i = 0; i < 4; ++i) bytes[i] = from[i] * 0x0101010101010101;
+  for (int i = 0; i < 4; ++i) bytes[i] = from[i] * 0x0101010101010101u;
   store(codes, loaded<BytesOfLine>(codes) | (BytesOfLine)((loaded<BytesOfLine>(bytes) & BITS) != 0) & 16);
 }
 

@@ -608,7 +608,7 @@ void multiply(const uint8_t* strip, int64_t stride, int64_t blocks, const float*
     for (int64_t line = 0; line < Numbers::BYTES; line += 64) __builtin_prefetch(strip + AHEAD + line);
     strip += Numbers::BYTES;
 #pragma GCC unroll 1
-    for (int64_t i = 0; i < Weights::BLOCKS; ++i, strip += Weights::CODES, rows += INNER, sums += 2) {
+    for (int64_t i = 0; i < Weights::BLOCKS; ++i, strip += Weights::CODES, rows += INNER) {
       __m512 found[COUNT][Weights::GROUPS] = {};
       Weights::each_pair(strip, stride, numbers_of_codes, [&](int pair, __m512i factors) {
         for (int row = 0; row < COUNT; ++row) {
@@ -624,7 +624,7 @@ void multiply(const uint8_t* strip, int64_t stride, int64_t blocks, const float*
       for (int group = 0; Weights::ZEROS && group < Weights::GROUPS; ++group) {
         const __m512 zero = (__m512)numbers.zero(i * Weights::GROUPS + group);
         for (int row = 0; row < COUNT; ++row) {
-          const __m512 sum = _mm512_set1_ps(sum_of_group(sums + row * halves, group, Weights::GROUPS));
+          const __m512 sum = _mm512_set1_ps(sum_of_group(sums + row * halves + 2 * (block + i), group, Weights::GROUPS));
           kept[row] = _mm512_fmadd_ps(zero, sum, kept[row]);
         }
       }

@@ -1,0 +1,125 @@
+"""The entry point of `tools/fuzz`."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from diskprefix.errors import DiskPrefixError
+from tools.fuzzing import corpus, mutants, running
+from tools.fuzzing.running import Fuzzed, Outcome
+from tools.measuring.live_server import step
+from tools.measuring.options import JSON
+from tools.measuring.report import machine, new_table, print_report, say, show_machine
+
+_JOBS = 2
+
+
+def show(report: dict[str, Any], console: Console) -> None:
+    title = f"{len(report['targets'])} targets, {report['minutes']:g} minutes each"
+    table = new_table(title, left=("target", ""), right=("executions", "edges", "inputs", "found"))
+    for row in report["targets"]:
+        found = "1" if row["finding"] else "0"
+        table.add_row(
+            row["target"], row["language"], f"{row['executions']:,}", f"{row['edges']:,}", f"{row['inputs']:,}", found
+        )
+    table.add_row(
+        "all", "", f"{sum(row['executions'] for row in report['targets']):,}", "", "", str(len(report["findings"]))
+    )
+    console.print(table)
+    for row in report["findings"]:
+        say(console, f"{row['target']}: {row['finding']}")
+        say(console, f"    again: tools/fuzz {row['target']} --input {row['input']}")
+    show_machine(report["machine"], console)
+
+
+def show_mutants(report: dict[str, Any], console: Console) -> None:
+    table = new_table(
+        "What is taken away, and whether a target finds it", left=("target", "taken away", "found"), right=("seconds",)
+    )
+    for row in report["mutants"]:
+        table.add_row(row["target"], row["taken_away"], row["finding"][:100] or "NOT FOUND", f"{row['seconds']:.0f}")
+    console.print(table)
+
+
+def fuzzed(targets: list[Fuzzed], minutes: float, jobs: int, workspace: Path, progress: Console) -> list[Outcome]:
+    """Runs each target for `minutes`, `jobs` of them side by side."""
+
+    def one(target: Fuzzed) -> Outcome:
+        outcome = running.run(target, 60 * minutes, workspace)
+        said = outcome.finding or f"{outcome.executions:,} executions, {outcome.edges:,} edges"
+        progress.print(f"{time.strftime('%H:%M:%S')} {target.name}: {said}", highlight=False, markup=False)
+        return outcome
+
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(one, targets))
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[TARGET]...")
+@click.option("--minutes", type=click.FloatRange(min=0.01), default=1.0, show_default=True, help="For each target.")
+@click.option("--jobs", type=click.IntRange(min=1), default=_JOBS, show_default=True, help="Targets side by side.")
+@click.option("--threads", is_flag=True, help="The operators under ThreadSanitizer, each part of a loop a thread.")
+@click.option("--mutants", "with_mutants", is_flag=True, help="Take checks away one by one; each must be found.")
+@click.option(
+    "--input", "path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Run one target on it once."
+)
+@click.option("--keep", is_flag=True, help="Write the corpus in git anew, from what all runs have found.")
+@JSON
+def main(
+    names: tuple[str, ...],
+    minutes: float,
+    jobs: int,
+    threads: bool,
+    with_mutants: bool,
+    path: Path | None,
+    keep: bool,
+    as_json: bool,
+) -> None:
+    """Fuzz what reads bytes that others may have written, and the operators in C++, under ASan and UBSan.
+
+    Needs a clang with libFuzzer (Debian: clang-19, libclang-rt-19-dev). Atheris is installed on first use. Exits with
+    1 if something is found, or a mutant is not.
+    """
+    progress = Console(stderr=True)
+    try:
+        with tempfile.TemporaryDirectory(prefix="diskprefix-fuzz-") as folder:
+            workspace = Path(folder)
+            if with_mutants:
+                with step(progress, "mutants"):
+                    rows = mutants.tried(names, workspace)
+                print_report({"mutants": rows}, as_json, show_mutants)
+                sys.exit(0 if all(row["finding"] for row in rows) else 1)
+            with step(progress, "compiling"):
+                targets = running.targets(names, with_threads=threads)
+            if keep:
+                sizes = {target.name: corpus.keep(target.name, running.merged(target, workspace)) for target in targets}
+                print_report({"bytes": sizes}, True, show)
+                sys.exit(0)
+            if path is not None:
+                outcomes = [running.replay(target, path, workspace) for target in targets]
+            else:
+                outcomes = fuzzed(targets, minutes, jobs, workspace, progress)
+    except DiskPrefixError as error:
+        print(f"tools/fuzz: {error}", file=sys.stderr)
+        sys.exit(1)
+    rows = [outcome.as_json() for outcome in outcomes]
+    report = {
+        "minutes": minutes,
+        "machine": machine(),
+        "targets": rows,
+        "findings": [row for row in rows if row["finding"]],
+    }
+    print_report(report, as_json, show)
+    sys.exit(1 if report["findings"] else 0)
+
+
+if __name__ == "__main__":
+    main(prog_name="tools/fuzz")

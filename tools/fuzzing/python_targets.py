@@ -1,0 +1,593 @@
+"""The targets in Python: readers of files, records, objects of a bucket, bodies and replies.
+
+Each takes any bytes, and raises nothing but what it finds wrong. They run below Atheris, which chooses bytes by what
+they reach, and in the tests, which replay the corpus.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from diskprefix.api.anthropic import CountTokensRequest, Messages
+from diskprefix.api.dialect import BodyReader, json_text
+from diskprefix.api.error_forms import openai_error
+from diskprefix.api.openai import Completions
+from diskprefix.api.openai_chat import Chat
+from diskprefix.api.responses import Responses
+from diskprefix.cache.tiers.nodes import PromptNodes
+from diskprefix.cli.options import policy_value
+from diskprefix.cli.policy_file import read_policy
+from diskprefix.errors import DiskPrefixError
+from diskprefix.extras.catalogue.models_file import read_models_file
+from diskprefix.extras.exchange.entry_file import EntryReader
+from diskprefix.extras.exchange.exchange import verify_payloads
+from diskprefix.extras.infill.infill import Infill
+from diskprefix.extras.remote.bundle import BundleSlot, Header, encode_bundle, slot_nodes, slot_path
+from diskprefix.extras.remote.objects import Got
+from diskprefix.extras.remote.reading import read_bundle
+from diskprefix.extras.remote.sealing import MOST_SIGNED_BYTES, SEAL_BYTES, ObjectRefused, piece_digest, sealed
+from diskprefix.namespace_key import NamespaceKey
+from diskprefix.native import library
+from diskprefix.server.body import parse_json
+from diskprefix.store.codec.codec import Codec, Element, Piece, decode_piece, encode_piece
+from diskprefix.store.codec.planes import BF16, FP16, FP32, join_with, join_with_numpy
+from diskprefix.store.note_record import NO_PROMPT, NoteKind, NoteTimes, StoredNote, decode_note, encode_note, note_key
+from diskprefix.store.pieces import PayloadLayout
+from diskprefix.store.schema import (
+    EntryRecord,
+    Kind,
+    ModelRecord,
+    NodeRecord,
+    RootRecord,
+    decode_node,
+    decode_prompt,
+    decode_record,
+    decode_usage,
+    encode_node,
+    encode_prompt,
+    encode_record,
+)
+from diskprefix.tokens import checksum
+from tests.chat.output.cases import CASES
+from tests.chat.output.replies import NAMES, format_named, read, tool
+from tests.extras.exchange.exported import HYBRID, LAYOUT, entry_of, export
+from tests.store.building import BLOCK, layout_of, open_store, payload_of, prompt
+from tools.programs.headers import outcome, write_sample
+
+Check = Callable[[bytes], None]
+
+
+@dataclass(frozen=True)
+class PythonTarget:
+    """`opened` returns the check of one input, which may write into the folder; `seeds` returns sound inputs. Atheris
+    looks at what is reached in `modules`; `words` are texts that inputs are made of."""
+
+    modules: tuple[str, ...]
+    opened: Callable[[Path], Check]
+    seeds: Callable[[Path], Iterable[bytes]]
+    words: Callable[[], Iterable[str]] = tuple
+
+
+class Wrong(Exception):
+    """Something that a target does not do as it should."""
+
+
+def require(holds: bool, what: str) -> None:
+    if not holds:
+        raise Wrong(what)
+
+
+def refused(act: Callable[[], object]) -> None:
+    """Acts. An error of the project is right if its message is one line that JSON can hold."""
+    try:
+        act()
+    except DiskPrefixError as error:
+        require(len(error.message.splitlines()) == 1, f"an error of several lines: {error.message!r}")
+        json_text(openai_error(error))
+
+
+def _gguf(folder: Path) -> Check:
+    path = folder / "fuzzed.gguf"
+
+    def check(data: bytes) -> None:
+        path.unlink(missing_ok=True)
+        path.write_bytes(data)
+        found = outcome(path)
+        require(found in ("read", "refused"), found)
+
+    return check
+
+
+def _entry_file(folder: Path) -> Check:
+    """The first byte says whether the file gets the checksum that its header and index need."""
+    path = folder / "fuzzed.safetensors"
+
+    def act() -> None:
+        with EntryReader.open(path) as reader:
+            verify_payloads(reader, lambda _num_bytes: None)
+
+    def check(data: bytes) -> None:
+        path.unlink(missing_ok=True)
+        path.write_bytes(_resealed(data[1:]) if data[:1] > b"\x7f" else data[1:])
+        refused(act)
+
+    return check
+
+
+def _resealed(data: bytes) -> bytes:
+    """Returns an exported file with the checksum of its index, as far as it has one."""
+    with suppress(
+        ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, UnicodeEncodeError, RecursionError
+    ):
+        (length,) = struct.unpack_from("<Q", data)
+        header, body = json.loads(data[8 : 8 + length]), data[8 + length :]
+        metadata = header["__metadata__"]
+        rest = {name: text for name, text in metadata.items() if name != "checksum"}
+        parts = (
+            body[slice(*header[name]["data_offsets"])] for name in ("token_ids", "nodes.checksum", "nodes.prefill_s")
+        )
+        text = json.dumps(rest, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode()
+        metadata["checksum"] = f"{checksum(text + b''.join(parts)):016x}"
+        made = json.dumps(header).encode()
+        return struct.pack("<Q", len(made)) + made + body
+    return data
+
+
+def _entry_files(folder: Path) -> Iterable[bytes]:
+    for number, (layout, checkpoints) in enumerate(((LAYOUT, ()), (HYBRID, (BLOCK,)))):
+        store = open_store(folder / f"kv-{number}")
+        pub = entry_of(store, prompt(1, BLOCK + 5), layout=layout, checkpoints=checkpoints)
+        store.publish(pub)
+        yield b"\xff" + export(store, pub, folder / f"{number}.safetensors").read_bytes()
+        store.close()
+
+
+_KEY = NamespaceKey.of(b"the key of the fuzzed bucket")
+_PROMPT = PromptNodes(7, b"r" * 16, prompt(1, 3 * BLOCK + 5), BLOCK, PayloadLayout.parse(layout_of(512, 64)))
+_SLOTS = (
+    BundleSlot(0, 2),
+    BundleSlot(2, 3, has_tail=True),
+    BundleSlot(0, 3),
+    BundleSlot(3, 3, is_rest=True),
+)
+
+
+class _Bucket:
+    """A bucket with one object."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+
+    def get(self, _path: str, most_bytes: int) -> Got:
+        if len(self._data) > most_bytes:
+            raise ObjectRefused("oversized", "it is too large")
+        return Got(self._data, 0.0)
+
+    def get_range(self, _path: str, start: int, end: int, most_bytes: int) -> Got:
+        require(end - start <= max(most_bytes, MOST_SIGNED_BYTES + SEAL_BYTES), "too much is asked for")
+        return Got(self._data[start:end], 0.0)
+
+
+def _bucket_object(_folder: Path) -> Check:
+    """The first byte says which place of the prompt is read, how much of it is near, and whether the object is signed.
+    Then the input is the length of the header, the header and the pieces, and digests and checksums are made right."""
+
+    def check(data: bytes) -> None:
+        choice, content = (data[0], data[1:]) if data else (0, b"")
+        slot, num_near = _SLOTS[choice % 4], choice // 4 % 4
+        path = slot_path(_KEY, _PROMPT, slot)
+        bucket: Any = _Bucket(_signed(path, content) if choice & 16 else content)
+        refused(lambda: read_bundle(bucket, _KEY, _PROMPT, slot, num_near, path))
+
+    return check
+
+
+def _signed(path: str, content: bytes) -> bytes:
+    size = int.from_bytes(content[:2], "little")
+    encoded, body = content[2 : 2 + size], bytearray(content[2 + size :])
+    with suppress(msgspec.DecodeError, OverflowError):
+        header = msgspec.msgpack.decode(encoded, type=Header)
+        nodes, at = [], 0
+        for node in header.nodes:
+            digests = []
+            for index, length in enumerate(node.sizes):
+                piece = _checked_piece(
+                    bytes(body[at : at + max(0, length)]), int.from_bytes(node.name[:8], "little") + index
+                )
+                body[at : at + len(piece)] = piece
+                digests.append(piece_digest(_KEY, node.name, index, piece))
+                at += len(piece)
+            nodes.append(msgspec.structs.replace(node, digests=tuple(digests)))
+        encoded = msgspec.msgpack.encode(Header(header.root, header.created_at, tuple(nodes)))
+    with suppress(ObjectRefused):
+        return sealed(_KEY, path, encoded) + body
+    return bytes(body)
+
+
+def _checked_piece(stored: bytes, seed: int) -> bytes:
+    """Returns a stored piece with its checksum."""
+    return struct.pack("<Q", checksum(stored[8:], seed % 2**64)) + stored[8:] if len(stored) >= 8 else stored
+
+
+def _bundles(_folder: Path) -> Iterable[bytes]:
+    for number, slot in enumerate(_SLOTS):
+        nodes = list(slot_nodes(_PROMPT, replace_rest(slot)))
+        if slot.is_rest:
+            nodes = [_PROMPT.partial_block(nodes[-1].name if nodes else _PROMPT.root, len(_PROMPT.token_ids))]
+        payloads = []
+        for node in nodes:
+            size = sum(cut.piece.num_bytes for cut in _PROMPT.cuts(node))
+            tokens = _PROMPT.token_ids[node.position : node.position + node.num_tokens]
+            payloads.append((node, tokens.tobytes(), payload_of(tokens, size)))
+        path = slot_path(_KEY, _PROMPT, slot)
+        whole = encode_bundle(_KEY, _PROMPT, path, payloads, 5.0)
+        signed = struct.unpack_from("<4sHHI", whole)[3]
+        header = whole[SEAL_BYTES + len(path.encode()) : SEAL_BYTES + signed]
+        yield bytes([number]) + whole
+        yield bytes([16 + number]) + struct.pack("<H", len(header)) + header + whole[SEAL_BYTES + signed :]
+
+
+def replace_rest(slot: BundleSlot) -> BundleSlot:
+    return BundleSlot(0, slot.last) if slot.is_rest else slot
+
+
+_FORMATS = {Element.BF16: BF16, Element.FP16: FP16, Element.FP32: FP32}
+
+
+def _stored_piece(_folder: Path) -> Check:
+    """Two bytes say the form of the piece; its checksum is made right. Planes are joined by numpy too."""
+    operators = library.planes()
+
+    def check(data: bytes) -> None:
+        if len(data) < 3:
+            return
+        piece = _piece_of(data)
+        stored = memoryview(_checked_piece(data[3:], 5))
+        out = np.zeros((piece.num_rows, piece.row_bytes), np.uint8)
+        refused(lambda: decode_piece(stored, piece, 5, out))
+        form = _FORMATS.get(piece.element)
+        if (
+            operators is not None
+            and form is not None
+            and not piece.row_bytes % form.item_bytes
+            and len(stored) > 48
+            and out.size
+        ):
+            found = [out, np.zeros_like(out)]
+            bits, planes = stored[16], stored[48:]
+            is_right = join_with(operators, form, bits, planes, found[0])
+            require(is_right == join_with_numpy(form, bits, planes, found[1]), "numpy and C++ do not agree on planes")
+            require(not is_right or bool((found[0] == found[1]).all()), "numpy and C++ join planes differently")
+
+    return check
+
+
+def _piece_of(data: bytes) -> Piece:
+    return Piece(data[0] % 4 + 1, int.from_bytes(data[1:3], "little") % 6000, Element(data[0] // 4 % len(Element)))
+
+
+def _stored_pieces(_folder: Path) -> Iterable[bytes]:
+    for element in Element:
+        for width in (256, 5000):
+            head = bytes([element * 4 + 1]) + struct.pack("<H", width)
+            piece = _piece_of(head)
+            values = np.random.default_rng(1).normal(size=piece.num_bytes // 4).astype("<f4").view(np.uint8)
+            raw = np.ascontiguousarray(np.resize(values, piece.num_bytes)).data
+            for codec in Codec:
+                yield head + encode_piece(raw, piece, codec, 5)
+
+
+_RECORDS = (RootRecord, ModelRecord, EntryRecord)
+_NOTE = note_key(b"r" * 16, NoteKind.RESPONSE, "resp_1")
+
+
+def _records(_folder: Path) -> Check:
+    """The first byte says which record of the store it is. Its checksum is made right."""
+
+    def check(data: bytes) -> None:
+        choice, content = (data[0], data[1:]) if data else (0, b"")
+        value = _sealed_record(_NOTE, content)
+        match choice % 6:
+            case 0:
+                refused(lambda: decode_node(b"n" * 16, _sealed_node(content)))
+            case 1:
+                refused(lambda: decode_note(_NOTE, value))
+                StoredNote.of(_NOTE, value).times.is_expired(5.0)
+            case 2:
+                refused(lambda: decode_prompt(_NOTE, value))
+            case 3:
+                refused(lambda: decode_usage(content))
+            case _:
+                kind: Any = _RECORDS[choice // 6 % len(_RECORDS)]
+                refused(lambda: decode_record(kind, _NOTE, value))
+
+    return check
+
+
+def _sealed_record(key: bytes, packed: bytes) -> bytes:
+    return struct.pack("<Q", checksum(key + packed)) + packed
+
+
+def _sealed_node(content: bytes) -> bytes:
+    header, token_ids = content[:_NODE_BYTES], content[_NODE_BYTES:]
+    return header + struct.pack("<Q", checksum(b"n" * 16 + header + token_ids)) + token_ids
+
+
+_NODE_BYTES = 64
+
+
+def _record_seeds(_folder: Path) -> Iterable[bytes]:
+    node = NodeRecord(b"p" * 16, b"r" * 16, 16, prompt(1, 16), Kind.BLOCK, 2, 1000, 500)
+    encoded = encode_node(b"n" * 16, node)
+    yield b"\0" + encoded[:_NODE_BYTES] + encoded[_NODE_BYTES + 8 :]
+    yield b"\1" + encode_note(_NOTE, b"a note" * 9, NoteTimes(1.0, 2.0, 60), NO_PROMPT)[8:]
+    yield b"\2" + encode_prompt(_NOTE, prompt(2, 40), 60)[8:]
+    yield b"\3" + bytes(48)
+    entry = EntryRecord(root=b"r" * 16, num_tokens=5, scope="full", preview="text", created_at=5.0)
+    root = RootRecord(model="tiny", block_size=16, layout=LAYOUT, created_at=5.0)
+    for choice, record in ((16, entry), (4, root)):
+        yield bytes([choice]) + encode_record(_NOTE, record)[8:]
+
+
+class _Notes:
+    """Stored responses, of which each continues the one before, and the last one continues what is not there."""
+
+    def get(self, _kind: NoteKind, id_: str) -> bytes | None:
+        if not id_.startswith("resp_") or len(id_) > 8:
+            return None
+        previous = id_[:-1] if len(id_) > 6 else None
+        items = [
+            {
+                "type": "message",
+                "id": f"msg_{id_[5:]}_0",
+                "role": "user",
+                "content": [{"type": "input_text", "text": "a"}],
+            },
+            {"type": "function_call", "id": f"fc_{id_[5:]}_1", "call_id": "call_1", "name": "f", "arguments": "{}"},
+        ]
+        return json_text({"response": {"id": id_, "output": items}, "previous": previous, "input": items[:1]})
+
+
+def _body(dialect: Callable[[], BodyReader[Any]], _folder: Path) -> Check:
+    notes: Any = _Notes()
+
+    def act(data: bytes) -> None:
+        reader = dialect()
+        reader.read(parse_json(data, reader.body), 1000, lambda: notes)
+
+    return lambda data: refused(partial(act, data))
+
+
+class _CountTokens:
+    """The route that counts tokens, as a reader."""
+
+    body = CountTokensRequest
+
+    def read(self, body: CountTokensRequest, _vocab_size: int, _notes: Callable[[], Any]) -> Any:
+        return body.conversation
+
+
+_TOOL = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}
+_IMAGE = "data:image/png;base64,iVBORw0KGgo="
+_SAMPLING = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "seed": 1, "stream": True, "logit_bias": {"5": 1.5}}
+_CACHE = {"prefix_cache": {"scope": "auto:30"}, "cache_salt": "a" * 9}
+_BODIES: dict[str, list[Any]] = {
+    "chat": [
+        {
+            "messages": [
+                {"role": "system", "content": "s"},
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "t", "cache_control": {"type": "ephemeral", "ttl": "1h"}},
+                        {"type": "image_url", "image_url": {"url": _IMAGE}},
+                        {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}},
+                    ],
+                },
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "reasoning_content": "r",
+                    "tool_calls": [{"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}],
+                },
+                {"role": "tool", "tool_call_id": "call_1", "content": "result"},
+            ],
+            "tools": [{"type": "function", "function": _TOOL}],
+            "tool_choice": {"type": "function", "function": {"name": "f"}},
+            **_SAMPLING,
+            **_CACHE,
+        },
+        {
+            "messages": [{"role": "user", "content": "t"}],
+            "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}},
+            "stop": ["a"],
+            "n": 2,
+            "logprobs": True,
+            "top_logprobs": 3,
+            "stream_options": {"include_usage": True},
+            "stream": True,
+        },
+    ],
+    "completions": [
+        {"prompt": "text", "suffix": "s", "max_tokens": 5, "logprobs": 2, **_SAMPLING},
+        {"prompt": [1, 2, 3], "structured_outputs": {"regex": "a+"}, "n": 2, "best_of": 2},
+    ],
+    "infill": [
+        {"input_prefix": "a", "input_suffix": "b", "n_predict": 5, "input_extra": [{"filename": "f", "text": "t"}]}
+    ],
+    "messages": [
+        {
+            "max_tokens": 9,
+            "system": [{"type": "text", "text": "s", "cache_control": {"type": "ephemeral"}}],
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "t"},
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}},
+                        {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": "d"}},
+                    ],
+                },
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "thinking", "thinking": "t", "signature": "s"},
+                        {"type": "tool_use", "id": "toolu_1", "name": "f", "input": {"a": 1}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [{"type": "tool_result", "tool_use_id": "toolu_1", "content": "r", "is_error": True}],
+                },
+            ],
+            "tools": [{"name": "f", "description": "d", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "tool", "name": "f"},
+            "thinking": {"type": "enabled", "budget_tokens": 1024},
+            "stop_sequences": ["x"],
+        }
+    ],
+    "responses": [
+        {
+            "input": [
+                {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "t"}]},
+                {"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "s"}]},
+                {"type": "function_call", "call_id": "call_1", "name": "f", "arguments": "{}"},
+                {"type": "function_call_output", "call_id": "call_1", "output": "o"},
+                {"type": "item_reference", "id": "msg_1_0"},
+            ],
+            "instructions": "i",
+            "tools": [{"type": "function", **_TOOL}],
+            "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+            "previous_response_id": "resp_12",
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "store": True,
+            "metadata": {"a": "b"},
+        },
+        {"input": "text", "tool_choice": "required", "tools": [{"type": "function", **_TOOL}], "max_output_tokens": 5},
+    ],
+}
+_BODIES["count_tokens"] = [{name: value for name, value in _BODIES["messages"][0].items() if name != "max_tokens"}]
+_READERS: dict[str, Callable[[], BodyReader[Any]]] = {
+    "chat": Chat,
+    "completions": Completions,
+    "count_tokens": _CountTokens,
+    "infill": Infill,
+    "messages": Messages,
+    "responses": Responses,
+}
+
+
+def _bodies(name: str, _folder: Path) -> Iterable[bytes]:
+    return map(json_text, _BODIES[name])
+
+
+def _body_words(name: str) -> Iterable[str]:
+    """The names of all fields of a body, and the values that are words."""
+    schema = json.dumps(_READERS[name]().body.model_json_schema())
+    found = set[str]()
+
+    def look(value: Any) -> None:
+        if isinstance(value, dict):
+            found.update(value.get("properties", ()))
+            found.update(word for word in (*value.get("enum", ()), value.get("const")) if isinstance(word, str))
+            for part in value.values():
+                look(part)
+        elif isinstance(value, list):
+            for part in value:
+                look(part)
+
+    look(json.loads(schema))
+    return [f'"{word}"' for word in sorted(found)]
+
+
+def _toml(act: Callable[[Path], object], folder: Path) -> Check:
+    path = folder / "fuzzed.toml"
+
+    def check(data: bytes) -> None:
+        path.write_bytes(data)
+        refused(lambda: act(path))
+
+    return check
+
+
+def _policies(_folder: Path) -> Iterable[bytes]:
+    yield b'disk_prefix_cache = "auto:30"\nkv_cache_budget = "20GiB"\nblock_size = 256\n'
+    yield b'kv-cache-codec = "planes"\nidle_unload = "30m"\nreuse-generated = true\n'
+
+
+def _models(_folder: Path) -> Iterable[bytes]:
+    yield b'[a]\nmodel = "a.gguf"\naliases = ["b"]\npin = true\nidle_unload = "30m"\n[c]\nmodel = "org/c"\n'
+    yield b'[a]\nmodel = "a"\nweights = "int8"\nchat-template = "t.jinja"\n'
+
+
+_TOOLS = [
+    tool("get_weather", city={"type": "string"}, days={"type": "integer"}),
+    tool("special_function", arg1={"type": "integer"}),
+]
+
+
+def _reply(_folder: Path) -> Check:
+    """Four bytes choose the format, whether there are tools, and a cut. A reply is the same however it is cut."""
+
+    def check(data: bytes) -> None:
+        if len(data) < 4:
+            return
+        text = data[4:].decode(errors="replace")
+        format, tools = format_named(NAMES[data[0] % len(NAMES)]), _TOOLS if data[1] & 1 else []
+        opened = "<think>" if data[1] & 2 else ""
+        step = data[2] % 7 + 1
+        whole = read(format, [text], tools, opened)
+        pieces = [text[: data[3]], *(text[at : at + step] for at in range(data[3], len(text), step))]
+        require(read(format, pieces, tools, opened) == whole, "a reply that is cut is read otherwise")
+
+    return check
+
+
+def _replies(_folder: Path) -> Iterable[bytes]:
+    for case in CASES:
+        yield bytes([NAMES.index(case.family), 1, 3, 9]) + case.text.encode()
+
+
+def _reply_words() -> Iterable[str]:
+    return sorted({tag for name in NAMES for tag in getattr(getattr(format_named(name), "family", None), "tags", ())})
+
+
+TARGETS: dict[str, PythonTarget] = {
+    "bucket_object": PythonTarget(
+        ("diskprefix.extras.remote", "diskprefix.store.codec", "diskprefix.cache.tiers"), _bucket_object, _bundles
+    ),
+    "entry_file": PythonTarget(("diskprefix.extras.exchange", "diskprefix.store.pieces"), _entry_file, _entry_files),
+    "gguf": PythonTarget(
+        ("diskprefix.model.load",), _gguf, lambda folder: [write_sample(folder / "whole.gguf").read_bytes()]
+    ),
+    "models_toml": PythonTarget(
+        ("diskprefix.extras.catalogue", "diskprefix.cli"), partial(_toml, read_models_file), _models
+    ),
+    "policy_toml": PythonTarget(
+        ("diskprefix.cli", "diskprefix.units", "diskprefix.settings"),
+        partial(_toml, lambda path: read_policy(path, policy_value)),
+        _policies,
+    ),
+    "records": PythonTarget(("diskprefix.store",), _records, _record_seeds),
+    "reply": PythonTarget(("diskprefix.chat.output",), _reply, _replies, _reply_words),
+    "stored_piece": PythonTarget(("diskprefix.store.codec",), _stored_piece, _stored_pieces),
+    **{
+        f"body_{name}": PythonTarget(
+            ("diskprefix.api", "diskprefix.chat", "diskprefix.server.body", "diskprefix.extras.infill"),
+            partial(_body, reader),
+            partial(_bodies, name),
+            partial(_body_words, name),
+        )
+        for name, reader in _READERS.items()
+    },
+}

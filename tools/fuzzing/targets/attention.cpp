@@ -1,0 +1,79 @@
+// Attention over the memory of up to three sequences: the same bits for a row beside all others and in a call of its own,
+// whatever the threads do, and nothing read behind the last token.
+
+#include "input.h"
+
+namespace {
+
+constexpr int64_t TILE = 256;
+
+struct Sequence {
+  Run run;
+  int64_t tokens;
+  Guarded keys, values;
+};
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
+  Input input(bytes, size);
+  const int64_t SIZES[] = {1, 16, 17, 31, 32, 48, 64, 80};
+  Attention call = {};
+  call.dtype = input.number(0, 2);
+  call.num_kv_heads = input.number(1, 2), call.num_heads = call.num_kv_heads * input.number(1, 5);
+  call.key_dim = input.one_of(SIZES), call.value_dim = input.one_of(SIZES);
+  call.num_runs = input.number(1, 3);
+  const int64_t kind = input.number(0, 2);
+  if (kind == 1) call.window = input.number(1, 600);
+  if (kind == 2) call.chunk = input.number(1, 600);
+  const bool wild = input.number(0, 3) == 3, is_by_token = input.flag(), has_sinks = input.flag(), is_by_row = input.flag();
+  call.softcap = input.flag() ? 3.0 : 0.0, call.scale = 1.0 / (1 + input.number(0, 20));
+  call.num_threads = input.number(1, 4), call.parallel_for = parallel_for;
+  const int64_t seed = input.number(0, 255);
+  std::vector<Sequence> sequences;
+  int64_t num_rows = 0;
+  for (int64_t i = 0; i < call.num_runs; ++i) {
+    const int64_t start = input.number(0, 700), rows = input.flag() ? input.number(1, 4) : input.number(1, 40);
+    const int64_t visible = call.window ? start - call.window + 1 : call.chunk ? start - start % call.chunk : 0;
+    const int64_t first = std::max<int64_t>(visible, 0) / TILE * TILE, tokens = start + rows - first;
+    Sequence one = {{start, rows, first}, tokens, numbers(input, call.dtype, call.num_kv_heads * tokens * call.key_dim, wild),
+                    numbers(input, call.dtype, call.num_kv_heads * tokens * call.value_dim, wild)};
+    one.run.key_head_stride = call.key_dim * (is_by_token ? 1 : tokens);
+    one.run.key_token_stride = call.key_dim * (is_by_token ? call.num_kv_heads : 1);
+    one.run.value_head_stride = call.value_dim * (is_by_token ? 1 : tokens);
+    one.run.value_token_stride = call.value_dim * (is_by_token ? call.num_kv_heads : 1);
+    one.run.keys = one.keys.as<void>(), one.run.values = one.values.as<void>();
+    num_rows += rows;
+    sequences.push_back(std::move(one));
+  }
+  const Guarded query = numbers(input, call.dtype, call.num_heads * num_rows * call.key_dim, wild);
+  const Guarded sinks = numbers(input, FLOAT32, has_sinks ? call.num_heads : 0, false);
+  const int64_t of_row = call.num_heads * call.value_dim, item = bytes_of(call.dtype);
+  call.query = query.as<void>(), call.sinks = has_sinks ? sinks.as<float>() : nullptr;
+  call.query_head_stride = is_by_row ? call.key_dim : num_rows * call.key_dim;
+  call.query_row_stride = is_by_row ? call.num_heads * call.key_dim : call.key_dim;
+  std::vector<Run> runs;
+  for (const Sequence& one : sequences) runs.push_back(one.run);
+  for (const Operators* operators : variants()) {
+    cut() = seed;
+    Guarded whole(num_rows * of_row * item);
+    call.num_runs = runs.size(), call.out = whole.marked().as<void>(), call.query = query.as<void>();
+    if (operators->attention(&call, runs.data())) fail("attention fails", operators->name);
+    int64_t before = 0;
+    for (const Sequence& one : sequences) {
+      // Rows of one sequence, from one that the seed chooses to one that it chooses.
+      const int64_t begin = seed % one.run.num_rows, end = begin + 1 + seed / 3 % (one.run.num_rows - begin);
+      Guarded some((end - begin) * of_row * item);
+      Run run = one.run;
+      run.start += begin, run.num_rows = end - begin;
+      Attention alone = call;
+      alone.num_runs = 1, alone.out = some.marked().as<void>(), alone.num_threads = 1 + seed % 3;
+      alone.query = (const char*)call.query + (before + begin) * call.query_row_stride * item;
+      if (operators->attention(&alone, &run)) fail("attention of some rows fails", operators->name);
+      require_same(call.dtype, some.as<void>(), whole.as<char>() + (before + begin) * of_row * item, (end - begin) * of_row,
+                   "rows have other bits alone", operators->name);
+      before += one.run.num_rows;
+    }
+  }
+  return 0;
+}
