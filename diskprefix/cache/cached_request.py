@@ -239,10 +239,9 @@ class CachedRequest:
         if self.cache.remote is not None and self._bypass is None:
             self._publisher.at_end = partial(self._context.upload, self.nodes, self.selection, restored)
         self._publisher.close()
+        self.cache.counters["prompt_tokens"] += len(self.prompt.token_ids)
         if restored.num_tokens:
-            self.cache.counters["hits"] += 1
-            self.cache.hits_by_tier[restored.source] += 1
-            self.cache.counters["restored_tokens"] += restored.num_tokens
+            self.cache.restored_tokens[restored.source] += restored.num_tokens
             self.cache.counters["restored_bytes"] += restored.num_bytes
         elif self._miss_reason is not None:
             self.cache.misses[self._miss_reason] += 1

@@ -94,7 +94,6 @@ class RequestContext:
         blocks = [node.name for node in restored.blocks if node.end <= num_tokens]
         counts = Tally(
             requests=1,
-            hits=int(num_tokens > 0),
             prompt_tokens=len(self.prompt.token_ids),
             restored_tokens=num_tokens,
             saved_s=max(0.0, prefill_s - restored.restore_ms / 1e3),

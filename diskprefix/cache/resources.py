@@ -112,7 +112,8 @@ class CacheResources:
             self.readers, self.capturer = beside.readers, beside.capturer
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()
-        self.hits_by_tier: Counter[str] = Counter(memory=0, disk=0, remote=0)
+        self.restored_tokens: Counter[str] = Counter(memory=0, disk=0, remote=0)
+        """By the tier they came from."""
         self.misses: Counter[str] = Counter()
 
     def count(self, what: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Collection, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import cached_property, partial
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from diskprefix.chat.boundaries import bound, text_boundaries
@@ -175,15 +174,20 @@ class PromptRenderer:
         boundaries = text_boundaries(token_ids, num_added, markers, bos_id)
         return Prompt(token_ids=token_ids, boundaries=boundaries, text=preview_of_text(text))
 
-    def pieces(self, template: str) -> list[str]:
-        """Returns a text in pieces: its special tokens, and what is between them. Raises `InvalidRequest`."""
+    def pieces(self, template: str) -> list[str | int]:
+        """Returns a text in pieces: the ids of its special tokens, and what is between them. Raises
+        `InvalidRequest`."""
         encoding, special = self._encoder.encode(template, param="model"), {*self._template.special.values()}
-        places = zip(encoding.token_ids.tolist(), encoding.offsets.tolist(), strict=True)
-        cuts = [cut for token_id, ends in places if token_id in special for cut in ends]
-        return [template[begin:end] for begin, end in pairwise([0, *cuts, len(template)]) if begin < end]
+        pieces, begin = list[str | int](), 0
+        for token_id, (first, last) in zip(encoding.token_ids.tolist(), encoding.offsets.tolist(), strict=True):
+            if token_id in special:
+                pieces += [template[begin:first], token_id]
+                begin = last
+        return [piece for piece in (*pieces, template[begin:]) if piece != ""]
 
     def plain(self, text: str, *, param: str) -> list[int]:
-        """Returns the token ids of a text in which special tokens are nothing but text. Raises as `completion`."""
+        """Returns the token ids of a text behind a special token, in which special tokens are nothing but text. Raises
+        as `completion`."""
         token_ids: list[int] = self._plain_encoder.encode(text, param=param).token_ids.tolist()
         return token_ids
 
@@ -191,6 +195,9 @@ class PromptRenderer:
     def _plain_encoder(self) -> Encoder:
         tokenizer = deepcopy(self._tokenizer)
         tokenizer.split_special_tokens = True
+        # SentencePiece's blank in front of a text, which the file of a tokenizer may ask for.
+        as_file = tokenizer.backend_tokenizer.to_str().replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
+        tokenizer._tokenizer = tokenizer.backend_tokenizer.from_str(as_file)
         return self._make_encoder(tokenizer)
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:

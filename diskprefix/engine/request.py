@@ -173,6 +173,11 @@ class Timings:
         return max(0.0, self.ttft_ms - known_ms)
 
 
+CacheOutcome: TypeAlias = Literal["hit", "miss", "short"]
+LONG_PROMPT = 512
+"""Tokens of a prompt from which on it tells what the cache is good for."""
+
+
 @dataclass(frozen=True)
 class DoneEvent:
     """The last event of a request that ended well."""
@@ -180,6 +185,14 @@ class DoneEvent:
     usage: Usage
     cache: CacheReport
     timings: Timings
+
+    @property
+    def outcome(self) -> CacheOutcome:
+        """The kind of its time to the first token: `hit` if at least half of the prompt was restored, `miss` if
+        less, `short` if the prompt has so few tokens that the beginning of the template may be half of them."""
+        if self.usage.prompt_tokens < LONG_PROMPT:
+            return "short"
+        return "hit" if 2 * self.cache.restored >= self.usage.prompt_tokens else "miss"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,7 +21,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from diskprefix.engine.gauges import Distribution
-from diskprefix.engine.request import DoneEvent
+from diskprefix.engine.request import CacheOutcome, DoneEvent
 from diskprefix.nouns import MISS_REASONS
 from diskprefix.server.log_context import OUTCOMES, LogContext
 from diskprefix.server.serving import Serving
@@ -126,8 +126,6 @@ def _engine_metrics(serving: Serving) -> Iterator[Metric]:
 
 
 def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
-    hits = stats["hits_by_tier"]
-    yield _by_label(CounterMetricFamily, "cache_hits", "Requests that restored something.", "tier", hits)
     # From zero on: a series that appears with its first event has no rate before the second.
     misses = {reason: stats["misses"].get(reason, 0) for reason in MISS_REASONS}
     yield _by_label(CounterMetricFamily, "cache_misses", "Requests that restored nothing.", "reason", misses)
@@ -232,7 +230,8 @@ class ServerMetrics:
         )
         self._first_token = histogram(
             "diskprefix_time_to_first_token_seconds",
-            "Time from the arrival of a request in the queue to its first token: hit if something was restored.",
+            "Time from the arrival of a request in the queue to its first token: hit if at least half of the prompt "
+            "was restored, short if it has fewer than 512 tokens.",
             ["cache"],
         )
         self._restore = histogram(
@@ -257,7 +256,7 @@ class ServerMetrics:
             self._prompt_tokens.labels(source)
         for result in ("accepted", "rejected"):
             self._draft_tokens.labels(result)
-        for cache in ("hit", "miss"):
+        for cache in get_args(CacheOutcome):
             self._first_token.labels(cache)
 
     def count_request(self, route: str, record: LogContext) -> None:
@@ -272,7 +271,7 @@ class ServerMetrics:
         cache, timings = done.cache, done.timings
         if cache.restored:
             self._restore.observe(timings.restore_ms / 1e3)
-        self._first_token.labels("hit" if cache.restored else "miss").observe(timings.ttft_ms / 1e3)
+        self._first_token.labels(done.outcome).observe(timings.ttft_ms / 1e3)
         for phase, histogram in self._phases.items():
             histogram.observe(getattr(timings, f"{phase}_ms") / 1e3)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diskprefix.api.figures import broken_by, figures_reply
+from diskprefix.engine.request import CacheOutcome
 from diskprefix.nouns import CacheReport
 from diskprefix.server.log_context import LogContext
 
@@ -25,7 +26,8 @@ class EndedRequest:
     the first byte of the request to the last one of the answer.
 
     Of one that was answered, `prefix_cache` and `timings` are those of its response. Otherwise they are None, and
-    `error` says why, if it was not the client that left. The tokens of a cancelled one are those that it had.
+    `error` says why, if it was not the client that left. The tokens of a cancelled one are those that it had. `outcome`
+    is that of a `DoneEvent`.
     """
 
     number: int
@@ -40,6 +42,7 @@ class EndedRequest:
     reply_tokens: int = 0
     prefix_cache: dict[str, Any] | None = None
     timings: dict[str, Any] | None = None
+    outcome: CacheOutcome | None = None
 
 
 class RecentRequests:
@@ -60,6 +63,7 @@ class RecentRequests:
         if (done := context.done) is not None:
             figures = figures_reply(done, None)
             figures |= {"prompt_tokens": done.usage.prompt_tokens, "reply_tokens": done.usage.completion_tokens}
+            figures["outcome"] = done.outcome
         elif (came := context.cancelled_at) is not None:
             figures = {"prompt_tokens": came.prompt_tokens, "reply_tokens": came.reply_tokens}
         ended = EndedRequest(

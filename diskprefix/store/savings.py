@@ -30,7 +30,6 @@ class Tally(msgspec.Struct, kw_only=True):
     were computed, less the time that restoring them took, in seconds."""
 
     requests: int = 0
-    hits: int = 0
     prompt_tokens: int = 0
     restored_tokens: int = 0
     saved_s: float = 0.0
@@ -40,9 +39,9 @@ class Tally(msgspec.Struct, kw_only=True):
             setattr(self, name, getattr(self, name) + getattr(other, name))
 
     @property
-    def hit_rate(self) -> float:
-        """The part of the requests that restored something, from 0 to 1."""
-        return self.hits / self.requests if self.requests else 0.0
+    def restored_share(self) -> float:
+        """The part of the prompt tokens that was restored, from 0 to 1."""
+        return self.restored_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class RecentHit(msgspec.Struct, array_like=True, frozen=True):

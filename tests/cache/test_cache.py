@@ -466,7 +466,7 @@ def test_what_requests_saved_outlives_the_process(runner: Runner) -> None:
     assert runner.run(prompt, "full", reply=2).report.restored > 0
     saved = runner.cache.stats()["savings"]
     total = saved["total"]
-    assert (total["requests"], total["hits"], total["prompt_tokens"]) == (2, 1, 2 * len(prompt))
+    assert (total["requests"], total["prompt_tokens"]) == (2, 2 * len(prompt))
     assert saved["today"] == total
     runner.reopen()
     assert runner.cache.stats()["savings"] == saved

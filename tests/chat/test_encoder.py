@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from diskprefix.chat import encoder as encoder_module
 from diskprefix.chat.encoder import Encoder, Encoding, TextParts
+from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ContextTooLong, InvalidRequest
 from tests.chat.turns import Turns
 from tests.chat.whole_texts import assert_whole, encoder_of
@@ -78,6 +79,17 @@ def test_a_part_of_a_text_is_not_its_beginning() -> None:
     ):
         for text in ("abc abc abc abc <:> abc" * 5, "<:><:>abc <:>  abc" * 5, " <:> " * 9):
             assert_whole(tokenizer, text)
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+def test_a_text_behind_a_special_token_is_not_the_beginning_of_a_text(scheme: Any) -> None:
+    tokenizer = made_up(token("<:>"), token("<>"), pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme))
+    renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1000)
+    text = "<:>abc abc<:> abc<>c"
+    found = list[int]()
+    for piece in renderer.pieces(text):
+        found += [piece] if isinstance(piece, int) else renderer.plain(piece, param="query")
+    assert found == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def test_what_a_tokenizer_adds_stands_around_the_parts() -> None:

@@ -89,12 +89,12 @@ def test_the_tree_folds_what_is_shared_and_names_each_prompt(inspect: Any) -> No
 def test_the_figures_tell_what_is_saved_and_what_goes_next(inspect: Any) -> None:
     shown = inspect("--stats").stdout
     assert "2 prompts, " in shown
-    assert "4 requests, 50% hits; 50% of their tokens restored" in shown
+    assert "4 requests; 50% of their prompt tokens restored" in shown
     assert "computing saved: " in shown
     assert "never used again" in shown
     figures = inspect("--stats", "--json").json
     main = figures["roots"][0]
-    assert (main["total"]["requests"], main["hit_rate"], main["total"]["saved_s"]) == (4, 0.5, 3.0)
+    assert (main["total"]["requests"], main["restored_share"], main["total"]["saved_s"]) == (4, 0.5, 3.0)
     assert main["shared_bytes"] > 0 < figures["budget_bytes"]
     assert figures["next_victims"][0]["reason"] == "never used again"
 

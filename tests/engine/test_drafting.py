@@ -171,7 +171,7 @@ def test_over_miss_save_hit_and_restart_the_reply_is_the_plain_one_and_the_draft
     turn = request(np.concatenate([text, np.array(expected.tokens, np.int32), tokens(9, 9)]), max_tokens=REPLY)
     (expected,) = run_together(plain, [turn])
     assert computed_by(again, turn, expected) < MOST_GUESSED
-    assert drafter(again).model.cache.counters["restored_tokens"] > len(text) + REPLY - 10, "with the reply"
+    assert drafter(again).model.cache.restored_tokens.total() > len(text) + REPLY - 10, "with the reply"
     forget_idle(again.pool)
     assert computed_by(again, turn, expected) < MOST_GUESSED
     again.close()
@@ -197,7 +197,7 @@ def test_what_only_memory_had_of_both_models_is_restored_after_the_model_was_unl
         (found,) = run_together(again, [turn])
     assert said(found) == said(expected)
     for cache in (again.cache, drafter(again).model.cache):
-        restored = cache.counters["restored_tokens"]
+        restored = cache.restored_tokens.total()
         assert (restored > len(text) + REPLY - 10) if is_saved else restored == 0
     again.close()
 

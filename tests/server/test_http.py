@@ -197,7 +197,7 @@ def test_props_tell_policy_counts_settings_and_start_up(client: httpx.Client) ->
 
 
 def test_metrics_count_what_happened(client: httpx.Client) -> None:
-    body = HELLO | {"messages": [{"role": "user", "content": "metrics are counted " * 9}]}
+    body = HELLO | {"messages": [{"role": "user", "content": "metrics are counted " * 90}]}
     assert client.post(CHAT, json=body).is_success
     before = metrics_of(client)
     answer = client.post(CHAT, json=body).json()
@@ -212,7 +212,6 @@ def test_metrics_count_what_happened(client: httpx.Client) -> None:
     assert grown(f"diskprefix_prompt_tokens_total|{source}") == restored > 0
     assert grown("diskprefix_prompt_tokens_total|computed") == usage["prompt_tokens"] - restored
     assert grown("diskprefix_generation_tokens_total") == usage["completion_tokens"]
-    assert grown(f"diskprefix_cache_hits_total|{source}") == 1
     first_token = "diskprefix_time_to_first_token_seconds"
     assert grown(f"{first_token}_count|hit") == 1
     assert grown(f"{first_token}_sum|hit") == pytest.approx(answer["timings"]["ttft_ms"] / 1e3, abs=1e-5)

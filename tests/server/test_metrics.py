@@ -31,7 +31,6 @@ class Scraped:
         self.metrics = ServerMetrics()
         self.figures = EngineFigures()
         self.stats: dict[str, Any] = dict.fromkeys(_COUNTERS, 0) | {
-            "hits_by_tier": Counter(memory=0, disk=0),
             "misses": Counter(),
         }
 
@@ -91,6 +90,16 @@ def done_events(draw: st.DrawFn) -> DoneEvent:
     return DoneEvent(Usage(prompt_tokens=prompt, completion_tokens=reply, cached_tokens=restored), event.cache, timings)
 
 
+@pytest.mark.parametrize(
+    ("prompt_tokens", "restored", "outcome"),
+    [(511, 511, "short"), (512, 255, "miss"), (512, 256, "hit"), (10_000, 24, "miss")],
+)
+def test_the_few_tokens_that_all_prompts_begin_with_are_no_hit(prompt_tokens: int, restored: int, outcome: str) -> None:
+    event = done(restored=restored)
+    event = replace(event, usage=Usage(prompt_tokens=prompt_tokens, completion_tokens=1, cached_tokens=restored))
+    assert event.outcome == outcome
+
+
 @settings(max_examples=15)
 @given(
     rounds=st.lists(
@@ -126,13 +135,17 @@ def agree(scraped: dict[Sample, float], said: list[dict[str, Any]]) -> None:
     """Checks what was scraped against what the responses said."""
 
     def told(kind: str, cache: str | None = None) -> list[float]:
-        hit = {"hit": True, "miss": False, None: None}[cache]
-        chosen = [one for one in said if hit is None or bool(one["prefix_cache"]["restored"]) is hit]
+        chosen = [one for one in said if cache is None or outcome(one) == cache]
         return [one["timings"][f"{kind}_ms"] / 1e3 for one in chosen]
 
-    for cache in ("hit", "miss"):
+    def outcome(one: dict[str, Any]) -> str:
+        num_tokens, restored = one["usage"].prompt_tokens, one["prefix_cache"]["restored"]
+        return "short" if num_tokens < 512 else "hit" if restored >= num_tokens / 2 else "miss"
+
+    for cache in ("hit", "miss", "short"):
         check_histogram(scraped, "time_to_first_token_seconds", told("ttft", cache), cache=cache)
-    check_histogram(scraped, "restore_seconds", told("restore", "hit"))
+    restores = [one["timings"]["restore_ms"] / 1e3 for one in said if one["prefix_cache"]["restored"]]
+    check_histogram(scraped, "restore_seconds", restores)
     for phase in ("queue", "prefill", "decode"):
         check_histogram(scraped, f"{phase}_seconds", told(phase))
     restored = Counter[str]()

@@ -48,7 +48,8 @@ def test_two_daemons_share_a_bucket_and_no_fault_of_it_changes_an_answer(
             assert state_of(other)["refused"] == dict.fromkeys(state_of(other)["refused"], 0)
             with other.client() as client:
                 metrics = client.get("/metrics").text
-            assert 'diskprefix_cache_hits_total{tier="remote"} 1.0' in metrics
+            restored = second["prefix_cache"]["restored"]
+            assert f'diskprefix_prompt_tokens_total{{source="remote"}} {restored}.0' in metrics
             assert 'diskprefix_remote_refused_objects_total{reason="mac"} 0.0' in metrics
             for fault in ("partial", "hang"):
                 server.reset()

@@ -23,7 +23,8 @@ class Agent:
     """`calls` are those that a prepared reply makes, one a turn; `{file}` stands for the path of the file.
 
     One without tools has the first reply `said` in their place. `version` and `postinstall` are of its npm package, or
-    of PyPI's if `is_python`. `environment` is beside that of its launch.
+    of PyPI's if `is_python`. `program` is the program in that package if npm does not link it under the agent's name.
+    `environment` is beside that of its launch.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Agent:
     said: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     postinstall: str | None = None
+    program: str | None = None
     is_python: bool = False
 
     @property
@@ -113,7 +115,6 @@ AGENTS = {
                 ("editor", {"path": "{file}", "old_text": BROKEN, "new_text": MENDED}),
                 ("run_commands", {"commands": [_RUN]}),
             ),
-            postinstall=None,
         ),
         Agent(
             name="continue",
@@ -136,6 +137,19 @@ AGENTS = {
                 ("edit", {"path": "{file}", "edits": [{"oldText": BROKEN, "newText": MENDED}]}),
                 ("bash", {"command": _RUN}),
             ),
+        ),
+        Agent(
+            name="goose",
+            package="@aaif/goose-binary-linux-x64",
+            version="1.52.0",
+            arguments=("run", "--text", TASK),
+            calls=(
+                ("shell", {"command": f"cat {FILE}"}),
+                ("edit", {"path": "{file}", "before": BROKEN, "after": MENDED}),
+                ("shell", {"command": _RUN}),
+            ),
+            environment={"GOOSE_MODE": "auto"},
+            program="bin/goose",
         ),
         Agent(
             name="aider",

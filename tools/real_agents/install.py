@@ -20,9 +20,12 @@ def installed(report: Report) -> Path:
         report("installing the agents with npm and pip; this is done once and takes two gigabytes")
         npm_install(folder, *(agent.requirement for agent in AGENTS.values() if not agent.is_python))
         for agent in AGENTS.values():
+            package = folder / "node_modules" / agent.package
             if agent.postinstall is not None:
                 # It only links a file that is there already.
-                run_installer("node", agent.postinstall, folder=folder / "node_modules" / agent.package)
+                run_installer("node", agent.postinstall, folder=package)
+            if agent.program is not None:
+                (commands / agent.name).symlink_to(package / agent.program)
             if agent.is_python:
                 # Their requirements are of other versions than this project's.
                 own = folder / agent.name

@@ -274,10 +274,10 @@ def show(report: Mapping[str, Any], console: Console) -> None:
 def main(names: tuple[str, ...], is_real: bool, limit_s: int, bodies: Path | None, as_json: bool) -> None:
     """Real command-line agents mend a file in a scratch repository: read it, edit it, run it.
 
-    AGENT is one of qwen-code, claude-code, codex, opencode, cline, continue, pi and aider; without one all work, one
-    after the other. They are installed with npm and pip on first use, into the cache folder. `diskprefix launch` starts
-    them, and its --restore must leave their user's files as they were. Home and repository are scratch folders, and
-    requests to any host but the daemon are refused.
+    AGENT is one of qwen-code, claude-code, codex, opencode, cline, continue, pi, goose and aider; without one all work,
+    one after the other. They are installed with npm and pip on first use, into the cache folder. `diskprefix launch`
+    starts them, and its --restore must leave their user's files as they were. Home and repository are scratch folders,
+    and requests to any host but the daemon are refused.
 
     The daemon is killed with SIGKILL before each turn but the first, once what it computed is on disk and no request
     runs. The request waits while the daemon starts; times are counted from then.

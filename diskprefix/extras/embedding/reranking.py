@@ -118,12 +118,12 @@ def _writer(renderer: PromptRenderer, template: str, query: str) -> Callable[[st
         raise InvalidRequest.at("model", "the prompt in its file has no place for {query} or none for {document}")
     parts: list[str | list[int]] = []
     for piece in renderer.pieces(template):
-        if "{document}" in piece:
+        if isinstance(piece, int):
+            parts.append([piece])
+        elif "{document}" in piece:
             parts.append(piece)
-        elif "{query}" in piece:
-            parts.append(renderer.plain(piece.replace("{query}", query), param="query"))
         else:
-            parts.append(renderer.tokenize(piece, add_special_tokens=False))
+            parts.append(renderer.plain(piece.replace("{query}", query), param="query"))
 
     def write(document: str, path: str) -> Prompt:
         token_ids: list[int] = []

@@ -287,9 +287,7 @@ class SchedulerSide:
     def _tally(self, tracked: Tracked) -> None:
         num_tokens = tracked.num_restored
         namespace = self._namespaces.get(tracked.tenant)
-        tally = Tally(
-            requests=1, hits=int(num_tokens > 0), prompt_tokens=len(tracked.prompt), restored_tokens=num_tokens
-        )
+        tally = Tally(requests=1, prompt_tokens=len(tracked.prompt), restored_tokens=num_tokens)
         last = tracked.names[0][tracked.num_loadable(self._block_size)] if num_tokens else None
         self._shared.writer.savings.record(namespace.root, namespace.record, tally, last)
 

@@ -305,7 +305,7 @@ def test_the_inputs_are_counted_and_logged_as_one_request(
 ) -> None:
     names = [
         'diskprefix_requests_total{outcome="completed"}',
-        'diskprefix_time_to_first_token_seconds_count{cache="miss"}',
+        'diskprefix_time_to_first_token_seconds_count{cache="short"}',
         "diskprefix_prefill_seconds_count",
         'diskprefix_prompt_tokens_total{source="computed"}',
     ]

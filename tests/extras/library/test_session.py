@@ -281,7 +281,7 @@ def test_what_the_generation_config_asks_for_is_refused_too(model: PreTrainedMod
             setattr(config, name, value)
             with pytest.raises(InvalidRequest, match="generate"):
                 session.generate(PROMPT, generation_config=config, max_new_tokens=2)
-        assert session.stats()["hits"] == session.stats()["blocks"] == 0
+        assert session.stats()["prompt_tokens"] == session.stats()["blocks"] == 0
 
 
 @pytest.mark.parametrize(

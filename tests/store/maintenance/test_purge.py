@@ -338,13 +338,13 @@ def test_the_last_hits_of_a_purged_prompt_are_not_remembered(store: Store) -> No
     gone, kept = saved(store, prompt(1, 2 * BLOCK)), saved(store, prompt(2, 2 * BLOCK))
     log = SavingsLog(store, store.evictor.make_room)
     for pub in (gone, kept):
-        log.record(pub.root, pub.root_record, Tally(requests=1, hits=1), pub.nodes[1].name)
+        log.record(pub.root, pub.root_record, Tally(requests=1), pub.nodes[1].name)
     log.write()
     purge_now(store, PurgeFilter(entries=frozenset({last_node(gone)})))
     with store.snapshot() as snapshot:
         [found] = read_savings(snapshot).values()
     assert [hit.block for hit in found.hits] == [kept.nodes[1].name]
-    assert found.total.hits == 2
+    assert found.total.requests == 2
 
 
 def test_a_tenant_that_has_notes_alone_can_be_purged_and_its_root_goes(store: Store) -> None:

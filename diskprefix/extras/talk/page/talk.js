@@ -101,7 +101,7 @@ async function answer() {
     if (!said.done) said.error ??= "the connection ended before the reply did";
   } catch (error) {
     if (error.name === "AbortError") said.stopped = true;
-    else said.error = error instanceof TypeError ? "no answer: the daemon is not there" : error.message;
+    else said.error = error instanceof TypeError ? "no answer: the daemon was not there" : error.message;
     if (error.status === 401) askForKey(error);
   }
   running = null;
@@ -147,7 +147,7 @@ async function untilReady(since) {
     try {
       const health = await (await fetch("/health")).json();
       if (health.status === "ok" || health.status === "degraded") break;
-      if (health.status === "loading") setText(find("#status"), health.message ? `loading: ${health.message}` : "loading the model …");
+      if (health.status === "loading") setText(find("#status"), health.message ?? "loading the model …");
       else setText(find("#status"), health.error?.message ?? `the daemon is ${health.status ?? "not one that this page knows"}`);
     } catch {
       setText(find("#status"), `no daemon for ${Math.round((performance.now() - since) / 1000)} s`);

@@ -60,7 +60,7 @@ def _as_dict(row: RootStatistics) -> dict[str, Any]:
     return figures | {
         "shared_bytes": row.shared_bytes,
         "compressed_bytes": row.compressed_bytes,
-        "hit_rate": row.total.hit_rate,
+        "restored_share": row.total.restored_share,
     }
 
 
@@ -75,8 +75,7 @@ def _lines(row: RootStatistics) -> Iterator[str]:
     if row.since is None:
         yield "  no request was counted yet; a running daemon writes its counts once a minute"
         return
-    share = total.restored_tokens / total.prompt_tokens if total.prompt_tokens else 0.0
-    yield f"  {counted(total.requests, 'request')}, {total.hit_rate:.0%} hits; {share:.0%} of their tokens restored"
+    yield f"  {counted(total.requests, 'request')}; {total.restored_share:.0%} of their prompt tokens restored"
     saved_today, saved_in_all = format_duration(today.saved_s), format_duration(total.saved_s)
     yield f"  computing saved: {saved_today} today, {saved_in_all} since {ago(row.since)}"
 

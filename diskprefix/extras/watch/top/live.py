@@ -19,8 +19,6 @@ State = dict[str, Any]
 _BAR, _COMPUTED, _REST = "█", "▒", "·"
 """The characters of a bar: restored or used; computed; the rest."""
 _SHOWN = 50
-_LONG = 512
-"""The fewest tokens of prompts whose times are compared."""
 _ROOMY, _WHY = 84, 17
 """The width of a table with all columns, and of the longest reason."""
 _STYLES = {"error": "bold red", "warning": "bold yellow", "hint": "bold"}
@@ -33,12 +31,11 @@ def header(state: State | None, name: str, trouble: str | None) -> Text:
     if state is None:
         return Text.assemble(("diskprefix ", "bold"), "no daemon: the store alone · ", plain(name))
     model = state["model"]["name"] if state["model"] else "…"
-    said = f": {state['message']}" if state["message"] else ""
     good = state["status"] == "ok"
     return Text.assemble(
         ("diskprefix ", "bold"),
         plain(f"{model} · {state['scope']} ·"),
-        (f" {printable_only(state['status'] + said)} ", "bold green" if good else "bold yellow"),
+        (f" {printable_only(state['message'] or state['status'])} ", "bold green" if good else "bold yellow"),
         plain(f"· {name}"),
     )
 
@@ -195,12 +192,9 @@ def end_of(preview: str) -> Text:
 
 def _ttft(replies: Sequence[State], *, warm: bool) -> float | None:
     """Returns the median time to the first token of the long prompts of which at least half was restored, or of the
-    others. Of short ones, the few tokens that all prompts begin with may be half."""
-    found = [
-        one["timings"]["ttft_ms"] / 1e3
-        for one in replies
-        if one["prompt_tokens"] >= _LONG and (2 * one["prefix_cache"]["restored"] >= one["prompt_tokens"]) is warm
-    ]
+    others."""
+    outcome = "hit" if warm else "miss"
+    found = [one["timings"]["ttft_ms"] / 1e3 for one in replies if one["outcome"] == outcome]
     return median(found) if found else None
 
 

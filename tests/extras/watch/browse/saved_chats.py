@@ -78,7 +78,7 @@ class SavedChats:
         )
         self.store.publish(made)
         log = SavingsLog(self.store, self.store.evictor.make_room)
-        counts = Tally(requests=2, hits=1, prompt_tokens=200, restored_tokens=100, saved_s=1.5)
+        counts = Tally(requests=2, prompt_tokens=200, restored_tokens=100, saved_s=1.5)
         log.record(root, made.root_record, counts, made.nodes[0].name)
         log.write()
         return made

@@ -57,7 +57,7 @@ def ask(daemon: DaemonProcess, text: str, **fields: Any) -> httpx.Response:
 
 
 def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) -> None:
-    text = "the page follows this prompt, which is long enough to be saved <b>and</b> has markup in it " * 3
+    text = "the page follows this prompt, which is long enough to be saved <b>and</b> has markup in it " * 20
     ask(daemon, text)
     daemon.wait_saved()
     with opened(browser, daemon.url) as page:
@@ -151,9 +151,10 @@ def after_a_day(state: dict[str, Any]) -> dict[str, Any]:
         | {"number": 10_000 + number, "ended_at": state["now"] - 200 * (300 - number)}
         | {"prefix_cache": cache | {"restored": 8900 if number % 10 else 24, "source": "disk", "saved": "stored"}}
         | {"timings": {"ttft_ms": 100 if number % 10 else 23_000, "decode_tokens_per_s": 21.5}}
+        | {"outcome": "hit" if number % 10 else "miss"}
         for number in range(300)
     ]
-    counts = {"requests": 300, "hits": 270, "prompt_tokens": 1_000_000, "restored_tokens": 970_000, "saved_s": 660}
+    counts = {"requests": 300, "prompt_tokens": 1_000_000, "restored_tokens": 970_000, "saved_s": 660}
     problem = {"level": "warning", "what": "a client sent what is wrong", "todo": "change it", "count": 2, "last_at": 1}
     of_cache = {"savings": {"since": 0, "today": counts, "total": counts}, "misses": {"new": 20, "diverged": 10}}
     return state | {

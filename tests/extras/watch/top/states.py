@@ -44,6 +44,7 @@ def ended(number: int = 1, *, restored: int = 900, **changes: Any) -> dict[str, 
             **how,
         },
         "timings": {"ttft_ms": 200.0 if restored else 4000.0, "decode_tokens_per_s": 30.0},
+        "outcome": "hit" if restored else "miss",
     } | changes
 
 

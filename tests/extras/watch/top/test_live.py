@@ -68,15 +68,9 @@ def test_the_longest_reasons_fit_into_a_small_terminal() -> None:
     assert len(lines[1].rstrip()) <= 76
 
 
-def test_the_few_tokens_that_all_prompts_begin_with_make_no_request_warm() -> None:
-    few, half, short = ended(restored=24), ended(restored=500), ended(prompt_tokens=37, restored=24)
-    assert "first token – cold, – restored" in said(live.figures(state(), [short], 76))
-    assert "200 ms cold, – restored" in said(live.figures(state(), [few], 76))
-    assert "first token – cold, 200 ms restored" in said(live.figures(state(), [half], 76))
-
-
 def test_the_figures_compare_cold_with_restored() -> None:
-    text = said(live.figures(state(), [ended(1), ended(2, restored=0), ended(3)], 76))
+    short = ended(4, prompt_tokens=0, restored=0, outcome="short", timings={"ttft_ms": 9.0})
+    text = said(live.figures(state(), [ended(1), ended(2, restored=0), ended(3), short], 76))
     assert "compute saved 90.0 s today, 2.0 h in all · restored 60.0%" in text
     assert "first token 4.0 s cold, 200 ms restored (20×)" in text
     assert "3.0 of 4.0 MiB" in text
@@ -119,7 +113,7 @@ def test_the_header_says_who_is_watched_and_how_it_is() -> None:
 
     assert line(state()) == "diskprefix tiny-chat · auto:30 · ok · http://x"
     loading = state(status="loading", message="reading weights", model=None)
-    assert line(loading) == "diskprefix … · auto:30 · loading: reading weights · http://x"
+    assert line(loading) == "diskprefix … · auto:30 · reading weights · http://x"
     assert line(None) == "diskprefix no daemon: the store alone · http://x"
     assert line(state(), "no daemon answers") == "diskprefix no daemon answers"
 

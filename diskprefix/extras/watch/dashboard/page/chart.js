@@ -1,11 +1,12 @@
-// Time to first token by the time at which requests ended: cold ones, and those of which at least half was restored.
+// Time to first token by the time at which requests with long prompts ended: cold ones, and those of which at least
+// half was restored.
 
 const HEIGHT = 200, LEFT = 54, RIGHT = 12, TOP = 12, BOTTOM = 26;
 
 function drawTtft(box, ended) {
   const points = ended
-    .filter((one) => one.timings && one.timings.ttft_ms > 0)
-    .map((one) => ({ at: one.ended_at, s: one.timings.ttft_ms / 1000, restored: one.prefix_cache.restored, warm: isWarm(one), one }));
+    .filter((one) => ["hit", "miss"].includes(one.outcome) && one.timings.ttft_ms > 0)
+    .map((one) => ({ at: one.ended_at, s: one.timings.ttft_ms / 1000, restored: one.prefix_cache.restored, warm: one.outcome === "hit", one }));
   find("#times").hidden = !points.length;
   if (!points.length) return;
   const width = Math.max(280, box.clientWidth);

@@ -36,10 +36,6 @@ const percent = (part, whole) => (whole ? `${((100 * part) / whole).toFixed(part
 const words = (code) => String(code).replaceAll("_", " ");
 const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : "s"}`;
 
-// A few tokens that all prompts begin with make no request warm. The prompts of at least LONG tokens are compared.
-const LONG = 512;
-const isWarm = (one) => 2 * one.prefix_cache.restored >= one.prompt_tokens;
-
 function median(numbers) {
   const sorted = [...numbers].sort((a, b) => a - b);
   return sorted.length ? (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2 : null;

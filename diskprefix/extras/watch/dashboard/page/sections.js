@@ -5,7 +5,7 @@ function drawHeader(now) {
   setText(find("#served"), `${model}scope ${now.scope}`);
   const status = find("#status");
   status.className = { ok: "", loading: "loading", stopping: "loading" }[now.status] ?? "bad";
-  setText(status, now.message ? `${now.status}: ${now.message}` : now.status);
+  setText(status, now.message ?? now.status);
   setText(find("#version"), `diskprefix ${now.version}`);
 }
 
@@ -76,7 +76,7 @@ function sentence(savings, ended) {
   if (!savings?.total.restored_tokens) return "Nothing was restored yet: a prompt that begins like an earlier one is, also after a restart.";
   const { today, total } = savings;
   if (!today.requests) return `No request came today. ${seconds(total.saved_s)} of waiting were spared before.`;
-  const [cold, warm] = [false, true].map((is) => median(ended.filter((one) => one.timings && one.prompt_tokens >= LONG && isWarm(one) === is).map((one) => one.timings.ttft_ms / 1000)));
+  const [cold, warm] = ["miss", "hit"].map((outcome) => median(ended.filter((one) => one.outcome === outcome).map((one) => one.timings.ttft_ms / 1000)));
   const faster = cold && warm ? ` First token: ${seconds(cold)} → ${seconds(warm)}.` : "";
   return `${percent(today.restored_tokens, today.prompt_tokens)} of the prompt tokens restored today, ${seconds(today.saved_s)} of waiting spared.${faster}`;
 }
@@ -162,15 +162,14 @@ function meter(name, used, limit, note) {
 
 function drawMisses(cache) {
   if (!cache) return;
-  whenChanged("misses", [cache.hits, cache.misses], () => {
+  whenChanged("misses", cache.misses, () => {
     const misses = Object.entries(cache.misses).sort((a, b) => b[1] - a[1]);
-    const all = cache.hits + misses.reduce((sum, [, number]) => sum + number, 0);
-    const line = (name, number) => make("div", { class: "beside" }, make("span", {}, name),
-      bar("meter", `${name}: ${count(number)} of ${count(all)}`, [["", number]], all, name.startsWith("restored") ? "plain" : ""),
+    const all = misses.reduce((sum, [, number]) => sum + number, 0);
+    const line = ([reason, number]) => make("div", { class: "beside" }, make("span", {}, words(reason)),
+      bar("meter", `${words(reason)}: ${count(number)} of ${count(all)}`, [["", number]], all),
       make("div", { class: "under" }, `${count(number)}, ${percent(number, all)}`));
-    const lines = [["restored, all or in part", cache.hits], ...misses.map(([reason, number]) => [words(reason), number])];
     find("#counts").hidden = !all;
-    find("#misses").replaceChildren(...lines.map(([name, number]) => line(name, number)));
+    find("#misses").replaceChildren(...misses.map(line));
   });
 }
 
