@@ -7,6 +7,7 @@ comes second finds this done.
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import secrets
 import shutil
@@ -47,6 +48,8 @@ OnCorruption: TypeAlias = Literal["quarantine", "refuse"]
 DAMAGED = "damaged.mdb"
 """The name of an unusable file once it is moved aside. It replaces the one that was moved aside before."""
 _LOCK_PATIENCE_S = 10.0
+_FIRST_BYTES = 2 * mmap.PAGESIZE
+"""The size of a new file: LMDB's two meta pages."""
 
 
 def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple[Environment, FolderLock]:
@@ -61,13 +64,16 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
     lock = FolderLock(path, _LOCK_PATIENCE_S, create=not read_only)
     try:
         with file_errors(path):
-            if not read_only and lock.try_exclusive():
+            is_alone = not read_only and lock.try_exclusive()
+            if is_alone:
                 # A process that was killed while it wrote a replacement left it behind. The old file is in place.
                 shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
             _require_sound(path)
             if os.access(path, os.W_OK):
                 reserve_lmdb_lock(path, create=not read_only)
             env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
+            if is_alone:
+                _keep_first_pages(path / DATA)
             if not read_only:
                 # LMDB syncs what is in a new file, but not its name. Without it, a power failure loses the file.
                 sync(path)
@@ -76,6 +82,20 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
         lock.close()
         raise
     return env, lock
+
+
+def _keep_first_pages(file: Path) -> None:
+    """Makes the first pages of a file without a commit durable. Raises `OSError`.
+
+    LMDB writes them once, when it makes the file, and changes parts of them later. If the barrier behind that fails,
+    the kernel takes them for written, and they would be lost in the next power failure. So they are written again.
+    """
+    with file.open("r+b", buffering=0) as opened:
+        first = opened.read(_FIRST_BYTES + 1)
+        if len(first) == _FIRST_BYTES:
+            opened.seek(0)
+            opened.write(first)
+            os.fsync(opened.fileno())
 
 
 def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:

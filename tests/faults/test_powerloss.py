@@ -111,6 +111,22 @@ def test_after_a_fault_of_the_disk_everything_is_saved_again(number: int, step: 
 
 
 @needs("cc")
+def test_the_first_pages_of_a_new_file_are_durable_before_a_commit_can_fail(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    deeds.prepare("save", root)
+    events = [
+        event
+        for event in record(("-m", "tests.faults.power.deeds", "save", str(root)), root, tmp_path / "log")
+        if Path(event.path).name == "data.mdb" and event.op in (Op.WRITE, Op.SYNC)
+    ]
+    made, again, barrier, commit = events[:4]
+    assert (again.offset, again.data, barrier.op) == (made.offset, made.data, Op.SYNC)
+    # LMDB never writes the first pages as a whole again.
+    assert commit.offset >= len(made.data)
+    assert not any(event.size > 120 for event in events[3:] if event.offset < 8192)
+
+
+@needs("cc")
 def test_zeros_whose_barrier_failed_are_written_again_by_the_same_process_and_by_the_next(tmp_path: Path) -> None:
     root = tmp_path / "disk"
     deeds.prepare("unwiped", root)
