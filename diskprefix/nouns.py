@@ -55,6 +55,7 @@ Reason: TypeAlias = Literal[
     "read_only",
     "faster_to_compute",
     "left_out",
+    "write_budget",
 ]
 """The reason for a boundary. Responses and log lines show these stable words. server/README.md explains each."""
 StateSource: TypeAlias = Literal["none", "memory", "disk", "remote"]
@@ -219,7 +220,7 @@ class CacheOptions:
     to keep the state after its last use; None leaves that to the daemon. `reuse_generated`: keep the state of the first
     choice's reply, and restore that of earlier replies. `replay`: use the sampled tokens of earlier replies in the
     prompt, and remember those of this reply. `leaves_last`: the prompt's last token is computed, even if all of it is
-    stored.
+    stored. `is_asked`: scope or time to live are the request's own.
     """
 
     scope: Scope
@@ -230,6 +231,7 @@ class CacheOptions:
     reuse_generated: bool = False
     replay: bool = True
     leaves_last: bool = False
+    is_asked: bool = False
 
 
 class Break(NamedTuple):

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from diskprefix.errors import SettingsError
-from diskprefix.units import format_size
+from diskprefix.units import format_size, parse_size
 
 MIN_BUDGET, MAX_BUDGET = 16 * 1024**2, 2**50
+_LEAST_WRITTEN = 1024**2
 Kind: TypeAlias = Literal["text", "integer", "size", "duration", "switch", "file", "folder"]
 """`size` is in bytes and `duration` in seconds. People write both with a unit."""
 
@@ -305,6 +306,12 @@ class Settings:
     kv_cache_min_free: int = _cache(
         1024**3, "Disk space that the store leaves free.", kind="size", bounds=(0, MAX_BUDGET)
     )
+    kv_cache_write_budget: str = _cache(
+        "off",
+        "The most that is written to the store's disk in 24 hours, such as 20GiB/day. The more of it is used, the less "
+        "is saved of what may not come again.",
+        metavar="off|SIZE/day",
+    )
     kv_cache_ttl: float = _cache(
         0.0,
         "Remove state that was not used for this time: 90s, 15m, 12h, 7d, 2w.",
@@ -427,6 +434,25 @@ class Settings:
         return found
 
     @property
+    def write_budget_bytes(self) -> int:
+        """The bytes of `kv_cache_write_budget` for 24 hours; 0 for no limit. Raises `SettingsError`."""
+        text, flag = self.kv_cache_write_budget, "--kv-cache-write-budget"
+        if text == "off":
+            return 0
+        size, slash, unit = (part.strip() for part in text.partition("/"))
+        try:
+            if not slash or unit != "day":
+                raise SettingsError(flag)
+            num_bytes = parse_size(size, param=flag)
+        except SettingsError:
+            raise SettingsError(f"{flag}: {text!r} is not off or a size a day; write for example 20GiB/day") from None
+        if not _LEAST_WRITTEN <= num_bytes <= MAX_BUDGET:
+            raise SettingsError(
+                f"{flag}: {text} is out of range ({format_size(_LEAST_WRITTEN)}/day to {format_size(MAX_BUDGET)}/day)"
+            )
+        return num_bytes
+
+    @property
     def allowed_host_names(self) -> tuple[str, ...]:
         """The names of `allowed_hosts`."""
         return tuple(name.strip() for name in (self.allowed_hosts or "").split(",") if name.strip())
@@ -441,7 +467,7 @@ class Settings:
             if is_number and not least <= value <= most:
                 shown = format_size if setting.kind == "size" else str
                 raise SettingsError(f"{flag}: {value} is out of range ({shown(least)} to {shown(most)})")
-        _ = self.sampling_values
+        _ = self.sampling_values, self.write_budget_bytes
         threshold = str(self.prefill_compression)
         if not re.fullmatch("off|auto|[0-9]{2,9}", threshold) or (threshold.isdigit() and int(threshold) < 16):
             raise SettingsError(f"--prefill-compression: {threshold!r} is not off, auto or a number of tokens from 16")

@@ -433,6 +433,7 @@ def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant, reuse_gene
         ttl_s=_RETENTION_S.get(body.prompt_cache_retention or "") if asked.ttl is None else asked.ttl,
         reuse_generated=reuse_generated if asked.reuse_generated is None else asked.reuse_generated,
         replay=asked.replay,
+        is_asked=asked.scope is not None or asked.ttl is not None,
     )
 
 

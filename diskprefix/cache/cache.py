@@ -163,6 +163,7 @@ class PrefixCache(CacheResources):
     def stats(self) -> dict[str, Any]:
         """Returns the figures for `/props` and `/metrics`. Reads the store, which may take long. Never raises."""
         state, error = self.health
+        written = self.store.written()
         try:
             counts = self.store.counts()
             savings = self.writer.savings.total()
@@ -190,6 +191,10 @@ class PrefixCache(CacheResources):
             "misses": dict(self.misses),
             "saved_tokens": self.writer.written_tokens,
             "saved_bytes": self.writer.written_bytes,
+            "disk_written_bytes": written.total,
+            "disk_written_last_day_bytes": written.last_day(self.store.clock()),
+            "write_budget_bytes": written.budget_bytes,
+            "unaffordable": self.counters["unaffordable"],
             "dropped": self.writer.dropped + self.counters["refused"],
             "evicted_blocks": self.writer.evicted,
             "expired_blocks": self.writer.expired,

@@ -54,7 +54,9 @@ class RequestContext:
         cache = self.cache
         rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
         args = (self.prompt, self.options, nodes.block_names, restored.stored_tokens)
-        selection = choose_kept(self.namespace.seen, rules, *args)
+        selection = choose_kept(self.namespace.seen, rules, *args, cache.spending(), restored.num_tokens)
+        if selection.reason == "write_budget":
+            cache.count("unaffordable")
         if self.goes_on and selection.keep_tail:
             # Of the tail only the states are kept, as a checkpoint.
             points = (*selection.checkpoints, selection.aligned) if cache.layout.states else ()
@@ -106,6 +108,9 @@ class RequestContext:
         are in memory: the shared tier is not asked if hardly more is missing."""
         cache, namespace, cost_model = self.cache, self.namespace, self.cache.cost_model
         if cache.remote is None or cache.store.problem is not None:
+            return Prefetched()
+        if (spending := cache.spending()) is not None and spending.is_spent:
+            # What is fetched is written to the disk too.
             return Prefetched()
         wish = PrefetchRequest(
             nodes=nodes,

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from diskprefix import hooks
 from diskprefix.cache.cost_model import CostModel
+from diskprefix.cache.policy.write_budget import Spending
 from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.tier import SharedTier, Tier
@@ -55,6 +56,7 @@ def open_store(settings: Settings) -> Store:
             ) from error
         raise
     store.codec = Codec[settings.kv_cache_codec.upper()]
+    store.meter.budget_bytes = settings.write_budget_bytes
     return store
 
 
@@ -120,6 +122,19 @@ class CacheResources:
         """Adds one to a counter. For any thread."""
         with self._counting:
             self.counters[what] += 1
+
+    def spending(self) -> Spending | None:
+        """Returns the state of `--kv-cache-write-budget`, None without one. What waits to be written counts too."""
+        limit = self.store.meter.budget_bytes
+        if not limit:
+            return None
+        used = self.store.written().last_day(self.store.clock()) + self.writer.pending_bytes
+        return Spending(
+            used_bytes=used,
+            limit_bytes=limit,
+            bytes_per_token=self.layout.bytes_per_token,
+            state_bytes=self.layout.state_bytes,
+        )
 
     def notes_of(self, root: bytes, record: RootRecord, ttl_s: float | None = None) -> TenantNotes:
         """Returns the notes of a root, for any thread. `ttl_s` is the time to live of new notes, in seconds; with None

@@ -16,12 +16,14 @@ from diskprefix.cache.publish import HeldStates, Publisher
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capture
-from diskprefix.nouns import Selection
+from diskprefix.nouns import Reason, Selection
 from diskprefix.store.changes import NewNode
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 
+_NOTHING_MORE: tuple[Reason, ...] = ("faster_to_compute", "write_budget")
+"""With these reasons, nothing but what the policy selected is kept."""
 _LEAVE_S = 600.0
 """Seconds for which the state of a cancelled request is kept at least."""
 
@@ -70,7 +72,7 @@ class Saver:
     def keeps_generated(self) -> bool:
         """The blocks of the reply are kept although decoding computes other bits than a prefill."""
         options, layout = self._options, self._cache.layout
-        is_wanted = options.reuse_generated and options.save and self.selection.reason != "faster_to_compute"
+        is_wanted = options.reuse_generated and options.save and self.selection.reason not in _NOTHING_MORE
         return is_wanted and not self._is_exact and not layout.is_one_pass
 
     def after_step(self, arena: KVArena) -> None:
@@ -148,6 +150,9 @@ class Saver:
     def may_leave(self, arena: KVArena) -> bool:
         """Returns whether state may be kept that the policy does not want."""
         if not self._options.save or self._cache.layout.is_one_pass or self.is_given_up:
+            return False
+        spending = self._cache.spending()
+        if spending is not None and not spending.is_ample:
             return False
         return self._cache.cost_model.allows(arena.num_tokens, use="save")
 

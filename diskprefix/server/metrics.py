@@ -33,6 +33,8 @@ _COUNTERS = {
     "saved_tokens": ("store_written_tokens", "Tokens whose state was written."),
     "saved_bytes": ("store_written_bytes", "Bytes of state that were written, before compression."),
     "dropped": ("store_dropped_publications", "Prompts not kept as the write buffer or the budget was full."),
+    "unaffordable": ("store_unaffordable_prompts", "Prompts not saved, or not whole, for --kv-cache-write-budget."),
+    "disk_written_bytes": ("store_disk_written_bytes", "Bytes that the store's file has cost its disk, in all."),
     "evicted_blocks": ("store_evicted_blocks", "Blocks removed to stay within the budget."),
     "expired_blocks": ("store_expired_blocks", "Blocks removed as they were not used for their time to live."),
     "quarantined": ("store_quarantined_records", "Records set aside because they failed their checks."),
@@ -45,6 +47,8 @@ _GAUGES = {
     "used_bytes": ("store_used_bytes", "Bytes of the store's pages that hold data."),
     "file_bytes": ("store_file_bytes", "Bytes of the store's file: pages that hold data, and free ones."),
     "budget_bytes": ("store_budget_bytes", "Bytes that the store may use (--kv-cache-budget)."),
+    "disk_written_last_day_bytes": ("store_disk_written_last_day_bytes", "Of these, those of the last 24 hours."),
+    "write_budget_bytes": ("store_write_budget_bytes", "Bytes for 24 hours (--kv-cache-write-budget), 0: no limit."),
     "pending_bytes": ("store_pending_bytes", "Bytes that wait to be written."),
 }
 _GATE = {

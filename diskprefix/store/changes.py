@@ -123,6 +123,8 @@ class Changes(Snapshot):
     def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, now: float) -> None:
         super().__init__(databases, txn)
         self._now = now
+        self.num_bytes = 0
+        """The size of the records that were stored, in whole pages."""
 
     def put_meta(self, key: str, value: bytes) -> None:
         self._put("meta", key.encode(), value)
@@ -385,6 +387,7 @@ class Changes(Snapshot):
     def _put(self, database: str, key: bytes, value: Any) -> None:
         if not self._txn.put(key, value, db=self._databases[database]):
             raise StoreFull(f"{database}: LMDB took no record for {key.hex()}")
+        self.num_bytes += -(-(len(value) + _PAGE_HEADER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
 
     def delete_record(self, database: str, key: bytes) -> bool:
         """Removes one record and nothing else. Returns whether it was stored."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.store.changes import NewNode, Use
+from diskprefix.store.changes import Changes, NewNode, Use
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
@@ -26,6 +26,7 @@ from diskprefix.store.schema import EntryRecord, Kind, RootRecord
 from diskprefix.store.store_file import OnCorruption, StoreFile
 from diskprefix.store.tree import PrefixTree
 from diskprefix.store.wiping import wipe
+from diskprefix.store.written import WRITTEN, WrittenBytes, encode_written, read_written
 from diskprefix.tokens import TokenIds
 from diskprefix.units import format_size
 
@@ -216,9 +217,11 @@ class Store(StoreFile):
         with self.changes() as changes:
             changes.put_meta("wiped", _BEGUN)
         # Pages that the next transaction frees are clean then.
-        wipe(self.environment, again=again)
+        with self.meter.measured():
+            wipe(self.environment, again=again)
         self.evictor.let_freed_pages_age()
-        is_clean = wipe(self.environment, again=again)
+        with self.meter.measured():
+            is_clean = wipe(self.environment, again=again)
         with self.changes() as changes:
             changes.put_meta("wiped", deleted if is_clean and deleted else b"")
         if is_clean:
@@ -241,6 +244,28 @@ class Store(StoreFile):
         """Returns `Snapshot.counts`, and the bytes in use (`used_bytes`) and of the whole file (`file_bytes`)."""
         with self.snapshot() as snapshot:
             return snapshot.counts() | {"used_bytes": snapshot.used_bytes(), "file_bytes": self.file_bytes()}
+
+    def written(self) -> WrittenBytes:
+        """Returns what was written to the file, by all processes as far as they have recorded it. If the store cannot
+        be read, only what this process has not recorded yet."""
+        written = WrittenBytes()
+        with suppress(CacheError), self.snapshot() as snapshot:
+            written = read_written(snapshot)
+        return self.meter.added_to(written, self.meter.waiting_bytes, self.clock())
+
+    def record_written(self) -> None:
+        """Records what this process has written since its last publication. Raises `CacheError`."""
+        if self.meter.waiting_bytes:
+            with self.changes() as changes:
+                waiting = self._put_written(changes)
+            self.meter.count(-waiting)
+
+    def _put_written(self, changes: Changes) -> int:
+        """Adds to the record what waits. Returns how much that is, which waits until the transaction is committed."""
+        waiting = self.meter.waiting_bytes
+        written = self.meter.added_to(read_written(changes), waiting, self.clock())
+        changes.put_meta(WRITTEN, encode_written(written))
+        return waiting
 
     def longest_prompt(self) -> int:
         """Returns the tokens of the longest of a thousand saved prompts, 0 if none can be read."""
@@ -287,6 +312,7 @@ class Store(StoreFile):
         """Writes a publication in one transaction. Returns False, and nothing is written, if LMDB finds no pages."""
         try:
             with self.changes() as changes:
+                waiting = self._put_written(changes)
                 changes.put_root(publication.root, publication.root_record)
                 last_node = publication.last_node
                 for node in publication.nodes:
@@ -313,6 +339,7 @@ class Store(StoreFile):
                     changes.remember(publication.root, publication.prompt, limit, group, ttl_s)
         except StoreFull:
             return False
+        self.meter.count(-waiting)
         own_ttls = [publication.prompt_ttl_s, *(node.ttl_s for node in publication.nodes)]
         self.evictor.may_have_own_ttls |= any(ttl_s is not None for ttl_s in own_ttls)
         return True

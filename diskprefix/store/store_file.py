@@ -39,6 +39,7 @@ from diskprefix.store.folder import (
 )
 from diskprefix.store.schema import DATABASES, FORMAT_VERSION, NamesRecord, decode_record, encode_record
 from diskprefix.store.snapshot import Snapshot
+from diskprefix.store.written import WriteMeter
 from diskprefix.tokens import HASH_BYTES
 
 log = logging.getLogger("diskprefix")
@@ -219,8 +220,8 @@ class StoreFile:
 
     `names` is replaced as a whole when another store is opened. `budget_bytes` is the daemon's budget; a tool that gave
     none uses the one of the last daemon. `mapped` holds the names of nodes whose pages this process has read since the
-    file was opened. `wiped` is the last deletion after which this process wiped the file. `clock` returns the time in
-    seconds since the epoch.
+    file was opened. `wiped` is the last deletion after which this process wiped the file. `meter` counts the bytes that
+    this process writes to the file. `clock` returns the time in seconds since the epoch.
     """
 
     def __init__(
@@ -240,6 +241,7 @@ class StoreFile:
         self.names = NamesRecord(store_id=b"", secret=0, created_at=0.0)
         self.mapped: set[bytes] = set()
         self.wiped: bytes | None = None
+        self.meter = WriteMeter()
         self._has_budget = budget_bytes > 0
         self._is_reader = read_only
         self._is_serving = serving
@@ -283,8 +285,10 @@ class StoreFile:
         env = self.environment
         if env.read_only:
             raise StoreUnavailable(f"--kv-cache-dir {self.path}: opened for reading only; nothing is saved")
-        with env.transaction(write=True) as txn:
-            yield Changes(env.databases, txn, self.clock())
+        changes: Changes | None = None
+        with self.meter.measured(lambda: changes.num_bytes if changes else 0), env.transaction(write=True) as txn:
+            changes = Changes(env.databases, txn, self.clock())
+            yield changes
 
     def _attach(self) -> None:
         """Opens the folder. With "quarantine", an unusable file is moved aside first. Raises `CacheError`."""

@@ -235,6 +235,7 @@ class Writer:
                 self._forget(publication)
             self._attempt(self._wipe)
             if publication is None and closing:
+                self._attempt(self._record_written)
                 return
             if publication is None:
                 self._attempt(self._maintain)
@@ -317,6 +318,10 @@ class Writer:
                     changes.put_model(model)
         with self._changed:
             self._are_recorded = models == self._models
+
+    def _record_written(self) -> None:
+        if self._store.problem is None:
+            self._store.record_written()
 
     def _quarantine(self, name: bytes, parent: bytes) -> None:
         self.quarantined += self._store.quarantine(name, parent)

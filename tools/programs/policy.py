@@ -24,11 +24,11 @@ from diskprefix.cli.policy_file import find_policy, read_policy
 from diskprefix.extras.simulate.baselines import upper_bound, whole_snapshots
 from diskprefix.extras.simulate.comparison import GEOMETRIES
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, TOKEN
-from diskprefix.extras.simulate.simulator import Policy, simulate
+from diskprefix.extras.simulate.simulator import Policy, Simulator, simulate
 from diskprefix.extras.simulate.synthetic import CATALOG, interleaved, one_off
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import Scope
-from diskprefix.units import parse_duration, parse_size
+from diskprefix.units import format_size, parse_duration, parse_size
 from tools.measuring.options import DATA, JSON
 from tools.programs import workloads
 
@@ -40,6 +40,7 @@ OWN = (*CATALOG, BATCHES)
 AGENTS = ("weka-claude-code", "tau-bench")
 """Interleaved agents that only append; their goals are higher."""
 FULL, AUTO = Scope("full"), parse_scope("auto:30", param="scope")
+BUDGETS = 1 / 2, 1 / 3, 1 / 4
 PRESETS: dict[str, tuple[str, ...]] = {
     "agent": ("interleaved", "moving-reminder", "tau-bench", "weka-claude-code"),
     "chat": ("shared-anchor", "interleaved", "mooncake"),
@@ -147,6 +148,33 @@ def presets(name: str, trace: Trace) -> Iterator[Row]:
             }
 
 
+def budgets(trace: Trace, memory_bytes: int) -> Iterator[Row]:
+    """Yields rows of write budgets, each a part of what the workload writes in all without one, and what they lose."""
+    policy = Policy(scope=AUTO, memory_bytes=memory_bytes)
+    whole = simulate(trace, policy, TOKEN)
+    for part in BUDGETS:
+        limit = int(part * whole.written_bytes)
+        simulator = Simulator(replace(policy, write_budget_bytes=limit), TOKEN)
+        most = 0
+        for request in trace:
+            simulator.step(request)
+            most = max(most, simulator.disk.last_day(request.when))
+        totals = simulator.totals
+        restored = totals.restored_tokens / max(whole.restored_tokens, 1)
+        yield {
+            "workload": trace.name,
+            "memory": format_size(memory_bytes),
+            "restored": percent(whole.restored_share),
+            "GB written": round(whole.written_bytes / 1e9, 1),
+            "budget": percent(part),
+            "most in 24 h": percent(most / whole.written_bytes),
+            "holds": met(most <= limit),
+            "hits": percent(totals.hits / max(whole.hits, 1)),
+            "restored of it": percent(restored),
+            "goal": f"97 {met(restored >= 0.97)}",
+        }
+
+
 def percent(share: float) -> float:
     return round(100 * share, 1)
 
@@ -232,6 +260,28 @@ def goals_command(data: Path, names: Sequence[str], requests: int, as_json: bool
     report = Report("restored and written, % of all prompt tokens, no budget (cp: checkpoints)", as_json)
     for trace in _opened(names, data, requests):
         report.add([goals(trace)])
+    report.show()
+
+
+@main.command(name="budget")
+@_options(("weka-claude-code", "openhands-mock"), _ALL)
+@click.option(
+    "--kv-memory",
+    multiple=True,
+    default=("0", "16GiB", "48GiB"),
+    show_default=True,
+    metavar="SIZE",
+    help="Memory for eight sequences that ended, in which a next turn continues. May be given several times.",
+)
+def budget_command(data: Path, names: Sequence[str], requests: int, kv_memory: Sequence[str], as_json: bool) -> None:
+    """Show what --kv-cache-write-budget loses, if it is a half, a third or a quarter of what is written without it.
+
+    Hits and restored tokens are in % of those without a budget.
+    """
+    report = Report("write budgets, in % of what is written without one", as_json)
+    for trace in _opened(names, data, requests):
+        for size in kv_memory:
+            report.add(budgets(trace, parse_size(size, param="--kv-memory")))
     report.show()
 
 

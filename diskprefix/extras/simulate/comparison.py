@@ -58,6 +58,7 @@ class Row:
             "scope": self.case.scope,
             "regime": self.case.regime,
             "budget_bytes": policy.budget_bytes,
+            "write_budget_bytes": policy.write_budget_bytes,
             "policy": self.case.preset,
             **asdict(totals),
             **{name: getattr(totals, name) for name in shares},

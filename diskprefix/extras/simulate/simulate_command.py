@@ -102,6 +102,13 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
 @setting_option("block_size", envvar=None, **_recorded(_DEFAULTS.block_size))
 @setting_option("kv_cache_min_tokens", envvar=None, **_recorded(_DEFAULTS.kv_cache_min_tokens))
 @setting_option("kv_cache_ttl", envvar=None)
+@setting_option("kv_cache_write_budget", envvar=None)
+@setting_option(
+    "kv_memory",
+    envvar=None,
+    help="Memory for eight sequences that ended, in which a next turn continues.",
+    show_default="none: everything is restored from the disk",
+)
 @option(
     "--bytes-per-token",
     metavar="SIZE",
@@ -345,6 +352,8 @@ def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
         interval=settings.kv_cache_interval,
         cold_max=settings.kv_cache_cold_max,
         ttl_s=settings.kv_cache_ttl,
+        write_budget_bytes=settings.write_budget_bytes,
+        memory_bytes=settings.kv_memory or 0,
         seconds_per_token=1 / tokens_per_s,
     )
 

@@ -5,7 +5,7 @@ README.md lists what is not simulated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -15,12 +15,15 @@ from diskprefix.cache.choosing import SeenPrompts, choose_kept
 from diskprefix.cache.matching import Matcher, Restored
 from diskprefix.cache.planning import Plan, Planner, marked_nodes, ttl_at
 from diskprefix.cache.policy.select import Rules
+from diskprefix.cache.policy.write_budget import Spending
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.simulate.geometry import Geometry
+from diskprefix.extras.simulate.simulated_memory import SimulatedMemory
 from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import CacheOptions, Scope, Selection
 from diskprefix.store.schema import Kind
+from diskprefix.store.written import WrittenBytes
 from diskprefix.tokens import TokenIds, root_hash
 
 _SECRET = 0
@@ -29,8 +32,10 @@ _OFF = Scope("off")
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """The settings of a daemon that decide how much is kept, with the daemon's defaults. `ttl_s` is in seconds; 0 sets
-    no limit. `seconds_per_token` is the speed of prefill."""
+    """The settings of a daemon that decide how much is kept, with the daemon's defaults. `ttl_s` is in seconds, and
+    `write_budget_bytes` is what may be written in 24 hours; 0 sets no limit. `memory_bytes` is the memory for
+    `memory_entries` sequences that ended; with 0 every prompt is restored from the disk. `seconds_per_token` is the
+    speed of prefill."""
 
     scope: Scope
     budget_bytes: int | None = None
@@ -39,6 +44,9 @@ class Policy:
     interval: int = 10240
     cold_max: int = 10240
     ttl_s: float = 0.0
+    write_budget_bytes: int = 0
+    memory_bytes: int = 0
+    memory_entries: int = 8
     seconds_per_token: float = 1e-3
 
 
@@ -49,8 +57,8 @@ class Totals:
     `hits` counts requests with restored tokens. `written_tokens` are the tokens of written nodes, `written_bytes` their
     size in the file. `distinct_bytes` counts nodes that were written twice only
     once. `selected_tokens` are the tokens that the policy wanted to keep, whether they were stored before or not.
-    `evictions` counts evicted nodes or snapshots, `dropped` publications that did not fit. `seconds_saved` is the time
-    of prefill that restoring saved.
+    `evictions` counts evicted nodes or snapshots, `dropped` publications that did not fit, `unaffordable` prompts of
+    which the write budget left out something. `seconds_saved` is the time of prefill that restoring saved.
     """
 
     requests: int = 0
@@ -63,6 +71,7 @@ class Totals:
     selected_tokens: int = 0
     evictions: int = 0
     dropped: int = 0
+    unaffordable: int = 0
     peak_bytes: int = 0
     seconds_saved: float = 0.0
 
@@ -110,8 +119,12 @@ class Simulator:
             state=geometry.state_kind,
             state_bytes=geometry.state_bytes,
         )
+        most = policy.memory_bytes // max(geometry.bytes_per_token, 1)
+        self._memory = SimulatedMemory(most, policy.memory_entries, geometry.state_kind, self._rules.grid)
         self._seen_by: dict[str, SeenPrompts] = {}
         """The seen prompts by tenant."""
+        self.disk = WrittenBytes()
+        """What was written, on the clock of the trace."""
         self._written: set[bytes] = set()
         self._ends: set[str] = set()
         """The ends of prompts whose logits are stored as notes."""
@@ -123,23 +136,45 @@ class Simulator:
         scope = request.scope or policy.scope
         self.store.pass_time(request.when)
         nodes = self.nodes(request, prompt.token_ids)
-        restored = self._restore(request, nodes) if scope.kind != "off" else Restored()
+        restored, in_memory = Restored(), 0
+        if scope.kind != "off":
+            in_memory = self._memory.take(request.tenant, prompt.token_ids)
+            restored = self._restore(request, nodes)
         seen, names = self._seen(request), nodes.block_names
-        options = CacheOptions(scope=scope, group=request.group, save=request.save)
-        selection = choose_kept(seen, self._rules, prompt, options, names, restored.num_tokens)
+        is_asked = request.scope is not None or request.ttl_s is not None
+        options = CacheOptions(scope=scope, group=request.group, save=request.save, is_asked=is_asked)
+        args = (prompt, options, names, restored.stored_tokens, self._spending(request.when), in_memory)
+        selection = choose_kept(seen, self._rules, *args)
+        self.totals.unaffordable += selection.reason == "write_budget"
         written = 0
         if request.remembered and scope.kind != "off":
-            written = self._publish(request, nodes, restored, selection)
+            in_all = replace(restored, num_tokens=max(restored.num_tokens, in_memory))
+            written = self._publish(request, nodes, in_all, selection)
             if request.save and len(prompt.token_ids) >= policy.min_tokens:
                 seen.remember(prompt.token_ids, request.group, names)
-        self._count(len(prompt.token_ids), restored.num_tokens, selection, written)
-        return Outcome(restored.num_tokens, selection, written)
+        if scope.kind != "off":
+            self._memory.keep(request.tenant, np.concatenate([prompt.token_ids, request.reply]), request.when)
+        num_restored = max(restored.num_tokens, in_memory)
+        self._count(len(prompt.token_ids), num_restored, selection, written)
+        return Outcome(num_restored, selection, written)
 
     def _seen(self, request: TraceRequest) -> SeenPrompts:
         if request.tenant not in self._seen_by:
             is_trusting = request.is_shared or not request.tenant
             self._seen_by[request.tenant] = SeenPrompts(self._policy.block_size, is_trusting=is_trusting)
         return self._seen_by[request.tenant]
+
+    def _spending(self, now: float) -> Spending | None:
+        """Returns the state of the write budget. The simulated disk has the nodes only, uncompressed."""
+        limit, geometry = self._policy.write_budget_bytes, self._geometry
+        if not limit:
+            return None
+        return Spending(
+            used_bytes=self.disk.last_day(now),
+            limit_bytes=limit,
+            bytes_per_token=geometry.bytes_per_token,
+            state_bytes=geometry.state_bytes,
+        )
 
     def _restore(self, request: TraceRequest, nodes: PromptNodes) -> Restored:
         state = self._geometry.state_kind
@@ -205,6 +240,7 @@ class Simulator:
         totals = self.totals
         for entry in entries:
             totals.written_bytes += entry.num_bytes
+            self.disk.add(entry.num_bytes, request.when)
             if entry.node.name not in self._written:
                 self._written.add(entry.node.name)
                 totals.distinct_bytes += entry.num_bytes

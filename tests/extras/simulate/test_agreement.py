@@ -215,6 +215,12 @@ class Daemon:
         self.runner.reopen()
         self._recorder = self._open_recorder()
 
+    def share_disk(self, simulator: Simulator, budget_bytes: int) -> None:
+        """The daemon has written what the simulator says, and no page more."""
+        store = self.runner.cache.store
+        store.meter.budget_bytes = budget_bytes
+        store.written = lambda: SimpleNamespace(last_day=lambda _now: simulator.disk.last_day(0.0))  # type: ignore
+
     def step(self, request: TraceRequest, reply: int = 0) -> Answer:
         options = self.options(request)
         disk, store = threading.Event(), self.runner.cache.store
@@ -247,6 +253,7 @@ class Daemon:
             group=request.group,
             save=request.save,
             ttl_s=request.ttl_s,
+            is_asked=request.scope is not None,
         )
 
     def _note_history(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
@@ -307,6 +314,8 @@ def agreed(daemon: Daemon, seed: int, turns: Sequence[Turn], policy: Policy = PO
     recorded of it; what that is. Closes the daemon."""
     conversations = Conversations(seed)
     simulator = Simulator(policy, geometry_of(daemon.runner))
+    if policy.write_budget_bytes:
+        daemon.share_disk(simulator, policy.write_budget_bytes)
     happened = []
     for number, turn in enumerate(turns):
         if turn.restarted:
@@ -369,6 +378,24 @@ def test_a_long_workload_with_restarts_is_foretold_to_its_end(state: str, tmp_pa
     assert expected <= reasons.keys()
     assert any(len(one.checkpoints) > 1 for one in happened) == (state not in ("token", "sliceable"))
     assert sum(one.restored > 0 for one in happened) > len(happened) // 4
+
+
+@pytest.mark.parametrize("state", ["token", "sliceable", "lfm2"])
+def test_what_a_write_budget_leaves_out_is_foretold(state: str, tmp_path: Path) -> None:
+    """Each kind of request is sent while the budget is new, when it is half used, and when it is spent."""
+    turns = [replace(turn, restarted=False) for turn in an_hour()]
+    whole = Simulator(POLICY, geometry_of(Daemon(tmp_path / "whole", state).runner))
+    conversations = Conversations(1)
+    for turn in turns:
+        whole.step(conversations.next(turn))
+        conversations.answered(as_token_ids([]))
+    budget_bytes = whole.totals.written_bytes // 3
+    policy = replace(POLICY, write_budget_bytes=budget_bytes)
+    happened = agreed(Daemon(tmp_path / "budget", state), 1, turns, policy)
+    left_out = [one for one in happened if one.reason == "write_budget"]
+    assert any(one.aligned for one in left_out)
+    assert any(not one.aligned for one in left_out)
+    assert sum(one.reason == "continues" for one in happened)
 
 
 @pytest.mark.parametrize("state", STATES)

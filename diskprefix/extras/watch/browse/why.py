@@ -26,7 +26,9 @@ from diskprefix.store.savings import Savings
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree
+from diskprefix.store.written import WrittenBytes, read_written
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length
+from diskprefix.units import format_size
 
 Decode = Callable[[TokenIds], str]
 _MOST_PROMPTS = 100
@@ -125,7 +127,7 @@ def explain(
         tenant=tenant,
         nearest=nearest,
         parting=parting,
-        cause=_cause(prompt, look, nearest, between, elsewhere),
+        cause=_with_budget(_cause(prompt, look, nearest, between, elsewhere), read_written(snapshot)),
         elsewhere=elsewhere,
     )
 
@@ -358,6 +360,14 @@ def _not_kept(look: _Look, nearest: Nearest) -> Cause:
         "kept no more, or the rest was evicted or purged",
         "the scope full keeps whole prompts; a larger --kv-cache-budget keeps them longer",
     )
+
+
+def _with_budget(cause: Cause, written: WrittenBytes) -> Cause:
+    """Adds that the write budget may have left the prompt out, if there is one."""
+    if cause.kind != "not-kept" or not written.budget_bytes:
+        return cause
+    text = f"{cause.text}, or --kv-cache-write-budget ({format_size(written.budget_bytes)}/day) left it out"
+    return replace(cause, text=text)
 
 
 def _not_restored(look: _Look) -> Cause:

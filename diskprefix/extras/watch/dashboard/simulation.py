@@ -41,6 +41,7 @@ class Simulation:
         scopes = dict.fromkeys((str(serving.scope), *_SCOPES))
         flags = [part for scope in scopes for part in ("--scope", scope)]
         flags += ["--regime", _regime(serving), "--budget", str(settings.kv_cache_budget), "--last", f"{hours:g}h"]
+        flags += ["--kv-cache-write-budget", settings.kv_cache_write_budget]
         async with self._running:
             rows = await _output(["simulate", str(settings.record), "--json", *flags])
         # Of several models, each has rows of its own.

@@ -15,6 +15,7 @@ from diskprefix.printable import printable_only
 from diskprefix.store.savings import read_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo
+from diskprefix.store.written import read_written
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import ago, counted, format_age, format_duration, format_size
 
@@ -36,12 +37,15 @@ def show_stats(
     shown = {root.hex() for root in roots}
     rows = [row for row in statistics(snapshot, entries, read_savings(snapshot), now) if row.root in shown]
     victims = next_victims(snapshot, now, roots, most=_LISTED if as_json else _MOST_VICTIMS)
-    used = snapshot.used_bytes()
+    used, written = snapshot.used_bytes(), read_written(snapshot)
     if as_json:
         print_json(
             {
                 "used_bytes": used,
                 "budget_bytes": budget_bytes,
+                "disk_written_bytes": written.total,
+                "disk_written_last_day_bytes": written.last_day(now),
+                "write_budget_bytes": written.budget_bytes,
                 "roots": [_as_dict(row) for row in rows],
                 "next_victims": msgspec.to_builtins(victims),
             }
@@ -50,6 +54,9 @@ def show_stats(
     for line in (line for row in rows for line in _lines(row)):
         click.echo(line)
     click.echo(f"{format_size(used)} of a budget of {format_size(budget_bytes)} are used ({used / budget_bytes:.0%})")
+    limit = f" of {format_size(written.budget_bytes)} a day" if written.budget_bytes else ""
+    last_day, in_all = format_size(written.last_day(now)), format_size(written.total)
+    click.echo(f"{last_day}{limit} were written to the disk in 24 hours, {in_all} in all")
     if victims:
         click.echo("\nEvicted next, when the budget is reached:")
         _print_victims(victims, terminal_width(otherwise=120))

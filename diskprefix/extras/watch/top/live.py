@@ -80,10 +80,18 @@ def _meters(state: State, bar_width: int) -> list[tuple[RenderableType, ...]]:
     running = f"{memory['running']} of {memory['max_running']} run, {waiting} wait"
     stored = f"{cache['entries']:,} prompts, {cache['evicted_blocks']:,} evicted"
     written = f"{cache['pending']:,} wait, {cache['dropped']:,} dropped"
+    last_day, in_all = cache["disk_written_last_day_bytes"], f"{format_size(cache['disk_written_bytes'])} in all"
+    left_out = f"{cache['unaffordable']:,} prompts left out, {in_all}"
+    disk = (
+        _meter("disk, 24 h", last_day, cache["write_budget_bytes"], bar_width, left_out)
+        if cache["write_budget_bytes"]
+        else (Text("disk, 24 h", "bold"), Text(), Text(format_size(last_day)), Text(in_all))
+    )
     return [
         _meter("memory", memory["used_bytes"], memory["limit_bytes"], bar_width, running),
         _meter("store", cache["used_bytes"], cache["budget_bytes"], bar_width, stored),
         _meter("writer", cache["pending_bytes"], cache["buffer_bytes"], bar_width, written),
+        disk,
     ]
 
 

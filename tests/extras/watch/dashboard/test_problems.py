@@ -12,7 +12,7 @@ from diskprefix.extras.watch.dashboard.shown import Problem
 from diskprefix.server.recent import EndedRequest
 from tests.server.scripted import STATS
 
-WELL = dict(STATS) | {"quarantined": 0, "errors": 0, "dropped": 0, "evicted_blocks": 0}
+WELL = dict(STATS) | {"quarantined": 0, "errors": 0, "dropped": 0, "unaffordable": 0, "evicted_blocks": 0}
 
 REMOTE = Ledger().as_dict() | {"url": "s3://b", "state": "ok"}
 
@@ -41,6 +41,7 @@ def test_a_daemon_that_is_well_has_no_problems() -> None:
         ({"quarantined": 3}, "error", "damaged records", "diskprefix verify"),
         ({"errors": 3}, "warning", "became misses", "log"),
         ({"dropped": 3}, "warning", "not saved whole", "--kv-cache-write-buffer"),
+        ({"unaffordable": 3}, "hint", "left out", "--kv-cache-write-budget"),
         ({"gate": {"state": "closed"}}, "hint", "computing is faster", "--kv-cache-gate off"),
         ({"remote": REMOTE | {"state": "failing"}}, "warning", "s3://b does not answer", "access keys"),
         ({"remote": REMOTE | {"refused": {"mac": 2, "foreign": 0}}}, "warning", "refused: mac", "without the key"),

@@ -150,6 +150,9 @@ function drawMeters(now) {
     const kept = `${plural(cache.entries, "prompt")}, ${plural(cache.blocks, "block")}, ${cache.codec}; ${count(cache.evicted_blocks)} evicted`;
     meters.push(meter("Store", cache.used_bytes, cache.budget_bytes, kept));
     meters.push(meter("Write buffer", cache.pending_bytes, cache.buffer_bytes, `${plural(cache.pending, "prompt")} waiting, ${bytes(cache.saved_bytes)} written, ${count(cache.dropped)} dropped`));
+    const disk = cache.disk_written_last_day_bytes, inAll = `${bytes(cache.disk_written_bytes)} in all`;
+    if (cache.write_budget_bytes) meters.push(meter("Written to disk in 24 hours", disk, cache.write_budget_bytes, `${plural(cache.unaffordable, "prompt")} left out, or a part of them; ${inAll}`));
+    else meters.push(make("p", { class: "under" }, `${bytes(disk)} written to disk in 24 hours, ${inAll}`));
   }
   whenChanged("meters", [memory, cache && { ...cache, savings: null, gate: null }], () => find("#meters").replaceChildren(...meters));
 }

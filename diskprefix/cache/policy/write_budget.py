@@ -1,0 +1,111 @@
+"""The part of a selection that `--kv-cache-write-budget` leaves: what is least likely to be missed is not written.
+
+Each beginning of a prompt is written while less than a share of the budget was used in the last 24 hours. The share is
+largest for what had to be computed again: an earlier prompt began with it, and neither memory nor disk had it. It is
+smaller for a new system message, for the new part of a conversation that goes on, and smallest for a new prompt. What
+was seen before but is still in memory can wait, as it is written when it was missed once. What the request itself asks
+to keep (its scope, time to live or marks) has room as long as there is any.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from diskprefix.cache.policy.select import Rules
+from diskprefix.nouns import Prompt, Selection
+from diskprefix.tokens import floor_to_grid
+
+_MISSED, _SYSTEM, _GOES_ON, _NEW = 0.95, 0.75, 0.25, 0.2
+"""The shares. The last twentieth of the budget is for records: uses of blocks, recent prompts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spending:
+    """The use of a budget: `used_bytes` of `limit_bytes` were written in the last 24 hours. Each token adds
+    `bytes_per_token`, each checkpoint and each end of a prompt `state_bytes`."""
+
+    used_bytes: int
+    limit_bytes: int
+    bytes_per_token: int
+    state_bytes: int = 0
+
+    @property
+    def is_ample(self) -> bool:
+        """Even what was not missed yet is written."""
+        return self.used_bytes <= _GOES_ON * self.limit_bytes
+
+    @property
+    def is_spent(self) -> bool:
+        """Nothing more is written."""
+        return self.used_bytes >= _MISSED * self.limit_bytes
+
+    def allows(self, selection: Selection, stored: int, share: float) -> bool:
+        """Returns whether what a selection adds to the `stored` tokens fits in a share of the budget."""
+        num_tokens = max(0, selection.kept - stored)
+        num_states = sum(at > stored for at in selection.checkpoints) + selection.keep_tail
+        cost = num_tokens * self.bytes_per_token + num_states * self.state_bytes
+        return not cost or self.used_bytes + cost <= share * self.limit_bytes
+
+
+def within_budget(
+    selection: Selection,
+    prompt: Prompt,
+    spending: Spending,
+    rules: Rules,
+    *,
+    stored: int,
+    had: int,
+    is_asked: bool,
+) -> Selection:
+    """Returns the longest beginning of a selection that may be written now. If that is not all of it, the reason is
+    `write_budget`.
+
+    `stored` tokens of the prompt are in the store; `had` were restored, from there or from memory. `is_asked`: the
+    request itself says what to keep.
+    """
+    shares = _shares(selection, prompt, had, rules.price)
+    if is_asked:
+        shares[selection.kept] = _MISSED
+    for at in sorted(shares, reverse=True):
+        part = selection if at >= selection.kept else _cut(selection, at, rules)
+        if part.kept and spending.allows(part, stored, shares[at]):
+            return part
+    return selection.keeping_nothing("write_budget")
+
+
+def _shares(selection: Selection, prompt: Prompt, had: int, least: int) -> dict[int, float]:
+    """Returns beginnings of a prompt, in tokens, and up to which share of the budget each is written. Fewer than
+    `least` tokens that were computed again do not count as missed."""
+    known, end = max(selection.common, selection.seen), selection.kept
+    goes_on = selection.reason == "continues" or known >= end
+    shares = {end: _GOES_ON if goes_on else _NEW}
+
+    def allow(at: int, share: float) -> None:
+        at = end if at >= end else prompt.last_safe(at)
+        shares[at] = max(share, shares.get(at, 0.0))
+
+    allow(prompt.system_end, _SYSTEM)
+    allow(known, _MISSED if known >= had + least else _GOES_ON)
+    for mark in prompt.marks:
+        allow(mark.position, _MISSED)
+    return shares
+
+
+def _cut(selection: Selection, at: int, rules: Rules) -> Selection:
+    """Returns a selection that keeps no more than `at` tokens."""
+    at = floor_to_grid(at, rules.grid)
+    checkpoints = tuple(position for position in selection.checkpoints if position <= at)
+    if selection.checkpoints:
+        at = checkpoints[-1] if checkpoints else 0
+    if at < max(rules.min_tokens, 1) or rules.state == "one_pass":
+        return selection.keeping_nothing("write_budget")
+    return replace(
+        selection,
+        reason="write_budget",
+        selected=at,
+        aligned=at,
+        keep_tail=False,
+        keeps_reply=False,
+        checkpoints=checkpoints,
+        votes=selection.votes[: len(checkpoints)],
+    )

@@ -1,0 +1,56 @@
+"""The write budget as a request sees it. Nothing fails a request."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from diskprefix.nouns import CacheOptions, Prompt, Scope
+from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
+
+MIB = 1 << 20
+FULL = CacheOptions(scope=Scope("full"))
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> Runner:
+    settings = tiny_settings(tmp_path, kv_cache_write_budget="1MiB/day")
+    return Runner(tiny_llama(), settings, exact_at="token")
+
+
+def test_a_prompt_that_is_left_out_says_so_and_one_that_comes_again_is_saved(runner: Runner) -> None:
+    prompt = Prompt(random_prompt(1, 4 * BLOCK))
+    runner.cache.store.meter.count(6 * MIB // 10)
+    first = runner.run_prompt(prompt, FULL).report
+    assert (first.selection.reason, first.selection.kept, first.saved) == ("write_budget", 0, "none")
+    runner.flush()
+    stats = runner.cache.stats()
+    assert (stats["unaffordable"], stats["blocks"], stats["dropped"]) == (1, 0, 0)
+    assert 0.6 * MIB <= stats["disk_written_last_day_bytes"] == stats["disk_written_bytes"]
+    assert stats["write_budget_bytes"] == MIB
+    again = runner.run_prompt(prompt, FULL).report
+    assert (again.selection.reason, again.restored, again.saved) == ("full", 0, "queued")
+    runner.flush()
+    assert runner.run_prompt(prompt, FULL).report.restored == 4 * BLOCK
+    runner.close()
+
+
+def test_what_a_request_asks_for_itself_is_saved_until_nothing_is_left_over_a_restart(runner: Runner) -> None:
+    asked = CacheOptions(scope=Scope("full"), is_asked=True)
+    runner.cache.store.meter.count(8 * MIB // 10)
+    assert runner.run_prompt(Prompt(random_prompt(1, 4 * BLOCK)), asked).report.saved == "queued"
+    runner.cache.store.meter.count(2 * MIB // 10)
+    runner.flush()
+    runner.reopen()
+    spent = runner.run_prompt(Prompt(random_prompt(2, 4 * BLOCK)), asked).report
+    assert (spent.selection.reason, spent.saved) == ("write_budget", "none")
+    assert runner.run_prompt(Prompt(random_prompt(1, 4 * BLOCK)), asked).report.restored == 4 * BLOCK
+    runner.close()
+
+
+def test_a_cancelled_prompt_is_not_left_on_the_disk_when_the_budget_is_half_used(runner: Runner) -> None:
+    prompt = Prompt(random_prompt(1, 8 * BLOCK))
+    runner.cache.store.meter.count(6 * MIB // 10)
+    assert runner.cancelled(prompt, FULL, steps=2).saved == "none"
+    runner.close()
