@@ -52,6 +52,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "corruption": Tool("programs.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
         "fuzz": Tool("programs.fuzz", "Made-up requests to every route: no 500, no hang."),
         "headers": Tool("programs.headers", "Damaged headers of GGUF files: one line, or what fits the file."),
+        "races": Tool("programs.races", "The operators from several threads, under ThreadSanitizer."),
         "monitoring": Tool("programs.monitoring", "The board and the alert rules, in a real Prometheus."),
     },
     "The code": {

@@ -54,7 +54,7 @@ class Mixture {
   uint16_t *rows_ = nullptr, *gate_ = nullptr, *up_ = nullptr;
   uint8_t* packed_ = nullptr;
   std::atomic<int64_t> next_{0};
-  volatile bool failed_ = false;
+  std::atomic<bool> failed_{false};
 
   // A pair is a row and one of its experts. Returns false if there is no such expert.
   bool sort(Memory& memory) {

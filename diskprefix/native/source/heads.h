@@ -28,7 +28,7 @@ class HeadProducts {
  private:
   const HeadProduct& call_;
   const int64_t inner_, columns_;
-  volatile bool failed_ = false;
+  std::atomic<bool> failed_{false};
 
   // Few rows are multiplied with a matrix as it lies in memory.
   bool has_few() const {

@@ -488,7 +488,7 @@ class Products {
   int64_t pairs_ = 0;
   std::atomic<int64_t> next_{0};
   uint8_t* packed_ = nullptr;
-  volatile bool failed_ = false;
+  std::atomic<bool> failed_{false};
 
   void pack(int64_t begin, int64_t end) {
     Multiply::pack((const uint16_t*)call_.rows, begin, end, call_.num_rows, columns_, packed_);

@@ -43,6 +43,7 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     dtype: torch.dtype = torch.bfloat16
+    length: int = LENGTH
 
 
 CASES = {
@@ -81,7 +82,7 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @dataclass
 class Layer:
-    """The queries of a sequence, [heads, LENGTH, key_dim], and memory that holds its keys and values.
+    """The queries of a sequence, [heads, length, key_dim], and memory that holds its keys and values.
     Behind the end it is zero, as the arena leaves it."""
 
     case: Case
@@ -100,10 +101,10 @@ class Layer:
         keys, values = (
             torch.zeros(1, case.kv_heads, CAPACITY, dim, dtype=case.dtype) for dim in (case.key_dim, case.value_dim)
         )
-        keys[0, :, :LENGTH] = numbers(case.kv_heads, LENGTH, case.key_dim)
-        values[0, :, :LENGTH] = numbers(case.kv_heads, LENGTH, case.value_dim)
+        keys[0, :, : case.length] = numbers(case.kv_heads, case.length, case.key_dim)
+        values[0, :, : case.length] = numbers(case.kv_heads, case.length, case.value_dim)
         sinks = numbers(case.heads) if case.sinks else None
-        return cls(case, numbers(case.heads, LENGTH, case.key_dim), keys, values, sinks)
+        return cls(case, numbers(case.heads, case.length, case.key_dim), keys, values, sinks)
 
     def memory(self, run: Run, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns keys and values from a position on, up to the end of the run's last tile."""
@@ -139,20 +140,20 @@ def together(runs: Sequence[tuple[Layer, Run]], first: int = 0) -> torch.Tensor:
 
 def plain(layer: Layer) -> torch.Tensor:
     """The same by the textbook, in float64."""
-    case, group = layer.case, layer.case.heads // layer.case.kv_heads
-    keys, values = (memory[0, :, :LENGTH].double().repeat_interleave(group, 0) for memory in (layer.keys, layer.values))
+    case, length, group = layer.case, layer.case.length, layer.case.heads // layer.case.kv_heads
+    keys, values = (memory[0, :, :length].double().repeat_interleave(group, 0) for memory in (layer.keys, layer.values))
     scale = case.key_dim**-0.5 if case.scaling is None else case.scaling
     scores = layer.queries.double() @ keys.transpose(1, 2) * scale
     if case.softcap is not None:
         scores = torch.tanh(scores / case.softcap) * case.softcap
-    first = torch.tensor([case.pattern.first_visible(query) for query in range(LENGTH)]).unsqueeze(1)
-    positions = torch.arange(LENGTH)
+    first = torch.tensor([case.pattern.first_visible(query) for query in range(length)]).unsqueeze(1)
+    positions = torch.arange(length)
     visible = (first <= positions) & (positions <= positions.unsqueeze(1))
     scores = scores.masked_fill(~visible, float("-inf"))
     if layer.sinks is not None:
-        sinks = layer.sinks.double().view(-1, 1, 1).expand(-1, LENGTH, 1)
+        sinks = layer.sinks.double().view(-1, 1, 1).expand(-1, length, 1)
         scores = torch.cat([scores, sinks], dim=-1)
-    weights = torch.softmax(scores, dim=-1)[..., :LENGTH]
+    weights = torch.softmax(scores, dim=-1)[..., :length]
     return (weights @ values).transpose(0, 1)
 
 
@@ -163,10 +164,10 @@ def test_it_is_attention(case: Case, dtype: torch.dtype) -> None:
     assert error < (0.06 if dtype == torch.bfloat16 else 1e-5)
 
 
-def random_steps(seed: int) -> list[int]:
+def random_steps(seed: int, length: int = LENGTH) -> list[int]:
     chosen, steps = random.Random(seed), list[int]()
-    while sum(steps) < LENGTH:
-        steps.append(min(LENGTH - sum(steps), chosen.choice((1, 1, 2, 3, 9, 31, 33, 64, 130, 200))))
+    while sum(steps) < length:
+        steps.append(min(length - sum(steps), chosen.choice((1, 1, 2, 3, 9, 31, 33, 64, 130, 200))))
     return steps
 
 
