@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import sys
 import tempfile
 import time
@@ -20,6 +21,7 @@ from tools.measuring.options import JSON
 from tools.measuring.report import machine, new_table, print_report, say, show_machine
 
 _JOBS = 2
+_SHOWN_BYTES = 3000
 
 
 def show(report: dict[str, Any], console: Console) -> None:
@@ -37,6 +39,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     for row in report["findings"]:
         say(console, f"{row['target']}: {row['finding']}")
         say(console, f"    again: tools/fuzz {row['target']} --input {row['input']}")
+        if row["input"] and len(content := Path(row["input"]).read_bytes()) <= _SHOWN_BYTES:
+            say(console, f"    which has, in base64: {base64.b64encode(content).decode()}")
     show_machine(report["machine"], console)
 
 

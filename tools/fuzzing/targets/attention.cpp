@@ -38,6 +38,8 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
     const int64_t first = std::max<int64_t>(visible, 0) / TILE * TILE, tokens = start + rows - first;
     Sequence one = {{start, rows, first}, tokens, numbers(input, call.dtype, call.num_kv_heads * tokens * call.key_dim, wild),
                     numbers(input, call.dtype, call.num_kv_heads * tokens * call.value_dim, wild)};
+    // A weight of 0 times an infinite value is no number: it would reach the rows before it (native/README.md).
+    one.values.finite(call.dtype);
     one.run.key_head_stride = call.key_dim * (is_by_token ? 1 : tokens);
     one.run.key_token_stride = call.key_dim * (is_by_token ? call.num_kv_heads : 1);
     one.run.value_head_stride = call.value_dim * (is_by_token ? 1 : tokens);

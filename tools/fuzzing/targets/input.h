@@ -129,6 +129,15 @@ class Guarded {
     for (size_t i = 0; i < size(); ++i) data_[i] = (char)(input.random() >> 56);
     return *this;
   }
+  // Infinite numbers, and those that are none, become finite ones.
+  Guarded& finite(int64_t dtype) {
+    for (size_t i = 0; dtype == FLOAT32 && i < size(); i += 4)
+      if ((as<uint32_t>()[i / 4] & 0x7f800000) == 0x7f800000) as<uint32_t>()[i / 4] ^= 0x800000;
+    const uint16_t exponent = dtype == BFLOAT16 ? 0x7f80 : 0x7c00, lowest = dtype == BFLOAT16 ? 0x80 : 0x400;
+    for (size_t i = 0; dtype != FLOAT32 && i < size(); i += 2)
+      if ((as<uint16_t>()[i / 2] & exponent) == exponent) as<uint16_t>()[i / 2] ^= lowest;
+    return *this;
+  }
   Guarded& copied(const void* from) {
     if (size()) memcpy(data_, from, size());
     return *this;
