@@ -49,6 +49,7 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "exactness": Tool("programs.exactness", "Restored against cold, bit for bit, for every architecture."),
         "crash": Tool("programs.crash", "SIGKILL at random moments, and what is left of the store."),
         "powerloss": Tool("programs.powerloss", "Every state of the disk after a power failure.", NO_THREADS),
+        "interleavings": Tool("programs.interleavings", "The whole daemon, its threads in every order.", NO_THREADS),
         "corruption": Tool("programs.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
         "fuzz": Tool("programs.fuzz", "Made-up requests to every route: no 500, no hang."),
         "headers": Tool("programs.headers", "Damaged headers of GGUF files: one line, or what fits the file."),

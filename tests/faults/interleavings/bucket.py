@@ -1,0 +1,106 @@
+"""A bucket in memory, in the place of obstore: answers take virtual time, fail, never come, or are not what was
+written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any
+
+from tests.faults.interleavings.threads import baton
+
+
+class GenericError(Exception):
+    """The network fails."""
+
+
+class AlreadyExistsError(Exception):
+    """There is such an object."""
+
+
+class InvalidPathError(Exception):
+    """Never raised: all names are those of the daemon."""
+
+
+_EXCEPTIONS: Any = SimpleNamespace(
+    GenericError=GenericError, AlreadyExistsError=AlreadyExistsError, InvalidPathError=InvalidPathError
+)
+
+
+@dataclass
+class Got:
+    """The answer to `get`."""
+
+    data: bytes
+    range: tuple[int, int]
+    meta: dict[str, Any]
+
+    def bytes(self) -> bytes:
+        return self.data
+
+
+@dataclass
+class SimulatedBucket:
+    """Has the functions of obstore that the package calls. `store` is of no use to them."""
+
+    failing: float = 0.0
+    slow_s: float = 0.01
+    damaging: float = 0.0
+    """The share of objects that are not read as they were written."""
+    exceptions = _EXCEPTIONS
+    objects: dict[str, tuple[bytes, float]] = field(default_factory=dict)
+
+    def get(self, _store: object, path: str, options: dict[str, Any] | None = None) -> Got:
+        data, _ = self._found(path)
+        if self.damaging and baton().random.random() < self.damaging:
+            at = baton().random.randrange(len(data))
+            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if baton().random.random() < 0.7 else data[:at]
+        start, end = (options or {}).get("range", (0, len(data)))
+        if start >= len(data):
+            raise GenericError("InvalidRange")
+        end = min(end, len(data))
+        return Got(data[start:end], (start, end), self._meta(path))
+
+    def head(self, _store: object, path: str) -> dict[str, Any]:
+        self._found(path)
+        return self._meta(path)
+
+    def put(self, _store: object, path: str, data: bytes, *, mode: str = "", use_multipart: bool = False) -> object:  # noqa: ARG002
+        self._answer()
+        if mode == "create" and path in self.objects:
+            raise AlreadyExistsError
+        self.objects[path] = bytes(data), baton().now
+        return {}
+
+    def delete(self, _store: object, paths: Sequence[str]) -> object:
+        self._answer()
+        for path in paths:
+            self.objects.pop(path, None)
+        return {}
+
+    def list(
+        self, _store: object, prefix: str, offset: str | None = None, **_sizes: int
+    ) -> Iterator[Sequence[dict[str, Any]]]:
+        self._answer()
+        for path in sorted(self.objects):
+            if path.startswith(prefix) and path > (offset or "") and path in self.objects:
+                yield [self._meta(path)]
+
+    def _found(self, path: str) -> tuple[bytes, float]:
+        self._answer()
+        if path not in self.objects:
+            raise FileNotFoundError(path)
+        return self.objects[path]
+
+    def _meta(self, path: str) -> dict[str, Any]:
+        data, modified_at = self.objects[path]
+        return {"path": path, "size": len(data), "last_modified": datetime.fromtimestamp(modified_at, UTC)}
+
+    def _answer(self) -> None:
+        """Waits for the network, which may fail."""
+        one = baton()
+        one.block(one.random.random() * self.slow_s)
+        if self.failing and one.random.random() < self.failing:
+            raise GenericError("the network fails, as it was asked to")

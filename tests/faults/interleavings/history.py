@@ -1,0 +1,477 @@
+"""One history: what happens to a daemon from a seed, and what must hold all the while."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diskprefix.cache.policy.scope import parse_scope
+from diskprefix.engine.inbox import Ticket
+from diskprefix.engine.request import DoneEvent, ErrorEvent, Event, GenerateRequest, SamplingParams, TextEvent
+from diskprefix.errors import CacheError, NotReady, QueueFull
+from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
+from diskprefix.settings import Settings
+from diskprefix.store.maintenance.purge import PurgeFilter
+from tests.faults.interleavings import hash_model, threads, world
+from tests.faults.interleavings.baton import Baton, Stuck
+from tests.faults.interleavings.bucket import SimulatedBucket
+from tests.faults.interleavings.hash_model import Replies, salt_of
+from tests.faults.interleavings.world import BLOCK, LONGEST, Daemon, Disk
+
+PATIENCE_S = 300.0
+"""A request that has not ended after this virtual time never will."""
+_TENANTS = (SHARED, Tenant.of_key("one"), Tenant.of_key("one").with_salt("salt"), Tenant.of_key("two"))
+_REPLIES = Replies()
+
+
+class Wrong(AssertionError):
+    """An invariant does not hold."""
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request: what was asked, and what came of it."""
+
+    id: str
+    tenant: Tenant
+    token_ids: list[int]
+    most: int
+    saves: bool
+    ttl_s: float | None
+    submitted_at: float
+    gone: frozenset[Asked]
+    """The requests that were purged or had expired when it was submitted: it may find nothing of them."""
+    tokens: list[int] = field(default_factory=list)
+    last: Event | None = None
+    has_left: bool = False
+    ended_at: float | None = None
+    ticket: Ticket | None = None
+    daemon: Daemon | None = None
+
+    @property
+    def expected(self) -> list[int]:
+        return _REPLIES.of(salt_of(self.tenant), self.token_ids, self.most)
+
+    @property
+    def all_tokens(self) -> list[int]:
+        """The tokens whose state it may have left."""
+        return self.token_ids + self.expected
+
+
+class History:
+    """Runs one history. `run` raises `Wrong`."""
+
+    def __init__(self, seed: int, folder: Path, trace: Callable[[str], None] | None = None) -> None:
+        self.baton = Baton(seed, 0.0, trace)
+        self.random = self.baton.random
+        self.baton.set_switches(self.random.choice((0.01, 0.05, 0.2, 0.5)))
+        self.folder = folder
+        self.counts: Counter[str] = Counter()
+        self.asked: list[Asked] = []
+        self.gone: set[Asked] = set()
+        self.daemon: Daemon | None = None
+        self.model = hash_model.reset()
+        self.disk, self.bucket = Disk(), SimulatedBucket()
+        self._numbers = count()
+        choose = self.random.choice
+        self._documents = [[self._token() for _ in range(LONGEST)] for _ in range(choose((1, 2, 3)))]
+        self._tenants = _TENANTS[: choose((1, 2, 3, 4))]
+        self._exact_at = choose(("token", "token", "grid"))
+        self._num_sequences = choose((1.0, 1.5, 2.5, 4.0))
+        self.ttl_s = choose((0.0, 0.0, 20.0))
+        self._own_ttls = choose((False, False, True))
+        self._longest_s = 60.0 if self._own_ttls or self.ttl_s else 12.0
+        self._has_bucket = choose((False, False, True))
+        shared: dict[str, Any] = {
+            "remote_tier": "s3://simulated",
+            "namespace_key_file": folder / "key",
+            "remote_write": choose(("seen-twice", "all", "all")),
+            "remote_deadline": choose((0.05, 1.0, 10.0)),
+        }
+        self.settings = Settings(
+            **(shared if self._has_bucket else {}),
+            kv_cache_dir=folder / "kv",
+            kv_cache_min_tokens=choose((8, 16, 24)),
+            kv_cache_min_free=0,
+            kv_cache_gate="off",
+            kv_cache_codec=choose(("raw", "planes")),
+            kv_cache_ttl=self.ttl_s,
+            kv_memory_entries=choose((0, 1, 3, 8)),
+            max_sequences=choose((1, 2, 4)),
+            max_queue=choose((2, 8, 64)),
+            disk_prefix_cache="full",
+        )
+        # Smaller than a user may have them, so that there is hardly any room.
+        vars(self.settings).update(
+            block_size=BLOCK,
+            kv_cache_budget=choose((1_260_000, 1_320_000, 4_000_000)),
+            kv_cache_write_buffer=choose((300, 700, 3_000, 1 << 20)),
+        )
+
+    def run(self) -> None:
+        """Raises `Wrong` with what does not hold."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        key = self.settings.namespace_key_file
+        if key is not None:
+            key.touch(0o600)
+            key.write_text("a key that machines share")
+        world.use(self.disk, self.bucket)
+        failure: list[BaseException] = []
+
+        def drive() -> None:
+            try:
+                self._drive()
+            except BaseException as error:  # noqa: BLE001 (raised below)
+                failure.append(error)
+
+        with threads.running(self.baton):
+            try:
+                self.baton.run(drive)
+            except Stuck as error:
+                failure.append(Wrong(str(error)))
+            finally:
+                self._end()
+        if failure:
+            raise failure[0]
+
+    def _end(self) -> None:
+        """Frees what is left, in whatever state it is."""
+        for process in {task.process for task in self.baton.tasks}:
+            with suppress(Exception):
+                self.baton.kill(process)
+        if self.daemon is not None:
+            self.daemon.release()
+
+    # What happens.
+
+    def _drive(self) -> None:
+        self._start()
+        events: list[tuple[Callable[[], None], int]] = [
+            (self._arrive, 60),
+            (self._pass_time, 14),
+            (self._hang_up, 8),
+            (self._purge, 4),
+            (self._kill, 3),
+            (self._stop, 3),
+            (self._move, 6 if self._has_bucket else 0),
+            (self._let_disk_fail, 2),
+            (self._let_bucket_fail, 6 if self._has_bucket else 0),
+            (self._let_model_fail, 1),
+            (self._heal, 3),
+            (self._look, 4),
+        ]
+        choices, weights = zip(*events, strict=True)
+        for _ in range(self.random.randint(5, 24)):
+            event = self.random.choices(choices, weights)[0]
+            self.counts[event.__name__.strip("_")] += 1
+            self.baton.say(f"--- {event.__name__.strip('_')}")
+            event()
+            self._check_bounds()
+            self.baton.point()
+        self._finish()
+
+    def _start(self) -> None:
+        """Starts a daemon. If the disk does not let it, the disk recovers."""
+        self.daemon = self._started()
+        if self.daemon is None and self.disk.failing:
+            self.baton.errors.clear()
+            self.disk.failing = 0.0
+            self.daemon = self._started()
+        if self.daemon is None:
+            raise Wrong(f"the daemon does not start: {self.baton.errors}")
+
+    def _started(self) -> Daemon | None:
+        process, made = object(), list[Daemon]()
+        task = self.baton.spawn(
+            "start", process, lambda: made.append(Daemon(self.settings, self._exact_at, self._num_sequences, process))
+        )
+        if not self.baton.join(task, PATIENCE_S):
+            raise Wrong(f"the daemon does not start\n{self.baton.standing()}")
+        if not made:
+            self.baton.kill(process)
+        return made[0] if made else None
+
+    def _token(self) -> int:
+        return self.random.randrange(hash_model.FIRST, hash_model.VOCAB)
+
+    def _prompt(self) -> list[int]:
+        """The beginning of a document, or an earlier prompt and its reply; and then some tokens of its own."""
+        most = LONGEST - 16
+        if self.asked and self.random.random() < 0.5:
+            earlier = self.random.choice(self.asked)
+            begin = earlier.token_ids if self.random.random() < 0.4 else earlier.all_tokens
+            more = 0 if self.random.random() < 0.5 else self.random.randint(1, 12)
+        else:
+            begin = self.random.choice(self._documents)[: self.random.randint(12, 60)]
+            more = self.random.choice((0, 1, 5, 9))
+        return (begin + [self._token() for _ in range(more)])[:most]
+
+    def _arrive(self) -> None:
+        daemon = self.daemon
+        assert daemon is not None
+        tenant = self.random.choice(self._tenants)
+        one = Asked(
+            id=f"r{next(self._numbers)}",
+            tenant=tenant,
+            token_ids=self._prompt(),
+            most=self.random.choice((1, 1, 2, 4, 9)),
+            saves=self.random.random() < 0.9,
+            ttl_s=self.random.choice((5.0, 60.0)) if self._own_ttls and self.random.random() < 0.5 else None,
+            submitted_at=self.baton.now,
+            gone=frozenset(self.gone),
+        )
+        self.asked.append(one)
+        self.baton.spawn(one.id, "clients", lambda: self._ask(one, daemon))
+
+    def _ask(self, one: Asked, daemon: Daemon) -> None:
+        """What `server.answer` does: has the tenant loaded, and submits."""
+        # The task belongs to the clients, and what it calls to the daemon.
+        assert self.baton.current is not None
+        self.baton.current.process = daemon.process
+        one.daemon = daemon
+        try:
+            daemon.cache.load(one.tenant).result()
+        except RuntimeError:
+            # The server lets nobody come as late as this: it closes the engine when its connections have ended.
+            one.last, one.ended_at = ErrorEvent(NotReady("closed")), self.baton.now
+            return
+        request = GenerateRequest(
+            id=one.id,
+            prompt=Prompt(np.array(one.token_ids, np.int32)),
+            sampling=SamplingParams(temperature=0, max_tokens=one.most),
+            cache=CacheOptions(
+                scope=parse_scope(self.random.choice(("full", "full", "auto:30")), param="scope"),
+                tenant=one.tenant,
+                save=one.saves,
+                ttl_s=one.ttl_s,
+            ),
+        )
+
+        def emit(event: Event) -> None:
+            if one.last is not None and not isinstance(one.last, ErrorEvent):
+                raise Wrong(f"{one.id} got {event} behind its end")
+            if isinstance(event, TextEvent):
+                one.tokens += event.token_ids
+            if isinstance(event, DoneEvent | ErrorEvent):
+                one.last, one.ended_at = event, self.baton.now
+
+        one.submitted_at, one.gone = self.baton.now, frozenset(self.gone | self._expired(daemon))
+        try:
+            one.ticket = daemon.inbox.submit(request, emit)
+        except (QueueFull, NotReady) as error:
+            one.last, one.ended_at = ErrorEvent(error), self.baton.now
+
+    def _expired(self, daemon: Daemon) -> set[Asked]:
+        """Returns the requests that nothing may be found of, because their time to live is over."""
+        searches_s = 34.0 if self._own_ttls or not self.ttl_s else self.ttl_s / 10 + 4.0
+        has_searched = self.baton.now > daemon.started_at + searches_s
+        if not has_searched or self.disk.num_failed or self.disk.slow_s or self._has_bucket:
+            return set()
+        return {
+            one
+            for one in self.asked
+            if one.ended_at is not None
+            and not one.has_left
+            and (ttl_s := one.ttl_s or self.ttl_s)
+            and one.ended_at + ttl_s + searches_s < self.baton.now
+        }
+
+    def _hang_up(self) -> None:
+        running = [one for one in self.asked if one.ticket is not None and one.last is None]
+        if running:
+            one = self.random.choice(running)
+            one.has_left = True
+            assert one.ticket is not None
+            one.ticket.cancel()
+
+    def _pass_time(self) -> None:
+        self.baton.sleep(self.random.choice((0.01, 0.01, 0.05, 0.05, 0.2, 0.2, 1.0, 3.0, 12.0, self._longest_s)))
+
+    def _look(self) -> None:
+        assert self.daemon is not None
+        self.daemon.cache.stats()
+        self.daemon.inbox.activities()
+
+    def _purge(self) -> None:
+        daemon, began_at = self.daemon, self.baton.now
+        assert daemon is not None
+        over = [one for one in self.asked if one.ended_at is not None and one.ended_at < began_at]
+        tenant = self.random.choice((None, *(tenant for tenant in self._tenants if tenant.ids)))
+        chosen = PurgeFilter(salt=None if tenant is None else str(tenant))
+        done: list[object] = []
+
+        def purge() -> None:
+            with suppress(CacheError):
+                done.append(daemon.cache.purge(chosen))
+
+        task = self.baton.spawn("purge", daemon.process, purge)
+        if not self.baton.join(task, PATIENCE_S):
+            raise Wrong(f"a purge does not end\n{self.baton.standing()}")
+        if done:
+
+            def is_of(one: Asked) -> bool:
+                return tenant is None or one.tenant.ids[: len(tenant.ids)] == tenant.ids
+
+            if not self._has_bucket:
+                # Another machine may have what was shared.
+                self.gone |= {one for one in over if is_of(one)}
+
+    def _let_disk_fail(self) -> None:
+        self.disk.failing = self.random.choice((0.1, 0.5, 1.0))
+
+    def _let_bucket_fail(self) -> None:
+        choose, bucket = self.random.choice, self.bucket
+        bucket.failing, bucket.slow_s = choose((0.0, 0.3, 1.0)), choose((0.01, 1.0, 30.0))
+        bucket.damaging = choose((0.0, 0.5))
+
+    def _let_model_fail(self) -> None:
+        self.model.failing = self.random.choice((0.05, 0.3))
+
+    def _heal(self) -> None:
+        self.disk.failing, self.disk.slow_s = 0.0, self.random.choice((0.0, 0.01, 0.3))
+        self.bucket.failing = self.bucket.damaging = self.model.failing = 0.0
+        self.bucket.slow_s = 0.01
+
+    def _kill(self) -> None:
+        assert self.daemon is not None
+        self.baton.kill(self.daemon.process)
+        self.daemon.release()
+        self.disk.lock = threads.SimulatedLock()
+        self._lose()
+        self._start()
+
+    def _move(self) -> None:
+        """Kills the daemon, and goes on with one on another machine, or on this one again."""
+        vars(self.settings)["kv_cache_dir"] = self.folder / self.random.choice(("kv", "kv2"))
+        self._kill()
+
+    def _lose(self) -> None:
+        for one in self.asked:
+            if one.ended_at is None:
+                one.has_left, one.ended_at = True, self.baton.now
+
+    def _stop(self) -> None:
+        daemon = self.daemon
+        assert daemon is not None
+        grace_s, hibernates = self.random.choice((0.0, 0.05, 5.0)), self.random.random() < 0.5
+        task = self.baton.spawn("stopping", daemon.process, lambda: daemon.stop(grace_s, hibernates=hibernates))
+        if not self.baton.join(task, PATIENCE_S):
+            raise Wrong(f"the daemon does not stop\n{self.baton.standing()}")
+        self._check_errors()
+        left = [task for task in self.baton.tasks if task.process is daemon.process]
+        if left and not self.disk.failing:
+            deadline = self.baton.now + 30
+            while self.baton.now < deadline and any(task in self.baton.tasks for task in left):
+                self.baton.sleep(0.5)
+            if any(task in self.baton.tasks for task in left):
+                raise Wrong(f"threads are left after the daemon stopped\n{self.baton.standing()}")
+        self.baton.kill(daemon.process)
+        daemon.release()
+        self._lose()
+        self._start()
+
+    # What must hold.
+
+    def _finish(self) -> None:
+        """Waits for all requests, and looks at what is left of them."""
+        self._heal()
+        self.disk.slow_s = 0.0
+        daemon = self.daemon
+        assert daemon is not None
+        deadline = self.baton.now + PATIENCE_S
+        while self._waiting() and self.baton.now < deadline:
+            self.baton.sleep(0.2)
+        if waiting := self._waiting():
+            raise Wrong(f"{waiting[0].id} never ends\n{self.baton.standing()}")
+        self._check_errors()
+        for one in self.asked:
+            self._check_reply(one)
+        self._check_idle(daemon)
+
+    def _waiting(self) -> list[Asked]:
+        return [one for one in self.asked if one.last is None and not one.has_left]
+
+    def _check_errors(self) -> None:
+        if self.baton.errors:
+            raise Wrong(self.baton.errors[0])
+        if self.daemon is not None and self.daemon.fatal:
+            raise Wrong(f"the engine ended: {self.daemon.fatal[0]!r}")
+
+    def _check_reply(self, one: Asked) -> None:
+        expected = one.expected
+        if one.tokens != expected[: len(one.tokens)]:
+            raise Wrong(f"{one.id} got {one.tokens}, not {expected}")
+        if isinstance(one.last, ErrorEvent):
+            is_asked_for = self.counts["let_model_fail"] and "internal error" in str(one.last.error)
+            if not isinstance(one.last.error, QueueFull | NotReady) and not is_asked_for:
+                raise Wrong(f"{one.id} failed: {one.last.error!r}")
+            self.counts["refused"] += 1
+        if not isinstance(one.last, DoneEvent):
+            self.counts["without an end"] += 1
+            return
+        if one.tokens != expected:
+            raise Wrong(f"{one.id} got {one.tokens}, not {expected}")
+        self.counts["done"] += 1
+        cached = one.last.usage.cached_tokens
+        self.counts[f"from {one.last.cache.source}"] += bool(cached)
+        self.counts["tokens restored"] += cached
+        allowed = max((_common(one, other) for other in self.asked if self._may_find(one, other)), default=0)
+        if cached > allowed:
+            raise Wrong(f"{one.id} found {cached} tokens, and only {allowed} could be there for {one.tenant}")
+
+    def _may_find(self, one: Asked, other: Asked) -> bool:
+        assert one.ended_at is not None
+        return (
+            other is not one
+            and other.tenant == one.tenant
+            and other not in one.gone
+            and other.submitted_at <= one.ended_at
+        )
+
+    def _check_bounds(self) -> None:
+        self._check_errors()
+        daemon = self.daemon
+        assert daemon is not None
+        pool, writer, inbox = daemon.engine.pool, daemon.cache.writer, daemon.inbox
+        if pool.used_bytes > pool.limit_bytes:
+            raise Wrong(f"{pool.used_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
+        if not 0 <= writer.pending_bytes <= self.settings.kv_cache_write_buffer:
+            raise Wrong(f"{writer.pending_bytes} bytes wait to be written, of {self.settings.kv_cache_write_buffer}")
+        if inbox.queue_depth > self.settings.max_queue + sum(one.has_left for one in self.asked):
+            raise Wrong(f"{inbox.queue_depth} requests wait")
+
+    def _check_idle(self, daemon: Daemon) -> None:
+        """Nothing is left of requests that are over."""
+        self.baton.sleep(0.1)
+        deadline = self.baton.now + PATIENCE_S
+
+        def left() -> dict[str, object]:
+            return {
+                "running": daemon.inbox.num_running,
+                "captures": daemon.cache.capturer._queue,
+                "pending bytes": daemon.cache.writer.pending_bytes,
+                "publications": daemon.cache.writer.num_pending,
+                "pending nodes": daemon.cache.writer.pending,
+                "pins": daemon.store.evictor.pinned(),
+                "busy memory": [one for one in daemon.engine.pool.allocations if one.is_busy],
+                "held": daemon.cache.writer._held_at if False else None,
+            }
+
+        while any(left().values()) and self.baton.now < deadline:
+            self.baton.sleep(1.0)
+        if any(left().values()):
+            raise Wrong(f"left behind: { {name: value for name, value in left().items() if value} }")
+
+
+def _common(one: Asked, other: Asked) -> int:
+    pairs = zip(one.token_ids, other.all_tokens, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(one.token_ids), len(other.all_tokens)))

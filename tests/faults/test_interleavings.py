@@ -1,0 +1,94 @@
+"""A little of `tools/bench interleavings`: histories of the whole daemon in which a seed decides what happens when."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from diskprefix.store.savings import SavingsLog
+from tests.faults.interleavings import threads
+from tests.faults.interleavings.baton import Baton, Stuck
+from tests.faults.interleavings.removals import REMOVALS
+from tools.programs.interleavings import run_histories
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_in_no_history_is_a_reply_wrong_or_lost(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools", "interleavings", "--histories", "60", "--processes", "1", "--json"]
+    # The same histories each time: the order of a set depends on this.
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    done = subprocess.run([*command, "--folder", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    events = json.loads(done.stdout)["events"]
+    assert all(events[kind] > 10 for kind in ("purge", "kill", "stop", "from disk", "from memory"))
+
+
+@pytest.mark.parametrize("removal", ["the tenant of memory", "the wake behind a fetch", "the end of a pin"])
+def test_without_a_protection_a_history_is_wrong(removal: str, tmp_path: Path) -> None:
+    assert run_histories(range(40), tmp_path, without=removal, until_red=True).failures
+
+
+def test_ten_protections_can_be_removed() -> None:
+    assert len(REMOVALS) >= 10
+
+
+def trace_of(seed: int) -> list[str]:
+    lines: list[str] = []
+    baton = Baton(seed, 0.5, lines.append)
+
+    def work() -> None:
+        with ThreadPoolExecutor(3, thread_name_prefix="pool") as pool:
+            list(pool.map(lambda number: baton.say(str(number)), range(20)))
+
+    # A pool of before that is collected in a history wakes its threads in it.
+    gc.collect()
+    gc.disable()
+    try:
+        with threads.patched(), threads.running(baton):
+            baton.run(work)
+    finally:
+        gc.enable()
+    return lines
+
+
+def test_a_seed_is_one_order_of_the_threads() -> None:
+    assert trace_of(1) == trace_of(1)
+    assert len({tuple(trace_of(seed)) for seed in range(8)}) == 8
+
+
+def test_threads_that_wait_for_each_other_are_stuck() -> None:
+    def work() -> None:
+        locks = threads.SimulatedLock(), threads.SimulatedLock()
+
+        def take(first: int) -> None:
+            with locks[first], locks[1 - first]:
+                pass
+
+        tasks = [baton.spawn(str(number), None, lambda number=number: take(number)) for number in (0, 1)]  # type: ignore[misc]
+        for task in tasks:
+            baton.join(task)
+
+    stuck = 0
+    for seed in range(20):
+        baton = Baton(seed, 0.5)
+        with threads.patched(), threads.running(baton):
+            try:
+                baton.run(work)
+            except Stuck:
+                stuck += 1
+    assert 0 < stuck < 20
+
+
+def test_the_package_has_its_own_threads_and_clock_again_behind_a_history() -> None:
+    with threads.patched():
+        pass
+    assert SavingsLog.__init__.__globals__["threading"].__name__ == "threading"
+    assert not hasattr(SavingsLog.__init__.__globals__["threading"], "_real")

@@ -1,0 +1,245 @@
+"""The whole daemon, simulated: a seed decides which thread goes on, what the clock says, what fails, and who comes.
+
+Engine, cache, store, writer, evictor and the tier that machines share are the real ones. Threads, locks, queues and
+clocks are replaced, and the model by a hash of its tokens. A history fails if a reply is not the hash of its prompt, if
+something of another tenant or of before a purge is found, if a bound does not hold, if a request or a thread never
+ends, or if something is left behind. With `--mutants`, each protection is taken away once: then a history must fail.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import FrameType
+
+import click
+from rich.console import Console
+
+from diskprefix.model.load.imports import import_transformers
+
+# Before anything else imports transformers.
+import_transformers()
+
+from tests.faults.interleavings import removals, world  # noqa: E402
+from tests.faults.interleavings.history import History, Wrong  # noqa: E402
+from tools.measuring.options import FOLDER, JSON  # noqa: E402
+from tools.measuring.report import new_table  # noqa: E402
+
+AT_ONCE = 200
+"""The histories of one piece of work of a process."""
+_COLLECT_EVERY = 50
+_HANG_S = 60
+_MOST_FAILURES = 5
+
+
+@dataclass
+class Result:
+    """What happened in some histories, and which of them failed: their seeds and why."""
+
+    histories: int = 0
+    switches: int = 0
+    cpu_s: float = 0.0
+    events: Counter[str] = field(default_factory=Counter)
+    failures: list[tuple[int, str]] = field(default_factory=list)
+
+    def add(self, other: Result) -> None:
+        self.histories += other.histories
+        self.switches += other.switches
+        self.cpu_s += other.cpu_s
+        self.events.update(other.events)
+        self.failures += other.failures
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the log and the garbage collector, which would run at random moments, out of a history."""
+    log = logging.getLogger("diskprefix")
+    level, was_enabled = log.level, gc.isenabled()
+    log.setLevel(logging.CRITICAL + 1)
+    gc.disable()
+    try:
+        yield
+    finally:
+        log.setLevel(level)
+        if was_enabled:
+            gc.enable()
+
+
+def _too_long(_signal: int, _frame: FrameType | None) -> None:
+    raise Wrong(f"it takes more than {_HANG_S} s")
+
+
+def run_histories(seeds: Iterable[int], folder: Path, *, without: str = "", until_red: bool = False) -> Result:
+    """Runs one history after the other. `without` names a protection that is taken away."""
+    result, began_s = Result(), time.process_time()
+    removal = removals.without(without) if without else nullcontext()
+    with _quiet(), world.patched(), removal:
+        for seed in seeds:
+            failure = run_history(seed, folder, result)
+            if failure:
+                result.failures.append((seed, failure))
+            if failure and (until_red or len(result.failures) == _MOST_FAILURES):
+                break
+            if result.histories % _COLLECT_EVERY == 0:
+                gc.collect()
+    result.cpu_s = time.process_time() - began_s
+    return result
+
+
+def run_history(seed: int, folder: Path, result: Result, trace: Callable[[str], None] | None = None) -> str:
+    """Returns why a history failed, "" if it did not. Call it within `world.patched`."""
+    history = History(seed, folder, trace)
+    before = signal.signal(signal.SIGALRM, _too_long)
+    signal.alarm(_HANG_S)
+    try:
+        history.run()
+    except Wrong as wrong:
+        return str(wrong)
+    except Exception:  # noqa: BLE001 (it is reported)
+        return traceback.format_exc()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+        result.histories += 1
+        result.switches += history.baton.num_switches
+        result.events.update(history.counts)
+    return ""
+
+
+def _share(start: int, first: int, count: int, folder: Path, without: str, until_red: bool) -> Result:
+    return run_histories(
+        range(start, min(start + AT_ONCE, first + count)),
+        folder / f"{os.getpid()}",
+        without=without,
+        until_red=until_red,
+    )
+
+
+def simulate(
+    first: int,
+    count: int,
+    folder: Path,
+    processes: int,
+    *,
+    without: str = "",
+    until_red: bool = False,
+    on_progress: Callable[[Result], None] = lambda _: None,
+) -> Result:
+    """Runs `count` histories from seed `first` on in so many processes."""
+    whole = Result()
+    work = partial(_share, first=first, count=count, folder=folder, without=without, until_red=until_red)
+    gc.freeze()
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
+        for found in pool.map(work, range(first, first + count, AT_ONCE)):
+            whole.add(found)
+            on_progress(whole)
+            if whole.failures and (until_red or len(whole.failures) >= _MOST_FAILURES):
+                pool.shutdown(cancel_futures=True)
+                break
+    return whole
+
+
+def _show_trace(seed: int, folder: Path, without: str) -> str:
+    """Prints what every thread of one history does. Returns why it failed."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(logging.Formatter("             %(message)s"))
+    log = logging.getLogger("diskprefix")
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    removal = removals.without(without) if without else nullcontext()
+    gc.disable()
+    with world.patched(), removal:
+        return run_history(seed, folder, Result(), click.echo)
+
+
+def _with_fixed_hashes() -> None:
+    """Starts this process again unless sets have one order in all processes: a seed is to be one history."""
+    if os.environ.get("PYTHONHASHSEED") != "0":
+        os.execve(sys.executable, sys.orig_argv, os.environ | {"PYTHONHASHSEED": "0"})
+
+
+def _print(result: Result) -> None:
+    table = new_table("Interleavings", left=("event",), right=("number",))
+    table.add_row("histories", str(result.histories), style="bold")
+    table.add_row("switches between threads", str(result.switches))
+    for event, number in sorted(result.events.items()):
+        table.add_row(event, str(number))
+    table.add_row("wrong", str(len(result.failures)), style="bold")
+    Console().print(table)
+
+
+@click.command()
+@click.option("--seed", type=int, help="Print the trace of one history.")
+@click.option("--first", type=int, default=0, show_default=True, help="The first seed.")
+@click.option("--histories", type=click.IntRange(min=1), default=20_000, show_default=True)
+@click.option("--mutants", is_flag=True, help="Take each protection away once: a history must fail.")
+@click.option("--without", default="", help="Take one protection away.")
+@click.option("--processes", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default=True)
+@FOLDER
+@JSON
+def main(
+    seed: int | None,
+    first: int,
+    histories: int,
+    mutants: bool,
+    without: str,
+    processes: int,
+    folder: Path | None,
+    as_json: bool,
+) -> None:
+    """Simulate the whole daemon: one history for each seed, which decides all that happens.
+
+    Exits with 1 if a history is wrong, or with --mutants if none is. --folder is best one in memory (the default is
+    /dev/shm where there is one).
+    """
+    _with_fixed_hashes()
+    console, shm = Console(stderr=True), Path("/dev/shm")
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
+    with tempfile.TemporaryDirectory(prefix="diskprefix-sim-", dir=folder or (shm if shm.is_dir() else None)) as work:
+        if seed is not None:
+            failure = _show_trace(seed, Path(work) / "one", without)
+            click.echo(failure or "nothing is wrong")
+            sys.exit(1 if failure else 0)
+        if mutants:
+            found = {
+                name: simulate(first, histories, Path(work), processes, without=name, until_red=True)
+                for name in removals.REMOVALS
+            }
+            for name, result in found.items():
+                where = (
+                    f"seed {result.failures[0][0]}: {result.failures[0][1][:300]}" if result.failures else "NOT FOUND"
+                )
+                say(f"without {name}: {where}")
+            sys.exit(0 if all(result.failures for result in found.values()) else 1)
+
+        def tell(sofar: Result) -> None:
+            if sofar.histories % (50 * AT_ONCE) < AT_ONCE:
+                say(f"{sofar.histories} histories, {len(sofar.failures)} wrong, {sofar.cpu_s:.0f} s of processor time")
+
+        result = simulate(first, histories, Path(work), processes, without=without, on_progress=tell)
+    for number, failure in result.failures:
+        say(f"seed {number}: {failure}")
+    if as_json:
+        click.echo(json.dumps(vars(result), indent=2))
+    else:
+        _print(result)
+    sys.exit(1 if result.failures else 0)
+
+
+if __name__ == "__main__":
+    main()
