@@ -63,6 +63,7 @@ ONLY_IMPORTERS = {
     "lmdb": {"store"},
     "zstandard": {"store"},
     "obstore": {"extras"},
+    "cryptography": {"store"},
     "triton": {"accelerator"},
 }
 WITHOUT_TORCH = {

@@ -20,6 +20,7 @@ from diskprefix.kv.layout import Layout
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import Codec
+from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
@@ -36,7 +37,7 @@ _NOTE_TTL_S = 30 * 86400.0
 
 def open_store(settings: Settings) -> Store:
     """Opens the store of a cache. Raises `CacheError` if the folder cannot be used, but not if it is full or
-    read-only, and `SettingsError` if the namespace key cannot be read."""
+    read-only, and `SettingsError` if a key file cannot be read."""
     key_file = settings.namespace_key_file
     namespace = None if key_file is None else NamespaceKey.read(key_file)
     try:
@@ -47,6 +48,7 @@ def open_store(settings: Settings) -> Store:
             min_free_bytes=settings.kv_cache_min_free,
             serving=True,
             namespace=namespace,
+            key=EncryptionKey.read(settings.kv_cache_encryption_key_file),
         )
     except StoreUnavailable as error:
         if "already open in this process" in str(error):

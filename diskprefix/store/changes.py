@@ -15,10 +15,12 @@ import lmdb
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFull
 from diskprefix.store.codec.codec import Codec, Piece, encode_piece, piece_seed
+from diskprefix.store.encryption import PLAIN, RecordForm
 from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_ttl, superseded, with_uses
 from diskprefix.store.note_record import used_note
 from diskprefix.store.schema import (
     HISTORY_TOKENS,
+    SEAL_BYTES,
     EntryRecord,
     Kind,
     ModelRecord,
@@ -26,7 +28,6 @@ from diskprefix.store.schema import (
     RootRecord,
     UsageRecord,
     checkpoint_names,
-    child_keys,
     decode_usage,
     encode_node,
     encode_prompt,
@@ -95,8 +96,8 @@ class NewNode:
 
     @property
     def max_bytes(self) -> int:
-        """The maximum number of bytes that the node can take in the file, with any codec."""
-        return node_bytes(len(self.token_ids), [piece.max_bytes for piece in self.pieces])
+        """The maximum number of bytes that the node can take in the file, with any codec, encrypted or not."""
+        return node_bytes(len(self.token_ids), [piece.max_bytes + SEAL_BYTES for piece in self.pieces])
 
 
 class Use(NamedTuple):
@@ -120,8 +121,11 @@ def node_bytes(num_tokens: int, piece_bytes: list[int]) -> int:
 class Changes(Snapshot):
     """A write transaction. It sees its own changes; others see them once it is committed."""
 
-    def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, now: float) -> None:
-        super().__init__(databases, txn)
+    def __init__(
+        self, databases: Mapping[str, Any], txn: lmdb.Transaction, now: float, form: RecordForm = PLAIN
+    ) -> None:
+        super().__init__(databases, txn, form)
+        self._sealed = form.sealer()
         self._now = now
         self.num_bytes = 0
         """The size of the records that were stored, in whole pages."""
@@ -189,7 +193,7 @@ class Changes(Snapshot):
             ttl_s=recorded_ttl(node.ttl_s),
         )
         self._put("nodes", node.name, encode_node(node.name, record))
-        for key in child_keys(node.name, node.parent, token_ids):
+        for key in self.child_keys(node.name, record):
             self.put_child(key)
         self.put_usage(node.name, usage)
         return node.name
@@ -335,7 +339,7 @@ class Changes(Snapshot):
         if node is None:
             keys = [key for key in self.keys("children") if key.endswith(name)]
         else:
-            keys = child_keys(name, node.parent, node.token_ids.tobytes())
+            keys = self.child_keys(name, node)
         for key in keys:
             self.delete_record("children", key)
 
@@ -363,16 +367,15 @@ class Changes(Snapshot):
         start = 0
         for index, piece in enumerate(node.pieces):
             raw = node.payload[start : start + piece.num_bytes]
-            stored = encode_piece(raw, piece, codec, piece_seed(node.name, index))
-            self._put("payloads", piece_key(node.name, index), stored)
-            sizes.append(len(stored))
+            encoded = encode_piece(raw, piece, codec, piece_seed(node.name, index))
+            sizes.append(self._put("payloads", piece_key(node.name, index), encoded))
             start += piece.num_bytes
         return sizes
 
     def _delete_payload(self, name: bytes) -> None:
         """Removes all stored pieces. The record that counts them may be damaged, so it is not used."""
-        cursor = self._txn.cursor(self._databases["payloads"])
-        while cursor.set_range(name) and piece_index(cursor.key(), name) is not None:
+        cursor, stored = self._txn.cursor(self._databases["payloads"]), self._form.stored_key("payloads", name)
+        while cursor.set_range(stored) and piece_index(cursor.key(), stored) is not None:
             cursor.delete()
 
     def _add_children(self, name: bytes, number: int) -> bool:
@@ -384,11 +387,14 @@ class Changes(Snapshot):
         self.put_usage(name, usage._replace(children=max(0, usage.children + number)))
         return True
 
-    def _put(self, database: str, key: bytes, value: Any) -> None:
-        if not self._txn.put(key, value, db=self._databases[database]):
+    def _put(self, database: str, key: bytes, value: Any) -> int:
+        """Stores a record. Returns the bytes of its value in the file."""
+        sealed = self._sealed(database, key, value)
+        if not self._txn.put(self._form.stored_key(database, key), sealed, db=self._databases[database]):
             raise StoreFull(f"{database}: LMDB took no record for {key.hex()}")
-        self.num_bytes += -(-(len(value) + _PAGE_HEADER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        self.num_bytes += -(-(len(sealed) + _PAGE_HEADER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        return len(sealed)
 
     def delete_record(self, database: str, key: bytes) -> bool:
         """Removes one record and nothing else. Returns whether it was stored."""
-        return bool(self._txn.delete(key, db=self._databases[database]))
+        return bool(self._txn.delete(self._form.stored_key(database, key), db=self._databases[database]))

@@ -10,6 +10,9 @@ import lmdb
 import numpy as np
 
 from diskprefix.errors import StoreCorrupt
+from diskprefix.store.codec.codec import Piece, decode_piece, piece_seed
+from diskprefix.store.codec.planes import Bytes
+from diskprefix.store.encryption import PLAIN, RecordForm
 from diskprefix.store.eviction import UsageTable
 from diskprefix.store.note_record import StoredNote
 from diskprefix.store.pieces import PayloadLayout
@@ -24,6 +27,7 @@ from diskprefix.store.schema import (
     NodeRecord,
     RootRecord,
     UsageRecord,
+    child_keys,
     child_parts,
     decode_node,
     decode_prompt,
@@ -49,11 +53,19 @@ _PAST_THE_END = b"\xff" * (HISTORY_KEY_BYTES[-1] - HASH_BYTES)
 class Snapshot:
     """One consistent view of the store. Not thread-safe, except that payload views may be read from any thread."""
 
-    def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, *, copy_payloads: bool = False) -> None:
-        """Creates the view. `copy_payloads`: pieces are copied before they are verified, because writers do not know of
-        this transaction and may overwrite its pages."""
+    def __init__(
+        self,
+        databases: Mapping[str, Any],
+        txn: lmdb.Transaction,
+        form: RecordForm = PLAIN,
+        *,
+        copy_payloads: bool = False,
+    ) -> None:
+        """Creates the view of a file whose records have this form. `copy_payloads`: pieces are copied before they are
+        verified, because writers do not know of this transaction and may overwrite its pages."""
         self._databases = databases
         self._txn = txn
+        self._form = form
         self._copy_payloads = copy_payloads
 
     def node(self, name: bytes) -> NodeRecord | None:
@@ -74,31 +86,53 @@ class Snapshot:
         return True
 
     def piece(self, name: bytes, index: int) -> memoryview | None:
-        """Returns an encoded piece of a payload, or None. The view is valid until the snapshot is closed."""
-        view: memoryview | None = self.record("payloads", piece_key(name, index))
+        """Returns a piece of a payload as it stands in the file, or None. The view is valid until the snapshot is
+        closed."""
+        view: memoryview | None = self._stored("payloads", piece_key(name, index))
         return memoryview(bytes(view)) if view is not None and self._copy_payloads else view
 
     def pieces(self, name: bytes) -> Iterator[tuple[int, memoryview]]:
-        """Yields every stored piece of a node's payload with its index, in order."""
+        """Yields every piece of a node's payload as it stands in the file, with its index, in order."""
         cursor = self._txn.cursor(self._databases["payloads"])
-        found = cursor.set_range(name)
-        while found and (index := piece_index(cursor.key(), name)) is not None:
+        stored = self._form.stored_key("payloads", name)
+        found = cursor.set_range(stored)
+        while found and (index := piece_index(cursor.key(), stored)) is not None:
             yield index, memoryview(cursor.value())
             found = cursor.next()
 
+    def encoded(self, name: bytes, index: int, stored: memoryview) -> memoryview:
+        """Returns an encoded piece, given as it stands in the file; empty if it is not the one that was stored there.
+        For any thread. The view is valid until the thread reads another piece."""
+        return memoryview(self._form.opened("payloads", piece_key(name, index), stored))
+
+    def decode(self, name: bytes, index: int, stored: memoryview, piece: Piece, out: Bytes) -> None:
+        """Verifies a piece, given as it stands in the file, and writes it to `out`; see `decode_piece`. For any
+        thread."""
+        decode_piece(self.encoded(name, index, stored), piece, piece_seed(name, index), out)
+
     def record(self, database: str, key: bytes) -> Any:
-        """Returns a record as it is stored, None if there is none."""
-        return self._txn.get(key, db=self._databases[database])
+        """Returns a record, None if there is none."""
+        value = self._stored(database, key)
+        return None if value is None else self._form.opened(database, key, value)
+
+    def _stored(self, database: str, key: bytes) -> Any:
+        return self._txn.get(self._form.stored_key(database, key), db=self._databases[database])
 
     def records(self, database: str) -> Iterator[tuple[bytes, bytes | memoryview]]:
-        """Keys and values of a database as they are stored."""
-        for key, value in self._txn.cursor(self._databases[database]):
-            yield bytes(key), value
+        """Keys and values of a database."""
+        for stored, value in self._txn.cursor(self._databases[database]):
+            key = self._form.plain_key(database, bytes(stored))
+            yield key, self._form.opened(database, key, value)
+
+    def child_keys(self, name: bytes, node: NodeRecord) -> list[bytes]:
+        """Returns the keys of a node in the database `children`; none for a node without tokens."""
+        return child_keys(name, node.parent, node.token_ids.tobytes(), self._form.codes)
 
     def keys(self, database: str) -> Iterator[bytes]:
         """Keys of a database. No value is touched: in a write transaction each would be a copy."""
         cursor = self._txn.cursor(self._databases[database])
-        yield from map(bytes, cursor.iternext(keys=True, values=False))
+        for stored in cursor.iternext(keys=True, values=False):
+            yield self._form.plain_key(database, bytes(stored))
 
     def usage(self, name: bytes) -> UsageRecord | None:
         value = self.record("usage", name)
@@ -136,7 +170,7 @@ class Snapshot:
         little-endian): first those that have most of them in common. Does not verify records, which may be missing."""
         found: set[bytes] = set()
         # What is listed in a later part has all tokens of the parts before.
-        for beginning, part in reversed(list(child_parts(parent, token_ids))):
+        for beginning, part in reversed(list(child_parts(parent, token_ids, self._form.codes))):
             for name in self._similar_in_part(beginning, part):
                 if name not in found:
                     found.add(name)
@@ -146,15 +180,16 @@ class Snapshot:
         """Does what `similar_children` does, for the keys with this beginning. Keys are sorted, so none has more in
         common with `part` than one that is nearer to its place."""
         after, before = (self._txn.cursor(self._databases["children"]) for _ in range(2))
+        beginning = self._form.stored_key("children", beginning)
         num_after = _common_at(after, after.set_range(beginning + part), beginning, part)
         has_before = before.prev() if before.set_range(beginning + part) else before.last()
         num_before = _common_at(before, has_before, beginning, part)
         while num_after or num_before:
             if num_after >= num_before:
-                yield bytes(after.key()[-HASH_BYTES:])
+                yield self._form.plain_key("children", bytes(after.key()))[-HASH_BYTES:]
                 num_after = _common_at(after, after.next(), beginning, part)
             else:
-                yield bytes(before.key()[-HASH_BYTES:])
+                yield self._form.plain_key("children", bytes(before.key()))[-HASH_BYTES:]
                 num_before = _common_at(before, before.prev(), beginning, part)
 
     def ancestry(self, name: bytes) -> Iterator[bytes]:
@@ -215,11 +250,12 @@ class Snapshot:
 
     def history(self, root: bytes) -> Iterator[tuple[bytes, bytes | memoryview]]:
         """Yields keys and encoded prompts of a root, of all groups, newest first."""
-        cursor = self._txn.cursor(self._databases["history"])
-        found = cursor.set_range(root + _PAST_THE_END)
+        cursor, beginning = self._txn.cursor(self._databases["history"]), self._form.stored_key("history", root)
+        found = cursor.set_range(beginning + _PAST_THE_END)
         found = cursor.prev() if found else cursor.last()
-        while found and bytes(cursor.key()).startswith(root):
-            yield bytes(cursor.key()), cursor.value()
+        while found and bytes(cursor.key()).startswith(beginning):
+            key = self._form.plain_key("history", bytes(cursor.key()))
+            yield key, self._form.opened("history", key, cursor.value())
             found = cursor.prev()
 
     def notes(self) -> Iterator[StoredNote]:
@@ -229,10 +265,10 @@ class Snapshot:
 
     def keys_under(self, database: str, root: bytes) -> Iterator[bytes]:
         """Yields the keys that begin with a root: of its history, its notes, or its first blocks (`children`)."""
-        cursor = self._txn.cursor(self._databases[database])
-        found = cursor.set_range(root)
-        while found and bytes(cursor.key()).startswith(root):
-            yield bytes(cursor.key())
+        cursor, beginning = self._txn.cursor(self._databases[database]), self._form.stored_key(database, root)
+        found = cursor.set_range(beginning)
+        while found and bytes(cursor.key()).startswith(beginning):
+            yield self._form.plain_key(database, bytes(cursor.key()))
             found = cursor.next()
 
     def has_nodes(self, root: bytes) -> bool:

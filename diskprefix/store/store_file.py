@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from diskprefix.errors import CacheError, StoreCorrupt, StoreFormatError, StoreUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
+from diskprefix.store.encryption import EncryptionKey, RecordForm, form_of, new_form
 from diskprefix.store.environment import Environment
 from diskprefix.store.filecheck import check_file
 from diskprefix.store.folder import (
@@ -37,7 +38,16 @@ from diskprefix.store.folder import (
     reserve_lmdb_lock,
     sync,
 )
-from diskprefix.store.schema import DATABASES, FORMAT_VERSION, NamesRecord, decode_record, encode_record
+from diskprefix.store.schema import (
+    DATABASES,
+    ENCRYPTION,
+    FORMAT,
+    FORMAT_VERSION,
+    NAMES,
+    NamesRecord,
+    decode_record,
+    encode_record,
+)
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.written import WriteMeter
 from diskprefix.tokens import HASH_BYTES
@@ -135,16 +145,18 @@ def foreign_file(path: Path) -> StoreUnavailable:
     return StoreUnavailable(f"{path / DATA} belongs to another program; choose another --kv-cache-dir")
 
 
-_FORMAT, _NAMES = "format", "names"
 _U32 = struct.Struct("<I")
 
 
-def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey | None) -> NamesRecord:
+def identify(
+    path: Path, env: Environment, now: float, namespace: NamespaceKey | None, key: EncryptionKey | None
+) -> NamesRecord:
     """Reads a store's identity, or writes it into a new store at time `now`, then opens all databases. `namespace`
-    seeds the names of a new store; without it they are seeded with a secret of its own.
+    seeds the names of a new store; without it they are seeded with a secret of its own. `key` seals its records.
 
     Nothing else in the file is used before its format is known. Raises `StoreFormatError` if the store has another
-    format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store.
+    format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store, or if `key` is
+    not the one that it was created with.
     """
     env.open_databases(["meta"])
     with env.transaction() as txn:
@@ -153,12 +165,12 @@ def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey |
         raise StoreCorrupt(f"{path} holds no diskprefix store")
     if is_new:
         with env.transaction(write=True) as txn:
-            changes = Changes(env.databases, txn, now)
             # Another process may have written its identity meanwhile.
-            if not any(changes.keys("meta")):
-                _create(changes, now, namespace)
+            if not any(Snapshot(env.databases, txn).keys("meta")):
+                remembered, form = new_form(key)
+                _create(Changes(env.databases, txn, now, form), now, namespace, remembered)
     with env.transaction() as txn:
-        names = _read(path, Snapshot(env.databases, txn))
+        names, env.form = _read(path, env, txn, key)
     env.open_databases(DATABASES)
     return names
 
@@ -176,24 +188,28 @@ def require_namespace(path: Path, names: NamesRecord, namespace: NamespaceKey | 
     raise StoreUnavailable(f"{path / DATA}: {problem}, or choose another --kv-cache-dir")
 
 
-def _create(changes: Changes, now: float, namespace: NamespaceKey | None) -> None:
+def _create(changes: Changes, now: float, namespace: NamespaceKey | None, remembered: bytes | None) -> None:
     names = NamesRecord(
         store_id=secrets.token_bytes(HASH_BYTES),
         secret=namespace.names_seed if namespace else secrets.randbits(64),
         created_at=now,
         namespace=namespace.digest if namespace else b"",
     )
-    changes.put_meta(_FORMAT, _U32.pack(FORMAT_VERSION))
-    changes.put_meta(_NAMES, encode_record(_NAMES.encode(), names))
+    changes.put_meta(FORMAT, _U32.pack(FORMAT_VERSION))
+    if remembered is not None:
+        changes.put_meta(ENCRYPTION, remembered)
+    changes.put_meta(NAMES, encode_record(NAMES.encode(), names))
 
 
 def names_of(snapshot: Snapshot) -> NamesRecord:
     """Returns what the names of an open store are made with. Raises `StoreCorrupt`."""
-    return decode_record(NamesRecord, _NAMES.encode(), snapshot.meta(_NAMES) or b"")
+    return decode_record(NamesRecord, NAMES.encode(), snapshot.meta(NAMES) or b"")
 
 
-def _read(path: Path, snapshot: Snapshot) -> NamesRecord:
-    version, names = snapshot.meta(_FORMAT), snapshot.meta(_NAMES)
+def _read(path: Path, env: Environment, txn: Any, key: EncryptionKey | None) -> tuple[NamesRecord, RecordForm]:
+    """Returns a store's identity and the form of its records."""
+    snapshot = Snapshot(env.databases, txn)
+    version, names = snapshot.meta(FORMAT), snapshot.meta(NAMES)
     if version is None and names is None:
         raise foreign_file(path)
     try:
@@ -203,7 +219,8 @@ def _read(path: Path, snapshot: Snapshot) -> NamesRecord:
                 f"{path / DATA} has format {found}, and this version of diskprefix reads format {FORMAT_VERSION}: "
                 "move the file away to start afresh, or choose another --kv-cache-dir"
             )
-        return decode_record(NamesRecord, _NAMES.encode(), names or b"")
+        form = form_of(path / DATA, snapshot.meta(ENCRYPTION), key)
+        return names_of(Snapshot(env.databases, txn, form)), form
     except (struct.error, StoreCorrupt) as error:
         raise StoreCorrupt(
             f"{path / DATA}: the identity of the store is damaged; move the file away to start afresh"
@@ -233,6 +250,7 @@ class StoreFile:
         serving: bool,
         clock: Callable[[], float],
         namespace: NamespaceKey | None,
+        key: EncryptionKey | None,
     ) -> None:
         """Opens the folder; for the arguments and errors see `Store`."""
         self.path = path
@@ -246,6 +264,7 @@ class StoreFile:
         self._is_reader = read_only
         self._is_serving = serving
         self._namespace = namespace
+        self._key = key
         self._on_corruption = on_corruption
         self._env: Environment | None = None
         self._lock: FolderLock | None = None
@@ -277,7 +296,7 @@ class StoreFile:
         """A read transaction. Pages that are freed meanwhile cannot be reused before it ends."""
         env = self.environment
         with env.transaction() as txn:
-            yield Snapshot(env.databases, txn, copy_payloads=not env.has_lock)
+            yield Snapshot(env.databases, txn, env.form, copy_payloads=not env.has_lock)
 
     @contextmanager
     def changes(self) -> Iterator[Changes]:
@@ -287,7 +306,7 @@ class StoreFile:
             raise StoreUnavailable(f"--kv-cache-dir {self.path}: opened for reading only; nothing is saved")
         changes: Changes | None = None
         with self.meter.measured(lambda: changes.num_bytes if changes else 0), env.transaction(write=True) as txn:
-            changes = Changes(env.databases, txn, self.clock())
+            changes = Changes(env.databases, txn, self.clock(), env.form)
             yield changes
 
     def _attach(self) -> None:
@@ -351,7 +370,7 @@ class StoreFile:
     def _open(self, *, read_only: bool) -> None:
         env, lock = open_environment(self.path, budget_bytes=self.budget_bytes, read_only=read_only)
         try:
-            names = identify(self.path, env, self.clock(), self._namespace)
+            names = identify(self.path, env, self.clock(), self._namespace, self._key)
             if self._is_serving:
                 require_namespace(self.path, names, self._namespace)
             self._agree_on_budget(env)
@@ -361,12 +380,12 @@ class StoreFile:
             raise
         self.names, self._env, self._lock, self.mapped = names, env, lock, set()
         with env.transaction() as txn:
-            self.wiped = Snapshot(env.databases, txn).meta("wiped")
+            self.wiped = Snapshot(env.databases, txn, env.form).meta("wiped")
 
     def _agree_on_budget(self, env: Environment) -> None:
         """Stores a daemon's budget in the file; for a tool, which has none, uses the one in the file."""
         with env.transaction() as txn:
-            stored = Snapshot(env.databases, txn).meta("budget") or b""
+            stored = Snapshot(env.databases, txn, env.form).meta("budget") or b""
         if not self._has_budget:
             budget = _U64.unpack(stored)[0] if len(stored) == _U64.size else 0
             self.budget_bytes = budget if MIN_BUDGET <= budget <= MAX_BUDGET else env.file_bytes()
@@ -374,7 +393,7 @@ class StoreFile:
                 env.let_grow_to(self.budget_bytes)
         elif stored != _U64.pack(self.budget_bytes) and not env.read_only:
             with env.transaction(write=True) as txn:
-                Changes(env.databases, txn, self.clock()).put_meta("budget", _U64.pack(self.budget_bytes))
+                Changes(env.databases, txn, self.clock(), env.form).put_meta("budget", _U64.pack(self.budget_bytes))
 
     def _only_read(self, error: FolderUnavailable) -> None:
         """Opens the store for reading, if there is one; `error` says why it cannot be written."""

@@ -16,7 +16,7 @@ from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import TierName, Write
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.codec.codec import Piece, decode_piece, is_in_memory, piece_seed, populate
+from diskprefix.store.codec.codec import Piece, is_in_memory, populate
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
 from diskprefix.store.schema import MAX_PREFILL_S, Kind, NodeRecord, RootRecord
@@ -180,8 +180,8 @@ class DiskView:
     def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
         is_cold = bool(needed) and not self._is_mapped(node, needed)
         for number in needed:
-            stored, seed = self._snapshot.piece(node.name, number), piece_seed(node.name, number)
-            yield partial(_decode, stored, is_cold, cuts[number].piece, seed)
+            stored = self._snapshot.piece(node.name, number)
+            yield partial(self._decode, node.name, number, stored, is_cold, cuts[number].piece)
 
     def drop(self, node: Node, error: StoreCorrupt) -> None:
         self.damaged.add(node.name)
@@ -211,10 +211,11 @@ class DiskView:
         ends = [self._snapshot.piece(node.name, number) for number in (needed[0], needed[-1])]
         return all(end is not None and is_in_memory(end) for end in ends)
 
-
-def _decode(stored: memoryview | None, is_cold: bool, piece: Piece, seed: int, out: Bytes) -> None:
-    if stored is None:
-        raise StoreCorrupt("a piece of its payload is missing")
-    if is_cold:
-        populate(stored)
-    decode_piece(stored, piece, seed, out)
+    def _decode(
+        self, name: bytes, index: int, stored: memoryview | None, is_cold: bool, piece: Piece, out: Bytes
+    ) -> None:
+        if stored is None:
+            raise StoreCorrupt("a piece of its payload is missing")
+        if is_cold:
+            populate(stored)
+        self._snapshot.decode(name, index, stored, piece, out)

@@ -22,7 +22,7 @@ from diskprefix.extras.exchange.manifest import Identity, Manifest, NodeSpan, sh
 from diskprefix.identity import differing
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode, node_bytes
-from diskprefix.store.codec.codec import decode_piece, piece_seed, populate
+from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.folder import DATA
 from diskprefix.store.maintenance.verify import stored_pieces
 from diskprefix.store.pieces import PayloadLayout
@@ -119,20 +119,27 @@ def require_known_model(known: Sequence[ModelRecord], reader: EntryReader, advic
     raise SettingsError(f"{reader.path} holds state of {_quoted(manifest.model)}, {why}; {advice}")
 
 
-def open_target(path: Path, *, budget_bytes: int, min_free_bytes: int, namespace: NamespaceKey | None = None) -> Store:
+def open_target(
+    path: Path,
+    *,
+    budget_bytes: int,
+    min_free_bytes: int,
+    namespace: NamespaceKey | None = None,
+    key: EncryptionKey | None = None,
+) -> Store:
     """Returns the store in folder `path`, which is created if there is none. Raises `CacheError`.
 
     A store keeps the budget of its last daemon, since a smaller one would evict what that daemon stored. `budget_bytes`
     is for a store that no daemon has opened, `namespace` for one that is created.
     """
     if (path / DATA).is_file():
-        store = Store(path, min_free_bytes=min_free_bytes)
+        store = Store(path, min_free_bytes=min_free_bytes, key=key)
         with store.snapshot() as snapshot:
             has_budget = snapshot.meta("budget") is not None
         if has_budget:
             return store
         store.close()
-    return Store(path, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes, namespace=namespace)
+    return Store(path, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes, namespace=namespace, key=key)
 
 
 def plan_import(store: Store | None, reader: EntryReader) -> Imported:
@@ -292,10 +299,9 @@ def _read_node(snapshot: Snapshot, name: bytes, node: NodeRecord, layout: Payloa
     start = 0
     try:
         for piece in stored_pieces(snapshot, name, layout.pieces(node.num_tokens, node.kind)):
-            populate(piece.stored)
             end = start + piece.expected.num_bytes
             rows = payload[start:end].reshape(piece.expected.num_rows, -1)
-            decode_piece(piece.stored, piece.expected, piece_seed(name, piece.index), rows)
+            piece.decode(rows)
             start = end
     except StoreCorrupt as error:
         raise _damaged(name, NodeSpan(node.position, node.num_tokens, node.kind), error) from error

@@ -18,10 +18,10 @@ from diskprefix.cli.tooling import (
     opened_store,
     print_json,
     progress,
+    readable_store_options,
     refuse_given,
     short_id,
     status,
-    store_options,
 )
 from diskprefix.errors import StoreUnavailable
 from diskprefix.extras.exchange.entry_file import EntryReader
@@ -39,6 +39,7 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import Codec
+from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.folder import DATA, become_owner
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import counted, format_size
@@ -68,7 +69,7 @@ _OF_ANOTHER = "give the model and the settings that computed it"
     help="The model that will use the files, as for serve. It is loaded and compared with the files. If there is no "
     "store, it is created.",
 )
-@store_options
+@readable_store_options
 @setting_option(
     "kv_cache_budget",
     help="The maximum size of the store's file, if no daemon has opened it yet. Otherwise the budget of the last "
@@ -86,6 +87,7 @@ def import_(
     dry_run: bool,
     force: bool,
     kv_cache_dir: Path,
+    kv_cache_encryption_key_file: Path | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -115,7 +117,8 @@ def import_(
     model that is not known here; 3 --model cannot be loaded; 4 the store cannot be opened or is
     full, or a file is damaged.
     """
-    settings = build_settings(flags | {"kv_cache_dir": kv_cache_dir})
+    flags |= {"kv_cache_dir": kv_cache_dir, "kv_cache_encryption_key_file": kv_cache_encryption_key_file}
+    settings = build_settings(flags)
     if settings.model is None:
         refuse_given(context, _WITH_MODEL, "goes with --model")
     elif force:
@@ -131,7 +134,7 @@ def import_(
         if settings.model is None and not force:
             if not (folder / DATA).is_file():
                 raise StoreUnavailable(f"{kv_cache_dir} holds no diskprefix store; {_NO_STORE}")
-            with opened_store(folder) as store, store.snapshot() as snapshot:
+            with opened_store(folder, settings.kv_cache_encryption_key_file) as store, store.snapshot() as snapshot:
                 known = known_models(snapshot)
             for reader in readers:
                 require_known_model(known, reader, _OTHERWISE)
@@ -139,7 +142,7 @@ def import_(
             for reader in readers:
                 verify_payloads(reader, advance)
         if dry_run:
-            results = _planned(folder, readers)
+            results = _planned(replace(settings, kv_cache_dir=folder), readers)
         else:
             results = _imported(replace(settings, kv_cache_dir=folder), namespace, readers)
     if as_json:
@@ -159,10 +162,11 @@ def _require_model(settings: Settings, readers: Sequence[EntryReader]) -> None:
         require_known_model([model], reader, _OF_ANOTHER)
 
 
-def _planned(folder: Path, readers: Sequence[EntryReader]) -> list[Imported]:
+def _planned(settings: Settings, readers: Sequence[EntryReader]) -> list[Imported]:
+    folder = settings.kv_cache_dir
     if not (folder / DATA).is_file():
         return [plan_import(None, reader) for reader in readers]
-    with opened_store(folder) as store:
+    with opened_store(folder, settings.kv_cache_encryption_key_file) as store:
         return [plan_import(store, reader) for reader in readers]
 
 
@@ -173,6 +177,7 @@ def _imported(settings: Settings, namespace: NamespaceKey | None, readers: Seque
             budget_bytes=settings.kv_cache_budget,
             min_free_bytes=settings.kv_cache_min_free,
             namespace=namespace,
+            key=EncryptionKey.read(settings.kv_cache_encryption_key_file),
         )
     try:
         store.codec = Codec[settings.kv_cache_codec.upper()]

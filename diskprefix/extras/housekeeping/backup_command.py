@@ -9,11 +9,18 @@ from pathlib import Path
 import click
 
 from diskprefix.cli.options import PathType
-from diskprefix.cli.tooling import advised, print_json, progress, require_store, store_options
+from diskprefix.cli.tooling import (
+    advised,
+    opened_store,
+    print_json,
+    progress,
+    readable_store_options,
+    require_store,
+    store_options,
+)
 from diskprefix.errors import SettingsError
 from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store, replace_store
 from diskprefix.store.folder import DATA, become_owner
-from diskprefix.store.store import Store
 from diskprefix.units import format_size
 
 
@@ -47,8 +54,10 @@ def backup(target: Path, kv_cache_dir: Path, as_json: bool) -> None:
 @click.command(short_help="Put a backup in the place of the store.")
 @click.argument("source", metavar="FOLDER", type=PathType(file_okay=False))
 @click.option("--yes", is_flag=True, help="Do not ask before a store is replaced.")
-@store_options
-def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
+@readable_store_options
+def restore(
+    source: Path, yes: bool, kv_cache_dir: Path, kv_cache_encryption_key_file: Path | None, as_json: bool
+) -> int:
     """Put the store that `diskprefix backup` wrote to FOLDER in the place of the one in the cache folder.
 
     The daemon must not run. The store that is there is lost; the backup stays. The command may be interrupted at any
@@ -64,9 +73,9 @@ def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
     """
     source = source.absolute()
     folder = become_owner(kv_cache_dir)
-    with advised():
-        # Its format is checked, and its identity read, before anything is replaced.
-        Store(require_store(source), read_only=True).close()
+    # Its format is checked, and its identity read, before anything is replaced.
+    with opened_store(source, kv_cache_encryption_key_file):
+        pass
     if (folder / DATA).exists() and not yes and not _confirmed(kv_cache_dir):
         return 1
     with advised(), progress("restoring", compacted_bytes(source)) as advance:

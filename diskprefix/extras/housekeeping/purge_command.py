@@ -17,10 +17,10 @@ from diskprefix.cli.tooling import (
     opened_store,
     print_json,
     progress,
+    readable_store_options,
     short_id,
     shortened,
     show_first,
-    store_options,
 )
 from diskprefix.errors import CacheError, SettingsError
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, erase, plan_purge
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @setting_option("remote_tier")
 @setting_option("namespace_key_file")
-@store_options
+@readable_store_options
 def purge(
     entries: tuple[str, ...],
     model: str | None,
@@ -64,6 +64,7 @@ def purge(
     remote_tier: str | None,
     namespace_key_file: Path | None,
     kv_cache_dir: Path,
+    kv_cache_encryption_key_file: Path | None,
     as_json: bool,
 ) -> int:
     """Remove the saved prompts that meet all given conditions. This is safe beside a running daemon.
@@ -93,7 +94,7 @@ def purge(
         raise SettingsError(f"{wrong}; see `diskprefix purge --help`")
     older_than_s = None if older_than is None else parse_duration(older_than, param="--older-than")
     now = time.time()
-    with opened_store(kv_cache_dir, write=not dry_run) as store:
+    with opened_store(kv_cache_dir, kv_cache_encryption_key_file, write=not dry_run) as store:
         with store.snapshot() as snapshot:
             infos = list_entries(snapshot)
             chosen_infos = [find_entry(store, snapshot, infos, entry, may_have_grown=False) for entry in entries]

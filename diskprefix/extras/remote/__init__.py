@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from diskprefix.errors import SettingsError
 from diskprefix.namespace_key import NamespaceKey
 
 if TYPE_CHECKING:
@@ -21,6 +22,10 @@ def open_tier(settings: Settings) -> SharedTier | None:
     """Returns the tier of `--remote-tier`, None without it. Does not connect. Raises `SettingsError`."""
     if settings.remote_tier is None or settings.namespace_key_file is None:
         return None
+    if settings.kv_cache_encryption_key_file is not None:
+        raise SettingsError(
+            "--kv-cache-encryption-key-file does not go with --remote-tier: objects in a bucket are not encrypted"
+        )
     from diskprefix.extras.remote.objects import ObjectStore
     from diskprefix.extras.remote.remote_tier import RemoteTier
 

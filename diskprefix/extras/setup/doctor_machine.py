@@ -19,9 +19,10 @@ from typing import Literal, TypeAlias
 
 from diskprefix.cli.about import installed
 from diskprefix.cli.tooling import existing_folder
-from diskprefix.errors import CacheError
+from diskprefix.errors import CacheError, SettingsError
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
+from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.folder import DATA, check_folder
 from diskprefix.store.savings import total_savings
 from diskprefix.store.snapshot import Snapshot
@@ -157,8 +158,8 @@ def store_findings(settings: Settings) -> Iterator[Finding]:
         yield Finding("store", "ok", "no store yet; the first request creates it")
     else:
         try:
-            store = Store(folder, read_only=True)
-        except CacheError as error:
+            store = Store(folder, read_only=True, key=EncryptionKey.read(settings.kv_cache_encryption_key_file))
+        except (CacheError, SettingsError) as error:
             yield Finding(
                 "store",
                 "problem",

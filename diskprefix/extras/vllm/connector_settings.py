@@ -16,6 +16,7 @@ NAMES = {
     "path": "kv_cache_dir",
     "budget": "kv_cache_budget",
     "scope": "disk_prefix_cache",
+    "encryption_key_file": "kv_cache_encryption_key_file",
     "ttl": "kv_cache_ttl",
     "min_tokens": "kv_cache_min_tokens",
     "min_free": "kv_cache_min_free",

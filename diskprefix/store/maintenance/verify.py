@@ -21,7 +21,8 @@ import numpy as np
 from diskprefix.errors import StoreCorrupt
 from diskprefix.nouns import Tenant
 from diskprefix.store.changes import node_bytes
-from diskprefix.store.codec.codec import Piece, decode_piece, piece_seed, populate
+from diskprefix.store.codec.codec import Piece, populate
+from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.note_record import decode_note
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import (
@@ -34,7 +35,6 @@ from diskprefix.store.schema import (
     NodeRecord,
     RootRecord,
     UsageRecord,
-    child_keys,
     decode_prompt,
     decode_record,
     decode_usage,
@@ -131,7 +131,7 @@ def _verify_once(store: Store) -> IndexReport:
                     if not found:
                         node = check.node(key)
                         stored_bytes[key] = node.stored_bytes
-                        for child_key in child_keys(key, node.parent, node.token_ids.tobytes()):
+                        for child_key in snapshot.child_keys(key, node):
                             problems += check.problems("children", child_key)
         # Those of usage records and of the index that belong to a node have been found with it.
         return IndexReport(
@@ -292,7 +292,7 @@ class RecordCheck:
     def _child_problems(self, key: bytes, value: bytes | None) -> Iterator[_Found]:
         name = key[-HASH_BYTES:]
         node = self.tree.node(name)
-        is_due = node is not None and key in child_keys(name, node.parent, node.token_ids.tobytes())
+        is_due = node is not None and key in self._snapshot.child_keys(name, node)
         if is_due and value is None:
             yield ProblemKind.UNLISTED, "children", f"the block {name.hex()} is not in the index of children"
         elif value is not None and not is_due:
@@ -371,13 +371,19 @@ class PayloadReport:
 
 @dataclass(frozen=True)
 class StoredPiece:
-    """One piece of a node's payload. `stored` is a view of the memory map, valid while its snapshot is open; `expected`
+    """One piece of a node's payload. `stored` is a view of the memory map, valid while `snapshot` is open; `expected`
     is what the layout says of the piece."""
 
+    snapshot: Snapshot
     name: bytes
     index: int
     stored: memoryview
     expected: Piece
+
+    def decode(self, out: Bytes) -> None:
+        """Reads and verifies the piece, and writes it to `out`. For any thread. Raises `StoreCorrupt`."""
+        populate(self.stored)
+        self.snapshot.decode(self.name, self.index, self.stored, self.expected, out)
 
 
 def verify_payloads(store: Store, stored_bytes: dict[bytes, int], advance: Callable[[int], None]) -> PayloadReport:
@@ -408,7 +414,7 @@ def stored_pieces(snapshot: Snapshot, name: bytes, expected: tuple[Piece, ...]) 
         stored = snapshot.piece(name, index)
         if stored is None:
             raise StoreCorrupt(f"piece {index} of its payload is missing")
-        pieces.append(StoredPiece(name, index, stored, piece))
+        pieces.append(StoredPiece(snapshot, name, index, stored, piece))
     return pieces
 
 
@@ -453,9 +459,7 @@ def _problem(piece: StoredPiece) -> StoreProblem | None:
         message = f"the layout has a piece of {expected.num_bytes} bytes"
         return StoreProblem(ProblemKind.MISSHAPEN, "payloads", key, message)
     try:
-        populate(piece.stored)
-        out = np.empty((expected.num_rows, expected.row_bytes), np.uint8)
-        decode_piece(piece.stored, expected, piece_seed(piece.name, piece.index), out)
+        piece.decode(np.empty((expected.num_rows, expected.row_bytes), np.uint8))
     except StoreCorrupt as error:
         return StoreProblem(ProblemKind.DAMAGED, "payloads", key, str(error))
     return None

@@ -109,7 +109,7 @@ def _shared_with(
 
 def _node_info(snapshot: Snapshot, name: bytes, node: NodeRecord, entries: int) -> NodeInfo:
     usage = snapshot.usage(name)
-    codecs = Counter(_codec_name(piece) for _, piece in snapshot.pieces(name))
+    codecs = Counter(_codec_name(snapshot.encoded(name, *piece)) for piece in snapshot.pieces(name))
     return NodeInfo(
         hash=name.hex(),
         kind=node.kind.name.lower(),

@@ -1,0 +1,211 @@
+"""An encrypted store: nothing of it is in the file as it is, nothing opens in another place or with another key, and
+what is read is what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from diskprefix import hooks
+from diskprefix.errors import CacheError, SettingsError, StoreCorrupt, StoreUnavailable
+from diskprefix.settings import Settings
+from diskprefix.store import sealed_records
+from diskprefix.store.compact import compact_folder
+from diskprefix.store.encryption import EncryptionKey
+from diskprefix.store.note_record import NoteKind, NoteTimes, encode_note, note_key
+from diskprefix.store.schema import DATABASES, piece_key
+from diskprefix.store.store import Publication, Store
+from tests.store.building import Clock, is_clean, is_whole, open_store, prompt, publication, read_payload
+
+KEY, OTHER = EncryptionKey(bytes(range(32))), EncryptionKey(bytes(32))
+GROUP = b"of a key"
+
+
+def encrypted(path: Path, key: EncryptionKey | None = KEY) -> Store:
+    return Store(path, budget_bytes=32 << 20, clock=Clock(), key=key, on_corruption="quarantine", serving=True)
+
+
+def saved(store: Store, *seeds: int) -> list[Publication]:
+    """Prompts with tokens that no page header has by chance, saved with a note each."""
+    found = []
+    for seed in seeds:
+        pub = publication(store, prompt(seed, 40) + np.int32(0x5EAD0000))
+        store.publish(pub)
+        with store.changes() as changes:
+            key = note_key(pub.root, NoteKind.TURN, f"note {seed}")
+            changes.put_note(key, encode_note(key, b"what was said " * 9, NoteTimes(1.0, 1.0, 60)))
+            changes.remember(pub.root, prompt(seed, 300) + np.int32(0x5EAD0000), 4, GROUP)
+        found.append(pub)
+    return found
+
+
+def stored_records(path: Path) -> Iterator[tuple[str, bytes, bytes]]:
+    """All records as they stand in the file."""
+    with lmdb.open(str(path), readonly=True, lock=False, max_dbs=len(DATABASES)) as env:
+        for database in DATABASES:
+            with env.begin(db=env.open_db(database.encode(), create=False)) as txn:
+                yield from ((database, key, value) for key, value in txn.cursor())
+
+
+def put_stored(path: Path, database: str, key: bytes, value: bytes) -> None:
+    with lmdb.open(str(path), max_dbs=len(DATABASES), map_size=32 << 20) as env, env.begin(write=True) as txn:
+        txn.put(key, value, db=env.open_db(database.encode(), txn=txn, create=False))
+
+
+def test_a_store_reads_what_it_wrote_also_after_a_restart_and_compaction(tmp_path: Path) -> None:
+    store = encrypted(tmp_path)
+    pubs = saved(store, 1, 2, 3)
+    store.close()
+    compact_folder(tmp_path)  # It needs no key.
+    store = encrypted(tmp_path)
+    assert all(is_whole(store, pub) for pub in pubs)
+    assert is_clean(store)
+    with store.snapshot() as snapshot:
+        assert [group for group, _ in snapshot.recent_prompts(pubs[0].root, 2)] == [b"", GROUP]
+        assert {note.kind for note in snapshot.notes()} == {NoteKind.TURN}
+        assert [entry.preview for _, entry in snapshot.entries()] == ["hello"] * 3
+        part = pubs[1].nodes[0].token_ids.copy()
+        part[9:] += 1
+        assert next(snapshot.similar_children(pubs[1].root, part.tobytes())) == pubs[1].nodes[0].name
+    store.close()
+
+
+def test_no_token_text_name_or_payload_is_in_the_file(tmp_path: Path) -> None:
+    store = encrypted(tmp_path)
+    pubs = saved(store, 1, 2, 3)
+    for pub in pubs:
+        names = [node.name for node in pub.nodes]
+        if pub is pubs[0]:
+            # What was deleted was never there, so the free pages have nothing either.
+            with store.changes() as changes:
+                for node in reversed(pub.nodes):
+                    changes.delete_node(node.name, node.parent)
+        content = (tmp_path / "data.mdb").read_bytes()
+        for name in [*names, pub.root, GROUP]:
+            assert name not in content
+        for node in pub.nodes:
+            for token in node.token_ids:
+                assert token.tobytes() not in content
+            for start in range(0, len(node.payload) - 16, 1000):
+                assert bytes(node.payload[start : start + 16]) not in content
+    for text in (b"hello", b"what was said", b"tiny", b"bfloat16"):
+        assert text not in content
+    store.close()
+
+
+def test_a_changed_byte_or_a_record_in_anothers_place_is_never_read(tmp_path: Path) -> None:
+    store = encrypted(tmp_path)
+    (pub,) = saved(store, 1)
+    store.close()
+    first, second = (piece_key(node.name, 0) for node in pub.nodes[:2])
+    form = store_form(tmp_path)
+    stored = {key: value for database, key, value in stored_records(tmp_path) if database == "payloads"}
+    here, there = form.stored_key("payloads", first), form.stored_key("payloads", second)
+    for place in (0, 17, 30, len(stored[here]) // 2, len(stored[here]) - 1):
+        changed = bytearray(stored[here])
+        changed[place] ^= 1
+        put_stored(tmp_path, "payloads", here, bytes(changed))
+        require_damaged(tmp_path, pub)
+    put_stored(tmp_path, "payloads", here, stored[there])
+    require_damaged(tmp_path, pub)
+    nodes = {key: value for database, key, value in stored_records(tmp_path) if database == "nodes"}
+    here, there = (form.stored_key("nodes", node.name) for node in pub.nodes[:2])
+    put_stored(tmp_path, "nodes", here, nodes[there])
+    store = encrypted(tmp_path)
+    with store.snapshot() as snapshot, pytest.raises(StoreCorrupt):
+        snapshot.node(pub.nodes[0].name)
+    store.close()
+
+
+def require_damaged(path: Path, pub: Publication) -> None:
+    store = encrypted(path)
+    with store.snapshot() as snapshot, pytest.raises(StoreCorrupt):
+        read_payload(snapshot, pub.nodes[0])
+    store.close()
+
+
+def store_form(path: Path) -> sealed_records.SealedRecords:
+    remembered = next(
+        value for database, key, value in stored_records(path) if (database, key) == ("meta", b"encryption")
+    )
+    form = sealed_records.SealedRecords.open(KEY.secret, remembered)
+    assert form is not None
+    return form
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "advice"),
+    [
+        (KEY, OTHER, "encrypted with another key; give that one with --kv-cache-encryption-key-file"),
+        (KEY, None, "it is encrypted; give its key with --kv-cache-encryption-key-file"),
+        (None, KEY, "it is not encrypted; leave --kv-cache-encryption-key-file out"),
+    ],
+)
+def test_another_key_is_refused_and_changes_nothing(
+    first: EncryptionKey | None, then: EncryptionKey | None, advice: str, tmp_path: Path
+) -> None:
+    encrypted(tmp_path, first).close()
+    before = (tmp_path / "data.mdb").read_bytes()
+    with pytest.raises(StoreUnavailable, match=advice):
+        encrypted(tmp_path, then)
+    assert (tmp_path / "data.mdb").read_bytes() == before
+    assert not (tmp_path / "damaged.mdb").exists()
+
+
+def test_no_key_and_nonce_come_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sealed_records, "MOST_VALUES", 7)
+    for seed in range(4):
+        store = encrypted(tmp_path)
+        saved(store, seed)
+        store.close()
+    sealed = [value for database, key, value in stored_records(tmp_path) if database in ("nodes", "payloads", "notes")]
+    seen = {value[:20] for value in sealed}
+    assert len(seen) == len(sealed) > 20
+    assert max(value[19] for value in sealed) == 6
+
+
+def test_stores_with_one_key_file_do_not_read_each_other(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        store = encrypted(tmp_path / name)
+        store.close()
+    names = {path: value for path in ("a", "b") for _, key, value in stored_records(tmp_path / path) if key == b"names"}
+    put_stored(tmp_path / "a", "meta", b"names", names["b"])
+    with pytest.raises(CacheError, match="the identity of the store is damaged"):
+        Store(tmp_path / "a", key=KEY)
+
+
+def test_a_plain_store_is_as_before(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    (pub,) = saved(store, 1)
+    store.close()
+    keys = {key for database, key, _ in stored_records(tmp_path) if database == "nodes"}
+    assert keys == {node.name for node in pub.nodes}
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "message"),
+    [
+        (bytes(31), 0o600, "must hold exactly 32 random bytes; write them with: .*head -c 32 /dev/urandom"),
+        (bytes(33), 0o600, "must hold exactly 32 random bytes"),
+        (bytes(32), 0o640, "others may read or write"),
+    ],
+)
+def test_an_unfit_key_file_is_refused(content: bytes, mode: int, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.write_bytes(content)
+    file.chmod(mode)
+    with pytest.raises(SettingsError, match=message):
+        EncryptionKey.read(file)
+    file.write_bytes(KEY.secret)
+    file.chmod(0o600)
+    assert EncryptionKey.read(file) == KEY
+
+
+def test_a_bucket_which_is_not_encrypted_is_refused() -> None:
+    paths = {"kv_cache_encryption_key_file": Path("key"), "namespace_key_file": Path("names")}
+    with pytest.raises(SettingsError, match="does not go with --remote-tier"):
+        hooks.open_tier(Settings(remote_tier="file:///bucket", **paths))  # type: ignore[arg-type]
