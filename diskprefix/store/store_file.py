@@ -83,8 +83,8 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
             if os.access(path, os.W_OK):
                 reserve_lmdb_lock(path, create=not read_only)
             env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
-            if is_alone:
-                _keep_first_pages(path / DATA)
+            if not read_only:
+                _make_durable(path / DATA, may_write=is_alone)
             if not read_only:
                 # LMDB syncs what is in a new file, but not its name. Without it, a power failure loses the file.
                 sync(path)
@@ -95,18 +95,20 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
     return env, lock
 
 
-def _keep_first_pages(file: Path) -> None:
-    """Makes the first pages of a file without a commit durable. Raises `OSError`.
+def _make_durable(file: Path, *, may_write: bool) -> None:
+    """Makes what LMDB relies on durable, before anything is written. Raises `OSError`.
 
-    LMDB writes them once, when it makes the file, and changes parts of them later. If the barrier behind that fails,
-    the kernel takes them for written, and they would be lost in the next power failure. So they are written again.
+    LMDB writes the first pages once, when it makes the file, and changes parts of them later. If the barrier behind
+    that fails, the kernel takes them for written, and the next power failure would lose them. So those of a file
+    without a commit are written again. And if the write of a commit's meta page fails, LMDB writes the one before back
+    without a barrier: the disk may have the new one, whose pages the next commit overwrites.
     """
     with file.open("r+b", buffering=0) as opened:
         first = opened.read(_FIRST_BYTES + 1)
-        if len(first) == _FIRST_BYTES:
+        if may_write and len(first) == _FIRST_BYTES:
             opened.seek(0)
             opened.write(first)
-            os.fsync(opened.fileno())
+        os.fsync(opened.fileno())
 
 
 def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
