@@ -63,8 +63,6 @@ class KVArena:
         self.capacity = 0
         """The number of tokens of a sequence that there is memory for, or for their windows."""
         self._num_tokens = 0
-        self._clear_to = 0
-        """The end of the zeros behind the last token."""
         self._marked: tuple[int, list[torch.Tensor]] = 0, []
         self.capturer: Capturer | None = None
         """The thread that copies state out of this memory."""
@@ -132,8 +130,6 @@ class KVArena:
         """Prepares the memory for a step of `num_rows` tokens."""
         start, end = self.num_tokens, self.num_tokens + num_rows
         self.make_room(end)
-        if self._is_exact_at_tokens:
-            self._clear_behind(end)
         return Run(start, num_rows)
 
     def end_step(self, run: Run) -> None:
@@ -153,17 +149,7 @@ class KVArena:
         for memory in self.memory:
             if not memory.has_room(end):
                 memory.slide(memory.needed_from(start), start, end)
-        self._clear_to = start
         self._bind()
-
-    def _clear_behind(self, end: int) -> None:
-        """Writes zeros from `end` to the end of its tile. Attention multiplies that memory by weights of 0, which gives
-        0 for finite numbers only: an infinity of another sequence would show."""
-        border = whole_tiles(end)
-        if border > self._clear_to:
-            for memory in self.memory:
-                memory.clear(max(end, self._clear_to), border)
-            self._clear_to = border
 
     def settle(self, *, drop: bool = False) -> None:
         """Waits for the captures of this memory, which must end before the memory is overwritten. With `drop`, those
@@ -174,7 +160,7 @@ class KVArena:
     def truncate(self, num_tokens: int) -> None:
         """Keeps the first `num_tokens` tokens, which must be `held`. The states must be those after these tokens."""
         assert num_tokens <= self.capacity or num_tokens == 0 or not self.token_layers
-        self._num_tokens = self._clear_to = num_tokens
+        self._num_tokens = num_tokens
         if num_tokens < self.marked_tokens:
             self._marked = 0, []
         for memory in self.memory:
@@ -188,8 +174,6 @@ class KVArena:
     def take_back(self, num_tokens: int) -> None:
         """Forgets the last tokens of the last step, so that `num_tokens` remain. For models without states."""
         assert not self._state_layers, "a state cannot be taken back"
-        for memory in self.memory:
-            memory.clear(num_tokens, self.num_tokens)
         for layer in self.token_layers:
             layer.set_length(num_tokens)
         self._num_tokens = num_tokens

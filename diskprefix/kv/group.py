@@ -122,11 +122,8 @@ class GroupMemory:
             self.slide(start, 0, end)
             have = 0
         self.complete_from = start
-        self.clear(max(have, start - start % TILE), start)
-
-    def clear(self, start: int, end: int) -> None:
-        """Sets tokens to zero."""
-        self.tensor[:, :, :, max(start - self.first, 0) : max(end - self.first, 0)] = 0
+        cleared = max(have, start - start % TILE)
+        self.tensor[:, :, :, max(cleared - self.first, 0) : max(start - self.first, 0)] = 0
 
     def fill(self, position: int, num_tokens: int, rows: slice, write: Callable[[Bytes], None]) -> None:
         """See `KVArena.fill`."""

@@ -28,12 +28,10 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The rows of a forward, in order. `masks` keeps the masks of attention, which layers of one kind share, and
-    `tables` where an accelerator finds their memory. `states`
-    has the recurrent states that a layer has just asked for, one for each run: its recurrence takes them."""
+    """The rows of a forward, in order. `tables` keeps where an accelerator finds the memory of layers. `states` has the
+    recurrent states that a layer has just asked for, one for each run: its recurrence takes them."""
 
     runs: tuple[Run, ...]
-    masks: dict[Any, torch.Tensor] = field(default_factory=dict)
     tables: dict[Any, Any] = field(default_factory=dict)
     states: list[list[torch.Tensor]] = field(default_factory=list)
 

@@ -1,5 +1,5 @@
-"""The compiled operators for this CPU. Where there are none, `operators` returns None, and torch's kernels replace
-them. `planes` are those that need no torch."""
+"""The compiled operators for this CPU. Where there are none, `operators` returns None, and models compute as
+transformers made them. `planes` are those that need no torch."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class _Table(ctypes.Structure):
 
 
 def choose(kernels: str) -> None:
-    """Sets the kernels that this process uses: `auto` (the best, or torch's), `torch`, or one of `VARIANTS`. Raises
-    `Unavailable` if those are not there."""
+    """Sets the kernels that this process uses: `auto` (the best that there are), `torch` (none of them), or
+    one of `VARIANTS`. Raises `Unavailable` if those are not there."""
     global _chosen
     if kernels not in ("auto", "torch"):
         found, why = _loaded(kernels)
@@ -107,7 +107,7 @@ def choose(kernels: str) -> None:
 
 
 def operators() -> Operators | None:
-    """Returns the operators that were chosen; None if they are torch's."""
+    """Returns the operators that were chosen; None if there are none."""
     return _loaded(_chosen)[0]
 
 

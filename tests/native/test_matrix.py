@@ -27,9 +27,7 @@ def matrix_of(rows: int, columns: int, bits: int) -> Matrix:
 
 
 def matrix_with(quants: Quants, bias: torch.Tensor | None = None) -> Matrix:
-    matrix = matrix_in_memory(quants.packed(), quants.form, bias)
-    assert matrix is not None
-    return matrix
+    return matrix_in_memory(quants.packed(), quants.form, bias)
 
 
 def product_of(

@@ -34,9 +34,7 @@ def packed(operators: Operators, kind: str, content: np.ndarray[Any, Any], order
     else:
         pack(operators, kind, rows, order[:32], out[:2])
         pack(operators, kind, rows, order[32:], out[2:])
-    matrix = matrix_of(out, form, None)
-    assert matrix is not None
-    return matrix
+    return matrix_of(out, form, None)
 
 
 def weights_in(operators: Operators, matrix: Matrix) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Attention whose result for a token does not depend on the rest of the batch, nor on the steps of the prompt, bit for
 bit. `model.exact.invariant` gives it to a model.
 
-The compiled operator (`native`) computes all sequences of a `Step` in one call; where there is none, torch's kernels do
-(`model.exact.torch_attention`). The two differ in the last bits.
+The compiled operator (`native`) computes all sequences of a `Step` in one call, or a kernel in Triton on a GPU
+(`model.exact.accelerated`). The two differ in the last bits.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from diskprefix.model.exact import accelerated
 from diskprefix.model.exact.latent import LatentMemory
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
 from diskprefix.model.exact.rows import as_ours
-from diskprefix.model.exact.torch_attention import TorchAttention
 from diskprefix.native import attention_operator as native
 from diskprefix.native.library import operators
 
@@ -76,22 +75,21 @@ def attend(
     keys, values = ([memory] if isinstance(memory, torch.Tensor) else memory for memory in (key, value))
     _check_memory(step, attention_mask, query, keys, values)
     compiled = operators()
-    if compiled is not None and query.dtype in native.DTYPES:
-        out = native.attention(
-            compiled,
-            query[0],
-            [
-                (run.start, run.num_rows, _first(run.end, key), key[0], value[0])
-                for run, key, value in zip(step.runs, keys, values, strict=True)
-            ],
-            scale=scale,
-            window=attention_mask.window or 0,
-            chunk=attention_mask.chunk or 0,
-            softcap=softcap or 0.0,
-            sinks=None if s_aux is None else s_aux.float(),
-        )
-    else:
-        out = TorchAttention(step, attention_mask, scale, softcap, s_aux).attend(query[0], keys, values)
+    if compiled is None or query.dtype not in native.DTYPES:
+        raise NotInvariant(f"attention in {query.dtype}")
+    out = native.attention(
+        compiled,
+        query[0],
+        [
+            (run.start, run.num_rows, _first(run.end, key), key[0], value[0])
+            for run, key, value in zip(step.runs, keys, values, strict=True)
+        ],
+        scale=scale,
+        window=attention_mask.window or 0,
+        chunk=attention_mask.chunk or 0,
+        softcap=softcap or 0.0,
+        sinks=None if s_aux is None else s_aux.float(),
+    )
     return out.unsqueeze(0), None
 
 

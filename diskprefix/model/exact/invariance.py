@@ -194,6 +194,8 @@ def _why_not(model: PreTrainedModel, layout: Layout) -> str:
     on_accelerator = model.device.type != "cpu" or is_accelerated(model.device)
     if on_accelerator and (why := accelerated.why_not(model.device)):
         return why
+    if not on_accelerator and operators() is None:
+        return f"it needs the compiled operators: {described()}"
     if layout.cache_kind not in ("dynamic", "rwkv"):
         return "it has a cache of its own"
     if layout.is_one_pass:
@@ -209,14 +211,11 @@ def _why_not(model: PreTrainedModel, layout: Layout) -> str:
 def _why_no_scans(model: PreTrainedModel, layout: Layout) -> str:
     """Returns why no recurrent layer of a model is computed token after token, "" if one is."""
     compiled = operators()
-    if is_accelerated(model.device):
+    if is_accelerated(model.device) or compiled is None:
         return "recurrent layers on an accelerator"
-    if layout.cache_kind == "rwkv":
-        # transformers goes over the tokens one by one.
-        return ""
-    if compiled is None:
-        return f"recurrent layers need the compiled operators: {described()}"
-    return "" if any(has_scans(module, compiled) for module in model.modules()) else "recurrent layers of its own"
+    # transformers goes over the tokens of RWKV one by one.
+    is_by_token = layout.cache_kind == "rwkv" or any(has_scans(module, compiled) for module in model.modules())
+    return "" if is_by_token else "recurrent layers of its own"
 
 
 def _sampled(model: PreTrainedModel, layout: Layout) -> LayerSample:

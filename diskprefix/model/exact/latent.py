@@ -18,7 +18,6 @@ from torch import nn
 
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.model.exact.patterns import NotInvariant
-from diskprefix.model.exact.rows import linear, times
 from diskprefix.native import attention_operator as native
 from diskprefix.native.head_products import head_products
 from diskprefix.native.library import operators
@@ -145,9 +144,6 @@ def _multiply(rows: torch.Tensor, matrices: torch.Tensor, out: torch.Tensor, *, 
     if rows.dtype is not matrices.dtype:
         raise NotInvariant("latent attention in another dtype than its matrix")
     compiled = operators()
-    if compiled is not None and rows.dtype in native.DTYPES:
-        head_products(compiled, rows, matrices, out, is_turned=is_turned)
-        return
-    product = linear if is_turned else times
-    for of_head, matrix, to in zip(rows, matrices, out, strict=True):
-        to.copy_(product(of_head, matrix))
+    if compiled is None or rows.dtype not in native.DTYPES:
+        raise NotInvariant(f"latent attention in {rows.dtype}")
+    head_products(compiled, rows, matrices, out, is_turned=is_turned)

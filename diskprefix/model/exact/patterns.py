@@ -9,8 +9,7 @@ import torch
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 NAME = "diskprefix_2"
-"""The attention of ours, as transformers knows it. The number changes with the bits of torch's version."""
-
+"""The attention of ours, as transformers knows it."""
 
 _OWN_ATTENTION = "attention that computes with its mask"
 
@@ -50,12 +49,6 @@ class Pattern:
         if self.window is not None:
             return max(0, position - self.window + 1)
         return position - position % self.chunk if self.chunk is not None else 0
-
-    def first_of(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Returns the first visible position for each of `positions`, None if that is 0 for all."""
-        if self.window is not None:
-            return positions - (self.window - 1)
-        return positions - positions % self.chunk if self.chunk is not None else None
 
 
 def pattern_of(mask_function: Any = None, local_size: int | None = None, **_: Any) -> Pattern:

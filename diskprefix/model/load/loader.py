@@ -109,9 +109,10 @@ class _ModelSource:
     @property
     def ahead(self) -> tuple[list[Path], Hashable]:
         """The folders and values that its weights depend on, for `ReadAhead`."""
-        from diskprefix.model.quants.products import kernel
+        from diskprefix.native.library import described
 
-        return [self.folder, *{file.parent for file in self.files} - {self.folder}], (self.dtype, kernel(), *self.files)
+        folders = [self.folder, *{file.parent for file in self.files} - {self.folder}]
+        return folders, (self.dtype, described(), *self.files)
 
     def __str__(self) -> str:
         return f"{self.folder.name} as {str(self.dtype).removeprefix('torch.')} on {self.device}"
@@ -132,11 +133,9 @@ class BegunWeights:
     def pack(cls, parts: list[Path], matrices: Iterable[FileMatrix], digest: DigestAhead | None = None) -> BegunWeights:
         """Raises `ModelError` without the compiled operators, `OSError`, `MemoryError`."""
         from diskprefix.model.quants.matrix_packing import MatrixPacking
-        from diskprefix.native.library import operators
+        from diskprefix.model.quants.products import compiled
 
-        found = operators()
-        if found is None:
-            raise ModelError("the quants of a .gguf file need the compiled operators; add --weights native")
+        found = compiled()
         stamps, free_bytes = {part: file_stamp(part) for part in parts}, available_ram_bytes()
         return cls(stamps=stamps, free_bytes=free_bytes, packing=MatrixPacking(found, matrices), digest=digest)
 
@@ -392,29 +391,19 @@ def _find(
     what the folder does not. What is made of such a file has the form that `pick_weights` returns."""
     require_named(model, flag)
     if model is None or is_embedded(model):
-        folder = embedded_folder(progress, weights=_gguf_weights(pick_weights()))
+        folder = embedded_folder(progress, weights=pick_weights())
         return folder, EMBEDDED.name, [*folder.glob("*.gguf")]
     path = Path(os.path.expanduser(model))
     if os.path.isdir(path):
         # What was made of a .gguf file needs that file beside it.
         return path, path.resolve().name, sorted(path.glob("*.gguf")) if (path / MATRICES).is_file() else []
     if os.path.isfile(path):
-        made = converted_folder(path, progress, _gguf_weights(pick_weights()), check)
+        made = converted_folder(path, progress, pick_weights(), check)
         return made, model_stem(path), part_paths(path)
     found = fetched_model(model, progress, flag, before_fetch, with_weights=with_weights)
     if found.is_dir():
         return found, model, []
-    return converted_folder(found, progress, _gguf_weights(pick_weights()), check), model, part_paths(found)
-
-
-def _gguf_weights(weights: str) -> str:
-    """Returns the form of the weights of a .gguf file. Raises `SettingsError` if nothing can compute with its
-    quants."""
-    from diskprefix.model.quants.products import TORCH, kernel
-
-    if weights != "native" and kernel() == TORCH:
-        raise SettingsError(f"--weights: {weights} of a .gguf file needs the compiled operators; add --weights native")
-    return weights
+    return converted_folder(found, progress, pick_weights(), check), model, part_paths(found)
 
 
 def _read_config(folder: Path) -> PreTrainedConfig:
@@ -445,15 +434,17 @@ def _pick_device(name: str) -> torch.device:
 
 def pick_weights(name: str, dtype: str, device_name: str) -> str:
     """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file."""
-    from diskprefix.model.quants.products import TORCH, kernel
+    from diskprefix.native.library import operators
 
-    device = _pick_device(device_name)
+    device, is_compiled = _pick_device(device_name), operators() is not None
     if name == "auto":
-        return "auto" if device.type == "cpu" and dtype in ("auto", "bfloat16") and kernel() != TORCH else "native"
+        return "auto" if device.type == "cpu" and dtype in ("auto", "bfloat16") and is_compiled else "native"
     if name != "native" and device.type != "cpu":
         raise SettingsError(f"--weights: {name} is for the CPU, and the device is {device}; add --device cpu")
     if name != "native" and dtype not in ("auto", "bfloat16"):
         raise SettingsError(f"--weights: {name} computes in bfloat16, not in --dtype {dtype}")
+    if name != "native" and not is_compiled:
+        raise SettingsError(f"--weights: {name} needs the compiled operators; add --weights native")
     return name
 
 
@@ -498,7 +489,6 @@ def _unread_model(source: _ModelSource) -> tuple[PreTrainedModel, UnreadWeights]
     """Returns the model as transformers puts it together, on a CPU with weights that are not read yet."""
     from diskprefix.model.load.placing import UnreadWeights
     from diskprefix.model.load.stored_tensors import stored_tensors
-    from diskprefix.model.quants.products import TORCH, kernel
     from diskprefix.model.quants.quantised import describe, is_quantised
 
     folder, files, config, device = source.folder, source.files, source.config, source.device
@@ -508,11 +498,7 @@ def _unread_model(source: _ModelSource) -> tuple[PreTrainedModel, UnreadWeights]
     with _load_failures(folder), ExitStack() as context:
         if is_plain:
             context.enter_context(without_tracer())
-            stored = stored_tensors(files[0].parent, files)
-            if kernel() == TORCH:
-                # Its products have own copies.
-                unread.mapped.update(name for name in stored if name.endswith(".packed"))
-            context.enter_context(unread.leaving(stored))
+            context.enter_context(unread.leaving(stored_tensors(files[0].parent, files)))
         if is_quantised(files):
             describe(config, files)
         model, info = source.kind.loader.from_pretrained(

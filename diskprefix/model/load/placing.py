@@ -26,8 +26,6 @@ class UnreadWeights:
     """The weights of a model that are not read yet, by their names. Until then they have no memory."""
 
     tensors: dict[str, UnreadTensor] = field(default_factory=dict)
-    mapped: set[str] = field(default_factory=set)
-    """Weights that stay mapped from their file, because something has a copy of its own."""
 
     def begin(
         self, model: PreTrainedModel, work: WorkBeside, memory_of: Callable[[int], torch.Tensor] = large_pages
@@ -37,7 +35,7 @@ class UnreadWeights:
         named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         named |= model.named_buffers(remove_duplicate=False)
         unread = {id(named[name]): tensor for name, tensor in self.tensors.items() if name in named}
-        moved = {id(one): one for name, one in named.items() if name not in self.mapped}
+        moved = {id(one): one for one in named.values()}
         memory, used, tasks = memory_of(sum(map(_room, moved.values()))), 0, list[Task]()
         # One thread is enough for the memory bus. Waiting for more, at each of hundreds of tensors, cost up to 1.6 s.
         with one_thread():
@@ -59,10 +57,7 @@ class UnreadWeights:
         convert: Callable[..., Any] = modeling_utils.convert_and_load_state_dict_in_model
 
         def converted(model: PreTrainedModel, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-            state = {
-                name: mapped if name in self.mapped else stored[name].unread() for name, mapped in state_dict.items()
-            }
-            found = convert(model, state, *args, **kwargs)
+            found = convert(model, {name: stored[name].unread() for name in state_dict}, *args, **kwargs)
             self._note_untied(model)
             return found
 

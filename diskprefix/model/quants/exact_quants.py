@@ -12,9 +12,9 @@ import torch
 from diskprefix.errors import ModelError
 from diskprefix.model.quants.forms import Quants, lines_of
 from diskprefix.model.quants.gguf_quants import form_of
+from diskprefix.model.quants.products import compiled
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native import COLUMNS, ROWS
-from diskprefix.native.library import operators
 from diskprefix.native.packing import pack
 
 _MXFP4 = "MXFP4"
@@ -77,15 +77,14 @@ class ExpertQuants:
 
     def packed(self) -> torch.Tensor:
         """Returns the blocks of each matrix, uint8 [experts, *`form.packed_shape`], by the compiled packing."""
-        compiled = operators()
-        assert compiled is not None
+        found = compiled()
         columns, rows = self.outline.shape[1:]
         out = torch.empty(len(self.blocks), *self.form.packed_shape(rows, columns), dtype=torch.uint8)
         for blocks, scales, to in zip(self.blocks, self.scales, out, strict=True):
             # A byte of a .gguf file has codes that are half a block apart.
             low, high = halves_of(blocks).chunk(2, dim=-1)
             content = torch.cat([scales.unsqueeze(-1), low | high << 4], dim=-1)
-            pack(compiled, _MXFP4, content.flatten(1), None, to)
+            pack(found, _MXFP4, content.flatten(1), None, to)
         return out
 
 

@@ -21,7 +21,6 @@ from diskprefix.errors import ModelError
 from diskprefix.model.load.stored_tensors import StoredTensor
 from diskprefix.model.quants.exact_quants import ExactQuants, ExpertQuants, exact_quants, halves_of
 from diskprefix.native import COLUMNS
-from diskprefix.native.library import operators
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -162,7 +161,7 @@ def _mxfp4_bits(parts: Parts) -> int:
     blocks, scales = parts["_blocks"].shape, parts["_scales"].shape
     if len(blocks) != 4 or blocks != (*scales, COLUMNS // 2):
         raise ValueError(f"blocks of the shape {blocks} and scales of the shape {scales}")
-    return 4 if operators() is not None else _UNSERVED_BITS
+    return 4
 
 
 def _mxfp4(parts: Parts) -> ExpertQuants:

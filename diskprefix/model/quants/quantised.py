@@ -28,14 +28,14 @@ from diskprefix.model.load.memory import one_thread
 from diskprefix.model.load.served_tensors import ServedTensor, packed_tensor
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices
 from diskprefix.model.quants.matrix_packing import MatrixPacking
-from diskprefix.model.quants.products import Product, kernel, matrix_of, product_of, weights_of
+from diskprefix.model.quants.products import Product, compiled, matrix_of, product_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised_experts import (
     QuantisedExperts,
     QuantisedMatrices,
     may_be_quantised,
 )
-from diskprefix.native.library import has_rows, operators
+from diskprefix.native.library import has_rows
 from diskprefix.native.matrix import Matrix, rows_of
 
 if TYPE_CHECKING:
@@ -71,7 +71,6 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("packed", packed, persistent=not is_in_gguf)
         self.bias = linear.bias
         self.matrix: Matrix | None = None
-        """The matrix for the compiled operators."""
         self._product: Product | None = None
 
     @property
@@ -83,7 +82,7 @@ class QuantisedLinear(nn.Module):
         """Prepares the matrix for the kernel, once the weights are there. They must not change afterwards."""
         bias = None if self.bias is None else self.bias.detach()
         self.matrix = matrix_of(self.packed, self.form, bias)
-        self._product = product_of(self.packed, self.form, bias, self.matrix)
+        self._product = product_of(self.matrix)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         assert self._product is not None, "the model was not prepared"
@@ -113,10 +112,8 @@ class QuantisedEmbedding(nn.Module):
         self.matrix = matrix_of(self.packed, self.form, None)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        found = operators()
-        assert found is not None
         assert self.matrix is not None, "the model was not prepared"
-        rows = rows_of(found, self.matrix, ids)
+        rows = rows_of(compiled(), self.matrix, ids)
         return rows if self._scale is None else rows * torch.tensor(self._scale).to(rows.dtype)
 
 
@@ -184,11 +181,11 @@ def is_quantised(files: Sequence[Path]) -> bool:
 
 def describe(config: PreTrainedConfig, files: Sequence[Path]) -> None:
     """Tells transformers that the weights in these files are quantised. This goes into the identity of the model.
-    Raises `ModelError` if other operators than those that were chosen take them."""
+    Raises `ModelError` if not the operators that were chosen take them."""
     metadata = _metadata(files[0])
     if metadata.get(_LINES) != _lines():
         raise ModelError(f"{files[0]} was made for another CPU or other --kernels; serve the model that it was made of")
-    config.quantization_config = {"quant_method": METHOD, "kernel": kernel()}
+    config.quantization_config = {"quant_method": METHOD, "kernel": compiled().identity}
     if is_untied(metadata):
         untie(config)
 

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, one_by_one, routed
+from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, routed
 from diskprefix.model.quants.forms import Quants
-from diskprefix.model.quants.products import Product, matrix_of, product_of, weights_of
+from diskprefix.model.quants.products import compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native.experts_operator import RoutedExperts
-from diskprefix.native.library import operators
-from diskprefix.native.matrix import Matrix, fills_blocks
+from diskprefix.native.matrix import fills_blocks
 
 
 class QuantisedMatrices(nn.Module):
@@ -65,34 +64,23 @@ class QuantisedExperts(nn.Module):
             self.add_module(part, QuantisedMatrices(weight, bias, forms[part], is_in_gguf=is_in_gguf))
             self.num_experts = len(weight)
         self._routed: RoutedExperts | None = None
-        self._products: dict[str, list[Product]] = {}
 
     def parts(self) -> dict[str, QuantisedMatrices]:
         return {name: part for name, part in self.named_children() if isinstance(part, QuantisedMatrices)}
 
     def prepare(self) -> None:
         """Prepares the matrices for the kernel, once the weights are there. They must not change afterwards."""
-        matrices: dict[str, list[Matrix]] = {}
-        for name, part in self.parts().items():
-            found = [(packed, bias, matrix_of(packed, part.form, bias)) for packed, bias in part.each()]
-            matrices[name] = [matrix for *_, matrix in found if matrix is not None]
-            self._products[name] = [
-                product_of(packed, part.form, bias, matrix) for packed, bias, matrix in found if matrix is None
-            ]
-        self._routed = routed(self.curves, matrices) if operators() is not None else None
+        matrices = {
+            name: [matrix_of(packed, part.form, bias) for packed, bias in part.each()]
+            for name, part in self.parts().items()
+        }
+        self._routed = routed(self.curves, matrices)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        compiled = operators()
-        if compiled is not None and self._routed is not None:
-            return self._routed(compiled, hidden_states, top_k_index, top_k_weights)
-        assert self._products.get("down"), "the model was not prepared"
-        return one_by_one(self._one, hidden_states, top_k_index, top_k_weights)
-
-    def _one(self, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        gate, *up, down = (of_part[expert] for of_part in self._products.values())
-        return down(self.curves(gate(rows), *(of_up(rows) for of_up in up)))
+        assert self._routed is not None, "the model was not prepared"
+        return self._routed(compiled(), hidden_states, top_k_index, top_k_weights)
 
 
 def may_be_quantised(experts: Any) -> bool:

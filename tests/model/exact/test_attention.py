@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,6 @@ from transformers.masking_utils import (
 
 from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import Run, Step, computing
-from diskprefix.model.exact import torch_attention
 from diskprefix.model.exact.attention import attend
 from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern, pattern_of
 from diskprefix.native import library
@@ -64,17 +63,6 @@ CASES = {
 }
 
 
-@pytest.fixture(params=("auto", "torch"), autouse=True)
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The kernels that compute it: each test holds for both, or names its own."""
-    chosen: str = request.param
-    monkeypatch.setattr(library, "_chosen", chosen)
-    return chosen
-
-
-of_torch = pytest.mark.parametrize("kernels", ["torch"], indirect=True)
-
-
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
@@ -82,8 +70,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @dataclass
 class Layer:
-    """The queries of a sequence, [heads, length, key_dim], and memory that holds its keys and values.
-    Behind the end it is zero, as the arena leaves it."""
+    """The queries of a sequence, [heads, length, key_dim], and memory that holds its keys and values. Behind the end it
+    is what another sequence left."""
 
     case: Case
     queries: torch.Tensor
@@ -99,7 +87,8 @@ class Layer:
             return torch.randn(shape, generator=generator).to(case.dtype)
 
         keys, values = (
-            torch.zeros(1, case.kv_heads, CAPACITY, dim, dtype=case.dtype) for dim in (case.key_dim, case.value_dim)
+            torch.full((1, case.kv_heads, CAPACITY, dim), float("nan"), dtype=case.dtype)
+            for dim in (case.key_dim, case.value_dim)
         )
         keys[0, :, : case.length] = numbers(case.kv_heads, case.length, case.key_dim)
         values[0, :, : case.length] = numbers(case.kv_heads, case.length, case.value_dim)
@@ -186,95 +175,12 @@ def test_a_token_has_the_same_bits_beside_other_sequences(case: Case) -> None:
     assert torch.equal(together(runs), torch.cat([layer.attended(run) for layer, run in runs]))
 
 
-def test_what_lies_beyond_the_last_tile_is_never_read(case: Case) -> None:
+def test_what_lies_behind_the_last_token_is_never_read(case: Case) -> None:
     layer = Layer.of(case)
     run = Run(100, 20)
     expected = layer.attended(run)
-    layer.keys[:, :, TILE:] = layer.values[:, :, TILE:] = float("nan")
+    layer.keys[:, :, run.end :] = layer.values[:, :, run.end :] = float("nan")
     assert torch.equal(layer.attended(run), expected)
-
-
-@of_torch
-def test_tiles_that_depend_on_the_step_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = Layer.of(replace(CASES["grouped"], dtype=torch.float32))
-    whole = layer.cut([LENGTH])
-    monkeypatch.setattr(torch_attention, "_tiles_of", lambda run, _: (0, run.end))
-    assert not torch.equal(layer.cut(random_steps(1)), whole)
-
-
-@pytest.fixture
-def kernel_that_differs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Callable[[int, int], bool]], None]]:
-    """Makes torch's attention give other bits for calls of some numbers of heads and rows."""
-    flash, known = (
-        torch_attention._flash,
-        (
-            torch_attention._is_wide_safe,
-            torch_attention._is_flash_safe,
-            torch_attention._smallest_safe,
-        ),
-    )
-
-    def forget() -> None:
-        for measured in (*known, torch_attention._probes):
-            measured.cache_clear()
-
-    def install(differs: Callable[[int, int], bool]) -> None:
-        def other(queries: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            out, sums = flash(queries, *args, **kwargs)
-            return (out * 1.25 if differs(*queries.shape[1:3]) else out), sums
-
-        monkeypatch.setattr(torch_attention, "_flash", other)
-        forget()
-
-    yield install
-    forget()
-
-
-@of_torch
-@pytest.mark.parametrize(
-    "differs",
-    [
-        lambda _, rows: rows < 8,
-        lambda _, rows: rows % 32 != 0,
-        lambda _, rows: rows >= 192,
-        lambda _, rows: rows >= 768,
-        lambda heads, _: heads >= 4,
-    ],
-    ids=["few rows", "rows that fill no block", "wide blocks", "wider blocks", "four heads"],
-)
-@pytest.mark.parametrize("name", ["grouped", "large groups"])
-def test_calls_that_give_other_bits_are_not_used(
-    name: str,
-    differs: Callable[[int, int], bool],
-    kernel_that_differs: Callable[[Callable[[int, int], bool]], None],
-) -> None:
-    layer = Layer.of(CASES[name])
-    expected = layer.cut([LENGTH])
-    kernel_that_differs(differs)
-    for steps in ([LENGTH], [256, 256, 192, LENGTH - 704], [760, *[1] * (LENGTH - 760)], random_steps(1)):
-        assert torch.equal(layer.cut(steps), expected), steps
-
-
-@of_torch
-@pytest.mark.parametrize("depends_on", ["number of blocks", "place in a block"])
-def test_a_kernel_whose_bits_depend_on_more_than_a_row_is_not_used(
-    depends_on: str, monkeypatch: pytest.MonkeyPatch, kernel_that_differs: Callable[[Callable[[int, int], bool]], None]
-) -> None:
-    kernel_that_differs(lambda _, rows: depends_on == "number of blocks" and rows > 32)
-    flash = torch_attention._flash
-
-    def other(queries: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        out, sums = flash(queries, *args, **kwargs)
-        if depends_on == "place in a block":
-            out[:, :, 1::2] *= 1.25
-        return out, sums
-
-    monkeypatch.setattr(torch_attention, "_flash", other)
-    layer = Layer.of(CASES["grouped"])
-    whole = layer.cut([LENGTH])
-    assert (whole.double() - plain(layer)).abs().max() < 0.06
-    for steps in (random_steps(1), random_steps(2)):
-        assert torch.equal(layer.cut(steps), whole), steps
 
 
 def test_the_pattern_is_that_of_the_mask_of_transformers() -> None:
@@ -305,6 +211,14 @@ def test_without_a_step_it_is_refused() -> None:
     layer = Layer.of(CASES["grouped"])
     with pytest.raises(NotInvariant, match="without a step"):
         attend(MODULE, layer.queries[None, :, :1], layer.keys, layer.values, Pattern())
+
+
+def test_without_an_operator_for_its_numbers_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(NotInvariant, match="float64"):
+        Layer.of(Case(dtype=torch.float64)).attended(Run(0, 1))
+    monkeypatch.setattr(library, "_chosen", "torch")
+    with pytest.raises(NotInvariant, match="bfloat16"):
+        Layer.of(CASES["grouped"]).attended(Run(0, 1))
 
 
 @pytest.mark.parametrize("change", ["dtype", "key_dim", "fewer values", "heads"])

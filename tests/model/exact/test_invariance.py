@@ -22,15 +22,15 @@ from diskprefix.kv.group import GroupMemory
 from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import current_step
-from diskprefix.model.exact import invariance, invariant, recurrent, rows, torch_attention
+from diskprefix.model.exact import invariance, invariant, recurrent, rows
 from diskprefix.model.exact import kernel_calls as calls
 from diskprefix.model.exact.attention import kernel
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.kernel_calls import KernelCall
-from diskprefix.model.exact.patterns import NAME, NotInvariant, Pattern
+from diskprefix.model.exact.patterns import NAME, NotInvariant
 from diskprefix.model.exact.rehearsal import made_up_tokens, rehearse
 from diskprefix.model.load.fingerprint import Fingerprint
-from diskprefix.native import library, scans
+from diskprefix.native import attention_operator, library, scans
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 
 LENGTH = TILE + 60
@@ -119,10 +119,10 @@ def test_a_scan_in_chunks_is_not_exact_at_every_token(monkeypatch: pytest.Monkey
     assert verdict("qwen3_next") == ("grid", "its state depends on the steps (0)")
 
 
-def test_recurrent_layers_need_the_compiled_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "lfm2"])
+def test_it_needs_the_compiled_operators(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_chosen", "torch")
-    exact_at, reason = verdict("lfm2")
-    assert (exact_at, reason.split(":")[0]) == ("grid", "recurrent layers need the compiled operators")
+    assert verdict(name) == ("grid", "it needs the compiled operators: torch (as it was chosen)")
 
 
 def test_a_function_that_computes_something_else_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,41 +318,6 @@ def test_state_and_logits_have_the_same_bits_however_the_prompt_is_cut(name: str
     check()
 
 
-@pytest.fixture
-def arena(monkeypatch: pytest.MonkeyPatch) -> tuple[PreTrainedModel, KVArena]:
-    """Of a model with torch's attention, which multiplies what lies behind the last token by zero."""
-    monkeypatch.setattr(library, "_chosen", "torch")
-    model = tiny_model("llama", torch.bfloat16)
-    layout, _ = make_exact(model)
-    return model, KVArena(layout, model.device)
-
-
-def after_another(model: PreTrainedModel, arena: KVArena) -> torch.Tensor:
-    """Logits of a prompt in memory that was full of another sequence that is not finite."""
-    arena.reserve(LENGTH)
-    arena.truncate(LENGTH)
-    for memory in arena.memory:
-        memory.tensor.fill_(float("nan"))
-    arena.truncate(0)
-    with torch.inference_mode():
-        arena.forward(model, made_up_tokens(model, 7, 30))
-        return arena.forward(model, made_up_tokens(model, 8, 1))
-
-
-def test_what_an_earlier_sequence_left_in_memory_never_shows(
-    arena: tuple[PreTrainedModel, KVArena], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, memory = arena
-    logits = after_another(model, memory)
-    assert logits.isfinite().all()
-    fresh = KVArena(memory.layout, model.device)
-    with torch.inference_mode():
-        fresh.forward(model, made_up_tokens(model, 7, 30))
-        assert torch.equal(fresh.forward(model, made_up_tokens(model, 8, 1)), logits)
-    monkeypatch.setattr(KVArena, "_clear_behind", lambda *_: None)
-    assert not after_another(model, memory).isfinite().all()
-
-
 def restored_after_another(model: PreTrainedModel, cold: KVArena, num_tokens: int) -> torch.Tensor:
     """Logits of a restored prompt, of which a window's tokens were loaded into memory that was not finite."""
     arena = KVArena(cold.layout, model.device)
@@ -380,11 +345,10 @@ def test_what_lies_before_a_window_never_shows_in_a_restored_run(monkeypatch: py
     assert not restored_after_another(model, cold, 600).isfinite().all()
 
 
-def test_a_model_gets_no_more_of_the_memory_than_the_tiles_of_its_step(
-    arena: tuple[PreTrainedModel, KVArena], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_gets_no_more_of_the_memory_than_the_tiles_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some models compute with all that they get: it must not cost more where there is more memory."""
-    model, memory = arena
+    model = tiny_model("llama", torch.float32)
+    memory = KVArena(make_exact(model)[0], model.device)
     memory.reserve(8 * TILE)
     put, sizes = TokenLayer.put, set[int]()
 
@@ -405,11 +369,6 @@ def unsafe_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "calls_of", lambda _, count: (KernelCall(count),) if count else ())
 
 
-def tiles_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last tile ends with the step."""
-    monkeypatch.setattr(torch_attention, "_tiles_of", lambda run, _: (0, run.end))
-
-
 def experts_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of transformers: an expert's products have as many rows as it was chosen by."""
     monkeypatch.setattr(invariant, "_KERNELS", ("_attn_implementation_internal",))
@@ -425,7 +384,6 @@ def functions_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("llama", unsafe_counts),
         ("mixtral", unsafe_counts),
-        ("llama", tiles_of_the_step),
         ("mixtral", experts_as_they_are),
         ("deepseek_v3", functions_as_they_are),
     ],
@@ -434,7 +392,6 @@ def functions_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_protection_it_is_not_exact(
     name: str, remove: Any, is_large: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "_chosen", "torch")
     if is_large:
         monkeypatch.setattr(invariance, "_LARGE_BYTES", 0)
     assert verdict(name)[0] == "token"
@@ -450,10 +407,10 @@ def test_single_tokens_of_a_large_model_lie_on_both_sides_of_the_end_of_a_tile()
 
 
 def test_attention_that_sees_something_else_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_chosen", "torch")
-    made = torch_attention._made_mask
-    narrow = Pattern(window=3)
-    monkeypatch.setattr(torch_attention, "_made_mask", lambda run, _, *others: made(run, narrow, *others))
+    attend = attention_operator.attention
+    monkeypatch.setattr(
+        attention_operator, "attention", lambda *args, **options: attend(*args, **options | {"window": 3})
+    )
     exact_at, reason = verdict("llama")
     assert exact_at == "grid"
     assert "another one" in reason

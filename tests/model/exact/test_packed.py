@@ -20,10 +20,9 @@ from diskprefix.model.exact import latent, layer_kinds, recurrent, runner
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.rehearsal import made_up_tokens
 from diskprefix.model.exact.runner import Rows
-from diskprefix.native import library
 from tests.exactness.architectures import quantised_tiny_model, tiny_model
 from tests.examples import examples
-from tests.model.exact.test_invariance import tiles_of_the_step, unsafe_counts
+from tests.model.exact.test_invariance import unsafe_counts
 from tests.model.exact.test_layer_kinds import SAMPLE, deep_model
 
 LENGTHS = (TILE + 40, 300, 90, 2)
@@ -203,11 +202,6 @@ def positions_of_the_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(torch, "arange", counted)
 
 
-def what_was_there_before(patch: pytest.MonkeyPatch) -> None:
-    """Leaves numbers of an earlier sequence behind the end, which are not finite."""
-    patch.setattr(KVArena, "_clear_behind", lambda *_: None)
-
-
 def a_row_too_many_in_the_state(patch: pytest.MonkeyPatch) -> None:
     """A row that was only computed to fill up a product is taken for a token of the sequence."""
     put = layers.TokenLayer.put
@@ -236,10 +230,8 @@ def latents_in_one_call(patch: pytest.MonkeyPatch) -> None:
     [
         ("llama", memory_of_a_neighbour),
         ("llama", positions_of_the_first),
-        ("llama", what_was_there_before),
         ("llama", a_row_too_many_in_the_state),
         ("llama", unsafe_counts),
-        ("llama", tiles_of_the_step),
         ("mixtral", unsafe_counts),
         ("minicpm3", latents_in_one_call),
         ("minicpm3", memory_of_a_neighbour),
@@ -248,8 +240,6 @@ def latents_in_one_call(patch: pytest.MonkeyPatch) -> None:
 def test_without_a_protection_they_do_not(
     name: str, remove: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # With torch's attention, which takes several calls and whole tiles.
-    monkeypatch.setattr(library, "_chosen", "torch")
     # In float32, where the last bits show more than in a tiny model's bfloat16.
     model, layout = made(name, torch.float32)
     expected = alone(model, layout)

@@ -16,7 +16,6 @@ from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.model.load.gguf import converted_folder
 from diskprefix.model.load.loader import LoadedModel, load_model
 from diskprefix.model.quants import quantised
-from diskprefix.model.quants.products import TORCH, kernel
 from diskprefix.model.quants.quantised import QuantisedLinear, prepare
 from diskprefix.native import library
 from diskprefix.settings import Settings
@@ -26,10 +25,8 @@ from tests.model.quantising_in_place import quantise
 from tests.native.variants import of_this_cpu
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
-KERNELS = (*of_this_cpu(), "torch")
 
-
-@pytest.fixture(params=KERNELS)
+@pytest.fixture(params=of_this_cpu())
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(library, "_chosen", request.param)
     return str(request.param)
@@ -63,7 +60,8 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_what_is_loaded_again_computes_what_was_quantised(weights: str, folder: Path, kernels: str) -> None:
+@pytest.mark.usefixtures("kernels")
+def test_what_is_loaded_again_computes_what_was_quantised(weights: str, folder: Path) -> None:
     native = loaded(folder, "native")
     found = loaded(folder, weights)
     forms = forms_of(found.model)
@@ -74,7 +72,6 @@ def test_what_is_loaded_again_computes_what_was_quantised(weights: str, folder: 
     error = (logits - expected).norm() / expected.norm()
     assert 0 < float(error) < (0.02 if weights == "int8" else 0.15)
     assert found.model.generation_config.to_dict() == native.model.generation_config.to_dict()
-    assert (kernel() == TORCH) == (kernels == "torch")
 
 
 def test_the_compiled_product_gives_what_the_dequantised_weights_give() -> None:
@@ -108,11 +105,8 @@ def test_recurrent_projections_routers_and_expansions_stay_as_they_are(name: str
 
 
 @pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_a_quantised_model_is_exact_at_every_token(
-    weights: str, kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert kernels in KERNELS
+@pytest.mark.usefixtures("cache", "kernels")
+def test_a_quantised_model_is_exact_at_every_token(weights: str) -> None:
     model = quantised_model(weights)
     layout, reason = make_exact(model)
     assert (layout.exact_at, reason) == ("token", "")
@@ -157,8 +151,9 @@ def test_the_form_of_the_weights_and_the_kernel_are_part_of_the_identity(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roots = []
-    for weights, kernels in (("native", "auto"), ("int8", "auto"), ("int4", "auto"), ("int4", "torch")):
-        monkeypatch.setattr(library, "_chosen", kernels)
+    kernels = [*of_this_cpu(), "auto"]
+    for weights, kernel in (("native", "auto"), ("int8", "auto"), ("int4", "auto"), ("int4", kernels[-2])):
+        monkeypatch.setattr(library, "_chosen", kernel)
         model = loaded(folder, weights)
         roots.append(Fingerprint.of(model.model, model.weights_digest, "portable").identity(16, 1, "layout"))
     assert len(set(roots)) == 4
@@ -195,6 +190,8 @@ def test_auto_without_a_compiled_kernel_is_native(cache: Path, tmp_path: Path, m
     model = loaded(tiny.write_gguf(tmp_path / "tiny.gguf", quantised="Q4_1"), "auto").model
     assert not forms_of(model)
     assert not [path for path in cache.iterdir() if path.name.endswith(gguf.suffix_of("auto"))]
+    with pytest.raises(SettingsError, match="int4 needs the compiled operators; add --weights native"):
+        loaded(tmp_path / "tiny.gguf", "int4")
 
 
 @pytest.mark.parametrize(
@@ -224,6 +221,11 @@ def test_what_was_made_for_other_operators_is_refused(
     has_rows = library.has_rows()
     monkeypatch.setattr(quantised, "has_rows", lambda: not has_rows)
     with pytest.raises(ModelError, match="was made for another CPU or other --kernels; serve the model that"):
+        quantised.describe(PreTrainedConfig(), [made])
+    monkeypatch.undo()
+    monkeypatch.setattr(library, "_chosen", "torch")
+    monkeypatch.setattr(quantised, "has_rows", lambda: has_rows)
+    with pytest.raises(ModelError, match="need the compiled operators"):
         quantised.describe(PreTrainedConfig(), [made])
 
 

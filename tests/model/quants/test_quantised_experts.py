@@ -15,7 +15,6 @@ from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.load.stored_tensors import stored_tensors
 from diskprefix.model.quants.forms import quantised
-from diskprefix.model.quants.products import TORCH, kernel
 from diskprefix.model.quants.published import Source
 from diskprefix.model.quants.quantised import describe, prepare, save_configurations
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
@@ -29,7 +28,7 @@ from tests.model.quantising_in_place import quantise
 from tests.native.variants import of_this_cpu
 
 
-@pytest.fixture(params=[*of_this_cpu(), "torch"])
+@pytest.fixture(params=of_this_cpu())
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(library, "_chosen", request.param)
     return str(request.param)
@@ -62,7 +61,8 @@ def test_experts_without_the_interface_or_without_curves_stay_as_they_are(name: 
 
 
 @pytest.mark.parametrize(("name", "weights"), [("mixtral", "int4"), ("gpt_oss", "int8"), ("nemotron_h", "int4")])
-def test_they_compute_with_the_dequantised_weights(name: str, weights: str, kernels: str) -> None:
+@pytest.mark.usefixtures("kernels")
+def test_they_compute_with_the_dequantised_weights(name: str, weights: str) -> None:
     """The module of transformers with these weights gives the same but for rounding, which is that of the weights too
     for some kernels."""
     plain = next(module for module in tiny_model(name, torch.bfloat16).modules() if is_mixture(module))
@@ -76,7 +76,7 @@ def test_they_compute_with_the_dequantised_weights(name: str, weights: str, kern
     given = rows, chosen, torch.rand(20, 2, generator=generator)
     with torch.inference_mode():
         found, expected = module(*given).float(), experts(plain, *given).float()
-    assert float((found - expected).norm() / expected.norm()) < (0.02 if kernels == "torch" else 0.01)
+    assert float((found - expected).norm() / expected.norm()) < 0.01
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
@@ -122,9 +122,8 @@ def exactness(model: PreTrainedModel) -> tuple[str, str]:
     return layout.exact_at, reason
 
 
-@pytest.mark.usefixtures("cache")
-def test_a_quantised_mixture_is_exact_at_every_token(kernels: str) -> None:
-    assert (kernel() == TORCH) == (kernels == "torch")
+@pytest.mark.usefixtures("cache", "kernels")
+def test_a_quantised_mixture_is_exact_at_every_token() -> None:
     assert exactness(quantised_tiny_model("qwen3_moe", "int4")) == ("token", "")
 
 
