@@ -383,6 +383,13 @@ def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> Non
     assert (again.report.restored, len(runner.cache.namespaces.get(SHARED).seen.history)) == (0, 1)
 
 
+def test_a_purge_that_finds_nothing_in_the_store_has_the_daemon_forget_its_memory(runner: Runner) -> None:
+    owner = runner.cache.owner(SHARED)
+    assert purge(runner.cache.store, PurgeFilter(), time.time(), lambda _: None).blocks == 0
+    runner.cache.owner(SHARED)
+    assert runner.cache.is_gone(owner)
+
+
 STEPS_OF_A_REQUEST = ["restore", "after_step", "publish", "submit"]
 
 

@@ -141,7 +141,8 @@ def plan_purge(snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> Pur
 
 
 def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None]) -> Purged:
-    """Removes what the filter selects. `advance` is called with the stored bytes that were removed.
+    """Removes what the filter selects, and has daemons forget what they keep in memory. `advance` is called with the
+    stored bytes that were removed.
 
     Raises `StoreCorrupt` if a record cannot be read, and `StoreUnavailable`.
     """
@@ -154,6 +155,9 @@ def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable
             break
         gone.texts += plan.texts
         _carry_out(store, plan, gone, advance)
+    # Also if nothing was stored: what could not be saved is still in the memory of daemons.
+    with store.changes() as changes:
+        changes.record_purge()
     return gone
 
 
@@ -403,7 +407,6 @@ def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[i
         gone.roots += changes.delete_bare_roots(set(plan.roots))
         for key in plan.models:
             changes.delete_record("meta", key)
-        changes.record_purge()
     forget_hits(store)
 
 
