@@ -191,6 +191,7 @@ class PrefixCache(CacheResources):
             "misses": dict(self.misses),
             "saved_tokens": self.writer.written_tokens,
             "saved_bytes": self.writer.written_bytes,
+            "process_disk_written_bytes": self.store.meter.total_bytes,
             "disk_written_bytes": written.total,
             "disk_written_last_day_bytes": written.last_day(self.store.clock()),
             "write_budget_bytes": written.budget_bytes,

@@ -254,21 +254,21 @@ class Store(StoreFile):
         written = WrittenBytes()
         with suppress(CacheError), self.snapshot() as snapshot:
             written = read_written(snapshot)
-        return self.meter.added_to(written, self.meter.waiting_bytes, self.clock())
+        return self.meter.added_to(written, self.clock())
 
     def record_written(self) -> None:
         """Records what this process has written since its last publication. Raises `CacheError`."""
-        if self.meter.waiting_bytes:
+        if self.meter.total_bytes > self.meter.recorded_bytes:
             with self.changes() as changes:
-                waiting = self._put_written(changes)
-            self.meter.count(-waiting)
+                recorded = self._put_written(changes)
+            self.meter.recorded_bytes = recorded
 
     def _put_written(self, changes: Changes) -> int:
-        """Adds to the record what waits. Returns how much that is, which waits until the transaction is committed."""
-        waiting = self.meter.waiting_bytes
-        written = self.meter.added_to(read_written(changes), waiting, self.clock())
+        """Adds to the record what it lacks of this process. Returns the bytes of this process that are recorded once
+        the transaction is committed."""
+        written = self.meter.added_to(read_written(changes), self.clock())
         changes.put_meta(WRITTEN, encode_written(written))
-        return waiting
+        return written.recorded_bytes
 
     def longest_prompt(self) -> int:
         """Returns the tokens of the longest of a thousand saved prompts, 0 if none can be read."""
@@ -315,7 +315,7 @@ class Store(StoreFile):
         """Writes a publication in one transaction. Returns False, and nothing is written, if LMDB finds no pages."""
         try:
             with self.changes() as changes:
-                waiting = self._put_written(changes)
+                recorded = self._put_written(changes)
                 changes.put_root(publication.root, publication.root_record)
                 last_node = publication.last_node
                 for node in publication.nodes:
@@ -342,7 +342,7 @@ class Store(StoreFile):
                     changes.remember(publication.root, publication.prompt, limit, group, ttl_s)
         except StoreFull:
             return False
-        self.meter.count(-waiting)
+        self.meter.recorded_bytes = recorded
         own_ttls = [publication.prompt_ttl_s, *(node.ttl_s for node in publication.nodes)]
         self.evictor.may_have_own_ttls |= any(ttl_s is not None for ttl_s in own_ttls)
         return True

@@ -1,15 +1,17 @@
 """The bytes that a store's file has cost its disk: in all, and in the last 24 hours.
 
-What a thread's write transactions dirty is what Linux counts of it (`write_bytes` in `/proc/thread-self/io`): whole
-pages, with copies of B-tree pages and LMDB's meta page, and the zeros of a wipe. Where that is not counted (other
-systems, file systems in memory), records are counted in whole pages. The journal of the file system and what the drive
-itself writes more are not known here.
+LMDB hands its pages to the kernel in system calls, and Linux counts their bytes for each thread (`wchar` in
+`/proc/thread-self/io`): the pages of payloads and records, copies of B-tree pages, LMDB's meta page, the zeros of a
+wipe. `write_bytes` there is no measure: it grows by whole folios, which may be several times as large as the pages in
+them. Where the count cannot be read (on other systems), stored records are counted in whole pages. The journal of the
+file system and what the drive itself writes more are not known here.
 
 The counts of a process go to the store with its publications, so all processes of a store add to one record.
 """
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,22 +27,28 @@ WRITTEN = "written"
 """The key of the record in `meta`."""
 _HOUR_S = 3600
 _HOURS = 24
+_KEPT_HOURS = 2 * (_HOURS + 1)
+"""Hours in the record. More than count, as some may be those of a clock that was wrong."""
 _IO = Path("/proc/thread-self/io")
 
 
 class WrittenBytes(msgspec.Struct, kw_only=True):
-    """Bytes that were written: all of them, and those of the last hours by the number of the hour since the epoch.
-    `budget_bytes` is `--kv-cache-write-budget` of the last daemon, 0 for none."""
+    """Bytes that were written: all of them, and those of the last hours by the number of the hour since the epoch, in
+    the order in which they began. `budget_bytes` is `--kv-cache-write-budget` of the last daemon, 0 for none.
+    `recorder` is the process that added to the record last, and `recorded_bytes` what it has added in all."""
 
     total: int = 0
     hours: dict[int, int] = msgspec.field(default_factory=dict)
     budget_bytes: int = 0
+    recorder: str = ""
+    recorded_bytes: int = 0
 
     def add(self, num_bytes: int, now: float) -> None:
         hour = int(now // _HOUR_S)
         self.total += num_bytes
-        self.hours = {at: n for at, n in self.hours.items() if abs(at - hour) <= _HOURS}
         self.hours[hour] = self.hours.get(hour, 0) + num_bytes
+        # Not by the clock: if it is wrong once, nothing may be forgotten.
+        self.hours = dict(list(self.hours.items())[-_KEPT_HOURS:])
 
     def last_day(self, now: float) -> int:
         """Returns the bytes of the last 24 hours and of the beginning of the hour before them, so that no 24 hours have
@@ -63,42 +71,52 @@ def encode_written(written: WrittenBytes) -> bytes:
 
 
 class WriteMeter:
-    """The bytes that this process has written and not recorded yet (`waiting_bytes`). For any thread.
+    """The bytes that this process has written (`total_bytes`), and how many of them are known to be recorded
+    (`recorded_bytes`). For any thread.
 
     `budget_bytes`: see `WrittenBytes`; None in a tool, which has no budget of its own.
     """
 
     def __init__(self) -> None:
         self.budget_bytes: int | None = None
-        self.waiting_bytes = 0
+        self.total_bytes = self.recorded_bytes = 0
+        self._name = secrets.token_hex(8)
         self._lock = threading.Lock()
 
     def count(self, num_bytes: int) -> None:
         with self._lock:
-            self.waiting_bytes += num_bytes
+            self.total_bytes += num_bytes
 
     @contextmanager
     def measured(self, otherwise: Callable[[], int] = lambda: 0) -> Iterator[None]:
-        """Counts what this thread writes inside the block. If the kernel counts nothing, counts what `otherwise`
-        returns at the end."""
-        before = _written_by_thread()
+        """Counts what this thread writes inside the block. If what the kernel counts cannot be read, counts what
+        `otherwise` returns at the end, unless the block fails."""
+        before, if_unread = _written_by_thread(), 0
         try:
             yield
+            if_unread = otherwise()
         finally:
-            self.count(_written_by_thread() - before or otherwise())
+            after = _written_by_thread()
+            self.count(if_unread if before is None or after is None else after - before)
 
-    def added_to(self, written: WrittenBytes, waiting_bytes: int, now: float) -> WrittenBytes:
-        """Adds to a store's record what waits to be recorded, and the budget. Returns the record."""
-        written.add(waiting_bytes, now)
+    def added_to(self, written: WrittenBytes, now: float) -> WrittenBytes:
+        """Adds to a store's record what it lacks of this process, and the budget. Returns the record."""
+        known = self.recorded_bytes
+        if written.recorder == self._name:
+            # It may be committed, and not known here yet.
+            known = max(known, written.recorded_bytes)
+        in_all = max(known, self.total_bytes)
+        written.add(in_all - known, now)
+        written.recorder, written.recorded_bytes = self._name, in_all
         if self.budget_bytes is not None:
             written.budget_bytes = self.budget_bytes
         return written
 
 
-def _written_by_thread() -> int:
-    """Returns the bytes that this thread has written, as the kernel counts them; 0 where it does not."""
+def _written_by_thread() -> int | None:
+    """Returns the bytes that this thread has handed to the kernel, None where that cannot be read."""
     try:
         text = _IO.read_text()
     except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("write_bytes:")), 0)
+        return None
+    return next((int(line.split()[1]) for line in text.splitlines() if line.startswith("wchar:")), None)

@@ -70,6 +70,7 @@ STATS: dict[str, Any] = {
     "saved_bytes": 12,
     "dropped": 13,
     "unaffordable": 14,
+    "process_disk_written_bytes": 13,
     "disk_written_bytes": 15,
     "disk_written_last_day_bytes": 16,
     "write_budget_bytes": 17,
