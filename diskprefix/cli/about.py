@@ -39,8 +39,8 @@ def installed(package: str) -> str | None:
 
 def _kernels() -> str:
     if not build.LIBRARY.exists():
-        return "not compiled (torch's are used)"
-    return "compiled" if build.is_current() else "compiled for another version (torch's are used)"
+        return "not compiled: models are exact on the grid only"
+    return "compiled" if build.is_current() else "compiled for another version: models are exact on the grid only"
 
 
 SHELLS = ("bash", "zsh", "fish")

@@ -172,7 +172,7 @@ def _table(variant: str | None) -> tuple[ctypes.CDLL, _Table]:
     if not build.LIBRARY.exists():
         raise Unavailable("the operators were not compiled when diskprefix was installed")
     if not build.is_current():
-        raise Unavailable("the operators are not of this version, and torch's are slower; install diskprefix again")
+        raise Unavailable("the operators are not of this version; install diskprefix again")
     try:
         library = ctypes.CDLL(str(build.LIBRARY))
     except OSError as error:

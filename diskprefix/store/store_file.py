@@ -72,7 +72,7 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
         check_folder(path)
     else:
         make_folder(path)
-    lock = FolderLock(path, _LOCK_PATIENCE_S, create=not read_only)
+    lock, env = FolderLock(path, _LOCK_PATIENCE_S, create=not read_only), None
     try:
         with file_errors(path):
             is_alone = not read_only and lock.try_exclusive()
@@ -85,11 +85,13 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
             env = Environment(path, budget_bytes=budget_bytes, read_only=read_only, max_databases=len(DATABASES))
             if not read_only:
                 _make_durable(path / DATA, may_write=is_alone)
-            if not read_only:
                 # LMDB syncs what is in a new file, but not its name. Without it, a power failure loses the file.
                 sync(path)
             lock.share()
     except BaseException:
+        if env is not None:
+            # Otherwise the folder cannot be opened for reading either.
+            env.close()
         lock.close()
         raise
     return env, lock

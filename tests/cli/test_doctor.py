@@ -114,7 +114,8 @@ def test_a_cpu_without_vectors_is_told(monkeypatch: pytest.MonkeyPatch, cpu: str
 
 
 @pytest.mark.parametrize(
-    ("names", "kernels", "level"), [("native (amx)", "auto", "ok"), ("torch", "torch", "ok"), ("torch", "auto", "note")]
+    ("names", "kernels", "level"),
+    [("native (amx)", "auto", "ok"), ("torch", "torch", "note"), ("torch", "auto", "note")],
 )
 def test_kernels_that_could_be_faster_are_told(
     monkeypatch: pytest.MonkeyPatch, names: str, kernels: str, level: str

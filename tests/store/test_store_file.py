@@ -1,7 +1,9 @@
-"""A store remembers the namespace key that seeds its names."""
+"""A store remembers the namespace key that seeds its names, and is read where it cannot be written."""
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,19 @@ def test_commands_need_no_key(tmp_path: Path) -> None:
     tool = Store(tmp_path, read_only=True)
     assert tool.secret == A.names_seed
     tool.close()
+
+
+def test_a_store_that_the_disk_does_not_make_durable_is_read_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(tmp_path, None).close()
+
+    def failing(_fd: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", failing)
+    store = opened(tmp_path, None)
+    assert store.problem is not None
+    with store.snapshot() as snapshot:
+        assert snapshot.counts()["entries"] == 0
+    store.close()

@@ -86,10 +86,9 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     except Unavailable as error:
         yield Finding("kernels", "problem", str(error), "give another --kernels")
         return
-    is_native = names.startswith("native") or settings.kernels == "torch"
-    advice = (
-        "" if is_native else "install a C++ compiler, then diskprefix again, to be exact at every token, and faster"
-    )
+    is_native = names.startswith("native")
+    cure = "leave --kernels out" if settings.kernels == "torch" else "install a C++ compiler, then diskprefix again"
+    advice = "" if is_native else f"{cure}, to be exact at every token, and faster"
     yield Finding("kernels", "ok" if is_native else "note", f"computed by {names}", advice)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(_ROWS, _INNER, generator=generator).to(torch.bfloat16)

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_verdicts = Memo("invariance", version=5, max_records=64)
+_verdicts = Memo("invariance", version=6, max_records=64)
 
 # fmt: off
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum"})
