@@ -314,8 +314,8 @@ class Settings:
     )
     kv_cache_encryption_key_file: Path | None = _cache(
         None,
-        "A file of exactly 32 random bytes. What the store writes is encrypted with it. Another key needs another "
-        "--kv-cache-dir.",
+        "A file of exactly 32 random bytes. What is written to the store and the bucket is encrypted with it. Another "
+        "key needs another --kv-cache-dir.",
         kind="file",
         unset="the store is not encrypted",
     )

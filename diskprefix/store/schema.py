@@ -26,7 +26,7 @@ GROUP_BYTES = 8
 FORMAT, NAMES, ENCRYPTION = "format", "names", "encryption"
 """Keys of the database `meta`."""
 SEAL_BYTES = 36
-"""Bytes that encryption adds to a value; see `sealed_records`."""
+"""Bytes that encryption adds to a value; see `sealed_values`."""
 MODEL_MARK = b"model "
 FORMAT_VERSION = 8
 MAX_PREFILL_S = 1e6

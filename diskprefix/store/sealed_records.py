@@ -1,15 +1,8 @@
-"""Sealed records: AES-256-GCM for values, AES for names. The only module that imports cryptography.
+"""Sealed records: AES-256-GCM for values (see `sealed_values`), AES for names.
 
 **Keys.** HKDF-SHA-256 (RFC 5869) derives the keys of a store from the 32 bytes of the key file and a random salt of the
 store. So several stores may have one key file: a record of one does not open in another. The store remembers its salt
 and a check value, which tell a wrong key from damage and reveal nothing of the right one.
-
-**Nonces.** GCM fails if one key seals two values with one nonce, and random nonces of 96 bits bound a key to 2³²
-values (NIST SP 800-38D, 8.3). So each write transaction derives a key of its own from 16 random bytes, and counts its
-values from 0: the deterministic nonce of 8.2.1, with one device for each key and at most 2³² values. Nothing is
-remembered between transactions. So a crash, several processes, a fork and a restored backup cannot repeat a nonce, only
-two equal draws of 16 bytes could: expected after 2⁶⁴ transactions. A virtual machine that is resumed twice from one
-snapshot needs a kernel that draws new random numbers then (Linux 5.18).
 
 **Names.** A value is sealed with its database and key as associated data, so it opens nowhere else. The key of a node
 names its tenant, model, layout and tokens. An older value of the same key opens: for a node, that is the same state.
@@ -22,38 +15,24 @@ and sizes, times and counts, but no token.
 from __future__ import annotations
 
 import os
-import struct
 import threading
 from collections.abc import Callable
-from functools import lru_cache
 from hmac import compare_digest
 
 import numpy as np
-from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CBC, ECB
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from diskprefix.store.schema import ENCRYPTION, FORMAT, FORMAT_VERSION, MODEL_MARK, SEAL_BYTES
+from diskprefix.store.sealed_values import SALT_BYTES, SealedValues, derived
 from diskprefix.tokens import HASH_BYTES, ID_BYTES
 
-_KEY_BYTES = 32
-_SALT_BYTES = 16
-_PREFIX_BYTES = SEAL_BYTES - 16
-"""Before the sealed bytes: the random bytes of the transaction, and the number of the value. GCM's tag is behind."""
 _CHECK_BYTES = 16
-_COUNT = struct.Struct(">I")
-MOST_VALUES = 1 << 32
-"""The most values of one transaction: the counter has 32 bits."""
-_NONCE_START = bytes(8)
 _UNSEALED = frozenset({("meta", ENCRYPTION.encode()), ("meta", FORMAT.encode())})
 """What is read before the key is known."""
 _PLAIN_DATABASES = frozenset({"usage"})
 """Sizes, times and counts, which eviction reads all at once."""
-_SUBKEYS = 4096
 _BOTH_ENDS = 2 * HASH_BYTES
 """A longer key has a name, or the hash of a note's id, at its end too."""
 
@@ -64,21 +43,21 @@ class SealedRecords:
     def __init__(self, secret: bytes, salt: bytes) -> None:
         info = b"diskprefix store %d " % FORMAT_VERSION
         names, codes, values, check = (
-            _derived(secret, salt, info + what) for what in (b"names", b"codes", b"values", b"check")
+            derived(secret, salt, info + what) for what in (b"names", b"codes", b"values", b"check")
         )
         self.remembered = salt + check[:_CHECK_BYTES]
         self._names, self._codes = AES256(names), AES256(codes)
-        self._subkey = lru_cache(_SUBKEYS)(lambda drawn: AESGCM(_derived(values, drawn, info + b"transaction")))
+        self._values = SealedValues(values, info + b"transaction")
         self._local = _Local()
 
     @classmethod
     def new(cls, secret: bytes) -> SealedRecords:
-        return cls(secret, os.urandom(_SALT_BYTES))
+        return cls(secret, os.urandom(SALT_BYTES))
 
     @classmethod
     def open(cls, secret: bytes, remembered: bytes) -> SealedRecords | None:
         """Returns the form of a store that remembers this of its key; None if the key is another."""
-        form = cls(secret, remembered[:_SALT_BYTES])
+        form = cls(secret, remembered[:SALT_BYTES])
         return form if compare_digest(form.remembered, remembered) else None
 
     def stored_key(self, database: str, key: bytes) -> bytes:
@@ -106,8 +85,15 @@ class SealedRecords:
             end = end[:8] + bytes(a ^ b for a, b in zip(end[8:], pad, strict=False))
         return mark + first + end
 
-    def sealer(self) -> _Sealer:
-        return _Sealer(self)
+    def sealer(self) -> Callable[[str, bytes, bytes | bytearray], bytes | bytearray]:
+        seal = self._values.sealer()
+
+        def sealed(database: str, key: bytes, value: bytes | bytearray) -> bytes | bytearray:
+            if database in _PLAIN_DATABASES or (database, key) in _UNSEALED or (not value and database == "children"):
+                return value
+            return seal(_associated(database, key), value)
+
+        return sealed
 
     def opened(self, database: str, key: bytes, stored: memoryview | bytes) -> memoryview | bytes:
         if database in _PLAIN_DATABASES or (database, key) in _UNSEALED:
@@ -117,17 +103,7 @@ class SealedRecords:
         # A piece is decoded at once, so the memory is used again: new memory costs more than to decrypt into it.
         size = len(stored) - SEAL_BYTES
         out = self._local.buffer(size) if database == "payloads" else memoryview(bytearray(size))
-        view = memoryview(stored)
-        try:
-            self._subkey(bytes(view[:_SALT_BYTES])).decrypt_into(
-                _NONCE_START + bytes(view[_SALT_BYTES:_PREFIX_BYTES]),
-                view[_PREFIX_BYTES:],
-                _associated(database, key),
-                out,
-            )
-        except InvalidTag:
-            return b""
-        return out
+        return out if self._values.opens(_associated(database, key), memoryview(stored), out) else b""
 
     def codes(self, beginning: bytes, token_ids: bytes) -> bytes:
         blocks = np.zeros((len(token_ids) // ID_BYTES, HASH_BYTES), np.uint8)
@@ -136,29 +112,6 @@ class SealedRecords:
         start = self._local.permutations(self._names)[False](beginning)
         chained = Cipher(self._codes, CBC(start)).encryptor().update(blocks.tobytes())
         return np.frombuffer(chained, np.uint8).reshape(-1, HASH_BYTES)[:, :ID_BYTES].tobytes()
-
-
-class _Sealer:
-    """Seals the values of one write transaction, with a key of its own. Used by one thread."""
-
-    def __init__(self, form: SealedRecords) -> None:
-        self._form = form
-        self._count = MOST_VALUES
-
-    def __call__(self, database: str, key: bytes, value: bytes | bytearray) -> bytes | bytearray:
-        if database in _PLAIN_DATABASES or (database, key) in _UNSEALED or (not value and database == "children"):
-            return value
-        if self._count >= MOST_VALUES:
-            self._salt, self._count = os.urandom(_SALT_BYTES), 0
-            self._aead = self._form._subkey(self._salt)
-        count = _COUNT.pack(self._count)
-        self._count += 1
-        sealed = bytearray(len(value) + SEAL_BYTES)
-        sealed[:_PREFIX_BYTES] = self._salt + count
-        self._aead.encrypt_into(
-            _NONCE_START + count, value, _associated(database, key), memoryview(sealed)[_PREFIX_BYTES:]
-        )
-        return sealed
 
 
 class _Local(threading.local):
@@ -178,11 +131,6 @@ class _Local(threading.local):
             cipher = Cipher(names, ECB())
             self._permutations = cipher.encryptor().update, cipher.decryptor().update
         return self._permutations
-
-
-def _derived(secret: bytes, salt: bytes, info: bytes) -> bytes:
-    derived: bytes = HKDF(SHA256(), _KEY_BYTES, salt, info).derive(secret)
-    return derived
 
 
 def _associated(database: str, key: bytes) -> bytes:

@@ -10,10 +10,8 @@ import lmdb
 import numpy as np
 import pytest
 
-from diskprefix import hooks
 from diskprefix.errors import CacheError, SettingsError, StoreCorrupt, StoreUnavailable
-from diskprefix.settings import Settings
-from diskprefix.store import sealed_records
+from diskprefix.store import sealed_records, sealed_values
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.note_record import NoteKind, NoteTimes, encode_note, note_key
@@ -157,7 +155,7 @@ def test_another_key_is_refused_and_changes_nothing(
 
 
 def test_no_key_and_nonce_come_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealed_records, "MOST_VALUES", 7)
+    monkeypatch.setattr(sealed_values, "MOST_VALUES", 7)
     for seed in range(4):
         store = encrypted(tmp_path)
         saved(store, seed)
@@ -203,9 +201,3 @@ def test_an_unfit_key_file_is_refused(content: bytes, mode: int, message: str, t
     file.write_bytes(KEY.secret)
     file.chmod(0o600)
     assert EncryptionKey.read(file) == KEY
-
-
-def test_a_bucket_which_is_not_encrypted_is_refused() -> None:
-    paths = {"kv_cache_encryption_key_file": Path("key"), "namespace_key_file": Path("names")}
-    with pytest.raises(SettingsError, match="does not go with --remote-tier"):
-        hooks.open_tier(Settings(remote_tier="file:///bucket", **paths))  # type: ignore[arg-type]

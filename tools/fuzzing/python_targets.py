@@ -32,6 +32,7 @@ from diskprefix.extras.catalogue.models_file import read_models_file
 from diskprefix.extras.exchange.entry_file import EntryReader
 from diskprefix.extras.exchange.exchange import verify_payloads
 from diskprefix.extras.infill.infill import Infill
+from diskprefix.extras.remote.bucket_key import BucketKey
 from diskprefix.extras.remote.bundle import BundleSlot, Header, encode_bundle, slot_nodes, slot_path
 from diskprefix.extras.remote.objects import Got
 from diskprefix.extras.remote.reading import read_bundle
@@ -152,7 +153,7 @@ def _entry_files(folder: Path) -> Iterable[bytes]:
         store.close()
 
 
-_KEY = NamespaceKey.of(b"the key of the fuzzed bucket")
+_KEY = BucketKey(NamespaceKey.of(b"the key of the fuzzed bucket"))
 _PROMPT = PromptNodes(7, b"r" * 16, prompt(1, 3 * BLOCK + 5), BLOCK, PayloadLayout.parse(layout_of(512, 64)))
 _SLOTS = (
     BundleSlot(0, 2),

@@ -109,7 +109,7 @@ def purge(
         if not dry_run:
             # Opened first: what is gone here can no longer be named there.
             if store.names.namespace:
-                bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file)
+                bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file, kv_cache_encryption_key_file)
             if plan and not yes and not _confirmed(plan, remote_tier if bucket else None):
                 click.echo("nothing was purged", err=True)
                 return 1
@@ -127,7 +127,10 @@ def purge(
 
 
 def _bucket(
-    purge_filter: PurgeFilter, remote_tier: str | None, namespace_key_file: Path | None
+    purge_filter: PurgeFilter,
+    remote_tier: str | None,
+    namespace_key_file: Path | None,
+    encryption_key_file: Path | None,
 ) -> tuple[Bucket | None, str | None]:
     """Returns the opened bucket, or why nothing is removed from it."""
     if purge_filter.older_than_s is not None:
@@ -136,7 +139,7 @@ def _bucket(
         return None, "others share it: use `diskprefix remote purge`"
     if remote_tier is None or namespace_key_file is None:
         return None, "give it with --remote-tier and --namespace-key-file, or use `diskprefix remote purge`"
-    return hooks.open_bucket(remote_tier, namespace_key_file), None
+    return hooks.open_bucket(remote_tier, namespace_key_file, encryption_key_file), None
 
 
 def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> None:

@@ -1,7 +1,8 @@
 """Signing of objects, and the checks before anything of them is used.
 
 Whoever can write to the bucket could plant state that steers answers, so a checksum is not enough. Each object carries
-a MAC over its own path and over keyed digests of all parts. Only the machines of one namespace have the key.
+a MAC over its own path and over keyed digests of all parts, as they are written. Only the machines of one namespace
+have the key.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import struct
 from typing import Literal, TypeAlias
 
 from diskprefix.errors import CacheError
-from diskprefix.namespace_key import NamespaceKey
+from diskprefix.extras.remote.bucket_key import BucketKey
 
 RefusalReason: TypeAlias = Literal["truncated", "foreign", "mac", "replayed", "damaged", "mismatch", "oversized"]
 
@@ -35,9 +36,10 @@ class ObjectRefused(CacheError):
         self.reason: RefusalReason = reason
 
 
-def sealed(key: NamespaceKey, path: str, content: bytes) -> bytes:
-    """Returns `content` signed for the object at `path`. Raises `ObjectRefused` if it is larger than readers accept."""
-    signed = path.encode() + content
+def sealed(key: BucketKey, path: str, content: bytes) -> bytes:
+    """Returns `content` in the key's form, signed for the object at `path`. Raises `ObjectRefused` if it is larger than
+    readers accept."""
+    signed = path.encode() + key.sealer()(path.encode(), content)
     if len(signed) > MOST_SIGNED_BYTES:
         raise ObjectRefused("oversized", f"{path} would have a header of {len(signed)} bytes")
     mac = _mac(key, len(path), signed)
@@ -50,7 +52,7 @@ def sealed_bytes(beginning: bytes | memoryview) -> int:
     return SEAL_BYTES + _preamble(beginning)[1]
 
 
-def unsealed(key: NamespaceKey, path: str, data: bytes | memoryview) -> bytes:
+def unsealed(key: BucketKey, path: str, data: bytes | memoryview) -> bytes:
     """Returns the signed content of the object at `path`. `data` may be longer. Raises `ObjectRefused`."""
     path_bytes, num_signed, namespace, mac = _preamble(data)
     signed = bytes(data[SEAL_BYTES : SEAL_BYTES + num_signed])
@@ -62,10 +64,12 @@ def unsealed(key: NamespaceKey, path: str, data: bytes | memoryview) -> bytes:
         raise ObjectRefused("mac", "its MAC is wrong")
     if signed[:path_bytes] != path.encode():
         raise ObjectRefused("replayed", f"it was written as {signed[:path_bytes].decode(errors='replace')}")
-    return signed[path_bytes:]
+    if (content := key.opened(path.encode(), signed[path_bytes:])) is None:
+        raise ObjectRefused("damaged", "its header cannot be decrypted")
+    return bytes(content)
 
 
-def piece_digest(key: NamespaceKey, name: bytes, index: int, stored: bytes | bytearray | memoryview) -> bytes:
+def piece_digest(key: BucketKey, name: bytes, index: int, stored: bytes | bytearray | memoryview) -> bytes:
     """Returns the keyed digest of a piece of the node `name`. It verifies without the rest of the object."""
     digest = hashlib.blake2b(key=key.mac_key, digest_size=DIGEST_BYTES, person=b"dpx piece")
     digest.update(name + struct.pack("<I", index))
@@ -73,10 +77,18 @@ def piece_digest(key: NamespaceKey, name: bytes, index: int, stored: bytes | byt
     return digest.digest()
 
 
-def require_piece(key: NamespaceKey, name: bytes, index: int, stored: memoryview, digest: bytes) -> None:
-    """Raises `ObjectRefused` unless the piece has this digest."""
-    if not hmac.compare_digest(piece_digest(key, name, index, stored), digest):
+def piece_place(path: str, name: bytes, index: int) -> bytes:
+    """Returns what names a piece to the form of the key."""
+    return path.encode() + b"\0" + name + struct.pack("<I", index)
+
+
+def opened_piece(key: BucketKey, path: str, name: bytes, index: int, stored: memoryview, digest: bytes) -> memoryview:
+    """Returns a piece of the object at `path` as it was encoded. Raises `ObjectRefused` unless it has this digest."""
+    is_signed = hmac.compare_digest(piece_digest(key, name, index, stored), digest)
+    piece = key.opened(piece_place(path, name, index), stored) if is_signed else None
+    if piece is None:
         raise ObjectRefused("damaged", f"piece {index} of node {name.hex()} is not the one that was signed")
+    return memoryview(piece)
 
 
 def _preamble(data: bytes | memoryview) -> tuple[int, int, bytes, bytes]:
@@ -88,7 +100,7 @@ def _preamble(data: bytes | memoryview) -> tuple[int, int, bytes, bytes]:
     return path_bytes, num_signed, namespace, mac
 
 
-def _mac(key: NamespaceKey, path_bytes: int, signed: bytes) -> bytes:
+def _mac(key: BucketKey, path_bytes: int, signed: bytes) -> bytes:
     mac = hashlib.blake2b(key=key.mac_key, digest_size=32, person=b"dpx object")
     mac.update(struct.pack("<HHI", _VERSION, path_bytes, len(signed)))
     mac.update(signed)

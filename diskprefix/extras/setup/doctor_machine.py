@@ -19,7 +19,7 @@ from typing import Literal, TypeAlias
 
 from diskprefix.cli.about import installed
 from diskprefix.cli.tooling import existing_folder
-from diskprefix.errors import CacheError, SettingsError
+from diskprefix.errors import CacheError, SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 from diskprefix.store.encryption import EncryptionKey
@@ -161,12 +161,10 @@ def store_findings(settings: Settings) -> Iterator[Finding]:
         try:
             store = Store(folder, read_only=True, key=EncryptionKey.read(settings.kv_cache_encryption_key_file))
         except (CacheError, SettingsError) as error:
-            yield Finding(
-                "store",
-                "problem",
-                error.message,
-                "move the file away, or let `diskprefix serve` move it aside and begin an empty store",
-            )
+            # Others say what to do: a store whose key is missing must stay where it is.
+            is_damaged = isinstance(error, StoreCorrupt | StoreFormatError)
+            advice = "move the file away, or let `diskprefix serve` move it aside and begin an empty store"
+            yield Finding("store", "problem", error.message, advice if is_damaged else "")
             return
         try:
             with store.snapshot() as snapshot:
