@@ -185,20 +185,29 @@ class PromptRenderer:
                 begin = last
         return [piece for piece in (*pieces, template[begin:]) if piece != ""]
 
-    def plain(self, text: str, *, param: str) -> list[int]:
-        """Returns the token ids of a text behind a special token, in which special tokens are nothing but text. Raises
-        as `completion`."""
-        token_ids: list[int] = self._plain_encoder.encode(text, param=param).token_ids.tolist()
+    def plain(self, text: str, *, param: str, is_first: bool) -> list[int]:
+        """Returns the token ids of a text in which special tokens are nothing but text. A text that is not the first of
+        its prompt stands behind a special token. Raises as `completion`."""
+        encoder = self._first_plain_encoder if is_first else self._later_plain_encoder
+        token_ids: list[int] = encoder.encode(text, param=param).token_ids.tolist()
         return token_ids
 
     @cached_property
-    def _plain_encoder(self) -> Encoder:
-        tokenizer = deepcopy(self._tokenizer)
-        tokenizer.split_special_tokens = True
-        # SentencePiece's blank in front of a text, which the file of a tokenizer may ask for.
+    def _first_plain_encoder(self) -> Encoder:
+        return self._make_encoder(self._splitting_tokenizer())
+
+    @cached_property
+    def _later_plain_encoder(self) -> Encoder:
+        tokenizer = self._splitting_tokenizer()
+        # SentencePiece's blank in front of a prompt, which the file of a tokenizer may ask for.
         as_file = tokenizer.backend_tokenizer.to_str().replace('"prepend_scheme":"first"', '"prepend_scheme":"never"')
         tokenizer._tokenizer = tokenizer.backend_tokenizer.from_str(as_file)
         return self._make_encoder(tokenizer)
+
+    def _splitting_tokenizer(self) -> PreTrainedTokenizerFast:
+        tokenizer = deepcopy(self._tokenizer)
+        tokenizer.split_special_tokens = True
+        return tokenizer
 
     def tokenize(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Returns the token ids of any text, however long."""

@@ -82,13 +82,13 @@ def test_a_part_of_a_text_is_not_its_beginning() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["first", "always", "never"])
-def test_a_text_behind_a_special_token_is_not_the_beginning_of_a_text(scheme: Any) -> None:
+@pytest.mark.parametrize("text", ["<:>abc abc<:> abc<>c", "abc<:>abc"])
+def test_only_the_first_text_of_a_prompt_is_the_beginning_of_a_text(scheme: Any, text: str) -> None:
     tokenizer = made_up(token("<:>"), token("<>"), pre_tokenizer=pre_tokenizers.Metaspace(prepend_scheme=scheme))
     renderer = PromptRenderer(tokenizer, vocab_size=len(tokenizer), max_positions=1000)
-    text = "<:>abc abc<:> abc<>c"
     found = list[int]()
     for piece in renderer.pieces(text):
-        found += [piece] if isinstance(piece, int) else renderer.plain(piece, param="query")
+        found += [piece] if isinstance(piece, int) else renderer.plain(piece, param="query", is_first=not found)
     assert found == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -108,7 +109,7 @@ class Place:
 
 PATCH = """\
 from diskprefix.extras.clients import launch_command, launched_daemon
-launched_daemon.SERVE, launched_daemon.USUAL_PORT = (sys.executable, "-S", "{}"), 0
+launched_daemon.SERVE = (sys.executable, "-S", "{}")
 launch_command.answers = lambda url: False
 """
 
@@ -119,14 +120,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setenv("HOME", str(made.home))
     monkeypatch.setenv("PATH", f"{made.bin}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("RECORDS", str(made.records))
-    unset = ("XDG_CONFIG_HOME", "DISKPREFIX_URL", "DISKPREFIX_PORT", "DISKPREFIX_MODEL", "AGENT_DOES")
+    unset = ("XDG_CONFIG_HOME", "DISKPREFIX_URL", "DISKPREFIX_MODEL", "AGENT_DOES")
     for name in (*unset, "http_proxy", "HTTP_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(launched_daemon, "SERVE", (sys.executable, "-S", str(made.bin / "serve.py")))
     # One that runs on this machine is not for the test.
     monkeypatch.setattr(launch_command, "answers", lambda _url: False)
-    monkeypatch.setattr(launched_daemon, "USUAL_PORT", 0)
+    monkeypatch.setenv("DISKPREFIX_PORT", "0")
     yield made
     if made.is_daemon_alive():
         # A test has failed.
@@ -264,7 +265,7 @@ def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(
     monkeypatch.setattr(launch_command, "answers", lambda _url: True)
     stopping = Answer(200, b'{"status": "stopping"}')
     monkeypatch.setattr(launch_command, "running_daemon", lambda _url, _key: lambda *_: stopping)
-    run("launch", "pi").assert_refused(1, "127.0.0.1:8642 serves no requests: its status is stopping")
+    run("launch", "pi").assert_refused(1, "127.0.0.1:0 serves no requests: its status is stopping")
     (place.bin / "cline").unlink()
     run("launch", "cline", "--url", url).assert_refused(2, "Cline is not installed", "install it: npm install -g cline")
     listed = run("launch").stdout.splitlines()
@@ -378,6 +379,15 @@ def test_a_signal_is_for_the_agent_and_the_daemon_ends_after_it(
     assert not place.is_daemon_alive()
 
 
+def test_a_daemon_is_started_where_one_is_looked_for(run: Run, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("DISKPREFIX_PORT", str(port))
+    assert run("launch", "goose", "--model", "m").exit_code == 0
+    assert f"--port {port} " in place.served()[0]
+
+
 def test_an_interrupted_start_ends_the_daemon(place: Place) -> None:
     process = place.again("qwen", "--model", "slow")
     wait_for(place.is_daemon_alive)
@@ -392,14 +402,14 @@ def test_an_interrupted_start_ends_the_daemon(place: Place) -> None:
 def test_a_daemon_whose_launch_was_killed_is_ended_by_the_next_or_by_restoring(run: Run, place: Place) -> None:
     shared = launched_daemon.LaunchedDaemon(folder=place.launches)
     with shared.mutex():
-        process = shared.start(["--model", "m"])
+        process = shared.start(0, ["--model", "m"])
     address = shared.url()
     assert address is not None
     assert launched_daemon.answers(address)
     assert run("launch", "goose", "--model", "m").exit_code == 0
     assert process.wait() == -signal.SIGTERM
     with shared.mutex():
-        process = shared.start(["--model", "m"])
+        process = shared.start(0, ["--model", "m"])
     assert run("launch", "--restore").exit_code == 0
     assert process.wait() == -signal.SIGTERM
     assert not place.is_daemon_alive()
@@ -419,10 +429,10 @@ def test_a_start_that_is_cut_off_leaves_no_daemon_or_one_that_is_found(
     with monkeypatch.context() as patched, shared.mutex():
         patched.setattr(os, "pwrite", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            shared.start([])
+            shared.start(0, [])
     assert not place.is_daemon_alive()
     with shared.mutex():
-        process = shared.start([])
+        process = shared.start(0, [])
     file = place.launches / "daemon.json"
     file.write_text(json.dumps({"port": json.loads(file.read_text())["port"]}))
     assert run("launch", "goose").exit_code == 0

@@ -101,7 +101,7 @@ def launch(
             found = others
             if found is None:
                 flags = [] if shared.url() else ["--policy", "agent", *flags_of_model(model)]
-                found = stack.enter_context(shared.used(flags))
+                found = stack.enter_context(shared.used(urlsplit(url).port or 0, flags))
         try:
             choice = ask_served(running_daemon(found, api_key), found, model, api_key)
         except NotReady as error:

@@ -26,11 +26,9 @@ from diskprefix.errors import DiskPrefixError, NotReady
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
 from diskprefix.server.process.local_user import is_of_this_user
-from diskprefix.settings import Settings
 
 SERVE = (sys.executable, "-P", "-m", "diskprefix", "serve")
 """Without -P, Python would run a `diskprefix` of the current folder."""
-USUAL_PORT = Settings().port
 _POLL_S = 0.05
 
 
@@ -79,12 +77,12 @@ class LaunchedDaemon:
         return f"http://127.0.0.1:{json.loads(text)['port']}" if text else None
 
     @contextmanager
-    def used(self, flags: Sequence[str]) -> Iterator[str]:
-        """Yields the address of the daemon, which is started with `flags` if none lives. At the end the daemon ends,
+    def used(self, port: int, flags: Sequence[str]) -> Iterator[str]:
+        """Yields the address of the daemon, which is started as by `start` if none lives. At the end the daemon ends,
         unless another launch uses it. Raises `NotReady` if it does not start. The caller holds `mutex` at the entry,
         and no more at the end."""
         url = self.url()
-        process = None if url else self.start(flags)
+        process = None if url else self.start(port, flags)
         try:
             with locked(self.folder / "daemon.users", fcntl.LOCK_SH):
                 yield url or str(self.url())
@@ -111,9 +109,10 @@ class LaunchedDaemon:
         except BlockingIOError:
             return True
 
-    def start(self, flags: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Starts the daemon, and returns when it answers. Raises `NotReady` if it ends. The caller holds `mutex`."""
-        port = _free_port()
+    def start(self, port: int, flags: Sequence[str]) -> subprocess.Popen[bytes]:
+        """Starts the daemon at `port`, or at another one if that is in use, and returns when it answers. Raises
+        `NotReady` if it ends. The caller holds `mutex`."""
+        port = _free_port(port)
         call = running_daemon(f"http://127.0.0.1:{port}", None)
         process: subprocess.Popen[bytes] | None = None
         try:
@@ -164,9 +163,9 @@ def answers(url: str) -> bool:
     return False
 
 
-def _free_port() -> int:
+def _free_port(usual: int) -> int:
     """Returns the usual port if it is free, else another."""
-    for port in (USUAL_PORT, 0):
+    for port in (usual, 0):
         with socket.socket() as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))

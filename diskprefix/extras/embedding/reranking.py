@@ -123,7 +123,7 @@ def _writer(renderer: PromptRenderer, template: str, query: str) -> Callable[[st
         elif "{document}" in piece:
             parts.append(piece)
         else:
-            parts.append(renderer.plain(piece.replace("{query}", query), param="query"))
+            parts.append(renderer.plain(piece.replace("{query}", query), param="query", is_first=not parts))
 
     def write(document: str, path: str) -> Prompt:
         token_ids: list[int] = []
@@ -131,7 +131,7 @@ def _writer(renderer: PromptRenderer, template: str, query: str) -> Callable[[st
             if isinstance(part, str):
                 # In one pass: a query may contain the text of a placeholder.
                 filled = document.join(text.replace("{query}", query) for text in part.split("{document}"))
-                token_ids += renderer.plain(filled, param=path)
+                token_ids += renderer.plain(filled, param=path, is_first=not token_ids)
             else:
                 token_ids += part
         return renderer.completion(token_ids, param=path)
