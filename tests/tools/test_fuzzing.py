@@ -83,6 +83,18 @@ def test_a_mutant_changes_one_place_that_is_there() -> None:
         assert mutant.target in NATIVE
 
 
+def test_a_mutant_that_does_not_run_or_is_not_there_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "compiled", lambda *_, **_options: tmp_path)
+    early = running.Outcome("pack", "C++", 0, 0, 0, 0, finding="it ended early: no library")
+    monkeypatch.setattr(running, "run", lambda *_: early)
+    with pytest.raises(running.CannotFuzz, match="no library"):
+        mutants.tried(["pack"], tmp_path)
+    with pytest.raises(running.CannotFuzz, match="no mutant of layer"):
+        mutants.tried(["pack", "layer"], tmp_path)
+
+
 @thorough
 @pytest.mark.parametrize("name", [*NATIVE, *TARGETS])
 def test_a_minute_of_fuzzing_finds_nothing(name: str, tmp_path: Path) -> None:

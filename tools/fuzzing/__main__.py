@@ -70,7 +70,6 @@ def fuzzed(targets: list[Fuzzed], minutes: float, jobs: int, workspace: Path, pr
 @click.argument("names", nargs=-1, metavar="[TARGET]...")
 @click.option("--minutes", type=click.FloatRange(min=0.01), default=1.0, show_default=True, help="For each target.")
 @click.option("--jobs", type=click.IntRange(min=1), default=_JOBS, show_default=True, help="Targets side by side.")
-@click.option("--threads", is_flag=True, help="The operators under ThreadSanitizer, each part of a loop a thread.")
 @click.option("--mutants", "with_mutants", is_flag=True, help="Take checks away one by one; each must be found.")
 @click.option(
     "--input", "path", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Run one target on it once."
@@ -81,7 +80,6 @@ def main(
     names: tuple[str, ...],
     minutes: float,
     jobs: int,
-    threads: bool,
     with_mutants: bool,
     path: Path | None,
     keep: bool,
@@ -102,7 +100,7 @@ def main(
                 print_report({"mutants": rows}, as_json, show_mutants)
                 sys.exit(0 if all(row["finding"] for row in rows) else 1)
             with step(progress, "compiling"):
-                targets = running.targets(names, with_threads=threads)
+                targets = running.targets(names)
             if keep:
                 sizes = {target.name: corpus.keep(target.name, running.merged(target, workspace)) for target in targets}
                 print_report({"bytes": sizes}, True, show)

@@ -22,8 +22,7 @@ NATIVE = Path(__file__).resolve().parents[2] / "diskprefix/native"
 TARGETS = Path(__file__).parent / "targets"
 _COMPILERS = ("clang++", *(f"clang++-{version}" for version in range(24, 14, -1)))
 _FLAGS = ("-std=c++17", "-fPIC", "-ffp-contract=off", "-w", "-O1", "-gline-tables-only")
-SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
-THREADS = ("-fsanitize=thread",)
+_SANITIZED = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 _FUZZED = "-fsanitize=fuzzer-no-link"
 _FUZZER = "-fsanitize=fuzzer"
 _EMPTY = b'#include <cstdint>\nextern "C" int LLVMFuzzerTestOneInput(const uint8_t*, unsigned long) { return 0; }'
@@ -42,7 +41,7 @@ def clang() -> str:
     """Returns a clang that has libFuzzer and the sanitizers. Raises `CannotCompile`."""
     for name in _COMPILERS:
         if shutil.which(name):
-            command = [name, *SANITIZED, _FUZZER, "-x", "c++", "-", "-o", os.devnull]
+            command = [name, *_SANITIZED, _FUZZER, "-x", "c++", "-", "-o", os.devnull]
             if not subprocess.run(command, input=_EMPTY, capture_output=True, check=False).returncode:
                 return name
     raise CannotCompile("no clang with libFuzzer was found (on Debian: clang-19 and libclang-rt-19-dev)")
@@ -51,7 +50,6 @@ def clang() -> str:
 def compiled(
     cache: Path,
     *,
-    sanitizers: Sequence[str] = SANITIZED,
     native: Path = NATIVE,
     targets: Sequence[str] | None = None,
     variants: Sequence[str] | None = None,
@@ -61,8 +59,8 @@ def compiled(
     `native` holds the sources of the operators and their `build.py`. `variants` are those of the operators; all that
     the compiler has if there are none. Raises `CannotCompile`.
     """
-    flags = [*sanitizers, _FUZZED]
-    return build(cache, [clang()], flags, [*sanitizers, _FUZZER], native=native, targets=targets, variants=variants)
+    flags, link = [*_SANITIZED, _FUZZED], [*_SANITIZED, _FUZZER]
+    return build(cache, [clang()], flags, link, native=native, targets=targets, variants=variants)
 
 
 def build(

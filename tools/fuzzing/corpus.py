@@ -52,11 +52,6 @@ def keep(target: str, merged: Path) -> int:
     return archive_of(target).stat().st_size
 
 
-def add_found(target: str, name: str, content: bytes) -> None:
-    """Adds an input that fails, or once did, to the archive of a target."""
-    write_archive(target, {**inputs_of(target), f"{_FOUND}{name}": content})
-
-
 def write_archive(target: str, inputs: dict[str, bytes]) -> None:
     """Writes the archive of a target; the same inputs are the same bytes."""
     FOLDER.mkdir(exist_ok=True)

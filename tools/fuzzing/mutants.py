@@ -113,10 +113,13 @@ MUTANTS = (
 
 
 def tried(wanted: Sequence[str], workspace: Path) -> list[dict[str, Any]]:
-    """Compiles each mutant of the wanted targets, for the oldest CPU alone, and runs its target.
+    """Compiles each mutant of the wanted targets (of all without names), for the oldest CPU alone, and runs its target.
 
-    Returns a row for each, with what was found. Raises `CannotFuzz`.
+    Returns a row for each, with what was found. Raises `CannotFuzz`, also if a target ends without an input that fails.
     """
+    have = sorted({one.target for one in MUTANTS})
+    if unknown := sorted(set(wanted) - set(have)):
+        raise running.CannotFuzz(f"there is no mutant of {unknown[0]}; there are some of {', '.join(have)}")
     rows = []
     for number, mutant in enumerate(one for one in MUTANTS if not wanted or one.target in wanted):
         native = workspace / f"native-{number}"
@@ -133,6 +136,8 @@ def tried(wanted: Sequence[str], workspace: Path) -> list[dict[str, Any]]:
             raise running.CannotFuzz(str(error)) from error
         target = running.Fuzzed(mutant.target, "C++", (str(folder / mutant.target),), 256)
         outcome = running.run(target, _SECONDS, workspace / f"run-{number}")
+        if outcome.finding and not outcome.input:
+            raise running.CannotFuzz(f"the mutant of {mutant.target} does not run: {outcome.finding}")
         rows.append(
             {
                 "target": mutant.target,

@@ -70,10 +70,9 @@ Check = Callable[[bytes], None]
 
 @dataclass(frozen=True)
 class PythonTarget:
-    """`opened` returns the check of one input, which may write into the folder; `seeds` returns sound inputs. Atheris
-    looks at what is reached in `modules`; `words` are texts that inputs are made of."""
+    """`opened` returns the check of one input, which may write into the folder; `seeds` returns sound inputs, and
+    `words` texts that inputs are made of."""
 
-    modules: tuple[str, ...]
     opened: Callable[[Path], Check]
     seeds: Callable[[Path], Iterable[bytes]]
     words: Callable[[], Iterable[str]] = tuple
@@ -564,31 +563,16 @@ def _reply_words() -> Iterable[str]:
 
 
 TARGETS: dict[str, PythonTarget] = {
-    "bucket_object": PythonTarget(
-        ("diskprefix.extras.remote", "diskprefix.store.codec", "diskprefix.cache.tiers"), _bucket_object, _bundles
-    ),
-    "entry_file": PythonTarget(("diskprefix.extras.exchange", "diskprefix.store.pieces"), _entry_file, _entry_files),
-    "gguf": PythonTarget(
-        ("diskprefix.model.load",), _gguf, lambda folder: [write_sample(folder / "whole.gguf").read_bytes()]
-    ),
-    "models_toml": PythonTarget(
-        ("diskprefix.extras.catalogue", "diskprefix.cli"), partial(_toml, read_models_file), _models
-    ),
-    "policy_toml": PythonTarget(
-        ("diskprefix.cli", "diskprefix.units", "diskprefix.settings"),
-        partial(_toml, lambda path: read_policy(path, policy_value)),
-        _policies,
-    ),
-    "records": PythonTarget(("diskprefix.store",), _records, _record_seeds),
-    "reply": PythonTarget(("diskprefix.chat.output",), _reply, _replies, _reply_words),
-    "stored_piece": PythonTarget(("diskprefix.store.codec",), _stored_piece, _stored_pieces),
+    "bucket_object": PythonTarget(_bucket_object, _bundles),
+    "entry_file": PythonTarget(_entry_file, _entry_files),
+    "gguf": PythonTarget(_gguf, lambda folder: [write_sample(folder / "whole.gguf").read_bytes()]),
+    "models_toml": PythonTarget(partial(_toml, read_models_file), _models),
+    "policy_toml": PythonTarget(partial(_toml, lambda path: read_policy(path, policy_value)), _policies),
+    "records": PythonTarget(_records, _record_seeds),
+    "reply": PythonTarget(_reply, _replies, _reply_words),
+    "stored_piece": PythonTarget(_stored_piece, _stored_pieces),
     **{
-        f"body_{name}": PythonTarget(
-            ("diskprefix.api", "diskprefix.chat", "diskprefix.server.body", "diskprefix.extras.infill"),
-            partial(_body, reader),
-            partial(_bodies, name),
-            partial(_body_words, name),
-        )
+        f"body_{name}": PythonTarget(partial(_body, reader), partial(_bodies, name), partial(_body_words, name))
         for name, reader in _READERS.items()
     },
 }

@@ -27,9 +27,7 @@ _MOST_INPUT = {"planes_join": 4096, "planes_split": 4096, "pack": 4096}
 """The largest inputs of targets in C++. Those of the others choose sizes, and few bytes do that."""
 _CHOICES_BYTES, _PYTHON_BYTES = 128, 8192
 _LIMITS = ("-timeout=30", "-rss_limit_mb=2500", "-print_final_stats=1", "-detect_leaks=0")
-_FINDING = re.compile(
-    r"^(WRONG: .*|.*runtime error: .*|.*ERROR: (?:libFuzzer|\w+Sanitizer): .*|.*WARNING: ThreadSanitizer: .*)$", re.M
-)
+_FINDING = re.compile(r"^(WRONG: .*|.*runtime error: .*|.*ERROR: (?:libFuzzer|\w+Sanitizer): .*)$", re.M)
 _RAISED = re.compile(r"Uncaught Python exception: ===\n(.*)")
 
 
@@ -73,25 +71,21 @@ def home() -> Path:
     return cache_home() / "fuzz"
 
 
-def targets(wanted: Sequence[str], *, with_threads: bool = False) -> list[Fuzzed]:
+def targets(wanted: Sequence[str]) -> list[Fuzzed]:
     """Returns the targets with these names, or all of them, ready to run. Raises `CannotFuzz` and `NotInstalled`."""
     from tools.fuzzing.python_targets import TARGETS  # here, as it imports much of the package
 
     native = [name for name in compiled.names() if not wanted or name in wanted]
-    others = [] if with_threads else [name for name in TARGETS if not wanted or name in wanted]
+    others = [name for name in TARGETS if not wanted or name in wanted]
     if unknown := sorted(set(wanted) - {*native, *others}):
         raise CannotFuzz(f"there is no target {unknown[0]}; there are {', '.join((*compiled.names(), *TARGETS))}")
     found = []
     if native:
         try:
-            folder = compiled.compiled(home(), sanitizers=compiled.THREADS if with_threads else compiled.SANITIZED)
+            folder = compiled.compiled(home())
         except compiled.CannotCompile as error:
             raise CannotFuzz(str(error)) from error
-        environment = (("DISKPREFIX_FUZZ_THREADS", "1"),) if with_threads else ()
-        found += [
-            Fuzzed(name, "C++", (str(folder / name),), _MOST_INPUT.get(name, _CHOICES_BYTES), environment)
-            for name in native
-        ]
+        found += [Fuzzed(name, "C++", (str(folder / name),), _MOST_INPUT.get(name, _CHOICES_BYTES)) for name in native]
     path = os.pathsep.join((str(_ROOT), str(_atheris()))) if others else ""
     for name in others:
         command = (sys.executable, "-P", "-m", "tools.fuzzing.atheris_worker", name)

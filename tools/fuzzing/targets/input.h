@@ -12,7 +12,6 @@
 #include <cstdlib>
 #include <cstring>
 #include <map>
-#include <thread>
 #include <vector>
 
 #include "interface.h"
@@ -203,14 +202,13 @@ inline void require_same(int64_t dtype, const void* one, const void* other, int6
   }
 }
 
-// How the loop over threads cuts its next ranges. With DISKPREFIX_FUZZ_THREADS each part is a thread of its own.
+// How the loop over threads cuts its next ranges.
 inline uint64_t& cut() {
   static uint64_t seed = 0;
   return seed;
 }
 
 inline int32_t parallel_for(int64_t begin, int64_t end, int64_t, Work work, void* context) {
-  static const bool has_threads = getenv("DISKPREFIX_FUZZ_THREADS") != nullptr;
   std::vector<std::pair<int64_t, int64_t>> parts;
   while (begin < end && parts.size() < 7) {
     cut() = cut() * 6364136223846793005 + 1442695040888963407;
@@ -220,12 +218,6 @@ inline int32_t parallel_for(int64_t begin, int64_t end, int64_t, Work work, void
   }
   if (begin < end) parts.push_back({begin, end});
   std::reverse(parts.begin(), parts.end());
-  if (!has_threads) {
-    for (const auto& part : parts) work(part.first, part.second, context);
-    return 0;
-  }
-  std::vector<std::thread> threads;
-  for (const auto& part : parts) threads.emplace_back(work, part.first, part.second, context);
-  for (std::thread& thread : threads) thread.join();
+  for (const auto& part : parts) work(part.first, part.second, context);
   return 0;
 }
