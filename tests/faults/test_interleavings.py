@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -12,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from diskprefix.engine.inbox import Inbox
 from diskprefix.store.savings import SavingsLog
 from tests.faults.interleavings import threads
 from tests.faults.interleavings.baton import Baton, Stuck
-from tests.faults.interleavings.removals import REMOVALS
+from tests.faults.interleavings.removals import REMOVALS, Removal
 from tools.programs.interleavings import run_histories
 
 ROOT = Path(__file__).parents[2]
@@ -23,9 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_in_no_history_is_a_reply_wrong_or_lost(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools", "interleavings", "--histories", "60", "--processes", "1", "--json"]
-    # The same histories each time: the order of a set depends on this.
-    environment = os.environ | {"PYTHONHASHSEED": "0"}
-    done = subprocess.run([*command, "--folder", str(tmp_path)], cwd=ROOT, env=environment, capture_output=True)
+    done = subprocess.run([*command, "--folder", str(tmp_path)], cwd=ROOT, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     events = json.loads(done.stdout)["events"]
     assert all(events[kind] > 10 for kind in ("purge", "kill", "stop", "from disk", "from memory"))
@@ -33,7 +31,19 @@ def test_in_no_history_is_a_reply_wrong_or_lost(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("removal", ["the tenant of memory", "the wake behind a fetch", "the end of a pin"])
 def test_without_a_protection_a_history_is_wrong(removal: str, tmp_path: Path) -> None:
-    assert run_histories(range(40), tmp_path, without=removal, until_red=True).failures
+    assert run_histories(range(40), tmp_path, without=removal, until=REMOVALS[removal].shows).failures
+
+
+def test_a_history_that_fails_in_another_way_does_not_find_a_removal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = Removal("left behind: ", ((Inbox, "submit", None),))
+    monkeypatch.setitem(REMOVALS, "all that answers", broken)
+    failed, found = (
+        run_histories(range(3), tmp_path, without="all that answers", until=until) for until in (None, broken.shows)
+    )
+    assert len(failed.failures) == 3
+    assert (found.histories, found.failures) == (3, [])
 
 
 def test_ten_protections_can_be_removed() -> None:

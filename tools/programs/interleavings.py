@@ -84,16 +84,17 @@ def _too_long(_signal: int, _frame: FrameType | None) -> None:
     raise Wrong(f"it takes more than {_HANG_S} s")
 
 
-def run_histories(seeds: Iterable[int], folder: Path, *, without: str = "", until_red: bool = False) -> Result:
-    """Runs one history after the other. `without` names a protection that is taken away."""
+def run_histories(seeds: Iterable[int], folder: Path, *, without: str = "", until: str | None = None) -> Result:
+    """Runs one history after the other. `without` names a protection that is taken away. With `until`, only a failure
+    that says this counts, and is the last one."""
     result, began_s = Result(), time.process_time()
     removal = removals.without(without) if without else nullcontext()
     with _quiet(), world.patched(), removal:
         for seed in seeds:
             failure = run_history(seed, folder, result)
-            if failure:
+            if failure and (until or "") in failure:
                 result.failures.append((seed, failure))
-            if failure and (until_red or len(result.failures) == _MOST_FAILURES):
+            if len(result.failures) == (_MOST_FAILURES if until is None else 1):
                 break
             if result.histories % _COLLECT_EVERY == 0:
                 gc.collect()
@@ -121,12 +122,12 @@ def run_history(seed: int, folder: Path, result: Result, trace: Callable[[str], 
     return ""
 
 
-def _share(start: int, first: int, count: int, folder: Path, without: str, until_red: bool) -> Result:
+def _share(start: int, first: int, count: int, folder: Path, without: str, until: str | None) -> Result:
     return run_histories(
         range(start, min(start + AT_ONCE, first + count)),
         folder / f"{os.getpid()}",
         without=without,
-        until_red=until_red,
+        until=until,
     )
 
 
@@ -137,18 +138,18 @@ def simulate(
     processes: int,
     *,
     without: str = "",
-    until_red: bool = False,
+    until: str | None = None,
     on_progress: Callable[[Result], None] = lambda _: None,
 ) -> Result:
     """Runs `count` histories from seed `first` on in so many processes."""
     whole = Result()
-    work = partial(_share, first=first, count=count, folder=folder, without=without, until_red=until_red)
+    work = partial(_share, first=first, count=count, folder=folder, without=without, until=until)
     gc.freeze()
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
         for found in pool.map(work, range(first, first + count, AT_ONCE)):
             whole.add(found)
             on_progress(whole)
-            if whole.failures and (until_red or len(whole.failures) >= _MOST_FAILURES):
+            if len(whole.failures) >= (_MOST_FAILURES if until is None else 1):
                 pool.shutdown(cancel_futures=True)
                 break
     return whole
@@ -217,8 +218,8 @@ def main(
             sys.exit(1 if failure else 0)
         if mutants:
             found = {
-                name: simulate(first, histories, Path(work), processes, without=name, until_red=True)
-                for name in removals.REMOVALS
+                name: simulate(first, histories, Path(work), processes, without=name, until=removal.shows)
+                for name, removal in removals.REMOVALS.items()
             }
             for name, result in found.items():
                 where = (

@@ -65,7 +65,9 @@ class Baton:
         self.tasks: list[Task] = []
         self.num_switches = 0
         self.errors: list[str] = []
-        """What tasks died of."""
+        """What tasks died of, and what did not hold at a point."""
+        self.at_points: Callable[[], None] = lambda: None
+        """Called at each point. It must take no lock."""
         self._switches, self._trace = switches, trace
         self._ready: list[Task] = []
         self._timers: list[tuple[float, int, Task, int]] = []
@@ -108,6 +110,7 @@ class Baton:
     def point(self) -> None:
         """Lets another task run, or not."""
         self.now += _POINT_S
+        self.at_points()
         current = self.current
         if current is None or current.is_killed or self.random.random() >= self._switches:
             return

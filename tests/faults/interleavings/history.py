@@ -73,6 +73,7 @@ class History:
         self.baton = Baton(seed, 0.0, trace)
         self.random = self.baton.random
         self.baton.set_switches(self.random.choice((0.01, 0.05, 0.2, 0.5)))
+        self.baton.at_points = self._watch_bounds
         self.folder = folder
         self.counts: Counter[str] = Counter()
         self.asked: list[Asked] = []
@@ -175,8 +176,9 @@ class History:
             self.counts[event.__name__.strip("_")] += 1
             self.baton.say(f"--- {event.__name__.strip('_')}")
             event()
-            self._check_bounds()
             self.baton.point()
+            self._check_errors()
+            self._check_queue()
         self._finish()
 
     def _start(self) -> None:
@@ -443,15 +445,20 @@ class History:
             and other.submitted_at <= one.ended_at
         )
 
-    def _check_bounds(self) -> None:
-        self._check_errors()
+    def _watch_bounds(self) -> None:
+        """Notes a bound of memory that does not hold now."""
+        if self.daemon is None:
+            return
+        pool, pending = self.daemon.engine.pool, self.daemon.cache.writer.pending_bytes
+        if pool.used_bytes > pool.limit_bytes:
+            self.baton.errors.append(f"{pool.used_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
+        if not 0 <= pending <= self.settings.kv_cache_write_buffer:
+            self.baton.errors.append(f"{pending} bytes wait to be written, of {self.settings.kv_cache_write_buffer}")
+
+    def _check_queue(self) -> None:
         daemon = self.daemon
         assert daemon is not None
-        pool, writer, inbox = daemon.engine.pool, daemon.cache.writer, daemon.inbox
-        if pool.used_bytes > pool.limit_bytes:
-            raise Wrong(f"{pool.used_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
-        if not 0 <= writer.pending_bytes <= self.settings.kv_cache_write_buffer:
-            raise Wrong(f"{writer.pending_bytes} bytes wait to be written, of {self.settings.kv_cache_write_buffer}")
+        inbox = daemon.inbox
         if inbox.queue_depth > self.settings.max_queue + sum(one.has_left for one in self.asked):
             raise Wrong(f"{inbox.queue_depth} requests wait")
 
@@ -469,7 +476,6 @@ class History:
                 "pending nodes": daemon.cache.writer.pending,
                 "pins": daemon.store.evictor.pinned(),
                 "busy memory": [one for one in daemon.engine.pool.allocations if one.is_busy],
-                "held": daemon.cache.writer._held_at if False else None,
             }
 
         while any(left().values()) and self.baton.now < deadline:
