@@ -143,13 +143,13 @@ class Changes(Snapshot):
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
         """Stores the record of a root unless there is one."""
-        if self.record("roots", root) is None:
+        if not self.has_record("roots", root):
             self._put("roots", root, encode_record(root, record))
 
     def put_model(self, record: ModelRecord) -> None:
         """Stores the record of a model that the store is served with, unless it is there."""
         key = model_key(record.identity)
-        if self.record("meta", key) is None:
+        if not self.has_record("meta", key):
             self._put("meta", key, encode_record(key, record))
 
     def put_node(self, root: bytes, node: NewNode, codec: Codec) -> bytes:
@@ -254,9 +254,9 @@ class Changes(Snapshot):
 
     def put_entry(self, name: bytes, entry: EntryRecord) -> None:
         """Stores that a saved prompt ends at this node. Raises `PrefixGone` if the node is not stored."""
-        if self.record("nodes", name) is None:
+        if not self.has_record("nodes", name):
             raise PrefixGone("the prefix that it ends with was evicted meanwhile")
-        if self.record("entries", name) is None:
+        if not self.has_record("entries", name):
             self._put("entries", name, encode_record(name, entry))
 
     def touch(self, name: bytes, use: Use) -> None:

@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from typing import Literal
 
-from diskprefix.errors import StoreFull
+from diskprefix.errors import StoreCorrupt, StoreFull
 from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
 from diskprefix.store.folder import file_errors
@@ -16,6 +16,7 @@ from diskprefix.store.note_record import SHORT_TTL_S
 from diskprefix.store.savings import keep_counts
 from diskprefix.store.schema import history_sequence, prompt_ttl_s
 from diskprefix.store.store_file import StoreFile
+from diskprefix.tokens import HASH_BYTES
 from diskprefix.units import format_size
 
 _F64 = struct.Struct("<d")
@@ -127,7 +128,8 @@ class Evictor:
 
     def _evict(self, victims: list[bytes], *, is_expired: bool = False) -> None:
         """Deletes nodes, children first. A node that was continued or pinned since it was chosen stays; see `pin`.
-        Expired nodes are also overwritten in the file."""
+        Expired nodes are also overwritten in the file. Raises `StoreCorrupt` if it is not known what a node continues:
+        that would count it forever, and never go."""
         for some in batches(victims, NODES_AT_ONCE):
             with self._file.changes() as changes:
                 if is_expired:
@@ -136,8 +138,11 @@ class Evictor:
                 for name in some:
                     usage = changes.usage(name)
                     if usage is not None and not usage.children and name not in self._pins:
-                        roots.add(changes.parent(name))
-                        changes.delete_node(name, changes.parent(name))
+                        parent = changes.parent(name)
+                        if len(parent) < HASH_BYTES:
+                            raise StoreCorrupt(f"the record of node {name.hex()} is damaged")
+                        roots.add(parent)
+                        changes.delete_node(name, parent)
                 changes.delete_bare_roots(roots)
         if victims:
             self.let_freed_pages_age()

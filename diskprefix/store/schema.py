@@ -245,8 +245,9 @@ def node_kind(value: bytes | memoryview) -> int:
 
 
 def node_position(value: bytes | memoryview) -> int:
-    """Returns the position in a node record, without verifying the record."""
-    return int(_POSITION.unpack_from(value, 2 * HASH_BYTES)[0])
+    """Returns the position in a node record, without verifying the record; more than any position if it is cut
+    short."""
+    return int(_POSITION.unpack_from(value, 2 * HASH_BYTES)[0]) if len(value) >= _HEADER.size else 1 << 32
 
 
 def piece_key(name: bytes, index: int) -> bytes:

@@ -115,6 +115,10 @@ class Snapshot:
         value = self._stored(database, key)
         return None if value is None else self._form.opened(database, key, value)
 
+    def has_record(self, database: str, key: bytes) -> bool:
+        """Returns whether there is a record of this key, sound or not."""
+        return self._stored(database, key) is not None
+
     def _stored(self, database: str, key: bytes) -> Any:
         return self._txn.get(self._form.stored_key(database, key), db=self._databases[database])
 
@@ -193,7 +197,8 @@ class Snapshot:
                 num_before = _common_at(before, before.prev(), beginning, part)
 
     def ancestry(self, name: bytes) -> Iterator[bytes]:
-        """Yields `name` and its ancestors, up to the first block. Does not verify records; the walk always ends."""
+        """Yields `name` and its ancestors, up to the first block or one without a whole record. Does not verify
+        records; the walk always ends."""
         position = 1 << 32
         while (value := self.record("nodes", name)) is not None and node_position(value) < position:
             yield name

@@ -310,7 +310,7 @@ class Writer:
         with self._changed:
             models = self._models
         with self._store.snapshot() as snapshot:
-            new = [model for model in models if snapshot.record("meta", model_key(model.identity)) is None]
+            new = [model for model in models if not snapshot.has_record("meta", model_key(model.identity))]
         if new:
             self._store.evictor.make_room(sum(note_bytes(len(model.identity)) for model in new), frozenset())
             with self._store.changes() as changes:

@@ -12,10 +12,13 @@ import pytest
 
 from diskprefix.errors import CacheError, SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.store import sealed_records, sealed_values
+from diskprefix.store.changes import Use
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.encryption import EncryptionKey
+from diskprefix.store.maintenance.repair import repair_index
+from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.note_record import NoteKind, NoteTimes, encode_note, note_key
-from diskprefix.store.schema import DATABASES, piece_key
+from diskprefix.store.schema import DATABASES, piece_key, unsealed
 from diskprefix.store.store import Publication, Store
 from tests.store.building import Clock, is_clean, is_whole, open_store, prompt, publication, read_payload
 
@@ -130,9 +133,60 @@ def store_form(path: Path) -> sealed_records.SealedRecords:
     remembered = next(
         value for database, key, value in stored_records(path) if (database, key) == ("meta", b"encryption")
     )
-    form = sealed_records.SealedRecords.open(KEY.secret, remembered)
+    form = sealed_records.SealedRecords.open(KEY.secret, unsealed(b"encryption", remembered))
     assert form is not None
     return form
+
+
+def change_byte(path: Path, database: str, stored_key: bytes, place: int) -> None:
+    value = next(value for where, key, value in stored_records(path) if (where, key) == (database, stored_key))
+    put_stored(path, database, stored_key, value[:place] + bytes([value[place] ^ 1]) + value[place + 1 :])
+
+
+def test_the_check_of_the_index_decrypts_no_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = encrypted(tmp_path)
+    saved(store, 1)
+    opened, databases = sealed_records.SealedRecords.opened, set()
+
+    def counted(form: sealed_records.SealedRecords, database: str, *record: bytes) -> memoryview | bytes:
+        databases.add(database)
+        return opened(form, database, *record)
+
+    monkeypatch.setattr(sealed_records.SealedRecords, "opened", counted)
+    assert not verify_index(store).problems
+    assert "nodes" in databases
+    assert "payloads" not in databases
+    store.close()
+
+
+def test_what_a_damaged_node_continues_can_go_once_it_is_repaired(tmp_path: Path) -> None:
+    store = encrypted(tmp_path)
+    (pub,) = saved(store, 1)
+    store.close()
+    last = pub.nodes[-1]
+    change_byte(tmp_path, "nodes", store_form(tmp_path).stored_key("nodes", last.name), 30)
+    clock = Clock()
+    store = Store(tmp_path, budget_bytes=32 << 20, clock=clock, key=KEY)
+    store.touch({last.name: Use(clock.now)})
+    clock.now += 1000
+    with pytest.raises(StoreCorrupt, match="is damaged"):
+        store.evictor.expire(100)
+    assert repair_index(store) > 0
+    store.evictor.expire(100)
+    assert store.counts()["blocks"] == 0
+    store.close()
+
+
+@pytest.mark.parametrize("place", [0, 8, 39])
+def test_damage_to_what_tells_the_key_is_not_taken_for_another_key(place: int, tmp_path: Path) -> None:
+    encrypted(tmp_path).close()
+    change_byte(tmp_path, "meta", b"encryption", place)
+    with pytest.raises(StoreCorrupt, match="the identity of the store is damaged"):
+        Store(tmp_path, key=KEY)
+    store = encrypted(tmp_path)
+    assert is_clean(store)
+    assert (tmp_path / "damaged.mdb").exists()
+    store.close()
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ def _remove_nodes(store: Store, names: Iterable[bytes]) -> list[tuple[str, bytes
             doomed = check.tree.subtrees(damaged)
             for name, parent in doomed[:NODES_AT_ONCE]:
                 _drop_unreadable_usage(changes, parent)
-                there = (database for database in ("nodes", "entries") if changes.record(database, name) is not None)
+                there = (database for database in ("nodes", "entries") if changes.has_record(database, name))
                 removed += [(database, name) for database in there]
                 changes.delete_node(name, parent)
         if len(doomed) <= NODES_AT_ONCE:
@@ -112,8 +112,7 @@ def _remove_nodes(store: Store, names: Iterable[bytes]) -> list[tuple[str, bytes
 
 
 def _is_damaged(changes: Changes, check: RecordCheck, name: bytes) -> bool:
-    is_stored = changes.record("nodes", name) is not None
-    return is_stored and bool(check.problems("nodes", name) or payload_problems(changes, name))
+    return changes.has_record("nodes", name) and bool(check.problems("nodes", name) or payload_problems(changes, name))
 
 
 def _drop_unreadable_usage(changes: Changes, name: bytes) -> None:

@@ -136,7 +136,7 @@ def next_victims(snapshot: Snapshot, now: float, roots: Collection[bytes], *, mo
                 age_s=round(max(0.0, now - usage.last_used), 1),
                 hits=usage.restores,
                 prefill_s=round(usage.prefill_s, 4),
-                entries=(name.hex(),) if snapshot.record("entries", name) is not None else (),
+                entries=(name.hex(),) if snapshot.has_record("entries", name) else (),
                 reason=_reason(usage, now, is_bare=is_bare),
             )
         )
