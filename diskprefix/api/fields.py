@@ -425,15 +425,16 @@ def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant, reuse_gene
     """
     asked = body.prefix_cache or PrefixCacheOptions()
     scope = asked.scope or scope
+    ttl_s = _RETENTION_S.get(body.prompt_cache_retention or "") if asked.ttl is None else asked.ttl
     return CacheOptions(
         scope=scope if asked.window is None else scope.with_window(asked.window),
         tenant=tenant_of(body, caller),
         group=b"" if body.prompt_cache_key is None else group_of(body.prompt_cache_key),
         save=asked.save,
-        ttl_s=_RETENTION_S.get(body.prompt_cache_retention or "") if asked.ttl is None else asked.ttl,
+        ttl_s=ttl_s,
         reuse_generated=reuse_generated if asked.reuse_generated is None else asked.reuse_generated,
         replay=asked.replay,
-        is_asked=asked.scope is not None or asked.ttl is not None,
+        is_asked=any(value is not None for value in (asked.scope, asked.window, ttl_s)),
     )
 
 

@@ -42,21 +42,21 @@ def choose_kept(
     prompt: Prompt,
     options: CacheOptions,
     block_names: Sequence[bytes],
-    restored: int,
+    stored: int,
     spending: Spending | None = None,
     in_memory: int = 0,
 ) -> Selection:
-    """Returns the part of a prompt to keep. `block_names` are the names of its full blocks; `restored` tokens of it
-    are stored. With `spending`, the state of `--kv-cache-write-budget`, `in_memory` tokens were in memory."""
+    """Returns the part of a prompt to keep. `block_names` are the names of its full blocks; `stored` tokens of it
+    are in the store. With `spending`, the state of `--kv-cache-write-budget`, `in_memory` tokens were in memory."""
     scope, sighting, older = options.scope, Sighting(), None
     if scope.kind == "auto":
         older = seen.history.similar(prompt.token_ids, scope.value, options.group)
         sighting = seen.admission.look(prompt.token_ids, block_names, rules.block_size)
     recent = seen.in_window(scope, options.group)
-    selection = select(scope, prompt, recent, rules, restored=restored, sighting=sighting, older=older)
+    selection = select(scope, prompt, recent, rules, restored=stored, sighting=sighting, older=older)
     if not options.save and scope.kind != "off":
         return selection.keeping_nothing("read_only")
     if spending is None or not selection.kept:
         return selection
-    had = max(in_memory, restored)
-    return within_budget(selection, prompt, spending, rules, stored=restored, had=had, is_asked=options.is_asked)
+    had = max(in_memory, stored)
+    return within_budget(selection, prompt, spending, rules, stored=stored, had=had, is_asked=options.is_asked)

@@ -11,6 +11,7 @@ from diskprefix.cache.namespaces import TenantNamespace
 from diskprefix.cache.planning import ttl_at
 from diskprefix.cache.policy.breaks import find_break
 from diskprefix.cache.policy.select import Rules
+from diskprefix.cache.policy.write_budget import Spending
 from diskprefix.cache.resources import CacheResources
 from diskprefix.cache.tiers.local import publisher
 from diskprefix.cache.tiers.nodes import PromptNodes
@@ -35,6 +36,8 @@ class RequestContext:
     def __post_init__(self) -> None:
         self.names = self.cache.store.names
         """Id and secret of the store that the request began with."""
+        self.spending: Spending | None = None
+        """The state of the write budget when the prompt was chosen."""
 
     def nodes_of(self, token_ids: TokenIds) -> PromptNodes:
         """Returns the nodes of the prompt, or of the prompt and its reply."""
@@ -53,16 +56,17 @@ class RequestContext:
         """Returns the part of the prompt to keep, by the policy and by the measured speeds. For the engine thread."""
         cache = self.cache
         rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
+        self.spending = cache.spending()
         args = (self.prompt, self.options, nodes.block_names, restored.stored_tokens)
-        selection = choose_kept(self.namespace.seen, rules, *args, cache.spending(), restored.num_tokens)
-        if selection.reason == "write_budget":
-            cache.count("unaffordable")
+        selection = choose_kept(self.namespace.seen, rules, *args, self.spending, restored.num_tokens)
         if self.goes_on and selection.keep_tail:
             # Of the tail only the states are kept, as a checkpoint.
             points = (*selection.checkpoints, selection.aligned) if cache.layout.states else ()
             selection = replace(selection, keep_tail=False, checkpoints=points, votes=())
         if selection.kept and not cache.cost_model.allows(selection.kept, use="save"):
             return selection.keeping_nothing("faster_to_compute")
+        if selection.reason == "write_budget":
+            cache.count("unaffordable")
         return selection
 
     def find_break(self, restored: Restored, selection: Selection) -> Break | None:

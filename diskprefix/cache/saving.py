@@ -126,6 +126,8 @@ class Saver:
     def publish_exact_reply(self, arena: KVArena, nodes: PromptNodes) -> bool:
         """Queues the part that is kept of the prompt and its reply, if decoding computes the same bits as a prefill.
         `nodes` are those of both. Returns whether a part of the reply is kept."""
+        if not self._affords(nodes):
+            return False
         if self._cache.layout.states and self.planner.reply_end(len(nodes.token_ids), self.selection):
             self._take_states(arena, is_last=True)
         plan = self.planner.plan_reply(nodes, self.selection, self._states.positions)
@@ -139,13 +141,19 @@ class Saver:
         """Queues the blocks of the prompt and its reply. Those that decoding completed are marked as generated. `nodes`
         are those of both. Returns whether any blocks were missing."""
         is_too_short = nodes.num_blocks * nodes.block_size < self._cache.settings.kv_cache_min_tokens
-        if is_too_short or nodes.num_blocks == self.planner.nodes.num_blocks:
+        if is_too_short or nodes.num_blocks == self.planner.nodes.num_blocks or not self._affords(nodes):
             return False
         self.planner.nodes = nodes
         missing, _ = self.planner.missing(nodes.num_blocks, self._states.positions)
         if missing:
             self._submit(arena, missing, Plan(missing, missing[-1].name, missing[-1].end))
         return bool(missing)
+
+    def _affords(self, nodes: PromptNodes) -> bool:
+        """Returns whether the write budget has room for a prompt and its reply, which have these `nodes`."""
+        spending, stored = self._context.spending, self.planner.restored.stored_tokens
+        is_asked = self._options.is_asked
+        return spending is None or spending.allows_reply(len(nodes.token_ids), stored, is_asked=is_asked)
 
     def may_leave(self, arena: KVArena) -> bool:
         """Returns whether state may be kept that the policy does not want."""

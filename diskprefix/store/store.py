@@ -34,6 +34,8 @@ from diskprefix.units import format_size
 log = logging.getLogger("diskprefix")
 
 _PROMPTS_LOOKED_AT = 1000
+_RECORDED_BYTES = 1 << 16
+"""Recording what was written writes less itself."""
 _BEGUN = b"begun"
 """What `wiped` is from the start of a wipe to its end. Where it still is, an fsync failed or a process was killed: the
 zeros that the kernel shows may not be on the disk."""
@@ -167,6 +169,13 @@ class Store(StoreFile):
     @property
     def secret(self) -> int:
         return self.names.secret
+
+    def close(self) -> None:
+        """Does `StoreFile.close`. First records what this process has written, if that is more than a record takes."""
+        if self.problem is None and self.meter.total_bytes - self.meter.recorded_bytes > _RECORDED_BYTES:
+            with suppress(CacheError):
+                self.record_written()
+        super().close()
 
     def publish(self, publication: Publication) -> int:
         """Writes a publication in one transaction, after evicting what it needs. Returns the number of evicted nodes.

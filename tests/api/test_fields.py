@@ -378,7 +378,15 @@ def test_a_request_that_says_nothing_leaves_the_cache_to_the_daemon(fields: dict
     ],
 )
 def test_a_request_says_how_long_it_is_kept(fields: dict[str, Any], ttl_s: float) -> None:
-    assert options_of(**fields).ttl_s == ttl_s
+    options = options_of(**fields)
+    assert (options.ttl_s, options.is_asked) == (ttl_s, True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "is_asked"), [({"window": 7}, True), ({"scope": "full"}, True), ({"save": True}, False)]
+)
+def test_a_request_that_says_what_to_keep_asks_for_it(asked: dict[str, Any], *, is_asked: bool) -> None:
+    assert options_of(prefix_cache=asked).is_asked == is_asked
 
 
 def test_the_longest_time_that_can_be_asked_for_is_the_longest_that_the_store_holds() -> None:

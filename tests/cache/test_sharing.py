@@ -238,3 +238,14 @@ def test_fetching_pays_where_the_measured_network_is_faster_than_the_model() -> 
     assert figures["remote_s_per_byte"] == pytest.approx(5e-7)
     assert sum(worth.pays_remote(50, 50_000) for _ in range(31)) == 2, "measured again now and then"
     assert worth.as_dict()["skipped_fetches"] == 30
+
+
+def test_nothing_is_fetched_that_the_write_budget_has_no_room_for(make: MakeRunner) -> None:
+    one = make()
+    one.run(PROMPT, "full")
+    shared(one)
+    other = make(kv_cache_write_budget="1MiB/day")
+    other.cache.store.meter.count(96 * (1 << 20) // 100)
+    assert other.run(PROMPT, "full").report.restored == 0
+    other.cache.store.meter.budget_bytes = 0
+    assert other.run(PROMPT, "full").report.source == "remote"

@@ -49,6 +49,27 @@ def test_what_a_request_asks_for_itself_is_saved_until_nothing_is_left_over_a_re
     runner.close()
 
 
+def test_a_reply_that_has_no_room_is_left_out(runner: Runner) -> None:
+    reply, token_bytes = 20 * BLOCK, runner.layout.bytes_per_token
+    runner.cache.store.meter.budget_bytes = 4 * 8 * BLOCK * token_bytes
+    answer = runner.run_prompt(Prompt(random_prompt(1, 4 * BLOCK)), FULL, reply=reply)
+    runner.flush()
+    assert answer.report.selection.kept == 4 * BLOCK
+    assert runner.cache.stats()["saved_tokens"] == 4 * BLOCK
+    runner.close()
+
+
+def test_a_prompt_that_is_faster_to_compute_is_not_said_to_lack_room(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner.cache.cost_model, "allows", lambda *_, **_kw: False)
+    runner.cache.store.meter.count(3 * MIB // 10)
+    prompt = Prompt(random_prompt(1, 8 * BLOCK), boundaries=(4 * BLOCK,), system_end=4 * BLOCK)
+    assert runner.run_prompt(prompt, FULL).report.selection.reason == "faster_to_compute"
+    assert runner.cache.stats()["unaffordable"] == 0
+    runner.close()
+
+
 def test_a_cancelled_prompt_is_not_left_on_the_disk_when_the_budget_is_half_used(runner: Runner) -> None:
     prompt = Prompt(random_prompt(1, 8 * BLOCK))
     runner.cache.store.meter.count(6 * MIB // 10)

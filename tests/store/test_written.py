@@ -122,6 +122,15 @@ def test_what_is_committed_and_not_known_as_recorded_yet_counts_once(
     assert store.written().total == store.meter.total_bytes
 
 
+def test_what_a_tool_writes_is_recorded_when_it_closes_the_store(tmp_path: Path) -> None:
+    for number in range(2):
+        store = open_store(tmp_path / "store")
+        store.publish(publication(store, prompt(number, BLOCK), payload_bytes=400_000))
+        store.close()
+    with open_store(tmp_path / "store").snapshot() as snapshot:
+        assert read_written(snapshot).total > 800_000
+
+
 def test_a_damaged_record_counts_as_none(store: Store) -> None:
     with store.changes() as changes:
         changes.put_meta("written", b"damaged")

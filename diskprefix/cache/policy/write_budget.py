@@ -41,9 +41,16 @@ class Spending:
 
     def allows(self, selection: Selection, stored: int, share: float) -> bool:
         """Returns whether what a selection adds to the `stored` tokens fits in a share of the budget."""
-        num_tokens = max(0, selection.kept - stored)
         num_states = sum(at > stored for at in selection.checkpoints) + selection.keep_tail
-        cost = num_tokens * self.bytes_per_token + num_states * self.state_bytes
+        return self._fits(selection.kept - stored, num_states, share)
+
+    def allows_reply(self, end: int, stored: int, *, is_asked: bool) -> bool:
+        """Returns whether a prompt and its reply fit, which add `end` - `stored` tokens and the state at the end. That
+        is not known when the prompt is chosen. `is_asked`: see `within_budget`."""
+        return self._fits(end - stored, 1, _MISSED if is_asked else _GOES_ON)
+
+    def _fits(self, num_tokens: int, num_states: int, share: float) -> bool:
+        cost = max(0, num_tokens) * self.bytes_per_token + num_states * self.state_bytes
         return not cost or self.used_bytes + cost <= share * self.limit_bytes
 
 

@@ -106,9 +106,10 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
 @setting_option(
     "kv_memory",
     envvar=None,
-    help="Memory for eight sequences that ended, in which a next turn continues.",
+    help="Memory for sequences that ended, in which a next turn continues.",
     show_default="none: everything is restored from the disk",
 )
+@setting_option("kv_memory_entries", envvar=None)
 @option(
     "--bytes-per-token",
     metavar="SIZE",
@@ -354,6 +355,7 @@ def _policy(values: Mapping[str, Any], tokens_per_s: float) -> Policy:
         ttl_s=settings.kv_cache_ttl,
         write_budget_bytes=settings.write_budget_bytes,
         memory_bytes=settings.kv_memory or 0,
+        memory_entries=settings.kv_memory_entries,
         seconds_per_token=1 / tokens_per_s,
     )
 

@@ -143,12 +143,16 @@ class Simulator:
         seen, names = self._seen(request), nodes.block_names
         is_asked = request.scope is not None or request.ttl_s is not None
         options = CacheOptions(scope=scope, group=request.group, save=request.save, is_asked=is_asked)
-        args = (prompt, options, names, restored.stored_tokens, self._spending(request.when), in_memory)
+        spending = self._spending(request.when)
+        args = (prompt, options, names, restored.stored_tokens, spending, in_memory)
         selection = choose_kept(seen, self._rules, *args)
         self.totals.unaffordable += selection.reason == "write_budget"
         written = 0
         if request.remembered and scope.kind != "off":
             in_all = replace(restored, num_tokens=max(restored.num_tokens, in_memory))
+            end = len(prompt.token_ids) + len(request.reply)
+            if spending is not None and not spending.allows_reply(end, restored.stored_tokens, is_asked=is_asked):
+                selection = replace(selection, keeps_reply=False)
             written = self._publish(request, nodes, in_all, selection)
             if request.save and len(prompt.token_ids) >= policy.min_tokens:
                 seen.remember(prompt.token_ids, request.group, names)

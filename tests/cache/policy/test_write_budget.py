@@ -61,6 +61,13 @@ def test_a_prompt_must_fit_in_what_is_left() -> None:
     assert within_budget(ALL, PROMPT, big, RULES, stored=0, had=0, is_asked=False).kept == 200
 
 
+@pytest.mark.parametrize(("is_asked", "used"), [(False, 250_000), (True, 950_000)])
+def test_a_reply_must_fit_too_with_its_prompt(used: int, *, is_asked: bool) -> None:
+    spending = Spending(used_bytes=used - 1010, limit_bytes=1_000_000, bytes_per_token=1, state_bytes=10)
+    assert spending.allows_reply(1500, 500, is_asked=is_asked)
+    assert not spending.allows_reply(1501, 500, is_asked=is_asked)
+
+
 def test_states_count_and_what_is_left_ends_at_a_checkpoint() -> None:
     rules = replace(RULES, state="token_checkpoints", state_bytes=150_000, min_tokens=50)
     selection = replace(ALL, checkpoints=(200, 1000), votes=(3, 1))

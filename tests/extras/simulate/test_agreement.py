@@ -117,6 +117,7 @@ class Conversations:
             group=group_of(turn.group) if turn.group else b"",
             tenant=turn.salt,
             save=turn.save,
+            ttl_s=1000.0 if turn.size % 7 == 6 else None,
         )
 
     def _messages(self, turn: Turn) -> list[TokenIds]:
@@ -253,7 +254,7 @@ class Daemon:
             group=request.group,
             save=request.save,
             ttl_s=request.ttl_s,
-            is_asked=request.scope is not None,
+            is_asked=request.scope is not None or request.ttl_s is not None,
         )
 
     def _note_history(self, root: bytes, prompts: Iterable[TokenIds]) -> None:

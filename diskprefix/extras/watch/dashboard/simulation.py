@@ -42,6 +42,8 @@ class Simulation:
         flags = [part for scope in scopes for part in ("--scope", scope)]
         flags += ["--regime", _regime(serving), "--budget", str(settings.kv_cache_budget), "--last", f"{hours:g}h"]
         flags += ["--kv-cache-write-budget", settings.kv_cache_write_budget]
+        memory = serving.engine.memory_stats()
+        flags += ["--kv-memory", str(memory["limit_bytes"]), "--kv-memory-entries", str(memory["max_entries"])]
         async with self._running:
             rows = await _output(["simulate", str(settings.record), "--json", *flags])
         # Of several models, each has rows of its own.

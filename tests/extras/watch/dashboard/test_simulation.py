@@ -21,7 +21,8 @@ LAYOUT = SimpleNamespace(state_bytes=0, exact_at="token")
 
 
 def serving() -> Serving:
-    engine = SimpleNamespace(cache=SimpleNamespace(layout=LAYOUT))
+    memory = {"limit_bytes": 3 << 20, "max_entries": 5}
+    engine = SimpleNamespace(cache=SimpleNamespace(layout=LAYOUT), memory_stats=lambda: memory)
     return cast("Serving", SimpleNamespace(engine=engine, scope=parse_scope("auto:5", param="scope")))
 
 
@@ -47,11 +48,15 @@ def test_a_recording_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
 
 
 def test_an_only_model_finds_itself_in_a_recording_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def output(_arguments: Any) -> list[Any]:
+    asked: list[str] = []
+
+    async def output(arguments: Any) -> list[Any]:
+        asked.extend(arguments)
         return [{"trace": f"day: {model}", "scope": "whole-snapshots"} for model in ("", "ash")]
 
     monkeypatch.setattr(simulation, "_output", output)
     assert run(Path("day.jsonl")) == []
+    assert "--kv-memory 3145728 --kv-memory-entries 5" in " ".join(asked), "the memory of the daemon"
 
 
 def test_one_that_takes_too_long_or_that_nobody_waits_for_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
