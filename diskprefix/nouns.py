@@ -64,6 +64,19 @@ MissReason: TypeAlias = Literal[
     Refused, "new", "not_stored", "diverged", "too_short", "off", "media", "unsupported", "error"
 ]
 MISS_REASONS: tuple[str, ...] = get_args(MissReason)
+CacheOutcome: TypeAlias = Literal["hit", "miss", "short"]
+LONG_PROMPT = 512
+"""Tokens of a prompt from which on it tells what the cache is good for."""
+
+
+def outcome_of(prompt_tokens: int, restored: int) -> CacheOutcome:
+    """Returns `hit` if at least half of a prompt was restored, `miss` if less, and `short` if the prompt has so few
+    tokens that the beginning of the template may be half of them."""
+    if prompt_tokens < LONG_PROMPT:
+        return "short"
+    return "hit" if 2 * restored >= prompt_tokens else "miss"
+
+
 Saved: TypeAlias = Literal["none", "queued", "stored", "dropped"]
 
 
@@ -312,7 +325,7 @@ class CacheReport:
 
     `restored` prompt tokens were not computed; their state came from `source`. `saved`: `none` there was nothing to
     save, `queued` the writer has it, `stored` it was stored before, `dropped` there was no room for it. `miss_reason`
-    is None if something was restored. server/README.md explains each reason.
+    is None if something was restored of a short prompt, or half of a long one. server/README.md explains each reason.
 
     `matched` prompt tokens were found in the store. If more were found than restored, `refused` is the reason. `exact`:
     the restored state is, bit for bit, that of a prefill; False only for decoded replies. `restore_ms`: the time to

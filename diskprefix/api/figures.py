@@ -48,9 +48,12 @@ class CacheReply(BaseModel):
     restored: int = Field(description="Prompt tokens whose state was restored, not computed; 0 for a miss.")
     source: StateSource = Field(
         default="none",
-        description="Present for a hit: `disk`, or `memory` of an earlier request or before it was written.",
+        description="Where it came from: `disk`, or `memory` of an earlier request or before it is written.",
     )
-    miss_reason: MissReason | None = Field(default=None, description="Present for a miss.")
+    miss_reason: MissReason | None = Field(
+        default=None,
+        description="Present if nothing was restored, or too little of 512 or more tokens.",
+    )
     diverged_at: int | None = Field(
         default=None, description="Present with `diverged`: the first token that differs from every recent prompt."
     )
@@ -121,9 +124,9 @@ def _cache_reply(done: DoneEvent) -> dict[str, Any]:
     """Returns the response's `prefix_cache` object: short enough for one line of a screen."""
     report, selection = done.cache, done.cache.selection
     reply: dict[str, Any] = {"scope": str(selection.scope), "restored": report.restored}
-    if report.miss_reason is None:
+    if report.restored or report.miss_reason is None:
         reply["source"] = report.source
-    else:
+    if report.miss_reason is not None:
         reply["miss_reason"] = report.miss_reason
     if report.diverged_at is not None:
         reply["diverged_at"] = report.diverged_at

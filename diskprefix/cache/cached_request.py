@@ -22,7 +22,7 @@ from diskprefix.cache.tiers.tier import Prefetched
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
-from diskprefix.nouns import Break, CacheReport, MissReason, Saved, Selection
+from diskprefix.nouns import Break, CacheReport, MissReason, Saved, Selection, outcome_of
 from diskprefix.store.note_record import NoteKind
 from diskprefix.tokens import TokenIds
 
@@ -136,7 +136,7 @@ class CachedRequest:
             self._saver.selection = selection = self._context.choose(self.nodes, restored)
             self._publisher.selection = selection
             self._broken = self._context.find_break(restored, selection)
-        if restored.num_tokens:
+        if restored.num_tokens and outcome_of(len(self.prompt.token_ids), restored.num_tokens) != "miss":
             self._miss_reason = None
         elif self._miss_reason is None:
             self._miss_reason = self._context.why_missed(restored, self.selection, self._broken)
@@ -243,7 +243,7 @@ class CachedRequest:
         if restored.num_tokens:
             self.cache.restored_tokens[restored.source] += restored.num_tokens
             self.cache.counters["restored_bytes"] += restored.num_bytes
-        elif self._miss_reason is not None:
+        if self._miss_reason is not None:
             self.cache.misses[self._miss_reason] += 1
         if self._bypass is None and self.cache.has_own_threads:
             # What is kept beside another model's state was no request of its own.

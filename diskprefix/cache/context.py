@@ -79,7 +79,7 @@ class RequestContext:
         return find_break(self.prompt.token_ids, recent, known)
 
     def why_missed(self, restored: Restored, selection: Selection, broken: Break | None) -> MissReason:
-        """Returns the reason why nothing was restored. `not_stored` if the first block was seen before, which could
+        """Returns the reason why no more was restored. `not_stored` if the next block was seen before, which could
         have been restored if it were stored. `diverged` if the prompt leaves an earlier one before that, within the
         system message, or if it is `broken`."""
         prompt, settings = self.prompt, self.cache.settings
@@ -88,9 +88,9 @@ class RequestContext:
             return restored.refused
         if num_tokens < settings.kv_cache_min_tokens:
             return "too_short"
-        if max(selection.common, selection.seen) >= min(settings.block_size, num_tokens):
+        if max(selection.common, selection.seen) >= min(restored.num_tokens + settings.block_size, num_tokens):
             return "not_stored"
-        is_like = LEAST_TOKENS <= selection.common < (prompt.system_end or num_tokens)
+        is_like = LEAST_TOKENS <= selection.common < (prompt.system_end or settings.block_size)
         return "diverged" if broken is not None or is_like else "new"
 
     def record_savings(self, restored: Restored) -> None:

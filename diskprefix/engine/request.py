@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
-from diskprefix.nouns import CacheOptions, CacheReport, Prompt, Stage
+from diskprefix.nouns import CacheOptions, CacheOutcome, CacheReport, Prompt, Stage, outcome_of
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -173,11 +173,6 @@ class Timings:
         return max(0.0, self.ttft_ms - known_ms)
 
 
-CacheOutcome: TypeAlias = Literal["hit", "miss", "short"]
-LONG_PROMPT = 512
-"""Tokens of a prompt from which on it tells what the cache is good for."""
-
-
 @dataclass(frozen=True)
 class DoneEvent:
     """The last event of a request that ended well."""
@@ -188,11 +183,8 @@ class DoneEvent:
 
     @property
     def outcome(self) -> CacheOutcome:
-        """The kind of its time to the first token: `hit` if at least half of the prompt was restored, `miss` if
-        less, `short` if the prompt has so few tokens that the beginning of the template may be half of them."""
-        if self.usage.prompt_tokens < LONG_PROMPT:
-            return "short"
-        return "hit" if 2 * self.cache.restored >= self.usage.prompt_tokens else "miss"
+        """The kind of its time to the first token."""
+        return outcome_of(self.usage.prompt_tokens, self.cache.restored)
 
 
 @dataclass(frozen=True)

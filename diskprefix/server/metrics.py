@@ -21,8 +21,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from diskprefix.engine.gauges import Distribution
-from diskprefix.engine.request import CacheOutcome, DoneEvent
-from diskprefix.nouns import MISS_REASONS
+from diskprefix.engine.request import DoneEvent
+from diskprefix.nouns import MISS_REASONS, CacheOutcome
 from diskprefix.server.log_context import OUTCOMES, LogContext
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
@@ -136,7 +136,13 @@ def _engine_metrics(serving: Serving) -> Iterator[Metric]:
 def _cache_metrics(stats: dict[str, Any]) -> Iterator[Metric]:
     # From zero on: a series that appears with its first event has no rate before the second.
     misses = {reason: stats["misses"].get(reason, 0) for reason in MISS_REASONS}
-    yield _by_label(CounterMetricFamily, "cache_misses", "Requests that restored nothing.", "reason", misses)
+    yield _by_label(
+        CounterMetricFamily,
+        "cache_misses",
+        "Requests that restored nothing, or less than half of a long prompt.",
+        "reason",
+        misses,
+    )
     for name, (metric, text) in _COUNTERS.items():
         yield _counter(metric, text, stats[name])
     for name, (metric, text) in _GAUGES.items():

@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diskprefix.api.figures import broken_by, figures_reply
-from diskprefix.engine.request import CacheOutcome
-from diskprefix.nouns import CacheReport
+from diskprefix.nouns import CacheOutcome, CacheReport
 from diskprefix.server.log_context import LogContext
 
 MOST_REPLIES = 300

@@ -18,7 +18,7 @@ from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.arena import KVArena
-from diskprefix.nouns import SHARED, CacheOptions, Prompt
+from diskprefix.nouns import LONG_PROMPT, SHARED, CacheOptions, Prompt
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.savings import read_savings
 from diskprefix.store.schema import Kind, node_name, piece_key
@@ -284,6 +284,16 @@ def test_a_prompt_that_leaves_another_in_its_system_message_has_diverged(
     report = runner.run_prompt(Prompt(other, system_end=system_end), FULL).report
     assert (report.miss_reason, report.diverged_at) == (reason, common if reason == "diverged" else None)
     runner.close()
+
+
+def test_a_long_prompt_of_which_only_the_beginning_is_restored_has_a_miss_reason(runner: Runner) -> None:
+    first, long = random_prompt(41, 2 * BLOCK), random_prompt(42, LONG_PROMPT)
+    runner.run(first, "full")
+    long[: len(first)] = first
+    few = runner.run(long, "full").report
+    assert (few.restored, few.miss_reason) == (2 * BLOCK, "new")
+    assert runner.run(long, "full").report.miss_reason is None
+    assert runner.cache.stats()["misses"] == {"new": 2}
 
 
 def test_a_prompt_that_was_seen_but_not_kept_has_not_diverged(runner: Runner) -> None:
