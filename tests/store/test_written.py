@@ -8,7 +8,7 @@ import pytest
 from diskprefix.store import written as written_module
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
-from diskprefix.store.written import WrittenBytes, read_written
+from diskprefix.store.written import WriteMeter, WrittenBytes, read_written
 from tests.store.building import BLOCK, Clock, open_store, prompt, publication
 
 HOUR_S = 3600.0
@@ -135,3 +135,11 @@ def test_a_damaged_record_counts_as_none(store: Store) -> None:
     with store.changes() as changes:
         changes.put_meta("written", b"damaged")
     assert store.written().total == store.meter.total_bytes > 0
+
+
+def test_bytes_count_as_they_are_handed_to_the_kernel(tmp_path: Path) -> None:
+    meter = WriteMeter()
+    size = 100 if written_module._IO.exists() else 0
+    with meter.measured():
+        (tmp_path / "file").write_bytes(bytes(100))
+    assert meter.total_bytes == size
