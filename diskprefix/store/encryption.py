@@ -35,6 +35,10 @@ class RecordForm(Protocol):
         """Returns a value; empty if it is not what was sealed under this key. A decoder refuses an empty record, so a
         damaged one does not end a walk over all. A view of a piece is valid until the thread opens the next one."""
 
+    def legible(self, database: str, stored: memoryview | bytes) -> memoryview | bytes:
+        """Returns at least the checksum and the `schema.CLEAR_BYTES` of a value, without decrypting or verifying it.
+        What is encrypted is zero."""
+
     def codes(self, beginning: bytes, token_ids: bytes) -> bytes:
         """Returns what stands for token ids in a key of `children`: 4 bytes each. Two sequences behind one beginning
         have as many codes in common as tokens, or, with a probability of 2⁻³², more."""
@@ -53,6 +57,9 @@ class PlainRecords:
         return lambda _database, _key, value: value
 
     def opened(self, _database: str, _key: bytes, stored: memoryview | bytes) -> memoryview | bytes:
+        return stored
+
+    def legible(self, _database: str, stored: memoryview | bytes) -> memoryview | bytes:
         return stored
 
     codes = staticmethod(plain_codes)

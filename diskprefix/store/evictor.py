@@ -14,7 +14,7 @@ from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, us
 from diskprefix.store.folder import file_errors
 from diskprefix.store.note_record import SHORT_TTL_S
 from diskprefix.store.savings import keep_counts
-from diskprefix.store.schema import history_sequence, prompt_ttl_s
+from diskprefix.store.schema import history_sequence
 from diskprefix.store.store_file import StoreFile
 from diskprefix.tokens import HASH_BYTES
 from diskprefix.units import format_size
@@ -94,7 +94,7 @@ class Evictor:
         with self._file.snapshot() as snapshot:
             table, now = snapshot.usages(), self._file.clock()
             names = expired(table, snapshot.parent, ttl_s=ttl_s, pinned=self.pinned(), now=now)
-            came = [(key, prompt_ttl_s(value)) for key, value in snapshot.records("history")]
+            came = list(snapshot.prompt_ttls())
             notes = list(snapshot.notes())
         prompts = [key for key, own_s in came if 0 < (own_s or ttl_s) < now - history_sequence(key) / 1e6]
         self.may_have_own_ttls = (

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import compress, decompress
-from diskprefix.store.schema import sealed, unsealed
+from diskprefix.store.schema import CHECKSUM_BYTES, NOTE_TIMES, sealed, unsealed
 from diskprefix.tokens import HASH_BYTES
 
 MAX_NOTE_BYTES = 16 << 20
@@ -33,10 +33,8 @@ time."""
 _RECORD_HOLDS = 1 / 16
 """The part of its time to live after which a use of a note is recorded: an agent uses those of all its turns each
 turn."""
-_TIMES = struct.Struct("<ddI")
 _PROMPT = struct.Struct(f"<I{HASH_BYTES}s")
-_HEADER = _TIMES.size + _PROMPT.size
-_CHECKSUM_BYTES = 8
+_HEADER = NOTE_TIMES.size + _PROMPT.size
 _PAGE_BYTES, _OWN_PAGE_BYTES, _HEADER_BYTES = 4096, 2000, 16
 _KEY_BYTES = 2 * HASH_BYTES + 1
 
@@ -96,7 +94,7 @@ class NoteTimes(NamedTuple):
 
 
 def encode_note(key: bytes, content: bytes, times: NoteTimes, prompt: NotePrompt = NO_PROMPT) -> bytes:
-    return sealed(key, _TIMES.pack(*times) + _PROMPT.pack(*prompt) + compress(content))
+    return sealed(key, NOTE_TIMES.pack(*times) + _PROMPT.pack(*prompt) + compress(content))
 
 
 def decode_note(key: bytes, value: bytes | memoryview) -> tuple[NoteTimes, bytes]:
@@ -104,14 +102,21 @@ def decode_note(key: bytes, value: bytes | memoryview) -> tuple[NoteTimes, bytes
     packed = unsealed(key, value)
     if len(key) != _KEY_BYTES or key[HASH_BYTES] not in _KINDS or len(packed) < _HEADER:
         raise StoreCorrupt(f"a note of {len(value)} bytes under a key of {len(key)} bytes cannot be")
-    return NoteTimes(*_TIMES.unpack_from(packed)), decompress(packed[_HEADER:], max_bytes=MAX_NOTE_BYTES)
+    return NoteTimes(*NOTE_TIMES.unpack_from(packed)), decompress(packed[_HEADER:], max_bytes=MAX_NOTE_BYTES)
 
 
 def used_note(key: bytes, value: bytes | memoryview, when: float) -> bytes:
     """Returns a stored note as it is after a use at time `when`. Raises `StoreCorrupt`."""
     packed = unsealed(key, value)
-    times = NoteTimes(*_TIMES.unpack_from(packed)).used(when)
-    return sealed(key, _TIMES.pack(*times) + packed[_TIMES.size :])
+    times = NoteTimes(*NOTE_TIMES.unpack_from(packed)).used(when)
+    return sealed(key, NOTE_TIMES.pack(*times) + packed[NOTE_TIMES.size :])
+
+
+def note_prompt(value: bytes | memoryview) -> NotePrompt:
+    """Returns the prompt that a note came from, without verifying the record."""
+    if len(value) < CHECKSUM_BYTES + _HEADER:
+        return NO_PROMPT
+    return NotePrompt(*_PROMPT.unpack_from(value, CHECKSUM_BYTES + NOTE_TIMES.size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,16 +127,13 @@ class StoredNote:
     times: NoteTimes
     num_bytes: int
     """The size in the file."""
-    prompt: NotePrompt = NO_PROMPT
 
     @classmethod
-    def of(cls, key: bytes, value: bytes | memoryview) -> StoredNote:
-        """A record that is too short has expired."""
-        if len(value) < _CHECKSUM_BYTES + _HEADER:
-            return cls(key, NoteTimes(0.0, 0.0, 0), note_bytes(len(value)))
-        times = NoteTimes(*_TIMES.unpack_from(value, _CHECKSUM_BYTES))
-        prompt = NotePrompt(*_PROMPT.unpack_from(value, _CHECKSUM_BYTES + _TIMES.size))
-        return cls(key, times, note_bytes(len(value)), prompt)
+    def of(cls, key: bytes, legible: bytes | memoryview, stored_bytes: int) -> StoredNote:
+        """Reads the `legible` beginning of a record of that size. One that is too short has expired."""
+        is_whole = min(len(legible), stored_bytes) >= CHECKSUM_BYTES + NOTE_TIMES.size
+        times = NOTE_TIMES.unpack_from(legible, CHECKSUM_BYTES) if is_whole else (0.0, 0.0, 0)
+        return cls(key, NoteTimes(*times), note_bytes(stored_bytes))
 
     @property
     def root(self) -> bytes:

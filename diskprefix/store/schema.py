@@ -50,6 +50,11 @@ CHILD_PART_BYTES = (_MAX_KEY_BYTES - 2 * HASH_BYTES) // 4 * 4
 _HISTORY_SEQUENCE = struct.Struct(">Q")
 _HISTORY_TTL = struct.Struct("<I")
 _PROMPT_AT = _CHECKSUM.size + _HISTORY_TTL.size
+CHECKSUM_BYTES = _CHECKSUM.size
+NOTE_TIMES = struct.Struct("<ddI")
+CLEAR_BYTES = {"history": _HISTORY_TTL.size, "notes": NOTE_TIMES.size}
+"""Bytes behind the checksum that an encrypted store has as they are, by database: what each look for expired records
+reads of all."""
 HISTORY_KEY_BYTES = tuple(HASH_BYTES + _HISTORY_SEQUENCE.size + size for size in (0, GROUP_BYTES))
 """Lengths of a key of the history: of a prompt without a group, and with one."""
 

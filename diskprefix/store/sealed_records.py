@@ -4,7 +4,8 @@
 store. So several stores may have one key file: a record of one does not open in another. The store remembers its salt
 and a check value, which tell a wrong key from damage and reveal nothing of the right one.
 
-**Names.** A value is sealed with its database and key as associated data, so it opens nowhere else. The key of a node
+**Names.** A value is sealed with its database, its key and its bytes that are not sealed (`CLEAR_BYTES`, which stand
+behind it) as associated data, so it opens nowhere else. The key of a node
 names its tenant, model, layout and tokens. An older value of the same key opens: for a node, that is the same state.
 Names are hashes: who guesses a prompt and knows the secret of the names could look it up. So the secret is sealed, and
 each name in a key is one block of AES, a permutation of 16 bytes, which keeps equal beginnings equal. In `children`
@@ -24,7 +25,15 @@ from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import AES256
 from cryptography.hazmat.primitives.ciphers.modes import CBC, ECB
 
-from diskprefix.store.schema import ENCRYPTION, FORMAT, FORMAT_VERSION, MODEL_MARK, SEAL_BYTES
+from diskprefix.store.schema import (
+    CHECKSUM_BYTES,
+    CLEAR_BYTES,
+    ENCRYPTION,
+    FORMAT,
+    FORMAT_VERSION,
+    MODEL_MARK,
+    SEAL_BYTES,
+)
 from diskprefix.store.sealed_values import SALT_BYTES, SealedValues, derived
 from diskprefix.tokens import HASH_BYTES, ID_BYTES
 
@@ -91,19 +100,34 @@ class SealedRecords:
         def sealed(database: str, key: bytes, value: bytes | bytearray) -> bytes | bytearray:
             if database in _PLAIN_DATABASES or (database, key) in _UNSEALED or (not value and database == "children"):
                 return value
-            return seal(_associated(database, key), value)
+            if database not in CLEAR_BYTES:
+                return seal(_associated(database, key), value)
+            # The checksum is sealed: it covers the text, so who sees it could try a guess.
+            end = CHECKSUM_BYTES + CLEAR_BYTES[database]
+            clear = bytes(value[CHECKSUM_BYTES:end])
+            return seal(_associated(database, key, clear), value[:CHECKSUM_BYTES] + value[end:]) + clear
 
         return sealed
 
     def opened(self, database: str, key: bytes, stored: memoryview | bytes) -> memoryview | bytes:
         if database in _PLAIN_DATABASES or (database, key) in _UNSEALED:
             return stored
-        if len(stored) < SEAL_BYTES:
+        num_clear = CLEAR_BYTES.get(database, 0)
+        if len(stored) < SEAL_BYTES + num_clear:
             return b""
         # A piece is decoded at once, so the memory is used again: new memory costs more than to decrypt into it.
         size = len(stored) - SEAL_BYTES
         out = self._local.buffer(size) if database == "payloads" else memoryview(bytearray(size))
-        return out if self._values.opens(_associated(database, key), memoryview(stored), out) else b""
+        begin = len(stored) - num_clear
+        view, clear = memoryview(stored)[:begin], bytes(stored[begin:])
+        if not self._values.opens(_associated(database, key, clear), view, out[num_clear:]):
+            return b""
+        if clear:
+            out[: CHECKSUM_BYTES + num_clear] = bytes(out[num_clear:][:CHECKSUM_BYTES]) + clear
+        return out
+
+    def legible(self, database: str, stored: memoryview | bytes) -> memoryview | bytes:
+        return bytes(CHECKSUM_BYTES) + bytes(stored[-CLEAR_BYTES[database] :])
 
     def codes(self, beginning: bytes, token_ids: bytes) -> bytes:
         blocks = np.zeros((len(token_ids) // ID_BYTES, HASH_BYTES), np.uint8)
@@ -133,5 +157,5 @@ class _Local(threading.local):
         return self._permutations
 
 
-def _associated(database: str, key: bytes) -> bytes:
-    return database.encode() + b"\0" + key
+def _associated(database: str, key: bytes, clear: bytes = b"") -> bytes:
+    return database.encode() + b"\0" + clear + key

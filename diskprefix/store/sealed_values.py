@@ -20,12 +20,12 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
+from diskprefix.store.encryption import KEY_BYTES
 from diskprefix.store.schema import SEAL_BYTES
 
 SALT_BYTES = 16
 MOST_VALUES = 1 << 32
 """The most values of one key: the counter has 32 bits."""
-_KEY_BYTES = 32
 _PREFIX_BYTES = SEAL_BYTES - 16
 """Before the sealed bytes: the random bytes of the batch, and the number of the value. GCM's tag is behind."""
 _COUNT = struct.Struct(">I")
@@ -35,7 +35,7 @@ _SUBKEYS = 4096
 
 def derived(secret: bytes, salt: bytes, info: bytes) -> bytes:
     """Returns 32 bytes that follow from a secret (HKDF-SHA-256, RFC 5869), and reveal neither it nor others of it."""
-    key: bytes = HKDF(SHA256(), _KEY_BYTES, salt, info).derive(secret)
+    key: bytes = HKDF(SHA256(), KEY_BYTES, salt, info).derive(secret)
     return key
 
 

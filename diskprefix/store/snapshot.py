@@ -265,8 +265,19 @@ class Snapshot:
 
     def notes(self) -> Iterator[StoredNote]:
         """Yields all notes, without their contents."""
-        for key, value in self.records("notes"):
-            yield StoredNote.of(key, value)
+        for key, legible, size in self._legible("notes"):
+            yield StoredNote.of(key, legible, size)
+
+    def prompt_ttls(self) -> Iterator[tuple[bytes, int]]:
+        """Yields the keys of all remembered prompts with their times to live in seconds (0: the daemon's)."""
+        for key, legible, _ in self._legible("history"):
+            yield key, prompt_ttl_s(legible)
+
+    def _legible(self, database: str) -> Iterator[tuple[bytes, bytes | memoryview, int]]:
+        """Yields keys, what is legible of the values (see `RecordForm.legible`), and their sizes in the file."""
+        for stored, value in self._txn.cursor(self._databases[database]):
+            key = self._form.plain_key(database, bytes(stored))
+            yield key, self._form.legible(database, value), len(value)
 
     def keys_under(self, database: str, root: bytes) -> Iterator[bytes]:
         """Yields the keys that begin with a root: of its history, its notes, or its first blocks (`children`)."""
@@ -304,7 +315,7 @@ class Snapshot:
         rest takes at most three quarters of it."""
         if self._bytes_in("history") <= limit_bytes:
             return []
-        sizes = ((key, len(value)) for key, value in self.records("history"))
+        sizes = ((key, size) for key, _, size in self._legible("history"))
         return self._beyond("history", limit_bytes, sorted(sizes, key=lambda found: history_sequence(found[0])))
 
     def _beyond(self, database: str, limit_bytes: int, sizes: Iterable[tuple[bytes, int]]) -> list[bytes]:

@@ -140,19 +140,60 @@ def store_form(path: Path) -> sealed_records.SealedRecords:
 
 def change_byte(path: Path, database: str, stored_key: bytes, place: int) -> None:
     value = next(value for where, key, value in stored_records(path) if (where, key) == (database, stored_key))
-    put_stored(path, database, stored_key, value[:place] + bytes([value[place] ^ 1]) + value[place + 1 :])
+    changed = bytearray(value)
+    changed[place] ^= 1
+    put_stored(path, database, stored_key, bytes(changed))
+
+
+def opened_databases(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """Fills with the names of the databases that are decrypted from now on."""
+    opened, databases = sealed_records.SealedRecords.opened, set()
+
+    def noted(form: sealed_records.SealedRecords, database: str, *record: bytes) -> memoryview | bytes:
+        databases.add(database)
+        return opened(form, database, *record)
+
+    monkeypatch.setattr(sealed_records.SealedRecords, "opened", noted)
+    return databases
+
+
+def test_what_has_expired_is_found_without_decrypting_and_no_checksum_of_a_text_is_legible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = Clock(1.0)
+    store = Store(tmp_path, budget_bytes=32 << 20, clock=clock, key=KEY)
+    saved(store, 1)
+    with store.snapshot() as snapshot:
+        plain = [bytes(value) for database in ("notes", "history") for _, value in snapshot.records(database)]
+    assert len(plain) > 2
+    assert not any(value[:8] in (tmp_path / "data.mdb").read_bytes() for value in plain)
+    databases = opened_databases(monkeypatch)
+    clock.now += 58
+    store.evictor.expire(1000)
+    assert store.counts()["notes"] == 1
+    clock.now += 1000
+    store.evictor.expire(1000)
+    assert not any(store.counts()[what] for what in ("entries", "blocks", "prompts", "notes"))
+    assert not databases & {"notes", "history"}
+    store.close()
+
+
+@pytest.mark.parametrize("database", ["notes", "history"])
+def test_a_time_that_was_changed_makes_a_record_unreadable(database: str, tmp_path: Path) -> None:
+    store = encrypted(tmp_path)
+    saved(store, 1)
+    store.close()
+    stored = next(key for where, key, _ in stored_records(tmp_path) if where == database)
+    change_byte(tmp_path, database, stored, -1)
+    store = encrypted(tmp_path)
+    assert [problem.database for problem in verify_index(store).problems] == [database]
+    store.close()
 
 
 def test_the_check_of_the_index_decrypts_no_payload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = encrypted(tmp_path)
     saved(store, 1)
-    opened, databases = sealed_records.SealedRecords.opened, set()
-
-    def counted(form: sealed_records.SealedRecords, database: str, *record: bytes) -> memoryview | bytes:
-        databases.add(database)
-        return opened(form, database, *record)
-
-    monkeypatch.setattr(sealed_records.SealedRecords, "opened", counted)
+    databases = opened_databases(monkeypatch)
     assert not verify_index(store).problems
     assert "nodes" in databases
     assert "payloads" not in databases

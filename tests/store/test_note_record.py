@@ -18,6 +18,7 @@ from diskprefix.store.note_record import (
     encode_note,
     note_bytes,
     note_key,
+    note_prompt,
     root_limit,
     surplus_notes,
     used_note,
@@ -45,7 +46,7 @@ def test_a_note_has_the_documented_bytes() -> None:
     assert value[48:] == compress(b"content")
     of_prompt = encode_note(KEY, b"content", TIMES, NotePrompt(258, b"d" * 16))
     assert of_prompt[28:48] == b"\2\1\0\0" + b"d" * 16
-    assert StoredNote.of(KEY, of_prompt).prompt == NotePrompt(258, b"d" * 16)
+    assert note_prompt(of_prompt) == NotePrompt(258, b"d" * 16)
     assert decode_note(KEY, value) == (TIMES, b"content")
 
 
@@ -113,8 +114,9 @@ def test_a_note_expires_after_its_last_use(last_used: float, now: float, is_expi
 
 
 def test_a_record_that_is_cut_short_counts_as_expired() -> None:
-    assert StoredNote.of(KEY, b"x").times.is_expired(0.0)
-    assert StoredNote.of(KEY, encode_note(KEY, b"x", TIMES)).times == TIMES
+    assert StoredNote.of(KEY, b"x", 1).times.is_expired(0.0)
+    value = encode_note(KEY, b"x", TIMES)
+    assert StoredNote.of(KEY, value, len(value)).times == TIMES
 
 
 def test_of_a_root_that_exceeds_its_share_the_oldest_used_go() -> None:

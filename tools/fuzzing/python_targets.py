@@ -302,7 +302,7 @@ def _records(_folder: Path) -> Check:
                 refused(lambda: decode_node(b"n" * 16, _sealed_node(content)))
             case 1:
                 refused(lambda: decode_note(_NOTE, value))
-                StoredNote.of(_NOTE, value).times.is_expired(5.0)
+                StoredNote.of(_NOTE, value, len(value)).times.is_expired(5.0)
             case 2:
                 refused(lambda: decode_prompt(_NOTE, value))
             case 3:

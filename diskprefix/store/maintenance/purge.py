@@ -18,7 +18,7 @@ import numpy as np
 from diskprefix.errors import EntryNotFound, StoreCorrupt
 from diskprefix.printable import shown
 from diskprefix.store.changes import NODES_AT_ONCE, RECORDS_AT_ONCE, Changes, batches
-from diskprefix.store.note_record import NoteKind
+from diskprefix.store.note_record import NoteKind, note_prompt
 from diskprefix.store.savings import forget_hits
 from diskprefix.store.schema import NodeRecord, decode_prompt, history_sequence
 from diskprefix.store.snapshot import Snapshot
@@ -323,15 +323,15 @@ class _Planner:
     def _notes_of(self, texts: Sequence[GoneText]) -> Iterator[bytes]:
         """Yields the keys of the notes that came from these texts, or from a beginning of one. An encoded text may be a
         part of any of them, so all under their roots go: they only save a moment."""
-        secret, notes = names_of(self._snapshot).secret, list(self._snapshot.notes())
+        secret = names_of(self._snapshot).secret
         lengths: dict[bytes, set[int]] = {text.root: set() for text in texts}
-        for note in notes:
-            if note.root in lengths:
-                lengths[note.root].add(note.prompt.num_tokens)
+        notes = [note for note in self._snapshot.notes() if note.root in lengths]
+        prompts = [note_prompt(self._snapshot.record("notes", note.key) or b"") for note in notes]
+        for note, prompt in zip(notes, prompts, strict=True):
+            lengths[note.root].add(prompt.num_tokens)
         gone = {one for text in texts for one in text.beginnings(secret, lengths[text.root])}
-        for note in notes:
-            is_encoding = note.root in lengths and note.kind == NoteKind.ENCODING
-            if is_encoding or (note.root, *note.prompt) in gone:
+        for note, prompt in zip(notes, prompts, strict=True):
+            if note.kind == NoteKind.ENCODING or (note.root, *prompt) in gone:
                 yield note.key
 
     def _text(self, entry: bytes) -> TokenIds:
