@@ -14,9 +14,8 @@ from typing import Protocol
 
 from diskprefix.errors import SettingsError, StoreUnavailable
 from diskprefix.private_file import read_private
-from diskprefix.store.schema import plain_codes
+from diskprefix.store.schema import KEY_BYTES, plain_codes
 
-KEY_BYTES = 32
 _FLAG = "--kv-cache-encryption-key-file"
 
 

@@ -25,6 +25,8 @@ HISTORY_TOKENS = 1 << 22
 GROUP_BYTES = 8
 FORMAT, NAMES, ENCRYPTION = "format", "names", "encryption"
 """Keys of the database `meta`."""
+KEY_BYTES = 32
+"""The size of a key file, and of the keys that are derived from it."""
 SEAL_BYTES = 36
 """Bytes that encryption adds to a value; see `sealed_values`."""
 MODEL_MARK = b"model "

@@ -20,8 +20,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from diskprefix.store.encryption import KEY_BYTES
-from diskprefix.store.schema import SEAL_BYTES
+from diskprefix.store.schema import KEY_BYTES, SEAL_BYTES
 
 SALT_BYTES = 16
 MOST_VALUES = 1 << 32
