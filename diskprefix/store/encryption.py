@@ -77,7 +77,7 @@ class EncryptionKey:
     def read(cls, path: Path | None) -> EncryptionKey | None:
         """Reads a key file, if there is one.
 
-        Raises `SettingsError`, also if other users may read the file, or if the package `cryptography` is missing.
+        Raises `SettingsError`, also if other users may read the file.
         """
         if path is None:
             return None
@@ -87,10 +87,6 @@ class EncryptionKey:
                 f"{_FLAG}: {path} must hold exactly {KEY_BYTES} random bytes; write them with: "
                 f"(umask 077; head -c {KEY_BYTES} /dev/urandom > {path})"
             )
-        try:
-            import diskprefix.store.sealed_records  # noqa: F401
-        except ImportError as error:
-            raise SettingsError(f"{_FLAG} needs the package cryptography: pip install cryptography") from error
         return cls(secret)
 
 
