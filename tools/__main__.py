@@ -52,7 +52,6 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "interleavings": Tool("programs.interleavings", "The whole daemon, its threads in every order.", NO_THREADS),
         "corruption": Tool("programs.corruption", "Damaged files, each opened and used twice.", NO_THREADS),
         "fuzz": Tool("programs.fuzz", "Made-up requests to every route: no 500, no hang."),
-        "headers": Tool("programs.headers", "Damaged headers of GGUF files: one line, or what fits the file."),
         "races": Tool("programs.races", "The operators from several threads, under ThreadSanitizer."),
         "monitoring": Tool("programs.monitoring", "The board and the alert rules, in a real Prometheus."),
     },

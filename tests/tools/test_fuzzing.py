@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import subprocess
 from pathlib import Path
 
@@ -12,7 +13,6 @@ from diskprefix.native import build
 from tests.examples import examples, thorough
 from tools.fuzzing import compiled, corpus, mutants, running
 from tools.fuzzing.python_targets import TARGETS, Wrong
-from tools.programs.headers import damaged
 
 NATIVE = compiled.names()
 SAID = """#2\tINITED cov: 5 ft: 6 corp: 1/1b exec/s: 0 rss: 30Mb
@@ -20,6 +20,31 @@ SAID = """#2\tINITED cov: 5 ft: 6 corp: 1/1b exec/s: 0 rss: 30Mb
 Done 900 runs in 7 second(s)
 stat::number_of_executed_units: 900
 """
+
+EDGES = [sign + 2**bits for bits in (31, 32, 63) for sign in (-1, 0)]
+NUMBERS = (0, 1, 2, 3, 9, 12, 13, 31, 255, 2**16, *EDGES, 2**62, 2**64 - 1)
+"""Those that overflow sums and products or point behind the end."""
+
+
+def damaged(content: bytes, choose: random.Random) -> bytes:
+    """Returns `content` with one to three mutations."""
+    changed = bytearray(content)
+    for _ in range(choose.randint(1, 3)):
+        at = choose.randrange(max(1, len(changed)))
+        match choose.randrange(6):
+            case 0:
+                del changed[at:]
+            case 1:
+                changed[at : at + 1] = bytes([choose.randrange(256)])
+            case 2:
+                del changed[at : at + choose.choice((1, 4, 8, 100))]
+            case 3:
+                changed[at:at] = choose.randbytes(choose.choice((1, 4, 8, 100)))
+            case 4:
+                changed[at : at + 8] = struct.pack("<Q", choose.choice((*NUMBERS, len(content))))
+            case _:
+                changed[at : at + 4] = struct.pack("<I", choose.choice((*NUMBERS, len(content))) % 2**32)
+    return bytes(changed)
 
 
 def test_each_target_has_inputs_and_all_are_small() -> None:
