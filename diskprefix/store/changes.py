@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import lmdb
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFull
-from diskprefix.store.codec.codec import Codec, Piece, encode_piece, piece_seed
+from diskprefix.store.codec.codec import Codec, Piece, encode_piece
 from diskprefix.store.encryption import PLAIN, RecordForm
 from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_ttl, superseded, with_uses
 from diskprefix.store.note_record import used_note
@@ -367,7 +367,7 @@ class Changes(Snapshot):
         start = 0
         for index, piece in enumerate(node.pieces):
             raw = node.payload[start : start + piece.num_bytes]
-            encoded = encode_piece(raw, piece, codec, piece_seed(node.name, index))
+            encoded = encode_piece(raw, piece, codec, self._seed(node.name, index))
             sizes.append(self._put("payloads", piece_key(node.name, index), encoded))
             start += piece.num_bytes
         return sizes

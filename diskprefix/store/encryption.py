@@ -23,6 +23,9 @@ class RecordForm(Protocol):
     """The form in which keys and values stand in the file. For any thread. `database` is that of the
     record."""
 
+    verifies_pieces: bool
+    """Whether `opened` returns a piece only if it is what was sealed, so that it needs no checksum."""
+
     def stored_key(self, database: str, key: bytes) -> bytes: ...
 
     def plain_key(self, database: str, stored: bytes) -> bytes: ...
@@ -45,6 +48,8 @@ class RecordForm(Protocol):
 
 class PlainRecords:
     """Records as they are."""
+
+    verifies_pieces = False
 
     def stored_key(self, _database: str, key: bytes) -> bytes:
         return key

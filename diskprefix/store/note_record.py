@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import compress, decompress
-from diskprefix.store.schema import CHECKSUM_BYTES, NOTE_TIMES, sealed, unsealed
+from diskprefix.store.schema import CHECKSUM_BYTES, NOTE_TIMES, verified, with_checksum
 from diskprefix.tokens import HASH_BYTES
 
 MAX_NOTE_BYTES = 16 << 20
@@ -94,12 +94,12 @@ class NoteTimes(NamedTuple):
 
 
 def encode_note(key: bytes, content: bytes, times: NoteTimes, prompt: NotePrompt = NO_PROMPT) -> bytes:
-    return sealed(key, NOTE_TIMES.pack(*times) + _PROMPT.pack(*prompt) + compress(content))
+    return with_checksum(key, NOTE_TIMES.pack(*times) + _PROMPT.pack(*prompt) + compress(content))
 
 
 def decode_note(key: bytes, value: bytes | memoryview) -> tuple[NoteTimes, bytes]:
     """Returns the times and the content of a note. Raises `StoreCorrupt`."""
-    packed = unsealed(key, value)
+    packed = verified(key, value)
     if len(key) != _KEY_BYTES or key[HASH_BYTES] not in _KINDS or len(packed) < _HEADER:
         raise StoreCorrupt(f"a note of {len(value)} bytes under a key of {len(key)} bytes cannot be")
     return NoteTimes(*NOTE_TIMES.unpack_from(packed)), decompress(packed[_HEADER:], max_bytes=MAX_NOTE_BYTES)
@@ -107,9 +107,9 @@ def decode_note(key: bytes, value: bytes | memoryview) -> tuple[NoteTimes, bytes
 
 def used_note(key: bytes, value: bytes | memoryview, when: float) -> bytes:
     """Returns a stored note as it is after a use at time `when`. Raises `StoreCorrupt`."""
-    packed = unsealed(key, value)
+    packed = verified(key, value)
     times = NoteTimes(*NOTE_TIMES.unpack_from(packed)).used(when)
-    return sealed(key, NOTE_TIMES.pack(*times) + packed[NOTE_TIMES.size :])
+    return with_checksum(key, NOTE_TIMES.pack(*times) + packed[NOTE_TIMES.size :])
 
 
 def note_prompt(value: bytes | memoryview) -> NotePrompt:

@@ -27,8 +27,11 @@ FORMAT, NAMES, ENCRYPTION = "format", "names", "encryption"
 """Keys of the database `meta`."""
 KEY_BYTES = 32
 """The size of a key file, and of the keys that are derived from it."""
-SEAL_BYTES = 36
-"""Bytes that encryption adds to a value; see `sealed_values`."""
+SALT_BYTES, _TAG_BYTES = 16, 16
+SEAL_COUNT = struct.Struct(">I")
+SEAL_BYTES = SALT_BYTES + SEAL_COUNT.size + _TAG_BYTES
+"""Bytes that encryption adds to a value: the random bytes of the batch and the number of the value before it, GCM's tag
+behind it; see `sealed_values`."""
 MODEL_MARK = b"model "
 FORMAT_VERSION = 8
 MAX_PREFILL_S = 1e6
@@ -324,18 +327,18 @@ def history_group(key: bytes) -> bytes:
 
 def encode_record(key: bytes, record: msgspec.Struct) -> bytes:
     """Returns the record's checksum, which covers `key` too, and the record."""
-    return sealed(key, msgspec.msgpack.encode(record))
+    return with_checksum(key, msgspec.msgpack.encode(record))
 
 
 def encode_prompt(key: bytes, token_ids: TokenIds, ttl_s: int = 0) -> bytes:
     """Returns a prompt of the history as it is stored: a checksum, which covers `key` too, its time to live in seconds
     (0: the daemon's holds), and the encoded tokens."""
-    return sealed(key, _HISTORY_TTL.pack(ttl_s) + encode_tokens(token_ids))
+    return with_checksum(key, _HISTORY_TTL.pack(ttl_s) + encode_tokens(token_ids))
 
 
 def decode_prompt(key: bytes, value: bytes | memoryview) -> TokenIds:
     """Inverse of `encode_prompt`. Raises `StoreCorrupt`."""
-    return decode_tokens(unsealed(key, value)[_HISTORY_TTL.size :], max_tokens=HISTORY_TOKENS)
+    return decode_tokens(verified(key, value)[_HISTORY_TTL.size :], max_tokens=HISTORY_TOKENS)
 
 
 def prompt_ttl_s(value: bytes | memoryview) -> int:
@@ -354,18 +357,18 @@ _Record = TypeVar("_Record", bound=msgspec.Struct)
 def decode_record(kind: type[_Record], key: bytes, value: bytes | memoryview) -> _Record:
     """Inverse of `encode_record`. Raises `StoreCorrupt`."""
     try:
-        return msgspec.msgpack.decode(unsealed(key, value), type=kind)
+        return msgspec.msgpack.decode(verified(key, value), type=kind)
     except msgspec.DecodeError as error:
         raise StoreCorrupt(f"record {key.hex()} cannot be read: {error}") from error
 
 
-def sealed(key: bytes, packed: bytes) -> bytes:
+def with_checksum(key: bytes, packed: bytes) -> bytes:
     """Returns a checksum, which covers `key` too, and the packed record."""
     return _CHECKSUM.pack(checksum(key + packed)) + packed
 
 
-def unsealed(key: bytes, value: bytes | memoryview) -> bytes:
-    """Inverse of `sealed`. Raises `StoreCorrupt` if the checksum does not match."""
+def verified(key: bytes, value: bytes | memoryview) -> bytes:
+    """Inverse of `with_checksum`. Raises `StoreCorrupt` if the checksum does not match."""
     packed = bytes(value[_CHECKSUM.size :])
     if len(value) < _CHECKSUM.size or checksum(key + packed) != _CHECKSUM.unpack_from(value)[0]:
         raise StoreCorrupt(f"the checksum of record {key.hex()} does not match")

@@ -32,9 +32,10 @@ from diskprefix.store.schema import (
     FORMAT,
     FORMAT_VERSION,
     MODEL_MARK,
+    SALT_BYTES,
     SEAL_BYTES,
 )
-from diskprefix.store.sealed_values import SALT_BYTES, SealedValues, derived
+from diskprefix.store.sealed_values import SealedValues, derived
 from diskprefix.tokens import HASH_BYTES, ID_BYTES
 
 _CHECK_BYTES = 16
@@ -48,6 +49,8 @@ _BOTH_ENDS = 2 * HASH_BYTES
 
 class SealedRecords:
     """The form of the records of an encrypted store. See `RecordForm`."""
+
+    verifies_pieces = True
 
     def __init__(self, secret: bytes, salt: bytes) -> None:
         info = b"diskprefix store %d " % FORMAT_VERSION
@@ -76,10 +79,8 @@ class SealedRecords:
         return self._translated(database, stored, is_stored=True)
 
     def _translated(self, database: str, key: bytes, *, is_stored: bool) -> bytes:
-        if database == "meta":
-            mark, key = (key[: len(MODEL_MARK)], key[len(MODEL_MARK) :]) if key.startswith(MODEL_MARK) else (key, b"")
-        else:
-            mark = b""
+        mark = MODEL_MARK if database == "meta" and key.startswith(MODEL_MARK) else b""
+        key = key.removeprefix(mark)
         if len(key) < HASH_BYTES:
             return mark + key
         permutations = self._local.permutations(self._names)
@@ -146,7 +147,7 @@ class _Local(threading.local):
 
     def buffer(self, size: int) -> memoryview:
         if len(self._buffer) < size:
-            self._buffer = memoryview(bytearray(size))
+            self._buffer = memoryview(bytearray(2 * size))
         return self._buffer[:size]
 
     def permutations(self, names: AES256) -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]:

@@ -11,7 +11,6 @@ twice from one snapshot needs a kernel that draws new random numbers then (Linux
 from __future__ import annotations
 
 import os
-import struct
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -20,14 +19,11 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from diskprefix.store.schema import KEY_BYTES, SEAL_BYTES
+from diskprefix.store.schema import KEY_BYTES, SALT_BYTES, SEAL_BYTES, SEAL_COUNT
 
-SALT_BYTES = 16
 MOST_VALUES = 1 << 32
 """The most values of one key: the counter has 32 bits."""
-_PREFIX_BYTES = SEAL_BYTES - 16
-"""Before the sealed bytes: the random bytes of the batch, and the number of the value. GCM's tag is behind."""
-_COUNT = struct.Struct(">I")
+_PREFIX_BYTES = SALT_BYTES + SEAL_COUNT.size
 _NONCE_START = bytes(8)
 _SUBKEYS = 4096
 
@@ -72,7 +68,7 @@ class ValueSealer:
         if self._count >= MOST_VALUES:
             self._salt, self._count = os.urandom(SALT_BYTES), 0
             self._key = self._key_of(self._salt)
-        count = _COUNT.pack(self._count)
+        count = SEAL_COUNT.pack(self._count)
         self._count += 1
         sealed = bytearray(len(value) + SEAL_BYTES)
         sealed[:_PREFIX_BYTES] = self._salt + count

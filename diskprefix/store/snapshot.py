@@ -100,15 +100,15 @@ class Snapshot:
             yield index, memoryview(cursor.value())
             found = cursor.next()
 
-    def encoded(self, name: bytes, index: int, stored: memoryview) -> memoryview:
-        """Returns an encoded piece, given as it stands in the file; empty if it is not the one that was stored there.
-        For any thread. The view is valid until the thread reads another piece."""
-        return memoryview(self._form.opened("payloads", piece_key(name, index), stored))
-
     def decode(self, name: bytes, index: int, stored: memoryview, piece: Piece, out: Bytes) -> None:
         """Verifies a piece, given as it stands in the file, and writes it to `out`; see `decode_piece`. For any
         thread."""
-        decode_piece(self.encoded(name, index, stored), piece, piece_seed(name, index), out)
+        encoded = self._form.opened("payloads", piece_key(name, index), stored)
+        decode_piece(memoryview(encoded), piece, self._seed(name, index), out)
+
+    def _seed(self, name: bytes, index: int) -> int | None:
+        """Returns the seed of a piece's checksum; None if the form of the records verifies pieces."""
+        return None if self._form.verifies_pieces else piece_seed(name, index)
 
     def record(self, database: str, key: bytes) -> Any:
         """Returns a record, None if there is none."""

@@ -47,8 +47,8 @@ from diskprefix.store.schema import (
     NamesRecord,
     decode_record,
     encode_record,
-    sealed,
-    unsealed,
+    verified,
+    with_checksum,
 )
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.written import WriteMeter
@@ -203,7 +203,7 @@ def _create(changes: Changes, now: float, namespace: NamespaceKey | None, rememb
     )
     changes.put_meta(FORMAT, _U32.pack(FORMAT_VERSION))
     if remembered is not None:
-        changes.put_meta(ENCRYPTION, sealed(ENCRYPTION.encode(), remembered))
+        changes.put_meta(ENCRYPTION, with_checksum(ENCRYPTION.encode(), remembered))
     changes.put_meta(NAMES, encode_record(NAMES.encode(), names))
 
 
@@ -226,7 +226,7 @@ def _read(path: Path, env: Environment, txn: Any, key: EncryptionKey | None) -> 
                 "move the file away to start afresh, or choose another --kv-cache-dir"
             )
         stored = snapshot.meta(ENCRYPTION)
-        form = form_of(path / DATA, None if stored is None else unsealed(ENCRYPTION.encode(), stored), key)
+        form = form_of(path / DATA, None if stored is None else verified(ENCRYPTION.encode(), stored), key)
         return names_of(Snapshot(env.databases, txn, form)), form
     except (struct.error, StoreCorrupt) as error:
         raise StoreCorrupt(

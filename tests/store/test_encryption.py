@@ -3,6 +3,7 @@ what is read is what was saved."""
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,14 +14,15 @@ import pytest
 from diskprefix.errors import CacheError, SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.store import sealed_records, sealed_values
 from diskprefix.store.changes import Use
+from diskprefix.store.codec.codec import address
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.note_record import NoteKind, NoteTimes, encode_note, note_key
-from diskprefix.store.schema import DATABASES, piece_key, unsealed
+from diskprefix.store.schema import DATABASES, piece_key, verified
 from diskprefix.store.store import Publication, Store
-from tests.store.building import Clock, is_clean, is_whole, open_store, prompt, publication, read_payload
+from tests.store.building import Clock, is_clean, is_whole, layout_of, open_store, prompt, publication, read_payload
 
 KEY, OTHER = EncryptionKey(bytes(range(32))), EncryptionKey(bytes(32))
 GROUP = b"of a key"
@@ -73,6 +75,35 @@ def test_a_store_reads_what_it_wrote_also_after_a_restart_and_compaction(tmp_pat
         part[9:] += 1
         assert next(snapshot.similar_children(pubs[1].root, part.tobytes())) == pubs[1].nodes[0].name
     store.close()
+
+
+def test_a_copy_keeps_payloads_in_the_order_in_which_prompts_read_them(tmp_path: Path) -> None:
+    store = encrypted(tmp_path)
+    pubs = [publication(store, prompt(seed, 40), layout=layout_of(600_000)) for seed in range(2)]
+    for pub in pubs:
+        store.publish(pub)
+    store.close()
+    form = store_form(tmp_path)
+    expected = [
+        form.stored_key("payloads", piece_key(node.name, index))
+        for pub in pubs
+        for node in pub.nodes
+        for index, piece in enumerate(node.pieces)
+        if piece.num_bytes > mmap.PAGESIZE
+    ]
+    assert len(expected) > 8
+    assert payload_order(tmp_path) == expected
+    compact_folder(tmp_path)
+    assert payload_order(tmp_path) == expected
+
+
+def payload_order(path: Path) -> list[bytes]:
+    """The stored keys of the payloads that have pages of their own, as the file has their values."""
+    with lmdb.open(str(path), readonly=True, lock=False, max_dbs=len(DATABASES)) as env:
+        payloads = env.open_db(b"payloads", create=False)
+        with env.begin(db=payloads, buffers=True) as txn:
+            found = [(address(value), bytes(key)) for key, value in txn.cursor() if len(value) > mmap.PAGESIZE]
+            return [key for _, key in sorted(found)]
 
 
 def test_no_token_text_name_or_payload_is_in_the_file(tmp_path: Path) -> None:
@@ -133,7 +164,7 @@ def store_form(path: Path) -> sealed_records.SealedRecords:
     remembered = next(
         value for database, key, value in stored_records(path) if (database, key) == ("meta", b"encryption")
     )
-    form = sealed_records.SealedRecords.open(KEY.secret, unsealed(b"encryption", remembered))
+    form = sealed_records.SealedRecords.open(KEY.secret, verified(b"encryption", remembered))
     assert form is not None
     return form
 

@@ -23,7 +23,7 @@ from diskprefix.store.note_record import (
     surplus_notes,
     used_note,
 )
-from diskprefix.store.schema import sealed
+from diskprefix.store.schema import with_checksum
 from diskprefix.tokens import checksum
 
 ROOT = b"r" * 16
@@ -82,14 +82,14 @@ def test_every_changed_bit_is_noticed() -> None:
 )
 def test_what_cannot_be_a_note_is_refused_under_a_good_checksum(key: bytes, packed: bytes) -> None:
     with pytest.raises(StoreCorrupt):
-        decode_note(key, sealed(key, packed))
+        decode_note(key, with_checksum(key, packed))
 
 
 def test_a_size_that_is_read_is_not_allocated() -> None:
     bomb = compress(b"\0" * (MAX_NOTE_BYTES + 1))
     assert len(bomb) < 10_000
     with pytest.raises(StoreCorrupt, match="claims 16777217 bytes"):
-        decode_note(KEY, sealed(KEY, b"\0" * 40 + bomb))
+        decode_note(KEY, with_checksum(KEY, b"\0" * 40 + bomb))
 
 
 def test_a_use_renews_a_note_and_a_clock_that_jumps_back_does_not_age_it() -> None:
@@ -98,7 +98,7 @@ def test_a_use_renews_a_note_and_a_clock_that_jumps_back_does_not_age_it() -> No
     assert used_note(KEY, value, 5.0) == value
 
 
-def test_a_damaged_note_is_not_sealed_anew_by_a_use() -> None:
+def test_a_damaged_note_gets_no_right_checksum_by_a_use() -> None:
     value = bytearray(encode_note(KEY, b"content", TIMES))
     value[-1] ^= 1
     with pytest.raises(StoreCorrupt):

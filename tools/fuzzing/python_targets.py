@@ -37,7 +37,7 @@ from diskprefix.extras.remote.bucket_key import BucketKey
 from diskprefix.extras.remote.bundle import BundleSlot, Header, encode_bundle, slot_nodes, slot_path
 from diskprefix.extras.remote.objects import Got
 from diskprefix.extras.remote.reading import read_bundle
-from diskprefix.extras.remote.sealing import MOST_SIGNED_BYTES, SEAL_BYTES, ObjectRefused, piece_digest, sealed
+from diskprefix.extras.remote.signing import MOST_SIGNED_BYTES, PREAMBLE_BYTES, ObjectRefused, piece_digest, signed
 from diskprefix.model.load.gguf_file import read_tensors
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.native import library
@@ -139,13 +139,13 @@ def _entry_file(folder: Path) -> Check:
 
     def check(data: bytes) -> None:
         path.unlink(missing_ok=True)
-        path.write_bytes(_resealed(data[1:]) if data[:1] > b"\x7f" else data[1:])
+        path.write_bytes(_with_checksum(data[1:]) if data[:1] > b"\x7f" else data[1:])
         refused(act)
 
     return check
 
 
-def _resealed(data: bytes) -> bytes:
+def _with_checksum(data: bytes) -> bytes:
     """Returns an exported file with the checksum of its index, as far as it has one."""
     with suppress(
         ValueError, KeyError, TypeError, IndexError, AttributeError, struct.error, UnicodeEncodeError, RecursionError
@@ -195,13 +195,13 @@ class _Bucket:
         return Got(self._data, 0.0)
 
     def get_range(self, _path: str, start: int, end: int, most_bytes: int) -> Got:
-        require(end - start <= max(most_bytes, MOST_SIGNED_BYTES + SEAL_BYTES), "too much is asked for")
+        require(end - start <= max(most_bytes, MOST_SIGNED_BYTES + PREAMBLE_BYTES), "too much is asked for")
         return Got(self._data[start:end], 0.0)
 
 
 def _bucket_object(_folder: Path) -> Check:
     """The first byte says which place of the prompt is read, how much of it is near, and whether the object is signed.
-    Then the input is the length of the header, the header and the pieces, and digests and checksums are made right."""
+    Then the input is the length of the header, the header and the pieces, and digests are made right."""
 
     def check(data: bytes) -> None:
         choice, content = (data[0], data[1:]) if data else (0, b"")
@@ -215,29 +215,21 @@ def _bucket_object(_folder: Path) -> Check:
 
 def _signed(path: str, content: bytes) -> bytes:
     size = int.from_bytes(content[:2], "little")
-    encoded, body = content[2 : 2 + size], bytearray(content[2 + size :])
+    encoded, body = content[2 : 2 + size], content[2 + size :]
     with suppress(msgspec.DecodeError, OverflowError):
         header = msgspec.msgpack.decode(encoded, type=Header)
         nodes, at = [], 0
         for node in header.nodes:
             digests = []
             for index, length in enumerate(node.sizes):
-                piece = _checked_piece(
-                    bytes(body[at : at + max(0, length)]), int.from_bytes(node.name[:8], "little") + index
-                )
-                body[at : at + len(piece)] = piece
+                piece = bytes(body[at : at + max(0, length)])
                 digests.append(piece_digest(_KEY, node.name, index, piece))
                 at += len(piece)
             nodes.append(msgspec.structs.replace(node, digests=tuple(digests)))
         encoded = msgspec.msgpack.encode(Header(header.root, header.created_at, tuple(nodes)))
     with suppress(ObjectRefused):
-        return sealed(_KEY, path, encoded) + body
-    return bytes(body)
-
-
-def _checked_piece(stored: bytes, seed: int) -> bytes:
-    """Returns a stored piece with its checksum."""
-    return struct.pack("<Q", checksum(stored[8:], seed % 2**64)) + stored[8:] if len(stored) >= 8 else stored
+        return signed(_KEY, path, encoded) + body
+    return body
 
 
 def _bundles(_folder: Path) -> Iterable[bytes]:
@@ -252,10 +244,10 @@ def _bundles(_folder: Path) -> Iterable[bytes]:
             payloads.append((node, tokens.tobytes(), payload_of(tokens, size)))
         path = slot_path(_KEY, _PROMPT, slot)
         whole = encode_bundle(_KEY, _PROMPT, path, payloads, 5.0)
-        signed = struct.unpack_from("<4sHHI", whole)[3]
-        header = whole[SEAL_BYTES + len(path.encode()) : SEAL_BYTES + signed]
+        num_signed = struct.unpack_from("<4sHHI", whole)[3]
+        header = whole[PREAMBLE_BYTES + len(path.encode()) : PREAMBLE_BYTES + num_signed]
         yield bytes([number]) + whole
-        yield bytes([16 + number]) + struct.pack("<H", len(header)) + header + whole[SEAL_BYTES + signed :]
+        yield bytes([16 + number]) + struct.pack("<H", len(header)) + header + whole[PREAMBLE_BYTES + num_signed :]
 
 
 def replace_rest(slot: BundleSlot) -> BundleSlot:
@@ -273,9 +265,9 @@ def _stored_piece(_folder: Path) -> Check:
         if len(data) < 3:
             return
         piece = _piece_of(data)
-        stored = memoryview(_checked_piece(data[3:], 5))
+        stored = memoryview(data[3:])
         out = np.zeros((piece.num_rows, piece.row_bytes), np.uint8)
-        refused(lambda: decode_piece(stored, piece, 5, out))
+        refused(lambda: decode_piece(stored, piece, None, out))
         form = _FORMATS.get(piece.element)
         if (
             operators is not None
@@ -305,7 +297,7 @@ def _stored_pieces(_folder: Path) -> Iterable[bytes]:
             values = np.random.default_rng(1).normal(size=piece.num_bytes // 4).astype("<f4").view(np.uint8)
             raw = np.ascontiguousarray(np.resize(values, piece.num_bytes)).data
             for codec in Codec:
-                yield head + encode_piece(raw, piece, codec, 5)
+                yield head + encode_piece(raw, piece, codec, None)
 
 
 _RECORDS = (RootRecord, ModelRecord, EntryRecord)
@@ -317,10 +309,10 @@ def _records(_folder: Path) -> Check:
 
     def check(data: bytes) -> None:
         choice, content = (data[0], data[1:]) if data else (0, b"")
-        value = _sealed_record(_NOTE, content)
+        value = _checked_record(_NOTE, content)
         match choice % 6:
             case 0:
-                refused(lambda: decode_node(b"n" * 16, _sealed_node(content)))
+                refused(lambda: decode_node(b"n" * 16, _checked_node(content)))
             case 1:
                 refused(lambda: decode_note(_NOTE, value))
                 StoredNote.of(_NOTE, value, len(value)).times.is_expired(5.0)
@@ -335,11 +327,11 @@ def _records(_folder: Path) -> Check:
     return check
 
 
-def _sealed_record(key: bytes, packed: bytes) -> bytes:
+def _checked_record(key: bytes, packed: bytes) -> bytes:
     return struct.pack("<Q", checksum(key + packed)) + packed
 
 
-def _sealed_node(content: bytes) -> bytes:
+def _checked_node(content: bytes) -> bytes:
     header, token_ids = content[:_NODE_BYTES], content[_NODE_BYTES:]
     return header + struct.pack("<Q", checksum(b"n" * 16 + header + token_ids)) + token_ids
 

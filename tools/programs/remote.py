@@ -17,7 +17,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from diskprefix.extras.remote.sealing import SEAL_BYTES
+from diskprefix.extras.remote.signing import PREAMBLE_BYTES
 from diskprefix.namespace_key import NamespaceKey
 from tests.object_server import FAULTS, ObjectServer, object_server
 from tools.measuring.live_server import Answer, LiveServer, LiveServerError, step
@@ -147,7 +147,7 @@ def faults(
 def planted(data: bytes) -> bytes:
     """Returns an object that an attacker without the namespace key could plant: all is right but the MAC."""
     other = NamespaceKey.of(b"the key of somebody else")
-    return data[: SEAL_BYTES - 32] + other.mac_key + data[SEAL_BYTES:]
+    return data[: PREAMBLE_BYTES - 32] + other.mac_key + data[PREAMBLE_BYTES:]
 
 
 def _wait_until_closed(server: LiveServer) -> None:

@@ -16,8 +16,6 @@ from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.schema import SEAL_BYTES
 from diskprefix.tokens import HASH_BYTES
 
-CIPHER_BYTES = SEAL_BYTES
-"""The most bytes that the form adds to a header or a piece."""
 Seal: TypeAlias = Callable[[bytes, bytes | bytearray], bytes | bytearray]
 """Returns a part of an object as it is written, given what names its place, and the part."""
 

@@ -11,19 +11,19 @@ import numpy as np
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.errors import StoreCorrupt
-from diskprefix.extras.remote.bucket_key import CIPHER_BYTES, BucketKey
-from diskprefix.extras.remote.sealing import (
+from diskprefix.extras.remote.bucket_key import BucketKey
+from diskprefix.extras.remote.signing import (
     MOST_SIGNED_BYTES,
-    SEAL_BYTES,
+    PREAMBLE_BYTES,
     ObjectRefused,
     opened_piece,
     piece_digest,
     piece_place,
-    sealed,
-    unsealed,
+    signed,
+    verified,
 )
-from diskprefix.store.codec.codec import Codec, decode_piece, encode_piece, piece_seed
-from diskprefix.store.schema import Kind
+from diskprefix.store.codec.codec import Codec, decode_piece, encode_piece
+from diskprefix.store.schema import SEAL_BYTES, Kind
 from diskprefix.tokens import ID_BYTES
 
 ABOUT = "about"
@@ -106,11 +106,11 @@ def most_bytes(nodes: PromptNodes, slot: BundleSlot) -> int:
     """Returns the most bytes that an object in this place can have. Larger objects, which others may have planted, are
     not read."""
     block, checkpoint, tail = (
-        sum(cut.piece.max_bytes + CIPHER_BYTES for cut in nodes.layout.cuts(nodes.block_size, kind))
+        sum(cut.piece.max_bytes + SEAL_BYTES for cut in nodes.layout.cuts(nodes.block_size, kind))
         for kind in (Kind.BLOCK, Kind.CHECKPOINT, Kind.TAIL)
     )
     num_blocks = 1 if slot.is_rest else slot.last - slot.first
-    return SEAL_BYTES + MOST_SIGNED_BYTES + num_blocks * (block + checkpoint) + slot.has_tail * tail
+    return PREAMBLE_BYTES + MOST_SIGNED_BYTES + num_blocks * (block + checkpoint) + slot.has_tail * tail
 
 
 def object_path(key: BucketKey, root: bytes, name: str) -> str:
@@ -151,8 +151,8 @@ def encode_bundle(
         start = 0
         for index, cut in enumerate(nodes.cuts(node)):
             raw = payload[start : start + cut.piece.num_bytes]
-            # A network is slower than a decoder: always as small as it gets.
-            piece = encode_piece(raw, cut.piece, Codec.PLANES, piece_seed(node.name, index))
+            # A network is slower than a decoder: always as small as it gets. The digest verifies it.
+            piece = encode_piece(raw, cut.piece, Codec.PLANES, None)
             pieces.append(seal(piece_place(path, node.name, index), piece))
             start += cut.piece.num_bytes
         digests = tuple(piece_digest(key, node.name, index, piece) for index, piece in enumerate(pieces))
@@ -160,13 +160,13 @@ def encode_bundle(
         bundled.append(BundledNode(node.name, node.parent, node.position, node.kind, token_ids, sizes, digests))
         body += pieces
     header = msgspec.msgpack.encode(Header(nodes.root, now, tuple(bundled)))
-    return b"".join([sealed(key, path, header), *body])
+    return b"".join([signed(key, path, header), *body])
 
 
 def read_header(key: BucketKey, path: str, data: bytes | memoryview) -> Header:
     """Returns the header of the object at `path`. Raises `ObjectRefused`."""
     try:
-        return msgspec.msgpack.decode(unsealed(key, path, data), type=Header)
+        return msgspec.msgpack.decode(verified(key, path, data), type=Header)
     except msgspec.DecodeError as error:
         raise ObjectRefused("mismatch", f"its header cannot be read: {error}") from error
 
@@ -221,7 +221,7 @@ def _require_pieces(nodes: PromptNodes, node: Node, one: BundledNode) -> None:
     cuts = nodes.cuts(node)
     is_alike = len(one.sizes) == len(one.digests) == len(cuts)
     if not is_alike or not all(
-        0 <= size <= cut.piece.max_bytes + CIPHER_BYTES for size, cut in zip(one.sizes, cuts, strict=True)
+        0 <= size <= cut.piece.max_bytes + SEAL_BYTES for size, cut in zip(one.sizes, cuts, strict=True)
     ):
         raise ObjectRefused("mismatch", f"node {one.name.hex()} has another layout")
 
@@ -245,7 +245,7 @@ def decode_payload(
         piece = opened_piece(key, path, node.name, index, stored[at : at + size], bundled.digests[index])
         out = payload[start : start + cut.piece.num_bytes].reshape(cut.piece.num_rows, cut.piece.row_bytes)
         try:
-            decode_piece(piece, cut.piece, piece_seed(node.name, index), out)
+            decode_piece(piece, cut.piece, None, out)
         except StoreCorrupt as error:
             raise ObjectRefused("mismatch", error.message) from error
         at, start = at + size, start + cut.piece.num_bytes

@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, get_args
 
-from diskprefix.extras.remote.sealing import ObjectRefused, RefusalReason
+from diskprefix.extras.remote.signing import ObjectRefused, RefusalReason
 
 log = logging.getLogger("diskprefix")
 

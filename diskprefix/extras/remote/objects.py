@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 
 from diskprefix.errors import CacheError, SettingsError
 from diskprefix.extras.remote.breaker import Breaker
-from diskprefix.extras.remote.sealing import ObjectRefused
+from diskprefix.extras.remote.signing import ObjectRefused
 from diskprefix.printable import escaped, first_line
 
 log = logging.getLogger("diskprefix")

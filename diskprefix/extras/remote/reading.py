@@ -15,7 +15,7 @@ from diskprefix.extras.remote.bundle import (
     require_prompt,
 )
 from diskprefix.extras.remote.objects import Got, ObjectStore
-from diskprefix.extras.remote.sealing import SEAL_BYTES, ObjectRefused, sealed_bytes
+from diskprefix.extras.remote.signing import PREAMBLE_BYTES, ObjectRefused, signed_bytes
 
 _BEGINNING_BYTES = 1 << 16
 """Enough for most headers."""
@@ -44,7 +44,7 @@ def read_bundle(
     prompt_nodes = require_prompt(nodes, slot, header)
     first = next((i for i, node in enumerate(prompt_nodes) if node.end > num_near * nodes.block_size), 0)
     start, end = body_range(header, first)
-    at = sealed_bytes(got.data)
+    at = signed_bytes(got.data)
     if is_whole:
         body = got.data[at + start :]
     else:
@@ -63,6 +63,6 @@ def read_bundle(
 def _beginning(objects: ObjectStore, path: str, most: int) -> Got | None:
     """Returns at least the signed part of an object; None if there is no object."""
     got = objects.get_range(path, 0, _BEGINNING_BYTES, most)
-    if got is not None and len(got.data) >= SEAL_BYTES and sealed_bytes(got.data) > len(got.data):
-        got = objects.get_range(path, 0, sealed_bytes(got.data), most)
+    if got is not None and len(got.data) >= PREAMBLE_BYTES and signed_bytes(got.data) > len(got.data):
+        got = objects.get_range(path, 0, signed_bytes(got.data), most)
     return got

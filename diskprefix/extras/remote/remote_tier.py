@@ -24,7 +24,7 @@ from diskprefix.extras.remote.ledger import Ledger
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.extras.remote.prefetching import MOST_AT_ONCE, Found, PrefetchJob
 from diskprefix.extras.remote.reading import read_bundle
-from diskprefix.extras.remote.sealing import ObjectRefused
+from diskprefix.extras.remote.signing import ObjectRefused
 from diskprefix.extras.remote.upkeep import forget
 from diskprefix.extras.remote.upload import first_blocks, write_prompt
 from diskprefix.store.changes import NewNode

@@ -14,7 +14,7 @@ from diskprefix.errors import CacheError
 from diskprefix.extras.remote.bucket_key import BucketKey
 from diskprefix.extras.remote.bundle import ABOUT, ABOUT_MOST_BYTES, REST, object_path
 from diskprefix.extras.remote.objects import ObjectInfo, ObjectStore
-from diskprefix.extras.remote.sealing import ObjectRefused, unsealed
+from diskprefix.extras.remote.signing import ObjectRefused, verified
 from diskprefix.store.maintenance.purge import GoneText
 from diskprefix.store.schema import Kind, RootRecord, node_name
 from diskprefix.tokens import ID_BYTES
@@ -175,7 +175,7 @@ def _root(objects: ObjectStore, key: BucketKey, root: str, found: list[ObjectInf
     if about is not None:
         with suppress(ObjectRefused, msgspec.DecodeError):
             if (got := objects.get(about.path, ABOUT_MOST_BYTES)) is not None:
-                record = msgspec.msgpack.decode(unsealed(key, about.path, got.data), type=RootRecord)
+                record = msgspec.msgpack.decode(verified(key, about.path, got.data), type=RootRecord)
     others = tuple(one for one in found if one is not about)
     return RemoteRoot(root, record.model, record.tenant, record.block_size, others, about)
 

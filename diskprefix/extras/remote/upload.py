@@ -25,7 +25,7 @@ from diskprefix.extras.remote.bundle import (
 )
 from diskprefix.extras.remote.ledger import Ledger
 from diskprefix.extras.remote.objects import ObjectStore
-from diskprefix.extras.remote.sealing import ObjectRefused, sealed, unsealed
+from diskprefix.extras.remote.signing import ObjectRefused, signed, verified
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import common_prefix_length
 
@@ -74,11 +74,11 @@ def _describe_root(objects: ObjectStore, key: BucketKey, upload: Upload) -> None
     path = object_path(key, upload.nodes.root, ABOUT)
     try:
         if (got := objects.get(path, ABOUT_MOST_BYTES)) is not None:
-            unsealed(key, path, got.data)
+            verified(key, path, got.data)
             return
     except ObjectRefused:
         pass
-    objects.put(path, sealed(key, path, msgspec.msgpack.encode(upload.record)))
+    objects.put(path, signed(key, path, msgspec.msgpack.encode(upload.record)))
 
 
 def _nearest(nodes: PromptNodes, views: Sequence[View], node: Node) -> View | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any, get_args
 
-from diskprefix.extras.remote.sealing import RefusalReason
+from diskprefix.extras.remote.signing import RefusalReason
 from diskprefix.extras.vllm._vllm_compat import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {

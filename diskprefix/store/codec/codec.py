@@ -1,6 +1,7 @@
 """Payload codecs, and the reading of payload pages. `README.md` of the store gives the format of a stored piece.
 
-A piece is checked before it is used: its checksum, then its sizes against what the caller expects. Sizes that come from
+A piece is checked before it is used: its checksum, unless a cipher or a digest has verified it, then its sizes against
+what the caller expects. Sizes that come from
 disk are never used to allocate.
 """
 
@@ -86,22 +87,25 @@ def piece_seed(name: bytes, index: int) -> int:
     return (int.from_bytes(name[:8], "little") + index) % 2**64
 
 
-def encode_piece(raw: memoryview, piece: Piece, codec: Codec, seed: int) -> bytearray:
+def encode_piece(raw: memoryview, piece: Piece, codec: Codec, seed: int | None) -> bytearray:
     """Returns the piece as it is stored. `raw` is C-contiguous and holds `piece.num_bytes` bytes.
 
-    A piece that the codec does not make shorter is stored raw. Safe to call from several threads.
+    A piece that the codec does not make shorter is stored raw. `seed` is that of its checksum; with None it has none,
+    because something else verifies it. Safe to call from several threads.
     """
     assert len(raw) == piece.num_bytes < 2**32
     used, bits, data = _encode(raw, piece, codec)
     if not _is_worthwhile(len(data), len(raw)):
         used, bits, data = Codec.RAW, 0, raw
     stored = bytearray().join([_HEADER.pack(0, len(raw), bits, used, piece.element), data])
-    _CHECKSUM.pack_into(stored, 0, checksum(memoryview(stored)[_CHECKSUM.size :], seed))
+    if seed is not None:
+        _CHECKSUM.pack_into(stored, 0, checksum(memoryview(stored)[_CHECKSUM.size :], seed))
     return stored
 
 
-def decode_piece(stored: memoryview, piece: Piece, seed: int, out: Bytes) -> None:
-    """Verifies a stored piece and writes it to `out`, shape [num_rows, row_bytes]; each row is contiguous.
+def decode_piece(stored: memoryview, piece: Piece, seed: int | None, out: Bytes) -> None:
+    """Verifies a stored piece and writes it to `out`, shape [num_rows, row_bytes]; each row is contiguous. `seed` is
+    that of its checksum, None if something else has verified it.
 
     Raises `StoreCorrupt`; `out` may hold anything then. Safe to call from several threads.
     """
@@ -109,7 +113,7 @@ def decode_piece(stored: memoryview, piece: Piece, seed: int, out: Bytes) -> Non
     if len(stored) < _HEADER.size:
         raise StoreCorrupt(f"a piece of {len(stored)} bytes is shorter than its header")
     found, raw_bytes, bits, codec, element = _HEADER.unpack_from(stored)
-    if found != checksum(stored[_CHECKSUM.size :], seed):
+    if seed is not None and found != checksum(stored[_CHECKSUM.size :], seed):
         raise StoreCorrupt("the checksum of a piece does not match")
     if (raw_bytes, element) != (piece.num_bytes, piece.element):
         raise StoreCorrupt(
@@ -219,7 +223,7 @@ def populate(view: memoryview) -> None:
     if not len(view):
         return
     start = _first_page(view)
-    num_bytes = _address(view) + len(view) - start
+    num_bytes = address(view) + len(view) - start
     failed = _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MADV_POPULATE_READ)
     if failed and (number := ctypes.get_errno()) in _UNREADABLE:
         raise StoreCorrupt(f"the pages of a payload cannot be read: {os.strerror(number)}")
@@ -233,12 +237,13 @@ def is_in_memory(view: memoryview) -> bool:
 
 
 def _first_page(view: memoryview) -> int:
-    return _address(view) // mmap.PAGESIZE * mmap.PAGESIZE
+    return address(view) // mmap.PAGESIZE * mmap.PAGESIZE
 
 
-def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-    return address
+def address(view: memoryview) -> int:
+    """Returns the address of the first byte."""
+    found: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
+    return found
 
 
 def compress(raw: bytes) -> bytes:

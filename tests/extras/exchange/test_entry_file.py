@@ -72,7 +72,7 @@ def joined(header: object, data: bytes) -> bytes:
     return struct.pack("<Q", len(text)) + text + data
 
 
-def sealed(header: dict[str, Any], data: bytes) -> bytes:
+def with_checksum(header: dict[str, Any], data: bytes) -> bytes:
     """The file with the checksum that its metadata ought to have: what is wrong beside it is left to be found."""
     metadata = header["__metadata__"]
     rest = {name: text for name, text in metadata.items() if name != "checksum"}
@@ -88,7 +88,7 @@ def test_a_sound_file_is_sound(sound: bytes, hybrid: bytes, path: Path) -> None:
     for data in (sound, hybrid):
         path.write_bytes(data)
         check(path)
-        path.write_bytes(sealed(*split(data)))
+        path.write_bytes(with_checksum(*split(data)))
         check(path)
 
 
@@ -267,7 +267,7 @@ def test_a_flipped_bit_anywhere_in_the_data_is_found(sound: bytes, hybrid: bytes
 def test_a_time_that_cannot_be_is_refused(sound: bytes, path: Path, seconds: float) -> None:
     header, data = split(sound)
     start = header["nodes.prefill_s"]["data_offsets"][0]
-    path.write_bytes(sealed(header, data[:start] + struct.pack("<d", seconds) + data[start + 8 :]))
+    path.write_bytes(with_checksum(header, data[:start] + struct.pack("<d", seconds) + data[start + 8 :]))
     with pytest.raises(StoreCorrupt, match="out of range"):
         check(path)
 
@@ -383,7 +383,7 @@ def test_any_value_of_the_header_changed(sound: bytes, hybrid: bytes, fuzzed: Pa
 
 @settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_text_of_the_metadata_changed_and_sealed_again(
+def test_any_text_of_the_metadata_changed_with_its_checksum(
     sound: bytes, hybrid: bytes, fuzzed: Path, data: st.DataObject
 ) -> None:
     """A checksum does not find this, because whoever changed it knew how to compute one."""
@@ -391,4 +391,4 @@ def test_any_text_of_the_metadata_changed_and_sealed_again(
     values = header["__metadata__"]
     name = data.draw(st.sampled_from(sorted(values)))
     values[name] = data.draw(st.text(max_size=30) | st.integers(-5, 2**65).map(str) | st.just(LAYOUT))
-    sound_or_one_line(fuzzed, sealed(header, rest))
+    sound_or_one_line(fuzzed, with_checksum(header, rest))

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from diskprefix.extras.remote.bucket_key import BucketKey
-from diskprefix.extras.remote.sealing import (
-    SEAL_BYTES,
+from diskprefix.extras.remote.signing import (
+    PREAMBLE_BYTES,
     ObjectRefused,
     opened_piece,
     piece_digest,
     piece_place,
-    sealed_bytes,
+    signed_bytes,
 )
 from diskprefix.extras.remote.upkeep import purge, roots, sweep
 from diskprefix.store.maintenance.purge import GoneText
@@ -44,7 +44,7 @@ def test_no_token_name_model_or_payload_is_in_a_bucket(make: MakeMachine, tmp_pa
     secrets += [node.name.hex().encode() for node in saved.nodes]
     for path, data in content(plain):
         if not path.endswith("/about"):
-            body = data[sealed_bytes(data) :]
+            body = data[signed_bytes(data) :]
             secrets += [body[at : at + 16] for at in range(0, len(body) - 16, STEP)]
     shown, hidden = (b"".join(path.encode() + data for path, data in content(one)) for one in (plain, encrypted))
     assert sum(secret in shown for secret in secrets) > 0.9 * len(secrets)
@@ -116,7 +116,7 @@ def test_each_object_has_a_key_of_its_own(make: MakeMachine, bucket: Path) -> No
     machine.share(PROMPT)
     again = dict(content(bucket))
     assert set(again) == set(written)
-    salts = [data[SEAL_BYTES + len(path) :][:16] for some in (written, again) for path, data in some.items()]
+    salts = [data[PREAMBLE_BYTES + len(path) :][:16] for some in (written, again) for path, data in some.items()]
     assert len(set(salts)) == len(salts) == 8
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from diskprefix.errors import SettingsError
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
-from diskprefix.extras.remote.sealing import ObjectRefused
+from diskprefix.extras.remote.signing import ObjectRefused
 from tests.object_server import BUCKET, object_server
 
 

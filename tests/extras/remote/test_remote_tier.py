@@ -16,7 +16,7 @@ import pytest
 from diskprefix.cache.tiers.tier import Prefetched, Upload
 from diskprefix.extras.remote.bundle import BundleSlot, Header, read_header, slot_nodes
 from diskprefix.extras.remote.objects import RemoteUnavailable
-from diskprefix.extras.remote.sealing import sealed, sealed_bytes
+from diskprefix.extras.remote.signing import signed, signed_bytes
 from diskprefix.store.changes import NewNode
 from diskprefix.store.schema import Kind, RootRecord
 from diskprefix.store.store import Publication
@@ -301,7 +301,7 @@ def flip(data: bytes, _: str) -> bytes:
 
 def sign_again(data: bytes, path: str, change: Callable[[Header], Header], key: Any = KEY) -> bytes:
     header = change(read_header(KEY, path, data))
-    return sealed(key, path, msgspec.msgpack.encode(header)) + data[sealed_bytes(data) :]
+    return signed(key, path, msgspec.msgpack.encode(header)) + data[signed_bytes(data) :]
 
 
 def with_other_tokens(header: Header) -> Header:

@@ -79,7 +79,7 @@ def view_of(raw: bytes | npt.NDArray[Any]) -> memoryview:
     return memoryview(raw) if isinstance(raw, bytes) else raw.reshape(-1).view(np.uint8).data
 
 
-def decoded(stored: memoryview, piece: Piece, seed: int = SEED) -> bytes:
+def decoded(stored: memoryview, piece: Piece, seed: int | None = SEED) -> bytes:
     """Decode into rows that lie apart, as in the arena, and see that nothing was written between them."""
     guard = 6
     wide = np.full((piece.num_rows, guard + piece.row_bytes + guard), 0xA5, np.uint8)
@@ -103,7 +103,7 @@ def assert_survives(raw: bytes | npt.NDArray[Any], piece: Piece, codec: Codec) -
     return stored
 
 
-def sealed(data: bytes, *, raw_bytes: int, bits: int = 0, codec: int, element: int = Element.BF16) -> memoryview:
+def with_header(data: bytes, *, raw_bytes: int, bits: int = 0, codec: int, element: int = Element.BF16) -> memoryview:
     """A piece with any header and a checksum that is right for it."""
     rest = struct.pack("<IIBB30x", raw_bytes, bits, codec, element) + data
     return memoryview(struct.pack("<Q", checksum(rest, SEED)) + rest)
@@ -266,6 +266,16 @@ def test_a_piece_in_the_place_of_another_does_not_verify() -> None:
     decoded(stored, piece, piece_seed(NAME, 0))
 
 
+def test_what_something_else_verifies_has_no_checksum_and_is_decoded_without() -> None:
+    raw = bytes(range(200)) * 2
+    piece = Piece(4, 100, Element.BYTES)
+    stored = encode_piece(memoryview(raw), piece, Codec.RAW, None)
+    assert stored[:8] == bytes(8)
+    assert decoded(memoryview(stored), piece, None) == raw
+    with pytest.raises(StoreCorrupt, match="checksum"):
+        decoded(memoryview(stored), piece, SEED)
+
+
 def test_seeds_of_many_nodes_and_pieces_differ() -> None:
     random = np.random.default_rng(1)
     names = [random.bytes(16) for _ in range(100)] + [b"\xff" * 16]
@@ -315,45 +325,45 @@ def planes_of_zeros(*, codes: bytes = bytes(128), counts: bytes = bytes(8)) -> b
 
 
 LIES = {
-    "more raw bytes": sealed(bytes(2048), raw_bytes=2**32 - 1, codec=Codec.RAW),
-    "fewer raw bytes": sealed(bytes(2048), raw_bytes=2, codec=Codec.RAW),
-    "too little raw data": sealed(bytes(2047), raw_bytes=2048, codec=Codec.RAW),
-    "too much raw data": sealed(bytes(2049), raw_bytes=2048, codec=Codec.RAW),
-    "no data": sealed(b"", raw_bytes=2048, codec=Codec.RAW),
-    "an unknown codec": sealed(bytes(2048), raw_bytes=2048, codec=3),
-    "an unknown element": sealed(bytes(2048), raw_bytes=2048, codec=Codec.RAW, element=6),
-    "no frame": sealed(b"no frame", raw_bytes=2048, codec=Codec.ZSTD),
-    "an empty frame": sealed(b"", raw_bytes=2048, codec=Codec.ZSTD),
-    "half a frame": sealed(frame(np.random.default_rng(2).bytes(2048))[:1000], raw_bytes=2048, codec=Codec.ZSTD),
-    "a frame and more": sealed(frame(bytes(2048)) + b"more", raw_bytes=2048, codec=Codec.ZSTD),
-    "two frames": sealed(frame(bytes(2048)) * 2, raw_bytes=2048, codec=Codec.ZSTD),
-    "a frame of less": sealed(frame(bytes(2047)), raw_bytes=2048, codec=Codec.ZSTD),
-    "a bomb": sealed(frame(bytes(1 << 24)), raw_bytes=2048, codec=Codec.ZSTD),
-    "a frame that claims what it lacks": sealed(claiming(2048), raw_bytes=2048, codec=Codec.ZSTD),
-    "a huge frame": sealed(claiming(2**62), raw_bytes=2048, codec=Codec.ZSTD),
-    "a huge frame in a huge piece": sealed(claiming(2**32 - 1), raw_bytes=2**32 - 1, codec=Codec.ZSTD),
-    "a frame of nothing": sealed(frame(b""), raw_bytes=0, codec=Codec.ZSTD),
-    "planes of nothing": sealed(b"", raw_bytes=0, codec=Codec.PLANES),
-    "planes without a code": sealed(bytes(2048), raw_bytes=2048, codec=Codec.PLANES),
-    "codes of five bits": sealed(bytes(2048), raw_bytes=2048, bits=5, codec=Codec.PLANES),
-    "huge codes": sealed(bytes(2048), raw_bytes=2048, bits=2**32 - 1, codec=Codec.PLANES),
-    "too little for planes": sealed(planes_of_zeros()[:-1], raw_bytes=2048, bits=1, codec=Codec.PLANES),
-    "too much for planes": sealed(planes_of_zeros() + b"\0", raw_bytes=2048, bits=1, codec=Codec.PLANES),
-    "an exception that is not listed": sealed(
+    "more raw bytes": with_header(bytes(2048), raw_bytes=2**32 - 1, codec=Codec.RAW),
+    "fewer raw bytes": with_header(bytes(2048), raw_bytes=2, codec=Codec.RAW),
+    "too little raw data": with_header(bytes(2047), raw_bytes=2048, codec=Codec.RAW),
+    "too much raw data": with_header(bytes(2049), raw_bytes=2048, codec=Codec.RAW),
+    "no data": with_header(b"", raw_bytes=2048, codec=Codec.RAW),
+    "an unknown codec": with_header(bytes(2048), raw_bytes=2048, codec=3),
+    "an unknown element": with_header(bytes(2048), raw_bytes=2048, codec=Codec.RAW, element=6),
+    "no frame": with_header(b"no frame", raw_bytes=2048, codec=Codec.ZSTD),
+    "an empty frame": with_header(b"", raw_bytes=2048, codec=Codec.ZSTD),
+    "half a frame": with_header(frame(np.random.default_rng(2).bytes(2048))[:1000], raw_bytes=2048, codec=Codec.ZSTD),
+    "a frame and more": with_header(frame(bytes(2048)) + b"more", raw_bytes=2048, codec=Codec.ZSTD),
+    "two frames": with_header(frame(bytes(2048)) * 2, raw_bytes=2048, codec=Codec.ZSTD),
+    "a frame of less": with_header(frame(bytes(2047)), raw_bytes=2048, codec=Codec.ZSTD),
+    "a bomb": with_header(frame(bytes(1 << 24)), raw_bytes=2048, codec=Codec.ZSTD),
+    "a frame that claims what it lacks": with_header(claiming(2048), raw_bytes=2048, codec=Codec.ZSTD),
+    "a huge frame": with_header(claiming(2**62), raw_bytes=2048, codec=Codec.ZSTD),
+    "a huge frame in a huge piece": with_header(claiming(2**32 - 1), raw_bytes=2**32 - 1, codec=Codec.ZSTD),
+    "a frame of nothing": with_header(frame(b""), raw_bytes=0, codec=Codec.ZSTD),
+    "planes of nothing": with_header(b"", raw_bytes=0, codec=Codec.PLANES),
+    "planes without a code": with_header(bytes(2048), raw_bytes=2048, codec=Codec.PLANES),
+    "codes of five bits": with_header(bytes(2048), raw_bytes=2048, bits=5, codec=Codec.PLANES),
+    "huge codes": with_header(bytes(2048), raw_bytes=2048, bits=2**32 - 1, codec=Codec.PLANES),
+    "too little for planes": with_header(planes_of_zeros()[:-1], raw_bytes=2048, bits=1, codec=Codec.PLANES),
+    "too much for planes": with_header(planes_of_zeros() + b"\0", raw_bytes=2048, bits=1, codec=Codec.PLANES),
+    "an exception that is not listed": with_header(
         planes_of_zeros(codes=b"\1" + bytes(127)), raw_bytes=2048, bits=1, codec=Codec.PLANES
     ),
-    "an exception in another row": sealed(
+    "an exception in another row": with_header(
         planes_of_zeros(codes=b"\1" + bytes(127), counts=b"\0\0\1\0" + bytes(4)) + b"\0",
         raw_bytes=2048,
         bits=1,
         codec=Codec.PLANES,
     ),
-    "more exceptions than there are values": sealed(
+    "more exceptions than there are values": with_header(
         planes_of_zeros(counts=b"\xff\xff" + bytes(6)) + bytes(65535), raw_bytes=2048, bits=1, codec=Codec.PLANES
     ),
-    "half a value": sealed(bytes(2047), raw_bytes=2047, bits=1, codec=Codec.PLANES),
-    "planes of bytes": sealed(bytes(2048), raw_bytes=2048, bits=1, codec=Codec.PLANES, element=Element.BYTES),
-    "planes of fp8": sealed(bytes(2048), raw_bytes=2048, bits=1, codec=Codec.PLANES, element=Element.FP8_E5M2),
+    "half a value": with_header(bytes(2047), raw_bytes=2047, bits=1, codec=Codec.PLANES),
+    "planes of bytes": with_header(bytes(2048), raw_bytes=2048, bits=1, codec=Codec.PLANES, element=Element.BYTES),
+    "planes of fp8": with_header(bytes(2048), raw_bytes=2048, bits=1, codec=Codec.PLANES, element=Element.FP8_E5M2),
 }
 
 

@@ -1,4 +1,4 @@
-"""The details of a saved prompt: its blocks with their codecs, the prompts that share them, and its uses."""
+"""The details of a saved prompt: its blocks, the prompts that share them, and its uses."""
 
 from __future__ import annotations
 
@@ -8,21 +8,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diskprefix.store.codec.codec import Codec
 from diskprefix.store.savings import Savings
 from diskprefix.store.schema import NodeRecord
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import EntryInfo, PrefixTree
 from diskprefix.tokens import TokenIds
 
-_CODEC_AT = 16
-"""The offset of the byte that names the codec of a piece."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class NodeInfo:
-    """A block, tail or checkpoint of a saved prompt. `entries` saved prompts share it. `codecs` counts its pieces by
-    codec. Sizes are in bytes, `prefill_s` in seconds."""
+    """A block, tail or checkpoint of a saved prompt. `entries` saved prompts share it. Sizes are in bytes,
+    `prefill_s` in seconds."""
 
     hash: str
     kind: str
@@ -31,7 +27,6 @@ class NodeInfo:
     generated: bool
     raw_bytes: int
     stored_bytes: int
-    codecs: dict[str, int]
     entries: int
     hits: int
     last_used_at: float
@@ -59,7 +54,6 @@ class EntryDetails:
     nodes: tuple[NodeInfo, ...]
     shared_with: tuple[SharedPrompt, ...]
     reason: str
-    codecs: dict[str, int]
     hit_times: tuple[float, ...]
     tokenizer: str
     token_ids: TokenIds
@@ -81,15 +75,11 @@ def entry_details(
     root = snapshot.root(record.root) if record else None
     used = savings.get(record.root) if record else None
     tokens = [node.token_ids for node in tree.path(name).values()]
-    total: Counter[str] = Counter()
-    for node in nodes:
-        total.update(node.codecs)
     return EntryDetails(
         info=info,
         nodes=nodes,
         shared_with=_shared_with(entries, path, paths),
         reason=record.reason if record else "",
-        codecs=dict(total),
         hit_times=tuple(round(hit.when, 3) for hit in used.hits if hit.block in path) if used else (),
         tokenizer=root.tokenizer if root else "",
         token_ids=np.concatenate(tokens),
@@ -109,7 +99,6 @@ def _shared_with(
 
 def _node_info(snapshot: Snapshot, name: bytes, node: NodeRecord, entries: int) -> NodeInfo:
     usage = snapshot.usage(name)
-    codecs = Counter(_codec_name(snapshot.encoded(name, *piece)) for piece in snapshot.pieces(name))
     return NodeInfo(
         hash=name.hex(),
         kind=node.kind.name.lower(),
@@ -118,14 +107,8 @@ def _node_info(snapshot: Snapshot, name: bytes, node: NodeRecord, entries: int) 
         generated=node.generated,
         raw_bytes=node.raw_bytes,
         stored_bytes=node.stored_bytes,
-        codecs=dict(codecs),
         entries=entries,
         hits=usage.restores if usage else 0,
         last_used_at=round(usage.last_used, 3) if usage else 0.0,
         prefill_s=round(usage.prefill_s, 6) if usage else 0.0,
     )
-
-
-def _codec_name(piece: memoryview) -> str:
-    known = {int(codec): codec.name.lower() for codec in Codec}
-    return known.get(piece[_CODEC_AT], "unknown") if len(piece) > _CODEC_AT else "unknown"

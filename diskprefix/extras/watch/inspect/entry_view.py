@@ -70,7 +70,6 @@ def decoded(folder: str, token_ids: TokenIds) -> str | None:
 def _as_dict(details: EntryDetails, text: str | None) -> dict[str, Any]:
     return asdict(details.info) | {
         "reason": details.reason,
-        "codecs": details.codecs,
         "hit_times": details.hit_times,
         "shared_with": [asdict(one) for one in details.shared_with],
         "blocks": [asdict(node) for node in details.nodes],
@@ -81,13 +80,11 @@ def _as_dict(details: EntryDetails, text: str | None) -> dict[str, Any]:
 def _lines(details: EntryDetails) -> list[tuple[str, str]]:
     info = details.info
     ratio = f", {info.raw_bytes / info.stored_bytes:.2f}× smaller" if info.stored_bytes < info.raw_bytes else ""
-    codecs = ", ".join(f"{count:,} {name}" for name, count in sorted(details.codecs.items()))
     return [
         ("id", info.id),
         ("model", info.model),
         ("tokens", f"{info.num_tokens:,}"),
         ("stored", f"{format_size(info.stored_bytes)} (raw {format_size(info.raw_bytes)}{ratio})"),
-        ("pieces", codecs or "none"),
         ("shared", format_size(info.shared_bytes)),
         ("checkpoints", _checkpoints_text(info)),
         ("generated", f"{info.generated_tokens:,} tokens" if info.generated_tokens else "none"),
@@ -121,7 +118,7 @@ def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:
 
     def likeness(node: NodeInfo) -> tuple[Any, ...]:
         is_whole = node.kind == "block" and node.num_tokens == nodes[0].num_tokens
-        return (node.hash,) if not is_whole else (node.kind, node.entries, node.generated, tuple(node.codecs))
+        return (node.hash,) if not is_whole else (node.kind, node.entries, node.generated)
 
     for _, group in groupby(nodes, likeness):
         run = list(group)
@@ -130,7 +127,7 @@ def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:
         where = f"at token {end:,}" if first.kind == "checkpoint" else f"tokens {start:,}–{end:,}"
         number = f"{len(run)} blocks" if len(run) > 1 else first.kind
         size = format_part(sum(node.stored_bytes for node in run), sum(node.raw_bytes for node in run))
-        notes = [size, "/".join(first.codecs), f"in {first.entries} prompts" if first.entries > 1 else ""]
+        notes = [size, f"in {first.entries} prompts" if first.entries > 1 else ""]
         notes += ["generated" if first.generated else "", f"{last.hits} hits" if last.hits else ""]
         hashes = last.hash if len(run) == 1 else f"…{last.hash[-8:]}"
         lines.append(f"{where:<24} {number:<11} {', '.join(note for note in notes if note)}  {hashes}")

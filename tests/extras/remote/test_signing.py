@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from diskprefix.extras.remote.bucket_key import BucketKey
-from diskprefix.extras.remote.sealing import (
+from diskprefix.extras.remote.signing import (
     MOST_SIGNED_BYTES,
-    SEAL_BYTES,
+    PREAMBLE_BYTES,
     ObjectRefused,
     opened_piece,
     piece_digest,
-    sealed,
-    sealed_bytes,
-    unsealed,
+    signed,
+    signed_bytes,
+    verified,
 )
 from tests.extras.remote.made import ENCRYPTING, KEY, OTHER_KEY
 
@@ -22,27 +22,27 @@ CONTENT = b"what the object says"
 
 def refused(key: BucketKey, path: str, data: bytes) -> str:
     with pytest.raises(ObjectRefused) as caught:
-        unsealed(key, path, data)
+        verified(key, path, data)
     assert "\n" not in caught.value.message
     return caught.value.reason
 
 
 @pytest.mark.parametrize("key", [KEY, ENCRYPTING])
 def test_what_was_signed_is_read_again_whatever_follows_it(key: BucketKey) -> None:
-    data = sealed(key, "a/b", CONTENT)
-    assert unsealed(key, "a/b", data + b"the body") == CONTENT
-    assert sealed_bytes(data[:SEAL_BYTES]) == len(data)
+    data = signed(key, "a/b", CONTENT)
+    assert verified(key, "a/b", data + b"the body") == CONTENT
+    assert signed_bytes(data[:PREAMBLE_BYTES]) == len(data)
 
 
 @pytest.mark.parametrize("key", [KEY, ENCRYPTING])
 def test_no_byte_can_be_changed_and_no_end_cut_off(key: BucketKey) -> None:
-    data = sealed(key, "a/b", CONTENT)
+    data = signed(key, "a/b", CONTENT)
     for at in range(len(data)):
         changed = bytearray(data)
         changed[at] ^= 1
         try:
             # Four bytes of the beginning say nothing.
-            assert unsealed(key, "a/b", bytes(changed)) == CONTENT
+            assert verified(key, "a/b", bytes(changed)) == CONTENT
             assert at in range(12, 16)
         except ObjectRefused:
             assert at not in range(12, 16)
@@ -52,11 +52,11 @@ def test_no_byte_can_be_changed_and_no_end_cut_off(key: BucketKey) -> None:
 def test_a_header_that_is_too_large_is_neither_written_nor_asked_for() -> None:
     assert MOST_SIGNED_BYTES <= 4 << 20, "so much is read before anything is verified"
     with pytest.raises(ObjectRefused, match="header"):
-        sealed(KEY, "a/b", bytes(MOST_SIGNED_BYTES))
-    beginning = bytearray(sealed(KEY, "a/b", CONTENT)[:SEAL_BYTES])
+        signed(KEY, "a/b", bytes(MOST_SIGNED_BYTES))
+    beginning = bytearray(signed(KEY, "a/b", CONTENT)[:PREAMBLE_BYTES])
     beginning[8:12] = (MOST_SIGNED_BYTES + 1).to_bytes(4, "little")
     with pytest.raises(ObjectRefused, match="not an object of this version"):
-        sealed_bytes(bytes(beginning))
+        signed_bytes(bytes(beginning))
 
 
 def test_a_piece_verifies_alone_and_in_its_place_only() -> None:

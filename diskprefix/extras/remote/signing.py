@@ -21,7 +21,7 @@ _MAGIC = b"dpxR"
 _VERSION = 2
 _PREAMBLE = struct.Struct("<4sHHI4x8s32s")
 """Magic, version, length of the path, length of what is signed, the beginning of the namespace's digest, the MAC."""
-SEAL_BYTES = _PREAMBLE.size
+PREAMBLE_BYTES = _PREAMBLE.size
 MOST_SIGNED_BYTES = 4 << 20
 """The largest signed part (path, token ids and digests) that is read. It is read before it can be verified, so it has a
 limit. The largest bundles need less than a quarter of it."""
@@ -36,35 +36,35 @@ class ObjectRefused(CacheError):
         self.reason: RefusalReason = reason
 
 
-def sealed(key: BucketKey, path: str, content: bytes) -> bytes:
+def signed(key: BucketKey, path: str, content: bytes) -> bytes:
     """Returns `content` in the key's form, signed for the object at `path`. Raises `ObjectRefused` if it is larger than
     readers accept."""
-    signed = path.encode() + key.sealer()(path.encode(), content)
-    if len(signed) > MOST_SIGNED_BYTES:
-        raise ObjectRefused("oversized", f"{path} would have a header of {len(signed)} bytes")
-    mac = _mac(key, len(path), signed)
-    return _PREAMBLE.pack(_MAGIC, _VERSION, len(path), len(signed), key.digest[:8], mac) + signed
+    part = path.encode() + key.sealer()(path.encode(), content)
+    if len(part) > MOST_SIGNED_BYTES:
+        raise ObjectRefused("oversized", f"{path} would have a header of {len(part)} bytes")
+    mac = _mac(key, len(path), part)
+    return _PREAMBLE.pack(_MAGIC, _VERSION, len(path), len(part), key.digest[:8], mac) + part
 
 
-def sealed_bytes(beginning: bytes | memoryview) -> int:
-    """Returns the number of bytes of seal and signed part, as the first `SEAL_BYTES` say. It is bounded, but not
-    verified. Raises `ObjectRefused`."""
-    return SEAL_BYTES + _preamble(beginning)[1]
+def signed_bytes(beginning: bytes | memoryview) -> int:
+    """Returns the number of bytes of preamble and signed part, as the preamble says. It is bounded, but not verified.
+    Raises `ObjectRefused`."""
+    return PREAMBLE_BYTES + _preamble(beginning)[1]
 
 
-def unsealed(key: BucketKey, path: str, data: bytes | memoryview) -> bytes:
+def verified(key: BucketKey, path: str, data: bytes | memoryview) -> bytes:
     """Returns the signed content of the object at `path`. `data` may be longer. Raises `ObjectRefused`."""
     path_bytes, num_signed, namespace, mac = _preamble(data)
-    signed = bytes(data[SEAL_BYTES : SEAL_BYTES + num_signed])
-    if len(signed) != num_signed:
-        raise ObjectRefused("truncated", f"it has {len(data)} bytes of {SEAL_BYTES + num_signed}")
+    part = bytes(data[PREAMBLE_BYTES : PREAMBLE_BYTES + num_signed])
+    if len(part) != num_signed:
+        raise ObjectRefused("truncated", f"it has {len(data)} bytes of {PREAMBLE_BYTES + num_signed}")
     if namespace != key.digest[:8]:
         raise ObjectRefused("foreign", "it was signed with the key of another namespace")
-    if not hmac.compare_digest(mac, _mac(key, path_bytes, signed)):
+    if not hmac.compare_digest(mac, _mac(key, path_bytes, part)):
         raise ObjectRefused("mac", "its MAC is wrong")
-    if signed[:path_bytes] != path.encode():
-        raise ObjectRefused("replayed", f"it was written as {signed[:path_bytes].decode(errors='replace')}")
-    if (content := key.opened(path.encode(), signed[path_bytes:])) is None:
+    if part[:path_bytes] != path.encode():
+        raise ObjectRefused("replayed", f"it was written as {part[:path_bytes].decode(errors='replace')}")
+    if (content := key.opened(path.encode(), part[path_bytes:])) is None:
         raise ObjectRefused("damaged", "its header cannot be decrypted")
     return bytes(content)
 
@@ -92,7 +92,7 @@ def opened_piece(key: BucketKey, path: str, name: bytes, index: int, stored: mem
 
 
 def _preamble(data: bytes | memoryview) -> tuple[int, int, bytes, bytes]:
-    if len(data) < SEAL_BYTES:
+    if len(data) < PREAMBLE_BYTES:
         raise ObjectRefused("truncated", f"it has {len(data)} bytes, fewer than its beginning")
     magic, version, path_bytes, num_signed, namespace, mac = _PREAMBLE.unpack_from(data)
     if (magic, version) != (_MAGIC, _VERSION) or not path_bytes <= num_signed <= MOST_SIGNED_BYTES:
@@ -100,8 +100,8 @@ def _preamble(data: bytes | memoryview) -> tuple[int, int, bytes, bytes]:
     return path_bytes, num_signed, namespace, mac
 
 
-def _mac(key: BucketKey, path_bytes: int, signed: bytes) -> bytes:
+def _mac(key: BucketKey, path_bytes: int, part: bytes) -> bytes:
     mac = hashlib.blake2b(key=key.mac_key, digest_size=32, person=b"dpx object")
-    mac.update(struct.pack("<HHI", _VERSION, path_bytes, len(signed)))
-    mac.update(signed)
+    mac.update(struct.pack("<HHI", _VERSION, path_bytes, len(part)))
+    mac.update(part)
     return mac.digest()
