@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 import torch
 
@@ -16,7 +19,19 @@ from diskprefix.store import writer
 from diskprefix.store.changes import Use
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
+from tests.closing import needs
+from tests.examples import thorough
+from tests.faults.power.recording import preloaded
 from tests.runner import Runner, random_prompt, same, tiny_llama, tiny_settings
+from tests.server.chat_model import write_chat_model
+from tests.server.daemon_process import (
+    DaemonProcess,
+    cache_states,
+    clean_environment,
+    reply_to,
+    serve_flags,
+    wait_until,
+)
 from tests.store.building import BLOCK, ROOT, Clock, is_whole, open_store, prompt, publication
 
 
@@ -258,3 +273,69 @@ def test_stopping_does_not_wait_for_another_process_that_holds_the_lock(
     assert held.close(30)
     assert is_whole(store, pub)
     store.close()
+
+
+def question(number: int) -> dict[str, Any]:
+    text = f"{number}: " + "rivers cities weather " * 60
+    return {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 8, "logprobs": True}
+
+
+def require_alike(client: httpx.Client, number: int, reply: dict[str, Any]) -> None:
+    again = reply_to(client, question(number))
+    assert again["choices"] == reply["choices"]
+    assert again["prefix_cache"]["restored"] > 0
+
+
+def troubled(folder: Path, **trouble: str) -> tuple[list[str], dict[str, str]]:
+    """The flags of a daemon, and the environment in which its disk is in trouble while `folder / "trouble"` exists."""
+    (folder / "disk").mkdir()
+    flags = serve_flags(write_chat_model(folder / "model"), folder / "disk/kv")
+    recorded = preloaded(folder / "disk", folder / "log")
+    return flags, clean_environment(**recorded, POWER_TROUBLE=str(folder / "trouble"), **trouble)
+
+
+@thorough
+@pytest.mark.slow
+@needs("cc")
+@pytest.mark.parametrize("seconds", [3, 10**6])
+def test_a_daemon_whose_disk_answers_late_or_never_answers_requests_and_ends(seconds: int, tmp_path: Path) -> None:
+    flags, environment = troubled(tmp_path, POWER_SECONDS=str(seconds))
+    with DaemonProcess(*flags, environment=environment, fresh=True) as daemon, daemon.wait_ready().client() as client:
+        replies = [reply_to(client, question(number)) for number in range(3)]
+        daemon.wait_saved()
+        (tmp_path / "trouble").touch()
+        for number in range(3, 6):
+            reply_to(client, question(number))
+        for number, reply in enumerate(replies):
+            require_alike(client, number, reply)
+        assert client.get("/health").json()["status"] == "ok"
+        assert client.get("/metrics").status_code == 200
+        (state,) = cache_states(client)
+        assert state["pending_bytes"] > 0, "the disk was faster than the replies"
+        # As systemd allows.
+        assert daemon.stop(timeout_s=90) == 0
+    with DaemonProcess(*flags) as daemon, daemon.wait_ready().client() as client:
+        for number, reply in enumerate(replies):
+            require_alike(client, number, reply)
+
+
+@thorough
+@pytest.mark.slow
+@needs("cc")
+def test_a_daemon_whose_disk_becomes_read_only_answers_and_saves_again_later(tmp_path: Path) -> None:
+    flags, environment = troubled(tmp_path, POWER_ERROR=str(errno.EROFS))
+    with DaemonProcess(*flags, environment=environment, fresh=True) as daemon, daemon.wait_ready().client() as client:
+        replies = [reply_to(client, question(number)) for number in range(2)]
+        daemon.wait_saved()
+        (tmp_path / "trouble").touch()
+        reply_to(client, question(2))
+        wait_until(lambda: client.get("/health").json()["status"] == "degraded", "the failure is known")
+        for number, reply in enumerate(replies):
+            require_alike(client, number, reply)
+        (tmp_path / "trouble").unlink()
+        replies.append(reply_to(client, question(2)))
+        wait_until(lambda: client.get("/health").json()["status"] == "ok", "the next prompt is saved")
+        assert daemon.stop() == 0
+    with DaemonProcess(*flags) as daemon, daemon.wait_ready().client() as client:
+        for number, reply in enumerate(replies):
+            require_alike(client, number, reply)

@@ -9,6 +9,7 @@ start. With `--mutants`, each protection is taken away once: then an image must 
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import mmap
 import multiprocessing
@@ -17,10 +18,10 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -37,8 +38,8 @@ from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import new_table
 
 IMAGE_TIMEOUT_S = 60.0
-EVERY = 10
-"""Of the moments after a fault, one of so many is looked at."""
+NEAR, EVERY = 8, 10
+"""So many moments after a fault are looked at, and of those that follow one of so many."""
 MOST_FAILURES = 3
 """Reported of one moment; the rest of its images are left out."""
 
@@ -61,6 +62,7 @@ class Part:
 
 PARTS = (
     Part("save", title="saves, uses, deletions"),
+    Part("encrypted", title="the same, encrypted"),
     Part("evict", title="evictions"),
     Part("compact", title="compaction"),
     Part("backup", title="backup"),
@@ -108,11 +110,18 @@ FAULTS: tuple[Fault, ...] = (
 class Result:
     """The images of a part by kind, and what is wrong with some."""
 
+    records: int = 0
     moments: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
+    @property
+    def figures(self) -> tuple[str, str, str, str]:
+        """How many records, moments, images, and wrong ones."""
+        return str(self.records), str(self.moments), str(self.kinds.total()), str(len(self.failures))
+
     def add(self, other: Result) -> None:
+        self.records += other.records
         self.moments += other.moments
         self.kinds.update(other.kinds)
         self.failures += other.failures
@@ -128,15 +137,37 @@ class Recording:
     events: tuple[Event, ...]
 
     def moments(self) -> Iterator[tuple[Moment, tuple[str, ...]]]:
-        """Yields the disk before each barrier and at the end, with the marks until then. Without barriers, before each
-        mark."""
+        """Yields the disk at each moment, with the marks until then."""
         disk = copy.deepcopy(self.start)
-        has_barriers = any(event.op == Op.SYNC for event in self.events)
         for event in self.events:
-            if event.op in (Op.SYNC, Op.SYNC_FAILED) or (event.op == Op.MARK and not has_barriers):
+            if self._is_moment(event):
                 yield Moment(disk), tuple(disk.marks)
             disk.apply(event)
         yield Moment(disk), tuple(disk.marks)
+
+    def _is_moment(self, event: Event) -> bool:
+        """Returns whether the power may fail before an event: before each barrier, or each mark where there are none.
+        It may also fail at the end."""
+        return event.op in (Op.SYNC, Op.SYNC_FAILED) or (event.op == Op.MARK and not self._has_barriers)
+
+    @cached_property
+    def _has_barriers(self) -> bool:
+        return any(event.op == Op.SYNC for event in self.events)
+
+    def new_moments(self, known: set[bytes]) -> list[int]:
+        """Returns the numbers of the moments that none of the `known` ones equals, and makes them known. Moments are
+        equal if the same was written and acknowledged before them."""
+        histories, history = list[bytes](), hashlib.blake2b()
+        for event in self.events:
+            if self._is_moment(event):
+                histories.append(history.digest())
+            if Path(event.path).name not in UNORDERED:
+                is_kept = event.op == Op.SYNC_FAILED and self.start.fail_keeps
+                history.update(repr((replace(event, ino=0), is_kept)).encode())
+        histories.append(history.digest())
+        new = [number for number, history_then in enumerate(histories) if history_then not in known]
+        known.update(histories)
+        return new
 
 
 def record_part(part: Part, folder: Path) -> Recording:
@@ -187,14 +218,28 @@ def record_faults(fault: Fault, folder: Path, step: int) -> list[Recording]:
     return [Recording(FAULTY, recorded, Disk(fail_keeps=kept), tuple(events)) for events in sections for kept in keeps]
 
 
-def run_faults(fault: Fault, folder: Path, samples: int, every: int, step: int = 1) -> Result:
-    """Records a fault at every call in turn, or at one of `step`, and checks one moment of `every`."""
+def run_faults(
+    fault: Fault, folder: Path, samples: int, processes: int, known: set[bytes], step: int = 1, most: int = 10**9
+) -> Result:
+    """Records a fault at every call in turn, or at one of `step`. Checks the moments after the fault, as `NEAR` and
+    `EVERY` say, at most `most` of a record, and none that equals a `known` one."""
+    recordings = record_faults(fault, folder, step)
+    chosen = [_near_and_far(recording.new_moments(known))[:most] for recording in recordings]
+    work = partial(check_moments, folder=folder, samples=samples)
     result = Result()
-    for number, recording in enumerate(record_faults(fault, folder, step)):
-        found = check_share(recording, number % every, every, folder, samples, until_red=False)
-        found.failures = [f"call {number}, {failure}" for failure in found.failures]
-        result.add(found)
+    with _pool(processes) as pool:
+        for number, found in enumerate(pool.map(work, recordings, chosen)):
+            found.failures = [f"record {number}, {failure}" for failure in found.failures]
+            result.add(found)
     return result
+
+
+def _near_and_far(moments: list[int]) -> list[int]:
+    return moments[:NEAR] + moments[NEAR::EVERY]
+
+
+def _pool(processes: int) -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork"))
 
 
 def check_moment(recording: Recording, moment: Moment, marks: tuple[str, ...], root: Path, samples: int) -> Result:
@@ -245,14 +290,16 @@ def _check_images(
     return json.dumps({"kinds": kinds, "failures": failures})
 
 
-def check_share(recording: Recording, share: int, shares: int, folder: Path, samples: int, until_red: bool) -> Result:
-    """Checks every moment whose number belongs to a share. With `until_red`, stops at the first that fails."""
-    result = Result()
+def check_moments(
+    recording: Recording, numbers: Container[int], folder: Path, samples: int, *, until_red: bool = False
+) -> Result:
+    """Checks the moments with these numbers. With `until_red`, stops at the first that fails."""
+    result = Result(records=1)
     check.warm_up(recording.recorded)
     for number, (moment, marks) in enumerate(recording.moments()):
-        if number % shares != share:
+        if number not in numbers:
             continue
-        found = check_moment(recording, moment, marks, folder / f"image{share}", samples)
+        found = check_moment(recording, moment, marks, folder / f"image{os.getpid()}", samples)
         found.failures = [f"moment {number}, {failure}" for failure in found.failures]
         result.add(found)
         if until_red and result.failures:
@@ -260,37 +307,33 @@ def check_share(recording: Recording, share: int, shares: int, folder: Path, sam
     return result
 
 
-def run_part(part: Part, folder: Path, samples: int, shares: int, *, until_red: bool = False) -> Result:
-    """Records a part and checks its images in so many processes."""
+def run_part(part: Part, folder: Path, samples: int, processes: int, *, until_red: bool = False) -> Result:
+    """Records a part and checks its images."""
     recording, result = record_part(part, folder), Result()
-    some = partial(check_share, recording, shares=shares, folder=folder, samples=samples, until_red=until_red)
-    if shares == 1:
-        return some(0)
-    with ProcessPoolExecutor(shares, mp_context=multiprocessing.get_context("fork")) as pool:
-        for found in pool.map(some, range(shares)):
+    work = partial(check_moments, recording, folder=folder, samples=samples, until_red=until_red)
+    with _pool(processes) as pool:
+        for found in pool.map(work, (range(share, len(recording.events) + 1, processes) for share in range(processes))):
             result.add(found)
-    return result
+    return replace(result, records=1)
 
 
 def summary(results: Sequence[tuple[Part, Result]]) -> Table:
-    table = new_table("Power failures", left=("part",), right=("moments", "images", "wrong"))
-    for part, result in results:
-        wrong = len(result.failures)
-        table.add_row(part.title, str(result.moments), str(result.kinds.total()), str(wrong))
+    table = new_table("Power failures", left=("part",), right=("records", "moments", "images", "wrong"))
     whole = Result()
-    for _, result in results:
+    for part, result in results:
+        table.add_row(part.title, *result.figures)
         whole.add(result)
-    table.add_row("all", str(whole.moments), str(whole.kinds.total()), str(len(whole.failures)), style="bold")
+    table.add_row("all", *whole.figures, style="bold")
     for kind, count in whole.kinds.most_common():
-        table.add_row(f"  {kind}", "", str(count), "")
+        table.add_row(f"  {kind}", "", "", str(count), "")
     return table
 
 
 @click.command()
 @click.option("--samples", type=click.IntRange(min=1), default=1000, show_default=True, help="Images of a moment.")
-@click.option("--only", help="One part, by the name of its deed.")
+@click.option("--only", help="One part, by the name of its deed; with --faults, by the call that fails.")
 @click.option("--mutants", is_flag=True, help="Take each protection away once: an image must fail.")
-@click.option("--faults", is_flag=True, help="Let every call fail in turn, and one moment of ten lose its power.")
+@click.option("--faults", is_flag=True, help="Let every call fail in turn, and the power fail afterwards.")
 @click.option("--processes", type=click.IntRange(min=1), default=os.cpu_count() or 1, show_default=True)
 @FOLDER
 @JSON
@@ -311,7 +354,8 @@ def main(
                 continue
             result = run()
             results.append((part, result))
-            figures = f"{result.moments} moments, {result.kinds.total()} images, {len(result.failures)} wrong"
+            records, moments, images, wrong = result.figures
+            figures = f"{records} records, {moments} moments, {images} images, {wrong} wrong"
             console.print(f"{part.name}: {figures}", highlight=False, soft_wrap=True)
             for failure in result.failures[: 1 if mutants else 20]:
                 console.print(f"  {failure}", highlight=False, soft_wrap=True, markup=False)
@@ -319,17 +363,18 @@ def main(
         click.echo(json.dumps([asdict(part) | vars(result) for part, result in results], indent=2))
     elif not mutants:
         Console().print(summary(results))
-    wrong = [part for part, result in results if bool(result.failures) != mutants]
-    sys.exit(1 if wrong else 0)
+    sys.exit(0 if all(bool(result.failures) == mutants for _, result in results) else 1)
 
 
 def _runs(
     work: Path, samples: int, processes: int, mutants: bool, faults: bool
 ) -> Iterator[tuple[Part, Callable[[], Result]]]:
     if faults:
+        known = set[bytes]()
         for fault in FAULTS:
-            part = Part("faulty", title=f"{fault[0]}: {fault[1]}, {fault[2]} times")
-            yield part, partial(run_faults, fault, work, samples, EVERY)
+            call, error, times = fault
+            part = Part(call, title=f"{call}: {error}, {'once' if times == '1' else 'from there on'}")
+            yield part, partial(run_faults, fault, work, samples, processes, known)
         return
     for part in MUTANTS if mutants else PARTS:
         yield part, partial(run_part, part, work, samples, processes, until_red=mutants)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,15 +10,14 @@ from pathlib import Path
 
 import torch
 
-from diskprefix.errors import CacheError
+from diskprefix.errors import CacheError, DiskPrefixError
 from diskprefix.store.folder import DATA, LMDB_LOCK, LOCK
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
-from tests.faults.crash import prompts
+from tests.faults.crash import prompts, worker
 from tests.faults.crash.ledger import Account
 from tests.faults.crash.prompts import MODELS, Model, Payload
-from tests.server.daemon_process import clean_environment
 from tests.synthetic_model import Restorer, SyntheticModel, dense_layout
 
 EVICTING = frozenset({"publish", "expire"})
@@ -39,16 +36,15 @@ class Finding:
 
 
 def verify(folder: Path, finding: Finding) -> None:
-    """Run `diskprefix verify` as a user would."""
-    command = [sys.executable, "-m", "diskprefix", "verify", "--json", "--kv-cache-dir", str(folder)]
-    answer = subprocess.run(command, capture_output=True, text=True, check=False, env=clean_environment())
+    """Runs `diskprefix verify`."""
     try:
-        report = json.loads(answer.stdout)
-    except json.JSONDecodeError:
-        finding.fail(f"verify: exit code {answer.returncode}: {answer.stderr.strip()[-300:]}")
+        code, text = worker.output("verify", "--json", "--kv-cache-dir", str(folder))
+    except DiskPrefixError as error:
+        finding.fail(f"verify: {error}")
         return
-    if answer.returncode or not report["clean"]:
-        finding.fail(f"verify: exit code {answer.returncode}: {json.dumps(report['problems'])[:300]}")
+    report = json.loads(text)
+    if code or not report["clean"]:
+        finding.fail(f"verify: exit code {code}: {json.dumps(report['problems'])[:300]}")
 
 
 def check_entries(

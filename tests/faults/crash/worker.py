@@ -175,10 +175,16 @@ def import_(loop: Loop) -> None:
 
 
 def command(*arguments: str) -> None:
-    """Runs a command of diskprefix in this process. Raises `DiskPrefixError`."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        code = cli.main(list(arguments), prog_name="diskprefix", standalone_mode=False)
+    """Runs a command of diskprefix in this process, which must succeed. Raises `DiskPrefixError`."""
+    code, _ = output(*arguments)
     assert not code, f"diskprefix {' '.join(arguments)}: exit code {code}"
+
+
+def output(*arguments: str) -> tuple[int, str]:
+    """Returns the exit code and the output of a command of diskprefix in this process. Raises `DiskPrefixError`."""
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        code = cli.main(list(arguments), prog_name="diskprefix", standalone_mode=False)
+    return code or 0, text.getvalue()
 
 
 def delete(loop: Loop) -> None:

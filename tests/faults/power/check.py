@@ -7,18 +7,21 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, TypeAlias
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
+from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.folder import DATA
 from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.notes import Notes
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.store_file import DAMAGED
@@ -32,6 +35,8 @@ Promise: TypeAlias = Literal["kept", "exact"]
 
 PROBE = 60
 """The prompt that is saved into every image."""
+HISTORY = 8
+"""The recent prompts of a model that `prompts.publication` keeps."""
 TWICE = 4
 """One image of so many is started twice, and every one where something may be missing."""
 WEAK_KINDS = ("meta page torn in its sector",)
@@ -46,9 +51,10 @@ class Wrong(Exception):
 class Account:
     """What was acknowledged at the moment of an image."""
 
-    saved: set[int] = field(default_factory=set)
-    unsure: set[int] = field(default_factory=set)
-    """What may be there or not: evicted, or being deleted."""
+    saved: list[int] = field(default_factory=list)
+    """In the order in which they were saved."""
+    noted: set[int] = field(default_factory=set)
+    """Prompts with a note."""
     wiped: set[int] = field(default_factory=set)
     copied: bool = False
     replaced: bool = False
@@ -58,17 +64,19 @@ class Account:
 
     @classmethod
     def of(cls, before: Sequence[int], marks: Sequence[str]) -> Account:
-        account = cls(saved={*before})
+        account = cls(saved=[*before], noted={*before})
         for values in map(json.loads, marks):
             account._add(values)
         return account
 
     def _add(self, values: dict[str, Any]) -> None:
         if "saved" in values:
-            self.saved = (self.saved | {values["saved"]}) - {*values["gone"]}
-            self.unsure |= {*values["gone"]}
+            self.saved = [n for n in (*self.saved, values["saved"]) if n not in values["gone"]]
+        if "noted" in values:
+            self.noted.add(values["noted"])
         if "deleting" in values:
-            self.saved.discard(values["deleting"])
+            self.saved.remove(values["deleting"])
+            self.noted.discard(values["deleting"])
         if "wiped" in values:
             self.wiped.add(values["wiped"])
         self.copied |= "copied" in values
@@ -108,44 +116,95 @@ class _Look:
     root: Path
     is_weak: bool
 
-    def store(self, place: str, saved: set[int], budget_bytes: int = deeds.BUDGET_BYTES) -> None:
-        """Starts a daemon's store that must hold `saved`, some of them twice: then all records are checked, unless the
-        disk may have damaged some that nobody has read."""
+    def store(
+        self,
+        place: str,
+        saved: Sequence[int],
+        *,
+        noted: Collection[int] | None = None,
+        has_history: bool = True,
+        budget_bytes: int = deeds.BUDGET_BYTES,
+        key: EncryptionKey | None = None,
+    ) -> None:
+        """Starts a daemon's store that must hold `saved` and the notes of `noted` (by default those of the account),
+        some of them twice: then all records are checked, unless the disk may have damaged some that nobody has read."""
         if not self.is_weak:
             require_wiped(self.image.files.get(f"{place}/{DATA}") or b"", self.account.wiped)
-        folder = self.root / place
-        numbers = _numbers(self.recorded)
+        folder, keeps = self.root / place, budget_bytes > deeds.TIGHT_BYTES
+        live = partial(_live, folder, _numbers(self.recorded), budget_bytes, key)
         (folder / DAMAGED).unlink(missing_ok=True)
-        found = _live(folder, numbers, saved, budget_bytes, self.is_weak)
+        # The history also has prompts that were evicted.
+        recent = saved[1 - HISTORY :] if keeps and has_history else ()
+        noted = self.account.noted if noted is None else noted
+        found = live({*saved}, lambda store: self._require_remembered(store, recent, noted), is_weak=self.is_weak)
         if not self.is_weak and self.image.digest()[0] % TWICE:
             return
         (folder / DAMAGED).unlink(missing_ok=True)
-        kept = {*found, PROBE} if budget_bytes > deeds.TIGHT_BYTES else {PROBE}
-        again = _live(folder, numbers, kept, budget_bytes, False, is_verified=not self.is_weak)
+        again = live({*found, PROBE} if keeps else {PROBE}, _pass if self.is_weak else _require_clean)
         if (folder / DAMAGED).exists() or not again:
             raise Wrong("the second start found damage again")
 
+    def _require_remembered(self, store: Store, recent: Collection[int], noted: Collection[int]) -> None:
+        """Compares the history and the notes. What is in `recent` and `noted` must be there."""
+        numbers = _numbers(self.recorded)
+        sent = {_token_ids(number): number for number in numbers}
+        notes, found, left = Notes(store, lambda: None), set[int](), set[int]()
+        with store.snapshot() as snapshot:
+            for root in {_root(number) for number in numbers}:
+                for _, token_ids in snapshot.recent_prompts(root, HISTORY):
+                    if token_ids.tobytes() not in sent:
+                        raise Wrong("the history has a prompt that nobody sent")
+                    found.add(sent[token_ids.tobytes()])
+        for number in numbers:
+            content = notes.get(_root(number), deeds.NOTE, str(number))
+            if content is not None and content != _note_content(number):
+                raise Wrong(f"wrong bytes: note of prompt {number}")
+            left |= set() if content is None else {number}
+        if self.is_weak:
+            return
+        if lost := {*recent} - found:
+            raise Wrong(f"acknowledged and lost: prompts {sorted(lost)} in the history")
+        if lost := {*noted} - left:
+            raise Wrong(f"acknowledged and lost: notes of prompts {sorted(lost)}")
+        if back := self.account.wiped & (found | left):
+            raise Wrong(f"deleted and remembered: prompts {sorted(back)}")
+
 
 def _live(
-    folder: Path, numbers: Sequence[int], saved: set[int], budget_bytes: int, is_weak: bool, is_verified: bool = False
+    folder: Path,
+    numbers: Sequence[int],
+    budget_bytes: int,
+    key: EncryptionKey | None,
+    saved: set[int],
+    and_then: Callable[[Store], None],
+    *,
+    is_weak: bool = False,
 ) -> set[int]:
     """One life of a daemon. Returns the prompts that were there whole at its start."""
-    with _opened(folder, budget_bytes) as store:
+    with _opened(folder, budget_bytes, key) as store:
         if (folder / DAMAGED).exists() and saved and not is_weak:
             raise Wrong("the file was moved aside")
         found = {number for number in numbers if _is_whole(store, number, is_weak)}
         if not is_weak and (lost := saved - found):
             raise Wrong(f"acknowledged and lost: prompts {sorted(lost)}")
-        if is_verified and (problems := verify_index(store).problems):
-            raise Wrong(f"not clean: {problems[0]}")
+        and_then(store)
         _save(store, PROBE)
         if not _is_whole(store, PROBE, False):
             raise Wrong("what was saved afterwards is not there")
     return found
 
 
+def _pass(_store: Store) -> None:
+    """Where the disk may have damaged records that nobody has read."""
+
+
+def _require_clean(store: Store) -> None:
+    if problems := verify_index(store).problems:
+        raise Wrong(f"not clean: {problems[0]}")
+
+
 @contextmanager
-def _opened(folder: Path, budget_bytes: int) -> Iterator[Store]:
+def _opened(folder: Path, budget_bytes: int, key: EncryptionKey | None) -> Iterator[Store]:
     try:
         with names_of_every_run():
             store = Store(
@@ -154,6 +213,7 @@ def _opened(folder: Path, budget_bytes: int) -> Iterator[Store]:
                 clock=Clock(deeds.START_S + _LATER_S),
                 on_corruption="quarantine",
                 serving=True,
+                key=key,
             )
     except CacheError as error:
         raise Wrong(f"does not open: {error}") from error
@@ -201,6 +261,7 @@ def warm_up(recorded: Recorded) -> None:
     for number in _numbers(recorded):
         _publication(7, store, number)
         _ending(number)
+        _note_content(number)
 
 
 def _numbers(recorded: Recorded) -> list[int]:
@@ -219,7 +280,7 @@ def _is_stored(snapshot: Snapshot, node: NewNode) -> bool:
 
 def _save(store: Store, number: int) -> None:
     """Saves a prompt. A damaged record is repaired first, as the writer does."""
-    publication = prompts.publication(store, number)
+    publication = _publication(store.secret, store, number)
     try:
         store.publish(publication)
     except StoreCorrupt:
@@ -234,14 +295,22 @@ def require_wiped(content: bytes, numbers: set[int]) -> None:
             raise Wrong(f"bytes of deleted prompt {number} are in the file")
 
 
-_endings: dict[int, bytes] = {}
-
-
+@cache
 def _ending(number: int) -> bytes:
-    if number not in _endings:
-        ids = prompts.token_ids(number)
-        _endings[number] = bytes(prompts.payload(b"", ids, 4096))[:64]
-    return _endings[number]
+    return bytes(prompts.payload(b"", prompts.token_ids(number), 4096))[:64]
+
+
+@cache
+def _token_ids(number: int) -> bytes:
+    return prompts.token_ids(number).tobytes()
+
+
+@cache
+def _root(number: int) -> bytes:
+    return prompts.model_of(number).root
+
+
+_note_content = cache(deeds.note_content)
 
 
 def _compact(look: _Look) -> None:
@@ -260,9 +329,10 @@ def _backup(look: _Look) -> None:
 
 def _restore(look: _Look) -> None:
     """The old store or the new one, and after its end the new one."""
-    new = {*deeds.SMALL[5:9]} | (look.account.saved - {*look.recorded.before})
+    other, before = deeds.SMALL[5:9], look.recorded.before
+    new = [*other, *(number for number in look.account.saved if number not in before)]
     if look.account.replaced:
-        look.store(deeds.KV, new)
+        look.store(deeds.KV, new, noted=other)
     else:
         backup = look.root.with_name(f"{look.root.name}-second")
         try:
@@ -271,8 +341,8 @@ def _restore(look: _Look) -> None:
             shutil.rmtree(backup, ignore_errors=True)
             backup.mkdir(mode=0o700)
             look.image.write(backup)
-            _Look(look.recorded, look.image, look.account, backup, look.is_weak).store(deeds.KV, new)
-    look.store(deeds.OTHER_KV, {*deeds.SMALL[5:9]})
+            _Look(look.recorded, look.image, look.account, backup, look.is_weak).store(deeds.KV, new, noted=other)
+    look.store(deeds.OTHER_KV, other, noted=other)
 
 
 def _exchange(look: _Look) -> None:
@@ -280,7 +350,7 @@ def _exchange(look: _Look) -> None:
     _same(look, name, {look.recorded.final[name]}, is_there=look.account.written is not None)
     look.store(deeds.KV, look.account.saved)
     if look.account.imported:
-        look.store(deeds.OTHER_KV, {deeds.SMALL[0]}, 16 << 20)
+        look.store(deeds.OTHER_KV, deeds.SMALL[:1], noted=(), has_history=False, budget_bytes=16 << 20)
 
 
 def _profile(look: _Look) -> None:
@@ -329,8 +399,9 @@ def _fetched(look: _Look) -> None:
 
 _CHECKS: dict[str, Callable[[_Look], None]] = {
     "save": lambda look: look.store(deeds.KV, look.account.saved),
+    "encrypted": lambda look: look.store(deeds.KV, look.account.saved, key=deeds.KEY),
     "faulty": lambda look: look.store(deeds.KV, look.account.saved),
-    "evict": lambda look: look.store(deeds.KV, look.account.saved, deeds.TIGHT_BYTES),
+    "evict": lambda look: look.store(deeds.KV, look.account.saved, budget_bytes=deeds.TIGHT_BYTES),
     "compact": _compact,
     "backup": _backup,
     "restore": _restore,

@@ -10,6 +10,8 @@ import errno
 import hashlib
 import json
 import os
+import random
+import secrets
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -25,7 +27,10 @@ from diskprefix.errors import CacheError
 from diskprefix.store import store_file
 from diskprefix.store.changes import Use
 from diskprefix.store.compact import compact_folder, copy_store, replace_store
+from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
+from diskprefix.store.note_record import NoteKind
+from diskprefix.store.notes import Notes
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from tests.faults.crash import prompts
@@ -44,6 +49,10 @@ MEDIUM = [*range(5, 10), *range(20, 25), *range(35, 40), *range(50, 55), *range(
 """Those whose blocks take 32 KiB."""
 DELETED = SMALL[:2]
 """Whose wipes fail."""
+KEY = EncryptionKey(bytes(32))
+"""That of an encrypted store."""
+NOTE = NoteKind.RESPONSE
+_NOTE_TTL_S = 1e9
 
 
 def control() -> Any:
@@ -62,11 +71,11 @@ def mark(**values: Any) -> None:
 class Loop:
     """A store whose publications are marked."""
 
-    def __init__(self, folder: Path, budget_bytes: int = BUDGET_BYTES) -> None:
+    def __init__(self, folder: Path, budget_bytes: int = BUDGET_BYTES, key: EncryptionKey | None = None) -> None:
         self._clock = Clock(START_S)
         with names_of_every_run():
             self.store = Store(
-                folder, budget_bytes=budget_bytes, clock=self._clock, on_corruption="quarantine", serving=True
+                folder, budget_bytes=budget_bytes, clock=self._clock, on_corruption="quarantine", serving=True, key=key
             )
         self._saved: set[int] = set()
 
@@ -81,6 +90,17 @@ class Loop:
             gone = [n for n in self._saved if prompts.last_node(self.store.secret, n) not in present]
             self._saved -= {*gone}
         mark(saved=number, gone=gone)
+
+    def note(self, number: int) -> None:
+        """Stores a note that came from a prompt."""
+        publication = prompts.publication(self.store, number)
+        notes = Notes(self.store, lambda: None)
+        prompt = prompts.token_ids(number)
+        notes.put(
+            publication.root, publication.root_record, NOTE, str(number), note_content(number), _NOTE_TTL_S, prompt
+        )
+        notes.write()
+        mark(noted=number)
 
     def touch(self, number: int) -> None:
         self.store.touch({prompts.last_node(self.store.secret, number): Use(self._clock.now)})
@@ -97,23 +117,29 @@ class Loop:
         mark(wiped=number)
 
 
+def note_content(number: int) -> bytes:
+    return random.Random(number).randbytes(3000)
+
+
 @contextmanager
-def opened(folder: Path, budget_bytes: int = BUDGET_BYTES) -> Iterator[Loop]:
-    loop = Loop(folder, budget_bytes)
+def opened(folder: Path, budget_bytes: int = BUDGET_BYTES, key: EncryptionKey | None = None) -> Iterator[Loop]:
+    loop = Loop(folder, budget_bytes, key)
     try:
         yield loop
     finally:
         loop.store.close()
 
 
-def save(root: Path) -> None:
-    """A store in a new folder: prompts, uses, deletions that are wiped, closed and opened again between."""
-    with opened(root / KV) as loop:
+def save(root: Path, key: EncryptionKey | None = None) -> None:
+    """A store in a new folder: prompts, notes, uses, deletions that are wiped, closed and opened again between."""
+    with opened(root / KV, key=key) as loop:
         for number in SMALL[:6]:
             loop.publish(number)
+        for number in SMALL[:2]:
+            loop.note(number)
         loop.touch(SMALL[0])
         loop.delete(SMALL[1])
-    with opened(root / KV) as loop:
+    with opened(root / KV, key=key) as loop:
         for number in SMALL[6:10]:
             loop.publish(number)
         loop.delete(SMALL[7])
@@ -132,6 +158,7 @@ def fill(folder: Path, numbers: list[int]) -> None:
     with opened(folder) as loop:
         for number in numbers:
             loop.publish(number)
+            loop.note(number)
 
 
 def compact(root: Path) -> None:
@@ -172,14 +199,18 @@ def faulty(root: Path, kind: str, error: str, times: str, step: str) -> None:
     # Half a write, where there is no such error.
     number = getattr(errno, error, -1)
     for section in count(0, int(step)):
-        mark(section=section)
+        # The names are equally long and what is drawn is the same, so that records are equal until the fault.
+        vars(secrets)["token_bytes"] = random.Random(0).randbytes
+        folder = root / f"{section:04}"
+        mark(section=folder.name)
         control().power_fail(call, section, int(times), number)
-        left = _with_faults(root / str(section) / KV)
+        left = _with_faults(folder / KV)
         was_hit = control().power_seen(call) > section
         control().power_fail(call, 0, 0, 0)
-        with opened(root / str(section) / KV) as loop:
+        with opened(folder / KV) as loop:
             for prompt in left:
                 loop.publish(prompt)
+            loop.note(SMALL[2])
             loop.delete(SMALL[0])
         if not was_hit:
             return
@@ -332,6 +363,7 @@ def prepare(name: str, root: Path) -> tuple[int, ...]:
 
 DEEDS: dict[str, Callable[..., None]] = {
     "save": save,
+    "encrypted": partial(save, key=KEY),
     "evict": evict,
     "compact": compact,
     "backup": backup,

@@ -1,6 +1,7 @@
 /* Records what a process does to the files below one folder, and injects faults of the disk. Preloaded (LD_PRELOAD).
  *
- * POWER_ROOT is the folder, POWER_LOG the file of records. A record is a header, then one or two paths (each ends with
+ * POWER_ROOT is the folder, POWER_LOG the file of records. While the file POWER_TROUBLE exists, each call
+ * takes POWER_SECONDS, or fails with the number POWER_ERROR. A record is a header, then one or two paths (each ends with
  * a zero), then the written bytes. A write through a shared map is found when the file is synced or a mark is set, by
  * comparison with a copy. Calls that glibc makes itself (stdio) are not seen: the reader compares its result with the
  * files that the process left. */
@@ -34,6 +35,8 @@ static Map maps[32];
 static long seen[8], fail_after[8], fail_times[8];
 static int fail_error[8], ignored;
 static volatile int held;
+static const char *trouble;
+static int trouble_ms, trouble_error;
 
 #define REAL(type, name, ...) \
     static type (*real_##name)(__VA_ARGS__); \
@@ -43,6 +46,9 @@ __attribute__((constructor)) static void begin(void) {
     const char *folder = getenv("POWER_ROOT"), *log = getenv("POWER_LOG");
     if (!folder || !log || !realpath(folder, root)) return;
     root_bytes = strlen(root);
+    const char *seconds = getenv("POWER_SECONDS"), *error = getenv("POWER_ERROR");
+    trouble = getenv("POWER_TROUBLE");
+    trouble_ms = seconds ? 1000 * atoi(seconds) : 0, trouble_error = error ? atoi(error) : 0;
     REAL(int, open, const char *, int, ...);
     int fd = real_open(log, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
     log_fd = fcntl(fd, F_DUPFD_CLOEXEC, 900);
@@ -107,9 +113,17 @@ static void look_at_maps(void) {
         }
 }
 
+static int is_in_trouble(void) { return trouble && !access(trouble, F_OK); }
+
+/* Waits for a disk that is slow, without the lock: other threads go on. */
+static void take_time(void) {
+    while (held) usleep(1000);
+    for (int ms = 0; ms < trouble_ms && is_in_trouble(); ms++) usleep(1000);
+}
+
 /* Returns 0, or the error that a call of this kind must fail with. -1: half of it is to be written. */
 static int fault(int kind) {
-    while (held) usleep(1000);
+    if (trouble_error && is_in_trouble()) return trouble_error;
     long n = ++seen[kind];
     return fail_times[kind] && n > fail_after[kind] && n <= fail_after[kind] + fail_times[kind] ? fail_error[kind] : 0;
 }
@@ -154,6 +168,7 @@ static ssize_t write_parts(int fd, const struct iovec *parts, int count, int64_t
     REAL(ssize_t, pwritev, int, const struct iovec *, int, off_t);
     char path[1024];
     if (!path_of(fd, path)) return offset < 0 ? real_writev(fd, parts, count) : real_pwritev(fd, parts, count, offset);
+    take_time();
     pthread_mutex_lock(&lock);
     ssize_t done = -1;
     int error = fault(ON_WRITE);
@@ -211,6 +226,7 @@ ssize_t sendfile(int out, int in, off_t *at, size_t n) { return sendfile64(out, 
 static int sync_fd(int fd, int (*real)(int)) {
     char path[1024];
     if (!path_of(fd, path)) return real(fd);
+    take_time();
     pthread_mutex_lock(&lock);
     int result = barrier(fd, path, ON_SYNC, 0, 0), kept = errno;
     pthread_mutex_unlock(&lock);
@@ -237,6 +253,7 @@ int msync(void *at, size_t size, int flags) {
 static int resized(int fd, int (*real)(int, off_t), off_t size) {
     char path[1024];
     if (!path_of(fd, path)) return real(fd, size);
+    take_time();
     pthread_mutex_lock(&lock);
     int error = fault(ON_WRITE), result = error ? -1 : real(fd, size);
     if (error) errno = error > 0 ? error : ENOSPC;
@@ -258,6 +275,7 @@ static int allocated(int fd, int mode, off_t at, off_t size) {
     REAL(int, fallocate, int, int, off_t, off_t);
     char path[1024];
     int is_ours = path_of(fd, path), error;
+    if (is_ours) take_time();
     pthread_mutex_lock(&lock);
     error = is_ours ? fault(ON_WRITE) : 0;
     if (error < 0) error = ENOSPC;
@@ -283,6 +301,7 @@ int openat(int dir, const char *name, int flags, ...) {
     int mode = va_arg(rest, int);
     va_end(rest);
     if (!(flags & (O_CREAT | O_TRUNC)) || !place_of(dir, name, path)) return real_openat(dir, name, flags, mode);
+    take_time();
     pthread_mutex_lock(&lock);
     int is_new = flags & O_CREAT && !ino_at(path), error = is_new ? fault(ON_NAMES) : 0, fd = -1;
     if (error) errno = error;
@@ -306,6 +325,7 @@ int mkdirat(int dir, const char *name, mode_t mode) {
     REAL(int, mkdirat, int, const char *, mode_t);
     char path[1024];
     if (!place_of(dir, name, path)) return real_mkdirat(dir, name, mode);
+    take_time();
     pthread_mutex_lock(&lock);
     int error = ino_at(path) ? 0 : fault(ON_NAMES);
     int result = error ? -1 : real_mkdirat(dir, name, mode), kept = error ? error : errno;
@@ -321,6 +341,7 @@ static int renamed(int from, const char *name, int to, const char *new_name, uns
     REAL(int, linkat, int, const char *, int, const char *, int);
     char path[1024], target[1024];
     int is_ours = place_of(from, name, path) & place_of(to, new_name, target);
+    if (is_ours) take_time();
     pthread_mutex_lock(&lock);
     int error = is_ours ? fault(ON_NAMES) : 0, result = -1;
     if (error) errno = error;
@@ -346,6 +367,7 @@ int unlinkat(int dir, const char *name, int flags) {
     REAL(int, unlinkat, int, const char *, int);
     char path[1024];
     if (!place_of(dir, name, path)) return real_unlinkat(dir, name, flags);
+    take_time();
     pthread_mutex_lock(&lock);
     uint64_t ino = ino_at(path);
     int error = fault(ON_NAMES), result = error ? -1 : real_unlinkat(dir, name, flags), kept = error ? error : errno;

@@ -61,15 +61,15 @@ def recorder() -> Path:
     return library
 
 
+def preloaded(root: Path, log: Path) -> dict[str, str]:
+    """Returns the environment of a process that is recorded. Raises as `recorder` does."""
+    return {"LD_PRELOAD": str(recorder()), "POWER_ROOT": str(root), "POWER_LOG": str(log)}
+
+
 def record(arguments: Sequence[str], root: Path, log: Path, timeout_s: float = 120.0) -> list[Event]:
     """Runs Python with `arguments` and returns what it did below `root`. Raises `RuntimeError` if it failed."""
     log.unlink(missing_ok=True)
-    environment = os.environ | {
-        "LD_PRELOAD": str(recorder()),
-        "POWER_ROOT": str(root),
-        "POWER_LOG": str(log),
-        "OMP_NUM_THREADS": "1",
-    }
+    environment = os.environ | preloaded(root, log) | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *arguments], env=environment, capture_output=True, text=True, check=False, timeout=timeout_s
     )
@@ -157,7 +157,7 @@ class Disk:
         self._by_ino: dict[int, int] = {}
         self._now: dict[str, int] = {}
         """The names as the process sees them."""
-        self._fail_keeps = fail_keeps
+        self.fail_keeps = fail_keeps
 
     def load(self, root: Path) -> None:
         """Takes what is below `root` as durable, before anything is recorded."""
@@ -217,7 +217,7 @@ class Disk:
             parts = file.pending
             if event.size:
                 parts = [part for change in file.pending for part in cut(change, PAGE)]
-            if not failed or self._fail_keeps:
+            if not failed or self.fail_keeps:
                 file.settle([part for part in parts if _is_within(part, event)])
             file.pending = [part for part in parts if not _is_within(part, event)]
         elif not failed:
