@@ -13,6 +13,8 @@ Report: TypeAlias = Callable[[str], None]
 
 _SHOWN_S = 2.0
 """The shortest wait that is told ahead."""
+_BESIDE_CHARS = 40
+"""The columns of a terminal that a bar and its figures take."""
 
 
 @contextmanager
@@ -29,20 +31,16 @@ def progress_bar(
     from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
     from rich.progress import TimeElapsedColumn as ElapsedColumn
     from rich.progress import TimeRemainingColumn as RemainingColumn
+    from rich.table import Column
 
     console = Console(stderr=True)
     if not console.is_terminal or console.is_dumb_terminal:
         yield _quarters(label, total or math.inf, report)
         return
     amount = DownloadColumn(binary_units=True) if in_bytes else TaskProgressColumn()
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        amount,
-        ElapsedColumn(),
-        RemainingColumn(),
-    )
+    # In a narrow terminal the end of the label is left out, which was reported, and not the time that is left.
+    text = TextColumn("{task.description}", table_column=Column(no_wrap=True, max_width=console.width - _BESIDE_CHARS))
+    columns = (SpinnerColumn(), text, BarColumn(), amount, ElapsedColumn(), RemainingColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(label, total=total)
         yield lambda done: bar.update(task, completed=max(done, bar.tasks[0].completed))

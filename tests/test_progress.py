@@ -42,6 +42,20 @@ def test_on_a_terminal_a_bar_is_drawn_below_one_line(
     assert ("1.0/2.0 KiB" if in_bytes else "50%") in err
 
 
+@pytest.mark.parametrize("in_bytes", [False, True])
+def test_a_long_label_does_not_cut_off_how_long_it_still_takes(
+    in_bytes: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("TTY_COMPATIBLE", "1"), ("TERM", "xterm"), ("COLUMNS", "80")):
+        monkeypatch.setenv(name, value)
+    with progress_bar("measuring " * 9, 2e9, list[str]().append, in_bytes=in_bytes) as advance:
+        advance(1e9)
+    err = capsys.readouterr().err
+    assert "measuring" in err
+    assert "0:00:00" in err
+    assert "-:--:--" in err
+
+
 def test_a_dumb_terminal_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     monkeypatch.setenv("TERM", "dumb")

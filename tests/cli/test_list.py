@@ -12,6 +12,7 @@ import torch
 from diskprefix.extras.catalogue import architectures
 from diskprefix.extras.catalogue.architectures import installed_versions, verified_of
 from diskprefix.model.load.fit import fitted, needs_of_gguf
+from diskprefix.model.load.gguf_file import MATRICES
 from tests.cli.conftest import Run, run_fresh
 from tests.model import tiny
 
@@ -51,6 +52,17 @@ def test_the_embedded_model_is_listed_where_it_is_the_default(
     [row] = [row for row in run("list", "--json").json["models"] if row["origin"] == "embedded"]
     assert (row["name"], row["path"]) == ("SmolLM2-135M-Instruct", None)
     run("show", row["name"]).assert_refused(3, "`diskprefix serve` fetches it")
+
+
+def test_a_folder_that_was_made_of_a_file_is_as_large_as_that_file(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.write_folder(tmp_path / "made", dtype=torch.bfloat16)
+    file = tmp_path / "made" / "tiny.gguf"
+    tiny.write_gguf(file, quantised="Q4_0")
+    (tmp_path / "made" / MATRICES).touch()
+    capsys.readouterr()
+    assert run("show", tmp_path / "made", "--json").json["file_bytes"] == file.stat().st_size
 
 
 def test_a_model_is_shown_with_its_parts_its_template_and_its_own_settings(

@@ -459,7 +459,7 @@ def test_the_body_of_a_request_is_gone_while_its_reply_is_made(
         if not looked:
             looked.append(True)
             # The threads that rendered it have a low priority: on a busy machine they let go of it later.
-            for _ in range(100):
+            for _ in range(600):
                 gc.collect()
                 found = [one for one in gc.get_objects() if type(one) in (ChatRequest, Message)]
                 held[:] = [one for one in found if id(one) not in known]

@@ -1,4 +1,5 @@
-"""`tools/agents` without agents: what it reads of replies, what counts as a turn, what its proxy lets through."""
+"""`tools/agents` without agents: what it reads of replies, what counts as a turn, what its proxy lets through, and
+which rows a run leaves."""
 
 from __future__ import annotations
 
@@ -7,13 +8,21 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from diskprefix.extras.clients.recipe import names
-from tools.real_agents.agents import AGENTS, LAST_REPLY, TASK
+from tools.measuring.live_server import LiveServerError
+from tools.models import real
+from tools.peers.results import UnreadableResults
+from tools.real_agents import run
+from tools.real_agents.agents import AGENTS, LAST_REPLY, TASK, Agent
+from tools.real_agents.outcomes import Outcome, Outcomes
 from tools.real_agents.replies import Reply
 from tools.real_agents.run import turn_finder
 from tools.real_agents.scripted_daemon import SIDE_REPLY, prepared_reply
@@ -103,6 +112,64 @@ def test_a_turn_has_the_task_and_the_tools_of_the_first_one() -> None:
 
 def test_each_agent_has_a_recipe() -> None:
     assert set(AGENTS) <= set(names())
+
+
+def outcome(name: str, **other: Any) -> Outcome:
+    known: dict[str, Any] = {field.name: [] for field in fields(Outcome)}
+    known |= {"agent": name, "version": AGENTS[name].version, "is_done": True, "retries": 0, "cut_off": 0}
+    return Outcome(**(known | {"restored_share": 1.0} | other))
+
+
+@pytest.mark.parametrize(
+    ("other", "is_run_again"),
+    [
+        ({}, False),
+        ({"restored_share": None}, False),
+        ({"version": "0.0.1"}, True),
+        ({"is_done": False}, True),
+        ({"changed": [".bashrc"]}, True),
+        ({"retries": 1}, True),
+        ({"restored_share": 0.89}, True),
+    ],
+)
+def test_agents_with_a_good_row_of_their_version_are_not_run_again(
+    other: dict[str, Any], is_run_again: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "agents.json"
+    Outcomes(path, "tiny").add(outcome("pi", **other))
+    again = Outcomes(path, "tiny")
+    assert again.missing([AGENTS["pi"]]) == [AGENTS["pi"]] * is_run_again
+    again.add(outcome("pi"))
+    assert [each.agent for each in Outcomes(path, "tiny")] == ["pi"]
+
+
+def test_a_file_of_other_results_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "agents.json"
+    Outcomes(path, "tiny").add(outcome("pi"))
+    with pytest.raises(UnreadableResults, match="of other runs: tiny"):
+        Outcomes(path, "real")
+    for text in ('{"agents": []}', '{"title": "tiny", "agents": [{"agent": "pi"}]}', "[]"):
+        path.write_text(text)
+        with pytest.raises(UnreadableResults, match="is not a file of results"):
+            Outcomes(path, "tiny")
+
+
+def test_an_agent_that_fails_keeps_none_of_the_others_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(_: run.Run, agent: Agent, limit_s: float) -> Outcome:
+        del limit_s
+        if agent.name == "pi":
+            raise LiveServerError("no port")
+        return outcome(agent.name)
+
+    monkeypatch.setattr(run.Run, "agent", work)
+    monkeypatch.setattr(run, "installed", lambda _: tmp_path)
+    monkeypatch.setattr(real, "fetched", lambda *_: tmp_path)
+    monkeypatch.setattr(run, "write_tiny", lambda *_: tmp_path)
+    path = tmp_path / "agents.json"
+    ended = CliRunner().invoke(run.main, ["pi", "goose", "--json", "--results", str(path)])
+    assert ended.exit_code == 1
+    assert "error: pi: no port" in ended.stderr
+    assert [each.agent for each in Outcomes(path, run.title_of(is_real=False))] == ["goose"]
 
 
 class _Daemon(BaseHTTPRequestHandler):

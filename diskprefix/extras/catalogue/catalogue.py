@@ -229,12 +229,17 @@ def needs(settings: Settings) -> ModelNeeds | None:
         raise ModelError(f"cannot read {path}: {first_line(error)}") from error
 
 
+def weights_of(path: Path) -> Path:
+    """Returns the `.gguf` file in a folder that was made of it, which lacks what is read from the file at each start;
+    else the path itself."""
+    return next(path.glob("*.gguf"), path) if (path / MATRICES).is_file() else path
+
+
 def _needs(path: Path, settings: Settings) -> ModelNeeds:
     weights = settings.weights
     if weights == "auto" and (settings.dtype not in ("auto", "bfloat16") or not build.LIBRARY.exists()):
         weights = "native"
-    # What is made of a file lacks what is read from that at each start.
-    source = next(path.glob("*.gguf"), path) if (path / MATRICES).is_file() else path
+    source = weights_of(path)
     if source.is_file():
         found = needs_of_gguf(source, weights, 4 if settings.dtype == "float32" else 2)
         is_made = source != path or finished_folder(path, weights) is not None

@@ -48,6 +48,7 @@ _NUMBERS: dict[str, Any] = {
     **dict.fromkeys(_CONDITIONS, bool),
     "has_guarding_hint": lambda _number: True,
     "guarding_hint_or_throw": lambda number: number,
+    "size_hint": lambda number, **_: number,  # in torch 2.10, for the one above
     "is_nested_int": lambda _number: False,
     "sym_and": lambda *conditions: all(conditions),
     "sym_or": lambda *conditions: any(conditions),

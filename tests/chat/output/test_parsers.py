@@ -85,6 +85,14 @@ def test_an_object_without_tags_is_a_call_only_of_a_tool_of_the_request(text: st
     assert (reply.calls, reply.content) == ([], text)
 
 
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+def test_an_object_without_tags_is_read_in_every_family(name: str) -> None:
+    call = '{\n  "name": "get_weather",\n  "arguments": {"city": "Oslo"}\n}'
+    for text in (call, f"```json\n{call}\n```", f"Let me look.\n{call}"):
+        found = read(format_named(name), [text], TOOLS).calls
+        assert [(called, json.loads(arguments)) for called, arguments in found] == [("get_weather", {"city": "Oslo"})]
+
+
 def test_control_characters_in_arguments_are_escaped() -> None:
     text = '<tool_call>{"name": "get_weather", "arguments": {"city": "Os\nlo\\"\t"}}</tool_call>'
     assert json.loads(read(format_named("hermes"), text, TOOLS).calls[0][1]) == {"city": 'Os\nlo"\t'}
