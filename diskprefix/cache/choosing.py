@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from diskprefix.cache.policy.history import History
 from diskprefix.cache.policy.select import Rules, select
 from diskprefix.cache.policy.sightings import AdmissionFilter, Sighting
-from diskprefix.cache.policy.write_budget import Spending, within_budget
 from diskprefix.nouns import DEFAULT_WINDOW, MAX_VALUE, CacheOptions, Prompt, Scope, Selection
 from diskprefix.store.schema import HISTORY_TOKENS
 from diskprefix.tokens import TokenIds
@@ -43,20 +42,13 @@ def choose_kept(
     options: CacheOptions,
     block_names: Sequence[bytes],
     stored: int,
-    spending: Spending | None = None,
-    in_memory: int = 0,
 ) -> Selection:
     """Returns the part of a prompt to keep. `block_names` are the names of its full blocks; `stored` tokens of it
-    are in the store. With `spending`, the state of `--kv-cache-write-budget`, `in_memory` tokens were in memory."""
+    are in the store."""
     scope, sighting, older = options.scope, Sighting(), None
     if scope.kind == "auto":
         older = seen.history.similar(prompt.token_ids, scope.value, options.group)
         sighting = seen.admission.look(prompt.token_ids, block_names, rules.block_size)
     recent = seen.in_window(scope, options.group)
     selection = select(scope, prompt, recent, rules, restored=stored, sighting=sighting, older=older)
-    if not options.save and scope.kind != "off":
-        return selection.keeping_nothing("read_only")
-    if spending is None or not selection.kept:
-        return selection
-    had = max(in_memory, stored)
-    return within_budget(selection, prompt, spending, rules, stored=stored, had=had, is_asked=options.is_asked)
+    return selection if options.save or scope.kind == "off" else selection.keeping_nothing("read_only")

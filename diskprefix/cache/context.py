@@ -11,7 +11,7 @@ from diskprefix.cache.namespaces import TenantNamespace
 from diskprefix.cache.planning import ttl_at
 from diskprefix.cache.policy.breaks import find_break
 from diskprefix.cache.policy.select import Rules
-from diskprefix.cache.policy.write_budget import Spending
+from diskprefix.cache.policy.write_budget import Spending, within_budget
 from diskprefix.cache.resources import CacheResources
 from diskprefix.cache.tiers.local import publisher
 from diskprefix.cache.tiers.nodes import PromptNodes
@@ -57,8 +57,12 @@ class RequestContext:
         cache = self.cache
         rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
         self.spending = cache.spending()
-        args = (self.prompt, self.options, nodes.block_names, restored.stored_tokens)
-        selection = choose_kept(self.namespace.seen, rules, *args, self.spending, restored.num_tokens)
+        prompt, options, stored = self.prompt, self.options, restored.stored_tokens
+        selection = choose_kept(self.namespace.seen, rules, prompt, options, nodes.block_names, stored)
+        had = max(restored.num_tokens, stored)
+        selection = within_budget(
+            selection, prompt, self.spending, rules, stored=stored, had=had, is_asked=options.is_asked
+        )
         if self.goes_on and selection.keep_tail:
             # Of the tail only the states are kept, as a checkpoint.
             points = (*selection.checkpoints, selection.aligned) if cache.layout.states else ()

@@ -57,19 +57,21 @@ class Spending:
 def within_budget(
     selection: Selection,
     prompt: Prompt,
-    spending: Spending,
+    spending: Spending | None,
     rules: Rules,
     *,
     stored: int,
     had: int,
     is_asked: bool,
 ) -> Selection:
-    """Returns the longest beginning of a selection that may be written now. If that is not all of it, the reason is
-    `write_budget`.
+    """Returns the longest beginning of a selection that may be written now: all of it without a budget. If it is less,
+    the reason is `write_budget`.
 
     `stored` tokens of the prompt are in the store; `had` were restored, from there or from memory. `is_asked`: the
     request itself says what to keep.
     """
+    if spending is None or not selection.kept:
+        return selection
     shares = _shares(selection, prompt, had, rules.price)
     if is_asked:
         shares[selection.kept] = _MISSED

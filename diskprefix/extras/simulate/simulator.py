@@ -15,7 +15,7 @@ from diskprefix.cache.choosing import SeenPrompts, choose_kept
 from diskprefix.cache.matching import Matcher, Restored
 from diskprefix.cache.planning import Plan, Planner, marked_nodes, ttl_at
 from diskprefix.cache.policy.select import Rules
-from diskprefix.cache.policy.write_budget import Spending
+from diskprefix.cache.policy.write_budget import Spending, within_budget
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulated_memory import SimulatedMemory
@@ -143,9 +143,10 @@ class Simulator:
         seen, names = self._seen(request), nodes.block_names
         is_asked = request.scope is not None or request.ttl_s is not None
         options = CacheOptions(scope=scope, group=request.group, save=request.save, is_asked=is_asked)
-        spending = self._spending(request.when)
-        args = (prompt, options, names, restored.stored_tokens, spending, in_memory)
-        selection = choose_kept(seen, self._rules, *args)
+        spending, stored = self._spending(request.when), restored.stored_tokens
+        selection = choose_kept(seen, self._rules, prompt, options, names, stored)
+        had = max(in_memory, stored)
+        selection = within_budget(selection, prompt, spending, self._rules, stored=stored, had=had, is_asked=is_asked)
         self.totals.unaffordable += selection.reason == "write_budget"
         written = 0
         if request.remembered and scope.kind != "off":
