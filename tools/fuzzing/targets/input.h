@@ -167,6 +167,15 @@ inline uint16_t small_half(Input& input) {
 
 inline int64_t bytes_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
+// Chooses the type and the sizes of values that are written in planes. Returns the bytes from the first row to the last.
+inline int64_t choose_form(Input& input, Planes& call, int64_t most_dtype) {
+  call.dtype = input.number(0, most_dtype);
+  call.num_rows = input.number(1, 4), call.width = input.number(1, 5000);
+  const int64_t item = bytes_of(call.dtype), row_bytes = call.width * item;
+  call.stride = row_bytes + input.number(0, 3) * item;
+  return (call.num_rows - 1) * call.stride + row_bytes;
+}
+
 // Numbers of a model, or any bits if the input is `wild`: infinite ones too, and those that are none.
 inline Guarded numbers(Input& input, int64_t dtype, int64_t count, bool wild) {
   Guarded made(count * bytes_of(dtype));

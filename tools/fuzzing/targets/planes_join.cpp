@@ -6,11 +6,7 @@
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* bytes, size_t size) {
   Input input(bytes, size);
   Planes call = {};
-  call.dtype = input.number(0, 3);
-  call.num_rows = input.number(1, 4), call.width = input.number(1, 5000);
-  const int64_t item = bytes_of(call.dtype), row_bytes = call.width * item;
-  call.stride = row_bytes + input.number(0, 3) * item;
-  const int64_t all = (call.num_rows - 1) * call.stride + row_bytes;
+  const int64_t all = choose_form(input, call, 3), item = bytes_of(call.dtype), row_bytes = call.width * item;
   std::vector<uint8_t> data;
   if (input.flag()) {
     // Sound data that the rest of the input damages.
