@@ -6,10 +6,10 @@ import json
 import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from click.core import ParameterSource
@@ -23,9 +23,6 @@ from diskprefix.store.folder import DATA, become_owner
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.tree import EntryInfo, grown_from, has_grown
-
-if TYPE_CHECKING:
-    from rich.table import Column
 
 _LONG_S = 3.0
 _SHOWN_ID_DIGITS, _MIN_ID_DIGITS = 12, 4
@@ -226,15 +223,29 @@ def terminal_width(otherwise: int) -> int:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else otherwise
 
 
-def print_table(columns: Sequence[Column], rows: Iterable[Sequence[Any]], *, width: int) -> None:
-    """Prints a table without lines. A cell is text in the markup of `rich`, or a result of `plain`."""
+def print_table(
+    titles: Iterable[str],
+    rows: Iterable[Sequence[Any]],
+    *,
+    right: Collection[str] = (),
+    wrapped: Collection[str] | None = None,
+) -> None:
+    """Prints a table without lines. A cell is text in the markup of `rich`, or a result of `plain`. The columns `right`
+    are aligned there. Where the terminal is too narrow, the columns `wrapped` take several lines; None: all of them."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(
+            title,
+            justify="right" if title in right else "left",
+            no_wrap=wrapped is not None and title not in wrapped,
+            overflow="fold" if wrapped else "ellipsis",
+        )
     for row in rows:
         table.add_row(*row)
-    console = Console(width=width)
+    console = Console(width=terminal_width(otherwise=200))
     # rich ends the process when nobody reads a pipe; click raises an error, which becomes the exit code.
     with console.capture() as printed:
         console.print(table)

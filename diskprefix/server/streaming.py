@@ -190,7 +190,7 @@ class HeldResponse(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         sign = early_sign(scope) if self._is_stream else b"\n"
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        leaving = asyncio.create_task(_disconnected(receive))
+        leaving = asyncio.create_task(disconnected(receive))
         try:
             while not self._preparing.done():
                 await send({"type": "http.response.body", "body": sign, "more_body": True})
@@ -226,6 +226,7 @@ class HeldResponse(Response):
         await response(scope, receive, send_rest)
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has left. The body was read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

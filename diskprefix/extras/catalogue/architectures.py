@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.tooling import plain, print_json, print_table, terminal_width
+from diskprefix.cli.tooling import plain, print_json, print_table
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.units import counted
 
@@ -37,15 +37,12 @@ def show_architectures(as_json: bool) -> None:
     if as_json:
         print_json({"installed": installed_versions(), "verified_with": versions, "architectures": rows})
         return
-    from rich.table import Column
-
     titles = ("architecture", "restored", "exact at", "verified", "note")
     cells = [
         (row["architecture"], row["restored"], _exact_at(row), _named(row["verified"]) or "no", plain(row["note"]))
         for row in rows
     ]
-    columns = [Column(title, no_wrap=title != "note") for title in titles]
-    print_table(columns, cells, width=terminal_width(otherwise=200))
+    print_table(titles, cells, wrapped=("note",))
     with_these = " and ".join(f"{name} {number}" for name, number in versions.items())
     number = sum(bool(row["verified"]) for row in rows)
     click.echo(f"{counted(len(rows), 'architecture')}, {number} verified with {with_these}")

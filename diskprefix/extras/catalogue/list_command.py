@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from diskprefix.cli.options import build_settings, nonempty, setting_options
-from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status, terminal_width
+from diskprefix.cli.tooling import json_option, plain, print_json, print_table, status
 from diskprefix.errors import ModelError, ModelNotFound
 from diskprefix.extras.catalogue.architectures import show_architectures, verified_of
 from diskprefix.extras.catalogue.catalogue import Catalogue, KnownModel, embedded, needs, open_catalogue, weights_of
@@ -62,8 +62,6 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
     if as_json:
         print_json({"free_bytes": available_ram_bytes(), "models": rows})
         return
-    from rich.table import Column
-
     titles = ("name", "weights", "files", "memory", "context", "fits", "where")
     cells = [
         (
@@ -77,8 +75,7 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
         )
         for row in rows
     ]
-    columns = [Column(title, no_wrap=title != "where", overflow="fold") for title in titles]
-    print_table(columns, cells, width=terminal_width(otherwise=200))
+    print_table(titles, cells, wrapped=("where",))
     click.echo(f"{counted(len(rows), 'model')}, {format_size(available_ram_bytes())} of memory free")
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from diskprefix.cli.tooling import plain, print_table, terminal_width
+from diskprefix.cli.tooling import plain, print_table
 from diskprefix.units import counted, format_size
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ def types(tensors: Iterable[ServedTensor]) -> list[dict[str, Any]]:
 
 def show_tensors(tensors: Sequence[ServedTensor]) -> None:
     """Prints a table of the tensors."""
-    from rich.table import Column
-
     titles = ("tensor", "shape", "in the file", "bytes", "served as", "bits", "bytes")
     cells = [
         (
@@ -46,20 +44,16 @@ def show_tensors(tensors: Sequence[ServedTensor]) -> None:
         )
         for one in tensors
     ]
-    columns = [Column(title, no_wrap=title != "tensor", overflow="fold") for title in titles]
-    print_table(columns, cells, width=terminal_width(otherwise=200))
+    print_table(titles, cells, wrapped=("tensor",))
 
 
 def show_types(tensors: Sequence[ServedTensor]) -> None:
     """Prints a table of the sums by type, and a line of all together."""
-    from rich.table import Column
-
     sums = [
         (plain(kind), plain(form), f"{number:,}", format_size(stored), format_size(served))
         for kind, form, number, stored, served in _sums(tensors)
     ]
-    titles = ("in the file", "served as", "tensors", "bytes", "bytes")
-    print_table([Column(title) for title in titles], sums, width=terminal_width(otherwise=200))
+    print_table(("in the file", "served as", "tensors", "bytes", "bytes"), sums)
     stored, served = (sum(getattr(one, name) for one in tensors) for name in ("stored_bytes", "num_bytes"))
     weights = sum(prod(one.shape) for one in tensors if one.stored_bytes)
     click.echo(

@@ -28,6 +28,7 @@ from diskprefix.server.daemon import Daemon
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.serving import Serving
+from diskprefix.server.streaming import disconnected
 from diskprefix.tenant_ids import group_of
 
 MAX_INPUTS, MAX_TOKENS = 2048, 300_000
@@ -141,7 +142,7 @@ class _Readings:
 
     def __init__(self, request: Request, context: LogContext, daemon: Daemon, serving: Serving) -> None:
         self._context, self._daemon, self._inbox = context, daemon, serving.inbox
-        self._gone = asyncio.create_task(_until_gone(request))
+        self._gone = asyncio.create_task(disconnected(request.receive))
         self._free = asyncio.Semaphore(serving.engine.max_sequences)
 
     async def run(self, requests: Sequence[GenerateRequest]) -> list[tuple[Values, DoneEvent]]:
@@ -174,8 +175,3 @@ class _Readings:
 
     def _on_cancelled(self, activity: Activity) -> None:
         self._context.cancelled_at = activity
-
-
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

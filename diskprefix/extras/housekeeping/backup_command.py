@@ -19,7 +19,7 @@ from diskprefix.cli.tooling import (
     store_options,
 )
 from diskprefix.errors import SettingsError
-from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store, replace_store
+from diskprefix.store.compact import Compacted, compact_folder, compacted_bytes, copy_store, replace_store
 from diskprefix.store.folder import DATA, become_owner
 from diskprefix.units import format_size
 
@@ -45,10 +45,7 @@ def backup(target: Path, kv_cache_dir: Path, as_json: bool) -> None:
     folder = require_store(kv_cache_dir)
     with advised(), progress("copying", compacted_bytes(folder)) as advance:
         result = copy_store(folder, target, advance)
-    if as_json:
-        print_json({"file": str(target / DATA)} | asdict(result))
-    else:
-        click.echo(f"wrote {target / DATA}: {format_size(result.before_bytes)} → {format_size(result.after_bytes)}")
+    _show("wrote", target / DATA, result, as_json)
 
 
 @click.command(short_help="Put a backup in the place of the store.")
@@ -80,10 +77,7 @@ def restore(
         return 1
     with advised(), progress("restoring", compacted_bytes(source)) as advance:
         result = replace_store(source, folder, advance)
-    if as_json:
-        print_json({"file": str(kv_cache_dir / DATA)} | asdict(result))
-    else:
-        click.echo(f"restored {kv_cache_dir / DATA}: {format_size(result.after_bytes)}")
+    _show("restored", kv_cache_dir / DATA, result, as_json)
     return 0
 
 
@@ -115,8 +109,11 @@ def compact(kv_cache_dir: Path, as_json: bool) -> None:
     folder = require_store(kv_cache_dir)
     with advised(), progress("compacting", compacted_bytes(folder)) as advance:
         result = compact_folder(folder, advance)
+    _show("compacted", kv_cache_dir / DATA, result, as_json)
+
+
+def _show(done: str, file: Path, result: Compacted, as_json: bool) -> None:
     if as_json:
-        print_json({"file": str(kv_cache_dir / DATA)} | asdict(result))
+        print_json({"file": str(file)} | asdict(result))
     else:
-        sizes = f"{format_size(result.before_bytes)} → {format_size(result.after_bytes)}"
-        click.echo(f"compacted {kv_cache_dir / DATA}: {sizes}")
+        click.echo(f"{done} {file}: {format_size(result.before_bytes)} → {format_size(result.after_bytes)}")

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from diskprefix.cli.tooling import plain, print_json, print_table, progress, terminal_width
+from diskprefix.cli.tooling import plain, print_json, print_table, progress
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.comparison import Case, Regime
 from diskprefix.extras.simulate.machines import MachinesRow, Setup, replay
 from diskprefix.extras.simulate.object_store import READS_PER_S, WRITES_PER_S, most_swept, sweep_s
+from diskprefix.extras.simulate.plot import saved_figure
 from diskprefix.extras.simulate.simulator import simulate
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.printable import printable_only
@@ -77,18 +78,14 @@ def _groups(rows: Sequence[MachinesRow]) -> Iterator[tuple[str, list[MachinesRow
 
 
 def _print_table(rows: Sequence[MachinesRow]) -> None:
-    from rich.table import Column
-
     figures = [_figures(row) for row in rows]
-    columns = [Column("machines", justify="right"), Column("spread"), Column("remote")]
-    columns += [Column(title, justify="right") for title in figures[0]]
     cells: list[Sequence[Any]] = []
     for row, found in zip(rows, figures, strict=True):
         if cells and row.setup.write == rows[0].setup.write and row.setup.spread == rows[0].setup.spread:
             cells.append([""])
         cells.append([plain(str(part)) for part in (row.setup.machines, row.setup.spread, row.setup.write)])
         cells[-1] = [*cells[-1], *found.values()]
-    print_table(columns, cells, width=terminal_width(otherwise=160))
+    print_table(("machines", "spread", "remote", *figures[0]), cells, right=("machines", *figures[0]))
 
 
 def _figures(row: MachinesRow) -> dict[str, str]:
@@ -130,14 +127,10 @@ def _limits(rows: Sequence[MachinesRow]) -> Iterator[str]:
 def draw(rows: Sequence[MachinesRow], path: Path) -> None:
     """Draws the restored share, and the bytes moved through the tier, against the number of machines. Raises `OSError`.
 
-    There are two panels for each trace and group of settings. The same rows give the same file, byte for byte.
+    There are two panels for each trace and group of settings.
     """
-    import matplotlib
-    from matplotlib.figure import Figure
-
     groups = list(_groups(rows))
-    with matplotlib.rc_context({"svg.hashsalt": "diskprefix", "font.size": 9.0}):
-        figure = Figure((12.0, 3.8 * len(groups)), layout="constrained")
+    with saved_figure(path, 12.0, 3.8 * len(groups)) as figure:
         panels = figure.subplots(len(groups), 2, squeeze=False)
         for (title, group), (share, moved) in zip(groups, panels, strict=True):
             _draw_panel(share, group, lambda row: 100 * row.totals.restored_share)
@@ -148,8 +141,6 @@ def draw(rows: Sequence[MachinesRow], path: Path) -> None:
             moved.set_ylim(bottom=0)
         lines, labels = panels[0][0].get_legend_handles_labels()
         figure.legend(lines, labels, loc="outside right upper", frameon=False, title="spread, remote")
-        metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        figure.savefig(path, dpi=120, metadata=metadata)
 
 
 def _moved_gib(row: MachinesRow) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import click
 
-from diskprefix.cli.tooling import plain, print_json, print_table, terminal_width
+from diskprefix.cli.tooling import plain, print_json, print_table
 from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate.comparison import Case
 from diskprefix.extras.simulate.simulator import Simulator
@@ -52,8 +52,6 @@ def _restoring(trace: Trace, case_of: Callable[[RecordedDaemon], Case]) -> Calla
 
 
 def _print_table(rows: Sequence[SwapTotals]) -> None:
-    from rich.table import Column
-
     titles = ("limit", "loads", "swaps", "waits", "median", "p95", "longest", "refused", "restored", "after a wait")
     cells = [
         (
@@ -68,4 +66,4 @@ def _print_table(rows: Sequence[SwapTotals]) -> None:
         )
         for row in rows
     ]
-    print_table([Column(title, justify="right") for title in titles], cells, width=terminal_width(otherwise=120))
+    print_table(titles, cells, right=titles)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.tooling import plain, print_table, terminal_width
+from diskprefix.cli.tooling import plain, print_table
 from diskprefix.extras.simulate.comparison import Row
 from diskprefix.extras.simulate.simulator import Totals
 from diskprefix.extras.simulate.trace import Trace
@@ -55,19 +55,17 @@ def _asked(trace: Trace) -> Iterator[str]:
 
 def _print_table(rows: Sequence[Row]) -> None:
     """Prints a section for each regime and budget, with common columns."""
-    from rich.table import Column
-
     sections: dict[str, list[Row]] = {}
     for row in rows:
         budget_bytes = row.case.policy.budget_bytes
         budget = "unlimited" if budget_bytes is None else format_size(budget_bytes)
         sections.setdefault(f"{row.case.regime}, {budget}", []).append(row)
-    columns = [Column("scope"), *(Column(title, justify="right") for title in _figures(rows[0].totals))]
+    figures = _figures(rows[0].totals)
     cells: list[Sequence[Any]] = []
     for title, section in sections.items():
         cells += [[""], [f"[bold]{title}"]]
         cells += [[plain(row.case.label), *_figures(row.totals).values()] for row in section]
-    print_table(columns, cells, width=terminal_width(otherwise=160))
+    print_table(("scope", *figures), cells, right=figures)
 
 
 def _figures(totals: Totals) -> dict[str, str]:

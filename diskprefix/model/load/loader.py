@@ -489,6 +489,7 @@ def _unread_model(source: _ModelSource) -> tuple[PreTrainedModel, UnreadWeights]
     """Returns the model as transformers puts it together, on a CPU with weights that are not read yet."""
     from diskprefix.model.load.placing import UnreadWeights
     from diskprefix.model.load.stored_tensors import stored_tensors
+    from diskprefix.model.quants.parameter_stream import require_whole
     from diskprefix.model.quants.quantised import describe, is_quantised
 
     folder, files, config, device = source.folder, source.files, source.config, source.device
@@ -512,14 +513,7 @@ def _unread_model(source: _ModelSource) -> tuple[PreTrainedModel, UnreadWeights]
             # Without this, a mismatch is only logged. It is refused below.
             ignore_mismatched_sizes=True,
         )
-    missing, mismatched = sorted(info["missing_keys"]), sorted(info["mismatched_keys"])
-    if missing:
-        raise ModelError(f"the weights in {folder} lack {len(missing)} tensors of the model, for example {missing[0]}")
-    if mismatched:
-        name, found, expected = mismatched[0]
-        raise ModelError(
-            f"the weights in {folder} do not match its config.json: {name} is {tuple(found)}, not {tuple(expected)}"
-        )
+    require_whole(info, f"the weights in {folder}")
     return model, unread
 
 

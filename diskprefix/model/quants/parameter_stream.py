@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers.core_model_loading as loading
 
-from diskprefix.errors import DiskPrefixError
+from diskprefix.errors import DiskPrefixError, ModelError
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.printable import first_line
 
@@ -71,6 +71,16 @@ def taking_parameters(take: Callable[[PreTrainedModel, str, torch.Tensor], torch
         os.environ.pop(_SEQUENTIAL)
         if is_sequential is not None:
             os.environ[_SEQUENTIAL] = is_sequential
+
+
+def require_whole(info: Mapping[str, Any], weights: str) -> None:
+    """Raises `ModelError` if `weights` lack tensors of the model, or have some of other shapes. `info` is what
+    transformers says of a load."""
+    if missing := sorted(info["missing_keys"]):
+        raise ModelError(f"{weights} lack {len(missing)} tensors of the model, for example {missing[0]}")
+    if mismatched := sorted(info["mismatched_keys"]):
+        name, found, expected = mismatched[0]
+        raise ModelError(f"{weights} do not match its config.json: {name} is {tuple(found)}, not {tuple(expected)}")
 
 
 def name_of_loaded(name: str, tied: Mapping[str, str], loaded: Mapping[str, Any]) -> str:

@@ -21,7 +21,12 @@ from diskprefix.model.load.stored_tensors import read_now
 from diskprefix.model.quants.exact_quants import ExactQuants, ExpertQuants, JoinedQuants, OneMatrix
 from diskprefix.model.quants.file_matrix import numbered, numbers_in
 from diskprefix.model.quants.forms import quantised, unpacked
-from diskprefix.model.quants.parameter_stream import TensorOnRequest, name_of_loaded, taking_parameters
+from diskprefix.model.quants.parameter_stream import (
+    TensorOnRequest,
+    name_of_loaded,
+    require_whole,
+    taking_parameters,
+)
 from diskprefix.model.quants.published import Source
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised import FILE, bits_for, metadata_of, quantisable, quantisable_experts
@@ -259,13 +264,7 @@ class StreamedQuantising:
     def _check(self, info: Mapping[str, set[Any]]) -> None:
         if self._failure is not None:
             raise self._failure
-        if missing := sorted(info["missing_keys"]):
-            raise ModelError(f"the weights lack {len(missing)} tensors of the model, for example {missing[0]}")
-        if mismatched := sorted(info["mismatched_keys"]):
-            name, found, expected = mismatched[0]
-            raise ModelError(
-                f"the weights do not match the config.json: {name} is {tuple(found)}, not {tuple(expected)}"
-            )
+        require_whole(info, "the weights")
 
     def _finish(self, model: PreTrainedModel) -> None:
         if not self._forms or self._writer is None:

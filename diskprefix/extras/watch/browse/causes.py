@@ -7,6 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from diskprefix.chat.normalisers import NORMALISERS
+from diskprefix.chat.template_input import common_chars
 
 _WORD = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_-]*[A-Za-z0-9_])?")
 _NAME = re.compile(r'"name": ?"([^"]*)"')
@@ -41,7 +42,7 @@ def line_at(text: str, index: int) -> str:
 def cause_between(new: str, old: str) -> Cause:
     """Returns the cause of the first difference between `new` and `old`, judged by its line and the text after it. The
     texts must differ."""
-    at = first_difference(new, old)
+    at = common_chars(new, old)
     mine, theirs = line_at(new, at), line_at(old, at)
     if _FORMAT["billing-header"].is_in(mine):
         return Cause("billing-header", "a header line that the client changes in each request", _on("billing-header"))
@@ -109,15 +110,3 @@ def _is_moved(new: str, old: str, mine: str, theirs: str) -> bool:
         return False
     # The template may have added a marker after the last line.
     return mine in old and theirs in new
-
-
-def first_difference(new: str, old: str) -> int:
-    """Returns the index of the first character that differs; the length of the shorter text if one begins the other."""
-    low, high = 0, min(len(new), len(old))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if new[:middle] == old[:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

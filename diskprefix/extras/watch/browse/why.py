@@ -15,7 +15,8 @@ from diskprefix.cache.policy.breaks import find_break
 from diskprefix.cache.policy.select import StateKind
 from diskprefix.cache.tiers.local import DiskView
 from diskprefix.cache.tiers.nodes import PromptNodes
-from diskprefix.extras.watch.browse.causes import LATER, Cause, cause_between, first_difference, line_at
+from diskprefix.chat.template_input import common_chars
+from diskprefix.extras.watch.browse.causes import LATER, Cause, cause_between, line_at
 from diskprefix.identity import differing
 from diskprefix.nouns import Prompt
 from diskprefix.settings import Settings
@@ -263,7 +264,7 @@ def _prompts(snapshot: Snapshot, root: bytes, entries: Sequence[EntryInfo]) -> I
 def _parting(token_ids: TokenIds, other: TokenIds, at: int, decode: Decode) -> tuple[Parting, tuple[str, str]]:
     """Returns the text around the difference of two prompts, and their whole texts."""
     here, there = decode(token_ids), decode(other)
-    index = min(first_difference(here, there), len(here), len(there))
+    index = common_chars(here, there)
     parting = Parting(
         at=at,
         before=here[max(0, index - _SHOWN_CHARS) : index],

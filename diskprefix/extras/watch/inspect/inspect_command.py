@@ -157,8 +157,6 @@ def _print_totals(num_entries: int, counts: NodeCounts, used: str) -> None:
 
 
 def _print_entries(entries: list[EntryInfo], width: int) -> None:
-    from rich.table import Column
-
     rows = [
         {
             "id": short_id(info.id),
@@ -183,8 +181,4 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
         "generated": any(info.generated_tokens for info in entries),
     }
     titles = [title for title in rows[0] if shown.get(title, True)]
-    columns = [
-        Column(title, justify="right" if title in _NUMBERS else "left", no_wrap=True, overflow="ellipsis")
-        for title in titles
-    ]
-    print_table(columns, [[row[title] for title in titles] for row in rows], width=width)
+    print_table(titles, [[row[title] for title in titles] for row in rows], right=_NUMBERS, wrapped=())

@@ -9,7 +9,7 @@ from typing import Any
 import click
 import msgspec
 
-from diskprefix.cli.tooling import print_json, print_table, short_id, terminal_width
+from diskprefix.cli.tooling import print_json, print_table, short_id
 from diskprefix.extras.watch.browse.statistics import RootStatistics, Victim, next_victims, statistics
 from diskprefix.printable import printable_only
 from diskprefix.store.savings import read_savings
@@ -59,7 +59,7 @@ def show_stats(
     click.echo(f"{last_day}{limit} were written to the disk in 24 hours, {in_all} in all")
     if victims:
         click.echo("\nEvicted next, when the budget is reached:")
-        _print_victims(victims, terminal_width(otherwise=120))
+        _print_victims(victims)
 
 
 def _as_dict(row: RootStatistics) -> dict[str, Any]:
@@ -87,13 +87,7 @@ def _lines(row: RootStatistics) -> Iterator[str]:
     yield f"  computing saved: {saved_today} today, {saved_in_all} since {ago(row.since)}"
 
 
-def _print_victims(victims: list[Victim], width: int) -> None:
-    from rich.table import Column
-
-    titles = ("tokens", "size", "last used", "ends", "s/MiB", "why")
-    columns = [
-        Column(title, justify="right" if title in ("size", "s/MiB") else "left", no_wrap=True) for title in titles
-    ]
+def _print_victims(victims: list[Victim]) -> None:
     rows = []
     for run in islice(_runs(victims), _LISTED):
         stored_bytes, prefill_s = sum(one.stored_bytes for one in run), sum(one.prefill_s for one in run)
@@ -101,7 +95,8 @@ def _print_victims(victims: list[Victim], width: int) -> None:
         cost = f"{prefill_s / max(stored_bytes, 1) * 2**20:.3g}" if prefill_s else "?"
         where, age = f"{run[-1].start:,}–{run[0].end:,}", f"{format_age(run[0].age_s)} ago"
         rows.append([where, format_size(stored_bytes), age, " ".join(ends), cost, run[0].reason])
-    print_table(columns, rows, width=width)
+    titles = ("tokens", "size", "last used", "ends", "s/MiB", "why")
+    print_table(titles, rows, right=("size", "s/MiB"), wrapped=())
 
 
 def _runs(victims: list[Victim]) -> Iterator[list[Victim]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diskprefix.extras.watch.browse.causes import cause_between, first_difference, line_at
+from diskprefix.extras.watch.browse.causes import cause_between, line_at
 
 TOOL_A = '{"type": "function", "function": {"name": "read", "parameters": {"path": "string"}}}'
 TOOL_B = '{"type": "function", "function": {"name": "write", "parameters": {"path": "string"}}}'
@@ -37,11 +37,6 @@ def test_the_cause_is_named(kind: str) -> None:
     assert cause.kind == kind
     assert cause.text
     assert cause.advice or kind == "text"
-
-
-@pytest.mark.parametrize(("new", "old", "at"), [("abc", "abd", 2), ("", "x", 0), ("ab", "abc", 2), ("ü1", "ü2", 1)])
-def test_the_first_difference_is_found(new: str, old: str, at: int) -> None:
-    assert first_difference(new, old) == first_difference(old, new) == at
 
 
 def test_the_line_around_a_place_is_found() -> None:
