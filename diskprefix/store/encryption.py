@@ -24,7 +24,7 @@ class RecordForm(Protocol):
     record."""
 
     verifies_pieces: bool
-    """Whether `opened` returns a piece only if it is what was sealed, so that it needs no checksum."""
+    """Whether `opened_piece` returns a piece only if it is what was sealed, so that it needs no checksum."""
 
     def stored_key(self, database: str, key: bytes) -> bytes: ...
 
@@ -35,7 +35,10 @@ class RecordForm(Protocol):
 
     def opened(self, database: str, key: bytes, stored: memoryview | bytes) -> memoryview | bytes:
         """Returns a value; empty if it is not what was sealed under this key. A decoder refuses an empty record, so a
-        damaged one does not end a walk over all. A view of a piece is valid until the thread opens the next one."""
+        damaged one does not end a walk over all."""
+
+    def opened_piece(self, key: bytes, stored: memoryview) -> memoryview:
+        """As `opened`, of the database `payloads`. The view is valid until the thread opens the next piece."""
 
     def legible(self, database: str, stored: memoryview | bytes) -> memoryview | bytes:
         """Returns at least the checksum and the `schema.CLEAR_BYTES` of a value, without decrypting or verifying it.
@@ -61,6 +64,9 @@ class PlainRecords:
         return lambda _database, _key, value: value
 
     def opened(self, _database: str, _key: bytes, stored: memoryview | bytes) -> memoryview | bytes:
+        return stored
+
+    def opened_piece(self, _key: bytes, stored: memoryview) -> memoryview:
         return stored
 
     def legible(self, _database: str, stored: memoryview | bytes) -> memoryview | bytes:

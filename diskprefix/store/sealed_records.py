@@ -116,9 +116,7 @@ class SealedRecords:
         num_clear = CLEAR_BYTES.get(database, 0)
         if len(stored) < SEAL_BYTES + num_clear:
             return b""
-        # A piece is decoded at once, so the memory is used again: new memory costs more than to decrypt into it.
-        size = len(stored) - SEAL_BYTES
-        out = self._local.buffer(size) if database == "payloads" else memoryview(bytearray(size))
+        out = memoryview(bytearray(len(stored) - SEAL_BYTES))
         begin = len(stored) - num_clear
         view, clear = memoryview(stored)[:begin], bytes(stored[begin:])
         if not self._values.opens(_associated(database, key, clear), view, out[num_clear:]):
@@ -126,6 +124,12 @@ class SealedRecords:
         if clear:
             out[: CHECKSUM_BYTES + num_clear] = bytes(out[num_clear:][:CHECKSUM_BYTES]) + clear
         return out
+
+    def opened_piece(self, key: bytes, stored: memoryview) -> memoryview:
+        # A piece is decoded at once, so the memory is used again: new memory costs more than to decrypt into it.
+        out = self._local.buffer(max(0, len(stored) - SEAL_BYTES))
+        is_sound = len(stored) >= SEAL_BYTES and self._values.opens(_associated("payloads", key), stored, out)
+        return out if is_sound else out[:0]
 
     def legible(self, database: str, stored: memoryview | bytes) -> memoryview | bytes:
         return bytes(CHECKSUM_BYTES) + bytes(stored[-CLEAR_BYTES[database] :])

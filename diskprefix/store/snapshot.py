@@ -88,8 +88,14 @@ class Snapshot:
     def piece(self, name: bytes, index: int) -> memoryview | None:
         """Returns a piece of a payload as it stands in the file, or None. The view is valid until the snapshot is
         closed."""
-        view: memoryview | None = self._stored("payloads", piece_key(name, index))
-        return memoryview(bytes(view)) if view is not None and self._copy_payloads else view
+        return next(self.pieces_at(name, (index,)))
+
+    def pieces_at(self, name: bytes, indexes: Iterable[int]) -> Iterator[memoryview | None]:
+        """Yields some of a node's pieces, as `piece` does."""
+        stored, payloads = self._form.stored_key("payloads", name), self._databases["payloads"]
+        for index in indexes:
+            view: Any = self._txn.get(piece_key(stored, index), db=payloads)
+            yield memoryview(bytes(view)) if view is not None and self._copy_payloads else view
 
     def pieces(self, name: bytes) -> Iterator[tuple[int, memoryview]]:
         """Yields every piece of a node's payload as it stands in the file, with its index, in order."""
@@ -103,8 +109,7 @@ class Snapshot:
     def decode(self, name: bytes, index: int, stored: memoryview, piece: Piece, out: Bytes) -> None:
         """Verifies a piece, given as it stands in the file, and writes it to `out`; see `decode_piece`. For any
         thread."""
-        encoded = self._form.opened("payloads", piece_key(name, index), stored)
-        decode_piece(memoryview(encoded), piece, self._seed(name, index), out)
+        decode_piece(self._form.opened_piece(piece_key(name, index), stored), piece, self._seed(name, index), out)
 
     def _seed(self, name: bytes, index: int) -> int | None:
         """Returns the seed of a piece's checksum; None if the form of the records verifies pieces."""

@@ -225,7 +225,6 @@ class Store(StoreFile):
             deleted, again = snapshot.meta("deleted"), snapshot.meta("wiped") == _BEGUN
         if not self.environment.renew():
             return False
-        self.mapped.clear()
         with self.changes() as changes:
             changes.put_meta("wiped", _BEGUN)
         # Pages that the next transaction frees are clean then.

@@ -264,7 +264,6 @@ class StoreFile:
         self.budget_bytes = budget_bytes
         self.clock = clock
         self.names = NamesRecord(store_id=b"", secret=0, created_at=0.0)
-        self.mapped: set[bytes] = set()
         self.wiped: bytes | None = None
         self.meter = WriteMeter()
         self._has_budget = budget_bytes > 0
@@ -385,7 +384,7 @@ class StoreFile:
             env.close()
             lock.close()
             raise
-        self.names, self._env, self._lock, self.mapped = names, env, lock, set()
+        self.names, self._env, self._lock = names, env, lock
         with env.transaction() as txn:
             self.wiped = Snapshot(env.databases, txn, env.form).meta("wiped")
 

@@ -178,13 +178,13 @@ def change_byte(path: Path, database: str, stored_key: bytes, place: int) -> Non
 
 def opened_databases(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Fills with the names of the databases that are decrypted from now on."""
-    opened, databases = sealed_records.SealedRecords.opened, set()
+    opens, databases = sealed_values.SealedValues.opens, set()
 
-    def noted(form: sealed_records.SealedRecords, database: str, *record: bytes) -> memoryview | bytes:
-        databases.add(database)
-        return opened(form, database, *record)
+    def noted(values: sealed_values.SealedValues, associated: bytes, *place: memoryview) -> bool:
+        databases.add(associated.partition(b"\0")[0].decode())
+        return opens(values, associated, *place)
 
-    monkeypatch.setattr(sealed_records.SealedRecords, "opened", noted)
+    monkeypatch.setattr(sealed_values.SealedValues, "opens", noted)
     return databases
 
 

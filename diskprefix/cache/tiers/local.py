@@ -27,7 +27,6 @@ from diskprefix.tokens import TokenIds, common_prefix_length
 
 log = logging.getLogger("diskprefix")
 
-_MAPPED_NODES = 100_000
 _TRIES = 64
 """Nodes that are tried to find one that shares a part of the prompt. Few are of no use: damaged ones, and generated
 ones that the request did not ask for."""
@@ -122,7 +121,7 @@ class DiskTier:
     @contextmanager
     def view(self) -> Iterator[DiskView]:
         with self.store.snapshot() as snapshot:
-            yield DiskView(snapshot, self.store.mapped, self._remove)
+            yield DiskView(snapshot, self._remove)
 
     def _remove(self, node: Node, error: StoreCorrupt) -> None:
         what = "checkpoint" if node.kind == Kind.CHECKPOINT else "block"
@@ -135,13 +134,9 @@ class DiskView:
 
     tier: TierName = "disk"
 
-    def __init__(
-        self, snapshot: Snapshot, mapped: set[bytes], on_damaged: Callable[[Node, StoreCorrupt], object]
-    ) -> None:
-        """`mapped` holds the names of the nodes whose pages this process has read before. `on_damaged` is called for
-        each node that is found damaged."""
+    def __init__(self, snapshot: Snapshot, on_damaged: Callable[[Node, StoreCorrupt], object]) -> None:
+        """`on_damaged` is called for each node that is found damaged."""
         self._snapshot = snapshot
-        self._mapped = mapped
         self._on_damaged = on_damaged
         self.damaged: set[bytes] = set()
 
@@ -178,9 +173,10 @@ class DiskView:
         return usage.prefill_s if usage is not None and 0 < usage.prefill_s < MAX_PREFILL_S else 0.0
 
     def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
-        is_cold = bool(needed) and not self._is_mapped(node, needed)
-        for number in needed:
-            stored = self._snapshot.piece(node.name, number)
+        # Both ends speak for what is between: to populate what is in memory would take a fifth of a restore.
+        ends = self._snapshot.pieces_at(node.name, (*needed[:1], *needed[-1:]))
+        is_cold = not all(end is not None and is_in_memory(end) for end in ends)
+        for number, stored in zip(needed, self._snapshot.pieces_at(node.name, needed), strict=True):
             yield partial(self._decode, node.name, number, stored, is_cold, cuts[number].piece)
 
     def drop(self, node: Node, error: StoreCorrupt) -> None:
@@ -196,20 +192,6 @@ class DiskView:
         except StoreCorrupt as error:
             self.drop(Node(name, parent, 0, 0, Kind.BLOCK), error)
             return None
-
-    def _is_mapped(self, node: Node, needed: Sequence[int]) -> bool:
-        """Returns whether this process has read the node's pages before, and they are still in memory.
-
-        Only the first and the last piece are checked: populating what is mapped already, or checking each piece, would
-        take a fifth of a restore.
-        """
-        if node.name not in self._mapped:
-            if len(self._mapped) >= _MAPPED_NODES:
-                self._mapped.clear()
-            self._mapped.add(node.name)
-            return False
-        ends = [self._snapshot.piece(node.name, number) for number in (needed[0], needed[-1])]
-        return all(end is not None and is_in_memory(end) for end in ends)
 
     def _decode(
         self, name: bytes, index: int, stored: memoryview | None, is_cold: bool, piece: Piece, out: Bytes

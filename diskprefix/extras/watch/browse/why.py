@@ -153,7 +153,7 @@ def _look_up(snapshot: Snapshot, secret: int, token_ids: TokenIds, root: bytes, 
     state = _state_kind(record)
     matcher = Matcher(
         nodes,
-        [DiskView(snapshot, set(), on_damaged=lambda _node, _error: None)],
+        [DiskView(snapshot, on_damaged=lambda _node, _error: None)],
         state,
         has_logits=lambda: notes.get(NoteKind.LOGITS, nodes.end_id) is not None,
     )
