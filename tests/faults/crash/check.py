@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from diskprefix.errors import CacheError, DiskPrefixError
@@ -15,6 +16,7 @@ from diskprefix.store.folder import DATA, LMDB_LOCK, LOCK
 from diskprefix.store.schema import Kind
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
+from diskprefix.tokens import HASH_BYTES
 from tests.faults.crash import prompts, worker
 from tests.faults.crash.ledger import Account
 from tests.faults.crash.prompts import MODELS, Model, Payload
@@ -77,10 +79,22 @@ def check_remains(folder: Path, account: Account, finding: Finding) -> None:
     except CacheError as error:
         finding.fail(f"not wiped: {error}")
         return
-    content = (folder / DATA).read_bytes()
-    left = [number for number, name in gone.items() if name not in present and name in content]
-    if left:
+    found = _names_in((folder / DATA).read_bytes(), {*gone.values()} - present)
+    if left := [number for number, name in gone.items() if name in found]:
         finding.fail(f"the file still has the names of prompts {left}")
+
+
+def _names_in(content: bytes, names: set[bytes]) -> set[bytes]:
+    """Returns the names that are in a file, whose content is read once: a name is looked for where two bytes are those
+    that some name begins with."""
+    begins = np.zeros(1 << 16, bool)
+    begins[np.frombuffer(b"".join(name[:2] for name in names), "<u2")] = True
+    places = (
+        2 * place + odd
+        for odd in (0, 1)
+        for place in np.flatnonzero(begins[np.frombuffer(content[odd : len(content) - odd], "<u2")]).tolist()
+    )
+    return names & {content[place : place + HASH_BYTES] for place in places}
 
 
 @contextmanager

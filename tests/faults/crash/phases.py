@@ -21,7 +21,7 @@ from tests.faults.crash.worker import WorkerPlan
 
 START_TIMEOUT_S = 120.0
 DEED_TIMEOUT_S = 300.0
-_POLL_S = 0.001
+_POLL_S = 0.005
 _CREATION_S = 0.03
 _CODECS = ("RAW", "PLANES")
 
@@ -204,7 +204,7 @@ class SavePhase(StorePhase):
     """Publications into a store with enough room, and uses of stored nodes between them."""
 
     deed = "save"
-    _same_store = 10
+    _same_store = 5
 
     def _awaits(self, index: int) -> tuple[str, float]:
         """The first kill of each store comes during its creation."""
@@ -276,7 +276,7 @@ class DeletePhase(StorePhase):
     deed = "delete"
     awaited = "delete"
     times = 3
-    _same_store = 10
+    _same_store = 5
 
     def _awaits(self, index: int) -> tuple[str, float]:
         return ("wipe" if index % 2 else self.awaited), self._span_s
