@@ -222,15 +222,17 @@ class Runner:
             self.arena.settle(drop=True)
             self.arena.truncate(0)
             self.arena.reserve(len(prompt.token_ids))
-            start, block_size = cached.restore(self.arena).num_tokens, self.settings.block_size
+            restored, block_size = cached.restore(self.arena), self.settings.block_size
             stops = self._stops(cached)
-            try:
-                prefill(
-                    *(self.model, self.arena, prompt.token_ids),
-                    start=start, block_size=block_size, after_step=after_step, stops=stops,
-                )  # fmt: skip
-            except Gone:
-                cached.leave(self.arena)
+            # Of a prompt that is restored whole, no step is left.
+            if restored.logits is None:
+                try:
+                    prefill(
+                        *(self.model, self.arena, prompt.token_ids),
+                        start=restored.num_tokens, block_size=block_size, after_step=after_step, stops=stops,
+                    )  # fmt: skip
+                except Gone:
+                    cached.leave(self.arena)
         return cached.close()
 
     def _stops(self, cached: CachedRequest) -> tuple[int, ...]:

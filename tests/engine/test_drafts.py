@@ -113,7 +113,9 @@ def test_replies_of_several_requests_at_once_are_those_without_guesses(plain: En
     with scripted(engine, expected):
         found = run_together(engine, REQUESTS.values())
     assert list(map(said, found)) == list(map(said, expected))
-    assert all(map(some_are_wrong, found))
+    # Threads decide which replies share a step, and with it how many guesses each of them gets.
+    timings = [client.done.timings for client in found]
+    assert 0 < sum(one.accepted_tokens for one in timings) < sum(one.drafted_tokens for one in timings)
 
 
 def test_text_that_repeats_itself_is_guessed_from_itself(plain: Engine, engine: Engine) -> None:

@@ -18,7 +18,7 @@ from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import View
 from diskprefix.engine.forward import prefill
 from diskprefix.errors import ModelError
-from diskprefix.extras.catalogue.architectures import TABLE
+from diskprefix.extras.catalogue.architectures import TABLE, installed_versions
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group
 from diskprefix.model.exact.rehearsal import rehearse
@@ -306,11 +306,13 @@ def test_rows_of_a_table_are_written_anew(
     found: dict[tuple[str, str], Row], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(exactness, "run_jobs", lambda jobs, *_: [found[job.name, job.dtype] for job in jobs])
-    table, old = tmp_path / "table.json", verified()
+    assert exactness.table_text(verified()) == TABLE.read_text()
+    table, old = tmp_path / "table.json", verified() | installed_versions()
+    written = exactness.table_text(old)
     old["architectures"]["llama"]["dtypes"] = []
     table.write_text(json.dumps(old))
     assert invoke("--only", "llama", "--write-table", str(table)).exit_code == 0
-    assert table.read_text() == TABLE.read_text()
+    assert table.read_text() == written
     table.write_text(json.dumps(old | {"torch": "1.0"}))
     assert invoke("--only", "llama", "--write-table", str(table)).exit_code == 2
 

@@ -142,8 +142,8 @@ def machine_of(kind: str, hits: Counter[str]) -> type[RuleBasedStateMachine]:
 
 
 def _made_of(base: TokenIds, cut: int) -> list[TokenIds]:
-    """The same again, grown, branched off, shrunk, and edited."""
-    edited = base.copy()
+    """The same again, grown, branched off, shrunk, and edited. A base that is shorter than `cut` is cut at its end."""
+    edited, cut = base.copy(), min(cut, len(base))
     edited[cut - 1] = (edited[cut - 1] + 1) % VOCAB
     grown = np.concatenate([base, random_prompt(cut, cut)])[:LONGEST]
     branch = np.concatenate([base[:cut], random_prompt(cut + 1, 2 * BLOCK)])[:LONGEST]
