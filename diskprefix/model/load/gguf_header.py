@@ -42,12 +42,10 @@ class HeaderTensor:
 @dataclass(frozen=True)
 class GgufHeader:
     """`values` has the metadata that are numbers or strings, `lists` those of few strings. Other arrays, such as the
-    vocabulary, are not kept: all of the metadata are the bytes from 24 to `metadata_end` of the file, `num_values` of
-    them."""
+    vocabulary, are not kept: all of the metadata are the bytes from 24 to `metadata_end` of the file."""
 
     values: Mapping[str, Any]
     lists: Mapping[str, tuple[str, ...]]
-    num_values: int
     metadata_end: int
     alignment: int
     tensors: tuple[HeaderTensor, ...]
@@ -175,7 +173,7 @@ def _read(reading: _Reading, num_bytes: int) -> GgufHeader:
         raise ValueError("a tensor is in it twice")
     if sum(tensor.num_bytes for tensor in tensors) > num_bytes:
         raise ValueError("its tensors overlap")
-    return GgufHeader(values, lists, num_values, end, alignment, tensors)
+    return GgufHeader(values, lists, end, alignment, tensors)
 
 
 def _tensor(reading: _Reading) -> HeaderTensor:

@@ -157,6 +157,11 @@ def _is_called(asked: str, quant: str, file: str) -> bool:
     return name == quant.lower() or f"/{file}".lower().endswith(f"/{name}.gguf")
 
 
+def _quant_called(asked: str, names: Sequence[str]) -> str | None:
+    """Returns the quant of these files that is asked for, None if there is none."""
+    return next((quant for quant, parts in quants_in(names).items() if _is_called(asked, quant, parts[0])), None)
+
+
 def choose_quant(repo: str, files: Mapping[str, int], asked: str, free_bytes: int) -> tuple[str, str]:
     """Returns a quant, and the reason: the one that is `asked` for, or else the one with the most bits that fits into
     the free memory. 16 bits and more take twice the time and memory of 8, so they are the last choice. `files` are
@@ -166,9 +171,7 @@ def choose_quant(repo: str, files: Mapping[str, int], asked: str, free_bytes: in
         f"{quant} ({format_size(size)})" for quant, size in sorted(sizes.items(), key=lambda one: one[1])
     )
     if asked:
-        quants = quants_in(list(files)).items()
-        found = next((quant for quant, parts in quants if _is_called(asked, quant, parts[0])), None)
-        if found is None:
+        if (found := _quant_called(asked, list(files))) is None:
             raise ModelError(f"{repo} has no quant {asked!r}; it has {listed or 'no .gguf files'}")
         return found, "as asked for"
     fitting = sorted(quant for quant, size in sizes.items() if size + ROOM_BYTES + _BESIDE_BYTES <= free_bytes)
@@ -298,7 +301,7 @@ def fetched_model(
             return _fetched(repo, None, [*_FILES, SAFETENSORS] if with_weights else _FILES, progress)
         top = [name for name in files if "/" not in name]
         weights = [SAFETENSORS] if any(fnmatch(name, SAFETENSORS) for name in top) else []
-        is_gone = quant and not any(_is_called(quant, one, parts[0]) for one, parts in quants_in(list(files)).items())
+        is_gone = quant and _quant_called(quant, list(files)) is None
         if here is not None and here.is_file() and (is_gone or not (quant or weights)):
             progress(f"{model}: {here.name} is on this machine")
             return here
