@@ -21,7 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,7 +43,8 @@ from tools.measuring.report import new_table  # noqa: E402
 AT_ONCE = 200
 """The histories of one piece of work of a process."""
 _COLLECT_EVERY = 50
-_HANG_S = 60
+_HANG_S = 600
+"""Of real time, as the machine may be busy. A history takes a thirtieth of a second."""
 _MOST_FAILURES = 5
 
 
@@ -72,9 +73,13 @@ def _quiet() -> Iterator[None]:
     level, was_enabled = log.level, gc.isenabled()
     log.setLevel(logging.CRITICAL + 1)
     gc.disable()
+    gc.collect()
+    # So that a collection looks at nothing but what histories have left.
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         log.setLevel(level)
         if was_enabled:
             gc.enable()
@@ -141,17 +146,22 @@ def simulate(
     until: str | None = None,
     on_progress: Callable[[Result], None] = lambda _: None,
 ) -> Result:
-    """Runs `count` histories from seed `first` on in so many processes."""
+    """Runs `count` histories from seed `first` on in so many processes. Ctrl-C ends it with what is known then."""
     whole = Result()
     work = partial(_share, first=first, count=count, folder=folder, without=without, until=until)
     gc.freeze()
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
-        for found in pool.map(work, range(first, first + count, AT_ONCE)):
-            whole.add(found)
-            on_progress(whole)
-            if len(whole.failures) >= (_MOST_FAILURES if until is None else 1):
-                pool.shutdown(cancel_futures=True)
-                break
+    with (
+        ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool,
+        suppress(KeyboardInterrupt),
+    ):
+        try:
+            for found in pool.map(work, range(first, first + count, AT_ONCE)):
+                whole.add(found)
+                on_progress(whole)
+                if len(whole.failures) >= (_MOST_FAILURES if until is None else 1):
+                    break
+        finally:
+            pool.shutdown(cancel_futures=True)
     return whole
 
 
@@ -228,13 +238,17 @@ def main(
                 say(f"without {name}: {where}")
             sys.exit(0 if all(result.failures for result in found.values()) else 1)
 
+        told: list[tuple[int, str]] = []
+
         def tell(sofar: Result) -> None:
+            for number, failure in sofar.failures[len(told) :]:
+                say(f"seed {number}: {failure}")
+            told[:] = sofar.failures
             if sofar.histories % (50 * AT_ONCE) < AT_ONCE:
-                say(f"{sofar.histories} histories, {len(sofar.failures)} wrong, {sofar.cpu_s:.0f} s of processor time")
+                say(f"{sofar.histories} histories, {len(told)} wrong, {sofar.cpu_s:.0f} s of processor time")
+                say(json.dumps(sofar.events))
 
         result = simulate(first, histories, Path(work), processes, without=without, on_progress=tell)
-    for number, failure in result.failures:
-        say(f"seed {number}: {failure}")
     if as_json:
         click.echo(json.dumps(vars(result), indent=2))
     else:

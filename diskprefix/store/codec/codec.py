@@ -210,6 +210,8 @@ class _Zstd(threading.local):
         )
         self.entropy = zstandard.ZstdCompressor(compression_params=entropy)
         self.general = zstandard.ZstdCompressor(level=1)
+        self.record_compressor = zstandard.ZstdCompressor(level=3, write_checksum=True)
+        self.record_decompressor = zstandard.ZstdDecompressor()
 
 
 _zstd = _Zstd()
@@ -248,7 +250,7 @@ def address(view: memoryview) -> int:
 
 def compress(raw: bytes) -> bytes:
     """Returns one zstd frame that tells the length of its content."""
-    return zstandard.ZstdCompressor(level=3, write_checksum=True).compress(raw)
+    return _zstd.record_compressor.compress(raw)
 
 
 def decompress(stored: bytes | memoryview, *, max_bytes: int) -> bytes:
@@ -257,7 +259,7 @@ def decompress(stored: bytes | memoryview, *, max_bytes: int) -> bytes:
         size = zstandard.frame_content_size(stored)
         if not 0 <= size <= max_bytes:
             raise StoreCorrupt(f"a compressed record claims {size} bytes")
-        return zstandard.ZstdDecompressor().decompress(stored, max_output_size=size)
+        return _zstd.record_decompressor.decompress(stored, max_output_size=size)
     except zstandard.ZstdError as error:
         raise StoreCorrupt(f"a compressed record cannot be read: {error}") from error
 

@@ -44,15 +44,28 @@ def layout(exact_at: str) -> Layout:
     )
 
 
-def _state(salt: int, token: int, before: bytes) -> tuple[bytes, bytes]:
-    """Returns the key and the value of a token: numbers of 24 bits, which are finite as floats."""
-    found = xxhash.xxh3_128_intdigest(before + token.to_bytes(4, "little"), seed=salt)
-    parts = [found >> shift & 0xFFFFFF for shift in (0, 24, 48, 72)]
-    return _ROW.pack(*parts[:2]), _ROW.pack(*parts[2:])
+class _States:
+    """Computes the state of one token after the other, from the keys and the values of those before."""
 
+    def __init__(self, salt: int, keys: bytes, values: bytes) -> None:
+        self.keys, self.values = bytearray(keys), bytearray(values)
+        self._before = xxhash.xxh3_128(seed=salt)
+        for start in range(0, len(keys), _ROW.size):
+            self._before.update(keys[start : start + _ROW.size] + values[start : start + _ROW.size])
 
-def _next_token(salt: int, state: bytes) -> int:
-    return FIRST + xxhash.xxh3_64_intdigest(state, seed=salt) % (VOCAB - FIRST)
+    def add(self, token: int) -> None:
+        """Adds the key and the value of a token: numbers of 24 bits, which are finite as floats."""
+        hashed = self._before.copy()
+        hashed.update(token.to_bytes(4, "little"))
+        found = hashed.intdigest()
+        key = _ROW.pack(found & 0xFFFFFF, found >> 24 & 0xFFFFFF)
+        value = _ROW.pack(found >> 48 & 0xFFFFFF, found >> 72 & 0xFFFFFF)
+        self.keys += key
+        self.values += value
+        self._before.update(key + value)
+
+    def next_token(self) -> int:
+        return FIRST + self._before.intdigest() % (VOCAB - FIRST)
 
 
 def salt_of(tenant: object) -> int:
@@ -74,14 +87,11 @@ class Replies:
         return self._known[key]
 
     def _compute(self, salt: int, token_ids: Sequence[int], most: int) -> list[int]:
-        keys, values, reply = bytearray(), bytearray(), list[int]()
+        states, reply = _States(salt, b"", b""), list[int]()
         for position in range(len(token_ids) + most - 1):
-            token = reply[-1] if position >= len(token_ids) else int(token_ids[position])
-            key, value = _state(salt, token, bytes(keys + values))
-            keys += key
-            values += value
+            states.add(reply[-1] if position >= len(token_ids) else token_ids[position])
             if position >= len(token_ids) - 1:
-                reply.append(_next_token(salt, bytes(keys + values)))
+                reply.append(states.next_token())
         return reply
 
 
@@ -131,22 +141,19 @@ def run(_model: Any, step: Sequence[SaltedRows]) -> list[torch.Tensor]:
 def _compute(rows: SaltedRows, arena: KVArena) -> torch.Tensor:
     tokens = rows.token_ids[0].tolist()
     run_ = arena.begin_step(len(tokens))
-    state = bytes(arena.read_tokens(0, run_.start))
-    keys, values = bytearray(state[: len(state) // 2]), bytearray(state[len(state) // 2 :])
-    begin = len(keys)
-    logits = []
-    for number, token in enumerate(tokens):
-        key, value = _state(rows.salt, token, bytes(keys + values))
-        keys += key
-        values += value
-        if number >= len(tokens) - rows.num_logits:
-            logits.append(_next_token(rows.salt, bytes(keys + values)))
-    new = [torch.frombuffer(part[begin:], dtype=torch.float32).view(1, 1, -1, 2) for part in (keys, values)]
+    before = bytes(arena.read_tokens(0, run_.start))
+    begin = len(before) // 2
+    states, logits = _States(rows.salt, before[:begin], before[begin:]), np.zeros((rows.num_logits, VOCAB), np.float32)
+    for number, token in enumerate(tokens, start=rows.num_logits - len(tokens)):
+        states.add(token)
+        if number >= 0:
+            logits[number, states.next_token()] = 1.0
+    new = [
+        torch.frombuffer(part[begin:], dtype=torch.float32).view(1, 1, -1, 2) for part in (states.keys, states.values)
+    ]
     arena.token_layers[0].put(new[0], new[1], run_)
     arena.end_step(run_)
-    found = torch.zeros((len(logits), VOCAB))
-    found[range(len(logits)), logits] = 1.0
-    return found
+    return torch.from_numpy(logits)
 
 
 def loaded(kv_limit: int) -> Any:

@@ -81,6 +81,7 @@ class History:
         self.daemon: Daemon | None = None
         self.model = hash_model.reset()
         self.disk, self.bucket = Disk(), SimulatedBucket()
+        self._memory = (0, 0, 0)
         self._numbers = count()
         choose = self.random.choice
         self._documents = [[self._token() for _ in range(LONGEST)] for _ in range(choose((1, 2, 3)))]
@@ -447,11 +448,15 @@ class History:
 
     def _watch_bounds(self) -> None:
         """Notes a bound of memory that does not hold now."""
-        if self.daemon is None:
+        daemon = self.daemon
+        if daemon is None:
             return
-        pool, pending = self.daemon.engine.pool, self.daemon.cache.writer.pending_bytes
-        if pool.used_bytes > pool.limit_bytes:
-            self.baton.errors.append(f"{pool.used_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
+        pool, pending = daemon.engine.pool, daemon.cache.writer.pending_bytes
+        memory = world.num_tensors[0], len(pool.allocations), len(pool._spare)
+        if memory != self._memory:
+            self._memory = memory
+            if pool.used_bytes > pool.limit_bytes:
+                self.baton.errors.append(f"{pool.used_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
         if not 0 <= pending <= self.settings.kv_cache_write_buffer:
             self.baton.errors.append(f"{pending} bytes wait to be written, of {self.settings.kv_cache_write_buffer}")
 

@@ -69,7 +69,7 @@ class SimulatedLock:
         self._waiting: list[Task] = []
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        if not is_simulated():
+        if not _here or _REAL() != _thread[0]:
             return True
         one = _here[0]
         one.point()
@@ -88,8 +88,8 @@ class SimulatedLock:
         self._owner, self._depth = me, 1
         return True
 
-    def release(self) -> None:
-        if not is_simulated():
+    def release(self, *_: object) -> None:
+        if not _here or _REAL() != _thread[0]:
             return
         one = _here[0]
         if self._owner is None:
@@ -100,7 +100,8 @@ class SimulatedLock:
         if self._depth:
             return
         self._owner = None
-        wake_one(self._waiting)
+        if self._waiting:
+            wake_one(self._waiting)
         one.point()
 
     def locked(self) -> bool:
@@ -119,11 +120,7 @@ class SimulatedLock:
         self.acquire()
         self._depth = depth
 
-    def __enter__(self) -> bool:
-        return self.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    __enter__, __exit__ = acquire, release
 
 
 class SimulatedCondition:
@@ -164,7 +161,7 @@ class SimulatedCondition:
             wake_one(self._waiting)
 
     def notify_all(self) -> None:
-        if is_simulated():
+        if self._waiting and is_simulated():
             self.notify(len(self._waiting))
 
 
@@ -381,6 +378,7 @@ def running(one: Baton) -> Iterator[None]:
     finally:
         _here.clear()
         _thread.clear()
+        concurrent.futures.thread._threads_queues.clear()
 
 
 def _is_replaced(value: object) -> bool:

@@ -19,9 +19,11 @@ from diskprefix.engine.loop import Engine
 from diskprefix.errors import DeviceLost
 from diskprefix.extras.remote import objects, remote_tier  # noqa: F401 (imported before its names are replaced)
 from diskprefix.kv.arena import bytes_for
+from diskprefix.kv.group import GroupMemory
 from diskprefix.memo import Memo
 from diskprefix.model.exact import runner
 from diskprefix.settings import Settings
+from diskprefix.store import written
 from diskprefix.store.environment import Environment
 from tests.faults.interleavings import hash_model, threads
 from tests.faults.interleavings.bucket import SimulatedBucket
@@ -47,6 +49,9 @@ class Disk:
 _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction = Environment.transaction
+_replace = GroupMemory.replace
+num_tensors = [0]
+"""How many tensors KV memory has got: without a new one, it does not grow."""
 
 
 @contextmanager
@@ -73,11 +78,18 @@ def _simulated_transaction(self: Environment, *, write: bool = False) -> Iterato
             raise lmdb.DiskError("mdb_txn_commit: Input/output error")
 
 
+def _counted_replace(self: GroupMemory, tensor: torch.Tensor) -> None:
+    """In the place of `GroupMemory.replace`."""
+    num_tensors[0] += 1
+    _replace(self, tensor)
+
+
 @contextmanager
 def patched() -> Iterator[None]:
     """Replaces threads, clocks, the model and the writing of the disk in the package."""
     replaced: list[tuple[Any, str, Any]] = [
         (Environment, "transaction", _simulated_transaction),
+        (GroupMemory, "replace", _counted_replace),
         (forward, "_rows", hash_model.salted_rows),
         (runner, "run", hash_model.run),
         (objects, "_import", lambda: _buckets[-1]),
@@ -86,6 +98,8 @@ def patched() -> Iterator[None]:
         (served_model, "kv_bytes", lambda _device: 1 << 40),
         (Memo, "get", lambda _self, _key: None),
         (Memo, "put", lambda _self, _key, _value: None),
+        # The kernel counts for this thread, which is that of all tasks. Without it, pages of records are counted.
+        (written, "_written_by_thread", lambda: None),
     ]
     with threads.patched():
         before = [(holder, name, getattr(holder, name)) for holder, name, _ in replaced]
