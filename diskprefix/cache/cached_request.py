@@ -263,7 +263,8 @@ class CachedRequest:
             rewriting=self.prompt.rewriting,
             replayed=self.prompt.replayed,
         )
-        log.debug("%s", report.log_line())
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("%s", report.log_line())
         return report
 
     @property

@@ -15,7 +15,7 @@ and sizes, times and counts, but no token.
 
 from __future__ import annotations
 
-import os
+import secrets
 import threading
 from collections.abc import Callable
 from hmac import compare_digest
@@ -64,7 +64,7 @@ class SealedRecords:
 
     @classmethod
     def new(cls, secret: bytes) -> SealedRecords:
-        return cls(secret, os.urandom(SALT_BYTES))
+        return cls(secret, secrets.token_bytes(SALT_BYTES))
 
     @classmethod
     def open(cls, secret: bytes, remembered: bytes) -> SealedRecords | None:

@@ -10,7 +10,7 @@ twice from one snapshot needs a kernel that draws new random numbers then (Linux
 
 from __future__ import annotations
 
-import os
+import secrets
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -66,7 +66,7 @@ class ValueSealer:
     def __call__(self, associated: bytes, value: bytes | bytearray) -> bytearray:
         """Returns the sealed value: random bytes, number, what is encrypted, tag."""
         if self._count >= MOST_VALUES:
-            self._salt, self._count = os.urandom(SALT_BYTES), 0
+            self._salt, self._count = secrets.token_bytes(SALT_BYTES), 0
             self._key = self._key_of(self._salt)
         count = SEAL_COUNT.pack(self._count)
         self._count += 1

@@ -259,10 +259,10 @@ class Store(StoreFile):
     def written(self) -> WrittenBytes:
         """Returns what was written to the file, by all processes as far as they have recorded it. If the store cannot
         be read, only what this process has not recorded yet."""
-        written = WrittenBytes()
+        written, recorded_bytes = WrittenBytes(), self.meter.recorded_bytes
         with suppress(CacheError), self.snapshot() as snapshot:
             written = read_written(snapshot)
-        return self.meter.added_to(written, self.clock())
+        return self.meter.added_to(written, self.clock(), recorded_bytes)
 
     def record_written(self) -> None:
         """Records what this process has written since its last publication. Raises `CacheError`."""
@@ -274,7 +274,8 @@ class Store(StoreFile):
     def _put_written(self, changes: Changes) -> int:
         """Adds to the record what it lacks of this process. Returns the bytes of this process that are recorded once
         the transaction is committed."""
-        written = self.meter.added_to(read_written(changes), self.clock())
+        recorded_bytes = self.meter.recorded_bytes
+        written = self.meter.added_to(read_written(changes), self.clock(), recorded_bytes)
         changes.put_meta(WRITTEN, encode_written(written))
         return written.recorded_bytes
 

@@ -99,12 +99,11 @@ class WriteMeter:
             after = _written_by_thread()
             self.count(if_unread if before is None or after is None else after - before)
 
-    def added_to(self, written: WrittenBytes, now: float) -> WrittenBytes:
-        """Adds to a store's record what it lacks of this process, and the budget. Returns the record."""
-        known = self.recorded_bytes
-        if written.recorder == self._name:
-            # It may be committed, and not known here yet.
-            known = max(known, written.recorded_bytes)
+    def added_to(self, written: WrittenBytes, now: float, recorded_bytes: int) -> WrittenBytes:
+        """Adds to a store's record what it lacks of this process, and the budget. Returns the record. `recorded_bytes`
+        is that of this meter from before the record was read: what was recorded since is not in it."""
+        # The record may be committed, and not known here yet.
+        known = written.recorded_bytes if written.recorder == self._name else recorded_bytes
         in_all = max(known, self.total_bytes)
         written.add(in_all - known, now)
         written.recorder, written.recorded_bytes = self._name, in_all

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -14,8 +16,8 @@ import pytest
 from diskprefix.engine.inbox import Inbox
 from diskprefix.store.savings import SavingsLog
 from tests.faults.interleavings import threads
-from tests.faults.interleavings.baton import Baton, Stuck
-from tests.faults.interleavings.removals import REMOVALS, Removal
+from tests.faults.interleavings.mutants import MUTANTS, Mutant
+from tests.faults.interleavings.task_scheduler import Stuck, TaskScheduler
 from tools.programs.interleavings import run_histories
 
 ROOT = Path(__file__).parents[2]
@@ -29,16 +31,16 @@ def test_in_no_history_is_a_reply_wrong_or_lost(tmp_path: Path) -> None:
     assert all(events[kind] > 10 for kind in ("purge", "kill", "stop", "from disk", "from memory"))
 
 
-@pytest.mark.parametrize("removal", ["the tenant of memory", "the wake behind a fetch", "the end of a pin"])
-def test_without_a_protection_a_history_is_wrong(removal: str, tmp_path: Path) -> None:
-    assert run_histories(range(40), tmp_path, without=removal, until=REMOVALS[removal].shows).failures
+@pytest.mark.parametrize("mutant", ["the tenant of memory", "the wake behind a fetch", "the end of a pin"])
+def test_without_a_protection_a_history_is_wrong(mutant: str, tmp_path: Path) -> None:
+    assert run_histories(range(40), tmp_path, without=mutant, until=MUTANTS[mutant].shows).failures
 
 
-def test_a_history_that_fails_in_another_way_does_not_find_a_removal(
+def test_a_history_that_fails_in_another_way_does_not_find_a_mutant(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = Removal("left behind: ", ((Inbox, "submit", None),))
-    monkeypatch.setitem(REMOVALS, "all that answers", broken)
+    broken = Mutant("left behind: ", ((Inbox, "submit", None),))
+    monkeypatch.setitem(MUTANTS, "all that answers", broken)
     failed, found = (
         run_histories(range(3), tmp_path, without="all that answers", until=until) for until in (None, broken.shows)
     )
@@ -46,24 +48,35 @@ def test_a_history_that_fails_in_another_way_does_not_find_a_removal(
     assert (found.histories, found.failures) == (3, [])
 
 
-def test_ten_protections_can_be_removed() -> None:
-    assert len(REMOVALS) >= 10
+def test_a_seed_is_one_history_in_every_process() -> None:
+    """The one of this seed has a purge, a kill, faults of the disk, an encrypted store and bucket, and a budget."""
+    command = [sys.executable, "-m", "tools", "interleavings", "--seed", "341"]
+
+    def trace(hash_seed: str) -> str:
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return re.sub(r"diskprefix-sim-\w+", "folder", done.stdout)
+
+    first = trace("1")
+    assert first.count(" --- ") > 10
+    assert trace("2") == first
 
 
 def trace_of(seed: int) -> list[str]:
     lines: list[str] = []
-    baton = Baton(seed, 0.5, lines.append)
+    scheduler = TaskScheduler(seed, 0.5, lines.append)
 
     def work() -> None:
         with ThreadPoolExecutor(3, thread_name_prefix="pool") as pool:
-            list(pool.map(lambda number: baton.say(str(number)), range(20)))
+            list(pool.map(lambda number: scheduler.say(str(number)), range(20)))
 
     # A pool of before that is collected in a history wakes its threads in it.
     gc.collect()
     gc.disable()
     try:
-        with threads.patched(), threads.running(baton):
-            baton.run(work)
+        with threads.patched(), threads.running(scheduler):
+            scheduler.run(work)
     finally:
         gc.enable()
     return lines
@@ -82,16 +95,16 @@ def test_threads_that_wait_for_each_other_are_stuck() -> None:
             with locks[first], locks[1 - first]:
                 pass
 
-        tasks = [baton.spawn(str(number), None, lambda number=number: take(number)) for number in (0, 1)]  # type: ignore[misc]
+        tasks = [scheduler.spawn(str(number), None, lambda number=number: take(number)) for number in (0, 1)]  # type: ignore[misc]
         for task in tasks:
-            baton.join(task)
+            scheduler.join(task)
 
     stuck = 0
     for seed in range(20):
-        baton = Baton(seed, 0.5)
-        with threads.patched(), threads.running(baton):
+        scheduler = TaskScheduler(seed, 0.5)
+        with threads.patched(), threads.running(scheduler):
             try:
-                baton.run(work)
+                scheduler.run(work)
             except Stuck:
                 stuck += 1
     assert 0 < stuck < 20

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from diskprefix.store import store as store_module
 from diskprefix.store import written as written_module
+from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from diskprefix.store.written import WriteMeter, WrittenBytes, read_written
@@ -143,3 +145,16 @@ def test_bytes_count_as_they_are_handed_to_the_kernel(tmp_path: Path) -> None:
     with meter.measured():
         (tmp_path / "file").write_bytes(bytes(100))
     assert meter.total_bytes == size
+
+
+def test_what_is_recorded_while_the_record_is_read_counts_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.meter.count(1 << 20)
+
+    def read(snapshot: Snapshot) -> WrittenBytes:
+        monkeypatch.undo()
+        found = read_written(snapshot)
+        store.record_written()
+        return found
+
+    monkeypatch.setattr(store_module, "read_written", read)
+    assert store.written().total == store.meter.total_bytes == store.written().total

@@ -35,8 +35,9 @@ from diskprefix.model.load.imports import import_transformers
 # Before anything else imports transformers.
 import_transformers()
 
-from tests.faults.interleavings import removals, world  # noqa: E402
+from tests.faults.interleavings import world  # noqa: E402
 from tests.faults.interleavings.history import History, Wrong  # noqa: E402
+from tests.faults.interleavings.mutants import MUTANTS, without_protection  # noqa: E402
 from tools.measuring.options import FOLDER, JSON  # noqa: E402
 from tools.measuring.report import new_table  # noqa: E402
 
@@ -93,8 +94,8 @@ def run_histories(seeds: Iterable[int], folder: Path, *, without: str = "", unti
     """Runs one history after the other. `without` names a protection that is taken away. With `until`, only a failure
     that says this counts, and is the last one."""
     result, began_s = Result(), time.process_time()
-    removal = removals.without(without) if without else nullcontext()
-    with _quiet(), world.patched(), removal:
+    mutant = without_protection(without) if without else nullcontext()
+    with _quiet(), world.patched(), mutant:
         for seed in seeds:
             failure = run_history(seed, folder, result)
             if failure and (until or "") in failure:
@@ -122,7 +123,7 @@ def run_history(seed: int, folder: Path, result: Result, trace: Callable[[str], 
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
         result.histories += 1
-        result.switches += history.baton.num_switches
+        result.switches += history.scheduler.num_switches
         result.events.update(history.counts)
     return ""
 
@@ -146,10 +147,13 @@ def simulate(
     until: str | None = None,
     on_progress: Callable[[Result], None] = lambda _: None,
 ) -> Result:
-    """Runs `count` histories from seed `first` on in so many processes. Ctrl-C ends it with what is known then."""
+    """Runs `count` histories from seed `first` on in so many processes. SIGINT and SIGTERM end it, with what is known
+    then."""
     whole = Result()
     work = partial(_share, first=first, count=count, folder=folder, without=without, until=until)
     gc.freeze()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with (
         ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool,
         suppress(KeyboardInterrupt),
@@ -172,9 +176,9 @@ def _show_trace(seed: int, folder: Path, without: str) -> str:
     log = logging.getLogger("diskprefix")
     log.addHandler(handler)
     log.setLevel(logging.DEBUG)
-    removal = removals.without(without) if without else nullcontext()
+    mutant = without_protection(without) if without else nullcontext()
     gc.disable()
-    with world.patched(), removal:
+    with world.patched(), mutant:
         return run_history(seed, folder, Result(), click.echo)
 
 
@@ -228,8 +232,8 @@ def main(
             sys.exit(1 if failure else 0)
         if mutants:
             found = {
-                name: simulate(first, histories, Path(work), processes, without=name, until=removal.shows)
-                for name, removal in removals.REMOVALS.items()
+                name: simulate(first, histories, Path(work), processes, without=name, until=mutant.shows)
+                for name, mutant in MUTANTS.items()
             }
             for name, result in found.items():
                 where = (

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from types import SimpleNamespace
 from typing import Any
 
-from tests.faults.interleavings.threads import baton
+from tests.faults.interleavings.threads import scheduler
 
 
 class GenericError(Exception):
@@ -54,9 +54,10 @@ class SimulatedBucket:
 
     def get(self, _store: object, path: str, options: dict[str, Any] | None = None) -> Got:
         data, _ = self._found(path)
-        if self.damaging and baton().random.random() < self.damaging:
-            at = baton().random.randrange(len(data))
-            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if baton().random.random() < 0.7 else data[:at]
+        chance = scheduler().random
+        if self.damaging and chance.random() < self.damaging:
+            at = chance.randrange(len(data))
+            data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :] if chance.random() < 0.7 else data[:at]
         start, end = (options or {}).get("range", (0, len(data)))
         if start >= len(data):
             raise GenericError("InvalidRange")
@@ -71,7 +72,7 @@ class SimulatedBucket:
         self._answer()
         if mode == "create" and path in self.objects:
             raise AlreadyExistsError
-        self.objects[path] = bytes(data), baton().now
+        self.objects[path] = bytes(data), scheduler().now
         return {}
 
     def delete(self, _store: object, paths: Sequence[str]) -> object:
@@ -100,7 +101,7 @@ class SimulatedBucket:
 
     def _answer(self) -> None:
         """Waits for the network, which may fail."""
-        one = baton()
+        one = scheduler()
         one.block(one.random.random() * self.slow_s)
         if self.failing and one.random.random() < self.failing:
             raise GenericError("the network fails, as it was asked to")

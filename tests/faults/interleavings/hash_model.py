@@ -23,7 +23,7 @@ from diskprefix.engine.scheduler import Chunk
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Group, LayerSpec, Layout, TensorSpec
 from diskprefix.model.exact.runner import Rows
-from tests.faults.interleavings.threads import baton
+from tests.faults.interleavings.threads import scheduler
 from tests.model import tiny
 
 VOCAB, FIRST = 256, 3
@@ -66,6 +66,14 @@ class _States:
 
     def next_token(self) -> int:
         return FIRST + self._before.intdigest() % (VOCAB - FIRST)
+
+
+def first_keys(tenant: object, token_ids: Sequence[int]) -> bytes:
+    """Returns the keys of the first two tokens, as they lie in memory."""
+    states = _States(salt_of(tenant), b"", b"")
+    for token in token_ids[:2]:
+        states.add(token)
+    return bytes(states.keys)
 
 
 def salt_of(tenant: object) -> int:
@@ -128,7 +136,7 @@ def reset() -> ModelFaults:
 
 def run(_model: Any, step: Sequence[SaltedRows]) -> list[torch.Tensor]:
     """In the place of `model.exact.runner.run`. Takes time in which other threads run."""
-    results, one = [], baton()
+    results, one = [], scheduler()
     if _faults[-1].failing and one.random.random() < _faults[-1].failing:
         raise RuntimeError("the model fails, as it was asked to")
     for rows in step:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -21,9 +22,9 @@ from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
 from diskprefix.settings import Settings
 from diskprefix.store.maintenance.purge import PurgeFilter
 from tests.faults.interleavings import hash_model, threads, world
-from tests.faults.interleavings.baton import Baton, Stuck
 from tests.faults.interleavings.bucket import SimulatedBucket
 from tests.faults.interleavings.hash_model import Replies, salt_of
+from tests.faults.interleavings.task_scheduler import Stuck, TaskScheduler
 from tests.faults.interleavings.world import BLOCK, LONGEST, Daemon, Disk
 
 PATIENCE_S = 300.0
@@ -49,6 +50,8 @@ class Asked:
     submitted_at: float
     gone: frozenset[Asked]
     """The requests that were purged or had expired when it was submitted: it may find nothing of them."""
+    is_unaffordable: bool = False
+    """All of the write budget was used before it was submitted."""
     tokens: list[int] = field(default_factory=list)
     last: Event | None = None
     has_left: bool = False
@@ -70,10 +73,10 @@ class History:
     """Runs one history. `run` raises `Wrong`."""
 
     def __init__(self, seed: int, folder: Path, trace: Callable[[str], None] | None = None) -> None:
-        self.baton = Baton(seed, 0.0, trace)
-        self.random = self.baton.random
-        self.baton.set_switches(self.random.choice((0.01, 0.05, 0.2, 0.5)))
-        self.baton.at_points = self._watch_bounds
+        self.scheduler = TaskScheduler(seed, 0.0, trace)
+        self.random = self.scheduler.random
+        self.scheduler.set_switches(self.random.choice((0.01, 0.05, 0.2, 0.5)))
+        self.scheduler.at_points = self._watch_bounds
         self.folder = folder
         self.counts: Counter[str] = Counter()
         self.asked: list[Asked] = []
@@ -81,6 +84,7 @@ class History:
         self.daemon: Daemon | None = None
         self.model = hash_model.reset()
         self.disk, self.bucket = Disk(), SimulatedBucket()
+        self._has_restarted = False
         self._memory = (0, 0, 0)
         self._numbers = count()
         choose = self.random.choice
@@ -106,6 +110,8 @@ class History:
             kv_cache_gate="off",
             kv_cache_codec=choose(("raw", "planes")),
             kv_cache_ttl=self.ttl_s,
+            kv_cache_write_budget=choose(("off", "off", "300kB/day", "1MB/day")),
+            kv_cache_encryption_key_file=folder / "encryption" if choose((False, False, True)) else None,
             kv_memory_entries=choose((0, 1, 3, 8)),
             max_sequences=choose((1, 2, 4)),
             max_queue=choose((2, 8, 64)),
@@ -122,10 +128,10 @@ class History:
         """Raises `Wrong` with what does not hold."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        key = self.settings.namespace_key_file
-        if key is not None:
-            key.touch(0o600)
-            key.write_text("a key that machines share")
+        for key in (self.settings.namespace_key_file, self.settings.kv_cache_encryption_key_file):
+            if key is not None:
+                key.touch(0o600)
+                key.write_text("the key that all machines share\n")
         world.use(self.disk, self.bucket)
         failure: list[BaseException] = []
 
@@ -135,9 +141,9 @@ class History:
             except BaseException as error:  # noqa: BLE001 (raised below)
                 failure.append(error)
 
-        with threads.running(self.baton):
+        with threads.running(self.scheduler):
             try:
-                self.baton.run(drive)
+                self.scheduler.run(drive)
             except Stuck as error:
                 failure.append(Wrong(str(error)))
             finally:
@@ -147,9 +153,9 @@ class History:
 
     def _end(self) -> None:
         """Frees what is left, in whatever state it is."""
-        for process in {task.process for task in self.baton.tasks}:
+        for process in {task.process for task in self.scheduler.tasks}:
             with suppress(Exception):
-                self.baton.kill(process)
+                self.scheduler.kill(process)
         if self.daemon is not None:
             self.daemon.release()
 
@@ -175,9 +181,9 @@ class History:
         for _ in range(self.random.randint(5, 24)):
             event = self.random.choices(choices, weights)[0]
             self.counts[event.__name__.strip("_")] += 1
-            self.baton.say(f"--- {event.__name__.strip('_')}")
+            self.scheduler.say(f"--- {event.__name__.strip('_')}")
             event()
-            self.baton.point()
+            self.scheduler.point()
             self._check_errors()
             self._check_queue()
         self._finish()
@@ -186,21 +192,21 @@ class History:
         """Starts a daemon. If the disk does not let it, the disk recovers."""
         self.daemon = self._started()
         if self.daemon is None and self.disk.failing:
-            self.baton.errors.clear()
+            self.scheduler.errors.clear()
             self.disk.failing = 0.0
             self.daemon = self._started()
         if self.daemon is None:
-            raise Wrong(f"the daemon does not start: {self.baton.errors}")
+            raise Wrong(f"the daemon does not start: {self.scheduler.errors}")
 
     def _started(self) -> Daemon | None:
         process, made = object(), list[Daemon]()
-        task = self.baton.spawn(
+        task = self.scheduler.spawn(
             "start", process, lambda: made.append(Daemon(self.settings, self._exact_at, self._num_sequences, process))
         )
-        if not self.baton.join(task, PATIENCE_S):
-            raise Wrong(f"the daemon does not start\n{self.baton.standing()}")
+        if not self.scheduler.join(task, PATIENCE_S):
+            raise Wrong(f"the daemon does not start\n{self.scheduler.standing()}")
         if not made:
-            self.baton.kill(process)
+            self.scheduler.kill(process)
         return made[0] if made else None
 
     def _token(self) -> int:
@@ -229,23 +235,23 @@ class History:
             most=self.random.choice((1, 1, 2, 4, 9)),
             saves=self.random.random() < 0.9,
             ttl_s=self.random.choice((5.0, 60.0)) if self._own_ttls and self.random.random() < 0.5 else None,
-            submitted_at=self.baton.now,
+            submitted_at=self.scheduler.now,
             gone=frozenset(self.gone),
         )
         self.asked.append(one)
-        self.baton.spawn(one.id, "clients", lambda: self._ask(one, daemon))
+        self.scheduler.spawn(one.id, "clients", lambda: self._ask(one, daemon))
 
     def _ask(self, one: Asked, daemon: Daemon) -> None:
         """What `server.answer` does: has the tenant loaded, and submits."""
         # The task belongs to the clients, and what it calls to the daemon.
-        assert self.baton.current is not None
-        self.baton.current.process = daemon.process
+        assert self.scheduler.current is not None
+        self.scheduler.current.process = daemon.process
         one.daemon = daemon
         try:
             daemon.cache.load(one.tenant).result()
         except RuntimeError:
             # The server lets nobody come as late as this: it closes the engine when its connections have ended.
-            one.last, one.ended_at = ErrorEvent(NotReady("closed")), self.baton.now
+            one.last, one.ended_at = ErrorEvent(NotReady("closed")), self.scheduler.now
             return
         request = GenerateRequest(
             id=one.id,
@@ -265,28 +271,43 @@ class History:
             if isinstance(event, TextEvent):
                 one.tokens += event.token_ids
             if isinstance(event, DoneEvent | ErrorEvent):
-                one.last, one.ended_at = event, self.baton.now
+                one.last, one.ended_at = event, self.scheduler.now
 
-        one.submitted_at, one.gone = self.baton.now, frozenset(self.gone | self._expired(daemon))
+        one.is_unaffordable = self._written(daemon) >= (self.settings.write_budget_bytes or math.inf)
+        one.submitted_at, one.gone = self.scheduler.now, frozenset(self.gone | self._expired(daemon))
         try:
             one.ticket = daemon.inbox.submit(request, emit)
         except (QueueFull, NotReady) as error:
-            one.last, one.ended_at = ErrorEvent(error), self.baton.now
+            one.last, one.ended_at = ErrorEvent(error), self.scheduler.now
 
     def _expired(self, daemon: Daemon) -> set[Asked]:
         """Returns the requests that nothing may be found of, because their time to live is over."""
         searches_s = 34.0 if self._own_ttls or not self.ttl_s else self.ttl_s / 10 + 4.0
-        has_searched = self.baton.now > daemon.started_at + searches_s
+        has_searched = self.scheduler.now > daemon.started_at + searches_s
         if not has_searched or self.disk.num_failed or self.disk.slow_s or self._has_bucket:
             return set()
         return {
             one
             for one in self.asked
-            if one.ended_at is not None
-            and not one.has_left
+            # What was cut short is kept for longer.
+            if isinstance(one.last, DoneEvent)
+            and one.ended_at is not None
             and (ttl_s := one.ttl_s or self.ttl_s)
-            and one.ended_at + ttl_s + searches_s < self.baton.now
+            and one.ended_at + ttl_s + searches_s < self.scheduler.now
         }
+
+    def _written(self, daemon: Daemon) -> int:
+        """Returns the bytes written, which must be those that were counted."""
+
+        def counted() -> int:
+            return sum(meter.total_bytes for meter in world.meters)
+
+        least, found, most = counted(), daemon.store.written().total, counted()
+        # A kill loses what is not recorded yet, and what is recorded cannot be read from a store that is closed.
+        is_complete = not self._has_restarted and daemon.store._env is not None
+        if found > most or (found < least and is_complete):
+            raise Wrong(f"{found} bytes are recorded as written, of {least} to {most}")
+        return found
 
     def _hang_up(self) -> None:
         running = [one for one in self.asked if one.ticket is not None and one.last is None]
@@ -297,15 +318,16 @@ class History:
             one.ticket.cancel()
 
     def _pass_time(self) -> None:
-        self.baton.sleep(self.random.choice((0.01, 0.01, 0.05, 0.05, 0.2, 0.2, 1.0, 3.0, 12.0, self._longest_s)))
+        self.scheduler.sleep(self.random.choice((0.01, 0.01, 0.05, 0.05, 0.2, 0.2, 1.0, 3.0, 12.0, self._longest_s)))
 
     def _look(self) -> None:
         assert self.daemon is not None
         self.daemon.cache.stats()
         self.daemon.inbox.activities()
+        self._written(self.daemon)
 
     def _purge(self) -> None:
-        daemon, began_at = self.daemon, self.baton.now
+        daemon, began_at = self.daemon, self.scheduler.now
         assert daemon is not None
         over = [one for one in self.asked if one.ended_at is not None and one.ended_at < began_at]
         tenant = self.random.choice((None, *(tenant for tenant in self._tenants if tenant.ids)))
@@ -316,9 +338,9 @@ class History:
             with suppress(CacheError):
                 done.append(daemon.cache.purge(chosen))
 
-        task = self.baton.spawn("purge", daemon.process, purge)
-        if not self.baton.join(task, PATIENCE_S):
-            raise Wrong(f"a purge does not end\n{self.baton.standing()}")
+        task = self.scheduler.spawn("purge", daemon.process, purge)
+        if not self.scheduler.join(task, PATIENCE_S):
+            raise Wrong(f"a purge does not end\n{self.scheduler.standing()}")
         if done:
 
             def is_of(one: Asked) -> bool:
@@ -346,7 +368,7 @@ class History:
 
     def _kill(self) -> None:
         assert self.daemon is not None
-        self.baton.kill(self.daemon.process)
+        self.scheduler.kill(self.daemon.process)
         self.daemon.release()
         self.disk.lock = threads.SimulatedLock()
         self._lose()
@@ -358,29 +380,29 @@ class History:
         self._kill()
 
     def _lose(self) -> None:
+        self._has_restarted = True
         for one in self.asked:
             if one.ended_at is None:
-                one.has_left, one.ended_at = True, self.baton.now
+                one.has_left, one.ended_at = True, self.scheduler.now
 
     def _stop(self) -> None:
         daemon = self.daemon
         assert daemon is not None
         grace_s, hibernates = self.random.choice((0.0, 0.05, 5.0)), self.random.random() < 0.5
-        task = self.baton.spawn("stopping", daemon.process, lambda: daemon.stop(grace_s, hibernates=hibernates))
-        if not self.baton.join(task, PATIENCE_S):
-            raise Wrong(f"the daemon does not stop\n{self.baton.standing()}")
+        task = self.scheduler.spawn("stopping", daemon.process, lambda: daemon.stop(grace_s, hibernates=hibernates))
+        if not self.scheduler.join(task, PATIENCE_S):
+            raise Wrong(f"the daemon does not stop\n{self.scheduler.standing()}")
         self._check_errors()
         # A write to the bucket may take a minute, which nobody waits for.
-        left = [
-            task for task in self.baton.tasks if task.process is daemon.process and not task.name.startswith("remote-")
-        ]
+        tasks = (task for task in self.scheduler.tasks if task.process is daemon.process)
+        left = [task for task in tasks if not task.name.startswith("remote-")]
         if left and not self.disk.failing:
-            deadline = self.baton.now + 30
-            while self.baton.now < deadline and any(task in self.baton.tasks for task in left):
-                self.baton.sleep(0.5)
-            if any(task in self.baton.tasks for task in left):
-                raise Wrong(f"threads are left after the daemon stopped\n{self.baton.standing()}")
-        self.baton.kill(daemon.process)
+            deadline = self.scheduler.now + 30
+            while self.scheduler.now < deadline and any(task in self.scheduler.tasks for task in left):
+                self.scheduler.sleep(0.5)
+            if any(task in self.scheduler.tasks for task in left):
+                raise Wrong(f"threads are left after the daemon stopped\n{self.scheduler.standing()}")
+        self.scheduler.kill(daemon.process)
         daemon.release()
         self._lose()
         self._start()
@@ -393,22 +415,24 @@ class History:
         self.disk.slow_s = 0.0
         daemon = self.daemon
         assert daemon is not None
-        deadline = self.baton.now + PATIENCE_S
-        while self._waiting() and self.baton.now < deadline:
-            self.baton.sleep(0.2)
+        deadline = self.scheduler.now + PATIENCE_S
+        while self._waiting() and self.scheduler.now < deadline:
+            self.scheduler.sleep(0.2)
         if waiting := self._waiting():
-            raise Wrong(f"{waiting[0].id} never ends\n{self.baton.standing()}")
+            raise Wrong(f"{waiting[0].id} never ends\n{self.scheduler.standing()}")
         self._check_errors()
         for one in self.asked:
             self._check_reply(one)
         self._check_idle(daemon)
+        if self.settings.kv_cache_encryption_key_file is not None:
+            self._check_encrypted()
 
     def _waiting(self) -> list[Asked]:
         return [one for one in self.asked if one.last is None and not one.has_left]
 
     def _check_errors(self) -> None:
-        if self.baton.errors:
-            raise Wrong(self.baton.errors[0])
+        if self.scheduler.errors:
+            raise Wrong(self.scheduler.errors[0])
         if self.daemon is not None and self.daemon.fatal:
             raise Wrong(f"the engine ended: {self.daemon.fatal[0]!r}")
 
@@ -427,6 +451,10 @@ class History:
         if one.tokens != expected:
             raise Wrong(f"{one.id} got {one.tokens}, not {expected}")
         self.counts["done"] += 1
+        if one.is_unaffordable:
+            self.counts["unaffordable"] += 1
+            if one.last.cache.saved == "queued":
+                raise Wrong(f"{one.id} is saved with no budget for writes")
         cached = one.last.usage.cached_tokens
         self.counts[f"from {one.last.cache.source}"] += bool(cached)
         self.counts["tokens restored"] += cached
@@ -446,19 +474,30 @@ class History:
             and other.submitted_at <= one.ended_at
         )
 
+    def _check_encrypted(self) -> None:
+        """No token ids of a prompt and none of their states are legible on the disk or in the bucket."""
+        self.counts["encrypted"] += 1
+        contents = [file.read_bytes() for file in self.folder.glob("*/data.mdb")]
+        contents += [data for data, _ in self.bucket.objects.values()]
+        for one in self.asked[:3]:
+            keys = hash_model.first_keys(one.tenant, one.token_ids)
+            token_ids = np.array(one.token_ids[:4], "<i4").tobytes()
+            if any(keys in content or token_ids in content for content in contents):
+                raise Wrong(f"{one.id} is legible on the disk or in the bucket")
+
     def _watch_bounds(self) -> None:
         """Notes a bound of memory that does not hold now."""
         daemon = self.daemon
         if daemon is None:
             return
-        pool, pending = daemon.engine.pool, daemon.cache.writer.pending_bytes
+        pool, pending, room = daemon.engine.pool, daemon.cache.writer.pending_bytes, self.settings.kv_cache_write_buffer
         memory = world.num_tensors[0], len(pool.allocations), len(pool._spare)
         if memory != self._memory:
             self._memory = memory
             if pool.used_bytes > pool.limit_bytes:
-                self.baton.errors.append(f"{pool.used_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
-        if not 0 <= pending <= self.settings.kv_cache_write_buffer:
-            self.baton.errors.append(f"{pending} bytes wait to be written, of {self.settings.kv_cache_write_buffer}")
+                self.scheduler.errors.append(f"{pool.used_bytes} bytes of KV memory are used, of {pool.limit_bytes}")
+        if not 0 <= pending <= room:
+            self.scheduler.errors.append(f"{pending} bytes wait to be written, of {room}")
 
     def _check_queue(self) -> None:
         daemon = self.daemon
@@ -469,8 +508,8 @@ class History:
 
     def _check_idle(self, daemon: Daemon) -> None:
         """Nothing is left of requests that are over."""
-        self.baton.sleep(0.1)
-        deadline = self.baton.now + PATIENCE_S
+        self.scheduler.sleep(0.1)
+        deadline = self.scheduler.now + PATIENCE_S
 
         def left() -> dict[str, object]:
             return {
@@ -483,8 +522,8 @@ class History:
                 "busy memory": [one for one in daemon.engine.pool.allocations if one.is_busy],
             }
 
-        while any(left().values()) and self.baton.now < deadline:
-            self.baton.sleep(1.0)
+        while any(left().values()) and self.scheduler.now < deadline:
+            self.scheduler.sleep(1.0)
         if any(left().values()):
             raise Wrong(f"left behind: { {name: value for name, value in left().items() if value} }")
 

@@ -23,15 +23,15 @@ from types import FunctionType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from tests.faults.interleavings.baton import Baton, Task
+from tests.faults.interleavings.task_scheduler import Task, TaskScheduler
 
 _REAL = threading.get_ident
-_here: list[Baton] = []
-"""The baton of the history that is running."""
+_here: list[TaskScheduler] = []
+"""The scheduler of the history that is running."""
 _thread: list[int] = []
 
 
-def baton() -> Baton:
+def scheduler() -> TaskScheduler:
     return _here[0]
 
 
@@ -42,11 +42,11 @@ def is_simulated() -> bool:
 
 def wait_in(waiting: list[Task], timeout_s: float | None) -> bool:
     """Waits among others until `wake_one`. Returns False if the time runs out first."""
-    me = baton().current
+    me = scheduler().current
     assert me is not None
     waiting.append(me)
     try:
-        return baton().block(timeout_s)
+        return scheduler().block(timeout_s)
     finally:
         if me in waiting:
             waiting.remove(me)
@@ -55,7 +55,7 @@ def wait_in(waiting: list[Task], timeout_s: float | None) -> bool:
 def wake_one(waiting: list[Task]) -> None:
     """Wakes one of those that wait, whichever it is."""
     if waiting:
-        one = baton()
+        one = scheduler()
         one.wake(waiting.pop(int(one.random.random() * len(waiting))))
 
 
@@ -108,7 +108,7 @@ class SimulatedLock:
         return self._owner is not None
 
     def is_mine(self) -> bool:
-        return self._owner is not None and self._owner is baton().current
+        return self._owner is not None and self._owner is scheduler().current
 
     def give_up(self) -> int:
         """Releases it wholly. Returns what `take_back` takes."""
@@ -138,7 +138,7 @@ class SimulatedCondition:
         self._lock.release()
 
     def wait(self, timeout: float | None = None) -> bool:
-        one = baton()
+        one = scheduler()
         me = one.current
         assert me is not None
         assert me.is_killed or self._lock.is_mine(), "a condition is waited for with its lock"
@@ -148,7 +148,7 @@ class SimulatedCondition:
         return is_woken
 
     def wait_for(self, predicate: Callable[[], Any], timeout: float | None = None) -> Any:
-        one = baton()
+        one = scheduler()
         end = None if timeout is None else one.now + timeout
         while not (result := predicate()):
             if end is not None and one.now >= end:
@@ -235,7 +235,7 @@ class SimulatedThread:
         self._work = lambda: target(*args, **(kwargs or {}))
         self._task: Task | None = None
         # A pool has its threads in a set, whose order must be that of the seed.
-        self._number = baton().number()
+        self._number = scheduler().number()
 
     def __hash__(self) -> int:
         return self._number
@@ -244,17 +244,17 @@ class SimulatedThread:
         return self is other
 
     def start(self) -> None:
-        one = baton()
+        one = scheduler()
         assert one.current is not None
         self._task = one.spawn(self.name, one.current.process, self._work)
         one.point()
 
     def join(self, timeout: float | None = None) -> None:
         assert self._task is not None
-        baton().join(self._task, timeout)
+        scheduler().join(self._task, timeout)
 
     def is_alive(self) -> bool:
-        return self._task is not None and self._task in baton().tasks
+        return self._task is not None and self._task in scheduler().tasks
 
 
 class SimulatedQueue:
@@ -271,7 +271,7 @@ class SimulatedQueue:
             _here[0].point()
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        one = baton()
+        one = scheduler()
         one.point()
         while not self._items:
             if not block:
@@ -369,8 +369,8 @@ def patched() -> Iterator[None]:
 
 
 @contextmanager
-def running(one: Baton) -> Iterator[None]:
-    """Makes `one` the baton of this thread."""
+def running(one: TaskScheduler) -> Iterator[None]:
+    """Makes `one` the scheduler of this thread's tasks."""
     _here.append(one)
     _thread.append(_REAL())
     try:
@@ -378,7 +378,7 @@ def running(one: Baton) -> Iterator[None]:
     finally:
         _here.clear()
         _thread.clear()
-        concurrent.futures.thread._threads_queues.clear()
+        vars(concurrent.futures.thread)["_threads_queues"].clear()
 
 
 def _is_replaced(value: object) -> bool:

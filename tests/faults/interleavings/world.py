@@ -11,6 +11,7 @@ from typing import Any
 import lmdb
 import torch
 
+from diskprefix import settings as settings_module
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.resources import open_store
 from diskprefix.engine import forward, served_model
@@ -23,11 +24,12 @@ from diskprefix.kv.group import GroupMemory
 from diskprefix.memo import Memo
 from diskprefix.model.exact import runner
 from diskprefix.settings import Settings
-from diskprefix.store import written
+from diskprefix.store import sealed_records, written  # noqa: F401 (as above)
 from diskprefix.store.environment import Environment
+from diskprefix.store.written import WriteMeter
 from tests.faults.interleavings import hash_model, threads
 from tests.faults.interleavings.bucket import SimulatedBucket
-from tests.faults.interleavings.threads import SimulatedLock, baton
+from tests.faults.interleavings.threads import SimulatedLock, scheduler
 
 BLOCK = 8
 LONGEST = 96
@@ -49,7 +51,10 @@ class Disk:
 _disks: list[Disk] = []
 _buckets: list[SimulatedBucket] = []
 _transaction = Environment.transaction
+_init_meter = WriteMeter.__init__
 _replace = GroupMemory.replace
+meters: list[WriteMeter] = []
+"""The counts of written bytes of all processes of a history."""
 num_tensors = [0]
 """How many tensors KV memory has got: without a new one, it does not grow."""
 
@@ -62,7 +67,7 @@ def _simulated_transaction(self: Environment, *, write: bool = False) -> Iterato
         with _transaction(self, write=write) as txn:
             yield txn
         return
-    disk, one = _disks[-1], baton()
+    disk, one = _disks[-1], scheduler()
     one.point()
     if not write:
         with _transaction(self) as txn:
@@ -78,6 +83,12 @@ def _simulated_transaction(self: Environment, *, write: bool = False) -> Iterato
             raise lmdb.DiskError("mdb_txn_commit: Input/output error")
 
 
+def _listed_meter(self: WriteMeter) -> None:
+    """In the place of `WriteMeter.__init__`."""
+    _init_meter(self)
+    meters.append(self)
+
+
 def _counted_replace(self: GroupMemory, tensor: torch.Tensor) -> None:
     """In the place of `GroupMemory.replace`."""
     num_tensors[0] += 1
@@ -90,6 +101,7 @@ def patched() -> Iterator[None]:
     replaced: list[tuple[Any, str, Any]] = [
         (Environment, "transaction", _simulated_transaction),
         (GroupMemory, "replace", _counted_replace),
+        (WriteMeter, "__init__", _listed_meter),
         (forward, "_rows", hash_model.salted_rows),
         (runner, "run", hash_model.run),
         (objects, "_import", lambda: _buckets[-1]),
@@ -100,6 +112,7 @@ def patched() -> Iterator[None]:
         (Memo, "put", lambda _self, _key, _value: None),
         # The kernel counts for this thread, which is that of all tasks. Without it, pages of records are counted.
         (written, "_written_by_thread", lambda: None),
+        (settings_module, "_LEAST_WRITTEN", 0),
     ]
     with threads.patched():
         before = [(holder, name, getattr(holder, name)) for holder, name, _ in replaced]
@@ -116,6 +129,7 @@ def patched() -> Iterator[None]:
 def use(disk: Disk, bucket: SimulatedBucket) -> None:
     """Sets the disk and the bucket of the history that begins."""
     _disks[:], _buckets[:] = [disk], [bucket]
+    meters.clear()
 
 
 class Daemon:
@@ -140,7 +154,7 @@ class Daemon:
         self.fatal: list[DeviceLost] = []
         self.inbox = Inbox(self.engine.serve, settings.max_queue, self.fatal.append, settings.max_sequences)
         self.inbox.start()
-        self.started_at = baton().now
+        self.started_at = scheduler().now
 
     def stop(self, grace_s: float, *, hibernates: bool) -> bool:
         self.inbox.stop(grace_s)

@@ -1,6 +1,6 @@
 """The scheduler of a simulated history: one task runs at a time, and a seed decides which one runs next.
 
-A task is a greenlet in the place of a thread. It hands the baton on where a thread may lose the processor: at a lock, a
+A task is a greenlet in the place of a thread. Another one may run where a thread may lose the processor: at a lock, a
 condition, a queue, a wait. The clock is virtual. It moves a little at each of these points, and jumps to the next timer
 when all tasks wait.
 """
@@ -55,7 +55,7 @@ class Task:
         return lines_of(self.greenlet.gr_frame)
 
 
-class Baton:
+class TaskScheduler:
     """Runs the tasks of one history. `switches` is how often a point leads to another task, between 0 and 1."""
 
     def __init__(self, seed: int, switches: float, trace: Callable[[str], None] | None = None) -> None:
@@ -90,7 +90,7 @@ class Baton:
     def spawn(self, name: str, process: object, work: Callable[[], object]) -> Task:
         """Adds a task, which may run from the next point on."""
         task = Task(name, process, work)
-        # Where the baton goes when it ends.
+        # What runs when it ends.
         task.greenlet.parent = self._main
         self.tasks.append(task)
         self._ready.append(task)
@@ -177,7 +177,7 @@ class Baton:
             self.wake(task)
 
     def _leave(self, leaving: Task) -> None:
-        """Gives the baton to a task that is ready. Returns when `leaving` has it again."""
+        """Runs a task that is ready. Returns when `leaving` runs again."""
         task = self._next()
         if task is leaving:
             return

@@ -10,16 +10,22 @@ from unittest.mock import patch
 
 from diskprefix.cache import namespaces
 from diskprefix.cache.cache import Owner, PrefixCache
+from diskprefix.cache.resources import CacheResources
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.running_request import RunningRequest
+from diskprefix.extras.remote.bucket_key import BucketKey, EncryptingBucketKey
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capturer
 from diskprefix.store.evictor import Evictor
+from diskprefix.store.schema import plain_codes
+from diskprefix.store.sealed_records import SealedRecords
 from diskprefix.store.writer import Writer
+from diskprefix.store.written import WriteMeter, WrittenBytes
 from diskprefix.tokens import root_hash
 
 _owner: Any = PrefixCache.owner
+_added_to = WriteMeter.added_to
 
 
 def _ended_unheard(self: Loop, running: RunningRequest, error: Exception | None) -> None:
@@ -33,7 +39,12 @@ def _reserved(self: Writer, size: int, *, leaving: int = 0) -> bool:  # noqa: AR
     return True
 
 
-class Removal(NamedTuple):
+def _added_twice(self: WriteMeter, written: WrittenBytes, now: float, recorded_bytes: int) -> WrittenBytes:
+    written.recorder = ""
+    return _added_to(self, written, now, recorded_bytes)
+
+
+class Mutant(NamedTuple):
     """What is replaced, and what a history must say that finds it: other failures prove nothing."""
 
     shows: str
@@ -42,36 +53,45 @@ class Removal(NamedTuple):
 
 _WRONG_REPLY, _FOUND, _LEFT = " got [", "could be there for", "left behind: "
 
-REMOVALS: dict[str, Removal] = {
-    "the tenant in the names of blocks": Removal(
+MUTANTS: dict[str, Mutant] = {
+    "the tenant in the names of blocks": Mutant(
         _WRONG_REPLY, ((namespaces, "root_hash", lambda identity: root_hash(identity[:5])),)
     ),
-    "the tenant of memory": Removal(
+    "the tenant of memory": Mutant(
         _WRONG_REPLY, ((PrefixCache, "owner", lambda self, _tenant: Owner(b"", self.namespaces.purged_at)),)
     ),
-    "the purge of memory": Removal(
+    "the purge of memory": Mutant(
         _FOUND,
         (
             (PrefixCache, "owner", lambda self, tenant: _owner(self, tenant)._replace(purged_at=None)),
             (PrefixCache, "is_gone", lambda _self, _owner: False),
         ),
     ),
-    "the wait for copies before memory is overwritten": Removal(
+    "the wait for copies before memory is overwritten": Mutant(
         _WRONG_REPLY, ((KVArena, "settle", lambda _self, **_drop: None),)
     ),
-    "the time to live of memory": Removal(_FOUND, ((PrefixCache, "lasts_s", lambda _self, _ttl_s: math.inf),)),
-    "the search for what has expired": Removal(_FOUND, ((Evictor, "expire", lambda _self, _ttl_s: 0),)),
-    "the bound of the queue": Removal(
+    "the time to live of memory": Mutant(_FOUND, ((PrefixCache, "lasts_s", lambda _self, _ttl_s: math.inf),)),
+    "the search for what has expired": Mutant(_FOUND, ((Evictor, "expire", lambda _self, _ttl_s: 0),)),
+    "the bound of the queue": Mutant(
         "requests wait", ((Inbox, "_check_room", lambda _self, _num_ahead, _limit: None),)
     ),
-    "the room that is given back": Removal(
+    "the room that is given back": Mutant(
         _LEFT + "{'pending bytes'", ((Writer, "release", lambda _self, _size: None),)
     ),
-    "the wake behind a fetch": Removal("never ends", ((Loop, "_end_fetch", _ended_unheard),)),
-    "the bound of the write buffer": Removal("bytes wait to be written", ((Writer, "reserve", _reserved),)),
-    "the wake where there is room": Removal(_LEFT + "{'captures'", ((Capturer, "wake", lambda _self: None),)),
-    "the end of a pin": Removal(_LEFT + "{'pins'", ((Evictor, "unpin", lambda _self, _name: None),)),
-    "the wait for a fetch of a request that is cancelled": Removal(
+    "the wake behind a fetch": Mutant("never ends", ((Loop, "_end_fetch", _ended_unheard),)),
+    "the bound of the write buffer": Mutant("bytes wait to be written", ((Writer, "reserve", _reserved),)),
+    "the wake where there is room": Mutant(_LEFT + "{'captures'", ((Capturer, "wake", lambda _self: None),)),
+    "the end of a pin": Mutant(_LEFT + "{'pins'", ((Evictor, "unpin", lambda _self, _name: None),)),
+    "the codes in the place of token ids": Mutant("is legible", ((SealedRecords, "codes", staticmethod(plain_codes)),)),
+    "the seal of objects": Mutant(
+        "is legible",
+        ((EncryptingBucketKey, "sealer", BucketKey.sealer), (EncryptingBucketKey, "opened", BucketKey.opened)),
+    ),
+    "the write budget": Mutant("with no budget", ((CacheResources, "spending", lambda _self: None),)),
+    "the name of who recorded written bytes": Mutant(
+        "are recorded as written", ((WriteMeter, "added_to", _added_twice),)
+    ),
+    "the wait for a fetch of a request that is cancelled": Mutant(
         "the engine ended: ",
         ((RunningRequest, "is_fetching", property(lambda _self: False, lambda _self, _value: None)),),
     ),
@@ -79,9 +99,9 @@ REMOVALS: dict[str, Removal] = {
 
 
 @contextmanager
-def without(name: str) -> Iterator[None]:
+def without_protection(name: str) -> Iterator[None]:
     """Takes a protection away."""
-    patches = [patch.object(holder, attribute, value) for holder, attribute, value in REMOVALS[name].patches]
+    patches = [patch.object(holder, attribute, value) for holder, attribute, value in MUTANTS[name].patches]
     for one in patches:
         one.start()
     try:
