@@ -291,6 +291,7 @@ class History:
             for one in self.asked
             # What was cut short is kept for longer.
             if isinstance(one.last, DoneEvent)
+            and not one.has_left
             and one.ended_at is not None
             and (ttl_s := one.ttl_s or self.ttl_s)
             and one.ended_at + ttl_s + searches_s < self.scheduler.now
