@@ -128,7 +128,7 @@ EXPECTED_PAGES = {
         "diskprefix/native/README.md",
         "diskprefix/extras/vllm/README.md",
     ),
-    *("diskprefix/store/README.md", "diskprefix/cache/README.md"),
+    *("diskprefix/store/README.md", "diskprefix/store/codec/README.md", "diskprefix/cache/README.md"),
     *(
         "diskprefix/extras/clients/README.md",
         "diskprefix/extras/compression/README.md",

@@ -1,5 +1,4 @@
-"""The cut of a raw payload into pieces, computed from the layout in the root's record. See "Payloads" in
-`README.md`."""
+"""The cut of a raw payload into pieces, computed from the layout in the root's record. See `codec/README.md`."""
 
 from __future__ import annotations
 

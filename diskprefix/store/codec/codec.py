@@ -1,8 +1,7 @@
-"""Payload codecs, and the reading of payload pages. `README.md` of the store gives the format of a stored piece.
+"""Payload codecs, and the reading of payload pages. `README.md` gives the format of a stored piece.
 
 A piece is checked before it is used: its checksum, unless a cipher or a digest has verified it, then its sizes against
-what the caller expects. Sizes that come from
-disk are never used to allocate.
+what the caller expects. Sizes that come from disk are never used to allocate.
 """
 
 from __future__ import annotations

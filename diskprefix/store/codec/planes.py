@@ -1,7 +1,7 @@
 """Floating-point values as two planes: the exponents, of which there are few different ones, and the rest.
 
 What a model computes spreads over few exponents, while signs and fractions look like noise. So the exponents become
-codes of a few bits. `README.md` of the store gives the bytes. The compiled operators do this at the speed of memory;
+codes of a few bits. `README.md` gives the bytes. The compiled operators do this at the speed of memory;
 where there are none, numpy does it, with the same bytes.
 """
 
