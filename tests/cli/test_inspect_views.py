@@ -13,7 +13,7 @@ import pytest
 from diskprefix.extras.watch.browse.statistics import Victim
 from diskprefix.extras.watch.inspect.stats_view import _runs
 from tests.cli.conftest import Run, run_fresh
-from tests.extras.watch.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat
+from tests.extras.watch.browse.saved_chats import ALICE, SYSTEM, SavedChats, chat, tokenizer_in
 from tests.store.building import open_store
 
 QUESTION = "When is high tide today?"
@@ -46,7 +46,6 @@ def test_an_entry_shows_its_text_who_shares_it_and_how_it_is_stored(inspect: Any
     name = first_id(inspect, "nest")
     lines = inspect(name).stdout.splitlines()
     assert "  Which birds nest on the pier?<|im_end|>" in lines, "the text, decoded"
-    assert next(line for line in lines if line.startswith("pieces")).endswith(" raw")
     assert next(line for line in lines if line.startswith("reason")).split() == ["reason", "full"]
     at = lines.index("shared with 1")
     assert QUESTION in lines[at + 1]
@@ -124,6 +123,23 @@ def test_of_several_models_one_is_shown_and_a_request_by_an_alias_must_say_which
     folder = tmp_path / "tokenizer"
     inspect("--why", asked, "--model", folder).assert_refused(2, "nothing is saved of claude-haiku")
     assert inspect("--why", asked, "--model", "tiny", "--json").json["model"] == "tiny"
+
+
+def test_a_prompt_is_looked_up_with_the_tokenizer_of_the_model_that_was_used_last(run: Run, tmp_path: Path) -> None:
+    chats = SavedChats(tmp_path / "kv", tmp_path / "tokenizer")
+    chats.save(chat(QUESTION))
+    chats.tokenizer = tmp_path / "other"
+    tokenizer_in(chats.tokenizer)
+    template = chats.tokenizer / "chat_template.jinja"
+    template.write_text("Other words." + template.read_text())
+    chats.save(chat(QUESTION), model=OTHER)
+    chats.tokenizer = tmp_path / "tokenizer"
+    chats.save(chat(QUESTION))
+    chats.store.close()
+    found = run(
+        "inspect", "--why", _written(tmp_path, chat(QUESTION)), "--kv-cache-dir", tmp_path / "kv", "--json"
+    ).json
+    assert (found["model"], found["restored"]) == ("tiny", found["prompt_tokens"])
 
 
 def test_blocks_of_one_prompt_that_go_one_after_the_other_are_one_line() -> None:

@@ -111,7 +111,7 @@ def explain(
     Ignores `--kv-cache-gate`.
     """
     roots = dict(snapshot.roots())
-    own = _used_last(roots, tenant, model, savings)
+    own = used_last(roots, tenant, model, savings)
     looks = {root: _look_up(snapshot, secret, prompt.token_ids, root, record) for root, record in roots.items()}
     look = looks[own] if own is not None else None
     elsewhere = _elsewhere(roots, looks, own, tenant)
@@ -182,9 +182,10 @@ def _fingerprint(record: RootRecord) -> dict[str, str]:
     return {name: str(value) for name, value in fields.items()} if isinstance(fields, dict) else {}
 
 
-def _used_last(
+def used_last(
     roots: Mapping[bytes, RootRecord], tenant: str, model: str | None, savings: Mapping[bytes, Savings]
 ) -> bytes | None:
+    """Returns the root of the tenant that was used last, of the model if the tenant has one of it."""
     mine = [root for root, record in roots.items() if record.tenant == tenant]
     named = [root for root in mine if roots[root].model == model]
 

@@ -14,7 +14,7 @@ import click
 from diskprefix.cli.tooling import print_json, short_id, shortened, status, terminal_width
 from diskprefix.errors import InvalidRequest, SettingsError
 from diskprefix.extras.warm.warm_prompts import body_in
-from diskprefix.extras.watch.browse.why import Parting, Why, explain, not_asked
+from diskprefix.extras.watch.browse.why import Parting, Why, explain, not_asked, used_last
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.printable import escaped, printable_only, shown
 from diskprefix.store.notes import ReadOnlyNotes
@@ -78,16 +78,16 @@ def _explained(
         from diskprefix.extras.request_bodies import parse_body
 
         caller = Tenant.of_key(options.api_key) if options.api_key else SHARED
-        roots = dict(snapshot.roots())
+        roots, savings = dict(snapshot.roots()), read_savings(snapshot)
         model = _named(roots, body.get("model"), options)
 
         def notes_of(tenant: Tenant) -> ReadOnlyNotes | None:
-            mine = [root for root, record in roots.items() if record.tenant == str(tenant)]
-            root = max(mine, key=lambda one: (roots[one].model == model, roots[one].created_at), default=None)
+            root = used_last(roots, str(tenant), model, savings)
             return None if root is None else ReadOnlyNotes(snapshot, root)
 
         parsed = parse_body(body, caller, notes_of)
-        tokenizer = _tokenizer(roots, str(parsed.options.tenant), model, options)
+        own = used_last(roots, str(parsed.options.tenant), model, savings)
+        tokenizer = _tokenizer(roots, own, model, options)
         normalisers = Normalisers.parse(options.normalise, param="--normalise")
         renderer = PromptRenderer(
             tokenizer, vocab_size=len(tokenizer), max_positions=_NO_LIMIT, normalisers=normalisers
@@ -106,7 +106,7 @@ def _explained(
             prompt,
             tenant=str(parsed.options.tenant),
             entries=entries,
-            savings=read_savings(snapshot),
+            savings=savings,
             decode=decode,
             model=model,
         )
@@ -127,19 +127,18 @@ def _named(roots: Mapping[bytes, RootRecord], asked: object, options: WhyOptions
 
 
 def _tokenizer(
-    roots: dict[bytes, RootRecord], tenant: str, model: str | None, options: WhyOptions
+    roots: dict[bytes, RootRecord], own: bytes | None, model: str | None, options: WhyOptions
 ) -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of the file or folder of --model, or the last one that saved prompts of this tenant and
-    model."""
+    """Returns the tokenizer of the file or folder of --model, or of the root in which the prompt is looked up, `own`.
+    For a tenant that has none, it is the newest one, of the model if there is one."""
     from diskprefix.model.load.loader import load_tokenizer
 
     name = options.model
     if name is None or name == model:
-        usable = [one for one in roots.values() if one.tokenizer and Path(one.tokenizer).is_dir()]
-        if roots and not usable:
+        newest = max(roots.values(), key=lambda one: (one.model == model, one.created_at))
+        name = (roots[own] if own is not None else newest).tokenizer
+        if not name or not Path(name).is_dir():
             raise SettingsError("--why: the model's folder is not where it was; give it with --model")
-        best = max(usable, key=lambda one: (one.tenant == tenant, one.model == model, one.created_at), default=None)
-        name = best.tokenizer if best else None
     return load_tokenizer(name, options.chat_template, lambda line: click.echo(line, err=True))
 
 
