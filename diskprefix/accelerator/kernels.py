@@ -16,56 +16,117 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _numbers_of(codes, half: tl.constexpr, BITS: tl.constexpr, IS_E4M3: tl.constexpr):
+    """Returns the numbers of codes, float32: integers, those of 4 bits in one half of a byte, or float8 (e4m3)."""
+    if IS_E4M3:
+        # As a float16 it has the same digits, and an exponent that is 8 less. Each device has those.
+        bits = codes.to(tl.int16)
+        small = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        numbers = small.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    elif BITS == 4:
+        numbers = ((codes >> (4 * half)) & 15).to(tl.float32)
+    else:
+        numbers = codes.to(tl.float32)
+    return numbers
+
+
+@triton.jit
 def product(
     rows,
     matrix,
+    scales,
+    zeros,
     bias,
     out,
+    order,
+    tiles,
     num_rows,
     outer,
     inner,
     row_stride,
     outer_stride,
     inner_stride,
+    scale_stride,
+    matrix_size,
+    scales_size,
     HAS_BIAS: tl.constexpr,
     IS_WHOLE: tl.constexpr,
     IS_WIDENED: tl.constexpr,
+    BITS: tl.constexpr,
+    IS_E4M3: tl.constexpr,
+    QUANT_GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_OUTER: tl.constexpr,
     BLOCK_INNER: tl.constexpr,
     GROUP: tl.constexpr,
+    NUM_CHOSEN: tl.constexpr,
 ):
     """Computes rows [num_rows, inner] × matrix [outer, inner] + bias [outer] → out [num_rows, outer]. `IS_WHOLE` says
     that `inner` is a multiple of its block. Programs of `GROUP` blocks of rows read the same columns one after another.
+
+    With fewer than 16 `BITS` the matrix has codes (`operators.GroupedMatrix`): `QUANT_GROUP` columns share a scale and
+    a zero, [outer, groups]. A weight is code × scale + zero, rounded to the dtype of the rows.
+
+    With `NUM_CHOSEN` there is a matrix for each expert, of so many numbers and scales. `operators.Routes` describes
+    `order` and `tiles`. A row of `out` is a pair of a row and a choice, and `NUM_CHOSEN` pairs have one row.
     """
     number = tl.program_id(0)
     blocks_of_rows, blocks_of_outer = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(outer, BLOCK_OUTER)
-    first = number // (GROUP * blocks_of_outer) * GROUP
-    together = min(blocks_of_rows - first, GROUP)
-    within = number % (GROUP * blocks_of_outer)
-    at_rows = (first + within % together) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    at_outer = within // together * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
+    if NUM_CHOSEN > 0:
+        tile = tiles + 3 * (number // blocks_of_outer)
+        expert, first, end = tl.load(tile).to(tl.int64), tl.load(tile + 1), tl.load(tile + 2)
+        places = first + tl.arange(0, BLOCK_ROWS)
+        is_row = places < end
+        at_rows = tl.load(order + places, mask=is_row, other=0)
+        at_outer = number % blocks_of_outer * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
+        of_rows = at_rows // NUM_CHOSEN
+        matrix += expert * matrix_size
+        scales += expert * scales_size
+        zeros += expert * scales_size
+        bias += expert * outer
+        # There are more tiles than are needed.
+        inner = tl.where(first < end, inner, 0)
+    else:
+        first = number // (GROUP * blocks_of_outer) * GROUP
+        together = min(blocks_of_rows - first, GROUP)
+        within = number % (GROUP * blocks_of_outer)
+        at_rows = (first + within % together) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        at_outer = within // together * BLOCK_OUTER + tl.arange(0, BLOCK_OUTER)
+        is_row = at_rows < num_rows
+        of_rows = tl.where(is_row, at_rows, 0)
     at_inner = tl.arange(0, BLOCK_INNER)
-    is_row, is_outer = at_rows < num_rows, at_outer < outer
+    is_outer = at_outer < outer
     # Rows and columns beyond the end are those of the beginning: they are not written.
-    from_rows = rows + tl.where(is_row, at_rows, 0).to(tl.int64)[:, None] * row_stride + at_inner[None, :]
-    from_matrix = (
-        matrix
-        + tl.where(is_outer, at_outer, 0).to(tl.int64)[None, :] * outer_stride
-        + at_inner.to(tl.int64)[:, None] * inner_stride
-    )
+    from_rows = rows + of_rows.to(tl.int64)[:, None] * row_stride + at_inner[None, :]
+    of_outer = tl.where(is_outer, at_outer, 0).to(tl.int64)
+    from_matrix = matrix + of_outer[None, :] * outer_stride + at_inner.to(tl.int64)[:, None] * inner_stride
+    HALVES: tl.constexpr = 2 if BITS == 4 else 1
+    GROUPS: tl.constexpr = BLOCK_INNER // QUANT_GROUP if QUANT_GROUP < BLOCK_INNER else 1
     total = tl.zeros((BLOCK_ROWS, BLOCK_OUTER), dtype=tl.float32)
-    for start in range(0, inner, BLOCK_INNER):
-        if IS_WHOLE:
-            part, columns = tl.load(from_rows), tl.load(from_matrix)
+    for start in range(0, inner, BLOCK_INNER * HALVES):
+        if BITS < 16 or IS_WHOLE:
+            found = tl.load(from_matrix)
         else:
-            is_inner = at_inner < inner - start
-            part = tl.load(from_rows, mask=is_inner[None, :], other=0.0)
-            columns = tl.load(from_matrix, mask=is_inner[:, None], other=0.0)
-        if IS_WIDENED:
-            part, columns = part.to(tl.float32), columns.to(tl.float32)
-        total = tl.dot(part, columns, total, input_precision="ieee")
-        from_rows += BLOCK_INNER
+            found = tl.load(from_matrix, mask=(at_inner < inner - start)[:, None], other=0.0)
+        for half in tl.static_range(HALVES):
+            at = start + half * BLOCK_INNER
+            if IS_WHOLE:
+                part = tl.load(from_rows + at)
+            else:
+                part = tl.load(from_rows + at, mask=(at_inner < inner - at)[None, :], other=0.0)
+            columns = found
+            if BITS < 16:
+                of_groups = of_outer[None, :] * scale_stride + (at // QUANT_GROUP + tl.arange(0, GROUPS))[:, None]
+                numbers = _numbers_of(found, half, BITS, IS_E4M3)
+                numbers = tl.reshape(numbers, (GROUPS, BLOCK_INNER // GROUPS, BLOCK_OUTER))
+                numbers *= tl.load(scales + of_groups).to(tl.float32)[:, None, :]
+                if HAS_ZEROS:
+                    numbers += tl.load(zeros + of_groups).to(tl.float32)[:, None, :]
+                columns = tl.reshape(numbers, (BLOCK_INNER, BLOCK_OUTER)).to(part.dtype)
+            if IS_WIDENED:
+                part, columns = part.to(tl.float32), columns.to(tl.float32)
+            total = tl.dot(part, columns, total, input_precision="ieee")
         from_matrix += BLOCK_INNER * inner_stride
     if HAS_BIAS:
         total += tl.load(bias + at_outer, mask=is_outer, other=0.0).to(tl.float32)[None, :]

@@ -4,103 +4,145 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 
 from diskprefix.accelerator import kernels
+from diskprefix.accelerator.grouped import GroupedMatrix
+from diskprefix.accelerator.tiles import PAIRED, Tiles, digest, sizes_of
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 SPAN = 1024
 """The keys of a part of attention, counted from position 0."""
 MAX_DIM = 256
-REVISION = 1
+REVISION = 2
 """The number changes with the bits of what a kernel computes."""
-IDENTITY = f"triton {triton.__version__}, {REVISION}"
 _ENOUGH = 512
 """The number of programs from which the spans of a tile are computed one after another."""
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """The sizes of a launch."""
-
-    rows: int
-    outer: int
-    inner: int
-    warps: int
-    stages: int
-
-
-_FEW = Tiles(16, 32, 256, 4, 4)
-_LARGE = (Tiles(128, 128, 64, 4, 3), Tiles(64, 128, 128, 4, 3))
-_SMALL = Tiles(64, 64, 128, 4, 4)
-_PROGRAMS = 112
-"""The number of programs from which larger tiles, which read less, are faster."""
-_ANY = Tiles(32, 32, 32, 4, 3)
-_FEW_QUERIES = {"BLOCK_ROWS": 64, "BLOCK_KEYS": 64, "num_warps": 4, "num_stages": 3}
-_MANY_QUERIES = {"BLOCK_ROWS": 128, "BLOCK_KEYS": 64, "num_warps": 8, "num_stages": 3}
-_FEW_ROWS, _KEPT, _MERGED = 64, 16, 4
+_BLOCK_KEYS = 64
+_KEPT, _MERGED = 16, 4
 _ALIGNMENT = 16
 _LOG2_E = 1.4426950408889634
 
 
+def identity(device: torch.device) -> str:
+    """Returns what decides about the bits on a device: the compiler, the kernels, and the sizes of their tiles."""
+    return f"triton {triton.__version__}, {REVISION}, tiles {digest(device)}"
+
+
 def product(
     rows: torch.Tensor,
-    matrix: torch.Tensor,
+    matrix: torch.Tensor | GroupedMatrix,
     bias: torch.Tensor | None = None,
     *,
     is_plain: bool = False,
 ) -> torch.Tensor:
     """Returns [.., outer] for `rows`, [.., inner], and a matrix [outer, inner], or [inner, outer] with `is_plain`."""
-    inner = rows.shape[-1]
-    flat = rows.reshape(-1, inner)
-    if flat.stride(-1) != 1:
-        flat = flat.contiguous()
-    outer, strides = matrix.shape[0], matrix.stride()
-    if is_plain:
-        outer, strides = matrix.shape[1], strides[::-1]
-    out = rows.new_empty(*rows.shape[:-1], outer)
-    num_rows = len(flat)
-    if not num_rows:
-        return out
-    tiles = _tiles_of(num_rows, outer, rows.dtype, rows.device)
-    grid = (triton.cdiv(num_rows, tiles.rows) * triton.cdiv(outer, tiles.outer),)
-    kernels.product[grid](
-        flat,
-        matrix,
-        flat if bias is None else bias,
-        out,
-        num_rows,
-        outer,
-        inner,
-        flat.stride(0),
-        *strides,
+    flat = rows.reshape(-1, rows.shape[-1])
+    weights = Weights.of(matrix, is_plain=is_plain)
+    out = rows.new_empty(*rows.shape[:-1], weights.numbers.shape[0])
+    if num_rows := len(flat):
+        outer = out.shape[-1]
+        tiles = sizes_of(rows.device).product(num_rows, outer, rows.dtype)
+        _multiply(flat, weights, bias, out, tiles, triton.cdiv(num_rows, tiles.rows))
+    return out
+
+
+def expert_product(
+    rows: torch.Tensor, matrices: torch.Tensor | GroupedMatrix, bias: torch.Tensor | None, routes: Routes
+) -> torch.Tensor:
+    """Returns [pairs, outer] for matrices [experts, outer, inner] and a bias [experts, outer]. `rows` are those that
+    chose, [rows, inner], or what an expert has for each pair, [pairs, inner]."""
+    weights = Weights.of(matrices)
+    out = rows.new_zeros(len(routes.order), weights.numbers.shape[1])
+    if len(out):
+        tiles = sizes_of(rows.device).experts(rows.dtype)
+        _multiply(rows, weights, bias, out, tiles, len(routes.tiles), routes)
+    return out
+
+
+def _multiply(
+    rows: torch.Tensor,
+    weights: Weights,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tiles: Tiles,
+    blocks_of_rows: int,
+    routes: Routes | None = None,
+) -> None:
+    rows = rows if rows.stride(-1) == 1 else rows.contiguous()
+    num_rows, inner = rows.shape
+    outer, numbers, scales = out.shape[-1], weights.numbers, weights.scales
+    kernels.product[(blocks_of_rows * triton.cdiv(outer, tiles.outer),)](
+        *(rows, numbers, scales, weights.zeros, rows if bias is None else bias.contiguous(), out),
+        *((rows, rows) if routes is None else (routes.order, routes.tiles)),
+        *(num_rows, outer, inner, rows.stride(0), *numbers.stride()[-2:], scales.stride(-2)),
+        *((0, 0) if routes is None else (numbers.stride(0), scales.stride(0))),
+        **weights.constants,
+        IS_WHOLE=inner % (weights.columns or tiles.inner) == 0,
         HAS_BIAS=bias is not None,
-        IS_WHOLE=inner % tiles.inner == 0,
         IS_WIDENED=rows.device.type == "cpu",
         BLOCK_ROWS=tiles.rows,
         BLOCK_OUTER=tiles.outer,
-        BLOCK_INNER=tiles.inner,
+        BLOCK_INNER=weights.columns // 2 or tiles.inner,
         GROUP=8,
+        NUM_CHOSEN=0 if routes is None else len(routes.order) // num_rows,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         enable_fp_fusion=False,
     )
-    return out
 
 
-def _tiles_of(num_rows: int, outer: int, dtype: torch.dtype, device: torch.device) -> Tiles:
-    """Returns the tiles of a product. Those of bfloat16 and float16 give the same bits: the units that multiply them
-    add in the order of the columns."""
-    if device.type == "cpu" or dtype is torch.float32:
-        return _ANY
-    if num_rows <= _FEW.rows * 2:
-        return _FEW
-    for tiles in _LARGE:
-        if triton.cdiv(num_rows, tiles.rows) * triton.cdiv(outer, tiles.outer) >= _PROGRAMS:
-            return tiles
-    return _SMALL
+@dataclass(frozen=True, eq=False)
+class Routes:
+    """The rows that each expert computes. A pair is a row and one of its choices: row × choices + choice.
+
+    `order` has the pairs by their experts. `tiles`, int32 [.., 3], are an expert, the first of a tile's places in
+    `order`, and the end of the expert's places. Their number depends on sizes alone, so some may be empty: nothing here
+    waits for the device.
+    """
+
+    order: torch.Tensor
+    tiles: torch.Tensor
+
+    @classmethod
+    def of(cls, chosen: torch.Tensor, num_experts: int, dtype: torch.dtype) -> Routes:
+        """`chosen` are the experts of each row, [rows, choices]; `dtype` is that of the rows."""
+        found, order = chosen.reshape(-1).sort(stable=True)
+        tile_rows = sizes_of(chosen.device).experts(dtype).rows
+        starts = torch.searchsorted(found, torch.arange(num_experts + 1, device=found.device, dtype=found.dtype))
+        counts = (starts.diff() + tile_rows - 1) // tile_rows
+        ends = counts.cumsum(0)
+        tiles = torch.arange(min(num_experts, len(found)) + len(found) // tile_rows, device=found.device)
+        expert = torch.searchsorted(ends, tiles, right=True).clamp(max=num_experts - 1)
+        first = starts[expert] + (tiles - (ends - counts)[expert]) * tile_rows
+        return cls(order, torch.stack([expert, first, starts[expert + 1]], dim=1).to(torch.int32))
+
+
+@dataclass(frozen=True, eq=False)
+class Weights:
+    """A matrix [.., outer, inner] as the kernel takes it: its numbers, what makes weights of them, and the columns of a
+    block (0: any)."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor
+    columns: int
+    constants: dict[str, Any]
+
+    @classmethod
+    def of(cls, matrix: torch.Tensor | GroupedMatrix, *, is_plain: bool = False) -> Weights:
+        if isinstance(matrix, torch.Tensor):
+            constants = {"BITS": 16, "IS_E4M3": False, "HAS_ZEROS": False, "QUANT_GROUP": 1}
+            numbers = matrix.mT if is_plain else matrix
+            return cls(numbers, numbers, numbers, 0, constants)
+        codes, is_e4m3 = matrix.codes, matrix.codes.dtype is torch.float8_e4m3fn
+        constants = {"BITS": matrix.bits, "IS_E4M3": is_e4m3, "HAS_ZEROS": matrix.zeros is not None}
+        constants |= {"QUANT_GROUP": matrix.group}
+        numbers = codes.view(torch.uint8) if is_e4m3 else codes
+        return cls(numbers, matrix.scales, matrix.scales if matrix.zeros is None else matrix.zeros, PAIRED, constants)
 
 
 def norm(rows: torch.Tensor, weight: torch.Tensor, kind: int, epsilon: float) -> torch.Tensor:
@@ -226,9 +268,8 @@ def attention(
         query = query.contiguous()
     heads, rows, key_dim = query.shape
     group = heads // groups
-    few = runs.most_rows * group <= _FEW_ROWS
-    tiling = _FEW_QUERIES if few else _MANY_QUERIES
-    block_rows = tiling["BLOCK_ROWS"]
+    sizes = sizes_of(query.device).attention(runs.most_rows * group)
+    block_rows = sizes.rows
     tiles = runs.tiles(block_rows // group)
     num_spans = num_spans or runs.spans(len(tiles) * groups)
     out = query.new_empty(rows, heads, value_dim)
@@ -257,11 +298,11 @@ def attention(
         ALIGNMENT=runs.alignment,
         HAS_SOFTCAP=softcap > 0,
         IS_WIDENED=query.device.type == "cpu",
-        BLOCK_KEYS=tiling["BLOCK_KEYS"],
+        BLOCK_KEYS=_BLOCK_KEYS,
         BLOCK_KEY=max(16, triton.next_power_of_2(key_dim)),
         IS_SPLIT=num_spans > 1,
-        num_warps=tiling["num_warps"],
-        num_stages=tiling["num_stages"],
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
     )
     if num_spans > 1:
         kernels.attention_of_parts[(len(tiles), groups, triton.cdiv(max_parts, _MERGED))](

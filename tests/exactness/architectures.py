@@ -290,10 +290,11 @@ def tiny_model(name: str, dtype: torch.dtype, *, seed: int = 0) -> PreTrainedMod
     return model.eval()
 
 
-def quantised_tiny_model(name: str, weights: str) -> PreTrainedModel:
+def quantised_tiny_model(name: str, weights: str, device: str = "cpu") -> PreTrainedModel:
     """`tiny_model` in bfloat16 with the weights `int8` or `int4`, ready to compute."""
     model = tiny_model(name, torch.bfloat16)
     quantise(model, weights)
+    model.to(torch.device(device))
     prepare(model)
     return model
 

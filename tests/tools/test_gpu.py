@@ -249,6 +249,25 @@ def test_a_device_that_is_too_small_is_skipped(tmp_path: Path) -> None:
     assert (row.state, row.result) == ("skipped", "needs 19.4 GiB of the device, 8.0 GiB are free")
 
 
+def test_tiny_models_say_where_they_are_exact(tmp_path: Path) -> None:
+    task = Task("models", "tiny", "cpu", str(tmp_path))
+    (plain, quantised) = parts.models(task, ("bloom", "llama int4"))
+    assert plain.result == "positions are not an argument"
+    assert quantised.result == "exact at: token, several sequences in a step"
+
+
+def test_a_kernel_that_is_wrong_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from tests.accelerator import checks
+
+    def check() -> None:
+        raise AssertionError("alone")
+
+    monkeypatch.setattr(checks, "CHECKS", {"products": [check]})
+    (row,) = parts.rows_of(Task("kernels", "tiny", "cpu", str(tmp_path)))
+    assert (row.case, row.state, row.result) == ("products", "fail", "alone")
+
+
 def test_a_part_whose_libraries_are_missing_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tools.measuring.live_server", None)
     (row,) = parts.rows_of(Task("first token", "tiny", "cpu", str(tmp_path)))

@@ -28,6 +28,8 @@ from tools.accelerator.parts import Row, Task
 
 ROOT = Path(__file__).parents[2]
 PARTS = (
+    ("kernels", "tiny", 2),
+    ("models", "tiny", 4),
     ("exactness", "1B", 5),
     ("exactness", "8B", 7),
     ("connector", "1B", 3),
@@ -36,7 +38,12 @@ PARTS = (
     ("first token", "8B", 18),
 )
 """The parts, each with its share of the time. Time that one leaves is for those after it, so the longest comes last."""
-INTERPRETER_PARTS = (("exactness", "tiny", 3), ("connector", "tiny", 2), ("first token", "tiny", 4))
+INTERPRETER_PARTS = (
+    ("kernels", "tiny", 1),
+    ("exactness", "tiny", 3),
+    ("connector", "tiny", 2),
+    ("first token", "tiny", 4),
+)
 """The parts for a machine without an accelerator."""
 PROBE_S = 60.0
 GRACE_S = 5.0
@@ -164,7 +171,7 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="for all parts together (default: 9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="written anew after each row, with all figures")
     parser.add_argument("--folder", type=Path, help="where stores are made; 8B takes 26 GB (default: the system's)")
-    parser.add_argument("--part", action="append", choices=["exactness", "connector", "vLLM", "first token"])
+    parser.add_argument("--part", action="append", choices=[*dict.fromkeys(part for part, *_ in PARTS)])
     parser.add_argument("--interpreter", action="store_true", help="what needs no accelerator: tiny shapes on the CPU")
     options = parser.parse_args(arguments)
     if not 0 < options.minutes <= 60:

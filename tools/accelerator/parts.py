@@ -29,6 +29,11 @@ if TYPE_CHECKING:
 State: TypeAlias = Literal["pass", "fail", "measured", "skipped", "cut off", "crash"]
 REPLY = 33
 """Tokens of a reply: the first, and 32 for the speed of decoding."""
+TINY_MODELS = (
+    *("llama", "llama int8", "llama int4", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_moe int4"),
+    *("qwen3_next", "mamba2", "granitemoehybrid", "rwkv"),
+)
+"""The models of the part `models`, with `--weights` if they have one."""
 _ONCE_FROM, _ONLY_SAVED_FROM = 16_384, 65_536
 """A prompt of this length is asked once, with saving, instead of three times with and without. This saves time."""
 
@@ -298,8 +303,39 @@ def _in_vllm(task: Task, ranks: int, size: int = 4096) -> Iterator[Row]:
     yield Row(f"{_tokens(size)}, {'one rank' if ranks == 1 else 'tensor parallel, 2 ranks'}", state, result, figures)
 
 
+def kernels(task: Task) -> Iterator[Row]:
+    """The kernels in Triton, beside plain references and with other rows beside a row."""
+    from tests.accelerator import checks
+
+    for name in checks.CHECKS:
+        try:
+            checks.run(name, task.device)
+        except AssertionError as error:
+            yield Row(name, "fail", " ".join(str(error).split()) or "it is not what a plain reference computes")
+        else:
+            yield Row(name, "pass", "what a plain reference computes; a row has the same bits in any company")
+
+
+def models(task: Task, names: Sequence[str] = TINY_MODELS) -> Iterator[Row]:
+    """Whether tiny models are exact at every token, and why not."""
+    import torch
+
+    from diskprefix.model.exact.invariance import make_exact
+    from tests.exactness.architectures import quantised_tiny_model, tiny_model
+
+    for name in names:
+        kind, _, weights = name.partition(" ")
+        model = quantised_tiny_model(kind, weights, task.device) if weights else tiny_model(kind, torch.bfloat16)
+        model = model.to(task.device)
+        layout, reason = make_exact(model)
+        packs = "several sequences in a step" if layout.packs else "one sequence in a step"
+        yield Row(name, "measured", reason or f"exact at: {layout.exact_at}, {packs}", {"exact_at": layout.exact_at})
+
+
 PARTS: dict[str, Callable[[Task], Iterator[Row]]] = {
     "probe": probe,
+    "kernels": kernels,
+    "models": models,
     "exactness": exactness,
     "connector": connector,
     "vLLM": vllm,

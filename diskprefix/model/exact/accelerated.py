@@ -18,7 +18,8 @@ from diskprefix.model.exact.patterns import NotInvariant, Pattern
 from diskprefix.native.blocks import Norm
 
 if TYPE_CHECKING:
-    from diskprefix.accelerator.operators import Runs
+    from diskprefix.accelerator.grouped import GroupedMatrix
+    from diskprefix.accelerator.operators import Routes, Runs
 
 
 def why_not(device: torch.device) -> str:
@@ -40,9 +41,38 @@ def _operators() -> ModuleType:
     return operators
 
 
-def kernel() -> str:
-    """Returns the version of the kernels, for the identity."""
-    return str(_operators().IDENTITY)
+def kernel(device: torch.device) -> str:
+    """Returns the version of the kernels and of their tiles on a device, for the identity."""
+    return str(_operators().identity(device))
+
+
+def grouped(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, bits: int) -> GroupedMatrix:
+    """Returns a quantised matrix as the kernels take it; the arguments are those of `GroupedMatrix`."""
+    from diskprefix.accelerator.grouped import GroupedMatrix
+
+    return GroupedMatrix(codes, scales, zeros, bits=bits)
+
+
+def grouped_product(matrix: GroupedMatrix, bias: torch.Tensor | None, rows: torch.Tensor) -> torch.Tensor:
+    """Returns [.., outer] for rows [.., inner] and a quantised matrix."""
+    found: torch.Tensor = _operators().product(rows, matrix, bias)
+    return found
+
+
+def routes(chosen: torch.Tensor, num_experts: int, dtype: torch.dtype) -> Routes:
+    """Returns the rows of each expert; the arguments are those of `Routes.of`."""
+    found: Routes = _operators().Routes.of(chosen, num_experts, dtype)
+    return found
+
+
+def expert_product(
+    rows: torch.Tensor, matrices: torch.Tensor | GroupedMatrix, bias: torch.Tensor | None, routes: Routes
+) -> torch.Tensor:
+    """Returns [pairs, outer] for the rows of each expert and its matrix."""
+    if isinstance(matrices, torch.Tensor) and matrices.dtype is not rows.dtype:
+        raise NotInvariant(f"experts of {matrices.dtype} for rows of {rows.dtype}")
+    found: torch.Tensor = _operators().expert_product(rows, matrices, bias, routes)
+    return found
 
 
 def product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, *, is_plain: bool) -> torch.Tensor:

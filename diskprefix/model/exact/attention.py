@@ -121,6 +121,6 @@ def _first(end: int, memory: torch.Tensor) -> int:
 def kernel(device: torch.device) -> str:
     """Returns the kernel that computes attention on a device, for the identity: "" for torch's."""
     if is_accelerated(device):
-        return accelerated.kernel()
+        return accelerated.kernel(device)
     found = operators()
     return found.identity if found else ""

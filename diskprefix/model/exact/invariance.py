@@ -119,7 +119,7 @@ def make_exact(
             _verdicts.put(key, {"layout": found[0].record(), "forms": [one.describe() for one in found[1]]})
     layout, forms = found
     install(model, digest(forms))
-    log.info("[model] attention: %s", accelerated.kernel() if is_accelerated(model.device) else described())
+    log.info("[model] attention: %s", attention.kernel(model.device) if is_accelerated(model.device) else described())
     return layout, ""
 
 

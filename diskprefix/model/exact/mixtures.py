@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from diskprefix.model.exact.rows import in_whole_vectors, linear
+from diskprefix.kv.step import is_accelerated
+from diskprefix.model.exact import accelerated
+from diskprefix.model.exact.rows import as_ours, in_whole_vectors, linear
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks, takes_bfloat16
@@ -37,6 +39,9 @@ class GateCurves:
         if up is None:
             return found
         return found * (up if self.up is None else _at(self.up, up))
+
+    def to(self, device: torch.device) -> GateCurves:
+        return GateCurves(self.gate.to(device), None if self.up is None else self.up.to(device))
 
 
 def is_mixture(module: Any) -> bool:
@@ -141,6 +146,12 @@ def experts(
 ) -> torch.Tensor:
     """Returns what the experts of transformers' modules do, [tokens, hidden_size]; for its experts interface."""
     (first, first_bias), (last, last_bias) = (_weights(self, name) for name in weight_names(self))
+    if is_accelerated(hidden_states.device):
+        routes = as_ours(accelerated.routes, top_k_index, len(first), hidden_states.dtype)
+        inner = as_ours(accelerated.expert_product, hidden_states, first, first_bias, routes)
+        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
+        found = as_ours(accelerated.expert_product, inner, last, last_bias, routes)
+        return weighted(self.post_expert_norm(found) if self.has_post_expert_norm else found, top_k_weights)
 
     def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
         inner = linear(rows, first[expert], None if first_bias is None else first_bias[expert])
@@ -161,17 +172,22 @@ def one_by_one(
 
     A row's experts are added up in the order in which the router names them.
     """
-    num_rows, num_chosen = chosen.shape
     flat = chosen.reshape(-1)
     out = rows.new_empty(len(flat), rows.shape[-1])
     for expert in sorted(set(flat.tolist())):
         at = (flat == expert).nonzero()[:, 0]
-        out[at] = (compute(expert, rows[at // num_chosen]) * weights.reshape(-1, 1)[at]).to(out.dtype)
-    parts = out.view(num_rows, num_chosen, -1).float()
+        out[at] = compute(expert, rows[at // chosen.shape[1]]).to(out.dtype)
+    return weighted(out, weights)
+
+
+def weighted(found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Returns the sum over the choices of each row, [rows, width], for `weights` [rows, choices] and what the experts
+    have `found`, [rows × choices, width]."""
+    parts = (found * weights.reshape(-1, 1)).to(found.dtype).view(*weights.shape, -1).float()
     total = parts[:, 0]
-    for number in range(1, num_chosen):
+    for number in range(1, weights.shape[1]):
         total = total + parts[:, number]
-    return total.to(rows.dtype)
+    return total.to(found.dtype)
 
 
 def _numbers() -> torch.Tensor:

@@ -7,7 +7,7 @@ import math
 import threading
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.nn import functional
@@ -26,11 +26,12 @@ _CURVES = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid
 _CURVES_OF_HALF = frozenset({"gelu", "mish", "pow", "rsqrt"})
 """The second set is that of bfloat16 and float16."""
 
+_Found = TypeVar("_Found")
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
 """True while a product is computed here. `invariance` does not watch the operators of that time."""
 
 
-def as_ours(function: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+def as_ours(function: Callable[..., _Found], *args: Any, **kwargs: Any) -> _Found:
     """Returns the result of a function of ours, while `is_ours`."""
     token = is_ours.set(True)
     try:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -324,6 +325,8 @@ def _source(
         from diskprefix.model.quants.quantising import weight_files_in
 
         matrices = load_matrices(folder, gguf)
+        if matrices and device.type != "cpu":
+            raise SettingsError(f"--weights: {weights} of a .gguf file is for the CPU; add --weights native")
         if matrices and not gguf:
             raise ModelError(f"{folder} was made of a .gguf file and lacks what is in it; give that file")
         files = weight_files_in(weights, folder, files, config, kind, dtype, device, progress, check)
@@ -434,16 +437,19 @@ def _pick_device(name: str) -> torch.device:
 
 def pick_weights(name: str, dtype: str, device_name: str) -> str:
     """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file."""
+    from diskprefix.kv.step import is_accelerated
     from diskprefix.native.library import operators
 
     device, is_compiled = _pick_device(device_name), operators() is not None
     if name == "auto":
         return "auto" if device.type == "cpu" and dtype in ("auto", "bfloat16") and is_compiled else "native"
-    if name != "native" and device.type != "cpu":
-        raise SettingsError(f"--weights: {name} is for the CPU, and the device is {device}; add --device cpu")
+    if name != "native" and device.type != "cpu" and not is_accelerated(device):
+        raise SettingsError(f"--weights: {name} is for the CPU and CUDA, and the device is {device}; add --device cpu")
+    if name != "native" and device.type != "cpu" and find_spec("triton") is None:
+        raise SettingsError(f"--weights: {name} on {device} needs Triton; add --weights native")
     if name != "native" and dtype not in ("auto", "bfloat16"):
         raise SettingsError(f"--weights: {name} computes in bfloat16, not in --dtype {dtype}")
-    if name != "native" and not is_compiled:
+    if name != "native" and device.type == "cpu" and not is_compiled:
         raise SettingsError(f"--weights: {name} needs the compiled operators; add --weights native")
     return name
 
@@ -474,13 +480,12 @@ def _finish(model: PreTrainedModel, source: _ModelSource, packing: MatrixPacking
     from diskprefix.model.quants.quantised import prepare, take_matrices
     from diskprefix.model.quants.quantising import generation_config_of
 
-    if source.device.type == "cpu":
-        if packing is not None:
-            take_matrices(model, source.matrices, packing)
-        prepare(model)
-        own = generation_config_of(source.folder) if source.files[0].parent != source.folder else None
-        if own is not None:
-            model.generation_config = own
+    if packing is not None:
+        take_matrices(model, source.matrices, packing)
+    prepare(model)
+    own = generation_config_of(source.folder) if source.files[0].parent != source.folder else None
+    if own is not None:
+        model.generation_config = own
     model.requires_grad_(False)
     model.eval()
 
@@ -501,7 +506,7 @@ def _unread_model(source: _ModelSource) -> tuple[PreTrainedModel, UnreadWeights]
             context.enter_context(without_tracer())
             context.enter_context(unread.leaving(stored_tensors(files[0].parent, files)))
         if is_quantised(files):
-            describe(config, files)
+            describe(config, files, device)
         model, info = source.kind.loader.from_pretrained(
             files[0].parent,
             config=config,

@@ -13,6 +13,7 @@ import torch
 from transformers import GenerationConfig
 
 from diskprefix.errors import ModelError, SettingsError
+from diskprefix.kv.step import is_accelerated
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Check, needs_of_checkpoint, read_config
 from diskprefix.model.load.gguf import build_once, enough_to_make, require_disk, suffix_of
@@ -55,8 +56,8 @@ def weight_files_in(
             raise SettingsError(
                 f"--weights: quantised weights compute in bfloat16, not in {name}; add --dtype bfloat16"
             )
-        if device.type != "cpu":
-            raise SettingsError(f"--weights: quantised weights are for the CPU, and the device is {device}")
+        if device.type != "cpu" and not is_accelerated(device):
+            raise SettingsError(f"--weights: quantised weights are for the CPU and CUDA, and the device is {device}")
     if is_made or (published is None and weights not in ("int8", "int4")):
         return files
     require_served(published, weights)
