@@ -47,7 +47,7 @@ Reason: TypeAlias = Literal[
     "no_history",
     "no_match",
     "no_safe_boundary",
-    "below_min_tokens",
+    "short_prompt",
     "short_prefix",
     "whole_prompt_only",
     "media",

@@ -329,7 +329,7 @@ def _system_guess(prompt: Prompt, window: _Window, least: int) -> _Choice | None
 
 
 def _why_short(prompt: Prompt, least: int) -> Reason:
-    return "below_min_tokens" if len(prompt.token_ids) < least else "short_prefix"
+    return "short_prompt" if len(prompt.token_ids) < least else "short_prefix"
 
 
 def _why_nothing(window: _Window) -> Reason:

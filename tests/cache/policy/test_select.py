@@ -19,7 +19,7 @@ DEFAULTS: dict[str, Any] = {"block_size": 256, "min_tokens": 512, "cold_max": 10
 SMALL: dict[str, Any] = {"block_size": 4, "min_tokens": 0, "cold_max": 100, "interval": 100}
 NOTHING_KEPT = frozenset(
     {"off", "already_saved", "no_history", "no_match", "no_safe_boundary"}
-    | {"below_min_tokens", "short_prefix", "whole_prompt_only", "read_only", "faster_to_compute"}
+    | {"short_prompt", "short_prefix", "whole_prompt_only", "read_only", "faster_to_compute"}
 )
 BEGIN, END, THINK = 1, 2, 3
 """Markers around messages, and one that is no marker of this template."""
@@ -134,11 +134,11 @@ def test_a_number_is_not_moved_to_a_chat_boundary() -> None:
 
 
 @pytest.mark.parametrize("scope", [FULL, tokens(511), AUTO], ids=str)
-def test_below_min_tokens_nothing_is_kept_but_the_boundary_is_reported(scope: Scope) -> None:
+def test_of_a_short_prompt_nothing_is_kept_but_the_boundary_is_reported(scope: Scope) -> None:
     selection = pick(scope, Prompt(ids(511)), ids(511))
     assert (selection.selected, selection.aligned, selection.keep_tail) == (511, 0, False)
     assert selection.checkpoints == ()
-    assert selection.reason == "below_min_tokens"
+    assert selection.reason == "short_prompt"
 
 
 def test_exactly_min_tokens_is_enough() -> None:
@@ -607,7 +607,7 @@ def test_where_state_can_be_cut_auto_keeps_what_was_seen_or_will_return_or_the_s
             assert selection.selected == safe[-1] > known
         case "new_system_prompt":
             assert selection.selected == prompt.system_end > known
-        case "below_min_tokens" | "short_prefix":
+        case "short_prompt" | "short_prefix":
             assert selection.selected in (selection.safe, safe[-1], prompt.system_end)
         case _:
             assert not selection.selected

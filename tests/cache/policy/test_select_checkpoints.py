@@ -146,7 +146,7 @@ def test_a_conversation_with_a_reminder_that_moves_votes_for_what_comes_before_i
 
 def test_what_is_likely_but_below_the_minimum_is_not_kept() -> None:
     selection = pick(Prompt(ids(190)), sighting=LIKELY)
-    assert (selection.checkpoints, selection.kept, selection.reason) == ((), 0, "below_min_tokens")
+    assert (selection.checkpoints, selection.kept, selection.reason) == ((), 0, "short_prompt")
 
 
 def test_the_end_of_a_conversation_is_worth_a_checkpoint_as_soon_as_it_grew() -> None:
