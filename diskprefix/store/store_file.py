@@ -226,6 +226,9 @@ def _read(path: Path, env: Environment, txn: Any, key: EncryptionKey | None) -> 
                 "move the file away to start afresh, or choose another --kv-cache-dir"
             )
         stored = snapshot.meta(ENCRYPTION)
+        if stored is None:
+            # A store that lost this record is not taken for one without a key.
+            names_of(snapshot)
         form = form_of(path / DATA, None if stored is None else verified(ENCRYPTION.encode(), stored), key)
         return names_of(Snapshot(env.databases, txn, form)), form
     except (struct.error, StoreCorrupt) as error:
