@@ -87,6 +87,22 @@ _MEASURED = {
 """By the beginning of the device's name."""
 
 
+@dataclass(frozen=True)
+class ScanSizes:
+    """The part of a state that a program computes: channels of a convolution (so many tokens at a time), columns of a
+    state of the delta rule, rows of one of Mamba 2."""
+
+    tokens: int = 16
+    channels: int = 64
+    columns: int = 32
+    rows: int = 16
+    warps: int = 4
+
+
+SCANS = ScanSizes()
+"""Those of every device."""
+
+
 def sizes_of(device: torch.device) -> Sizes:
     if device.type != "cuda":
         return _INTERPRETED
@@ -100,4 +116,4 @@ def _of_name(name: str) -> Sizes:
 
 def digest(device: torch.device) -> str:
     """Returns a digest of the sizes on a device, for the identity."""
-    return hashlib.sha256(str(asdict(sizes_of(device))).encode()).hexdigest()[:8]
+    return hashlib.sha256(f"{asdict(sizes_of(device))} {asdict(SCANS)}".encode()).hexdigest()[:8]

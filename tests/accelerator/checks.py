@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 from unittest.mock import patch
 
 import torch
 from torch.nn import functional
 
-from diskprefix.accelerator import operators, tiles
+from diskprefix.accelerator import operators, scan_operators, tiles
 from diskprefix.accelerator.grouped import GroupedMatrix
 from diskprefix.accelerator.operators import Routes
 from diskprefix.accelerator.tiles import Sizes, Tiles
@@ -18,6 +18,7 @@ from diskprefix.accelerator.tiles import Sizes, Tiles
 HEADS, GROUPS, DIM, TOKENS = 4, 2, 32, 560
 START, SPAN = 500, 256
 PATTERNS: tuple[dict[str, Any], ...] = ({}, {"window": 200}, {"chunk": 300}, {"softcap": 20.0}, {"sinks": True})
+ScanRuns: TypeAlias = list[tuple[int, torch.Tensor]]
 SIZES = (1, 5, 37)
 """Numbers of rows. A row of the last is computed in each of them."""
 
@@ -196,9 +197,115 @@ def check_memory(dtype: torch.dtype) -> None:
     assert torch.equal(together[3:], found)
 
 
+def check_scans(dtype: torch.dtype, heads: int = 4, of_keys: int = 2, dim: int = 24, kernel: int = 4) -> None:
+    """Each of the recurrences is what it is token after token, and its numbers do not depend on cuts or company."""
+    count = 9
+    rows, weight, bias = (
+        torch.randn(1, count, 70).to(dtype),
+        torch.randn(70, kernel).to(dtype),
+        torch.randn(70).to(dtype),
+    )
+    inputs = torch.cat([first := torch.randn(1, 70, kernel).to(dtype), rows.mT], dim=2)[..., 1:].float()
+    summed = functional.conv1d(inputs, weight.float()[:, None], bias.float(), groups=70)
+    _check_scan(
+        lambda at, runs: scan_operators.convolution(rows[:, at], weight, bias, runs, has_silu=True),
+        *(first, functional.silu(summed.to(dtype).float()).mT, inputs[..., -kernel:]),
+    )
+    query, key = torch.randn(2, 1, count, of_keys, dim).to(dtype)
+    value, beta = torch.randn(1, count, heads, dim).to(dtype), torch.rand(1, count, heads)
+    state = torch.randn(1, heads, dim, dim)
+
+    def delta_rule(decay: torch.Tensor, at: slice, runs: ScanRuns) -> torch.Tensor:
+        rows_of = query[:, at], key[:, at], value[:, at], decay[:, at], beta[:, at]
+        return scan_operators.delta_rule(*rows_of, runs, 1e-6)
+
+    for decay in (-torch.rand(1, count, heads), -torch.rand(1, count, heads, dim)):
+        expected = _plain_delta_rule(query, key, value, decay, beta, state)
+        _check_scan(partial(delta_rule, decay), state, *expected)
+    into, out_of, steps = *torch.randn(2, 1, count, of_keys, 16).to(dtype), torch.rand(1, count, heads)
+    decays, skip, state = -torch.rand(heads), torch.randn(heads), torch.randn(1, heads, dim, 16)
+    _check_scan(
+        lambda at, runs: scan_operators.state_space(
+            *(value[:, at], steps[:, at], decays, into[:, at], out_of[:, at], skip, runs)
+        ),
+        *(state, *_plain_state_space(value, steps, decays, into, out_of, skip, state)),
+    )
+
+
+def _check_scan(
+    compute: Callable[[slice, ScanRuns], torch.Tensor],
+    state: torch.Tensor,
+    expected: torch.Tensor,
+    last: torch.Tensor,
+) -> None:
+    """`compute` computes the tokens of a slice, as runs of so many rows and a state."""
+    count, whole, parts, others = expected.shape[1], state.clone(), state.clone(), [state.clone(), state.clone()]
+    found = compute(slice(0, count), [(count, whole)])
+    atol = 0.01 * float(expected.abs().max())
+    torch.testing.assert_close(found.float(), expected.float(), atol=atol, rtol=1e-2)
+    torch.testing.assert_close(whole.float(), last.float(), atol=atol, rtol=1e-2)
+    cuts = ((0, 1), (1, 3), (3, count))
+    cut = [compute(slice(start, end), [(end - start, parts)]) for start, end in cuts]
+    assert torch.equal(torch.cat(cut, dim=1), found), "in other steps"
+    assert torch.equal(parts, whole), "the state after other steps"
+    # Two sequences share the rows: the second one begins with the third token.
+    both = compute(slice(0, count), [(2, others[0]), (count - 2, others[1])])
+    assert torch.equal(both[:, :2], found[:, :2]), "with another sequence"
+    alone = state.clone()
+    assert torch.equal(compute(slice(2, count), [(count - 2, alone)]), both[:, 2:]), "as another sequence"
+    assert torch.equal(alone, others[1]), "the state of another sequence"
+
+
+def _plain_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state, found = state[0].clone(), []
+    lengths = [one * (one.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for one in (query.float(), key.float())]
+    queries, keys = (one.repeat_interleave(len(state) // one.shape[2], 2)[0] for one in lengths)
+    for token in range(len(queries)):
+        kept = decay[0, token].exp()
+        state = state * (kept[:, None, None] if kept.ndim == 1 else kept[..., None])
+        known = torch.einsum("hkv,hk->hv", state, keys[token])
+        change = (value[0, token].float() - known) * beta[0, token, :, None]
+        state = state + keys[token][..., None] * change[:, None]
+        found.append(torch.einsum("hkv,hk->hv", state, queries[token]) * query.shape[-1] ** -0.5)
+    return torch.stack(found)[None], state[None]
+
+
+def _plain_state_space(
+    rows: torch.Tensor,
+    steps: torch.Tensor,
+    decay: torch.Tensor,
+    into: torch.Tensor,
+    out_of: torch.Tensor,
+    skip: torch.Tensor,
+    state: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    state, found = state[0].clone(), []
+    came, asked = (one.float().repeat_interleave(len(state) // one.shape[2], 2)[0] for one in (into, out_of))
+    for token, inputs in enumerate(rows[0].float()):
+        step = steps[0, token]
+        state = state * (step * decay).exp()[:, None, None]
+        state = state + (inputs * step[:, None])[..., None] * came[token][:, None]
+        found.append(torch.einsum("hds,hs->hd", state, asked[token]) + inputs * skip[:, None])
+    return torch.stack(found)[None], state[None]
+
+
+def check_row_sums(dtype: torch.dtype) -> None:
+    rows = cancelling(37, 200, dtype)
+    found = scan_operators.row_sums(rows, 7.0)
+    torch.testing.assert_close(found.float(), rows.float().sum(-1, keepdim=True) / 7, atol=1e-4, rtol=1e-2)
+    require_the_same_in_any_company(lambda some: scan_operators.row_sums(some, 7.0), rows)
+
+
 HALF = (torch.float16, torch.bfloat16)
 CHECKS: dict[str, list[Callable[[], None]]] = {
-    "products": [*(partial(check_products, one) for one in (torch.float32, *HALF)), check_that_another_order_shows],
+    "products": [*(partial(check_products, one) for one in (torch.float32, HALF[1])), check_that_another_order_shows],
     "norms": [partial(check_norms, one) for one in (torch.float32, torch.bfloat16)],
     "attention": [
         *(partial(check_attention, torch.bfloat16, one) for one in PATTERNS),
@@ -206,11 +313,12 @@ CHECKS: dict[str, list[Callable[[], None]]] = {
     ],
     "memory": [partial(check_memory, one) for one in (torch.float32, torch.bfloat16)],
     "quantised products": [
-        *(partial(check_quantised_products, *one) for one in (("int8", 32, HALF[0]), ("int8", 128, HALF[1]))),
-        *(partial(check_quantised_products, *one) for one in (("int4", 32, HALF[0]), ("int4", 64, HALF[1]))),
-        *(partial(check_quantised_products, *one) for one in (("e4m3", 128, HALF[0]), ("e4m3", 32, HALF[1]))),
+        *(partial(check_quantised_products, *one) for one in (("int8", 32, HALF[0]), ("int4", 32, HALF[0]))),
+        *(partial(check_quantised_products, *one) for one in (("int4", 64, HALF[1]), ("e4m3", 128, HALF[0]))),
         check_e4m3,
     ],
+    "recurrences": [partial(check_scans, torch.float32)],
+    "sums along a row": [partial(check_row_sums, one) for one in (torch.float32, torch.bfloat16)],
     "experts": [partial(check_experts, *one) for one in (("plain", HALF[1]), ("int4", HALF[0]))],
 }
 

@@ -41,6 +41,14 @@ def _operators() -> ModuleType:
     return operators
 
 
+@cache
+def scan_operators() -> ModuleType:
+    """Returns the functions for recurrences, and for sums along a row."""
+    from diskprefix.accelerator import scan_operators
+
+    return scan_operators
+
+
 def kernel(device: torch.device) -> str:
     """Returns the version of the kernels and of their tiles on a device, for the identity."""
     return str(_operators().identity(device))

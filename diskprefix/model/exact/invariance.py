@@ -24,7 +24,7 @@ from diskprefix.model.exact.invariant import as_it_was, install, uninstall
 from diskprefix.model.exact.kernel_calls import MAX_ROWS, Form, digest
 from diskprefix.model.exact.layer_kinds import LayerRecord, LayerSample, sample_of
 from diskprefix.model.exact.patterns import NAME, NotInvariant
-from diskprefix.model.exact.recurrent import has_scans
+from diskprefix.model.exact.recurrent import has_scans, scans_on
 from diskprefix.model.exact.rehearsal import interrupt, made_up_tokens, read_layout, rehearse, restore
 from diskprefix.model.exact.rows import are_whole, is_curve, is_ours
 from diskprefix.model.exact.runner import can_pack
@@ -210,11 +210,11 @@ def _why_not(model: PreTrainedModel, layout: Layout) -> str:
 
 def _why_no_scans(model: PreTrainedModel, layout: Layout) -> str:
     """Returns why no recurrent layer of a model is computed token after token, "" if one is."""
-    compiled = operators()
-    if is_accelerated(model.device) or compiled is None:
-        return "recurrent layers on an accelerator"
+    scans = scans_on(model.device)
     # transformers goes over the tokens of RWKV one by one.
-    is_by_token = layout.cache_kind == "rwkv" or any(has_scans(module, compiled) for module in model.modules())
+    is_by_token = layout.cache_kind == "rwkv" or (
+        scans is not None and any(has_scans(module, scans) for module in model.modules())
+    )
     return "" if is_by_token else "recurrent layers of its own"
 
 
@@ -353,8 +353,10 @@ def _is_harmless(name: str, args: Sequence[Any]) -> bool:
     if args and all(isinstance(arg, torch.Tensor) and arg.ndim == 0 for arg in args):
         # No step changes the number of numbers.
         return True
-    if name in _SHARED_SUMS and isinstance(args[0], torch.Tensor) and args[0].device.type != "cpu":
-        return False
+    if name in _SHARED_SUMS and isinstance(args[0], torch.Tensor):
+        device = args[0].device
+        if device.type != "cpu" or is_accelerated(device):
+            return False
     return _is_outer(args) if name in _PRODUCTS else name in _HARMLESS and _is_whole(name, args)
 
 

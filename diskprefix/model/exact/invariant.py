@@ -28,7 +28,7 @@ from diskprefix.model.exact.fused import Parts, norm_of
 from diskprefix.model.exact.mixtures import experts
 from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
-from diskprefix.model.exact.recurrent import with_scans
+from diskprefix.model.exact.recurrent import Scans, scans_on, with_scans
 from diskprefix.model.exact.rows import (
     MAX_TERMS,
     as_ours,
@@ -38,16 +38,18 @@ from diskprefix.model.exact.rows import (
     is_ours,
     linear,
     spread_of_rows,
+    sum_of_rows,
     times,
 )
 from diskprefix.native.blocks import Norm
-from diskprefix.native.library import Operators, described, operators
+from diskprefix.native.library import described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _REPLACED = ("forward", "expand_kv", "_attn")
 """Methods that others take the place of."""
 _OF_A_TOKEN = frozenset({"matmul", "std"})
-"""Functions of `_Rows` that forwards and their methods call by these names."""
+_AT_ROWS = _OF_A_TOKEN | {"sum", "mean"}
+"""Functions of `_Rows` that forwards and their methods call by these names. The second set is that of accelerators."""
 
 _NUMBER_BY_NUMBER = frozenset({
     *(nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Mish, nn.ELU, nn.LogSigmoid),
@@ -94,7 +96,7 @@ def _methods_of(model: PreTrainedModel, config: Any) -> _Methods:
     try:
         # What is larger is compared with what its own parts compute.
         steps: list[_ForwardOf] = [_norm_of] if accelerates else []
-        steps.append(partial(_forward_of, parts, compiled))
+        steps.append(partial(_forward_of, parts, scans_on(model.device), _AT_ROWS if accelerates else _OF_A_TOKEN))
         if parts is not None:
             steps += [parts.larger, parts.largest]
         for forward_of in steps:
@@ -145,9 +147,12 @@ def as_it_was(model: PreTrainedModel) -> Iterator[None]:
             install(model, products)
 
 
-def _forward_of(parts: Parts | None, compiled: Operators | None, module: nn.Module) -> Callable[..., Any] | None:
-    """Returns what replaces a module's forward, None if that need not change."""
-    if (with_ours := with_scans(module, compiled)) is not None:
+def _forward_of(
+    parts: Parts | None, scans: Scans | None, names: frozenset[str], module: nn.Module
+) -> Callable[..., Any] | None:
+    """Returns what replaces a module's forward, None if that need not change. `names` are those of functions that
+    `_Rows` computes."""
+    if (with_ours := with_scans(module, scans)) is not None:
         return partial(_with_rows, with_ours, module)
     if parts is not None and (forward := parts.smallest(module)) is not None:
         return forward
@@ -155,7 +160,7 @@ def _forward_of(parts: Parts | None, compiled: Operators | None, module: nn.Modu
         return partial(_linear, module._parameters)
     if type(module) in _NUMBER_BY_NUMBER:
         return partial(in_whole_vectors, partial(type(module).forward, module))
-    if _has_matrices(module) or any(map(_has_matrices, module.children())) or _names_curve(module):
+    if _has_matrices(module) or any(map(_has_matrices, module.children())) or _names(module, names):
         return partial(_with_rows, type(module).forward, module)
     return None
 
@@ -163,7 +168,8 @@ def _forward_of(parts: Parts | None, compiled: Operators | None, module: nn.Modu
 def _norm_of(module: nn.Module) -> Callable[..., Any] | None:
     """Returns what replaces the forward of a norm on an accelerator, None for other modules."""
     found = norm_of(module, accelerated.normed)
-    return None if found is None else partial(_normed, partial(type(module).forward, module), found)
+    own = partial(_with_rows, type(module).forward, module)
+    return None if found is None else partial(_normed, own, found)
 
 
 def _normed(own: Callable[..., Any], norm: Norm, rows: torch.Tensor, *gate: Any) -> Any:
@@ -177,15 +183,14 @@ def _has_matrices(module: torch.nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
 
 
-def _names_curve(module: torch.nn.Module) -> bool:
-    """Returns whether the forward of a module itself, or a method that it names, calls a function with several codes,
-    such as a gate's sigmoid, or multiplies numbers of a token with each other. Squares are not meant: they have one
-    code."""
+def _names(module: torch.nn.Module, functions: frozenset[str]) -> bool:
+    """Returns whether the forward of a module itself, or a method that it names, calls one of `functions` or one with
+    several codes, such as a gate's sigmoid. Squares are not meant: they have one code."""
     names = _names_in(type(module).forward)
     owners = {type(module), *map(type, module.children())}
     methods = [vars(owner).get(name) for owner in owners for name in names if name not in _REPLACED]
     named = names.union(*map(_names_in, methods))
-    return any(name in _OF_A_TOKEN or (name != "pow" and is_curve(name, torch.float32)) for name in named)
+    return any(name in functions or (name != "pow" and is_curve(name, torch.float32)) for name in named)
 
 
 def _names_in(function: Any) -> set[str]:
@@ -232,7 +237,9 @@ class _Rows(TorchFunctionMode):
 
 _MATMUL = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
 _STD = frozenset({torch.std, torch.Tensor.std})
-_BY_ROWS = frozenset({functional.linear, torch.addmm, torch.bmm, *_MATMUL, *_STD})
+_MEANS = frozenset({torch.mean, torch.Tensor.mean})
+_SUMS = frozenset({torch.sum, torch.Tensor.sum, *_MEANS})
+_BY_ROWS = frozenset({functional.linear, torch.addmm, torch.bmm, *_MATMUL, *_STD, *_SUMS})
 
 
 def _by_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -244,6 +251,8 @@ def _by_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return times(*args, **kwargs)
         is_small = min(args[0].ndim, args[1].ndim) > 2 and args[0].shape[-1] <= MAX_TERMS
         return each_times(*args) if is_small and not kwargs else None
+    if func in _SUMS and args:
+        return sum_of_rows(*args, **kwargs, is_mean=func in _MEANS)
     if func in _STD:
         return spread_of_rows(func, *args, **kwargs)
     if kwargs:

@@ -26,6 +26,8 @@ _CURVES = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid
 _CURVES_OF_HALF = frozenset({"gelu", "mish", "pow", "rsqrt"})
 """The second set is that of bfloat16 and float16."""
 
+_SUMMED = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
 _Found = TypeVar("_Found")
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
 """True while a product is computed here. `invariance` does not watch the operators of that time."""
@@ -66,6 +68,17 @@ def spread_of_rows(function: Callable[..., torch.Tensor], rows: torch.Tensor, *a
     if rows.ndim < 2 or args or kwargs.get("dim") != -1 or not kwargs.get("keepdim"):
         return function(rows, *args, **kwargs)
     return as_ours(function, torch.cat([rows, rows[..., -1:, :]], dim=-2), **kwargs)[..., :-1, :]
+
+
+def sum_of_rows(rows: torch.Tensor, dim: Any = None, keepdim: bool = False, *, is_mean: bool, **others: Any) -> Any:
+    """Returns the sum or the mean along rows on an accelerator, where torch splits it by the number of rows. Returns
+    None for anything else, which torch may compute."""
+    is_along_rows = dim in (-1, (-1,), [-1], rows.ndim - 1) and not others and rows.dtype in _SUMMED
+    if not is_along_rows or not is_accelerated(rows.device):
+        return None
+    divisor = float(rows.shape[-1]) if is_mean else 1.0
+    found = as_ours(accelerated.scan_operators().row_sums, rows, divisor)
+    return found if keepdim else found.squeeze(-1)
 
 
 def forget_forms() -> None:
