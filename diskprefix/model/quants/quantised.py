@@ -29,16 +29,8 @@ from diskprefix.model.load.memory import one_thread
 from diskprefix.model.load.served_tensors import ServedTensor, packed_tensor
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices
 from diskprefix.model.quants.matrix_packing import MatrixPacking
-from diskprefix.model.quants.products import (
-    Product,
-    compiled,
-    grouped_of,
-    kernel_on,
-    matrix_of,
-    product_of,
-    product_on_accelerator,
-    weights_of,
-)
+from diskprefix.model.quants.on_accelerator import grouped_of, kernel_on, product_on_accelerator
+from diskprefix.model.quants.products import Product, compiled, matrix_of, product_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised_experts import (
     QuantisedExperts,

@@ -13,7 +13,8 @@ from diskprefix.model.exact import accelerated
 from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, routed, weighted
 from diskprefix.model.exact.rows import as_ours
 from diskprefix.model.quants.forms import Quants
-from diskprefix.model.quants.products import compiled, grouped_of, matrix_of, weights_of
+from diskprefix.model.quants.on_accelerator import grouped_of
+from diskprefix.model.quants.products import compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.matrix import fills_blocks

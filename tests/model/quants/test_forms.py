@@ -7,7 +7,7 @@ import torch
 
 from diskprefix.errors import ModelError
 from diskprefix.model.quants.forms import Quants, quantised, unpacked
-from diskprefix.model.quants.products import grouped_of
+from diskprefix.model.quants.on_accelerator import grouped_of
 from diskprefix.model.quants.quant_form import FILE_FORMS, FORMS, QuantForm
 from diskprefix.native.matrix import fills_blocks
 
