@@ -37,7 +37,7 @@ from tests.faults.power.recording import Disk, Event, Op, record
 from tools.measuring.options import FOLDER, JSON
 from tools.measuring.report import new_table
 
-IMAGE_TIMEOUT_S = 60.0
+IMAGE_TIMEOUT_S = 300.0
 NEAR, EVERY = 8, 10
 """So many moments after a fault are looked at, and of those that follow one of so many."""
 MOST_FAILURES = 3
