@@ -66,7 +66,7 @@ def preloaded(root: Path, log: Path) -> dict[str, str]:
     return {"LD_PRELOAD": str(recorder()), "POWER_ROOT": str(root), "POWER_LOG": str(log)}
 
 
-def record(arguments: Sequence[str], root: Path, log: Path, timeout_s: float = 120.0) -> list[Event]:
+def record(arguments: Sequence[str], root: Path, log: Path, timeout_s: float = 900.0) -> list[Event]:
     """Runs Python with `arguments` and returns what it did below `root`. Raises `RuntimeError` if it failed."""
     log.unlink(missing_ok=True)
     environment = os.environ | preloaded(root, log) | {"OMP_NUM_THREADS": "1"}
