@@ -312,8 +312,7 @@ def _run(
     """Returns the state of all tokens with the states at the end, and next-token logits by the number of tokens: those
     after each step, and in the last one those of each token. With `interrupted`, it goes on in other memory, after
     another sequence that is not recorded, as after a restore: nothing but that memory may decide what comes then."""
-    arena, logits = KVArena(layout, model.device), dict[int, torch.Tensor]()
-    arena.reserve(token_ids.shape[1])
+    arena, logits = _arena(model, layout, token_ids.shape[1]), dict[int, torch.Tensor]()
     for part in torch.split(token_ids, list(steps), dim=1):
         end = arena.num_tokens + part.shape[1]
         is_last = end == token_ids.shape[1]
@@ -323,12 +322,20 @@ def _run(
             interrupted.is_paused = True
             interrupt(model, layout)
             interrupted.is_paused, interrupted = False, None
-            other = KVArena(layout, model.device)
-            other.reserve(token_ids.shape[1])
+            other = _arena(model, layout, token_ids.shape[1])
             restore(arena, other)
             arena = other
         advance(end)
     return bytes(arena.read_tokens(0, arena.num_tokens)) + bytes(arena.read_states()), logits
+
+
+def _arena(model: PreTrainedModel, layout: Layout, num_tokens: int) -> KVArena:
+    """Returns memory for so many tokens, full of NaN: a model that reads behind the last token is then not exact."""
+    arena = KVArena(layout, model.device)
+    arena.reserve(num_tokens)
+    for memory in arena.memory:
+        memory.tensor.fill_(torch.nan)
+    return arena
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

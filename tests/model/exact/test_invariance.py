@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.lfm2 import modeling_lfm2
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
@@ -24,7 +25,7 @@ from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import current_step
 from diskprefix.model.exact import invariance, invariant, recurrent, rows
 from diskprefix.model.exact import kernel_calls as calls
-from diskprefix.model.exact.attention import kernel
+from diskprefix.model.exact.attention import attend, kernel
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.kernel_calls import KernelCall
 from diskprefix.model.exact.patterns import NAME, NotInvariant
@@ -88,6 +89,18 @@ def test_what_is_exact_on_the_grid_only_says_why(name: str, reason: str) -> None
     exact_at, found = verdict(name)
     assert exact_at == "grid"
     assert reason in found
+
+
+def test_a_model_that_reads_behind_the_last_token_is_not_exact() -> None:
+    def reads_behind(module: Any, query: Any, key: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        out, weights = attend(module, query, key, *args, **kwargs)
+        return out + 0.0 * key[..., -1:, :1].mean(), weights
+
+    ALL_ATTENTION_FUNCTIONS.register(NAME, reads_behind)
+    try:
+        assert verdict("llama") == ("grid", "its attention is another one (error nan)")
+    finally:
+        ALL_ATTENTION_FUNCTIONS.register(NAME, attend)
 
 
 def in_chunks_of_the_step(
