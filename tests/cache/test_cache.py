@@ -235,7 +235,7 @@ def test_pages_that_lmdb_cannot_read_make_misses_and_a_degraded_cache(
     def damaged(*_: object) -> None:
         raise lmdb.CorruptedError("MDB_CORRUPTED")
 
-    monkeypatch.setattr(Snapshot, "piece", damaged)
+    monkeypatch.setattr(Snapshot, "pieces_at", damaged)
     warm = runner.run(prompt, "full", reply=4)
     assert same(cold, warm)
     assert warm.report.miss_reason == "error"

@@ -104,6 +104,16 @@ def test_memory_may_begin_where_the_window_does() -> None:
 
 
 @pytest.mark.usefixtures("operators")
+def test_a_row_with_a_score_that_is_no_number_is_none_in_any_company() -> None:
+    layer = Layer.of(replace(SMALL, dtype=torch.float32))
+    layer.keys[:, :, 300] = float("nan")
+    whole = layer.cut([LENGTH])
+    assert whole[:300].isfinite().all()
+    assert whole[300:].isnan().all()
+    assert all(layer.attended(Run(position, 1)).isnan().all() for position in range(300, 332))
+
+
+@pytest.mark.usefixtures("operators")
 @pytest.mark.parametrize("dims", [(-3, -2), (-2, -1)])
 def test_rows_may_lie_anywhere_in_memory(dims: tuple[int, int]) -> None:
     layer = Layer.of(replace(SMALL, dtype=torch.float32))

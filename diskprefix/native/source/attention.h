@@ -26,6 +26,7 @@ constexpr int64_t STRIDE = KEY_TILE + 16;   // of scores and weights, not a powe
 constexpr int64_t ALONE = 8;                // with fewer tiles than this in all, one thread is faster
 constexpr float NOTHING = -1e30f;           // the maximum of no scores: finite, as infinities have no difference
 constexpr float HIDDEN = -__builtin_inff();
+constexpr float NO_NUMBER = __builtin_nanf("");
 
 
 // The state of rows: the largest score × log2(e), the sum of weights, and the weighted sums of values. There is room
@@ -296,19 +297,23 @@ class Computation {
     }
   }
 
-  // The weights of a row that sees the keys from `first` up to `end`. Other scores are hidden.
+  // The largest score of a row that sees the keys from `first` up to `end`; other scores are hidden. It is no number if
+  // one of them is none: which one a comparison returns would depend on where the block of rows ends.
   float largest_score(float* scores, int64_t count, int64_t first, int64_t end) const {
     if (call_.softcap) cap(scores, count);
     if (first > 0 || end < count) hide(scores, count, first, end);
-    Floats highest[2] = {loaded<Floats>(scores), loaded<Floats>(scores + LANES)};
-    for (int64_t i = 2 * LANES; i < count; i += 2 * LANES) {
-      highest[0] = larger(highest[0], loaded<Floats>(scores + i));
-      highest[1] = larger(highest[1], loaded<Floats>(scores + i + LANES));
+    Floats highest[2] = {all(HIDDEN), all(HIDDEN)};
+    Mask none = {};
+    for (int64_t i = 0; i < count; i += 2 * LANES) {
+      const Floats low = loaded<Floats>(scores + i), high = loaded<Floats>(scores + i + LANES);
+      highest[0] = larger(highest[0], low), highest[1] = larger(highest[1], high);
+      none |= unordered(low, high);
     }
-    return largest_of(larger(highest[0], highest[1]));
+    return has_any(none) ? NO_NUMBER : largest_of(larger(highest[0], highest[1]));
   }
 
-  // Turns a row of scores into weights in the same memory, and returns their sum.
+  // Turns a row of scores into weights in the same memory, and returns their sum: no number if `top` is none, and so is
+  // then what the row gets.
   float weigh(float* scores, int64_t count, float top) const {
     Factor* weights = (Factor*)scores;
     // The difference first: that of the largest score is exactly 0, however large it is.
@@ -320,7 +325,7 @@ class Computation {
       sums[0] += low, sums[1] += high;
       Product::put_factors(weights + i, low, high);
     }
-    return sum_of(sums[0] + sums[1]);
+    return top == top ? sum_of(sums[0] + sums[1]) : NO_NUMBER;
   }
 
   void cap(float* scores, int64_t count) const {

@@ -80,6 +80,21 @@ inline Floats larger(Floats a, Floats b) {
 #endif
 }
 
+// Lanes in which one of two numbers is none.
+#if defined(__AVX512F__)
+typedef __mmask16 Mask;
+inline Mask unordered(Floats a, Floats b) { return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_UNORD_Q); }
+inline bool has_any(Mask mask) { return mask; }
+#else
+typedef Ints Mask;
+inline Mask unordered(Floats a, Floats b) { return (a != a) | (b != b); }
+inline bool has_any(Mask mask) {
+  bool found = false;
+  for (int lane = 0; lane < LANES; ++lane) found |= mask[lane] != 0;
+  return found;
+}
+#endif
+
 inline Ints lane_numbers() {
   Ints numbers;
   for (int lane = 0; lane < LANES; ++lane) numbers[lane] = lane;

@@ -50,6 +50,12 @@ def opened(
     assert complaints == []
 
 
+def held(page: Page) -> Page:
+    """The page, which from here on shows what a test gives it, and not what the daemon says meanwhile."""
+    page.evaluate("() => { window.given = { onState, showEntries }; onState = showEntries = () => {}; }")
+    return page
+
+
 def ask(daemon: DaemonProcess, text: str, **fields: Any) -> httpx.Response:
     body = {"messages": [{"role": "user", "content": text}], "max_tokens": 4, "temperature": 0} | fields
     with daemon.client() as client:
@@ -177,9 +183,11 @@ def test_a_day_fits_two_screens_and_begins_with_a_sentence(browser: Browser, dae
     daemon.wait_saved()
     with daemon.client() as client, opened(browser, daemon.url) as page:
         page.wait_for_selector("#icicle button")
-        page.evaluate("shown => showEntries(shown)", of_forty_prompts(client.get("/dashboard/entries").json()))
+        held(page).evaluate(
+            "shown => given.showEntries(shown)", of_forty_prompts(client.get("/dashboard/entries").json())
+        )
         day = after_a_day(client.get("/dashboard/state").json())
-        page.evaluate("now => { state.fresh = true; onState(now); }", day)
+        page.evaluate("now => { state.fresh = true; given.onState(now); }", day)
         sentence = (
             "97.0 % of the prompt tokens restored today, 11.0 min of waiting spared. First token: 23.0 s → 100 ms."
         )
@@ -188,11 +196,11 @@ def test_a_day_fits_two_screens_and_begins_with_a_sentence(browser: Browser, dae
         page.click("#more-lanes")
         assert page.locator("#icicle button").count() == 41
         page.get_by_label("Dismiss: problem 1").click()
-        page.evaluate("now => onState(now)", day)
+        page.evaluate("now => given.onState(now)", day)
         assert "problem 3" in page.inner_text("#problems")
         assert "problem 1" not in page.inner_text("#problems")
-        page.evaluate("now => onState(now)", day | {"problems": []})
-        page.evaluate("now => onState(now)", day)
+        page.evaluate("now => given.onState(now)", day | {"problems": []})
+        page.evaluate("now => given.onState(now)", day)
         assert "problem 1" in page.inner_text("#problems"), "it was over, and came again"
         assert not page.get_by_label("Dismiss: problem 0").count(), "an error stays"
 
@@ -202,11 +210,11 @@ def test_a_page_without_requests_has_the_address_and_while_the_model_loads_how_f
 ) -> None:
     with daemon.client() as client, opened(browser, daemon.url) as page:
         new = client.get("/dashboard/state").json() | {"requests": [], "ended": []}
-        page.evaluate("now => { state.fresh = true; onState(now); }", new)
+        held(page).evaluate("now => { state.fresh = true; given.onState(now); }", new)
         assert page.inner_text("#url") == f"{daemon.url}/v1"
         assert not page.is_visible("#times")
         loading = {"status": "loading", "message": "measuring: 25 %", "model": None, "cache": None, "memory": None}
-        page.evaluate("now => { state.fresh = true; onState(now); }", new | loading)
+        page.evaluate("now => { state.fresh = true; given.onState(now); }", new | loading)
         assert page.locator("#progress [role=progressbar]").get_attribute("aria-valuenow") == "25"
         assert page.is_visible("#url")
         assert not page.is_visible("#all")
@@ -247,14 +255,30 @@ def test_a_crowded_page_is_no_wider_than_a_telephone(browser: Browser, daemon: D
     daemon.wait_saved()
     with daemon.client() as client, opened(browser, daemon.url, viewport=PHONE) as page:
         page.wait_for_selector("#icicle button")
-        page.evaluate("shown => showEntries(shown)", crowded_trees(client.get("/dashboard/entries").json()))
+        held(page).evaluate("shown => given.showEntries(shown)", crowded_trees(client.get("/dashboard/entries").json()))
         page.locator("#icicle button").first.click()
-        page.evaluate("now => onState(now)", crowded(client.get("/dashboard/state").json()))
+        page.evaluate("now => given.onState(now)", crowded(client.get("/dashboard/state").json()))
         too_wide = """() => [...document.querySelectorAll("body *")].filter((one) =>
           one.getBoundingClientRect().right > innerWidth && !one.closest(".scroll, #icicle, pre, .unseen"))
           .map((one) => one.outerHTML.slice(0, 100))"""
         assert page.evaluate(too_wide) == []
         assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
+
+
+def test_the_shortest_trunk_can_be_clicked(browser: Browser, daemon: DaemonProcess) -> None:
+    for name in ("one", "another"):
+        ask(daemon, f"both prompts begin so: {name} is long enough to be saved and to continue a short trunk. " * 3)
+    daemon.wait_saved()
+    with daemon.client() as client, opened(browser, daemon.url, viewport=PHONE) as page:
+        entries = client.get("/dashboard/entries").json()
+        nodes = entries["trees"][0]["nodes"]
+        trunk = next(one for one in nodes if not one["parent"] and any(node["parent"] == one["id"] for node in nodes))
+        for node in nodes:
+            node["end"] += 0 if node is trunk else 10_000
+        page.wait_for_selector("#icicle button")
+        held(page).evaluate("shown => given.showEntries(shown)", entries)
+        page.locator(f"[data-trunk='{trunk['id']}']").click()
+        assert page.inner_text("#trunk dd").startswith(f"0 to {trunk['end']},")
 
 
 @pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "light"), (PHONE, "dark")])

@@ -1,6 +1,6 @@
 // The prefix tree as an icicle: tokens from left to right, a lane for each saved prompt, trunks as high as they are shared.
 
-const LANE = 22, FEW_LANES = 10, MOST_LANES = 60;
+const LANE = 22, FEW_LANES = 10, MOST_LANES = 60, NARROWEST = 16;
 
 const tree = { found: null, chosen: 0, selected: null, lanes: [], byId: new Map() };
 
@@ -29,7 +29,12 @@ function drawTree() {
   const all = Math.max(...nodes.map((node) => node.lane + node.lanes)), lanes = Math.min(most_lanes, all);
   box.style.setProperty("height", `${lanes * LANE}px`);
   const active = tree.byId.has(tree.selected) ? tree.selected : visible[0].id;
-  box.replaceChildren(...visible.map((node) => buttonOf(node, most, lanes, entries, node.id === active, shown)));
+  for (const node of visible) {
+    // However few tokens a node has, it can be seen and clicked: what continues it begins behind it.
+    node.width = `max(${NARROWEST}px, ${(100 * (node.end - node.start)) / most}%)`;
+    node.before = node.parent ? [...tree.byId.get(node.parent).before, tree.byId.get(node.parent).width] : ["0px"];
+  }
+  box.replaceChildren(...visible.map((node) => buttonOf(node, lanes, entries, node.id === active, shown)));
   if (focused) box.querySelector(`[data-trunk="${focused}"]`)?.focus();
   more.hidden = all <= FEW_LANES;
   const unseen = nodes.filter((node) => node.lane >= MOST_LANES && node.entries.length).length;
@@ -54,14 +59,14 @@ function placed(nodes) {
 
 const heat = (hits) => (hits === 0 ? 0 : hits < 3 ? 1 : hits < 10 ? 2 : 3);
 
-function buttonOf(node, most, lanes, entries, isActive, shown) {
+function buttonOf(node, lanes, entries, isActive, shown) {
   const preview = node.entries.map((id) => entries.get(id)?.preview).find(Boolean);
   const shared = node.num_entries > 1 ? `${plural(node.num_entries, "prompt")} · ` : "";
   const isLeaf = !node.children.length;
   // Prompts of one agent begin alike: their ends tell them apart.
   const label = preview && isLeaf ? preview.split("…").pop().trim() || preview : `${shared}${count(node.end - node.start)} tokens`;
   const height = Math.min(node.lanes, lanes - node.lane) * LANE;
-  const style = { left: `${(100 * node.start) / most}%`, width: `${(100 * (node.end - node.start)) / most}%`, top: `${node.lane * LANE}px`, height: `${height}px` };
+  const style = { left: `calc(${node.before.join(" + ")})`, width: node.width, top: `${node.lane * LANE}px`, height: `${height}px` };
   const told = `Tokens ${count(node.start)} to ${count(node.end)}, ${plural(node.num_entries, "saved prompt")}, ${bytes(node.stored_bytes)}, ${plural(node.hits, "hit")}`;
   const attributes = { type: "button", "data-trunk": node.id, class: `heat${heat(node.hits)}${isLeaf ? " leaf" : ""}`, title: told, "aria-label": preview ? `${told}. ${preview}` : told };
   return make("button", { ...attributes, style, tabindex: isActive ? 0 : -1, "aria-pressed": node.id === tree.selected, onclick: () => selectTrunk(node, entries, shown), onkeydown: (event) => moveInTree(event, node) }, label);
