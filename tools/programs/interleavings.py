@@ -21,7 +21,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,6 +47,8 @@ _COLLECT_EVERY = 50
 _HANG_S = 600
 """Of real time, as the machine may be busy. A history takes a thirtieth of a second."""
 _MOST_FAILURES = 5
+_INTERRUPTED = 128 + signal.SIGINT
+"""The exit code of a run that was ended by Ctrl-C or SIGTERM."""
 
 
 @dataclass
@@ -58,6 +60,7 @@ class Result:
     cpu_s: float = 0.0
     events: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[int, str]] = field(default_factory=list)
+    is_cut_off: bool = False
 
     def add(self, other: Result) -> None:
         self.histories += other.histories
@@ -147,23 +150,20 @@ def simulate(
     until: str | None = None,
     on_progress: Callable[[Result], None] = lambda _: None,
 ) -> Result:
-    """Runs `count` histories from seed `first` on in so many processes. SIGINT and SIGTERM end it, with what is known
-    then."""
+    """Runs `count` histories from seed `first` on in so many processes. `KeyboardInterrupt` ends it, with what is known
+    then in `is_cut_off`."""
     whole = Result()
     work = partial(_share, first=first, count=count, folder=folder, without=without, until=until)
     gc.freeze()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    with (
-        ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool,
-        suppress(KeyboardInterrupt),
-    ):
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("fork")) as pool:
         try:
             for found in pool.map(work, range(first, first + count, AT_ONCE)):
                 whole.add(found)
                 on_progress(whole)
                 if len(whole.failures) >= (_MOST_FAILURES if until is None else 1):
                     break
+        except KeyboardInterrupt:
+            whole.is_cut_off = True
         finally:
             pool.shutdown(cancel_futures=True)
     return whole
@@ -223,6 +223,7 @@ def main(
     /dev/shm where there is one).
     """
     _with_fixed_hashes()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     console, shm = Console(stderr=True), Path("/dev/shm")
     say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     with tempfile.TemporaryDirectory(prefix="diskprefix-sim-", dir=folder or (shm if shm.is_dir() else None)) as work:
@@ -231,16 +232,15 @@ def main(
             click.echo(failure or "nothing is wrong")
             sys.exit(1 if failure else 0)
         if mutants:
-            found = {
-                name: simulate(first, histories, Path(work), processes, without=name, until=mutant.shows)
-                for name, mutant in MUTANTS.items()
-            }
-            for name, result in found.items():
-                where = (
-                    f"seed {result.failures[0][0]}: {result.failures[0][1][:300]}" if result.failures else "NOT FOUND"
-                )
-                say(f"without {name}: {where}")
-            sys.exit(0 if all(result.failures for result in found.values()) else 1)
+            are_found = True
+            for name, mutant in MUTANTS.items():
+                result = simulate(first, histories, Path(work), processes, without=name, until=mutant.shows)
+                if result.is_cut_off:
+                    sys.exit(_INTERRUPTED)
+                where = "".join(f"seed {seed}: {failure[:300]}" for seed, failure in result.failures[:1])
+                say(f"without {name}: {where or 'NOT FOUND'}")
+                are_found &= bool(result.failures)
+            sys.exit(0 if are_found else 1)
 
         told: list[tuple[int, str]] = []
 
@@ -257,7 +257,7 @@ def main(
         click.echo(json.dumps(vars(result), indent=2))
     else:
         _print(result)
-    sys.exit(1 if result.failures else 0)
+    sys.exit(1 if result.failures else _INTERRUPTED if result.is_cut_off else 0)
 
 
 if __name__ == "__main__":

@@ -305,7 +305,7 @@ def main(
             if bodies is not None and log.exists():
                 shutil.copy(log, bodies / f"{agent.name}.log")
     print_report(outcomes.report, as_json, show)
-    sys.exit(0 if is_good and all(each.is_good for each in outcomes) else 1)
+    sys.exit(0 if is_good and not outcomes.missing(chosen) else 1)
 
 
 if __name__ == "__main__":

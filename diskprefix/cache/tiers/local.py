@@ -16,7 +16,7 @@ from diskprefix.cache.tiers.nodes import Node
 from diskprefix.cache.tiers.tier import TierName, Write
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.codec.codec import Piece, is_in_memory, populate
+from diskprefix.store.codec.codec import Piece, populate
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.store.pieces import Cut
 from diskprefix.store.schema import MAX_PREFILL_S, Kind, NodeRecord, RootRecord
@@ -173,11 +173,8 @@ class DiskView:
         return usage.prefill_s if usage is not None and 0 < usage.prefill_s < MAX_PREFILL_S else 0.0
 
     def pieces(self, node: Node, cuts: Sequence[Cut], needed: Sequence[int]) -> Iterator[Write]:
-        # Both ends speak for what is between: to populate what is in memory would take a fifth of a restore.
-        ends = self._snapshot.pieces_at(node.name, (*needed[:1], *needed[-1:]))
-        is_cold = not all(end is not None and is_in_memory(end) for end in ends)
         for number, stored in zip(needed, self._snapshot.pieces_at(node.name, needed), strict=True):
-            yield partial(self._decode, node.name, number, stored, is_cold, cuts[number].piece)
+            yield partial(self._decode, node.name, number, stored, cuts[number].piece)
 
     def drop(self, node: Node, error: StoreCorrupt) -> None:
         self.damaged.add(node.name)
@@ -193,11 +190,8 @@ class DiskView:
             self.drop(Node(name, parent, 0, 0, Kind.BLOCK), error)
             return None
 
-    def _decode(
-        self, name: bytes, index: int, stored: memoryview | None, is_cold: bool, piece: Piece, out: Bytes
-    ) -> None:
+    def _decode(self, name: bytes, index: int, stored: memoryview | None, piece: Piece, out: Bytes) -> None:
         if stored is None:
             raise StoreCorrupt("a piece of its payload is missing")
-        if is_cold:
-            populate(stored)
+        populate(stored)
         self._snapshot.decode(name, index, stored, piece, out)

@@ -248,11 +248,13 @@ def prepare(model: PreTrainedModel) -> None:
     found: dict[str, int] = {}
     with one_thread():
         for module in model.modules():
-            if isinstance(module, QuantisedLinear | QuantisedEmbedding | QuantisedExperts):
-                module.prepare()
             if isinstance(module, QuantisedLinear | QuantisedMatrices):
                 kind = f"int{module.form.bits}"
                 found[kind] = found.get(kind, 0) + (len(module.packed) if isinstance(module, QuantisedMatrices) else 1)
+        for module in model.modules():
+            # On an accelerator it takes the packed matrices away.
+            if isinstance(module, QuantisedLinear | QuantisedEmbedding | QuantisedExperts):
+                module.prepare()
     others = [name for name, module in model.named_modules() if type(module) is nn.Linear]
     if found:
         counts = ", ".join(f"{count} matrices {kind}" for kind, count in sorted(found.items()))

@@ -217,28 +217,27 @@ _zstd = _Zstd()
 
 
 def populate(view: memoryview) -> None:
-    """Faults in the pages under `view` with one system call; on a cold page cache this reads at the disk's speed.
+    """Faults in the pages under `view` with one system call; on a cold page cache this reads at the disk's speed. Does
+    nothing if all are in the page cache: to map them here would take a fifth of a restore.
 
     Raises `StoreCorrupt` if the file is too short or the disk cannot be read; an access would end the process then.
     """
     if not len(view):
         return
-    start = _first_page(view)
+    start = address(view) // mmap.PAGESIZE * mmap.PAGESIZE
     num_bytes = address(view) + len(view) - start
+    if _is_in_memory(start, num_bytes):
+        return
     failed = _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), _MADV_POPULATE_READ)
     if failed and (number := ctypes.get_errno()) in _UNREADABLE:
         raise StoreCorrupt(f"the pages of a payload cannot be read: {os.strerror(number)}")
 
 
-def is_in_memory(view: memoryview) -> bool:
-    """Returns whether the first page of `view` is in the page cache. Takes less time than `populate`."""
-    found = ctypes.c_ubyte()
-    page = ctypes.c_void_p(_first_page(view))
-    return not _libc.mincore(page, ctypes.c_size_t(mmap.PAGESIZE), ctypes.byref(found)) and bool(found.value & 1)
-
-
-def _first_page(view: memoryview) -> int:
-    return address(view) // mmap.PAGESIZE * mmap.PAGESIZE
+def _is_in_memory(start: int, num_bytes: int) -> bool:
+    """Returns whether all pages from address `start` on are in the page cache."""
+    found = np.zeros(-(-num_bytes // mmap.PAGESIZE), dtype=np.uint8)
+    failed = _libc.mincore(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), ctypes.c_void_p(found.ctypes.data))
+    return not failed and bool((found & 1).all())
 
 
 def address(view: memoryview) -> int:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diskprefix.cache.tiers import local
 from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
@@ -113,24 +112,6 @@ def test_pieces_are_the_payload(store: Store, tier_of: Callable[[Publication], T
                 write(out)
                 written.append(out.tobytes())
             assert b"".join(written) == bytes(new.payload)
-
-
-@pytest.mark.parametrize("residency", [(True, True), (True, False), (False, True)])
-def test_a_node_is_populated_unless_both_its_ends_are_in_memory(
-    residency: tuple[bool, bool], store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pub, nodes, answers = publication(store, PROMPT), nodes_of(store), iter(residency)
-    populated: list[memoryview] = []
-    store.publish(pub)
-    monkeypatch.setattr(local, "is_in_memory", lambda _view: next(answers))
-    monkeypatch.setattr(local, "populate", populated.append)
-    tail = node_of(pub.nodes[-1])
-    cuts = nodes.cuts(tail)
-    with DiskTier(store, store.quarantine).view() as view:
-        for cut, write in zip(cuts, view.pieces(tail, cuts, range(len(cuts))), strict=True):
-            write(np.empty((cut.piece.num_rows, cut.piece.row_bytes), dtype=np.uint8))
-    assert len(cuts) == 2
-    assert len(populated) == (0 if all(residency) else 2)
 
 
 def test_a_dropped_node_is_not_found_any_more(store: Store, tier_of: Callable[[Publication], Tier]) -> None:

@@ -23,6 +23,8 @@ from diskprefix.store.codec.codec import (
     Codec,
     Element,
     Piece,
+    _is_in_memory,
+    address,
     decode_piece,
     decode_tokens,
     encode_piece,
@@ -455,6 +457,18 @@ def test_populating_pages_that_the_file_has_lost_is_an_error_and_not_the_end_of_
     populate(pages[: mmap.PAGESIZE])
     with pytest.raises(StoreCorrupt, match="cannot be read"):
         populate(pages[100:])
+
+
+def test_a_view_of_which_only_the_ends_are_in_memory_is_populated(tmp_path: Path) -> None:
+    path, num_bytes = tmp_path / "data", 8 << 20
+    path.write_bytes(bytes(num_bytes))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        pages = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    assert pages[0] == pages[-1] == 0
+    populate(pages)
+    assert _is_in_memory(address(pages), num_bytes)
 
 
 def test_no_flipped_bit_changes_tokens() -> None:
