@@ -129,8 +129,6 @@ class CachedRequest:
         if restored.last_node is not None:
             ttl_s = self._context.ttl_at(restored.stored_tokens)
             self.cache.writer.touch(restored.last_node, time.time(), ttl_s)
-        if restored.source == "disk":
-            self.cache.cost_model.record_restore(restored.num_bytes, self._load_s)
         self._saver.begin(restored)
         if self._bypass is None:
             self._saver.selection = selection = self._context.choose(self.nodes, restored)
@@ -166,6 +164,7 @@ class CachedRequest:
         if self._bypass is not None:
             return
         assert arena.num_tokens == len(self.prompt.token_ids), "state length must equal key length"
+        self._record_restore(arena)
         self._saved = "dropped"
         if self.cache.store.problem is not None:
             # Which is logged once, not for every prompt.
@@ -267,6 +266,12 @@ class CachedRequest:
             log.debug("%s", report.log_line())
         return report
 
+    def _record_restore(self, arena: KVArena) -> None:
+        """Records the time of the restore: until its last byte was decoded, or was on the device."""
+        on_device_s = arena.copies.seconds()
+        if self.restored.source == "disk" and on_device_s is not None:
+            self.cache.cost_model.record_restore(self.restored.num_bytes, max(self._load_s, on_device_s))
+
     @property
     def _is_not_saved(self) -> bool:
         return self._bypass is not None or self._saver.is_given_up
@@ -298,6 +303,7 @@ class CachedRequest:
             reuse_generated=self.options.reuse_generated,
             needs_logits=not self._context.goes_on,
             leaves_last=self.options.leaves_last,
+            num_readers=cache.num_readers,
             prefetched=self._prefetched.names,
         )
 

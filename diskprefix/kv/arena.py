@@ -6,7 +6,9 @@ once are several times faster to fill.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,12 +17,12 @@ import torch
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.caches import ArenaCache, ModelCache, RwkvStates, XlstmStates
 from diskprefix.kv.capturer import Capturer
+from diskprefix.kv.copies import STATES, Later, copies_for, finish
 from diskprefix.kv.group import GroupMemory, group_bytes, zeros
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
 from diskprefix.kv.sizes import CAPACITY_STEP, longest_within, whole_tiles
 from diskprefix.kv.step import Run, Step, computing
-from diskprefix.kv.transfer import bytes_of, copy_into, in_main_memory, tensor_over, write_through
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.units import format_size
 
@@ -66,19 +68,23 @@ class KVArena:
         self._marked: tuple[int, list[torch.Tensor]] = 0, []
         self.capturer: Capturer | None = None
         """The thread that copies state out of this memory."""
-        self.memory = [GroupMemory(group, device, block_size) for group in layout.groups]
+        self.copies = copies_for(device)
+        """The copies from and to main memory."""
+        self.memory = [GroupMemory(group, device, block_size, self.copies) for group in layout.groups]
         """The memory of per-token tensors, by group."""
         layers = [make_layer(spec) for spec in layout.layers]
         self.token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
         self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self.layers = layers
         self._states = self._allocate_states()
-        for layer in self.token_layers:
-            layer.grow = self.reserve
+        for number, layer in enumerate(layers):
+            if isinstance(layer, TokenLayer):
+                layer.grow, layer.arrive = self.reserve, partial(self.copies.arrive, number)
         self.cache = make_cache(layout.cache_kind, layers, lambda: self.num_tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what `copy.deepcopy` of a cache copies. Nothing is captured from a copy."""
+        self.copies.arrive()
         return vars(self) | {"capturer": None}
 
     @property
@@ -111,7 +117,7 @@ class KVArena:
         """Runs [1, n] more tokens. Returns the logits behind the last `num_logits` of them, shape [num_logits,
         vocab]."""
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
-        run = self.begin_step(end - start)
+        run = self.begin_step(end - start, by_layer=True)
         call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
         step = Step((run,)) if self._is_exact_at_tokens else None
         if "position_ids" in self.layout.options:
@@ -126,10 +132,13 @@ class KVArena:
         logits: torch.Tensor = output.logits[0, -num_logits:]
         return logits
 
-    def begin_step(self, num_rows: int) -> Run:
-        """Prepares the memory for a step of `num_rows` tokens."""
+    def begin_step(self, num_rows: int, *, by_layer: bool = False) -> Run:
+        """Prepares the memory for a step of `num_rows` tokens. `by_layer`: each layer has the device wait for its own
+        state, so that the first ones compute while that of the last is on its way. Otherwise all of it is waited
+        for."""
         start, end = self.num_tokens, self.num_tokens + num_rows
         self.make_room(end)
+        self.copies.arrive(STATES if by_layer else None)
         return Run(start, num_rows)
 
     def end_step(self, run: Run) -> None:
@@ -146,6 +155,7 @@ class KVArena:
     def _slide(self, end: int) -> None:
         start = self.num_tokens
         self.settle(drop=True)
+        self.copies.arrive()
         for memory in self.memory:
             if not memory.has_room(end):
                 memory.slide(memory.needed_from(start), start, end)
@@ -163,6 +173,8 @@ class KVArena:
         self._num_tokens = num_tokens
         if num_tokens < self.marked_tokens:
             self._marked = 0, []
+        if not all(memory.stays(num_tokens) for memory in self.memory):
+            self.copies.arrive()
         for memory in self.memory:
             memory.truncate(num_tokens)
         self._bind()
@@ -191,11 +203,13 @@ class KVArena:
         memory = self.memory[group]
         if not memory.has_room(end):
             self.settle(drop=True)
+        self.copies.arrive()
         memory.prepare_restore(self.num_tokens, start, end)
         self._bind()
 
     def mark(self) -> None:
         """Marks this point for `rewind` and `held`. States are copied, because they are updated in place."""
+        self.copies.arrive(STATES)
         self._marked = self.num_tokens, [tensor.clone() for tensor in self._states]
         for memory in self.memory:
             memory.mark(self.num_tokens)
@@ -203,6 +217,8 @@ class KVArena:
     def copy_from(self, other: KVArena, num_tokens: int) -> None:
         """Copies the first `num_tokens` tokens of another sequence, which must hold them. There must be room for them.
         Of states, those at the marked point of `other` are copied."""
+        for one in (self, other):
+            one.copies.arrive()
         for mine, its in zip(self.memory, other.memory, strict=True):
             mine.copy_from(its, num_tokens)
         self.truncate(num_tokens)
@@ -212,6 +228,7 @@ class KVArena:
     def rewind(self) -> None:
         """Returns to the marked point."""
         num_tokens, states = self._marked
+        self.copies.arrive()
         self.truncate(num_tokens)
         for state, marked in zip(self._states, states, strict=True):
             state.copy_(marked)
@@ -223,6 +240,7 @@ class KVArena:
             return
         # The longest: in the middle of a step, some layers have its tokens already.
         valid = max(layer.length for layer in self.token_layers)
+        self.copies.arrive()
         capacity = self._affordable_capacity(num_tokens, valid)
         if not valid:
             self._release()
@@ -236,8 +254,7 @@ class KVArena:
         """Has `write` fill rows of a group; of per-token tensors for tokens `position` … `position + num_tokens`.
 
         A row is one head of one tensor, or a part of a state. `write` gets bytes of shape [rows, row_bytes], each row
-        contiguous. Different threads may fill different rows at once. On the CPU numpy copies: torch would use all
-        compute threads for each piece while the model computes beside it.
+        contiguous. Different threads may fill different rows at once.
         """
         number = group - len(self.layout.groups)
         if number < 0:
@@ -245,15 +262,12 @@ class KVArena:
             return
         specs = self.layout.states[number]
         part = self._states[number].view(len(specs.specs) * specs.rows_each, -1)[rows]
-        if in_main_memory(part):
-            write(bytes_of(part))
-        else:
-            write_through(write, part)
+        self.copies.fill(part, write, (STATES,))
 
     def logits_from(self, payload: Bytes) -> torch.Tensor:
         """Returns the logits in a tail's payload, shape [vocab], on the arena's device. `payload` must not change
         afterwards."""
-        return torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype).to(self.device)
+        return self.copies.upload(torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype))
 
     def read_tokens(self, position: int, num_tokens: int) -> memoryview:
         """Returns a copy of the tokens' state as a payload. May run beside a thread that writes later tokens."""
@@ -265,21 +279,32 @@ class KVArena:
             start = end
         return payload.data
 
-    def read_states(self, room_bytes: int = 0) -> memoryview:
+    def read_states(self, room_bytes: int = 0, later: Later | None = None) -> memoryview:
         """Returns a copy of the states as in a checkpoint's payload, with `room_bytes` more bytes behind them, which
-        hold anything. For the engine thread: each step changes the states."""
+        hold anything. For the engine thread: each step changes the states. With `later`, this does not wait for a
+        device: the bytes are there when `finish` has made these copies."""
+        self.copies.arrive(STATES)
         payload = np.empty(self.layout.state_bytes + room_bytes, dtype=np.uint8)
+        copied: Later = deque() if later is None else later
         start = 0
         for group, tensor in zip(self.layout.states, self._states, strict=True):
-            copy_into(payload[start : start + group.num_bytes], tensor)
+            self.copies.read_later(payload[start : start + group.num_bytes], tensor, copied)
             start += group.num_bytes
+        if later is None:
+            finish(copied)
         return payload.data
 
-    def logits_bytes(self, logits: torch.Tensor) -> memoryview:
-        """Returns next-token logits, shape [vocab], as in a tail's payload."""
-        payload = np.empty(self.layout.logits_bytes, dtype=np.uint8)
-        tensor_over(payload.data, self.layout.logits_dtype).copy_(logits)
-        return payload.data
+    def logits_bytes(
+        self, logits: torch.Tensor, later: Later | None = None, payload: memoryview | None = None
+    ) -> memoryview:
+        """Returns next-token logits, shape [vocab], as in a tail's payload: in `payload`, if that is given. `later` as
+        in `read_states`."""
+        found = bytearray(self.layout.logits_bytes) if payload is None else payload
+        copied: Later = deque() if later is None else later
+        self.copies.read_later(np.frombuffer(found, np.uint8), logits.detach().to(self.layout.logits_dtype), copied)
+        if later is None:
+            finish(copied)
+        return memoryview(found)
 
     def _affordable_capacity(self, num_tokens: int, valid: int) -> int:
         """Returns the capacity to grow to: by half at least, so that a long reply copies the arena seldom, or by the
@@ -327,6 +352,8 @@ class KVArena:
 
     def discard(self) -> None:
         """Frees all memory at once. Nothing may use the arena any more."""
+        # The device must not copy to memory of another owner.
+        self.copies.arrive()
         # Its layers and its cache refer to it, and a garbage collection may be long in coming.
         vars(self).clear()
 

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from diskprefix.kv.copies import Copies
 from diskprefix.kv.layout import Group
 from diskprefix.kv.sizes import PAD_TOKENS, TILE, whole_tiles, window_room
-from diskprefix.kv.transfer import bytes_of, copy_into, in_main_memory, write_through
+from diskprefix.kv.transfer import bytes_of
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.tokens import floor_to_grid
 
@@ -47,11 +48,12 @@ class GroupMemory:
     """The memory of the tokens of a sequence from position `first` on, a multiple of `TILE`.
 
     With `block_size`, it slides, and keeps blocks of so many tokens until they are complete. With None, it keeps all
-    tokens.
+    tokens. What `copies` load must have arrived before the memory is moved.
     """
 
-    def __init__(self, group: Group, device: torch.device, block_size: int | None) -> None:
+    def __init__(self, group: Group, device: torch.device, block_size: int | None, copies: Copies) -> None:
         self.group = group
+        self._copies = copies
         self.first = 0
         self.complete_from = 0
         """The first token whose state is there. For layers with a window, a restore loads only the tokens that the
@@ -60,7 +62,7 @@ class GroupMemory:
         self._block_size = None if group.window is None else block_size
         self._mark: _Mark | None = None
         self._rows: Bytes | None
-        """The memory as bytes, shape [rows, tokens × head_dim × itemsize]. None if it is not main memory."""
+        """The memory as bytes, shape [rows, tokens × head_dim × itemsize]. None if copies are not direct."""
         self.release()
 
     @property
@@ -82,7 +84,7 @@ class GroupMemory:
     def replace(self, tensor: torch.Tensor) -> None:
         """Replaces the memory by a tensor that has the same tokens already: a capture may read beside this."""
         self.tensor = tensor
-        self._rows = bytes_of(tensor.flatten(0, 2).flatten(1)) if in_main_memory(tensor) else None
+        self._rows = bytes_of(tensor.flatten(0, 2).flatten(1)) if self._copies.is_direct else None
 
     def release(self) -> None:
         """Frees the memory."""
@@ -133,13 +135,14 @@ class GroupMemory:
             token_bytes = self.group.head_dim * self.group.dtype.itemsize
             write(self._rows[rows, start * token_bytes : (start + num_tokens) * token_bytes])
         else:
-            write_through(write, self.tensor.flatten(0, 2)[rows, start : start + num_tokens])
+            part = self.tensor.flatten(0, 2)[rows, start : start + num_tokens]
+            self._copies.fill(part, write, self.group.layers_of(rows))
 
     def read_into(self, payload: Bytes, position: int, num_tokens: int) -> None:
         """Copies tokens to flat bytes in main memory."""
         start = position - self.first
         assert start >= 0, "tokens that slid out are not read"
-        copy_into(payload, self.tensor[:, :, :, start : start + num_tokens])
+        self._copies.read(payload, self.tensor[:, :, :, start : start + num_tokens].flatten(0, 2))
 
     def holds(self, num_tokens: int) -> bool:
         """Returns True if a sequence can continue after `num_tokens` of its tokens."""
@@ -151,11 +154,15 @@ class GroupMemory:
         first = self.needed_from(max(0, num_tokens - (self._block_size or 0)))
         self._mark = _Mark(num_tokens, max(self.first, first - first % TILE), self.complete_from)
 
+    def stays(self, num_tokens: int) -> bool:
+        """Returns True if `truncate` moves no tokens."""
+        return not num_tokens or self._is_live(num_tokens)
+
     def truncate(self, num_tokens: int) -> None:
         """Forgets all but the first tokens, which must be held, unless the memory is about to be filled."""
         if not num_tokens:
             self.first = self.complete_from = 0
-        elif not self._is_live(num_tokens):
+        elif not self.stays(num_tokens):
             self.copy_from(self, num_tokens)
         if self._mark is not None and num_tokens < self._mark.end:
             self._mark = None

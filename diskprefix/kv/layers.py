@@ -46,6 +46,8 @@ class TokenLayer:
     sequences: Sequence[TokenLayer] = ()
     """The layers of several sequences that this layer stands for, in the order of the step's runs."""
     grow: Callable[[int], None]
+    arrive: Callable[[], None]
+    """Has the device wait for what is loaded into this memory. Called before each use."""
     writes_later = False
     """Whether our own attention writes the rows of a step (`AppendedRows`)."""
 
@@ -76,6 +78,7 @@ class TokenLayer:
         if step is not None:
             (run,) = step.runs
             return self.put(key_states, value_states, run)
+        self.arrive()
         end = self.length + key_states.shape[-2]
         if end - self.first > self.keys.shape[-2]:
             self.grow(end)
@@ -88,6 +91,7 @@ class TokenLayer:
     def put(self, keys: torch.Tensor, values: torch.Tensor, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the rows of `run`, [1, heads, num_rows, head_dim]. Returns the memory up to the end of the run's last
         tile: attention derives the position of the first row from that."""
+        self.arrive()
         written = slice(run.start - self.first, run.end - self.first)
         self.keys[:, :, written], self.values[:, :, written] = keys, values
         self.length = run.end
@@ -154,6 +158,7 @@ class IndexedLayer(TokenLayer, DynamicIndexedLayer):  # type: ignore[misc]
         self.indexed = num_tokens
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
+        self.arrive()
         end = self.indexed + indexer_key_states.shape[1]
         if end > self.indexer_keys.shape[1]:
             self.grow(end)
@@ -176,6 +181,7 @@ def _appended(
     layers: Sequence[TokenLayer], step: Step, keys: torch.Tensor, values: torch.Tensor, *_args: Any, **_kwargs: Any
 ) -> tuple[AppendedRows, AppendedRows]:
     for layer, run in zip(layers, step.runs, strict=True):
+        layer.arrive()
         layer.length = run.end
     rows = AppendedRows(keys, values, layers)
     return rows, rows

@@ -1,11 +1,9 @@
-"""Copies between payloads, which are bytes in main memory, and tensors on any device; checks that payloads are
-finite."""
+"""Tensors as bytes of main memory, the pages of that memory, and checks that payloads are finite."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import threading
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -36,22 +34,6 @@ def tensor_over(payload: memoryview, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_uint8 * len(payload)).from_address(address), dtype=dtype)
 
 
-def copy_into(payload: Bytes, part: torch.Tensor) -> None:
-    """Copies a tensor's values to flat bytes in main memory."""
-    if in_main_memory(part):
-        source = bytes_of(part)
-        payload.reshape(source.shape)[...] = source
-    elif len(payload):
-        tensor_over(payload.data, part.dtype).view(part.shape).copy_(part)
-
-
-def write_through(write: Callable[[Bytes], None], part: torch.Tensor) -> None:
-    """Has `write` fill a tensor of shape [rows, …] on another device, by way of main memory."""
-    staged = _staging.take(part.numel() * part.dtype.itemsize, part.device)
-    write(staged.numpy().reshape(len(part), -1))
-    part.copy_(staged.view(part.dtype).view(part.shape))
-
-
 def bytes_of(tensor: torch.Tensor) -> Bytes:
     """Returns the bytes of a tensor in main memory, without a copy."""
     return tensor.view(torch.uint8).numpy()
@@ -60,7 +42,7 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
 def populate(tensors: Sequence[torch.Tensor], is_wanted: Callable[[], bool] = lambda: True) -> None:
     """Has the kernel make the pages of tensors in main memory while `is_wanted`. Their content stays. For any thread,
     beside others that use the tensors."""
-    for tensor in filter(in_main_memory, tensors):
+    for tensor in (tensor for tensor in tensors if tensor.device.type == "cpu"):
         first = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
         end = tensor.data_ptr() + tensor.numel() * tensor.dtype.itemsize
         while first < end and is_wanted():
@@ -100,27 +82,3 @@ def _is_finite(
     largest = int(np.frombuffer(values, dtype=signed).max(initial=0))
     last = int(np.frombuffer(values, dtype=unsigned).max(initial=0))
     return largest < infinity and last < np.iinfo(signed).max + 1 + infinity
-
-
-def in_main_memory(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu"
-
-
-class _Staging(threading.local):
-    """A piece of main memory on the way to another device, kept for each thread because fresh pages are slow. For CUDA
-    it is page-locked, which saves one copy."""
-
-    memory: torch.Tensor | None = None
-
-    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Returns bytes, shape [num_bytes], uint8, valid until the next call in the thread."""
-        if self.memory is None or len(self.memory) < num_bytes:
-            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
-            if device.type == "cuda":
-                # Otherwise torch uses the first GPU, which may not be the model's.
-                with torch.cuda.device(device):
-                    self.memory = self.memory.pin_memory()
-        return self.memory[:num_bytes]
-
-
-_staging = _Staging()

@@ -79,7 +79,7 @@ def test_without_the_copy_of_states_it_is_not(
 ) -> None:
     """The model updates its states in place: what was not copied shows what they have become when it is written."""
 
-    def shared(arena: KVArena, room_bytes: int = 0) -> memoryview:
+    def shared(arena: KVArena, room_bytes: int = 0, **_later: object) -> memoryview:
         # These models have states of one form, so that all of them lie in one piece of memory.
         (states,) = arena._states
         found = states.view(-1).view(torch.uint8).numpy()
@@ -158,5 +158,5 @@ def test_without_a_checkpoint_at_its_place_it_is_not(
         return compute(self, *args)
 
     monkeypatch.setattr(KVArena, "forward", forward)
-    monkeypatch.setattr(KVArena, "read_states", lambda _, room_bytes=0: np.pad(before[0], (0, room_bytes)).data)
+    monkeypatch.setattr(KVArena, "read_states", lambda _, room_bytes=0, **_k: np.pad(before[0], (0, room_bytes)).data)
     assert not is_exact(runner)

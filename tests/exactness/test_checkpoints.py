@@ -150,7 +150,7 @@ def test_with_the_states_of_another_token_it_is_not_exact(
         return compute(self, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(KVArena, "forward", forward)
-    monkeypatch.setattr(KVArena, "read_states", lambda _, room_bytes=0: np.pad(before[0], (0, room_bytes)).data)
+    monkeypatch.setattr(KVArena, "read_states", lambda _, room_bytes=0, **_k: np.pad(before[0], (0, room_bytes)).data)
     chat.answered(runner.run_prompt(chat.ask(60), AUTO, reply=9))
     runner.reopen()
     prompt = chat.ask(12)

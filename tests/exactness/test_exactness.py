@@ -166,7 +166,7 @@ def no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """All checkpoints of a prompt have the states of the first one."""
     read_states, first = KVArena.read_states, dict[KVArena, memoryview]()
 
-    def read(self: KVArena, room_bytes: int = 0) -> memoryview:
+    def read(self: KVArena, room_bytes: int = 0, **_later: object) -> memoryview:
         states = np.frombuffer(first.setdefault(self, read_states(self)), np.uint8)
         return np.pad(states, (0, room_bytes)).data
 

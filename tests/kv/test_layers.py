@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv import group as group_module
 from diskprefix.kv.arena import KVArena
+from diskprefix.kv.copies import BlockingCopies, Copies, DirectCopies, Lane, StreamCopies
 from diskprefix.kv.layout import Layout
 from diskprefix.model.exact.rehearsal import rehearse
+from tests.kv.late_streams import LateStreams
 from tests.runner import tiny_llama
 
 CPU = torch.device("cpu")
@@ -55,12 +56,12 @@ def append(arena: KVArena, num_tokens: int) -> None:
         layer.update(new, -new)
 
 
-@pytest.mark.parametrize("through_numpy", [True, False], ids=["numpy", "torch"])
+@pytest.mark.parametrize("copies", [DirectCopies(), BlockingCopies(CPU), StreamCopies(Lane(LateStreams()))])
 def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
-    layout: Layout, through_numpy: bool, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, copies: Copies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's memory is copied by torch, which guards tensors that were made in inference mode."""
-    monkeypatch.setattr(group_module, "in_main_memory", lambda _: through_numpy)
+    monkeypatch.setattr("diskprefix.kv.arena.copies_for", lambda _: copies)
     arena = KVArena(layout, CPU)
     payload = payload_of(layout, 0)
     with torch.inference_mode(), ThreadPoolExecutor(1) as other:

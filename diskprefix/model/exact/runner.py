@@ -50,7 +50,8 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
         with as_it_was(model):
             return [rows.state.forward(model, rows.token_ids)[None]]
     arenas = [rows.state for rows in step if isinstance(rows.state, KVArena)]
-    runs = tuple(arena.begin_step(rows.token_ids.shape[1]) for arena, rows in zip(arenas, step, strict=True))
+    sizes = [rows.token_ids.shape[1] for rows in step]
+    runs = tuple(arena.begin_step(size, by_layer=True) for arena, size in zip(arenas, sizes, strict=True))
     together = Step(runs)
     ends = accumulate(run.num_rows for run in runs)
     kept = torch.cat([torch.arange(end - rows.num_logits, end) for end, rows in zip(ends, step, strict=True)])
