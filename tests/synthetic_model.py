@@ -14,7 +14,7 @@ import torch
 
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.restoration import Restoration
-from diskprefix.cache.tiers.loading import READER_THREADS
+from diskprefix.cache.tiers.loading import reader_threads
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.kv.arena import KVArena
@@ -26,6 +26,8 @@ from diskprefix.store.schema import EntryRecord, RootRecord
 from diskprefix.store.store import Publication, Store
 from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds, root_hash
+
+CPU = torch.device("cpu")
 
 
 def dense_layout(*, layers: int, heads: int, head_dim: int, dtype: torch.dtype, vocab_size: int) -> Layout:
@@ -97,15 +99,16 @@ class SyntheticModel:
 class Restorer:
     """Restores prompts as a daemon does, into an arena of its own."""
 
-    def __init__(self, model: SyntheticModel, writer: Writer, *, capacity: int) -> None:
+    def __init__(self, model: SyntheticModel, writer: Writer, *, capacity: int, device: torch.device = CPU) -> None:
         """`capacity` is the size of the arena in tokens."""
-        self.arena = KVArena(model.layout, torch.device("cpu"))
+        self.arena = KVArena(model.layout, device)
         self.arena.reserve(capacity)
         # As a daemon does at its start: the first restore is measured, not the making of pages.
         populate([memory.tensor for memory in self.arena.memory])
         self._model = model
         self._writer = writer
-        self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
+        self._num_readers = reader_threads(is_direct=self.arena.copies.is_direct)
+        self._readers = ThreadPoolExecutor(self._num_readers, thread_name_prefix="kv-reader")
 
     def restore(self, token_ids: TokenIds) -> Restored:
         """Raises `CacheError`."""
@@ -126,6 +129,7 @@ class Restorer:
             allows=lambda _num_tokens: True,
             pays=lambda _num_tokens, _num_bytes: True,
             noted_logits=lambda: None,
+            num_readers=self._num_readers,
         )
         return restoration.run(self.arena)
 
@@ -142,10 +146,10 @@ class Restorer:
 
 
 @contextlib.contextmanager
-def open_restorer(model: SyntheticModel, *, capacity: int) -> Iterator[Restorer]:
+def open_restorer(model: SyntheticModel, *, capacity: int, device: torch.device = CPU) -> Iterator[Restorer]:
     """Gives a restorer with a writer of its own. The store stays open."""
     writer = Writer(model.store, buffer_bytes=2**30)
-    restorer = Restorer(model, writer, capacity=capacity)
+    restorer = Restorer(model, writer, capacity=capacity, device=device)
     try:
         yield restorer
     finally:

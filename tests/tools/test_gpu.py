@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from diskprefix.kv.arena import KVArena
 from tests import forked
 from tests.forked import ForkedCommand
 from tests.tools.test_connector_bench import FakeServer
@@ -307,3 +308,17 @@ def test_options_that_cannot_be_are_refused(arguments: list[str], capsys: pytest
         parsed(arguments)
     assert refused.value.code == 2
     assert f"tools/gpu: error: {arguments[0]}: " in capsys.readouterr().err
+
+
+def test_restores_and_captures_are_measured_beside_plain_copies_and_their_bytes_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = list(parts.rows_of(Task("copies", "tiny", "cpu", str(tmp_path / "right"))))
+    assert [row.state for row in rows if row.state != "skipped"][:3] == ["measured", "pass", "pass"]
+    assert all(row.state in ("measured", "pass", "skipped") for row in rows)
+    assert [row.case.partition(" ")[0] for row in rows] == ["plain", "restore,", "capture", "restore,"]
+    read_tokens = KVArena.read_tokens
+    monkeypatch.setattr(KVArena, "read_tokens", lambda *given: bytes(reversed(read_tokens(*given))))
+    rows = list(parts.rows_of(Task("copies", "tiny", "cpu", str(tmp_path / "wrong"))))
+    assert {row.state for row in rows} <= {"measured", "fail", "skipped"}
+    assert "what came back differs" in rows[1].result

@@ -30,6 +30,8 @@ ROOT = Path(__file__).parents[2]
 PARTS = (
     ("kernels", "tiny", 2),
     ("models", "tiny", 4),
+    ("copies", "1B", 1),
+    ("copies", "8B", 2),
     ("exactness", "1B", 5),
     ("exactness", "8B", 7),
     ("connector", "1B", 3),
@@ -40,6 +42,7 @@ PARTS = (
 """The parts, each with its share of the time. Time that one leaves is for those after it, so the longest comes last."""
 INTERPRETER_PARTS = (
     ("kernels", "tiny", 1),
+    ("copies", "tiny", 1),
     ("exactness", "tiny", 3),
     ("connector", "tiny", 2),
     ("first token", "tiny", 4),
@@ -162,8 +165,9 @@ def parsed(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="tools/gpu",
         description="Exactness and speed on this machine's accelerator, with random weights: what is restored is what "
-        "was computed, bit for bit; first tokens cold and after kill -9; decoding; what saving costs; the connector "
-        "for vLLM. Prints a Markdown table. Ends with 1 if something is not exact or a part crashes.",
+        "was computed, bit for bit; first tokens cold and after kill -9; decoding; what saving costs; copies beside "
+        "what bus and disk give; the connector for vLLM. Prints a Markdown table. Ends with 1 if something is not "
+        "exact or a part crashes.",
         epilog="Without a network: on a machine with one, pip install --target FOLDER what is missing; then "
         "PYTHONPATH=FOLDER tools/gpu --python PYTHON.",
     )

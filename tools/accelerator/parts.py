@@ -174,6 +174,10 @@ def _cold(server: LiveServer, shape: Shape, size: int) -> tuple[Row, list[Answer
             rate = statistics.median((one.completion_tokens - 1) / (one.total_s - one.ttft_s) for one in found)
             figures |= {f"ttft_s_{scope}": ttft_s, f"decode_tok_s_{scope}": rate}
             result.append(f"{'without saving' if scope == 'off' else 'first token'} {_ms(ttft_s)}, {rate:.1f} tok/s")
+    if answers["off"]:
+        whole_s, without_s = (statistics.median(one.total_s for one in answers[scope]) for scope in ("full", "off"))
+        figures["saving_cost"] = whole_s / without_s - 1
+        result.append(f"saving costs {figures['saving_cost']:.1%}")
     result.append(f"saved {_ms(figures['saved_after_s'])} after the reply")
     if is_other := bool(answers["off"]) and _texts(answers["full"]) != _texts(answers["off"]):
         result.append("another reply with saving than without")
@@ -332,8 +336,16 @@ def models(task: Task, names: Sequence[str] = TINY_MODELS) -> Iterator[Row]:
         yield Row(name, "measured", reason or f"exact at: {layout.exact_at}, {packs}", {"exact_at": layout.exact_at})
 
 
+def copies(task: Task) -> Iterator[Row]:
+    """Restores and captures beside plain copies over the bus and reads of the disk."""
+    from tools.accelerator import copying
+
+    yield from copying.copies(task)
+
+
 PARTS: dict[str, Callable[[Task], Iterator[Row]]] = {
     "probe": probe,
+    "copies": copies,
     "kernels": kernels,
     "models": models,
     "exactness": exactness,
