@@ -43,10 +43,10 @@ def raise_if_lost(error: Exception) -> None:
 
 def synchronize(device: torch.device) -> None:
     """Waits until the device has computed everything, for measurements of time. Copies may go on beside it."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-    elif device.type == "mps":
+    if device.type == "mps":
         torch.mps.synchronize()
+    elif device.type != "cpu":
+        torch.accelerator.current_stream(device).synchronize()
 
 
 def probe_devices() -> None:
