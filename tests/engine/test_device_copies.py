@@ -90,6 +90,15 @@ def test_requests_that_come_together_are_restored_over_streams_and_the_engine_wa
     assert not threads & set(streams.blocked)
 
 
+def test_several_replies_begin_with_copies_of_what_is_still_on_its_way(engine: Engine) -> None:
+    asked = request(PROMPTS[0], n=3, temperature=1.0, seed=4)
+    (cold,) = run_together(engine, [asked])
+    stored(engine)
+    (again,) = run_together(engine, [asked])
+    assert again.done.usage.cached_tokens == len(PROMPTS[0])
+    assert [again.tokens_of(choice) for choice in range(3)] == [cold.tokens_of(choice) for choice in range(3)]
+
+
 @pytest.mark.parametrize("engine", ["llama"], indirect=True)
 def test_without_the_waits_it_computes_with_what_is_not_there(
     engine: Engine, streams: LateStreams, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from diskprefix.kv.arena import KVArena
 from diskprefix.kv.copies import (
     COPY_BYTES,
     BlockingCopies,
@@ -21,8 +23,11 @@ from diskprefix.kv.copies import (
     StreamCopies,
     finish,
 )
+from diskprefix.kv.layers import TokenLayer, packed
+from diskprefix.kv.step import Run, Step, computing
 from diskprefix.store.codec.planes import Bytes
-from tests.kv.late_streams import LateStreams
+from tests.kv.late_streams import LateStreams, install
+from tests.synthetic_model import dense_layout
 
 KINDS = ["direct", "blocking", "late"]
 if torch.cuda.is_available():
@@ -190,3 +195,47 @@ def test_a_copied_cache_shares_the_streams_and_waits_for_nothing() -> None:
     assert streams.counts["waits"] == 0
     filled(other, memory, numbers(1, 8))
     assert streams.counts["loads"] == 2
+
+
+def by_itself(layers: list[TokenLayer], rows: torch.Tensor) -> None:
+    layers[0].update(rows, rows)
+
+
+def in_a_step(layers: list[TokenLayer], rows: torch.Tensor) -> None:
+    with computing(Step((Run(0, 1),))):
+        layers[0].update(rows, rows)
+
+
+def for_kernels(layers: list[TokenLayer], rows: torch.Tensor) -> None:
+    layers[0].writes_later = True
+    in_a_step(layers, rows)
+
+
+def packed_with_others(layers: list[TokenLayer], rows: torch.Tensor) -> None:
+    packed(layers[:1], Step((Run(0, 1),))).update(rows, rows)
+
+
+def packed_for_kernels(layers: list[TokenLayer], rows: torch.Tensor) -> None:
+    layers[0].writes_later = True
+    packed_with_others(layers, rows)
+
+
+@pytest.mark.parametrize(
+    "use", [by_itself, in_a_step, for_kernels, packed_with_others, packed_for_kernels], ids=lambda use: use.__name__
+)
+def test_however_a_layer_is_used_its_state_is_waited_for_and_not_that_of_others(
+    use: Callable[[list[TokenLayer], torch.Tensor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams = LateStreams()
+    install(monkeypatch, streams)
+    arena = KVArena(dense_layout(layers=2, heads=2, head_dim=8, dtype=torch.float32, vocab_size=4), torch.device("cpu"))
+    arena.reserve(16)
+    for row in range(8):
+        arena.fill(0, 16, 0, slice(row, row + 1), lambda out: out.fill(7))
+    arena.begin_step(1, by_layer=True)
+    assert streams.num_loaded == 0
+    use(arena.token_layers, torch.zeros(1, 2, 1, 8))
+    assert streams.num_loaded == 4
+    arena.begin_step(1)
+    assert streams.num_loaded == 8
+    assert not arena.memory[0].tensor[:, :, :, :16].isnan().any()
