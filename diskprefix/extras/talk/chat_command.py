@@ -171,10 +171,12 @@ def _wait(url: str, api_key: str | None) -> None:
     with suppress(KeyboardInterrupt), status(_WAITING) as say:
         while True:
             try:
-                return wait_ready(call, url, say)
+                wait_ready(call, url, say)
+                break
             except NotReady as error:
                 say(error.message)
                 time.sleep(0.5)
+        click.secho("the daemon is ready; /again sends the message again", dim=True, err=True)
 
 
 def _shown(text: str) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
-from diskprefix.errors import InvalidRequest
+from diskprefix.errors import InvalidRequest, NotReady
 from diskprefix.extras import daemon_call
 from diskprefix.extras.talk.chat_command import chat
 from tests.server.agent_model import TEMPLATE, saying, thought
@@ -69,6 +71,29 @@ def test_a_conversation_grows_is_answered_again_and_begins_anew(
     assert chat.main(["--url", server.url], standalone_mode=False) is None
     says = [[word for word in ("One?", "Yes.", "Two?", "Three?") if word in prompt] for prompt in prompts]
     assert says == [["One?"], ["One?", "Yes.", "Two?"], ["One?", "Yes.", "Two?"], ["Three?"]]
+
+
+def test_after_a_daemon_that_went_away_it_says_how_to_send_the_message_again(
+    server: AppServer, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, lines, is_gone = daemon_call._events, iter(["One?", "/again"]), True
+
+    def events(response: HTTPResponse) -> Iterator[Any]:
+        nonlocal is_gone
+        if is_gone:
+            is_gone = False
+            raise NotReady("no daemon answers")
+        return whole(response)
+
+    engine.script = saying("Yes.")
+    monkeypatch.setattr(daemon_call, "_events", events)
+    monkeypatch.setattr("builtins.input", lambda _prompt: next(lines))
+    monkeypatch.setattr("sys.stdin", Terminal())
+    with pytest.raises(StopIteration):
+        chat.main(["--url", server.url], standalone_mode=False)
+    said = capsys.readouterr()
+    assert said.out.strip() == "Yes."
+    assert "no daemon answers\nthe daemon is ready; /again sends the message again\n" in said.err
 
 
 def test_what_the_daemon_refuses_is_said_on_one_line(server: AppServer, engine: ScriptedEngine) -> None:
