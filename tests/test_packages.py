@@ -300,10 +300,10 @@ class Module(types.ModuleType):
     def __getattr__(self, name):
         if name.startswith("__"):
             raise AttributeError(name)
-        return type(name, (), {{"DISK": 0}})
+        return type(name, (), {{"DISK": 0, "STORAGE": 0}})
 sys.modules |= {{name: Module(name) for name in {VLLM_MODULES!r}}}
 sys.modules |= dict.fromkeys({sorted(absent)!r})  # an import of them fails
-import diskprefix.extras.vllm.connector, diskprefix.cli
+import diskprefix.extras.vllm.connector, diskprefix.extras.vllm.offload_tier, diskprefix.cli
 for name in ("inspect", "verify", "purge", "compact", "backup", "restore", "export"):
     diskprefix.cli.cli.main([name, "--help"], standalone_mode=False)
 """
@@ -334,17 +334,18 @@ def test_the_default_installation_has_what_the_core_imports() -> None:
 VLLM_MODULES = sorted(
     {
         found.rsplit(".", depth)[0]
-        for found in imported_names(SOURCES["extras.vllm._vllm_compat"])
+        for module in ("_vllm_compat", "_vllm_tiering", "engine_numbers")
+        for found in imported_names(SOURCES[f"extras.vllm.{module}"])
         if package_of(found) in ("vllm", "huggingface_hub")
         for depth in range(found.count(".") + 1)
         if found.rsplit(".", depth)[0].rpartition(".")[2].islower()
     }
 )
-"""Those that the connector imports, and those that they are in."""
+"""Those that connector and tier import, and those that they are in."""
 
 
-def test_one_module_alone_imports_from_vllm() -> None:
+def test_one_module_each_of_connector_and_tier_imports_from_vllm() -> None:
     importers = {
         module for module, source in SOURCES.items() if "vllm" in {package_of(n) for n in imported_names(source)}
     }
-    assert importers == {"extras.vllm._vllm_compat"}
+    assert importers == {"extras.vllm._vllm_compat", "extras.vllm._vllm_tiering"}

@@ -272,9 +272,10 @@ def _page_speed(task: Task, *, num_blocks: int = 16, block_tokens: int = 128, pa
 
 
 def vllm(task: Task) -> Iterator[Row]:
-    """The connector inside vLLM, with one rank and with two, each on an accelerator of its own."""
+    """The tier and the connector inside vLLM, with one rank and with two, each on an accelerator of its own."""
     if find_spec("vllm") is None:
         raise _Skipped(f"vLLM is not installed: {sys.executable} -m pip install 'vllm==0.32.*'")
+    yield from _tier_in_vllm(task)
     yield from _in_vllm(task, 1)
     if task.count < 2:
         yield Row("tensor parallel, 2 ranks", "skipped", "one accelerator")
@@ -305,6 +306,29 @@ def _in_vllm(task: Task, ranks: int, size: int = 4096) -> Iterator[Row]:
     # vLLM does not promise the same bits for a prompt that is computed in other steps.
     state: State = "fail" if found.load_errors or not after.restored else "measured"
     yield Row(f"{_tokens(size)}, {'one rank' if ranks == 1 else 'tensor parallel, 2 ranks'}", state, result, figures)
+
+
+def _tier_in_vllm(task: Task, num_replies: int = 100, **config: Any) -> Iterator[Row]:
+    """With VLLM_BATCH_INVARIANT, replies after SIGKILL are those before it, bit for bit."""
+    from tools.connector.restarts import restarted
+    from tools.connector.server import Server
+
+    folder = Path(task.folder) / "tier"
+    server = Server(
+        task.model.write(folder / "model"),
+        folder,
+        lambda line: print(line, file=sys.stderr),
+        "tier",
+        python=Path(sys.executable),
+        arguments=("--load-format", "dummy"),
+        environment={"VLLM_BATCH_INVARIANT": "1"},
+        **config,
+    )
+    found = restarted(server, num_replies)
+    result = f"{found.same_bits} of {num_replies} replies are those before SIGKILL bit for bit, {found.same_text} have "
+    result += f"the same tokens; {found.restored} prompt tokens restored"
+    is_right = found.same_bits == num_replies and found.restored > 0
+    yield Row("the tier, batch invariant", "pass" if is_right else "fail", result, asdict(found))
 
 
 def kernels(task: Task) -> Iterator[Row]:

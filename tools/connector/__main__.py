@@ -15,6 +15,7 @@ from tools.connector.faults import faults
 from tools.connector.kills import kill
 from tools.connector.shared import shared
 from tools.connector.theirs import theirs
+from tools.connector.tier import tier
 from tools.peers.environments import python_of
 
 
@@ -24,7 +25,7 @@ def _say(line: str) -> None:
 
 @click.group()
 def main() -> None:
-    """The connector for vLLM, in a real vLLM on this machine's processor."""
+    """The connector and the tier for vLLM, in a real vLLM on this machine's processor."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
@@ -35,7 +36,7 @@ def environment() -> None:
     print(python_of("vllm", report))
 
 
-for _command in (bench, kill, crash, faults, shared, theirs):
+for _command in (bench, kill, crash, faults, shared, theirs, tier):
     main.add_command(_command)
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import click
 from rich.console import Console
@@ -20,6 +20,7 @@ from rich.console import Console
 from tools.connector.faults import damage
 from tools.connector.nursery import NUM_PROMPTS, Life
 from tools.connector.server import environment_of
+from tools.connector.small_models import Kind
 from tools.measuring.options import FOLDER
 from tools.measuring.workspace import measuring
 from tools.peers.environments import python_of
@@ -39,18 +40,19 @@ Live: TypeAlias = Callable[[Life], dict[str, Any]]
 @click.command()
 @click.option("--kills", type=click.IntRange(min=1), default=100, show_default=True)
 @click.option("--seed", type=int, default=1, show_default=True)
+@click.option("--through", type=click.Choice(["connector", "tier"]), default="connector", show_default=True)
 @FOLDER
-def kill(kills: int, seed: int, folder: Path | None) -> None:
+def kill(kills: int, seed: int, through: Literal["connector", "tier"], folder: Path | None) -> None:
     """SIGKILL vLLM's client, its scheduler or its worker at random moments, each time in a vLLM that was just started.
 
-    The model is a small one, made up. Its answers are compared with those of a vLLM without the connector. Ends with 1
-    if one is wrong, if the store is damaged, or if the last vLLM does not answer all.
+    The model is a small one, made up. Its answers are compared with those of a vLLM without our store. Ends with 1 if
+    one is wrong, if the store is damaged, or if the last vLLM does not answer all.
     """
     progress, choose = Console(stderr=True), random.Random(seed)
     victims: Counter[str] = Counter()
     judged: Counter[str] = Counter()
     problems: list[str] = []
-    with measuring(folder, progress) as workspace, _nursery(workspace, progress) as live:
+    with measuring(folder, progress) as workspace, nursery(workspace, progress) as live:
         store = workspace / "kv"
         wanted = {number: answer for number, *answer in live(Life(seed))["answers"]}
         if len(wanted) < NUM_PROMPTS:
@@ -71,7 +73,8 @@ def kill(kills: int, seed: int, folder: Path | None) -> None:
         for number in range(1, kills + 1):
             in_start = choose.random() < _IN_START
             after_s = choose.uniform(0, _LONGEST_START_S if in_start else _LONGEST_LIFE_S)
-            found = judge(Life(seed + number, str(store), after_s, in_start, choose.randrange(3)))
+            life = Life(seed + number, str(store), through, kill_after_s=after_s, kill_in_start=in_start)
+            found = judge(replace(life, victim=choose.randrange(3)))
             if not (in_start or found["ready_s"]):
                 problems.append(f"vLLM did not start after kill {number - 1}")
             victims[f"{found['killed']}{'' if found['ready_s'] else ' in the start'}"] += 1
@@ -81,7 +84,7 @@ def kill(kills: int, seed: int, folder: Path | None) -> None:
             )
             if problems:
                 break
-        last = judge(Life(seed, str(store)))
+        last = judge(Life(seed, str(store), through))
         if len(last["answers"]) < NUM_PROMPTS or last["code"]:
             problems.append(f"the last one answered {len(last['answers'])} of {NUM_PROMPTS}, code {last['code']}")
     who = ", ".join(f"{name} {number}" for name, number in sorted(victims.items()))
@@ -91,14 +94,14 @@ def kill(kills: int, seed: int, folder: Path | None) -> None:
 
 
 @contextmanager
-def _nursery(workspace: Path, progress: Console) -> Iterator[Live]:
+def nursery(workspace: Path, progress: Console, kind: Kind = "llama") -> Iterator[Live]:
     """Runs the nursery in vLLM's environment, and gives the function that starts a life."""
     command = [str(python_of("vllm", progress.print)), "-P", "-m", "tools.connector.nursery"]
     environment = os.environ | environment_of() | {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     environment |= {"VLLM_RPC_BASE_PATH": str(workspace)}
     with (workspace / "nursery.log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, str(workspace / "model")],
+            [*command, kind, str(workspace / kind)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

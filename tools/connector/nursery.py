@@ -22,77 +22,75 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from tools.connector.small_models import CONTEXT, DTYPES, VOCABULARY, Kind, make
 
 NUM_PROMPTS = 32
-_CONVERSATIONS, _FIRST_TOKENS, _TURN_TOKENS, _VOCABULARY = 8, 500, 300, 2048
-_CONTEXT = 2048
+_CONVERSATIONS, _FIRST_TOKENS, _TURN_TOKENS, _TURNS = 8, 500, 300, 4
 _NEW_TOKENS = 12
-_AT_ONCE = 4
 _PAGES = 40
 """Of 128 tokens: fewer than the prompts have, so vLLM's own cache evicts, and requests preempt each other."""
-_START_DEADLINE_S, _LIFE_DEADLINE_S = 120.0, 240.0
+_PRIMARY_BYTES = 8 * 2**20
+"""Of the tier above ours. It evicts too."""
+_START_DEADLINE_S, _LIFE_DEADLINE_S = 240.0, 1200.0
 
 
 @dataclass(frozen=True)
 class Life:
-    """One start of vLLM. `store` is the folder of our connector's store, None without a connector. It answers every
-    prompt once and ends; or it answers random ones until `kill_after_s` have passed since it was ready (since it
-    began, with `kill_in_start`): then its process number `victim` is killed (0: the one with the client's side, 1: the
-    scheduler's, 2: the worker), and the others soon after it."""
+    """One start of vLLM. `store` is the folder of our store, None without one; vLLM uses it through our connector or
+    our tier. The life answers the first `num_prompts` prompts once in each of `rounds`, `at_once` at a time, and ends;
+    or it answers random ones until `kill_after_s` have passed since it was ready (since it began, with
+    `kill_in_start`): then its process number `victim` is killed (0: the one with the client's side, 1: the scheduler's,
+    2: the worker), and the others soon after it. `ranks` are those of tensor parallelism."""
 
     seed: int
     store: str | None = None
+    through: Literal["connector", "tier"] = "connector"
+    budget: str = "16MiB"
+    """It is small, so that blocks are evicted too."""
     kill_after_s: float | None = None
     kill_in_start: bool = False
     victim: int = 0
+    num_prompts: int = NUM_PROMPTS
+    rounds: int = 1
+    at_once: int = 4
+    ranks: int = 1
 
 
 def prompt(number: int) -> list[int]:
-    """Prompts of eight conversations, with one to four turns."""
-    conversation, turn = number % _CONVERSATIONS, number // _CONVERSATIONS
-    choose = random.Random(conversation)
-    return [choose.randrange(_VOCABULARY) for _ in range(_FIRST_TOKENS + turn * _TURN_TOKENS)]
+    """Prompts of conversations, eight at a time, with one to four turns."""
+    turn = number // _CONVERSATIONS % _TURNS
+    choose = random.Random(_conversation(number))
+    return [choose.randrange(VOCABULARY) for _ in range(_FIRST_TOKENS + turn * _TURN_TOKENS)]
+
+
+def _conversation(number: int) -> int:
+    return number % _CONVERSATIONS + number // (_CONVERSATIONS * _TURNS) * _CONVERSATIONS
 
 
 def main() -> None:
-    """Serves until its input ends. The argument is the folder of the model, which is made if it is missing."""
-    model = Path(sys.argv[1])
+    """Serves until its input ends. The arguments are the kind of the model, and its folder, which is made."""
+    kind: Kind = "hybrid" if sys.argv[1] == "hybrid" else "llama"
+    model = Path(sys.argv[2])
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    if not model.exists():
-        # Not here: torch would start threads.
-        os.waitpid(_forked(lambda: _make_model(model)), 0)
+    # Not here: torch would start threads.
+    os.waitpid(_forked(lambda: make(kind, model)), 0)
     _import_vllm()
     # On a processor vLLM has its own processes spawned, which would import all that again.
     multiprocessing.context._concrete_contexts["spawn"] = multiprocessing.get_context("fork")  # type: ignore[attr-defined]
     assert threading.active_count() == 1, "a process with threads cannot be forked"
     for line in sys.stdin:
-        print(json.dumps(_lived(Life(**json.loads(line)), model)), file=told, flush=True)
+        print(json.dumps(_lived(Life(**json.loads(line)), model, DTYPES[kind])), file=told, flush=True)
 
 
 def _import_vllm() -> None:
     """All that the processes of vLLM import."""
 
-    import diskprefix.extras.vllm.connector  # noqa: F401
-
-
-def _make_model(folder: Path) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=_VOCABULARY,
-        max_position_embeddings=_CONTEXT,
-        initializer_range=0.2,
-    )
-    LlamaForCausalLM(config).to(torch.float32).save_pretrained(folder)
+    import diskprefix.extras.vllm.connector
+    import diskprefix.extras.vllm.offload_tier  # noqa: F401
+    import tools.connector.processor_spec  # noqa: F401
 
 
 def _forked(work: Callable[[], None]) -> int:
@@ -111,11 +109,11 @@ def _forked(work: Callable[[], None]) -> int:
     return child
 
 
-def _lived(life: Life, model: Path) -> dict[str, Any]:
+def _lived(life: Life, model: Path, dtype: str) -> dict[str, Any]:
     """Returns what the life answered until it ended or was killed."""
     began = time.monotonic()
     readable, writable = os.pipe()
-    child = _forked(lambda: _live(life, model, writable))
+    child = _forked(lambda: _live(life, model, dtype, writable))
     os.close(writable)
     lines = _Lines(readable)
     killed = ""
@@ -170,33 +168,27 @@ class _Lines:
                 self.first_at = time.monotonic()
 
 
-def _live(life: Life, model: Path, told: int) -> None:
+def _live(life: Life, model: Path, dtype: str, told: int) -> None:
     """Starts vLLM and answers. Writes a line once it is ready, and one for each answer."""
     from vllm import LLM, SamplingParams
 
-    more: dict[str, Any] = {}
-    if life.store is not None:
-        # The budget is small, so that blocks are evicted too.
-        extra = {"path": life.store, "budget": "16MiB", "scope": "full", "min_free": 0, "min_tokens": 128}
-        more["kv_transfer_config"] = {
-            "kv_connector": "DiskPrefixConnector",
-            "kv_connector_module_path": "diskprefix.extras.vllm.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
-        }
+    more: dict[str, Any] = {} if life.store is None else {"kv_transfer_config": _transfer_config(life)}
+    cores = sorted(os.sched_getaffinity(0))
+    shares = [",".join(map(str, cores[rank :: life.ranks])) for rank in range(life.ranks)]
+    os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(shares)
     llm = LLM(
         str(model),
         skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=_CONTEXT,
-        max_num_seqs=_AT_ONCE,
+        dtype=dtype,
+        max_model_len=CONTEXT,
+        max_num_seqs=4,
         enforce_eager=True,
         num_gpu_blocks_override=_PAGES,
+        tensor_parallel_size=life.ranks,
         **more,
     )
     os.write(told, b"ready\n")
-    choose, numbers = random.Random(life.seed), list(range(NUM_PROMPTS))
+    choose, numbers = random.Random(life.seed), list(range(life.num_prompts)) * life.rounds
     sampling = SamplingParams(
         max_tokens=_NEW_TOKENS,
         temperature=0,
@@ -205,18 +197,43 @@ def _live(life: Life, model: Path, told: int) -> None:
         ignore_eos=True,
         extra_args={"kv_transfer_params": {}},
     )
+    seen: set[int] = set()
     while True:
         is_last = life.kill_after_s is None
-        batch = numbers[:_AT_ONCE] if is_last else choose.sample(numbers, choose.randint(1, _AT_ONCE))
+        batch = numbers[: life.at_once] if is_last else choose.sample(numbers, choose.randint(1, life.at_once))
         outputs = llm.generate([{"prompt_token_ids": prompt(n)} for n in batch], sampling, use_tqdm=False)
         for number, output in zip(batch, outputs, strict=True):
             (reply,) = output.outputs
             tokens = list(reply.token_ids)
             logprobs = [step[token].logprob for step, token in zip(reply.logprobs, tokens, strict=True)]
             cache = (output.kv_transfer_params or {}).get("prefix_cache", {})
-            os.write(told, json.dumps([number, tokens, logprobs, cache.get("restored", 0)]).encode() + b"\n")
-        if is_last and not (numbers := numbers[_AT_ONCE:]):
+            restored = cache.get("restored", 0)
+            if life.through == "tier" and _conversation(number) not in seen:
+                # Nothing of the conversation was in vLLM's own cache.
+                restored = output.num_cached_tokens
+            os.write(told, json.dumps([number, tokens, logprobs, restored]).encode() + b"\n")
+        seen.update(map(_conversation, batch))
+        if is_last and not (numbers := numbers[life.at_once :]):
             return
+
+
+def _transfer_config(life: Life) -> dict[str, Any]:
+    store: dict[str, Any] = {"path": life.store, "budget": life.budget, "min_free": 0}
+    if life.through == "connector":
+        return {
+            "kv_connector": "DiskPrefixConnector",
+            "kv_connector_module_path": "diskprefix.extras.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": store | {"scope": "full", "min_tokens": 128},
+        }
+    tier = {"type": "DiskPrefixTier", "module_path": "diskprefix.extras.vllm.offload_tier"} | store
+    spec = {"spec_name": "ProcessorTieringSpec", "spec_module_path": "tools.connector.processor_spec"}
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": spec | {"cpu_bytes_to_use": _PRIMARY_BYTES, "secondary_tiers": [tier]},
+    }
 
 
 def _processes(child: int) -> list[int]:

@@ -19,9 +19,11 @@ from tools.measuring.processes import disk_bytes, free_port
 from tools.peers.environments import python_of
 from tools.peers.peer import ANSWER_DEADLINE_S, PeerError, Process, started
 
-Connector: TypeAlias = Literal["none", "example", "diskprefix"]
+Connector: TypeAlias = Literal["none", "example", "diskprefix", "tier"]
 _ROOT = Path(__file__).parents[2]
 _MEMORY_GIB = 1
+_PRIMARY_BYTES = 2**30
+"""The memory of the tier above ours."""
 _SETTLE_S = 60.0
 
 
@@ -56,8 +58,9 @@ class Server:
         environment: dict[str, str] | None = None,
         **config: Any,
     ) -> None:
-        """`folder` gets the log and, in `kv`, the store. `config` are settings of our connector, and `environment`
-        has more variables. `python` is one that has vLLM, None for the environment that is made for it."""
+        """`folder` gets the log and, in `kv`, the store. `config` are settings of our connector; with "tier" those of
+        our tier, and its `spec` are vLLM's. `environment` has more variables. `python` is one that has vLLM, None for
+        the environment that is made for it."""
         self.connector: Connector = connector
         self.store = folder / "kv"
         self.start_s = 0.0
@@ -78,6 +81,12 @@ class Server:
         if connector == "example":
             settings |= {"kv_connector": "ExampleConnector"}
             settings |= {"kv_connector_extra_config": {"shared_storage_path": str(self.store)}}
+        elif connector == "tier":
+            ours: dict[str, Any] = {"type": "DiskPrefixTier", "module_path": "diskprefix.extras.vllm.offload_tier"}
+            ours |= {"path": str(self.store), "budget": "2GiB", "min_free": 0} | config
+            spec = {"spec_name": "TieringOffloadingSpec"} | ours.pop("spec", {})
+            extra = spec | {"cpu_bytes_to_use": _PRIMARY_BYTES, "secondary_tiers": [ours]}
+            settings |= {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
         else:
             settings |= {
                 "kv_connector": "DiskPrefixConnector",
@@ -139,8 +148,12 @@ class Server:
 
     def preemptions(self) -> int:
         """Returns how often a request had to give its memory away, so far."""
+        return self.count("num_preemptions_total")
+
+    def count(self, name: str) -> int:
+        """Returns one of vLLM's own counters at `/metrics`."""
         lines = self._client.get("/metrics").text.splitlines()
-        return int(sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith("vllm:num_preemptions_total")))
+        return int(sum(float(one.rpartition(" ")[2]) for one in lines if one.startswith(f"vllm:{name}")))
 
     def _restored(self) -> int:
         return int(self.metrics().get("restored_tokens", 0)) if self.connector == "diskprefix" else 0

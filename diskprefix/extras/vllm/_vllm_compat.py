@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 try:
-    import huggingface_hub
     import vllm
     from vllm.distributed.kv_transfer.kv_connector.v1.base import (
         KVConnectorBase_V1,
@@ -32,10 +29,9 @@ try:
 except ImportError as error:
     raise ImportError(f"{error}: this diskprefix needs vLLM 0.32") from error
 
+from diskprefix.extras.vllm import engine_numbers
 from diskprefix.extras.vllm.pages import EngineGroup
-from diskprefix.identity import canonical, plain
-from diskprefix.model.load.fingerprint import architecture, weights_digest
-from diskprefix.model.load.kernel_settings import cpu_kind, device_kind, environment
+from diskprefix.model.load.kernel_settings import device_kind
 
 __all__ = [
     "CacheHitSource",
@@ -51,9 +47,6 @@ __all__ = [
 log = logging.getLogger("diskprefix")
 
 SUPPORTED = ("0.32",)
-
-_NUMERIC_ENVIRONMENT = ("VLLM_BATCH_INVARIANT", "VLLM_CPU_ATTN_SPLIT_KV", "VLLM_CPU_SGL_KERNEL")
-"""vLLM's variables that choose kernels. The layers themselves name the chosen attention backend."""
 
 
 def check_version() -> None:
@@ -111,29 +104,14 @@ def _engine_group(group: Any) -> EngineGroup:
 
 def numbers_of(vllm_config: Any, kv_cache_config: Any) -> dict[str, str]:
     """Returns everything that changes the numbers of this rank, except the tenant and the form of its pages."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     layers = vllm_config.compilation_config.static_forward_context
     found = [layers[name] for group in kv_cache_config.kv_cache_groups for name in group.layer_names if name in layers]
-    device = torch.device(vllm_config.device_config.device)
-    return {
-        "engine": "vllm",
-        "vllm_version": vllm.__version__,
-        "torch_version": torch.__version__,
-        "weights_digest": _weights(vllm_config),
-        "model_class": ",".join(model.architectures),
-        "architecture": canonical(architecture(model.hf_text_config.to_dict())),
-        "dtype": plain(model.dtype),
-        "quantisation": canonical(
-            {"method": model.quantization, "config": getattr(model.hf_config, "quantization_config", None)}
-        ),
-        "kv_cache_dtype": vllm_config.cache_config.cache_dtype,
-        "attention": ",".join(sorted({_attention(layer) for layer in found})),
-        "compilation": canonical({"mode": vllm_config.compilation_config.mode, "eager": model.enforce_eager}),
-        "parallel": f"tensor={parallel.tensor_parallel_size},pipeline={parallel.pipeline_parallel_size}",
-        "device": device_kind(device),
-        "cpu": cpu_kind() if device.type == "cpu" else "",
-        "environment": canonical(environment() | {n: os.environ[n] for n in _NUMERIC_ENVIRONMENT if os.environ.get(n)}),
-    }
+    return engine_numbers.numbers_of(
+        vllm_config,
+        vllm.__version__,
+        device=device_kind(torch.device(vllm_config.device_config.device)),
+        attention=",".join(sorted({_attention(layer) for layer in found})),
+    )
 
 
 def _attention(layer: Any) -> str:
@@ -142,22 +120,6 @@ def _attention(layer: Any) -> str:
     backend = layer.get_attn_backend().get_name()
     isa = getattr(layer, "isa", "")
     return f"{backend}:{isa}" if isa else str(backend)
-
-
-def _weights(vllm_config: Any) -> str:
-    """Returns the digest of the weight files. Dummy weights are identified by their seed."""
-    model, load_format = vllm_config.model_config, str(vllm_config.load_config.load_format)
-    if "dummy" in load_format:
-        return f"dummy {model.seed}"
-    folder = Path(model.model)
-    if not folder.exists():
-        folder = Path(huggingface_hub.snapshot_download(model.model, revision=model.revision, local_files_only=True))
-    if folder.is_file():
-        return weights_digest([folder])
-    for pattern in ("*.safetensors", "*.bin", "*.pt", "*.gguf"):
-        if files := sorted(folder.glob(pattern)):
-            return weights_digest(files)
-    raise ValueError(f"diskprefix cannot tell which weights these are: {folder} has no file of weights")
 
 
 def why_not_cached(request: Any) -> str | None:

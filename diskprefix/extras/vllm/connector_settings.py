@@ -1,9 +1,9 @@
-"""The settings of a connector: the daemon's settings of the store, under shorter names."""
+"""The settings of a connector or a tier: the daemon's settings of the store, under shorter names."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,8 @@ NAMES = {
     "record": "record",
 }
 """A key of the connector's configuration → the field of `Settings`."""
+TIER_NAMES = ("path", "budget", "encryption_key_file", "ttl", "min_free", "write_buffer", "codec", "namespace_key_file")
+"""The keys of the tier's configuration. vLLM chooses what a tier gets."""
 
 _WRITE_BUFFER = 256 * 1024**2
 _LEAST_BLOCK = 128
@@ -42,18 +44,25 @@ def connector_settings(config: Mapping[str, Any], page_tokens: int) -> Settings:
 
     Raises `SettingsError` or `InvalidScope`, which names the key.
     """
-    if unknown := sorted(config.keys() - NAMES.keys()):
-        raise SettingsError(f"{unknown[0]}: unknown key; there are: {', '.join(NAMES)}")
-    if not config.get("path"):
-        raise SettingsError("path: must name the folder of the store")
-    given = {NAMES[key]: _converted(key, value) for key, value in config.items() if value is not None}
-    given.setdefault("kv_cache_write_buffer", _WRITE_BUFFER)
-    given.setdefault("block_size", page_tokens * math.ceil(_LEAST_BLOCK / page_tokens))
-    with own_names():
-        settings = Settings(**given)
+    settings = _settings(config, NAMES, block_size=page_tokens * math.ceil(_LEAST_BLOCK / page_tokens))
     if settings.block_size % page_tokens:
         raise SettingsError(f"block_size: {settings.block_size} tokens are not whole pages of {page_tokens} tokens")
     return settings
+
+
+def tier_settings(config: Mapping[str, Any]) -> Settings:
+    """Returns the settings for the configuration of a tier. Raises `SettingsError`, which names the key."""
+    return _settings(config, TIER_NAMES)
+
+
+def _settings(config: Mapping[str, Any], names: Collection[str], **defaults: Any) -> Settings:
+    if unknown := sorted(config.keys() - set(names)):
+        raise SettingsError(f"{unknown[0]}: unknown key; there are: {', '.join(names)}")
+    if not config.get("path"):
+        raise SettingsError("path: must name the folder of the store")
+    given = {NAMES[key]: _converted(key, value) for key, value in config.items() if value is not None}
+    with own_names():
+        return Settings(**{"kv_cache_write_buffer": _WRITE_BUFFER} | defaults | given)
 
 
 def _converted(key: str, value: object) -> Any:

@@ -1,0 +1,115 @@
+"""All that a tier of vLLM's offloading needs from vLLM, the same from 0.28 on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+try:
+    import vllm
+    from vllm.config import VllmConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.kv_offload.base import (
+        LookupResult,
+        Medium,
+        OffloadPolicy,
+        RequestOffloadingContext,
+        get_offload_block_hash,
+        get_offload_group_idx,
+    )
+    from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+except ImportError as error:
+    raise ImportError(f"{error}: the tier of this diskprefix needs vLLM 0.28 or newer") from error
+
+from diskprefix.extras.vllm import engine_numbers
+from diskprefix.extras.vllm.chunk_store import DIGEST_BYTES, ChunkKey
+from diskprefix.identity import canonical
+
+__all__ = ["JobResult", "LookupResult", "Medium", "OffloadPolicy", "RequestOffloadingContext", "SecondaryTierManager"]
+
+_KERNEL_PACKAGES = ("flash-attn", "flashinfer-python", "triton")
+"""Packages from which vLLM chooses a backend by itself."""
+_DIGESTS = ("sha256", "sha256_cbor")
+
+
+def engine_config() -> Any:
+    """Returns the configuration of the engine that is creating a tier in this call.
+
+    vLLM gives a tier a summary, which names neither weights nor quantisation. The whole is an argument of the connector
+    that creates the tiers, up the stack. Raises `ImportError` if it is not there.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("vllm_config")
+        if isinstance(found, VllmConfig):
+            return found
+        frame = frame.f_back
+    raise ImportError(f"this diskprefix cannot find the configuration of vLLM {vllm.__version__}")
+
+
+def check_keys(vllm_config: Any) -> None:
+    """Raises `ValueError` with one line if equal keys may stand for different state."""
+    digest = vllm_config.cache_config.prefix_caching_hash_algo
+    if digest not in _DIGESTS:
+        raise ValueError(
+            f"the tier of diskprefix cannot rely on prefix_caching_hash_algo {digest}; choose {' or '.join(_DIGESTS)}"
+        )
+    if vllm_config.lora_config is not None:
+        raise ValueError(
+            "the tier of diskprefix cannot serve LoRA adapters: vLLM's keys have their names, not their weights"
+        )
+
+
+def tier_numbers(vllm_config: Any, offloading: Any) -> dict[str, str]:
+    """Returns everything that changes the numbers of all ranks, and the form of a chunk. `offloading` is the summary
+    that a tier gets. No layer exists in the scheduler's process, so attention is given by what vLLM chooses it from."""
+    return engine_numbers.numbers_of(
+        vllm_config,
+        vllm.__version__,
+        device=f"{current_platform.device_type} {current_platform.get_device_name()}".strip(),
+        attention=canonical({"config": asdict(vllm_config.attention_config), "packages": _kernel_packages()}),
+    ) | {"chunk": chunk_form(offloading, asdict(offloading.parallel))}
+
+
+def chunk_form(offloading: Any, parallel: Mapping[str, Any]) -> str:
+    """Returns a text of what decides what is where in a chunk. `parallel` are the fields of the summary's."""
+    return canonical(
+        {
+            "groups": [(group.tokens_per_block, group.layer_names) for group in offloading.groups],
+            "blocks": offloading.cache.blocks_per_chunk,
+            "hash_tokens": offloading.cache.tokens_per_hash,
+            "layout": getattr(offloading, "kv_cache_layout", None),
+            "canonical": getattr(offloading, "canonical_layout", False),
+            "ranks": {name: value for name, value in parallel.items() if name not in _OF_ONE_PROCESS},
+        }
+    )
+
+
+_OF_ONE_PROCESS = ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local")
+"""Engines that differ in nothing else share their chunks."""
+
+
+def _kernel_packages() -> dict[str, str]:
+    found = {}
+    for name in _KERNEL_PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def chunk_key(key: Any) -> ChunkKey:
+    """Returns the parts of an `OffloadKey`."""
+    digest = bytes(get_offload_block_hash(key))
+    assert len(digest) == DIGEST_BYTES, "see `check_keys`"
+    return ChunkKey(digest, get_offload_group_idx(key))
+
+
+def slots_of(job: Any) -> list[int]:
+    """Returns the places of a job's chunks in the primary tier. Their name changed in vLLM 0.30."""
+    slots = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+    return [int(slot) for slot in slots]

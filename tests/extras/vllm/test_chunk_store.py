@@ -1,0 +1,145 @@
+"""Chunks of an engine's offloading in a store: they come back bit for bit, or are missing."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diskprefix.extras.vllm.chunk_store import GROUP, ChunkKey, ChunkStore, chunk_layout
+from diskprefix.extras.vllm.connector_settings import tier_settings
+from diskprefix.extras.vllm.plans import RankIdentity
+from diskprefix.extras.vllm.shared_store import SharedStore, open_shared
+from diskprefix.store.codec.planes import Bytes
+from diskprefix.store.maintenance.verify import verify_index
+from diskprefix.store.pieces import LAYOUT_VERSION
+from diskprefix.store.store import Store
+
+CHUNK_BYTES = 160 * 4096
+"""More than a piece."""
+BUDGET = 16 * 2**20
+
+
+def key(number: int, group: int = 0) -> ChunkKey:
+    return ChunkKey(random.Random(number).randbytes(32), group)
+
+
+def chunk(number: int) -> Bytes:
+    return np.random.default_rng(number).integers(0, 256, CHUNK_BYTES, np.uint8)
+
+
+@contextmanager
+def opened(folder: Path, weights: str = "some", **settings: object) -> Iterator[tuple[ChunkStore, SharedStore]]:
+    config = {"path": str(folder), "budget": BUDGET, "min_free": 0} | settings
+    shared = open_shared(tier_settings(config))
+    numbers = {"engine": "test", "weights_digest": weights, GROUP: "0"}
+    layout = chunk_layout(CHUNK_BYTES, "bfloat16")
+    chunks = ChunkStore(shared, RankIdentity("model", 8, layout, LAYOUT_VERSION, numbers))
+    try:
+        yield chunks, shared
+    finally:
+        chunks.close()
+        assert shared.release()
+
+
+def saved(folder: Path, keys: Sequence[ChunkKey]) -> None:
+    with opened(folder) as (chunks, _):
+        assert chunks.save(keys, [chunk(number) for number in range(len(keys))])
+
+
+def test_chunks_come_back_bit_for_bit_and_only_under_their_own_key(tmp_path: Path) -> None:
+    keys = [key(number, group=number % 2) for number in range(5)]
+    saved(tmp_path / "kv", keys)
+    with opened(tmp_path / "kv") as (chunks, _):
+        assert [chunks.has(one) for one in keys] == [True] * 5
+        assert not chunks.has(key(0, group=1))
+        assert not chunks.has(key(5))
+        places = [np.zeros(CHUNK_BYTES, np.uint8) for _ in range(6)]
+        assert chunks.load([*keys, key(5)], places) == [True] * 5 + [False]
+        for number in range(5):
+            assert np.array_equal(places[number], chunk(number))
+    with opened(tmp_path / "kv", weights="others") as (chunks, _):
+        assert not any(map(chunks.has, keys))
+
+
+def test_a_chunk_can_be_loaded_before_it_is_on_the_disk(tmp_path: Path) -> None:
+    with opened(tmp_path / "kv") as (chunks, shared):
+        shared.writer.pause_writing()
+        assert chunks.save([key(1)], [chunk(1)])
+        place = np.zeros(CHUNK_BYTES, np.uint8)
+        assert chunks.load([key(1)], [place]) == [True]
+        assert np.array_equal(place, chunk(1))
+
+
+def test_a_step_sees_one_moment_of_the_store(tmp_path: Path) -> None:
+    with opened(tmp_path / "kv") as (chunks, _):
+        assert not chunks.has(key(1))
+        assert chunks.save([key(1)], [chunk(1)])
+        assert not chunks.has(key(1))
+        chunks.end_step()
+        assert chunks.has(key(1))
+
+
+def test_a_damaged_chunk_is_missing_and_the_others_are_loaded(tmp_path: Path) -> None:
+    keys = [key(number) for number in range(3)]
+    saved(tmp_path / "kv", keys)
+    file = tmp_path / "kv" / "data.mdb"
+    content = bytearray(file.read_bytes())
+    content[content.index(chunk(1).tobytes()[70_000:70_100])] ^= 1
+    file.write_bytes(content)
+    with opened(tmp_path / "kv") as (chunks, shared):
+        places = [np.zeros(CHUNK_BYTES, np.uint8) for _ in keys]
+        assert chunks.load(keys, places) == [True, False, True]
+        assert np.array_equal(places[2], chunk(2))
+        assert [chunks.has(one) for one in keys] == [True, False, True]
+        assert chunks.save(keys, [chunk(number) for number in range(3)])
+        assert shared.writer.flush(30)
+        assert shared.writer.quarantined == 1
+        chunks.end_step()
+        assert all(map(chunks.has, keys))
+        assert chunks.load(keys, places) == [True] * 3
+    with closing(Store(tmp_path / "kv", read_only=True)) as store:
+        assert not verify_index(store).problems
+
+
+def test_the_file_keeps_its_budget_and_the_ends_of_prompts_go_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(tmp_path / "kv") as (chunks, shared):
+        now = time.time()
+        monkeypatch.setattr(shared.store, "clock", lambda: now)
+        first = [key(number) for number in range(4)]
+        assert chunks.save(first, [chunk(number) for number in range(4)])
+        for number in range(100, 200, 5):
+            prompt = [key(one) for one in range(number, number + 5)]
+            # As the steps of its computation complete them. It begins as the first one did.
+            for part in (prompt[:2], prompt[2:]):
+                assert chunks.save(part, [chunk(one) for one in range(len(part))])
+            chunks.use([*first, *prompt])
+            assert shared.writer.flush(60)
+            now += 60
+            assert (tmp_path / "kv" / "data.mdb").stat().st_size <= BUDGET
+        assert shared.writer.evicted > 50
+        assert all(map(chunks.has, first))
+        kept = [chunks.has(key(one)) for one in range(100, 200)]
+        assert 5 < sum(kept) < 30
+        # Of each prompt a beginning is left.
+        for start in range(0, 100, 5):
+            assert kept[start : start + 5] == sorted(kept[start : start + 5], reverse=True)
+
+
+def test_chunks_for_which_the_buffer_has_no_room_are_dropped(tmp_path: Path) -> None:
+    with opened(tmp_path / "kv", write_buffer=2**20) as (chunks, shared):
+        shared.writer.pause_writing()
+        assert not chunks.save([key(1), key(2)], [chunk(1), chunk(2)])
+        assert not chunks.has(key(2))
+
+
+def test_chunks_that_are_not_whole_pages_are_refused() -> None:
+    with pytest.raises(ValueError, match="chunks of 5000 bytes"):
+        chunk_layout(5000, "bfloat16")
