@@ -19,7 +19,7 @@ NAME = re.compile(r"([A-Za-z_]\w*\.)*(?P<last>[A-Z]\w*[a-z]\w*|[A-Z][A-Z0-9_]{3,
 """A class, perhaps with its module, or a constant."""
 IN_FILE = re.compile(r"`([A-Za-z_]\w*)`(?: and `([A-Za-z_]\w*)`)? in\s+`([\w./-]+\.py)`")
 THREAD_IN_SOURCE = re.compile(r"""(?:Thread\(.*name=f?|thread_name_prefix=)"([a-z-]+?)-?["{]""")
-COMMAND_THREADS = {"top", "saved", "delete", "verify", "kv-loader", "remote-prefetch"}
+COMMAND_THREADS = {"top", "saved", "delete", "verify", "kv-loader", "kv-saver", "remote-prefetch"}
 """Threads of commands and of vLLM's processes, which the daemon has not."""
 
 

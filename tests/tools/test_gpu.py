@@ -25,7 +25,8 @@ from tools.accelerator import __main__ as command
 from tools.accelerator import parts, random_weights
 from tools.accelerator.__main__ import PARTS, missing_packages, parsed, rows_of
 from tools.accelerator.parts import Row, Task
-from tools.connector import bench
+from tools.connector import bench, restarts
+from tools.connector.restarts import Restart
 from tools.measuring import live_server
 from tools.measuring.live_server import Answer, LiveServerError
 
@@ -283,6 +284,16 @@ def test_vllm_is_skipped_where_it_is_not_installed(tmp_path: Path) -> None:
     assert row.result.endswith("-m pip install 'vllm==0.32.*'")
 
 
+@pytest.mark.parametrize(("same_bits", "state"), [(99, "fail"), (100, "pass")])
+def test_the_tier_passes_only_with_every_bit_of_every_reply(
+    same_bits: int, state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restarts, "restarted", lambda _server, number: Restart(number, number, same_bits, 70_000))
+    (row,) = parts._tier_in_vllm(Task("vLLM", "tiny", "cpu", str(tmp_path)))
+    assert row.state == state
+    assert row.result.startswith(f"{same_bits} of 100 replies are those before SIGKILL bit for bit, 100 have the same")
+
+
 @pytest.mark.parametrize(("count", "second"), [(1, "skipped"), (2, "measured")])
 def test_vllm_computes_with_two_ranks_where_there_are_two_accelerators(
     count: int, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -297,8 +308,9 @@ def test_vllm_computes_with_two_ranks_where_there_are_two_accelerators(
     monkeypatch.setattr(bench, "Server", Server)
     monkeypatch.setattr(bench, "stored_blocks", lambda _store: 10_000)
     monkeypatch.setattr(parts, "find_spec", lambda _name: object())
+    monkeypatch.setattr(restarts, "restarted", lambda _server, number: Restart(number, number, number, 70_000))
     rows = list(parts.rows_of(Task("vLLM", "tiny", "cpu", str(tmp_path), count=count)))
-    assert [row.state for row in rows] == ["measured", second]
+    assert [row.state for row in rows] == ["pass", "measured", second]
     assert [options["arguments"][-1] for options in asked] == ["1", "2"][:count]
     assert all(options["python"] == Path(sys.executable) for options in asked)
 

@@ -28,7 +28,7 @@ from tools.peers.peer import PeerError
 
 _CLOSE = 0.02
 """The difference of log-probabilities that rounding explains: a restored prompt is computed in other steps."""
-_LONGEST_LIFE_S, _LONGEST_START_S = 6.0, 5.0
+_LONGEST_START_S = 5.0
 _IN_START = 0.15
 """The share of kills that meet vLLM while it starts."""
 
@@ -40,9 +40,12 @@ Live: TypeAlias = Callable[[Life], dict[str, Any]]
 @click.command()
 @click.option("--kills", type=click.IntRange(min=1), default=100, show_default=True)
 @click.option("--seed", type=int, default=1, show_default=True)
+@click.option(
+    "--life", "longest_s", type=float, default=6.0, show_default=True, help="Most seconds from ready to killed."
+)
 @click.option("--through", type=click.Choice(["connector", "tier"]), default="connector", show_default=True)
 @FOLDER
-def kill(kills: int, seed: int, through: Literal["connector", "tier"], folder: Path | None) -> None:
+def kill(kills: int, seed: int, longest_s: float, through: Literal["connector", "tier"], folder: Path | None) -> None:
     """SIGKILL vLLM's client, its scheduler or its worker at random moments, each time in a vLLM that was just started.
 
     The model is a small one, made up. Its answers are compared with those of a vLLM without our store. Ends with 1 if
@@ -72,7 +75,7 @@ def kill(kills: int, seed: int, through: Literal["connector", "tier"], folder: P
 
         for number in range(1, kills + 1):
             in_start = choose.random() < _IN_START
-            after_s = choose.uniform(0, _LONGEST_START_S if in_start else _LONGEST_LIFE_S)
+            after_s = choose.uniform(0, _LONGEST_START_S if in_start else longest_s)
             life = Life(seed + number, str(store), through, kill_after_s=after_s, kill_in_start=in_start)
             found = judge(replace(life, victim=choose.randrange(3)))
             if not (in_start or found["ready_s"]):

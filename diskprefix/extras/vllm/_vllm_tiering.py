@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -32,6 +34,7 @@ __all__ = ["JobResult", "LookupResult", "Medium", "OffloadPolicy", "RequestOfflo
 
 _KERNEL_PACKAGES = ("flash-attn", "flashinfer-python", "triton")
 """Packages from which vLLM chooses a backend by itself."""
+_CHOOSES_KERNELS = re.compile(r"VLLM_.*(ATTN|ATTENTION|FLASH|LAYOUT|MLA)")
 _DIGESTS = ("sha256", "sha256_cbor")
 
 
@@ -70,8 +73,17 @@ def tier_numbers(vllm_config: Any, offloading: Any) -> dict[str, str]:
         vllm_config,
         vllm.__version__,
         device=f"{current_platform.device_type} {current_platform.get_device_name()}".strip(),
-        attention=canonical({"config": asdict(vllm_config.attention_config), "packages": _kernel_packages()}),
-    ) | {"chunk": chunk_form(offloading, asdict(offloading.parallel))}
+        attention=canonical(
+            {
+                "config": asdict(vllm_config.attention_config),
+                "environment": {name: value for name, value in os.environ.items() if _CHOOSES_KERNELS.match(name)},
+                "packages": _kernel_packages(),
+            }
+        ),
+    ) | {
+        "chunk": chunk_form(offloading, asdict(offloading.parallel)),
+        "drafts": canonical({"of": getattr(vllm_config.speculative_config, "model", None)}),
+    }
 
 
 def chunk_form(offloading: Any, parallel: Mapping[str, Any]) -> str:

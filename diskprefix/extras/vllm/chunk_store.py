@@ -110,8 +110,8 @@ class ChunkStore:
         """Reads chunks into `places`, uint8 of shape [chunk_bytes] each. Returns which of them hold their chunk now.
         The content of the others is undefined, and they are missing until they are saved again."""
         try:
-            with open_views(self._shared.tiers) as views:
-                begun = [self._begun(views, key, place) for key, place in zip(keys, places, strict=True)]
+            with open_views(self._shared.tiers) as views, ExitStack() as reading:
+                begun = [self._begun(views, key, place, reading) for key, place in zip(keys, places, strict=True)]
                 loaded = [one is not None and self._ended(*one) for one in begun]
         except CacheError as error:
             log.warning("[disk-cache] %d chunks were not loaded: %s", len(keys), error)
@@ -170,22 +170,21 @@ class ChunkStore:
         return None if view is None else (node, view)
 
     def _begun(
-        self, views: Sequence[View], key: ChunkKey, place: Bytes
+        self, views: Sequence[View], key: ChunkKey, place: Bytes, reading: ExitStack
     ) -> tuple[Node, View, list[Future[None]]] | None:
-        """Begins to read a chunk, piece by piece; None if it is not stored."""
+        """Begins to read a chunk, piece by piece; None if it is not stored. `reading` ends once nothing is read."""
         if (found := self._found(views, key)) is None:
             return None
         node, view = found
         cuts, rows = self._layout.cuts(NUM_IDS, Kind.BLOCK), place.reshape(-1, _ROW_BYTES)
-        reads = [
-            self._readers.submit(write, rows[cut.first_row : cut.first_row + cut.piece.num_rows])
-            for cut, write in zip(cuts, view.pieces(node, cuts, range(len(cuts))), strict=True)
-        ]
+        reads: list[Future[None]] = []
+        # What is read belongs to the view: no thread may still read it when that is closed.
+        reading.callback(wait, reads)
+        for cut, write in zip(cuts, view.pieces(node, cuts, range(len(cuts))), strict=True):
+            reads.append(self._readers.submit(write, rows[cut.first_row : cut.first_row + cut.piece.num_rows]))
         return node, view, reads
 
     def _ended(self, node: Node, view: View, reads: Sequence[Future[None]]) -> bool:
-        # What is read belongs to the view: no thread may still read it when that is closed.
-        wait(reads)
         try:
             for read in reads:
                 read.result()
