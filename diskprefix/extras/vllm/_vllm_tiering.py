@@ -14,6 +14,7 @@ try:
     import vllm
     from vllm.config import VllmConfig
     from vllm.platforms import current_platform
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.kv_offload.base import (
         LookupResult,
         Medium,
@@ -54,11 +55,17 @@ def engine_config() -> Any:
 
 
 def check_keys(vllm_config: Any) -> None:
-    """Raises `ValueError` with one line if equal keys may stand for different state."""
+    """Raises `ValueError` with one line if equal keys may stand for different state, or different keys for equal
+    state."""
     digest = vllm_config.cache_config.prefix_caching_hash_algo
     if digest not in _DIGESTS:
         raise ValueError(
             f"the tier of diskprefix cannot rely on prefix_caching_hash_algo {digest}; choose {' or '.join(_DIGESTS)}"
+        )
+    if not (hasattr(kv_cache_utils, "resolve_none_hash_seed") or os.environ.get("PYTHONHASHSEED")):
+        raise ValueError(
+            f"set PYTHONHASHSEED to a number that stays the same: without it each process of vLLM {vllm.__version__} "
+            "has other keys, and nothing would be found after a restart"
         )
     if vllm_config.lora_config is not None:
         raise ValueError(

@@ -36,6 +36,7 @@ def content(number: int) -> Any:
 @contextmanager
 def tiers(folder: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> Iterator[Manager]:
     """vLLM's primary tier of `SLOTS` chunks, and ours made by vLLM's factory from a configuration."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
     monkeypatch.setattr(compat, "engine_config", lambda: Fake(**ENGINE))
     monkeypatch.setattr(compat, "tier_numbers", lambda *_: {"engine": "vllm", "weights_digest": "some"})
     opened = Manager(folder, config)
@@ -168,6 +169,14 @@ def test_what_cannot_be_told_apart_is_refused(tmp_path: Path, monkeypatch: pytes
     def check(**engine: Any) -> None:
         compat.check_keys(Fake(**ENGINE | engine))
 
+    monkeypatch.setattr(compat, "kv_cache_utils", Fake())
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    check()
+    monkeypatch.delenv("PYTHONHASHSEED")
+    with pytest.raises(ValueError, match="set PYTHONHASHSEED to a number that stays the same"):
+        check()
+    # From vLLM 0.29 on.
+    monkeypatch.setattr(compat, "kv_cache_utils", Fake(resolve_none_hash_seed=None))
     check()
     with pytest.raises(ValueError, match=r"prefix_caching_hash_algo xxhash; choose sha256 or sha256_cbor"):
         check(cache_config=Fake(prefix_caching_hash_algo="xxhash"))
