@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -65,7 +66,7 @@ class Server:
         self.store = folder / "kv"
         self.start_s = 0.0
         """The seconds of the last start."""
-        self._port = free_port()
+        self._port, self._engine_id = free_port(), secrets.token_hex(8)
         command = [str(python or python_of("vllm", report)), "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(model), "--served-model-name", "model", "--host", "127.0.0.1"]
         command += ["--port", str(self._port), "--dtype", dtype, "--max-model-len", str(context), "--enforce-eager"]
@@ -87,6 +88,7 @@ class Server:
             spec = {"spec_name": "TieringOffloadingSpec"} | ours.pop("spec", {})
             extra = spec | {"cpu_bytes_to_use": _PRIMARY_BYTES, "secondary_tiers": [ours]}
             settings |= {"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}
+            settings |= {"engine_id": self._engine_id}
         else:
             settings |= {
                 "kv_connector": "DiskPrefixConnector",
@@ -101,7 +103,10 @@ class Server:
         self.start_s = started(self.process, self._client)
 
     def kill(self) -> None:
+        """Kills it, and removes the memory of vLLM's own tier, which nobody would after a kill."""
         self.process.kill()
+        for file in Path("/dev/shm").glob(f"vllm_offload_{self._engine_id}*"):
+            file.unlink()
 
     def ask(self, prompt: str, max_tokens: int = 8, *, patience_s: float = ANSWER_DEADLINE_S) -> Reply:
         """Hangs up when nothing comes for `patience_s`. Raises `PeerError` if there is no whole answer."""
