@@ -128,7 +128,7 @@ class Settings:
     )
     device: str = _model(
         "auto",
-        "cpu, cuda, cuda:1, mps and so on. auto takes an accelerator if there is one.",
+        "cpu, cuda (AMD too), cuda:1, xpu (Intel), mps and so on. auto takes an accelerator if there is one.",
         is_common=True,
         metavar="NAME",
     )

@@ -14,7 +14,7 @@ from diskprefix.printable import first_line
 log = logging.getLogger("diskprefix")
 
 _DRIVER_ERROR = re.compile(
-    r"\b(CUDA|HIP)( driver)? error|cudaError|hipError|\b(CUBLAS|CUDNN)_STATUS_|device-side assert"
+    r"\b(CUDA|HIP)( driver)? error|cudaError|hipError|\b(CUBLAS|CUDNN)_STATUS_|device-side assert|\bUR_RESULT_ERROR_"
 )
 _ACCELERATOR_ERROR: type[Exception] | None = getattr(torch, "AcceleratorError", None)
 """The class of these errors since torch 2.8. Before, they are of the class RuntimeError."""
@@ -50,11 +50,12 @@ def synchronize(device: torch.device) -> None:
 
 
 def probe_devices() -> None:
-    """Waits for all CUDA devices with memory of this process, and computes on them. Raises the errors of torch."""
-    for index in range(torch.cuda.device_count()):
-        if torch.cuda.memory_reserved(index):
-            torch.cuda.synchronize(index)
-            torch.ones(1, device=torch.device("cuda", index)).add_(1).item()
+    """Waits for all GPUs with memory of this process, and computes on them. Raises the errors of torch."""
+    for of_device in (torch.cuda, torch.xpu):
+        for index in range(of_device.device_count()):
+            if of_device.memory_reserved(index):
+                of_device.synchronize(index)
+                torch.ones(1, device=torch.device(of_device.__name__.removeprefix("torch."), index)).add_(1).item()
 
 
 def _follows_from_driver(error: BaseException) -> bool:

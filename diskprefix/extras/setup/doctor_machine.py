@@ -74,12 +74,16 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     from diskprefix.model.exact.rows import linear
     from diskprefix.native.library import Unavailable, choose, described
 
-    kind = "CUDA" if torch.version.cuda else "CPU"
+    builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
+    kind = next((name for name, version in builds.items() if version), "CPU")
     capability = torch.backends.cpu.get_cpu_capability()
     text = f"torch {torch.__version__} ({kind} build), {capability}, {torch.get_num_threads()} threads"
     is_old = capability in ("DEFAULT", "NO AVX") and platform.machine() in ("x86_64", "AMD64")
     advice = "this CPU has no AVX2: computing is slow" if is_old else ""
     yield Finding("torch", "note" if is_old else "ok", text, advice)
+    if settings.device == "mps" or (settings.device == "auto" and torch.backends.mps.is_available()):
+        text = "models on Apple's GPU are exact in steps of one grid, as Triton, which the kernels need, is not there"
+        yield Finding("accelerator", "note", text, "--device cpu is exact at every token")
     try:
         choose(settings.kernels)
         names = described()

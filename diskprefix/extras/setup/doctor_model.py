@@ -222,16 +222,17 @@ def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[
                         yield Finding("request", "problem", answer.message, "see the message")
                         return
                     replies.append(answer.body)
-                exact = call("GET", "/props", None).body["model"]["identity"]["exact_at"]
-    yield from _judged(replies, exact)
+                identity = call("GET", "/props", None).body["model"]["identity"]
+    yield from _judged(replies, identity["exact_at"], identity["exact_at_reason"])
 
 
-def _judged(replies: list[dict[str, Any]], exact_at: str) -> Iterator[Finding]:
+def _judged(replies: list[dict[str, Any]], exact_at: str, reason: str | None = None) -> Iterator[Finding]:
     cold, again, restarted = replies
     tokens = cold["usage"]["prompt_tokens"]
     texts = {json.dumps(reply["choices"][0]["message"], sort_keys=True) for reply in replies}
     yield Finding("request", "ok", f"{tokens:,} tokens in {cold['timings']['ttft_ms'] / 1e3:.2f} s")
-    yield Finding("exactness", "ok", f"this model is exact at every {exact_at}")
+    because = "" if reason is None else f": {reason}"
+    yield Finding("exactness", "ok", f"this model is exact at every {exact_at}{because}")
     for check, reply in (("repeated", again), ("restart", restarted)):
         found = reply["prefix_cache"]
         if not found["restored"]:

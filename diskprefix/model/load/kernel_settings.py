@@ -116,10 +116,12 @@ def _read(read: Callable[[], Any], default: Any) -> Any:
 
 
 def device_kind(device: torch.device) -> str:
-    """Returns the type of the device, with the name of the GPU for CUDA."""
+    """Returns the type of the device, with the name of the GPU if it has one. GPUs of AMD are `cuda` too."""
     import torch
 
-    return f"cuda {torch.cuda.get_device_name(device)}" if device.type == "cuda" else device.type
+    if device.type not in ("cuda", "xpu"):
+        return device.type
+    return f"{device.type} {torch.get_device_module(device).get_device_name(device)}"
 
 
 def cpu_kind() -> str:

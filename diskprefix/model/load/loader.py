@@ -45,6 +45,7 @@ from diskprefix.model.load.memory import (
     kv_ahead,
     large_pages,
     populate_beside,
+    use_gpu,
 )
 from diskprefix.model.load.named_model import is_embedded, name_faster, require_named, weight_files_of
 from diskprefix.model.load.safetensors_header import require_weights
@@ -67,7 +68,7 @@ Clock: TypeAlias = Callable[[str], AbstractContextManager[None]]
 """Measures a step of the load."""
 
 _ahead: ReadAhead[tuple[PreTrainedModel, UnreadWeights]] = ReadAhead()
-_DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d+)?")
+_DEVICE = re.compile(r"auto|cpu|mps|(cuda|xpu)(:\d+)?")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -296,7 +297,7 @@ def _source(
 ) -> _ModelSource:
     # Wrong settings are reported before anything slow happens.
     if not _DEVICE.fullmatch(settings.device):
-        raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, mps")
+        raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, xpu, mps")
     weights_of = cache(partial(pick_weights, settings.weights, settings.dtype, settings.device))
     if settings.weights in ("int8", "int4"):
         weights_of()
@@ -312,6 +313,7 @@ def _source(
         files = weight_files_of(folder)
     with clock("imports"):
         device = _pick_device(settings.device)
+        use_gpu(device)
         weights = weights_of()
         if weights == "auto" and not gguf:
             name_faster(folder, files, progress)
@@ -424,15 +426,17 @@ def _pick_device(name: str) -> torch.device:
     import torch
 
     kind, _, index = name.partition(":")
-    num_cuda = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    has_mps = torch.backends.mps.is_available()
+    counts = {
+        "cuda": torch.cuda.device_count() if torch.cuda.is_available() else 0,
+        "xpu": torch.xpu.device_count() if torch.xpu.is_available() else 0,
+        "mps": int(torch.backends.mps.is_available()),
+    }
     if kind == "auto":
-        kind = "cuda" if num_cuda else "mps" if has_mps else "cpu"
-    if kind == "cuda" and int(index or 0) >= num_cuda:
-        raise SettingsError(f"--device: there is no {name}; torch sees {num_cuda} CUDA devices")
-    if kind == "mps" and not has_mps:
-        raise SettingsError("--device: there is no mps; torch sees no Apple GPU")
-    return torch.device("cuda", int(index or 0)) if kind == "cuda" else torch.device(kind)
+        kind = next((one for one, count in counts.items() if count), "cpu")
+    if int(index or 0) >= counts.get(kind, 1):
+        seen = ", ".join(f"{count} {one}" for one, count in counts.items() if count) or "no GPU"
+        raise SettingsError(f"--device: there is no {name}; torch sees {seen}")
+    return torch.device(kind, int(index or 0)) if kind in ("cuda", "xpu") else torch.device(kind)
 
 
 def pick_weights(name: str, dtype: str, device_name: str) -> str:
@@ -444,7 +448,7 @@ def pick_weights(name: str, dtype: str, device_name: str) -> str:
     if name == "auto":
         return "auto" if device.type == "cpu" and dtype in ("auto", "bfloat16") and is_compiled else "native"
     if name != "native" and device.type != "cpu" and not is_accelerated(device):
-        raise SettingsError(f"--weights: {name} is for the CPU and CUDA, and the device is {device}; add --device cpu")
+        raise SettingsError(f"--weights: {name} needs a CPU or Triton, and the device is {device}; add --device cpu")
     if name != "native" and device.type != "cpu" and find_spec("triton") is None:
         raise SettingsError(f"--weights: {name} on {device} needs Triton; add --weights native")
     if name != "native" and dtype not in ("auto", "bfloat16"):

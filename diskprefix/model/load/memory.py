@@ -143,16 +143,34 @@ def kv_ahead(fit: Fit, num_tokens: int) -> list[torch.Tensor]:
     return [make_ahead(num_bytes)] if is_one_piece and num_bytes <= min(KV_AHEAD_BYTES, most_bytes) else []
 
 
-def available_bytes(device: torch.device) -> int:
-    """Returns the free memory of `device` in bytes, with what torch holds of it unused."""
+def use_gpu(device: torch.device) -> None:
+    """Makes `device`, if it is one of several GPUs, that of this thread: kernels in Triton are launched there."""
     import torch
 
-    if device.type == "cuda":
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    if device.index:
+        torch.accelerator.set_device_index(device.index)
+
+
+def available_bytes(device: torch.device) -> int:
+    """Returns the free memory of `device` in bytes, with what torch holds of it unused and not for something else."""
+    import torch
+
     if device.type == "mps":
         return int(torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    return available_ram_bytes()
+    if device.type not in ("cuda", "xpu"):
+        return available_ram_bytes()
+    of_device = torch.get_device_module(device)
+    unused = of_device.memory_reserved(device) - of_device.memory_allocated(device) - _held.get(device, 0)
+    return int(of_device.mem_get_info(device)[0] + max(0, unused))
+
+
+_held: dict[torch.device, int] = {}
+"""The bytes of memory that torch holds unused, and that only recorded steps compute with."""
+
+
+def hold(device: torch.device, num_bytes: int) -> None:
+    """Records that so many more bytes, which torch holds unused, are for recorded steps alone."""
+    _held[device] = _held.get(device, 0) + max(0, num_bytes)
 
 
 def kv_bytes(device: torch.device) -> int:

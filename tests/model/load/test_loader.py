@@ -360,12 +360,12 @@ def test_memory_that_runs_out_while_loading_is_one_line(
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "", "cpu:0", "cuda:1 "])
 def test_an_unknown_device_is_refused_with_its_param(device: str) -> None:
-    with pytest.raises(SettingsError, match=r"auto, cpu, cuda, cuda:N, mps") as caught:
+    with pytest.raises(SettingsError, match=r"auto, cpu, cuda, cuda:N, xpu, mps") as caught:
         load("./nope", device=device)
     assert caught.value.message.startswith("--device: ")
 
 
-@pytest.mark.parametrize(("device", "num_cuda"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2), ("mps", 0)])
+@pytest.mark.parametrize(("device", "num_cuda"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2), ("xpu", 2), ("mps", 0)])
 def test_an_absent_device_is_refused_with_its_param(
     device: str, num_cuda: int, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +392,13 @@ def test_the_best_device_is_found(
 ) -> None:
     set_devices(monkeypatch, num_cuda=num_cuda, mps=mps)
     assert loader._pick_device(name) == torch.device(expected)
+
+
+def test_a_gpu_of_intel_is_found_before_one_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_devices(monkeypatch, num_cuda=0, mps=True)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
+    assert (loader._pick_device("auto"), loader._pick_device("xpu:1")) == (torch.device("xpu:0"), torch.device("xpu:1"))
 
 
 def set_devices(monkeypatch: pytest.MonkeyPatch, *, num_cuda: int, mps: bool) -> None:

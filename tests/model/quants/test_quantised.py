@@ -197,7 +197,7 @@ def test_auto_without_a_compiled_kernel_is_native(cache: Path, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("weights", "changes", "message"),
     [
-        ("int8", {"device": "mps"}, "--weights: int8 is for the CPU and CUDA, and the device is mps; add --device cpu"),
+        ("int8", {"device": "mps"}, "--weights: int8 needs a CPU or Triton, and the device is mps; add --device cpu"),
         ("int4", {"dtype": "float32"}, "--weights: int4 computes in bfloat16, not in --dtype float32"),
     ],
 )
