@@ -131,7 +131,7 @@ def step(chunks: list[Chunk[Any]], *_: Any) -> list[str]:
     return [f"tokens {chunk.start} to {chunk.end}" for chunk in chunks]
 
 
-def sampled(token: int, _: Sampler, logits: torch.Tensor, _forced: int | None) -> list[str]:
+def sampled(token: int, _: Sampler, logits: torch.Tensor, *_given: Any) -> list[str]:
     top = logits.float().topk(2)
     best = ", ".join(f"{int(i)} has {float(x):.2f}" for x, i in zip(top.values, top.indices, strict=True))
     return [f"of {len(logits)} logits, {best}: token {token}"]

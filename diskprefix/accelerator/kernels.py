@@ -262,12 +262,12 @@ def attention(
     """Computes a tile of queries over the keys of one head, span after span. With `IS_SPLIT` it computes one span,
     whose part goes to `sums` and `parts`, for `attention_of_parts`. They have room for `max_parts` rows of a tile.
 
-    A row of a tile is a token and one of the `GROUP` heads that share keys. `tiles`, int32 [.., 2], are a run and the
+    A row of a tile is a token and one of the `GROUP` heads that share keys. `tiles`, int64 [.., 2], are a run and the
     run's first row in the tile. `runs` are described in `operators`; `keys_number` says which tensor of a run's memory
     has the keys, `values_number` which has the values.
     """
     tile, group = tl.program_id(0), tl.program_id(1)
-    run, first_row = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    run, first_row = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1).to(tl.int32)
     of_run = runs + 11 * run
     start, num_rows = tl.load(of_run).to(tl.int32), tl.load(of_run + 1).to(tl.int32)
     element = tl.pointer_type(queries.dtype.element_ty)
@@ -370,7 +370,7 @@ def attention_of_parts(
 ):
     """Merges the parts of `ROWS` rows of a tile, span after span, as `attention` does."""
     tile, group = tl.program_id(0), tl.program_id(1)
-    run, first_row = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    run, first_row = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1).to(tl.int32)
     start, num_rows = tl.load(runs + 11 * run).to(tl.int32), tl.load(runs + 11 * run + 1).to(tl.int32)
     in_tile = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     at_rows = first_row + in_tile // GROUP

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton
 
 from diskprefix.accelerator import kernels
 from diskprefix.accelerator.grouped import GroupedMatrix
-from diskprefix.accelerator.tiles import PAIRED, Tiles, digest, sizes_of
+from diskprefix.accelerator.tiles import PAIRED, Tiles, digest, is_interpreted, sizes_of
 
 DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 SPAN = 1024
@@ -25,6 +27,17 @@ _BLOCK_KEYS = 64
 _KEPT, _MERGED = 16, 4
 _ALIGNMENT = 16
 _LOG2_E = 1.4426950408889634
+
+
+def staged(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Returns numbers in main memory that a device copies from. They are page-locked: nobody waits for the copy."""
+    found = torch.from_numpy(numbers)
+    return found if is_interpreted(device) else found.pin_memory()
+
+
+def uploaded(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Returns numbers on a device, without waiting for it."""
+    return staged(numbers, device).to(device, non_blocking=True)
 
 
 def identity(device: torch.device) -> str:
@@ -83,7 +96,7 @@ def _multiply(
         **weights.constants,
         IS_WHOLE=inner % (weights.columns or tiles.inner) == 0,
         HAS_BIAS=bias is not None,
-        IS_WIDENED=rows.device.type == "cpu",
+        IS_WIDENED=is_interpreted(rows.device),
         BLOCK_ROWS=tiles.rows,
         BLOCK_OUTER=tiles.outer,
         BLOCK_INNER=weights.columns // 2 or tiles.inner,
@@ -166,60 +179,94 @@ def norm(rows: torch.Tensor, weight: torch.Tensor, kind: int, epsilon: float) ->
 
 @dataclass(frozen=True)
 class PlacedRun:
-    """A run of consecutive tokens of one sequence. `keys` and `values` are the memory of a layer, [heads, tokens, dim],
-    which begins with position `first`."""
+    """A run of consecutive tokens of one sequence. `keys` and `values` are the memory of several layers one behind the
+    other, [tensors, 1, heads, tokens, dim], which begins with position `first`, or `first_value`."""
 
     start: int
     num_rows: int
-    first: int
     keys: torch.Tensor
     values: torch.Tensor
+    first: int = 0
+    first_value: int = 0
+
+
+@dataclass(frozen=True)
+class RunTable:
+    """The runs of a step and the memory of their keys and values, in main memory: `rows`, int64 [runs, 11].
+
+    A row has the first position, the number of rows, and the first row in the step; then for keys and for values the
+    address that position 0 would have, and the strides of layers, heads and tokens, in numbers. `alignment` is the
+    largest power of two, at most 16, that divides all strides. `end` is the end of the last position.
+    """
+
+    rows: npt.NDArray[np.int64]
+    alignment: int
+    end: int
+
+    @classmethod
+    def of(cls, runs: Sequence[PlacedRun]) -> RunTable:
+        found, row = list[list[int]](), 0
+        for run in runs:
+            places = _placed(run.keys, run.first), _placed(run.values, run.first_value)
+            found.append([run.start, run.num_rows, row, *places[0], *places[1]])
+            row += run.num_rows
+        strides = {stride for row in found for stride in (*row[4:7], *row[8:11])}
+        alignment = min(_ALIGNMENT, *(stride & -stride for stride in strides))
+        return cls(np.array(found, np.int64), alignment, max(run.start + run.num_rows for run in runs))
+
+    @property
+    def sizes(self) -> list[int]:
+        return [int(size) for size in self.rows[:, 1]]
+
+
+def _placed(memory: torch.Tensor, first: int) -> tuple[int, int, int, int]:
+    layer_stride, _, head_stride, stride, one = memory.stride()
+    assert one == 1
+    address = memory.untyped_storage().data_ptr() - first * stride * memory.itemsize
+    return address, layer_stride, head_stride, stride
+
+
+def one_tile_each(num_runs: int) -> npt.NDArray[np.int64]:
+    """Returns the tiles of runs that fit in a tile each; see `Runs.tiles`."""
+    return np.stack([np.arange(num_runs), np.zeros(num_runs, np.int64)], axis=1)
 
 
 class Runs:
-    """The runs of a step and the memory of their keys and values, as kernels take them: `table`, int64 [runs, 11].
+    """The runs of a step as kernels take them: a `RunTable` on the device.
 
-    A row has the first position, the number of rows, and the first row in the step; then for keys and for values the
-    address that position 0 would have, and the strides of layers, heads and tokens, in numbers. A sequence's memory has
-    the tensors of several layers one behind the other.
+    Attention computes keys before `end` in spans side by side, or more of them, which are empty. A step that is
+    recorded has the end of the longest sequence that it may be replayed for.
     """
 
-    def __init__(self, runs: Sequence[PlacedRun]) -> None:
-        rows = _columns(runs)
-        self.table = torch.tensor(rows, dtype=torch.int64).to(runs[0].keys.device)
-        strides = {stride for row in rows for stride in (*row[4:7], *row[8:11])}
-        self.alignment = min(_ALIGNMENT, *(stride & -stride for stride in strides))
-        """The largest power of two, at most 16, that divides all strides."""
-        self.most_rows = max(run.num_rows for run in runs)
-        self.end = max(run.start + run.num_rows for run in runs)
-        self._sizes = [run.num_rows for run in runs]
-        self._tiles: dict[int, torch.Tensor] = {}
+    def __init__(
+        self,
+        runs: RunTable,
+        end: int = 0,
+        table: torch.Tensor | None = None,
+        tiles: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`table` and `tiles` (one for each run) are copied to `device` if they are not there."""
+        sizes = runs.sizes
+        self.alignment, self.end, self.most_rows = runs.alignment, end or runs.end, max(sizes)
+        self._sizes = sizes
+        if table is None or tiles is None:
+            assert device is not None
+            table, tiles = uploaded(runs.rows, device), uploaded(one_tile_each(len(sizes)), device)
+        self.table = table
+        self._tiles = {self.most_rows: tiles}
 
     def tiles(self, tokens: int) -> torch.Tensor:
-        """Returns the tiles of so many tokens: a run and its first row in the tile, int32 [tiles, 2]."""
+        """Returns the tiles of so many tokens: a run and its first row in the tile, int64 [tiles, 2]."""
+        tokens = min(tokens, self.most_rows)
         if tokens not in self._tiles:
             pairs = [(run, first) for run, size in enumerate(self._sizes) for first in range(0, size, tokens)]
-            self._tiles[tokens] = torch.tensor(pairs, dtype=torch.int32).to(self.table.device)
+            self._tiles[tokens] = uploaded(np.array(pairs, np.int64), self.table.device)
         return self._tiles[tokens]
 
     def spans(self, programs: int) -> int:
         """Returns the number of spans in which keys are computed side by side: 1 if there are programs enough."""
         return triton.cdiv(self.end, SPAN) if programs < _ENOUGH else 1
-
-
-def _columns(runs: Sequence[PlacedRun]) -> list[list[int]]:
-    found, row = [], 0
-    for run in runs:
-        found.append([run.start, run.num_rows, row, *_placed(run.keys, run.first), *_placed(run.values, run.first)])
-        row += run.num_rows
-    return found
-
-
-def _placed(memory: torch.Tensor, first: int) -> tuple[int, int, int, int]:
-    head_stride, stride, one = memory.stride()
-    assert one == 1
-    address = memory.untyped_storage().data_ptr() - first * stride * memory.itemsize
-    return address, head_stride * memory.shape[0], head_stride, stride
 
 
 def number_of(memory: torch.Tensor) -> int:
@@ -297,7 +344,7 @@ def attention(
         KEY_DIM=key_dim,
         ALIGNMENT=runs.alignment,
         HAS_SOFTCAP=softcap > 0,
-        IS_WIDENED=query.device.type == "cpu",
+        IS_WIDENED=is_interpreted(query.device),
         BLOCK_KEYS=_BLOCK_KEYS,
         BLOCK_KEY=max(16, triton.next_power_of_2(key_dim)),
         IS_SPLIT=num_spans > 1,

@@ -1,9 +1,10 @@
 """Kernels in Triton for layers with a state, computed strictly token after token, and for sums along a row.
 
 A program goes over all tokens of one sequence for some channels, or for some columns of the state of a head. `runs`,
-int64 [runs, 3], are the first row of a sequence in the step, the number of its rows, and the address of its state,
-which is changed in place. So each number is one chain of operations, however the tokens are cut into steps. A compiler
-orders a sum by the layout of what was loaded. The alignment of rows, which steps may change, is hidden from it.
+int64 [runs, 3], are the first row of a sequence in the step, the number of its rows, and an address; `behind` it, so
+many numbers, lies its state, which is changed in place. So each number is one chain of operations, however the tokens
+are cut into steps. A compiler orders a sum by the layout of what was loaded. The alignment of rows, which steps may
+change, is hidden from it.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ def row_sums(rows, out, width, row_stride, divisor, BLOCK: tl.constexpr):
     tl.store(out + number, (tl.sum(found, 0) / divisor).to(out.dtype.element_ty))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["behind"])
 def convolution(
     rows,
     weight,
     bias,
     out,
     runs,
+    behind,
     channels,
     KERNEL: tl.constexpr,
     TAPS: tl.constexpr,
@@ -41,7 +43,7 @@ def convolution(
     last inputs. `TAPS` is the power of two from `KERNEL` on."""
     of_run = runs + 3 * tl.program_id(0)
     first, num_rows = tl.load(of_run), tl.load(of_run + 1).to(tl.int32)
-    state = tl.load(of_run + 2).to(tl.pointer_type(rows.dtype.element_ty))
+    state = tl.load(of_run + 2).to(tl.pointer_type(rows.dtype.element_ty)) + behind
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_channel = at < channels
     from_rows = rows + first * channels + at[None, :]
@@ -77,7 +79,10 @@ def _of_length(numbers, epsilon):
     return numbers * (1.0 / tl.sqrt_rn(tl.sum(numbers * numbers, 0) + epsilon))
 
 
-@triton.jit(do_not_specialize_on_alignment=["query", "key", "value", "query_stride", "key_stride", "value_stride"])
+@triton.jit(
+    do_not_specialize=["behind"],
+    do_not_specialize_on_alignment=["query", "key", "value", "query_stride", "key_stride", "value_stride"],
+)
 def delta_rule(
     query,
     key,
@@ -86,6 +91,7 @@ def delta_rule(
     beta,
     out,
     runs,
+    behind,
     key_heads,
     key_dim,
     value_dim,
@@ -105,7 +111,7 @@ def delta_rule(
     first, num_rows = tl.load(of_run), tl.load(of_run + 1).to(tl.int32)
     at_key, at_value = tl.arange(0, BLOCK_KEY), tl.program_id(2) * BLOCK_VALUE + tl.arange(0, BLOCK_VALUE)
     is_key, is_value = at_key < key_dim, at_value < value_dim
-    of_state = tl.load(of_run + 2).to(tl.pointer_type(tl.float32)) + head * key_dim * value_dim
+    of_state = tl.load(of_run + 2).to(tl.pointer_type(tl.float32)) + behind + head * key_dim * value_dim
     of_state += at_key[:, None] * value_dim + at_value[None, :]
     is_state = is_key[:, None] & is_value[None, :]
     state = tl.load(of_state, mask=is_state, other=0.0)
@@ -131,7 +137,10 @@ def delta_rule(
     tl.store(of_state, state, mask=is_state)
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows", "into", "out_of", "row_stride", "into_stride", "out_of_stride"])
+@triton.jit(
+    do_not_specialize=["behind"],
+    do_not_specialize_on_alignment=["rows", "into", "out_of", "row_stride", "into_stride", "out_of_stride"],
+)
 def state_space(
     rows,
     steps,
@@ -141,6 +150,7 @@ def state_space(
     skip,
     out,
     runs,
+    behind,
     groups,
     dim,
     state_dim,
@@ -156,7 +166,7 @@ def state_space(
     first, num_rows = tl.load(of_run), tl.load(of_run + 1).to(tl.int32)
     at_dim, at_state = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM), tl.arange(0, BLOCK_STATE)
     is_dim, is_column = at_dim < dim, at_state < state_dim
-    of_state = tl.load(of_run + 2).to(tl.pointer_type(tl.float32)) + head * dim * state_dim
+    of_state = tl.load(of_run + 2).to(tl.pointer_type(tl.float32)) + behind + head * dim * state_dim
     of_state += at_dim[:, None] * state_dim + at_state[None, :]
     is_state = is_dim[:, None] & is_column[None, :]
     state = tl.load(of_state, mask=is_state, other=0.0)

@@ -103,10 +103,15 @@ SCANS = ScanSizes()
 """Those of every device."""
 
 
+def is_interpreted(device: torch.device) -> bool:
+    """Returns whether kernels run in Triton's interpreter. It compiles for GPUs of NVIDIA, AMD (`cuda`) and Intel."""
+    return device.type not in ("cuda", "xpu")
+
+
 def sizes_of(device: torch.device) -> Sizes:
-    if device.type != "cuda":
+    if is_interpreted(device):
         return _INTERPRETED
-    return _of_name(torch.cuda.get_device_name(device))
+    return _of_name(torch.get_device_module(device).get_device_name(device))
 
 
 @cache

@@ -162,7 +162,7 @@ class ActiveRequests:
             self._cache.begin(request.prompt, request.cache),
             served.figures,
             served.reply_limit(request),
-            torch.from_numpy(request.prompt.token_ids).to(served.model.device, torch.long).unsqueeze(0),
+            torch.from_numpy(request.prompt.token_ids).long().unsqueeze(0),
         )
         if (on_stage := request.on_stage) is not None:
 

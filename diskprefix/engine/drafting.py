@@ -186,7 +186,7 @@ class Draft:
         """Returns the tokens to compute next, int64 [1, n]: known ones that are not computed, or the last guess."""
         if not self.tokens:
             return self.reply.ids(self._sequence.arena.num_tokens, self.reply.num_known)
-        return torch.tensor([[self.tokens[-1][0]]], device=self.reply.running.prompt_ids.device)
+        return torch.tensor([[self.tokens[-1][0]]])
 
     def add(self, logits: torch.Tensor) -> None:
         """Guesses the next token from the draft model's logits, shape [vocab]."""

@@ -5,18 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 
 from diskprefix.engine.device import raise_if_lost, synchronize
 from diskprefix.engine.request import GenerateRequest
-from diskprefix.engine.running_request import Reply
+from diskprefix.engine.running_request import Computed, Reply
+from diskprefix.engine.sampler import draw
 from diskprefix.engine.scheduler import Chunk
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.model.exact import runner
+from diskprefix.model.exact.step_graphs import StepGraphs
 from diskprefix.printable import first_line
 from diskprefix.tokens import TokenIds, floor_to_grid
 
@@ -26,19 +29,23 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 
-def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[torch.Tensor | Exception]:
-    """Computes a step. If that fails, computes each of its sequences alone, unless they have states in their midst.
+def forward(
+    model: PreTrainedModel, step: list[Chunk[Reply]], graphs: StepGraphs | None = None
+) -> list[Computed | Exception]:
+    """Computes a step, by one of `graphs` if it can be. If that fails, computes each of its sequences alone, unless
+    they have states in their midst.
 
-    Returns the next-token logits of each chunk, or the error of its own forward. Logits have shape [1 + num_drafted,
-    vocab]: behind the last known token and behind each guess. Raises `DeviceLost`.
+    Returns what each chunk has: next-token logits, [1 + num_drafted, vocab], behind the last known token and behind
+    each guess, and the tokens drawn from them. Or the error of its own forward. Waits for the device once. Raises
+    `DeviceLost`.
     """
     try:
         with _hidden_states(model, step) as hidden:
-            logits = runner.run(model, [_rows(chunk) for chunk in step])
-        synchronize(model.device)
+            needs_modules = any(chunk.sequence.running.pooling is not None for chunk in step)
+            logits = runner.run(model, [_rows(chunk) for chunk in step], None if needs_modules else graphs)
         for rows in hidden:
             _hand_out(rows, step)
-        return list(logits)
+        return list(_drawn(step, logits))
     except Exception as error:  # noqa: BLE001 (it is returned)
         raise_if_lost(error)
         if len(step) == 1:
@@ -50,6 +57,18 @@ def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[torch.Tens
     for chunk in step:
         _arena_of(chunk).truncate(chunk.start)
     return [result for chunk in step for result in forward(model, [chunk])]
+
+
+def _drawn(step: list[Chunk[Reply]], logits: list[torch.Tensor]) -> Iterator[Computed]:
+    """Yields the logits of each chunk with the tokens that all replies of the step draw together."""
+    asks = [chunk.sequence.asks(chunk, rows) for chunk, rows in zip(step, logits, strict=True)]
+    if not any(asks):
+        # The time that a step takes is measured.
+        synchronize(logits[0].device)
+    together = [ask for of_one in asks for ask in of_one]
+    drawn = iter(draw(together) if together else [])
+    for rows, of_one in zip(logits, asks, strict=True):
+        yield Computed(rows, tuple(islice(drawn, len(of_one))))
 
 
 @contextmanager

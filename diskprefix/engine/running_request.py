@@ -30,7 +30,7 @@ from diskprefix.engine.request import (
     Timings,
     Usage,
 )
-from diskprefix.engine.sampler import Sampler
+from diskprefix.engine.sampler import Ask, Drawn, Sampler
 from diskprefix.engine.scheduler import Chunk, Sequence
 from diskprefix.engine.thought_limit import ThoughtLimit
 from diskprefix.errors import NonFiniteLogits
@@ -48,12 +48,20 @@ ReplyState: TypeAlias = Literal["computing", "waiting", "finished"]
 mask of its constraint is ready."""
 
 
-@dataclass(eq=False)
-class HeldLogits:
-    """Logits that wait for the mask of a constraint."""
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """What a step has computed of a reply: logits, shape [1 + guesses, vocab], and the tokens drawn from them, if they
+    could be drawn together with those of other replies."""
 
     logits: torch.Tensor
-    """The logits, shape [1 + guesses, vocab]."""
+    drawn: tuple[Drawn, ...] = ()
+
+
+@dataclass(eq=False)
+class HeldLogits:
+    """Logits that are sampled from, at once or when the mask of a constraint is ready."""
+
+    computed: Computed
     guesses: list[int]
     """The tokens that the rows behind the first one were computed with."""
     had_guesses: bool
@@ -86,15 +94,15 @@ class Reply(Sequence):
         self.allocation, self.state = allocation, allocation.arena
 
     def ids(self, start: int, end: int) -> torch.Tensor:
-        """Returns the tokens between two positions, int64 of shape [1, end - start], on the model's device. Guesses
-        follow the last known token."""
+        """Returns the tokens between two positions, int64 of shape [1, end - start], in main memory. Guesses follow
+        the last known token."""
         of_prompt = self.running.prompt_ids[:, start:end]
         first, last = (max(0, position - self.prompt_tokens) for position in (start, end))
         if first == last:
             return of_prompt
         tokens = self.token_ids[first:last]
         tokens += self.draft[: last - first - len(tokens)]
-        of_reply = torch.tensor([tokens], device=of_prompt.device)
+        of_reply = torch.tensor([tokens])
         return torch.cat([of_prompt, of_reply], dim=1) if of_prompt.shape[1] else of_reply
 
     @property
@@ -121,11 +129,16 @@ class Reply(Sequence):
             total = total + row
         self.hidden = total
 
+    def asks(self, chunk: Chunk[Reply], logits: torch.Tensor) -> list[Ask]:
+        """Returns what may be drawn from the logits of `chunk`, [1 + guesses, vocab], before the reply takes them."""
+        samples = chunk.end >= self.num_known and self.running.reply_limit > 0 and self.sampled_early is None
+        return [Ask(self.sampler, row) for row in logits] if samples and self.sampler.can_draw(len(logits)) else []
+
     # Each of these takes logits and returns the state of the reply after them.
 
-    def take_step(self, chunk: Chunk[Reply], logits: torch.Tensor, seconds: float) -> ReplyState:
-        """Saves what a step has computed, and samples if all known tokens are computed. `logits` are those that
-        `forward` returns. `seconds` is the part of the step's time that `chunk` took."""
+    def take_step(self, chunk: Chunk[Reply], computed: Computed, seconds: float) -> ReplyState:
+        """Saves what a step has computed, and samples if all known tokens are computed. `seconds` is the part of the
+        step's time that `chunk` took."""
         running, arena = self.running, self.state
         if self.allocation is not None:
             self.allocation.num_computed = self.num_computed
@@ -138,9 +151,11 @@ class Reply(Sequence):
             running.cached.after_decode(arena)
         if chunk.end < self.num_known:
             return "computing"
-        return self.end_prompt(logits[-1]) if chunk.end == self.prompt_tokens else self._extend(logits)
+        if chunk.end == self.prompt_tokens:
+            return self.end_prompt(computed.logits[-1], computed.drawn)
+        return self._extend(computed)
 
-    def end_prompt(self, logits: torch.Tensor) -> ReplyState:
+    def end_prompt(self, logits: torch.Tensor, drawn: tuple[Drawn, ...] = ()) -> ReplyState:
         """Samples the first token from the logits at the prompt's end, shape [vocab]. The token of the first reply is
         sent before the prompt is published."""
         running, state = self.running, self.state
@@ -154,14 +169,14 @@ class Reply(Sequence):
             state.mark()
         if running.unforked:
             running.source, running.logits = self, logits
-        return self._extend(logits[None])
+        return self._extend(Computed(logits[None], drawn))
 
     def begin(self) -> ReplyState:
         """Samples the first token of a reply whose memory holds the prompt's state already."""
         assert self.running.logits is not None
         self.running.replies.append(self)
         self.num_computed = self.prompt_tokens
-        return self._extend(self.running.logits[None])
+        return self._extend(Computed(self.running.logits[None]))
 
     def resume(self) -> ReplyState:
         """Samples from the logits that were held, if the mask of the constraint is ready."""
@@ -194,22 +209,23 @@ class Reply(Sequence):
         self.state = self.allocation = None
         self.running.source = following if self.running.unforked else None
 
-    def _extend(self, logits: torch.Tensor) -> ReplyState:
-        """Samples and sends the next tokens. `logits` has shape [1 + guesses, vocab]. The row behind a guess counts if
-        the guess is the token that was sampled. All other guesses are taken back."""
-        draft = self.draft[: len(logits) - 1]
+    def _extend(self, computed: Computed) -> ReplyState:
+        """Samples and sends the next tokens. The row behind a guess counts if the guess is the token that was sampled.
+        All other guesses are taken back."""
+        draft = self.draft[: len(computed.logits) - 1]
         self.running.num_drafted += len(draft)
-        return self._sample(HeldLogits(logits, draft, had_guesses=bool(draft)))
+        return self._sample(HeldLogits(computed, draft, had_guesses=bool(draft)))
 
     def _sample(self, held: HeldLogits) -> ReplyState:
+        logits, drawn = held.computed.logits, held.computed.drawn
         for row, guessed in enumerate([*held.guesses, None]):
             is_known = self.sampled_early is not None or not self.running.reply_limit
             if not is_known and not self.sampler.is_ready:
                 # A view would keep the logits of all sequences of the step.
-                self.held = HeldLogits(held.logits[row:].clone(), held.guesses[row:], held.had_guesses)
+                self.held = HeldLogits(Computed(logits[row:].clone()), held.guesses[row:], held.had_guesses)
                 return "waiting"
             try:
-                token, reason = self._next(held.logits[row])
+                token, reason = self._next(logits[row], drawn[row] if drawn else None)
             except NonFiniteLogits:
                 if not held.had_guesses:
                     raise
@@ -237,7 +253,7 @@ class Reply(Sequence):
         if self.allocation is not None:
             self.allocation.num_computed = self.num_computed
 
-    def _next(self, logits: torch.Tensor) -> tuple[int | None, FinishReason | None]:
+    def _next(self, logits: torch.Tensor, drawn: Drawn | None) -> tuple[int | None, FinishReason | None]:
         """Samples and sends a token. Returns it, and why the reply ends with it, None if it does not. The token is None
         if the reply ends without one."""
         if not self.running.reply_limit:
@@ -246,7 +262,7 @@ class Reply(Sequence):
             self._send_reading(logits)
             return None, "length"
         early, self.sampled_early = self.sampled_early, None
-        token, reason = early or self._send_next(logits)
+        token, reason = early or self._send_next(logits, drawn)
         self._publish_prompt(logits)
         if reason is None:
             self.token_ids.append(token)
@@ -255,9 +271,9 @@ class Reply(Sequence):
                 self.guesser.record_token(token)
         return token, reason
 
-    def _send_next(self, logits: torch.Tensor) -> tuple[int, FinishReason | None]:
+    def _send_next(self, logits: torch.Tensor, drawn: Drawn | None = None) -> tuple[int, FinishReason | None]:
         running = self.running
-        token = self.sampler.sample(logits, None if self.thought_limit is None else self.thought_limit.forced)
+        token = self.sampler.sample(logits, None if self.thought_limit is None else self.thought_limit.forced, drawn)
         running.count_token()
         logprobs = self.sampler.logprobs(logits, token)
         is_last = len(self.token_ids) + 1 == running.reply_limit
@@ -305,7 +321,7 @@ class RunningRequest:
     reply_limit: int
     """The most tokens of a reply."""
     prompt_ids: torch.Tensor
-    """The prompt, int64 of shape [1, prompt_tokens], on the model's device."""
+    """The prompt, int64 of shape [1, prompt_tokens], in main memory."""
     num_adopted: int = 0
     """The tokens of the prompt that its memory held from the beginning."""
     started: float = field(default_factory=time.perf_counter)

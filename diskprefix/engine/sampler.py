@@ -1,9 +1,15 @@
-"""Samples tokens from logits, with transformers' logits processors and OpenAI's two penalties."""
+"""Samples tokens from logits, with transformers' logits processors and OpenAI's two penalties.
+
+`draw` samples the tokens of several replies together, and waits for the device once. Each row has the bits that it has
+alone: what is computed together is computed row by row, and each reply has its own random numbers.
+"""
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from transformers.generation.logits_process import (
@@ -32,8 +38,18 @@ class PresenceFrequencyPenalty(LogitsProcessor):  # type: ignore[misc]
     prompt_tokens: int
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        counts = torch.bincount(input_ids[0, self.prompt_tokens :], minlength=scores.shape[-1])[: scores.shape[-1]]
+        generated = input_ids[0, self.prompt_tokens :]
+        # `bincount` would wait for the device, to learn how many counts there are.
+        counts = torch.zeros_like(scores[0], dtype=torch.long).scatter_add_(0, generated, torch.ones_like(generated))
         return scores - self.frequency * counts - self.presence * (counts > 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """A sampled token; -1 if the scores were not finite. `on_device` has it too, int64 of shape [1, 1]."""
+
+    token: int
+    on_device: torch.Tensor
 
 
 class Sampler:
@@ -58,6 +74,11 @@ class Sampler:
             self._generator.manual_seed((params.seed + choice) % 2**63)
         self._ids = torch.from_numpy(prompt).to(device, torch.long).unsqueeze(0) if self._processors else None
 
+    def can_draw(self, num_rows: int) -> bool:
+        """Returns whether the tokens of so many rows of logits can be drawn before they are taken: what is drawn does
+        not depend on the token before, nor on a constraint."""
+        return self._constraint is None and (num_rows == 1 or (self._greedy and self._ids is None))
+
     @property
     def is_complete(self) -> bool:
         """True if the constraint allows no further token."""
@@ -68,55 +89,43 @@ class Sampler:
         """True if `sample` returns at once, without waiting for the mask of the constraint."""
         return self._constraint is None or self._constraint.is_ready
 
-    def sample(self, logits: torch.Tensor, forced: int | None = None) -> int:
+    def sample(self, logits: torch.Tensor, forced: int | None = None, drawn: Drawn | None = None) -> int:
         """Returns the next token for next-token `logits`, shape [vocab]. It is `forced`, if that is given and the
-        constraint leaves the text free here.
+        constraint leaves the text free here. `drawn` is what `draw` has returned for these logits.
 
         Raises `NonFiniteLogits` for logits with NaN or +inf or with only -inf, and `InvalidRequest` if only the
         request's sampling parameters or its constraint make the scores so.
         """
         constraint = self._constraint
-        if forced is not None and (constraint is None or constraint.is_free):
-            # Sampled all the same, and first: the logits may be refused, and a seed gives the numbers that follow.
-            chosen = self._sample(logits)
-            if constraint is None or constraint.accept(forced):
-                chosen = torch.full_like(chosen, forced)
-            else:
+        if constraint is None or (forced is not None and constraint.is_free):
+            # Sampled even if it is forced, and first: the logits may be refused, and a seed gives the numbers that
+            # follow.
+            chosen = _finite(drawn or draw([Ask(self, logits)])[0], logits)
+            if forced is not None and (constraint is None or constraint.accept(forced)):
+                chosen = Drawn(forced, torch.full_like(chosen.on_device, forced))
+            elif constraint is not None:
                 chosen = self._sample_allowed(logits, constraint)
         else:
-            chosen = self._sample(logits) if constraint is None else self._sample_allowed(logits, constraint)
+            chosen = self._sample_allowed(logits, constraint)
         if self._ids is not None:
-            self._ids = torch.cat([self._ids, chosen], dim=-1)
-        return int(chosen)
+            self._ids = torch.cat([self._ids, chosen.on_device], dim=-1)
+        return chosen.token
 
-    def _sample_allowed(self, logits: torch.Tensor, constraint: ConstrainedReply) -> torch.Tensor:
+    def _sample_allowed(self, logits: torch.Tensor, constraint: ConstrainedReply) -> Drawn:
         forbidden = constraint.forbidden().to(logits.device)
-        chosen = self._sample(logits, forbidden)
-        while not constraint.accept(int(chosen)):
-            forbidden[int(chosen)] = True
-            chosen = self._sample(logits, forbidden)
+        chosen = _finite(draw([Ask(self, logits, forbidden)])[0], logits)
+        while not constraint.accept(chosen.token):
+            forbidden[chosen.token] = True
+            chosen = _finite(draw([Ask(self, logits, forbidden)])[0], logits)
         return chosen
 
-    def _sample(self, logits: torch.Tensor, forbidden: torch.Tensor | None = None) -> torch.Tensor:
-        """Returns a token, int64 of shape [1, 1]. `forbidden`: bool of shape [vocab]."""
+    def _scores(self, logits: torch.Tensor, forbidden: torch.Tensor | None) -> torch.Tensor:
+        """Returns the scores that a token is chosen by, float32 [1, vocab]."""
         scores = logits.float().unsqueeze(0)
         if forbidden is not None:
             # Bias and penalties, which come next, leave -inf as it is.
             scores = scores.masked_fill(forbidden, -torch.inf)
-        if self._ids is not None:
-            scores = self._processors(self._ids, scores)
-        if self._greedy:
-            decisive, chosen = scores.max(dim=-1, keepdim=True)
-        else:
-            probabilities = scores.softmax(dim=-1)
-            # Any probability will do: a score that is not finite makes all of them NaN.
-            decisive = probabilities[:, :1]
-        # On a GPU, `multinomial` would end the device instead of raising.
-        if not math.isfinite(decisive):
-            raise _explained(logits)
-        if not self._greedy:
-            chosen = torch.multinomial(probabilities, 1, generator=self._generator)
-        return chosen
+        return scores if self._ids is None else self._processors(self._ids, scores)
 
     def logprobs(self, logits: torch.Tensor, token: int) -> tuple[TokenLogprob, ...]:
         """Returns the model's own log probabilities of the chosen token and of the likeliest alternatives, without
@@ -128,6 +137,84 @@ class Sampler:
         top = zip(best.indices.tolist(), best.values.tolist(), strict=True) if best else ()
         alternatives = tuple(TokenLogprob(i, "", value) for i, value in top)
         return (TokenLogprob(token, "", float(values[token]), alternatives),)
+
+
+class Ask(NamedTuple):
+    """Next-token logits, shape [vocab], of which a sampler is to draw a token. `forbidden`: bool of shape [vocab]."""
+
+    sampler: Sampler
+    logits: torch.Tensor
+    forbidden: torch.Tensor | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the scores are the logits."""
+        return self.forbidden is None and self.sampler._ids is None
+
+
+def draw(asks: Sequence[Ask]) -> list[Drawn]:
+    """Draws a token for each of `asks`. Waits for the device once. Logits without a finite score use up no random
+    numbers."""
+    greedy = [number for number, ask in enumerate(asks) if ask.sampler._greedy]
+    others = [number for number, ask in enumerate(asks) if not ask.sampler._greedy]
+    with _kept([asks[number].sampler._generator for number in others]) as put_back:
+        chosen = [
+            *([_likeliest(_scores_of([asks[number] for number in greedy]))] if greedy else []),
+            *([_drawn_from([asks[number] for number in others])] if others else []),
+        ]
+        rows = chosen[0] if len(chosen) == 1 else torch.cat(chosen)
+        tokens: list[int] = rows[:, 0].cpu().tolist()
+        put_back([token < 0 for token in tokens[len(greedy) :]])
+    found = {number: Drawn(tokens[at], rows[at : at + 1]) for at, number in enumerate([*greedy, *others])}
+    return [found[number] for number in range(len(asks))]
+
+
+def _scores_of(asks: Sequence[Ask]) -> torch.Tensor:
+    """Returns the scores of rows, float32 [rows, vocab]."""
+    if not all(ask.is_plain for ask in asks):
+        return torch.cat([ask.sampler._scores(ask.logits, ask.forbidden) for ask in asks])
+    return (asks[0].logits[None] if len(asks) == 1 else torch.stack([ask.logits for ask in asks])).float()
+
+
+def _likeliest(scores: torch.Tensor) -> torch.Tensor:
+    """Returns tokens, int64 [rows, 1], -1 where the highest score is not finite."""
+    decisive, chosen = scores.max(dim=-1, keepdim=True)
+    return chosen.where(decisive.isfinite(), -1)
+
+
+def _drawn_from(asks: Sequence[Ask]) -> torch.Tensor:
+    """Returns tokens drawn by their probabilities, int64 [rows, 1], -1 where a score is not finite."""
+    probabilities = _scores_of(asks).softmax(dim=-1)
+    # As `torch.multinomial` draws one token of a row, which would wait for the device to check its argument.
+    numbers = torch.empty_like(probabilities)
+    for row, ask in zip(numbers, asks, strict=True):
+        row.exponential_(generator=ask.sampler._generator)
+    chosen = torch.div(probabilities, numbers, out=numbers).argmax(dim=-1, keepdim=True)
+    # Any probability will do: a score that is not finite makes all of them NaN.
+    return chosen.where(probabilities[:, :1].isfinite(), -1)
+
+
+@contextmanager
+def _kept(generators: Sequence[torch.Generator]) -> Iterator[Callable[[Sequence[bool]], None]]:
+    """Gives a function that puts back the states of some generators. An error puts back all."""
+    states = [generator.get_state() for generator in generators]
+
+    def put_back(which: Sequence[bool]) -> None:
+        for generator, state, is_meant in zip(generators, states, which, strict=True):
+            if is_meant:
+                generator.set_state(state)
+
+    try:
+        yield put_back
+    except BaseException:
+        put_back([True] * len(states))
+        raise
+
+
+def _finite(drawn: Drawn, logits: torch.Tensor) -> Drawn:
+    if drawn.token < 0:
+        raise _explained(logits)
+    return drawn
 
 
 def _explained(logits: torch.Tensor) -> DiskPrefixError:

@@ -27,8 +27,9 @@ from diskprefix.kv.group import give_back_ahead
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
+from diskprefix.model.exact.step_graphs import graphs_of
 from diskprefix.model.load.loader import LoadedModel
-from diskprefix.model.load.memory import KV_AHEAD_BYTES, kv_bytes, tokens_ahead
+from diskprefix.model.load.memory import KV_AHEAD_BYTES, kv_bytes, tokens_ahead, use_gpu
 from diskprefix.nouns import CacheReport
 from diskprefix.printable import first_line
 from diskprefix.units import format_size
@@ -73,8 +74,10 @@ class ServedModel:
         self.max_sequences = cache.settings.max_sequences
         self.packs = cache.layout.packs
         """True if one step can compute several sequences."""
-        self.max_rows = MAX_ACCELERATED_ROWS if self.packs and self.model.device.type == "cuda" else MAX_ROWS
+        self.max_rows = MAX_ACCELERATED_ROWS if self.packs and self.model.device.type != "cpu" else MAX_ROWS
         """The most rows of a step."""
+        self.graphs = graphs_of(self.model, cache.layout)
+        """Steps that only decode, recorded on an accelerator. None on a CPU."""
         self.pace = Pace(cache.settings.inter_token_latency)
         self.clock = time.perf_counter
         """The clock that measures steps."""
@@ -123,6 +126,7 @@ class ServedModel:
     def warm_up_thread(self) -> None:
         """Computes what a reply computes first. torch starts threads for each thread that calls it, and the first token
         would wait milliseconds for them. For the engine's thread."""
+        use_gpu(self.model.device)
         logits = torch.zeros(_vocab_size(self.model), dtype=self.model.dtype, device=self.model.device)
         logits.clone().float().unsqueeze(0).max(dim=-1)
 

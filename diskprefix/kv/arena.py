@@ -76,7 +76,8 @@ class KVArena:
         self.token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
         self._state_layers = [layer for layer in layers if isinstance(layer, StateLayer)]
         self.layers = layers
-        self._states = self._allocate_states()
+        self.states = self._allocate_states()
+        """The memory of states, by group."""
         for number, layer in enumerate(layers):
             if isinstance(layer, TokenLayer):
                 layer.grow, layer.arrive = self.reserve, partial(self.copies.arrive, number)
@@ -122,11 +123,11 @@ class KVArena:
         step = Step((run,)) if self._is_exact_at_tokens else None
         if "position_ids" in self.layout.options:
             # Not every model counts positions from its cache.
-            call["position_ids"] = torch.arange(start, end, device=token_ids.device).unsqueeze(0)
+            call["position_ids"] = torch.arange(start, end, device=self.device).unsqueeze(0)
         if "logits_to_keep" in self.layout.options:
             call["logits_to_keep"] = num_logits
         with computing(step):
-            output = model(input_ids=token_ids, **call)
+            output = model(input_ids=token_ids.to(self.device), **call)
         self.cache.keep_states(output)
         self.end_step(run)
         logits: torch.Tensor = output.logits[0, -num_logits:]
@@ -140,6 +141,12 @@ class KVArena:
         self.make_room(end)
         self.copies.arrive(STATES if by_layer else None)
         return Run(start, num_rows)
+
+    def end_replay(self, run: Run) -> None:
+        """Counts the tokens of a step that called none of the layers."""
+        for layer in self.token_layers:
+            layer.length = run.end
+        self._num_tokens = run.end
 
     def end_step(self, run: Run) -> None:
         """Counts the tokens of a step: states do not."""
@@ -210,7 +217,7 @@ class KVArena:
     def mark(self) -> None:
         """Marks this point for `rewind` and `held`. States are copied, because they are updated in place."""
         self.copies.arrive(STATES)
-        self._marked = self.num_tokens, [tensor.clone() for tensor in self._states]
+        self._marked = self.num_tokens, [tensor.clone() for tensor in self.states]
         for memory in self.memory:
             memory.mark(self.num_tokens)
 
@@ -222,7 +229,7 @@ class KVArena:
         for mine, its in zip(self.memory, other.memory, strict=True):
             mine.copy_from(its, num_tokens)
         self.truncate(num_tokens)
-        for state, marked in zip(self._states, other._marked[1], strict=True):
+        for state, marked in zip(self.states, other._marked[1], strict=True):
             state.copy_(marked)
 
     def rewind(self) -> None:
@@ -230,7 +237,7 @@ class KVArena:
         num_tokens, states = self._marked
         self.copies.arrive()
         self.truncate(num_tokens)
-        for state, marked in zip(self._states, states, strict=True):
+        for state, marked in zip(self.states, states, strict=True):
             state.copy_(marked)
 
     def reserve(self, num_tokens: int) -> None:
@@ -261,7 +268,7 @@ class KVArena:
             self.memory[group].fill(position, num_tokens, rows, write)
             return
         specs = self.layout.states[number]
-        part = self._states[number].view(len(specs.specs) * specs.rows_each, -1)[rows]
+        part = self.states[number].view(len(specs.specs) * specs.rows_each, -1)[rows]
         self.copies.fill(part, write, (STATES,))
 
     def logits_from(self, payload: Bytes) -> torch.Tensor:
@@ -287,7 +294,7 @@ class KVArena:
         payload = np.empty(self.layout.state_bytes + room_bytes, dtype=np.uint8)
         copied: Later = deque() if later is None else later
         start = 0
-        for group, tensor in zip(self.layout.states, self._states, strict=True):
+        for group, tensor in zip(self.layout.states, self.states, strict=True):
             self.copies.read_later(payload[start : start + group.num_bytes], tensor, copied)
             start += group.num_bytes
         if later is None:

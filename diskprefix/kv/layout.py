@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -171,6 +172,16 @@ class Layout:
     is_one_pass: bool = False
     exact_at: ExactAt = "grid"
     packs: bool = False
+
+    @cached_property
+    def attended(self) -> tuple[tuple[int, int], ...]:
+        """The groups in which the layers of attention have their keys and their values, each pair once."""
+        found: dict[int, dict[str, int]] = {}
+        for number, group in enumerate(self.groups):
+            for spec in group.specs:
+                found.setdefault(spec.layer, {})[spec.part] = number
+        pairs = ((parts["keys"], parts["values"]) for parts in found.values() if {"keys", "values"} <= parts.keys())
+        return tuple(dict.fromkeys(pairs))
 
     @property
     def is_sliceable(self) -> bool:

@@ -28,8 +28,9 @@ class Run:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The rows of a forward, in order. `tables` keeps where an accelerator finds the memory of layers. `states` has the
-    recurrent states that a layer has just asked for, one for each run: its recurrence takes them."""
+    """The rows of a forward, in order. `tables` keeps where an accelerator finds the memory of layers, by the addresses
+    of the first sequence's. `states` has the recurrent states that a layer has just asked for, one for each run: its
+    recurrence takes them."""
 
     runs: tuple[Run, ...]
     tables: dict[Any, Any] = field(default_factory=dict)
@@ -41,8 +42,9 @@ class Step:
 
 
 def is_accelerated(device: torch.device) -> bool:
-    """Returns whether kernels in Triton (`accelerator`) compute on a device: on a CPU, if they are interpreted."""
-    return device.type == "cuda" or (_IS_INTERPRETED and device.type == "cpu")
+    """Returns whether kernels in Triton (`accelerator`) compute on a device: a GPU of NVIDIA or AMD (both are `cuda`)
+    or of Intel, and where they are interpreted, any device whose memory Python can read."""
+    return device.type in ("cuda", "xpu") or (_IS_INTERPRETED and device.type != "mps")
 
 
 _current: ContextVar[Step | None] = ContextVar("step", default=None)

@@ -48,7 +48,7 @@ class TransformersState:
         """Runs [1, n] more tokens. Returns the next-token logits, shape [vocab], in the model's dtype."""
         self._put_shifts(self._shifts)
         try:
-            return self._forward(token_ids)
+            return self._forward(token_ids.to(self._model.device))
         finally:
             self._shifts = [module.rope_deltas for module in self._shifted]
             # They must not shift another prompt.

@@ -133,6 +133,10 @@ def check_norms(dtype: torch.dtype) -> None:
     assert torch.equal(operators.norm(rows[3:4], weight, 1, 1e-6), found[3:4])
 
 
+def runs_of(*runs: operators.PlacedRun) -> operators.Runs:
+    return operators.Runs(operators.RunTable.of(runs), device=runs[0].keys.device)
+
+
 def check_attention(dtype: torch.dtype, pattern: dict[str, Any]) -> None:
     pattern = pattern | ({"sinks": torch.linspace(-2, 2, HEADS)} if "sinks" in pattern else {})
     memory = torch.randn(2, 1, GROUPS, TOKENS, DIM).to(dtype)
@@ -140,13 +144,14 @@ def check_attention(dtype: torch.dtype, pattern: dict[str, Any]) -> None:
     queries = torch.randn(HEADS, TOKENS, DIM).to(dtype)
 
     def attend(start: int, num_rows: int, num_spans: int | None = None) -> torch.Tensor:
-        runs = operators.Runs([operators.PlacedRun(start, num_rows, 0, memory[0, 0], memory[1, 0])])
+        runs = runs_of(operators.PlacedRun(start, num_rows, memory, memory))
         rows = queries[:, start : start + num_rows]
         return operators.attention(rows, runs, (0, 1), GROUPS, DIM, scale=DIM**-0.5, num_spans=num_spans, **pattern)
 
     found = attend(START, 10)
     torch.testing.assert_close(found.float(), plain_attention(queries, memory, pattern), atol=1e-2, rtol=1e-2)
     assert torch.equal(attend(START, 10, 1), attend(START, 10, 3)), "in spans side by side"
+    assert torch.equal(attend(START, 10, 1), attend(START, 10, 8)), "in more spans than there are"
     assert torch.equal(attend(START + 5, 1), found[5:6]), "alone"
     assert torch.equal(attend(START - 7, 40)[7:17], found), "between others"
     memory[..., START + 10 :, :] = torch.nan
@@ -175,12 +180,8 @@ def check_memory(dtype: torch.dtype) -> None:
     """Two sequences in a step: each row goes to its own memory, and attends to that."""
     first, second = torch.zeros(3, 1, GROUPS, 64, DIM).to(dtype), torch.randn(3, 1, GROUPS, 128, DIM).to(dtype)
     keys, values = torch.randn(2, GROUPS, 4, DIM).to(dtype)
-    runs = operators.Runs(
-        [
-            operators.PlacedRun(5, 3, 0, first[1, 0], first[2, 0]),
-            operators.PlacedRun(579, 1, 512, second[1, 0], second[2, 0]),
-        ]
-    )
+    placed = operators.PlacedRun(5, 3, first, first), operators.PlacedRun(579, 1, second, second, 512, 512)
+    runs = runs_of(*placed)
     numbers = operators.number_of(first[1, 0]), operators.number_of(first[2, 0])
     assert numbers == (1, 2)
     before = second.clone()
@@ -192,8 +193,7 @@ def check_memory(dtype: torch.dtype) -> None:
     assert torch.equal(second[:, :, :, :67], before[:, :, :, :67])
     queries = torch.randn(HEADS, 4, DIM).to(dtype)
     together = operators.attention(queries, runs, numbers, GROUPS, DIM, scale=0.2, window=50)
-    alone = operators.Runs([operators.PlacedRun(579, 1, 512, second[1, 0], second[2, 0])])
-    found = operators.attention(queries[:, 3:], alone, numbers, GROUPS, DIM, scale=0.2, window=50)
+    found = operators.attention(queries[:, 3:], runs_of(placed[1]), numbers, GROUPS, DIM, scale=0.2, window=50)
     assert torch.equal(together[3:], found)
 
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from tools.accelerator.parts import Task
+from tools.accelerator.parts import INTERPRETED, Task
 
 
 def test_the_kernels_compute_what_torch_does_and_a_row_has_the_same_bits_in_any_company(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     # The interpreter is chosen when Triton is imported.
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, **INTERPRETED}
     task = json.dumps(asdict(Task("kernels", "tiny", "cpu", str(tmp_path))))
     command = [sys.executable, "-m", "tools.accelerator.parts", task]
     found = subprocess.run(command, env=environment, capture_output=True, text=True)

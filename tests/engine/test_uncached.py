@@ -90,9 +90,9 @@ def test_the_reply_is_what_generate_gives(engine: Engine, monkeypatch: pytest.Mo
     seen: list[torch.Tensor] = []
     sample = Sampler.sample
 
-    def spied(self: Sampler, logits: torch.Tensor, forced: int | None = None) -> int:
+    def spied(self: Sampler, logits: torch.Tensor, *given: Any) -> int:
         seen.append(logits.clone())
-        return sample(self, logits, forced)
+        return sample(self, logits, *given)
 
     monkeypatch.setattr(Sampler, "sample", spied)
     token_ids = tokens(NUM_TOKENS)

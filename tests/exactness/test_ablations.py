@@ -81,7 +81,7 @@ def test_without_the_copy_of_states_it_is_not(
 
     def shared(arena: KVArena, room_bytes: int = 0, **_later: object) -> memoryview:
         # These models have states of one form, so that all of them lie in one piece of memory.
-        (states,) = arena._states
+        (states,) = arena.states
         found = states.view(-1).view(torch.uint8).numpy()
         return np.pad(found, (0, room_bytes)).data if room_bytes else found.data
 

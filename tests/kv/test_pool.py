@@ -61,7 +61,7 @@ def fill(arena: KVArena, value: int, num_tokens: int) -> None:
     for number, group in enumerate(arena.layout.groups):
         rows = slice(0, len(group.specs) * group.heads)
         arena.fill(0, num_tokens, number, rows, lambda out: out.fill(value))
-    for state in arena._states:
+    for state in arena.states:
         state.fill_(value)
     arena.truncate(num_tokens)
 
@@ -193,7 +193,7 @@ def test_short_requests_do_not_take_the_place_of_a_long_conversation(
 def test_memory_that_is_given_back_is_free_at_once(layouts: dict[str, Layout]) -> None:
     """An arena and its layers refer to each other, and a garbage collection may be long in coming."""
     pool, hybrid = pool_of(layouts["token"], 3000), KVArena(layouts["checkpoints"], CPU)
-    states = [weakref.ref(state) for state in hybrid._states]
+    states = [weakref.ref(state) for state in hybrid.states]
     gc.collect()
     gc.disable()
     tracemalloc.start()
@@ -369,11 +369,11 @@ def test_a_copy_for_another_choice_begins_at_the_marked_point(layouts: dict[str,
     pool = pool_of(layouts["checkpoints"], 100, 100)
     source = hold(pool, tokens(96), value=3)
     source.arena.mark()
-    for state in source.arena._states:
+    for state in source.arena.states:
         state.fill_(9)
     fork = pool.fork(source, 100)
     assert fork is not None
     assert fork.num_computed == fork.arena.num_tokens == 96
-    assert all(bool((state == 3).all()) for state in fork.arena._states)
-    assert all(bool((state == 9).all()) for state in source.arena._states)
+    assert all(bool((state == 3).all()) for state in fork.arena.states)
+    assert all(bool((state == 9).all()) for state in source.arena.states)
     assert pool.fork(source, 100) is None

@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tools.accelerator.parts import Row, Task
+from tools.accelerator.parts import INTERPRETED, Row, Task
 
 ROOT = Path(__file__).parents[2]
 PARTS = (
@@ -32,10 +32,12 @@ PARTS = (
     ("models", "tiny", 4),
     ("copies", "1B", 1),
     ("copies", "8B", 2),
+    ("graphs", "tiny", 3),
     ("exactness", "1B", 5),
     ("exactness", "8B", 7),
     ("connector", "1B", 3),
     ("vLLM", "1B", 12),
+    ("decoding", "1B", 6),
     ("first token", "1B", 7),
     ("first token", "8B", 18),
 )
@@ -198,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"tools/gpu: {line}", file=sys.stderr)
     if options.interpreter:
         # Kernels in Triton, where a library has some, run in its interpreter.
-        os.environ["TRITON_INTERPRET"] = "1"
+        os.environ.update(INTERPRETED)
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     results = Results(options.json, options.minutes)
     with tempfile.TemporaryDirectory(prefix="diskprefix-gpu-", dir=options.folder) as workspace:

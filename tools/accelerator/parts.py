@@ -26,6 +26,9 @@ from tools.accelerator.shapes import SHAPES, Shape
 if TYPE_CHECKING:
     from tools.measuring.live_server import Answer, LiveServer
 
+INTERPRETED = {"TRITON_INTERPRET": "1", "OPENBLAS_CORETYPE": "Nehalem"}
+"""The environment in which kernels in Triton are interpreted. numpy multiplies there. Of OpenBLAS, only the kernels for
+older CPUs add up the rows of a tile in one order."""
 State: TypeAlias = Literal["pass", "fail", "measured", "skipped", "cut off", "crash"]
 REPLY = 33
 """Tokens of a reply: the first, and 32 for the speed of decoding."""
@@ -34,6 +37,7 @@ TINY_MODELS = (
     *("qwen3_next", "mamba2", "granitemoehybrid", "rwkv"),
 )
 """The models of the part `models`, with `--weights` if they have one."""
+GRAPH_MODELS = ("llama", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_next", "mamba2")
 _ONCE_FROM, _ONLY_SAVED_FROM = 16_384, 65_536
 """A prompt of this length is asked once, with saving, instead of three times with and without. This saves time."""
 
@@ -72,11 +76,13 @@ def probe(_task: Task) -> Iterator[Row]:
     """Returns the accelerators that torch sees."""
     import torch
 
-    kind = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    gpus = {"cuda": torch.cuda, "xpu": torch.xpu, "mps": torch.backends.mps}
+    kind = next((name for name, one in gpus.items() if one.is_available()), "cpu")
     found: dict[str, Any] = {"device": kind, "torch": torch.__version__, "count": 1, "free_bytes": 0}
-    if kind == "cuda":
-        found |= {"count": torch.cuda.device_count(), "name": torch.cuda.get_device_name()}
-        found |= {"free_bytes": torch.cuda.mem_get_info()[0], "cuda": torch.version.cuda, "hip": torch.version.hip}
+    if kind in ("cuda", "xpu"):
+        of_device = torch.get_device_module(kind)
+        found |= {"count": of_device.device_count(), "name": of_device.get_device_name()}
+        found |= {"free_bytes": of_device.mem_get_info()[0], "cuda": torch.version.cuda, "hip": torch.version.hip}
     elif kind == "mps":
         found["free_bytes"] = torch.mps.recommended_max_memory()
     elif shutil.which("nvidia-smi") and not torch.version.cuda:
@@ -367,11 +373,60 @@ def copies(task: Task) -> Iterator[Row]:
     yield from copying.copies(task)
 
 
+def graphs(task: Task) -> Iterator[Row]:
+    """Recorded steps of tiny models beside steps that are not recorded."""
+    import torch
+
+    from diskprefix.model.exact.invariance import make_exact
+    from diskprefix.model.exact.step_graphs import graphs_of
+    from tests.accelerator.graph_checks import require_the_same
+    from tests.exactness.architectures import tiny_model
+
+    for name in GRAPH_MODELS:
+        model = tiny_model(name, torch.bfloat16).to(task.device)
+        layout, reason = make_exact(model)
+        recorded = graphs_of(model, layout)
+        if recorded is None:
+            yield Row(name, "skipped", reason or "its sequences do not share a step")
+            continue
+        try:
+            replayed = sum(require_the_same(model, layout, recorded, count, 1100) for count in (1, 3, 8, 32))
+        except AssertionError as error:
+            yield Row(name, "fail", str(error))
+        else:
+            text = f"the same bits in {replayed} recorded steps of 1 to 32 sequences, while memory grows"
+            yield Row(name, "pass" if replayed else "fail", text, {"replayed": replayed})
+
+
+def decoding(task: Task) -> Iterator[Row]:
+    """Decoding of one sequence and of 32, in recorded steps and in others; then that of vLLM, where it is installed."""
+    from tools.accelerator import decode_speed
+
+    folder = task.model.write(Path(task.folder) / "model")
+    ours = dict(decode_speed.ours(folder, task.device))
+    for (count, is_recorded), rate in ours.items():
+        case = f"{_sequences(count)}, {'recorded' if is_recorded else 'not recorded'}"
+        yield Row(case, "measured", f"{rate:.0f} tok/s", {"tok_s": rate})
+    if find_spec("vllm") is None:
+        raise _Skipped("vLLM is not installed")
+    for mode in decode_speed.VLLM_MODES:
+        for count, rate in decode_speed.of_vllm(folder, mode):
+            share = max(ours.get((count, True), 0.0), ours[count, False]) / rate
+            text = f"{rate:.0f} tok/s; ours {share:.2f} of it"
+            yield Row(f"{_sequences(count)}, vLLM {mode}", "measured", text, {"tok_s": rate, "ours": share})
+
+
+def _sequences(count: int) -> str:
+    return "1 sequence" if count == 1 else f"{count} sequences"
+
+
 PARTS: dict[str, Callable[[Task], Iterator[Row]]] = {
     "probe": probe,
     "copies": copies,
     "kernels": kernels,
     "models": models,
+    "graphs": graphs,
+    "decoding": decoding,
     "exactness": exactness,
     "connector": connector,
     "vLLM": vllm,

@@ -20,7 +20,7 @@ import torch
 from diskprefix.cli import main
 from diskprefix.engine import active_requests
 from diskprefix.engine.request import SamplingParams
-from diskprefix.engine.sampler import Sampler
+from diskprefix.engine.sampler import Drawn, Sampler
 from diskprefix.tokens import TokenIds
 
 SIDE_REPLY = "Mending a sum"
@@ -51,8 +51,8 @@ def prepared_sampler(reply_to: Callable[[Sequence[int]], list[int]]) -> type[Sam
             super().__init__(params, prompt, *others)
             self._prepared = deque(reply_to(prompt.tolist()))
 
-        def sample(self, logits: torch.Tensor, forced: int | None = None) -> int:
-            del logits, forced
+        def sample(self, logits: torch.Tensor, forced: int | None = None, drawn: Drawn | None = None) -> int:
+            del logits, forced, drawn
             return self._prepared.popleft() if len(self._prepared) > 1 else self._prepared[0]
 
     return PreparedSampler

@@ -5,10 +5,13 @@ On a CPU they run in Triton's interpreter, slowly, if the environment variable T
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from diskprefix.kv.layers import AppendedRows
@@ -19,13 +22,13 @@ from diskprefix.native.blocks import Norm
 
 if TYPE_CHECKING:
     from diskprefix.accelerator.grouped import GroupedMatrix
-    from diskprefix.accelerator.operators import Routes, Runs
+    from diskprefix.accelerator.operators import Routes, Runs, RunTable
 
 
 def why_not(device: torch.device) -> str:
     """Returns why the kernels do not compute on a device, "" if they do."""
     if not is_accelerated(device):
-        return f"there are no kernels for {device.type}"
+        return f"Triton, whose kernels make a model exact at every token, does not run on {device.type}"
     try:
         _operators()
     except ImportError as error:
@@ -47,6 +50,20 @@ def scan_operators() -> ModuleType:
     from diskprefix.accelerator import scan_operators
 
     return scan_operators
+
+
+def uploaded(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Returns numbers on a device, without waiting for an accelerator."""
+    if not is_accelerated(device):
+        return torch.from_numpy(numbers)
+    found: torch.Tensor = _operators().uploaded(numbers, device)
+    return found
+
+
+def staged(numbers: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Returns numbers in main memory that a device copies from."""
+    found: torch.Tensor = _operators().staged(numbers, device)
+    return found
 
 
 def kernel(device: torch.device) -> str:
@@ -123,11 +140,45 @@ def runs_of(step: Step, appended: AppendedRows) -> Runs:
     key = tuple(memory.untyped_storage().data_ptr() for memory in (first.keys, first.values))
     found: Runs | None = step.tables.get(key)
     if found is None:
-        operators = _operators()
-        found = step.tables[key] = operators.Runs(
-            [
-                operators.PlacedRun(run.start, run.num_rows, layer.first, layer.keys[0], layer.values[0])
-                for run, layer in zip(step.runs, appended.layers, strict=True)
-            ]
-        )
+        # Of a sequence that computes alone, as its model does not pack.
+        memory = ((layer.keys, layer.values) for layer in appended.layers)
+        rows = [
+            (run.start, run.num_rows, keys[None], values[None], layer.first, layer.first)
+            for run, layer, (keys, values) in zip(step.runs, appended.layers, memory, strict=True)
+        ]
+        found = step.tables[key] = _operators().Runs(run_table(rows), device=first.keys.device)
     return found
+
+
+def run_table(runs: Sequence[tuple[int, int, torch.Tensor, torch.Tensor, int, int]]) -> RunTable:
+    """Returns the runs of a step and their memory; the numbers and tensors are those of `PlacedRun`."""
+    operators = _operators()
+    found: RunTable = operators.RunTable.of([operators.PlacedRun(*run) for run in runs])
+    return found
+
+
+def one_tile_each(num_runs: int) -> npt.NDArray[np.int64]:
+    found: npt.NDArray[np.int64] = _operators().one_tile_each(num_runs)
+    return found
+
+
+def runs(table: RunTable, end: int, rows: torch.Tensor, tiles: torch.Tensor) -> Runs:
+    """Returns a table whose rows and tiles are on the device; the arguments are those of `Runs`."""
+    found: Runs = _operators().Runs(table, end, rows, tiles)
+    return found
+
+
+def state_runs(step: Step, states: Sequence[torch.Tensor]) -> Any:
+    """Returns the runs of a step with their states, as functions for recurrences take them; None if the step has no
+    table of them."""
+    table = step.tables.get(states[0].untyped_storage().data_ptr())
+    return None if table is None else scan_operators().StateTable(table, states[0])
+
+
+def spans_before(end: int) -> int:
+    """Returns the number of spans that attention has up to a position."""
+    return -(-end // int(_operators().SPAN))
+
+
+def span_end(num_spans: int) -> int:
+    return num_spans * int(_operators().SPAN)

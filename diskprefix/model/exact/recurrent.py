@@ -180,9 +180,11 @@ def _taken_states() -> list[torch.Tensor] | None:
     return step.states.pop() if step is not None and step.states else None
 
 
-def _runs(states: Sequence[torch.Tensor]) -> native.Runs:
+def _runs(states: Sequence[torch.Tensor]) -> Any:
     step = current_step()
     assert step is not None
+    if step.tables and (found := accelerated.state_runs(step, states)) is not None:
+        return found
     return [(run.num_rows, state) for run, state in zip(step.runs, states, strict=True)]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -18,13 +17,17 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.caches import StepCache
 from diskprefix.kv.layers import StateLayer, TokenLayer, packed
 from diskprefix.kv.layout import Layout, is_out_of_memory
-from diskprefix.kv.step import Step, computing
+from diskprefix.kv.step import Step, computing, is_accelerated
 from diskprefix.kv.uncached import TransformersState
+from diskprefix.model.exact import accelerated
 from diskprefix.model.exact.invariant import as_it_was
+from diskprefix.model.exact.step_inputs import PlacedInputs, StepInputs
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from diskprefix.model.exact.step_graphs import StepGraphs
 
 log = logging.getLogger("diskprefix")
 
@@ -33,50 +36,56 @@ State: TypeAlias = KVArena | TransformersState
 
 @dataclass(frozen=True)
 class Rows:
-    """The next tokens of one sequence, int64 [1, num_rows], and its state. The last `num_logits` get logits."""
+    """The next tokens of one sequence, int64 [1, num_rows] in main memory, and its state. The last `num_logits` get
+    logits."""
 
     state: State
     token_ids: torch.Tensor
     num_logits: int = 1
 
 
-def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
-    """Computes one step. Returns each sequence's next-token logits, shape [num_logits, vocab], in the model's dtype.
-    Several sequences must be in `KVArena`s of their own, of a layout that is exact at every token."""
-    if len(step) == 1:
-        (rows,) = step
-        if isinstance(rows.state, KVArena):
-            return [rows.state.compute(model, rows.token_ids, rows.num_logits)]
+def run(model: PreTrainedModel, step: Sequence[Rows], graphs: StepGraphs | None = None) -> list[torch.Tensor]:
+    """Computes one step, by one of `graphs` if it can be. Returns each sequence's next-token logits, shape [num_logits,
+    vocab], in the model's dtype. Several sequences must be in `KVArena`s of their own, of a layout that is exact at
+    every token."""
+    if graphs is not None and (replayed := graphs.replay(step)) is not None:
+        return replayed
+    first = step[0].state
+    if len(step) == 1 and not isinstance(first, KVArena):
         with as_it_was(model):
-            return [rows.state.forward(model, rows.token_ids)[None]]
+            return [first.forward(model, step[0].token_ids)[None]]
     arenas = [rows.state for rows in step if isinstance(rows.state, KVArena)]
+    if len(step) == 1 and not (arenas[0].layout.packs and is_accelerated(model.device)):
+        return [arenas[0].compute(model, step[0].token_ids, step[0].num_logits)]
     sizes = [rows.token_ids.shape[1] for rows in step]
     runs = tuple(arena.begin_step(size, by_layer=True) for arena, size in zip(arenas, sizes, strict=True))
-    together = Step(runs)
-    ends = accumulate(run.num_rows for run in runs)
-    kept = torch.cat([torch.arange(end - rows.num_logits, end) for end, rows in zip(ends, step, strict=True)])
-    kept = kept.to(model.device)
-    layout = arenas[0].layout
-    positions = torch.cat([torch.arange(run.start, run.end) for run in runs])[None].to(model.device)
-    with computing(together):
-        output = model(
-            input_ids=torch.cat([rows.token_ids for rows in step], dim=1),
-            use_cache=True,
-            **({"position_ids": positions} if "position_ids" in layout.options else {}),
-            **{layout.cache_argument: _PackedCache(arenas, together)},
-            **({"logits_to_keep": kept} if "logits_to_keep" in layout.options else {}),
-        )
+    inputs = StepInputs(arenas, runs, [rows.token_ids for rows in step], [rows.num_logits for rows in step])
+    numbers = accelerated.uploaded(inputs.numbers, model.device)
+    logits = packed_forward(model, arenas, inputs.within(numbers))
     for arena, run_ in zip(arenas, runs, strict=True):
         arena.end_step(run_)
+    return list(torch.split(logits, [rows.num_logits for rows in step]))
+
+
+def packed_forward(model: PreTrainedModel, arenas: Sequence[KVArena], inputs: PlacedInputs) -> torch.Tensor:
+    """Computes one step over `arenas`. Returns the logits of the rows that get some, [logits, vocab]."""
+    layout, keeps = arenas[0].layout, "logits_to_keep" in arenas[0].layout.options
+    with computing(inputs.step):
+        output = model(
+            input_ids=inputs.token_ids,
+            use_cache=True,
+            **({"position_ids": inputs.positions} if "position_ids" in layout.options else {}),
+            **{layout.cache_argument: _PackedCache(arenas, inputs.step)},
+            **({"logits_to_keep": inputs.kept} if keeps else {}),
+        )
     logits: torch.Tensor = output.logits[0]
-    of_all = logits if "logits_to_keep" in layout.options else logits[kept]
-    return list(torch.split(of_all, [rows.num_logits for rows in step]))
+    return logits if keeps else logits[inputs.kept]
 
 
 def can_pack(model: PreTrainedModel, layout: Layout) -> bool:
     """Returns whether a model that is exact at every token computes several sequences in one forward, each with the
     bits that it has alone. Some do not: they use the memory of a layer before attention does."""
-    prompts = [torch.tensor([ids], device=model.device) for ids in ([1, 2, 3], [2, 1])]
+    prompts = [torch.tensor([ids]) for ids in ([1, 2, 3], [2, 1])]
     first, second = ([KVArena(layout, model.device, capacity_step=1) for _ in prompts] for _ in range(2))
     with torch.inference_mode():
         alone = [run(model, [Rows(*one)])[0] for one in zip(first, prompts, strict=True)]
