@@ -210,7 +210,7 @@ def _deepseek(head: str, tail: str, call: str) -> CallSyntax:
 
 _BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_R1 = _deepseek(
-    rf"(?:{_BEGIN})?(?:function)?{_SEP}(?P<name>[^\s<]+)\s*```(?:json)?\n",
+    rf"(?:{_BEGIN})?(?:function)?{_SEP}(?P<name>[^\s<`]+)\s*```(?:json)?\n",
     rf"```|{_END}",
     f"{_BEGIN}function{_SEP}NAME\n```json\nARGUMENTS\n```{_END}",
 )
