@@ -65,7 +65,7 @@ def product(
     """Computes rows [num_rows, inner] × matrix [outer, inner] + bias [outer] → out [num_rows, outer]. `IS_WHOLE` says
     that `inner` is a multiple of its block. Programs of `GROUP` blocks of rows read the same columns one after another.
 
-    With fewer than 16 `BITS` the matrix has codes (`operators.GroupedMatrix`): `QUANT_GROUP` columns share a scale and
+    With fewer than 16 `BITS` the matrix has codes (`grouped.GroupedMatrix`): `QUANT_GROUP` columns share a scale and
     a zero, [outer, groups]. A weight is code × scale + zero, rounded to the dtype of the rows.
 
     With `NUM_CHOSEN` there is a matrix for each expert, of so many numbers and scales. `operators.Routes` describes
@@ -134,7 +134,7 @@ def product(
     tl.store(to, total.to(out.dtype.element_ty), mask=is_row[:, None] & is_outer[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "row_stride"])
 def norm(rows, weight, out, width, row_stride, epsilon, KIND: tl.constexpr, BLOCK: tl.constexpr):
     """Computes the norm by the root of the mean square of one row. `KIND` is a `NormKind` of the compiled operators."""
     at = tl.arange(0, BLOCK)

@@ -57,8 +57,9 @@ def product(
     weights = Weights.of(matrix, is_plain=is_plain)
     out = rows.new_empty(*rows.shape[:-1], weights.numbers.shape[0])
     if num_rows := len(flat):
-        outer = out.shape[-1]
-        tiles = sizes_of(rows.device).product(num_rows, outer, rows.dtype)
+        sizes, dtype = sizes_of(rows.device), rows.dtype
+        is_quantised = isinstance(matrix, GroupedMatrix)
+        tiles = sizes.whatever_rows(dtype) if is_quantised else sizes.product(num_rows, out.shape[-1], dtype)
         _multiply(flat, weights, bias, out, tiles, triton.cdiv(num_rows, tiles.rows))
     return out
 
@@ -71,7 +72,7 @@ def expert_product(
     weights = Weights.of(matrices)
     out = rows.new_zeros(len(routes.order), weights.numbers.shape[1])
     if len(out):
-        tiles = sizes_of(rows.device).experts(rows.dtype)
+        tiles = sizes_of(rows.device).whatever_rows(rows.dtype)
         _multiply(rows, weights, bias, out, tiles, len(routes.tiles), routes)
     return out
 
@@ -124,7 +125,7 @@ class Routes:
     def of(cls, chosen: torch.Tensor, num_experts: int, dtype: torch.dtype) -> Routes:
         """`chosen` are the experts of each row, [rows, choices]; `dtype` is that of the rows."""
         found, order = chosen.reshape(-1).sort(stable=True)
-        tile_rows = sizes_of(chosen.device).experts(dtype).rows
+        tile_rows = sizes_of(chosen.device).whatever_rows(dtype).rows
         starts = torch.searchsorted(found, torch.arange(num_experts + 1, device=found.device, dtype=found.dtype))
         counts = (starts.diff() + tile_rows - 1) // tile_rows
         ends = counts.cumsum(0)

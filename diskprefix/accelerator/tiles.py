@@ -43,19 +43,20 @@ class Queries:
 @dataclass(frozen=True)
 class Sizes:
     """The sizes on one device. `few` are for up to 32 rows, `many` for more: the first that makes `programs` programs,
-    or the last. `of_experts` are for any number of rows, `wide` for float32. Of `queries` the first are for as many
+    or the last. `any_rows` are for any number of them, `wide` for float32. Of `queries` the first are for as many
     rows as they have."""
 
     few: Tiles
     many: tuple[Tiles, ...]
-    of_experts: Tiles
+    any_rows: Tiles
     wide: Tiles
     queries: tuple[Queries, Queries]
     programs: int = 112
 
-    def experts(self, dtype: torch.dtype) -> Tiles:
-        """Returns the sizes of products with the matrices of experts, whatever the number of rows."""
-        return self.wide if dtype is torch.float32 else self.of_experts
+    def whatever_rows(self, dtype: torch.dtype) -> Tiles:
+        """Returns the sizes of products with quantised matrices, of which no two sizes were compared yet, and with
+        those of experts."""
+        return self.wide if dtype is torch.float32 else self.any_rows
 
     def product(self, num_rows: int, outer: int, dtype: torch.dtype) -> Tiles:
         if dtype is torch.float32:
