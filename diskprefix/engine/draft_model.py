@@ -23,7 +23,7 @@ from diskprefix.engine.running_request import Reply
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVAllocation, KVPool
 from diskprefix.model.exact import runner
-from diskprefix.model.exact.step_graphs import graphs_of
+from diskprefix.model.exact.step_graphs import graphs_of, replay_or_run
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.printable import first_line
 from diskprefix.tokens import as_token_ids
@@ -122,7 +122,7 @@ class DraftModel:
         """Computes more tokens, int64 [1, n], of some replies. Returns the next-token logits, [replies, vocab]."""
         rows = [runner.Rows(self.sequences[reply].arena, ids) for reply, ids in step]
         groups = [rows] if self._packs else [[one] for one in rows]
-        logits = [one for group in groups for one in runner.run(self._model, group, self._graphs)]
+        logits = [one for group in groups for one in replay_or_run(self._graphs, self._model, group)]
         synchronize(self._model.device)
         return torch.cat(logits)
 

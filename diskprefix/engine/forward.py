@@ -19,7 +19,7 @@ from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.model.exact import runner
-from diskprefix.model.exact.step_graphs import StepGraphs
+from diskprefix.model.exact.step_graphs import StepGraphs, replay_or_run
 from diskprefix.printable import first_line
 from diskprefix.tokens import TokenIds, floor_to_grid
 
@@ -42,7 +42,7 @@ def forward(
     try:
         with _hidden_states(model, step) as hidden:
             needs_modules = any(chunk.sequence.running.pooling is not None for chunk in step)
-            logits = runner.run(model, [_rows(chunk) for chunk in step], None if needs_modules else graphs)
+            logits = replay_or_run(None if needs_modules else graphs, model, [_rows(chunk) for chunk in step])
         for rows in hidden:
             _hand_out(rows, step)
         return list(_drawn(step, logits))

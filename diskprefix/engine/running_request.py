@@ -50,7 +50,7 @@ mask of its constraint is ready."""
 
 @dataclass(frozen=True, eq=False)
 class Computed:
-    """What a step has computed of a reply: logits, shape [1 + guesses, vocab], and the tokens drawn from them, if they
+    """The result of a step for a reply: logits, shape [1 + guesses, vocab], and the tokens drawn from them, if they
     could be drawn together with those of other replies."""
 
     logits: torch.Tensor

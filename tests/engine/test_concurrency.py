@@ -237,9 +237,9 @@ def test_an_exact_repeat_computes_nothing_of_the_prompt(engine: Engine, monkeypa
 def step_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     run, sizes = runner.run, list[int]()
 
-    def noted(model: Any, step: Any, graphs: Any) -> Any:
+    def noted(model: Any, step: Any) -> Any:
         sizes.append(sum(rows.token_ids.shape[1] for rows in step))
-        return run(model, step, graphs)
+        return run(model, step)
 
     monkeypatch.setattr(runner, "run", noted)
     return sizes
@@ -426,8 +426,8 @@ def test_a_failed_step_of_recurrent_layers_is_not_computed_again(
     expected = [alone(engine, one).tokens for one in requests]
     run, num_shared = runner.run, itertools.count(1)
 
-    def failing(model: Any, rows: list[runner.Rows], graphs: Any) -> Any:
-        found = run(model, rows, graphs)
+    def failing(model: Any, rows: list[runner.Rows]) -> Any:
+        found = run(model, rows)
         if len(rows) > 1 and next(num_shared) == 4:
             raise RuntimeError("a kernel failed")
         return found

@@ -30,11 +30,11 @@ def hang_once(flag: Path) -> None:
     loop: Any = importlib.import_module("diskprefix.engine.loop")
     forward = loop.forward
 
-    def hanging(model: Any, step: Any) -> Any:
+    def hanging(model: Any, step: Any, *others: Any) -> Any:
         if sum(chunk.num_rows for chunk in step) == 1 and flag.exists():
             flag.unlink()
             time.sleep(3600)
-        return forward(model, step)
+        return forward(model, step, *others)
 
     loop.forward = hanging
 

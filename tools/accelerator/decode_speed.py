@@ -32,7 +32,7 @@ def ours(folder: Path, device: str) -> Iterator[tuple[tuple[int, bool], float]]:
     from diskprefix.kv.arena import KVArena
     from diskprefix.model.exact import runner
     from diskprefix.model.exact.invariance import make_exact
-    from diskprefix.model.exact.step_graphs import graphs_of
+    from diskprefix.model.exact.step_graphs import graphs_of, replay_or_run
 
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).eval()
@@ -46,12 +46,12 @@ def ours(folder: Path, device: str) -> Iterator[tuple[tuple[int, bool], float]]:
             rows = [runner.Rows(arena, ids[:, :1]) for arena in arenas]
             for use in (None, graphs) if graphs else (None,):
                 for _ in range(3):
-                    runner.run(model, rows, use)
+                    replay_or_run(use, model, rows)
                 synchronize(model.device)
                 started = time.perf_counter()
                 for _ in range(STEPS):
                     # The next step needs the tokens of this one.
-                    torch.cat(runner.run(model, rows, use)).argmax(-1).cpu()
+                    torch.cat(replay_or_run(use, model, rows)).argmax(-1).cpu()
                 yield (count, use is not None), count * STEPS / (time.perf_counter() - started)
 
 
@@ -65,7 +65,7 @@ def of_vllm(folder: Path, mode: str) -> Iterator[tuple[int, float]]:
             yield one["count"], one["tok_s"]
 
 
-def main(folder: str) -> None:
+def print_rates(folder: str) -> None:
     import vllm
 
     is_eager = "DISKPREFIX_EAGER" in os.environ
@@ -82,4 +82,4 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    print_rates(sys.argv[1])

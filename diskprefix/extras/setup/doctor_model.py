@@ -223,7 +223,7 @@ def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[
                         return
                     replies.append(answer.body)
                 identity = call("GET", "/props", None).body["model"]["identity"]
-    yield from _judged(replies, identity["exact_at"], identity["exact_at_reason"])
+    yield from _judged(replies, identity["exact_at"], identity.get("exact_at_reason"))
 
 
 def _judged(replies: list[dict[str, Any]], exact_at: str, reason: str | None = None) -> Iterator[Finding]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -35,7 +34,8 @@ __all__ = ["JobResult", "LookupResult", "Medium", "OffloadPolicy", "RequestOfflo
 
 _KERNEL_PACKAGES = ("flash-attn", "flashinfer-python", "triton")
 """Packages from which vLLM chooses a backend by itself."""
-_CHOOSES_KERNELS = re.compile(r"VLLM_.*(ATTN|ATTENTION|FLASH|LAYOUT|MLA)")
+_OF_KERNELS = ("ATTN", "ATTENTION", "FLASH", "LAYOUT", "MLA")
+"""In the names of vLLM's variables that choose kernels."""
 _DIGESTS = ("sha256", "sha256_cbor")
 
 
@@ -83,7 +83,7 @@ def tier_numbers(vllm_config: Any, offloading: Any) -> dict[str, str]:
         attention=canonical(
             {
                 "config": asdict(vllm_config.attention_config),
-                "environment": {name: value for name, value in os.environ.items() if _CHOOSES_KERNELS.match(name)},
+                "environment": {name: value for name, value in os.environ.items() if _chooses_kernels(name)},
                 "packages": _kernel_packages(),
             }
         ),
@@ -109,6 +109,10 @@ def chunk_form(offloading: Any, parallel: Mapping[str, Any]) -> str:
 
 _OF_ONE_PROCESS = ("rank", "data_parallel_index", "data_parallel_size", "data_parallel_rank_local")
 """Engines that differ in nothing else share their chunks."""
+
+
+def _chooses_kernels(variable: str) -> bool:
+    return variable.startswith("VLLM_") and any(part in variable for part in _OF_KERNELS)
 
 
 def _kernel_packages() -> dict[str, str]:

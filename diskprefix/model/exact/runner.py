@@ -27,7 +27,6 @@ from diskprefix.printable import first_line
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from diskprefix.model.exact.step_graphs import StepGraphs
 
 log = logging.getLogger("diskprefix")
 
@@ -44,12 +43,9 @@ class Rows:
     num_logits: int = 1
 
 
-def run(model: PreTrainedModel, step: Sequence[Rows], graphs: StepGraphs | None = None) -> list[torch.Tensor]:
-    """Computes one step, by one of `graphs` if it can be. Returns each sequence's next-token logits, shape [num_logits,
-    vocab], in the model's dtype. Several sequences must be in `KVArena`s of their own, of a layout that is exact at
-    every token."""
-    if graphs is not None and (replayed := graphs.replay(step)) is not None:
-        return replayed
+def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
+    """Computes one step. Returns each sequence's next-token logits, shape [num_logits, vocab], in the model's dtype.
+    Several sequences must be in `KVArena`s of their own, of a layout that is exact at every token."""
     first = step[0].state
     if len(step) == 1 and not isinstance(first, KVArena):
         with as_it_was(model):

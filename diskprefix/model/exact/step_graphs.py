@@ -18,7 +18,7 @@ import torch
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.step import Run
-from diskprefix.model.exact import accelerated
+from diskprefix.model.exact import accelerated, runner
 from diskprefix.model.exact.runner import Rows, packed_forward
 from diskprefix.model.exact.step_inputs import StepInputs
 from diskprefix.model.load.memory import hold
@@ -37,7 +37,7 @@ _PADDING = Run(1, 1)
 """Behind a first token, because a state is set to zero there."""
 
 
-class Recorder(Protocol):
+class GraphRecorder(Protocol):
     """A device that records what it computes."""
 
     def record(self, compute: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -78,7 +78,7 @@ class _Graph:
 class StepGraphs:
     """The recorded steps of one model. For the thread that computes its steps."""
 
-    def __init__(self, model: PreTrainedModel, layout: Layout, recorder: Recorder) -> None:
+    def __init__(self, model: PreTrainedModel, layout: Layout, recorder: GraphRecorder) -> None:
         self._model, self._layout, self._recorder = model, layout, recorder
         self._graphs: dict[tuple[object, ...], _Graph] = {}
         self._may_record = True
@@ -137,6 +137,12 @@ class StepGraphs:
         graph = _Graph(numbers, *self._recorder.record(partial(packed_forward, self._model, arenas, placed)))
         log.info("[engine] a step of %d rows is recorded, for up to %d tokens", count, end)
         return graph
+
+
+def replay_or_run(graphs: StepGraphs | None, model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
+    """Computes a step by one of `graphs`, or as `runner.run` does. Returns what that returns."""
+    replayed = None if graphs is None else graphs.replay(step)
+    return runner.run(model, step) if replayed is None else replayed
 
 
 def graphs_of(model: PreTrainedModel, layout: Layout) -> StepGraphs | None:

@@ -134,7 +134,7 @@ def reset() -> ModelFaults:
     return _faults[-1]
 
 
-def run(_model: Any, step: Sequence[SaltedRows], _graphs: Any = None) -> list[torch.Tensor]:
+def run(_model: Any, step: Sequence[SaltedRows]) -> list[torch.Tensor]:
     """In the place of `model.exact.runner.run`. Takes time in which other threads run."""
     results, one = [], scheduler()
     if _faults[-1].failing and one.random.random() < _faults[-1].failing:
