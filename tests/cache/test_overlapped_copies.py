@@ -203,8 +203,9 @@ def states_that_change(patch: pytest.MonkeyPatch) -> None:
 
     def ending(self: CachedRequest, *args: Any) -> None:
         publish_reply(self, *args)
-        has_ended.set()
-        self.cache.capturer.wake()
+        if self.options.scope.kind != "off":
+            has_ended.set()
+            self.cache.capturer.wake()
 
     patch.setattr(CachedRequest, "publish_reply", ending)
     patch.setattr(Capturer, "_next", lambda self: find(self) if has_ended.is_set() else None)
