@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+pytest.importorskip("vllm")
 pytest.importorskip("vllm.v1.kv_offload.tiering.factory")
 
 compat: Any = pytest.importorskip("diskprefix.extras.vllm._vllm_tiering")
