@@ -165,13 +165,16 @@ def test_a_model_is_shown_with_what_was_verified_of_its_architecture(
         assert (
             "llama: restored anywhere, exact at token, verified in bf16, fp32" in run("show", models_dir / name).stdout
         )
-    config = models_dir / "made" / "config.json"
+    config, unknown = (
+        models_dir / "made" / "config.json",
+        "none of `diskprefix list --architectures`, so it may not be served",
+    )
     config.write_text('{"model_type": "llama-of-tomorrow"}')
-    assert verified_of(models_dir / "made") == "llama-of-tomorrow: not verified"
+    assert verified_of(models_dir / "made") == f"llama-of-tomorrow: {unknown}"
     config.write_text('{"model_type": "mistral3", "text_config": {"model_type": "mistral"}}')
     assert verified_of(models_dir / "made").startswith("mistral3: restored anywhere, exact at token, ")
     config.unlink()
-    assert verified_of(models_dir / "made") == "not known: not verified"
+    assert verified_of(models_dir / "made") == f"not known: {unknown}"
     header = SimpleNamespace(values={"general.architecture": "deepseek2"})
     monkeypatch.setattr(architectures, "read_header", lambda _path: header)
     assert verified_of(models_dir / "bad.gguf").startswith("deepseek2: restored anywhere, exact at token, ")

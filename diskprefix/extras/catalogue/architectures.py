@@ -60,7 +60,7 @@ def verified_of(path: Path) -> str:
     found = next((by_letters[_letters(name)] for name in names if _letters(name) in by_letters), None)
     name = next(iter(names), "not known")
     if found is None:
-        return f"{name}: not verified"
+        return f"{name}: none of `diskprefix list --architectures`, so it may not be served"
     row = _row(name, found)
     return f"{name}: restored {row['restored']}, exact at {_exact_at(row) or 'no token'}, verified in " + (
         _named(row["verified"]) or "no dtype"
