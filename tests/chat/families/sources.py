@@ -99,11 +99,13 @@ def _make(work: Path) -> Path:
 
 
 def _download(package: Package, work: Path) -> Path:
-    target = work / package.requirement.partition("==")[0]
+    name = package.requirement.partition("==")[0]
+    target = work / name
     target.mkdir()
     wanted = target / "requirements.txt"
     wanted.write_text(f"{package.requirement} --hash=sha256:{package.sha256}\n", encoding="utf-8")
-    form = "--no-binary=:all:" if package.is_source else "--only-binary=:all:"
+    # The build tools that a source package names are wheels: to build those, and theirs, takes more than half an hour.
+    form = f"--no-binary={name}" if package.is_source else "--only-binary=:all:"
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", form, "--no-input", "--quiet", "--retries=1"]
     command += ["--disable-pip-version-check", "--require-hashes", "--dest", str(target), "--requirement", str(wanted)]
     # pip asks a source package for its metadata, with the build tools that the package names; nothing is compiled.
