@@ -113,7 +113,7 @@ class FamilyParser(StreamParser):
             kinds += [
                 rf"(?P<call>{alternatives(family.calls.begins)})",
                 r"^\[\s*(?P<python>[\w.]+)\s*\(" if family.calls.body == "python" else r"(?!)",
-                r"<function(?:=| name=\")(?P<function>[^>\"\n]+)\"?>\s*(?=\{)",
+                r"<function(?:=| name=\")(?P<function>[^<>\"\n]+)\"?>\s*(?=\{)",
                 rf"(?P<inline>{_INLINE if family.is_bare else r'(?!)'})",
                 rf"(?P<json>^[ \t]{{0,8}}(?:{_FENCE}\s*)?(?:(?:{wrapper})\s*)?(?:\[(?=\s*\{{)|\{{(?=\s*\")))",
             ]

@@ -122,7 +122,7 @@ class Reader:
         """Hands the text before a match of `pattern` to `take`. Returns the match, which is not read; None at the end.
         Only text that may be the beginning of a match is held back."""
         while True:
-            found = pattern.search(self.text, self.at, partial=not self.ended)
+            found = self._search(pattern)
             end = len(self.text) if found is None else found.start()
             if end > self.at:
                 take(self.text[self.at : end])
@@ -132,6 +132,20 @@ class Reader:
                 return pattern.match(self.text, self.at)
             if not (yield from self.more()):
                 return None
+
+    def _search(self, pattern: regex.Pattern[str]) -> regex.Match[str] | None:
+        """Returns the first match of `pattern`, or the text that may become it, which `partial` tells."""
+        found = pattern.search(self.text, self.at, partial=not self.ended)
+        if found is None or found.partial or self.ended:
+            return found
+        # A search takes a whole match rather than one before it that may become whole.
+        at, end = self.at, found.start()
+        while (early := pattern.search(self.text, at, end, partial=True)) is not None and early.start() < end:
+            growing = pattern.match(self.text, early.start(), partial=True)
+            if growing is not None and growing.partial:
+                return growing
+            at = early.start() + 1
+        return found
 
     def before(self, pattern: regex.Pattern[str]) -> Parsing[str | None]:
         """Reads the text before a match of `pattern`, or the whole rest if there is none. None if that is empty."""

@@ -41,6 +41,17 @@ def test_how_a_text_is_cut_makes_no_difference(name: str, text: str, data: st.Da
     assert read(format_named(name), text, TOOLS) == whole
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<function=<tool_call>{"name":"n""arguments":'),
+        ("mistral", "<function=[TOOL_CALLS]get_weather{}>{"),
+    ],
+)
+def test_a_tag_within_the_name_of_a_call_is_read_alike_in_pieces(name: str, text: str) -> None:
+    assert read(format_named(name), text, TOOLS) == read(format_named(name), [text], TOOLS)
+
+
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from([family.name for family in FAMILIES if not family.dropped]), TEXTS)
 def test_without_tools_and_thoughts_the_content_is_the_text(name: str, text: str) -> None:
