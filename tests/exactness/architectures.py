@@ -291,7 +291,7 @@ def tiny_model(name: str, dtype: torch.dtype, *, seed: int = 0) -> PreTrainedMod
 
 
 def quantised_tiny_model(name: str, weights: str, device: str = "cpu") -> PreTrainedModel:
-    """`tiny_model` in bfloat16 with the weights `int8` or `int4`, ready to compute."""
+    """`tiny_model` in bfloat16 with the weights `int8`, `int4` or `fp8`, ready to compute."""
     model = tiny_model(name, torch.bfloat16)
     quantise(model, weights)
     model.to(torch.device(device))

@@ -33,7 +33,8 @@ State: TypeAlias = Literal["pass", "fail", "measured", "skipped", "cut off", "cr
 REPLY = 33
 """Tokens of a reply: the first, and 32 for the speed of decoding."""
 TINY_MODELS = (
-    *("llama", "llama int8", "llama int4", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_moe int4"),
+    *("llama", "llama int8", "llama int4", "llama fp8", "gemma3", "gpt_oss"),
+    *("qwen3_moe", "qwen3_moe int4", "qwen3_moe fp8"),
     *("qwen3_next", "mamba2", "granitemoehybrid", "rwkv"),
 )
 """The models of the part `models`, with `--weights` if they have one."""

@@ -7,13 +7,13 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
@@ -298,14 +298,15 @@ def _source(
     # Wrong settings are reported before anything slow happens.
     if not _DEVICE.fullmatch(settings.device):
         raise SettingsError(f"--device: {settings.device!r} is not one of auto, cpu, cuda, cuda:N, xpu, mps")
-    weights_of = cache(partial(pick_weights, settings.weights, settings.dtype, settings.device))
+    weights_of = partial(pick_weights, settings.weights, settings.dtype, settings.device)
     if settings.weights in ("int8", "int4"):
         weights_of()
     with clock("source"):
 
         def before_fetch(listing: HubListing) -> None:
-            _require_kept(listing, weights_of())
-            check(listing.needs(weights_of(), settings.dtype))
+            weights = weights_of(listing.config.get("quantization_config"))
+            _require_kept(listing, weights, _pick_device(settings.device))
+            check(listing.needs(weights, settings.dtype))
 
         folder, name, gguf = _find(
             settings.model, progress, weights_of, flag=flag, check=check, before_fetch=before_fetch
@@ -314,13 +315,15 @@ def _source(
     with clock("imports"):
         device = _pick_device(settings.device)
         use_gpu(device)
-        weights = weights_of()
-        if weights == "auto" and not gguf:
+        if weights_of() == "auto" and not gguf:
             name_faster(folder, files, progress)
         quiet_transformers()
         config = _read_config(folder)
+        from diskprefix.model.quants.published import settings_of
+
         with _load_failures(folder):
             kind = require_served_kind(folder, config)
+            weights = weights_of(settings_of(config))
             dtype = _pick_dtype(settings.dtype, config, weights)
     with clock("quantising"), _load_failures(folder):
         from diskprefix.model.quants.file_matrix import load_matrices
@@ -347,13 +350,13 @@ def _source(
     )
 
 
-def _require_kept(listing: HubListing, weights: str) -> None:
+def _require_kept(listing: HubListing, weights: str, device: torch.device) -> None:
     """Raises `ModelError` if a repository's weights are quantised in a way that is not served."""
     from diskprefix.model.quants.published import published_as
     from diskprefix.model.quants.quantising import require_served
 
     if weights != "native":
-        require_served(published_as(listing.config.get("quantization_config")), weights)
+        require_served(published_as(listing.config.get("quantization_config")), weights, device)
 
 
 def import_model(settings: Settings) -> None:
@@ -439,21 +442,28 @@ def _pick_device(name: str) -> torch.device:
     return torch.device(kind, int(index or 0)) if kind in ("cuda", "xpu") else torch.device(kind)
 
 
-def pick_weights(name: str, dtype: str, device_name: str) -> str:
-    """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file."""
+def pick_weights(name: str, dtype: str, device_name: str, quants: Mapping[str, Any] | None = None) -> str:
+    """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file, or of a
+    checkpoint whose `quantization_config` is `quants`. Of these an accelerator keeps FP8."""
     from diskprefix.kv.step import is_accelerated
+    from diskprefix.model.quants.published import is_float8
     from diskprefix.native.library import operators
 
     device, is_compiled = _pick_device(device_name), operators() is not None
+    if name == "native":
+        return name
     if name == "auto":
-        return "auto" if device.type == "cpu" and dtype in ("auto", "bfloat16") and is_compiled else "native"
-    if name != "native" and device.type != "cpu" and not is_accelerated(device):
+        is_kept = device.type == "cpu" and is_compiled
+        if is_accelerated(device) and find_spec("triton") is not None:
+            is_kept = is_float8(quants)
+        return name if is_kept and dtype in ("auto", "bfloat16") else "native"
+    if device.type != "cpu" and not is_accelerated(device):
         raise SettingsError(f"--weights: {name} needs a CPU or Triton, and the device is {device}; add --device cpu")
-    if name != "native" and device.type != "cpu" and find_spec("triton") is None:
+    if device.type != "cpu" and find_spec("triton") is None:
         raise SettingsError(f"--weights: {name} on {device} needs Triton; add --weights native")
-    if name != "native" and dtype not in ("auto", "bfloat16"):
+    if dtype not in ("auto", "bfloat16"):
         raise SettingsError(f"--weights: {name} computes in bfloat16, not in --dtype {dtype}")
-    if name != "native" and device.type == "cpu" and not is_compiled:
+    if device.type == "cpu" and not is_compiled:
         raise SettingsError(f"--weights: {name} needs the compiled operators; add --weights native")
     return name
 

@@ -52,6 +52,8 @@ _CODES = (".qweight", ".weight_packed", "_blocks")
 """Ends of names of codes in published quants. What belongs to a matrix besides is in its form."""
 _KEPT = "MXFP4"
 """The form of published quants of experts that is never made anew."""
+_FLOAT8 = "float8"
+"""The form of matrices that stay in FP8."""
 _BESIDE_CODES = re.compile(r"\.(qzeros|scales|g_idx)$|\.weight_(scale\w*|shape|zero_point|g_idx)$|_scales$")
 
 
@@ -191,7 +193,7 @@ def of_checkpoint(
         if form and form != _KEPT and is_quantised:
             form = "int8" if part == "logits" else weights
         elif form == "plain":
-            form = ""
+            form = _FLOAT8 if published is not None and tensor.kind == "F8_E4M3" else ""
         found.append(_in_form(tensor, form, num_weights, dtype_bytes, part, is_quantised=is_quantised))
         if is_quantised and not has_head and part == "embeddings" and len(tensor.shape) == 2:
             found.append(_in_form(tensor, "int8", num_weights, dtype_bytes, "logits", is_quantised=True))
@@ -212,8 +214,8 @@ def _in_form(
     bits = _FORM_BITS.get(form, 8.0 * dtype_bytes)
     num_bytes = int(num_weights * bits / 8) if form or is_floating else tensor.num_bytes
     each = _QUANTISING_EXPERTS_BYTES if part == "experts" else _QUANTISING_BYTES
-    # It is cast, and put together with others, while it is read.
-    read_bytes = 2 * num_weights if is_floating else tensor.num_bytes
+    # It is cast, and put together with others, while it is read. Quants stay beside that.
+    read_bytes = num_weights * (3 if form == _FLOAT8 else 2) if is_floating else tensor.num_bytes
     working = read_bytes + (int(num_weights * each) if form or is_quantised else 0)
     if form == _KEPT:
         # As they are read, in another order, and packed.
@@ -246,7 +248,7 @@ def _of_checkpoint(tensor: StoredShape, form: str, num_bytes: int, part: str, wo
     )
 
 
-_PUBLISHED_BITS = {"4 bits": 4.5, "4 bits with zeros": 5.5, "8 bits": 8.5}
+_PUBLISHED_BITS = {"4 bits": 4.5, "4 bits with zeros": 5.5, "8 bits": 8.5, _FLOAT8: 8.25}
 _FORM_BITS = _NEW_BITS | _PUBLISHED_BITS | {_KEPT: 4.25}
 
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import torch
 
-from diskprefix.model.quants.quant_form import FORMS, QuantForm
+from diskprefix.model.quants.quant_form import FLOAT8_FORMS, FORMS, QuantForm
 from diskprefix.native import COLUMNS, ROWS
 from diskprefix.native.library import has_rows
 
@@ -19,8 +19,8 @@ _AT_ONCE = 1 << 18
 
 @dataclass(frozen=True, eq=False)
 class Quants:
-    """A matrix [rows, columns] that was quantised: `codes` int8 of that shape, `scales` and `zeros` float32 [rows,
-    columns / 32]."""
+    """A matrix [rows, columns] that was quantised: `codes` int8 or float8_e4m3fn of that shape, `scales` and `zeros`
+    float32 [rows, groups]. A group has 32 columns, in float8 also 64 or 128."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -28,7 +28,9 @@ class Quants:
 
     @cached_property
     def form(self) -> QuantForm:
-        """The smallest form that holds it exactly: 4 bits with zeros, or 8 bits."""
+        """The smallest form that holds it exactly: 4 bits with zeros, 8 bits, or float8."""
+        if self.codes.dtype is torch.float8_e4m3fn:
+            return next(form for form in FLOAT8_FORMS if form.group * self.scales.shape[1] == self.codes.shape[1])
         numbers = [self.scales] if self.zeros is None else [self.scales, self.zeros]
         is_half = all(torch.equal(part.half().float(), part) for part in numbers)
         return QuantForm(
@@ -42,7 +44,7 @@ class Quants:
         for first in range(0, len(found), step):
             part = slice(first, first + step)
             scales = self.scales[part]
-            groups = self.codes[part].view(*scales.shape, COLUMNS).float() * scales.unsqueeze(-1)
+            groups = self.codes[part].view(*scales.shape, -1).float() * scales.unsqueeze(-1)
             if self.zeros is not None:
                 groups += self.zeros[part].unsqueeze(-1)
             found[part] = groups.view(len(scales), -1)
@@ -50,16 +52,16 @@ class Quants:
 
     def packed(self, form: QuantForm | None = None) -> torch.Tensor:
         """Returns its blocks, uint8 of `form.packed_shape`. `form` may be a larger one than its own."""
-        rows, columns = self.codes.shape
-        blocks = rows // ROWS, columns // COLUMNS
+        rows, units = self.scales.shape
         kind = getattr(torch, (form or self.form).scales)
         parts = [
-            numbers.to(kind).view(blocks[0], ROWS, blocks[1]).transpose(1, 2).contiguous().view(torch.uint8)
+            numbers.to(kind).view(rows // ROWS, ROWS, units).transpose(1, 2).contiguous().view(torch.uint8)
             for numbers in (self.scales, self.zeros)
             if numbers is not None
         ]
-        codes = lines_of(self.codes)
-        parts.append((codes.view(torch.uint8) if self.zeros is None else _in_words(codes)).reshape(*blocks, -1))
+        lines = lines_of(self.codes)
+        codes = lines.view(torch.uint8) if self.zeros is None else _in_words(lines)
+        parts.append(codes.reshape(rows // ROWS, units, -1))
         return torch.cat(parts, dim=2)
 
 
@@ -97,16 +99,16 @@ def _of_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def unpacked(packed: torch.Tensor, form: QuantForm) -> Quants:
-    """Returns the inverse of `Quants.packed`, for `FORMS`."""
-    assert form in FORMS
-    strips, blocks, _ = packed.shape
+    """Returns the inverse of `Quants.packed`, for `FORMS` and `FLOAT8_FORMS`."""
+    assert form in (*FORMS, *FLOAT8_FORMS)
+    strips, units, _ = packed.shape
     rows = strips * ROWS
     codes = packed[..., form.numbers_bytes :].contiguous()
-    codes = _of_words(codes.view(strips, blocks, 4, 64)) if form.bits == 4 else codes.view(torch.int8)
-    codes = _of_lines(codes.view(strips, blocks, 16, 32))
+    codes = _of_words(codes.view(strips, units, 4, 64)) if form.bits == 4 else codes.view(torch.int8)
+    codes = _of_lines(codes.view(strips, -1, 16, 32))
     numbers = packed[..., : form.numbers_bytes].contiguous().view(getattr(torch, form.scales)).float()
-    scales, *zeros = numbers.view(strips, blocks, -1, ROWS).permute(2, 0, 3, 1).reshape(-1, rows, blocks).unbind()
-    return Quants(codes, scales, zeros[0] if zeros else None)
+    scales, *zeros = numbers.view(strips, units, -1, ROWS).permute(2, 0, 3, 1).reshape(-1, rows, units).unbind()
+    return Quants(codes.view(torch.float8_e4m3fn) if form.is_float8 else codes, scales, zeros[0] if zeros else None)
 
 
 def quantised(weight: torch.Tensor, bits: int) -> Quants:

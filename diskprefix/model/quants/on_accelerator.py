@@ -1,4 +1,5 @@
-"""Quantised matrices for the kernels of an accelerator, which take those of `FORMS` in a layout of their own."""
+"""Quantised matrices for the kernels of an accelerator, which take those of `FORMS` and `FLOAT8_FORMS` in a layout of
+their own."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from diskprefix.model.exact import accelerated
 from diskprefix.model.exact.rows import as_ours
 from diskprefix.model.quants.forms import unpacked
 from diskprefix.model.quants.products import Product, compiled
-from diskprefix.model.quants.quant_form import FORMS, QuantForm
+from diskprefix.model.quants.quant_form import FLOAT8_FORMS, FORMS, QuantForm
 
 if TYPE_CHECKING:
     from diskprefix.accelerator.grouped import GroupedMatrix
@@ -28,7 +29,7 @@ def kernel_on(device: torch.device) -> str:
 def grouped_of(packed: torch.Tensor, form: QuantForm) -> GroupedMatrix:
     """Returns a matrix that is packed as `quant_form` describes, for an accelerator; that of each expert if `packed`
     has these in front. Raises `ModelError` for forms that only files have."""
-    if form not in FORMS:
+    if form not in (*FORMS, *FLOAT8_FORMS):
         raise ModelError(f"no kernel of an accelerator takes weights in the form {form}; add --weights native")
     quants = unpacked(packed.flatten(0, -3), form)
     kind = getattr(torch, form.scales)

@@ -3,15 +3,17 @@
 A weight is (code - zero) × scale in all of them. Groups of 32 or more weights of a row share zero and scale. The
 layouts are those of AutoGPTQ and GPTQModel (`qweight` packed along the columns, `qzeros` along the rows), AutoAWQ (both
 along the rows, in an order of its own), compressed-tensors (`weight_packed`, `weight_scale`) and DeepSeek (`weight` in
-FP8, `weight_scale_inv` by block).
+FP8, `weight_scale_inv` by block). FP8 has no zeros, and its codes are float8 numbers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
+from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,6 +22,8 @@ import torch
 from diskprefix.errors import ModelError
 from diskprefix.model.load.stored_tensors import StoredTensor
 from diskprefix.model.quants.exact_quants import ExactQuants, ExpertQuants, exact_quants, halves_of
+from diskprefix.model.quants.forms import Quants
+from diskprefix.model.quants.quant_form import FLOAT8_FORMS
 from diskprefix.native import COLUMNS
 
 if TYPE_CHECKING:
@@ -29,13 +33,17 @@ Parts: TypeAlias = Mapping[str, StoredTensor]
 """The tensors of one matrix, by the ends of their names."""
 Source: TypeAlias = Callable[[], torch.Tensor | ExactQuants]
 """Reads a tensor of a checkpoint, perhaps later, or the quants that the checkpoint has for it."""
+Block: TypeAlias = tuple[int, int]
+"""Rows and columns that share a scale."""
 
 _ANOTHER = "give another quant of the model: GPTQ, AWQ, compressed-tensors (int4, int8) or a .gguf file"
 _AWQ_ORDER = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 """Where AutoAWQ puts 8 neighbouring weights in a word of 32 bits."""
 _PACKED_BITS = (4, 8)
-_UNSERVED_BITS = 16
-"""For weights that are read in bfloat16."""
+_FLOAT8_BITS = 16
+"""No form of integers with fewer bits has the numbers of float8."""
+_MOST_BITS = {"int4": 4, "int8": 8}
+"""Of the quants that a form keeps."""
 _COMPRESSED = ("pack-quantized", "int-quantized", "naive-quantized", "mixed-precision")
 
 
@@ -139,22 +147,37 @@ def _whole(number: int, divisor: int) -> int:
     return number // divisor if divisor and number % divisor == 0 else 0
 
 
-def _fp8(parts: Parts, block: tuple[int, int]) -> torch.Tensor:
-    """Returns weights of 8 bits with exponents of their own. A scale is for a `block`, a row or the whole matrix."""
-    weight = parts[".weight"].read()
-    scales = next(parts[name] for name in (".weight_scale_inv", ".weight_scale") if name in parts).read().float()
-    scales = scales.reshape(-1, 1) if scales.ndim < 2 else scales
-    size = tuple(weight.shape)
-    height, width = (block[i] if 1 < scales.shape[i] < size[i] else size[i] // scales.shape[i] for i in (0, 1))
-    found = torch.empty(size, dtype=torch.bfloat16)
-    for first, of_rows in zip(range(0, size[0], height), scales, strict=True):
-        wide = of_rows.repeat_interleave(width)[: size[1]]
-        found[first : first + height] = weight[first : first + height].float() * wide
-    return found
+def _float8_bits(parts: Parts, block: Block) -> int:
+    _covered(parts, block)
+    return _FLOAT8_BITS
 
 
-def _unserved_bits(_: Parts) -> int:
-    return _UNSERVED_BITS
+def _float8(parts: Parts, block: Block) -> Quants | torch.Tensor:
+    """Raises `ModelError` for codes that are no numbers: the kernels have none for them."""
+    weight, (height, width) = parts[".weight"].read(), _covered(parts, block)
+    if bool(((weight.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        raise ModelError(f"{parts['.weight'].name} has weights that are no numbers; fetch the model again")
+    (rows, columns), group = weight.shape, gcd(width, weight.shape[1], FLOAT8_FORMS[-1].group)
+    scales = _scales_of(parts).read().float().view(-(-rows // height), -1)
+    of_groups = scales.repeat_interleave(width // group, dim=1)[:, : columns // group]
+    found = Quants(weight, of_groups.repeat_interleave(height, dim=0)[:rows])
+    return found if group % COLUMNS == 0 and weight.dtype is torch.float8_e4m3fn else found.dequantised()
+
+
+def _scales_of(parts: Parts) -> StoredTensor:
+    return parts.get(".weight_scale_inv") or parts[".weight_scale"]
+
+
+def _covered(parts: Parts, block: Block) -> Block:
+    """Returns the rows and columns that share a scale: those of a `block`, of a row, or all. Raises `ValueError` for
+    scales that do not cover the matrix."""
+    size, scales = parts[".weight"].shape, _scales_of(parts).shape
+    counts = scales + (1, 1)[len(scales) :]
+    sizes = zip(size, counts, block, strict=False)
+    covered = [whole if count == 1 else 1 if count == whole else part for whole, count, part in sizes]
+    if len(size) != 2 or counts != tuple(-(-whole // part) for whole, part in zip(size, covered, strict=True)):
+        raise ValueError(f"scales of the shape {scales} for a matrix of the shape {size}")
+    return covered[0], covered[1]
 
 
 def _mxfp4_bits(parts: Parts) -> int:
@@ -178,11 +201,11 @@ _FP8_PARTS = (".weight_scale_inv", ".weight_scale")
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """The quants of a model's checkpoint. With `is_other` no operator has the form of its matrices."""
+    """The quants of a model's checkpoint. With `is_float8` no operator of a CPU has the form of its matrices."""
 
     name: str
     layouts: tuple[MatrixLayout, ...]
-    is_other: bool = False
+    is_float8: bool = False
 
     def check(self, folder: Path, stored: Mapping[str, StoredTensor]) -> None:
         """Raises `ModelError` for a checkpoint of a folder that is not served. Reads the small tensors that say how
@@ -203,10 +226,10 @@ class PublishedWeights:
         """Returns the names of the matrices of single experts, which are put together before they are computed with."""
         return {name for name, (layout, _) in self._matrices(stored).items() if ".experts." in name and layout.target}
 
-    def sources(self, stored: Mapping[str, StoredTensor], most_bits: int) -> dict[str, Source]:
-        """Returns what reads each tensor, by its name without quants. Matrices of `most_bits` or fewer are read as
-        quants."""
-        matrices = self._matrices(stored)
+    def sources(self, stored: Mapping[str, StoredTensor], weights: str) -> dict[str, Source]:
+        """Returns what reads each tensor, by its name without quants. Matrices are read as quants unless they have more
+        bits than the form `weights`."""
+        matrices, most_bits = self._matrices(stored), _MOST_BITS.get(weights, _FLOAT8_BITS)
         used = {part.name for _, parts in matrices.values() for part in parts.values()}
         found: dict[str, Source] = {name: one.unread for name, one in stored.items() if name not in used}
         for name, (layout, parts) in matrices.items():
@@ -256,6 +279,14 @@ def published_as(found: Mapping[str, Any] | None) -> PublishedWeights | None:
     return _METHODS[method](found)
 
 
+def is_float8(found: Mapping[str, Any] | None) -> bool:
+    """Returns whether a `quantization_config` says that weights are in FP8."""
+    with suppress(ModelError):
+        published = published_as(found)
+        return published is not None and published.is_float8
+    return False
+
+
 def _of_gptq(found: Mapping[str, Any]) -> PublishedWeights:
     kind, bits = str(found.get("checkpoint_format") or "gptq"), found.get("bits")
     if kind not in ("gptq", "gptq_v2"):
@@ -289,8 +320,8 @@ def _of_compressed(found: Mapping[str, Any]) -> PublishedWeights:
 
 def _of_fp8(found: Mapping[str, Any]) -> PublishedWeights:
     height, width = found.get("weight_block_size") or (128, 128)
-    read = partial(_fp8, block=(height, width))
-    return PublishedWeights("FP8", (MatrixLayout(".weight", _FP8_PARTS, _unserved_bits, read),), is_other=True)
+    bits, read = partial(_float8_bits, block=(height, width)), partial(_float8, block=(height, width))
+    return PublishedWeights("FP8", (MatrixLayout(".weight", _FP8_PARTS, bits, read),), is_float8=True)
 
 
 _METHODS: Mapping[str, Callable[[Mapping[str, Any]], PublishedWeights]] = {

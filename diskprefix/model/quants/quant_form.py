@@ -1,15 +1,16 @@
 """The forms of quantised weights: how many bits codes, scales and zeros have, and how they lie in memory.
 
 A weight is `number × scale + zero`, computed in float32 and rounded to bfloat16. The number belongs to the code of the
-weight, of 2 to 8 bits. Along a row of a matrix, groups of 16 or 32 weights share their scale and zero. The compiled
-products compute with these bfloat16 numbers, but for the variants `avx512_bf16`, `neon_bf16` and `neon_dot`, which do
-not round them.
+weight, of 2 to 8 bits. Along a row of a matrix, groups of 16 or 32 weights share their scale and zero, in float8 up to
+128. The compiled products compute with these bfloat16 numbers, but for the variants `avx512_bf16`, `neon_bf16` and
+`neon_dot`, which do not round them.
 
-In memory, 16 rows are a strip, and 32 columns of a strip are a block. A strip is a row of units: one block or eight,
+In memory, 16 rows are a strip, and 32 columns of a strip are a block. A strip is a row of units: one block or several,
 with the scales of its groups, then the zeros, then the codes of its blocks. Scales and zeros lie group after group, in
-each the 16 rows. The scales of units of eight blocks (`bytes`, `nibbles`, `shared`) are integers, a byte for each
-group, and begin with a float16 for each row that they are multiplied with. Another one is for the zeros, which are then
-subtracted. Units follow each other, and so do strips, so a product reads from the first to the last byte.
+each the 16 rows. A unit is a block, the blocks of a larger group, or eight blocks whose scales (`bytes`, `nibbles`,
+`shared`) are integers, a byte for each group, and begin with a float16 for each row that they are multiplied with.
+Another one is for the zeros, which are then subtracted. Units follow each other, and so do strips, so a product reads
+from the first to the last byte.
 
 The codes of a block are 16 lines of 32 lanes. For AMX a line is a row of the strip, and its lanes are the 32 columns;
 of two groups they alternate. For the other variants a line is a pair of columns, and its lanes are the two columns of
@@ -38,6 +39,7 @@ _TABLES: dict[str, tuple[float, ...]] = {
 _NUMBER_BYTES = {"float32": 4, "float16": 2, "exponents": 1, "bytes": 1, "nibbles": 1, "shared": 0}
 """Bytes of a scale for a group, by how it is stored."""
 _OF_MANY = ("bytes", "nibbles", "shared")
+_E4M3 = "e4m3"
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class QuantForm:
 
     `scales` says how scales and zeros are stored: as `float32` or `float16` for each group; as `exponents` of 2
     (MXFP4); as `bytes` or as `nibbles` (both in one byte) that are multiplied by a float16 of 256 columns, or as that
-    alone (`shared`).
+    alone (`shared`). With the table `e4m3` codes are numbers of that type.
     """
 
     bits: int
@@ -57,25 +59,34 @@ class QuantForm:
 
     def __str__(self) -> str:
         zeros = "zeros" if self.has_zeros else "symmetric"
-        return f"int{self.bits} {self.group} {zeros} {self.scales} {self.table}".strip()
+        return f"{self.kind} {self.group} {zeros} {self.scales} {self.table}".strip()
 
     @classmethod
     def parse(cls, text: str) -> QuantForm:
         """Returns the form that `str` described. Raises `ValueError` for other texts."""
-        for form in (*FORMS, *FILE_FORMS):
+        for form in (*FORMS, *FLOAT8_FORMS, *FILE_FORMS):
             if str(form) == text:
                 return form
         raise ValueError(f"{text!r} is not a form of quantised weights")
 
     @property
+    def is_float8(self) -> bool:
+        return self.table == _E4M3
+
+    @property
+    def kind(self) -> str:
+        """The kind of number that codes are, as people call it: `int4`, `fp8`."""
+        return f"{'fp' if self.is_float8 else 'int'}{self.bits}"
+
+    @property
     def numbers(self) -> tuple[float, ...]:
-        """The numbers of the codes."""
+        """The numbers of the codes, unless these are float8."""
         least = 0 if self.has_zeros else -(1 << self.bits - 1)
         return _TABLES[self.table] if self.table else tuple(range(least, least + (1 << self.bits)))
 
     @property
     def unit_columns(self) -> int:
-        return COLUMNS * (8 if self.scales in _OF_MANY else 1)
+        return 8 * COLUMNS if self.scales in _OF_MANY else max(COLUMNS, self.group)
 
     @property
     def numbers_bytes(self) -> int:
@@ -104,6 +115,9 @@ FORMS = tuple(
     for scales in ("float16", "float32")
 )
 """Those of matrices that are quantised here."""
+
+FLOAT8_FORMS = tuple(QuantForm(8, group, False, "float32", _E4M3) for group in (32, 64, 128))
+"""Those of matrices that were published in float8. Only the kernels of an accelerator take them."""
 
 FILE_FORMS = (
     *(QuantForm(bits, 32, False, "float16") for bits in (4, 5)),

@@ -249,7 +249,7 @@ def prepare(model: PreTrainedModel) -> None:
     with one_thread():
         for module in model.modules():
             if isinstance(module, QuantisedLinear | QuantisedMatrices):
-                kind = f"int{module.form.bits}"
+                kind = module.form.kind
                 found[kind] = found.get(kind, 0) + (len(module.packed) if isinstance(module, QuantisedMatrices) else 1)
         for module in model.modules():
             # On an accelerator it takes the packed matrices away.

@@ -60,7 +60,7 @@ def weight_files_in(
             raise SettingsError(f"--weights: quantised weights are for the CPU and CUDA, and the device is {device}")
     if is_made or (published is None and weights not in ("int8", "int4")):
         return files
-    require_served(published, weights)
+    require_served(published, weights, device)
 
     def build(work: Path) -> Path:
         made = work / "model"
@@ -77,11 +77,12 @@ def weight_files_in(
     return [build_once(name, build, report) / FILE]
 
 
-def require_served(published: PublishedWeights | None, weights: str) -> None:
-    """Raises `ModelError` if no operator has the form that weights were published in, and they are to be kept so."""
-    if published is not None and published.is_other and weights == "auto":
+def require_served(published: PublishedWeights | None, weights: str, device: torch.device) -> None:
+    """Raises `ModelError` if a device does not compute with the form that weights were published in, and they are to
+    be kept so."""
+    if published is not None and published.is_float8 and weights == "auto" and not is_accelerated(device):
         raise ModelError(
-            f"no operator computes with {published.name} weights; add --weights int8 to quantise them anew"
+            f"no operator of a CPU computes with {published.name} weights; add --weights int8 to quantise them anew"
         )
 
 
@@ -125,7 +126,7 @@ def _quantise(
     before = [file_stamp(file) for file in files]
     sources: dict[str, Source] = {name: tensor.unread for name, tensor in stored.items()}
     if published is not None:
-        sources = published.sources(stored, 4 if weights == "int4" else 8)
+        sources = published.sources(stored, weights)
     total = sum(parameter.numel() for parameter in skeleton.parameters())
     with progress_bar(what, total, report) as advance:
         streamed = StreamedQuantising(sources, singles, weights, made, lambda done: advance(min(done, total)))

@@ -8,7 +8,8 @@ import torch
 from diskprefix.errors import ModelError
 from diskprefix.model.quants.forms import Quants, quantised, unpacked
 from diskprefix.model.quants.on_accelerator import grouped_of
-from diskprefix.model.quants.quant_form import FILE_FORMS, FORMS, QuantForm
+from diskprefix.model.quants.products import matrix_of
+from diskprefix.model.quants.quant_form import FILE_FORMS, FLOAT8_FORMS, FORMS, QuantForm
 from diskprefix.native.matrix import fills_blocks
 
 
@@ -34,7 +35,7 @@ def test_what_is_packed_is_unpacked(form: QuantForm) -> None:
 
 
 def test_a_text_describes_each_form() -> None:
-    forms = (*FORMS, *FILE_FORMS)
+    forms = (*FORMS, *FLOAT8_FORMS, *FILE_FORMS)
     assert len({str(form) for form in forms}) == len(forms)
     assert all(QuantForm.parse(str(form)) == form for form in forms)
     with pytest.raises(ValueError, match="int3"):
@@ -106,3 +107,11 @@ def test_an_accelerator_refuses_the_forms_of_files() -> None:
     form = FILE_FORMS[0]
     with pytest.raises(ModelError, match="takes weights in the form int4 32 symmetric float16; add --weights native"):
         grouped_of(torch.zeros(form.packed_shape(16, 32), dtype=torch.uint8), form)
+
+
+@pytest.mark.parametrize("form", FLOAT8_FORMS, ids=str)
+def test_a_cpu_refuses_float8(form: QuantForm) -> None:
+    packed = torch.zeros(form.packed_shape(16, 128), dtype=torch.uint8)
+    with pytest.raises(ModelError, match="no operator of a CPU computes with FP8 weights"):
+        matrix_of(packed, form, None)
+    assert not grouped_of(packed, form).dequantised().any()
