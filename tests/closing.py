@@ -27,7 +27,6 @@ LISTED = {
     "the kernel cannot populate pages": "Linux before 5.14",
     "the kernel does not tell": "systems other than Linux",
     "needs two processors": "the test is about where threads run",
-    "could not import 'triton'": "torch's build for CPUs comes without it",
     "no operators of this CPU": "a CPU without bfloat16",
 }
 """Skips that CI accepts: a part of the reason that the test gives, and why it is accepted."""

@@ -17,7 +17,8 @@ from diskprefix.accelerator.tiles import Sizes, Tiles
 
 HEADS, GROUPS, DIM, TOKENS = 4, 2, 32, 560
 START, SPAN = 500, 256
-PATTERNS: tuple[dict[str, Any], ...] = ({}, {"window": 200}, {"chunk": 300}, {"softcap": 20.0}, {"sinks": True})
+PATTERNS: tuple[dict[str, Any], ...] = ({}, {"window": 200, "sinks": True}, {"chunk": 300, "softcap": 20.0})
+"""Two of a kind together: an interpreter takes seconds for each."""
 ScanRuns: TypeAlias = list[tuple[int, torch.Tensor]]
 SIZES = (1, 5, 37)
 """Numbers of rows. A row of the last is computed in each of them."""

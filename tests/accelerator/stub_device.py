@@ -27,6 +27,8 @@ _WAITING = frozenset({
     "unique_dim", "repeat_interleave", "allclose", "histc",
 })  # fmt: skip
 """Operators whose result, or whose size, the host must know."""
+_UNWRITTEN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"})
+"""Operators that compute nothing: another one writes to their memory, and may have changed its size."""
 _recorded: list[list[Callable[[], None]]] = []
 """What is being recorded."""
 
@@ -80,7 +82,8 @@ def _computed(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if _recorded:
         if not to_stub or (crosses and not all(isinstance(leaf, StubTensor) for leaf in leaves)):
             raise RuntimeError(f"{func} cannot be recorded: it is not only of the device")
-        _recorded[-1].append(lambda: _again(func, inner, options, found))
+        if name not in _UNWRITTEN:
+            _recorded[-1].append(lambda: _again(func, inner, options, found))
     return (
         tree.tree_map(lambda one: StubTensor(one) if isinstance(one, torch.Tensor) else one, found)
         if to_stub

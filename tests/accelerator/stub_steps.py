@@ -1,6 +1,7 @@
 """The engine on a stub of a device: what crosses to it and back in a step that decodes, and what a recorded step
-computes. `python -m tests.accelerator.stub_steps FOLDER` writes lines of JSON. torch's curves must have one code
-(`ATEN_CPU_CAPABILITY=default`), as on a GPU.
+computes. `python -m tests.accelerator.stub_steps FOLDER NAME...` writes lines of JSON; the names are those of tiny
+models whose recorded steps are compared bit for bit. torch's curves must have one code (`ATEN_CPU_CAPABILITY=default`),
+as on a GPU.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,21 +17,38 @@ from unittest.mock import patch
 
 import torch
 
-from diskprefix.engine import measured_model
-from diskprefix.engine.loop import Engine, Loop
-from diskprefix.kv.layout import Layout
-from diskprefix.model.exact.invariant import install
-from diskprefix.model.exact.rehearsal import read_layout
-from diskprefix.model.exact.step_graphs import StepGraphs
-from diskprefix.model.load import loader
-from diskprefix.model.load.placing import UnreadWeights
-from tests.accelerator.graph_checks import require_the_same
-from tests.accelerator.stub_device import DEVICE, StubRecorder, counts, moved
-from tests.engine.driving import load, request, run_together, tokens
-from tests.model import tiny
+from diskprefix.model.load.imports import import_transformers
 
-NUM_TOKENS = 4
+# Before anything else imports transformers: it takes half the time.
+import_transformers()
+
+from diskprefix.engine import measured_model  # noqa: E402
+from diskprefix.engine.loop import Engine, Loop  # noqa: E402
+from diskprefix.kv.layout import Layout  # noqa: E402
+from diskprefix.model.exact.invariant import install  # noqa: E402
+from diskprefix.model.exact.rehearsal import read_layout  # noqa: E402
+from diskprefix.model.exact.step_graphs import StepGraphs  # noqa: E402
+from diskprefix.model.load import loader  # noqa: E402
+from diskprefix.model.load.placing import UnreadWeights  # noqa: E402
+from tests.accelerator.graph_checks import require_the_same  # noqa: E402
+from tests.accelerator.stub_device import DEVICE, StubRecorder, counts, moved  # noqa: E402
+from tests.engine.driving import load, request, run_together, tokens  # noqa: E402
+from tests.exactness.architectures import tiny_model  # noqa: E402
+from tests.model import tiny  # noqa: E402
+
+NUM_TOKENS = 3
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01}
+COUNTS = (1, 3)
+"""The replies that are computed together. The last ones are recorded with a row more."""
+FEWER: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5": {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 1,
+        "linear_num_value_heads": 2,
+    },
+}
+"""What tiny models have less of here: kernels are interpreted."""
 
 
 def _unread_model(source: Any) -> Any:
@@ -40,15 +59,19 @@ def _unread_model(source: Any) -> Any:
 
 def _taken_as_exact(model: Any, **_: Any) -> tuple[Layout, str]:
     """In place of `make_exact`, whose measurement takes minutes in the interpreter."""
-    with torch.inference_mode():
-        layout = replace(read_layout(model), exact_at="token", packs=True)
+    layout = _layout_of(model)
     install(model)
     return layout, ""
 
 
+def _layout_of(model: Any) -> Layout:
+    with torch.inference_mode():
+        return replace(read_layout(model), exact_at="token", packs=True)
+
+
 def _asked(number: int) -> Any:
     """Requests of several lengths; every other one is sampled. Nothing of them is saved."""
-    sampling = {"seed": number, **SAMPLED} if number % 2 else {"presence_penalty": 0.1} if number == 4 else {}
+    sampling = {"seed": number, **SAMPLED} if number % 2 else {"presence_penalty": 0.1} if number == 2 else {}
     return request(
         tokens(6 + number, number), name=f"{number}", scope="off", max_tokens=NUM_TOKENS, logit_bias={}, **sampling
     )
@@ -73,7 +96,19 @@ def replies(engine: Engine, count: int, counted: list[Counter[str]]) -> list[lis
     return [client.tokens for client in clients]
 
 
-def main(folder: Path) -> None:
+def replayed(name: str) -> dict[str, Any]:
+    """Compares recorded steps of a tiny model with steps that are not recorded."""
+    model = tiny_model(name, torch.float32, **FEWER.get(name, {}))
+    # On a device that is no CPU, experts of transformers call what torch has only for GPUs.
+    layout, _ = _layout_of(model), moved(model)
+    install(model)
+    recorder = StubRecorder()
+    graphs = StepGraphs(model, layout, recorder)
+    steps = require_the_same(model, layout, graphs, COUNTS[-1], 12)
+    return {"model": name, "steps": steps, "replays": recorder.num_replays, "states": len(layout.states)}
+
+
+def main(folder: Path, names: Sequence[str]) -> None:
     model = tiny.write_folder(folder / "model", dtype=torch.float32, max_position_embeddings=2048)
     with (
         patch.object(loader, "_unread_model", _unread_model),
@@ -81,10 +116,10 @@ def main(folder: Path) -> None:
         patch.object(measured_model, "make_exact", _taken_as_exact),
     ):
         engine = load(model, folder / "kv")
-    one_by_one = [run_together(engine, [_asked(number)])[0].tokens for number in range(8)]
+    one_by_one = [run_together(engine, [_asked(number)])[0].tokens for number in range(COUNTS[-1])]
     for recorder in (None, StubRecorder()):
         engine.graphs = None if recorder is None else StepGraphs(engine.model, engine.cache.layout, recorder)
-        for count in (1, 8):
+        for count in COUNTS:
             counted: list[Counter[str]] = []
             found = replies(engine, count, counted)
             line = {
@@ -97,12 +132,10 @@ def main(folder: Path) -> None:
                 **{name: max(one[name] for one in counted[1:]) for name in ("uploads", "downloads", "waits")},
             }
             print(json.dumps(line), flush=True)
-    recorder = StubRecorder()
-    graphs = StepGraphs(engine.model, engine.cache.layout, recorder)
-    replayed = [require_the_same(engine.model, engine.cache.layout, graphs, count, 12) for count in (3,)]
-    print(json.dumps({"replayed": replayed}), flush=True)
     engine.close()
+    for name in names:
+        print(json.dumps(replayed(name)), flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

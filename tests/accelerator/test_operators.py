@@ -14,6 +14,7 @@ import pytest
 from tools.accelerator.parts import INTERPRETED, Task
 
 
+@pytest.mark.slow
 def test_the_kernels_compute_what_torch_does_and_a_row_has_the_same_bits_in_any_company(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     # The interpreter is chosen when Triton is imported.

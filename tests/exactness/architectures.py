@@ -91,10 +91,11 @@ PATTERNS = ("layer_types", "layers_block_type", "mlp_layer_types")
 
 @dataclass(frozen=True)
 class Architecture:
-    """`name` is the model type as users say it; `build` makes the config of its tiny text decoder."""
+    """`name` is the model type as users say it; `build` makes the config of its tiny text decoder. It takes fields that
+    differ."""
 
     name: str
-    build: Callable[[], PreTrainedConfig]
+    build: Callable[..., PreTrainedConfig]
 
 
 def shrink(model_type: str, **overrides: Any) -> PreTrainedConfig:
@@ -278,10 +279,10 @@ ARCHITECTURES = {
 }
 
 
-def tiny_model(name: str, dtype: torch.dtype, *, seed: int = 0) -> PreTrainedModel:
+def tiny_model(name: str, dtype: torch.dtype, *, seed: int = 0, **fields: Any) -> PreTrainedModel:
     """On the CPU. A seed gives the same weights in every dtype; fp32 stays what loading a checkpoint would keep so."""
     torch.manual_seed(seed)
-    config = ARCHITECTURES[name].build()
+    config = ARCHITECTURES[name].build(**fields)
     auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
     model = auto.from_config(config, dtype=torch.float32)
     _stir_constants(model)

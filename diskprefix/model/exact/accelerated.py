@@ -38,7 +38,7 @@ def why_not(device: torch.device) -> str:
 
 @cache
 def _operators() -> ModuleType:
-    # Only for models on an accelerator: torch's build for CPUs comes without Triton.
+    # Only for models on an accelerator: it takes a while, and torch's build for CPUs comes without Triton.
     from diskprefix.accelerator import operators
 
     return operators
