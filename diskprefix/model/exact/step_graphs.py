@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -70,6 +70,9 @@ class AcceleratorGraphs:
 
 @dataclass(frozen=True, eq=False)
 class _Graph:
+    """A recorded step. `inputs` are the integers that it reads, and `form` is that of its `StepInputs`."""
+
+    form: tuple[Any, ...]
     inputs: torch.Tensor
     logits: torch.Tensor
     replay: Callable[[], None]
@@ -80,7 +83,8 @@ class StepGraphs:
 
     def __init__(self, model: PreTrainedModel, layout: Layout, recorder: GraphRecorder) -> None:
         self._model, self._layout, self._recorder = model, layout, recorder
-        self._graphs: dict[tuple[object, ...], _Graph] = {}
+        self._graphs: dict[tuple[int, int], _Graph] = {}
+        """By the number of rows, and of spans of keys."""
         self._may_record = True
         self._padding: KVArena | None = None
 
@@ -91,11 +95,12 @@ class StepGraphs:
         count = next((number for number in NUM_ROWS if number >= len(step)), None)
         if count is None or len(arenas) < len(step) or not all(arena.num_tokens for arena in arenas):
             return None
-        runs = [arena.begin_step(1) for arena in arenas]
-        inputs = self._inputs(arenas, runs, [rows.token_ids for rows in step], count)
-        graph = self._graph_for(inputs, count, accelerated.spans_before(max(run.end for run in runs)))
+        graph = self._graph_for(count, accelerated.spans_before(1 + max(arena.num_tokens for arena in arenas)))
         if graph is None:
             return None
+        runs = [arena.begin_step(1) for arena in arenas]
+        inputs = self._inputs(arenas, runs, [rows.token_ids for rows in step], count)
+        assert inputs.form == graph.form, "the layout alone decides it"
         graph.inputs.copy_(accelerated.staged(inputs.numbers, self._model.device), non_blocking=True)
         graph.replay()
         for arena, run in zip(arenas, runs, strict=True):
@@ -115,12 +120,13 @@ class StepGraphs:
             [1] * count,
         )
 
-    def _graph_for(self, inputs: StepInputs, count: int, num_spans: int) -> _Graph | None:
-        most_spans = 1 << (num_spans - 1).bit_length()
-        key = (most_spans, *inputs.form)
+    def _graph_for(self, count: int, num_spans: int) -> _Graph | None:
+        """Returns a recorded step of `count` rows and at least so many spans; None if there is none, and it cannot be
+        recorded."""
+        key = count, 1 << (num_spans - 1).bit_length()
         if key not in self._graphs and self._may_record and len(self._graphs) < MOST_GRAPHS:
             try:
-                self._graphs[key] = self._recorded(count, most_spans)
+                self._graphs[key] = self._recorded(*key)
             except Exception as error:  # noqa: BLE001 (of a model class of any age and author; steps go on without)
                 self._may_record = False
                 log.warning("[engine] no more steps are recorded as graphs: %s", first_line(error))
@@ -134,9 +140,9 @@ class StepGraphs:
         arenas, placed = [self._padding] * count, padding.within(numbers, end)
         # Kernels are compiled at their first launch, which cannot be recorded.
         packed_forward(self._model, arenas, placed)
-        graph = _Graph(numbers, *self._recorder.record(partial(packed_forward, self._model, arenas, placed)))
+        logits, replay = self._recorder.record(partial(packed_forward, self._model, arenas, placed))
         log.info("[engine] a step of %d rows is recorded, for up to %d tokens", count, end)
-        return graph
+        return _Graph(padding.form, numbers, logits, replay)
 
 
 def replay_or_run(graphs: StepGraphs | None, model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
