@@ -109,14 +109,12 @@ def is_interpreted(device: torch.device) -> bool:
     return device.type not in ("cuda", "xpu")
 
 
+@cache
 def sizes_of(device: torch.device) -> Sizes:
+    """Returns the sizes on a device, which has its number in `device`. Each product asks for them."""
     if is_interpreted(device):
         return _INTERPRETED
-    return _of_name(torch.get_device_module(device).get_device_name(device))
-
-
-@cache
-def _of_name(name: str) -> Sizes:
+    name = torch.get_device_module(device).get_device_name(device)
     return next((sizes for start, sizes in _MEASURED.items() if name.startswith(start)), _OTHERS)
 
 
