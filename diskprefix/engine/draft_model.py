@@ -18,7 +18,7 @@ import torch
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
-from diskprefix.engine.device import raise_if_lost, synchronize
+from diskprefix.engine.device import raise_if_lost
 from diskprefix.engine.running_request import Reply
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVAllocation, KVPool
@@ -119,12 +119,11 @@ class DraftModel:
         return True
 
     def compute(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> torch.Tensor:
-        """Computes more tokens, int64 [1, n], of some replies. Returns the next-token logits, [replies, vocab]."""
+        """Computes more tokens, int64 [1, n], of some replies. Returns the next-token logits, [replies, vocab], without
+        waiting for the device."""
         rows = [runner.Rows(self.sequences[reply].arena, ids) for reply, ids in step]
         groups = [rows] if self._packs else [[one] for one in rows]
-        logits = [one for group in groups for one in replay_or_run(self._graphs, self._model, group)]
-        synchronize(self._model.device)
-        return torch.cat(logits)
+        return torch.cat([one for group in groups for one in replay_or_run(self._graphs, self._model, group)])
 
     def record_prefill(self, reply: Reply, seconds: float) -> None:
         """Records that more known tokens were computed, and has complete blocks saved."""

@@ -126,12 +126,12 @@ class ModelDrafter:
             found = self._computed(step)
             if found is None:
                 break
-            logits, seconds = found
+            guesses, seconds = found
             num_rows = sum(ids.shape[1] for _, ids in step)
             if num_rows <= 2 * len(continuing):
                 self.times.record_guess(seconds)
-            for one, of_next in zip(continuing, logits, strict=True):
-                one.add(of_next)
+            for one, guess in zip(continuing, guesses, strict=True):
+                one.add(*guess)
                 tokens, time = tokens + one.chance, time + row_cost
             time += cost
             continuing = [
@@ -150,16 +150,16 @@ class ModelDrafter:
             self.model.release(reply, keep=True)
         return has_room
 
-    def _computed(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> tuple[torch.Tensor, float] | None:
-        """Returns the logits of a forward and its seconds; None if it fails."""
+    def _computed(self, step: Sequence[tuple[Reply, torch.Tensor]]) -> tuple[list[tuple[int, float]], float] | None:
+        """Returns the guesses of a forward, as `likeliest` does, and its seconds; None if it fails."""
         started = self._clock()
         try:
-            logits = self.model.compute(step)
+            guesses = likeliest(self.model.compute(step))
         except Exception as error:  # noqa: BLE001 (requests go on without the draft model)
             for reply, _ in step:
                 self.model.give_up(reply, error)
             return None
-        return logits, self._clock() - started
+        return guesses, self._clock() - started
 
 
 class Draft:
@@ -188,15 +188,13 @@ class Draft:
             return self.reply.ids(self._sequence.arena.num_tokens, self.reply.num_known)
         return torch.tensor([[self.tokens[-1][0]]])
 
-    def add(self, logits: torch.Tensor) -> None:
-        """Guesses the next token from the draft model's logits, shape [vocab]."""
-        best, token = logits.float().max(dim=0)
-        probability = float(1 / (logits.float() - best).exp().sum())
+    def add(self, token: int, probability: float) -> None:
+        """Adds a guess, unless its probability says that the draft model computed nothing finite."""
         if not math.isfinite(probability):
             self.may_continue = False
             return
         rates = self._guesser.rates
-        self.tokens.append((int(token), probability))
+        self.tokens.append((token, probability))
         self.chance *= rates.of(rates.of_draft(probability))
         self.may_continue = len(self.tokens) < self._most
 
@@ -207,6 +205,17 @@ class Draft:
         sequence.allocation.num_computed = min(sequence.arena.num_tokens, self.reply.num_known)
         if self.tokens:
             self._guesser.use_drafted(self.tokens)
+
+
+def likeliest(logits: torch.Tensor) -> list[tuple[int, float]]:
+    """Returns the likeliest token of each row of `logits`, [rows, vocab], and its probability, which is not finite if
+    the logits are not. Waits for the device once: whether another guess pays depends on the probabilities."""
+    scores = logits.float()
+    best, token_ids = scores.max(dim=-1)
+    probabilities = 1 / (scores - best[:, None]).exp().sum(dim=-1)
+    # One copy for both: float32 has all integers up to 2**24.
+    tokens, found = torch.stack([token_ids.float(), probabilities]).cpu().tolist()
+    return [(int(token), probability) for token, probability in zip(tokens, found, strict=True)]
 
 
 def speedup(rate: float, num_sequences: int, row_cost: float, draft_cost: float) -> float:

@@ -23,6 +23,7 @@ from diskprefix.model.load.imports import import_transformers
 import_transformers()
 
 from diskprefix.engine import measured_model  # noqa: E402
+from diskprefix.engine.drafting import likeliest  # noqa: E402
 from diskprefix.engine.loop import Engine, Loop  # noqa: E402
 from diskprefix.kv.layout import Layout  # noqa: E402
 from diskprefix.model.exact.invariant import install  # noqa: E402
@@ -31,7 +32,7 @@ from diskprefix.model.exact.step_graphs import StepGraphs  # noqa: E402
 from diskprefix.model.load import loader  # noqa: E402
 from diskprefix.model.load.placing import UnreadWeights  # noqa: E402
 from tests.accelerator.graph_checks import require_the_same  # noqa: E402
-from tests.accelerator.stub_device import DEVICE, StubRecorder, counts, moved  # noqa: E402
+from tests.accelerator.stub_device import DEVICE, StubRecorder, StubTensor, counts, moved  # noqa: E402
 from tests.engine.driving import load, request, run_together, tokens  # noqa: E402
 from tests.exactness.architectures import tiny_model  # noqa: E402
 from tests.model import tiny  # noqa: E402
@@ -108,6 +109,13 @@ def replayed(name: str) -> dict[str, Any]:
     return {"model": name, "steps": steps, "replays": recorder.num_replays, "states": len(layout.states)}
 
 
+def guesses() -> dict[str, Any]:
+    """Counts what is waited for when a draft model's logits of three replies become guesses."""
+    before = counts.copy()
+    found = likeliest(StubTensor(torch.eye(3, 250)))
+    return {"guesses": [token for token, _ in found], **(counts - before)}
+
+
 def main(folder: Path, names: Sequence[str]) -> None:
     model = tiny.write_folder(folder / "model", dtype=torch.float32, max_position_embeddings=2048)
     with (
@@ -133,6 +141,7 @@ def main(folder: Path, names: Sequence[str]) -> None:
             }
             print(json.dumps(line), flush=True)
     engine.close()
+    print(json.dumps(guesses()), flush=True)
     for name in names:
         print(json.dumps(replayed(name)), flush=True)
 

@@ -31,13 +31,14 @@ def test_a_decode_step_is_one_copy_to_the_device_and_one_back_and_has_the_same_b
     found = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr[-4000:]
     rows = [json.loads(line) for line in found.stdout.splitlines() if line.startswith("{")]
-    lines, of_models = rows[:4], rows[4:]
+    lines, guesses, of_models = rows[:4], rows[4], rows[5:]
     assert [(line["recorded"], line["replies"]) for line in lines] == [(r, n) for r in (False, True) for n in (1, 3)]
     for line in lines:
         assert line["same"], line
         assert (line["uploads"], line["downloads"], line["waits"]) == (1, 1, 1), line
     first, both = (line["replays"] for line in lines[2:])
     assert 0 < first < both
+    assert guesses == {"guesses": [0, 1, 2], "downloads": 1, "waits": 1}
     assert [row["model"] for row in of_models] == [*models]
     for row in of_models:
         assert row["replays"] == row["steps"] == NUM_STEPS, row

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
@@ -16,7 +17,7 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
-from diskprefix.engine.drafting import ModelDrafter
+from diskprefix.engine.drafting import ModelDrafter, likeliest
 from diskprefix.engine.guesser import DraftRate
 from diskprefix.engine.loop import Engine, Loop
 from diskprefix.errors import ModelError
@@ -356,6 +357,15 @@ def test_both_kinds_of_guesses_together(folders: tuple[Path, Path], plain: Engin
     assert said(found) == said(expected)
     assert some_are_wrong(found)
     engine.close()
+
+
+def test_guesses_are_the_likeliest_tokens_with_their_probabilities() -> None:
+    logits = torch.randn(3, 250_000, generator=torch.Generator().manual_seed(4)).bfloat16()
+    logits[1, 249_999], logits[2, 7] = 20.0, torch.nan
+    *found, (_, not_finite) = likeliest(logits)
+    assert [token for token, _ in found] == logits[:2].argmax(-1).tolist()
+    assert [chance for _, chance in found] == pytest.approx(logits[:2].float().softmax(-1).amax(-1).tolist(), rel=1e-4)
+    assert math.isnan(not_finite)
 
 
 def test_a_draft_model_of_another_vocabulary_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
