@@ -38,7 +38,7 @@ TINY_MODELS = (
     *("qwen3_next", "mamba2", "granitemoehybrid", "rwkv"),
 )
 """The models of the part `models`, with `--weights` if they have one."""
-GRAPH_MODELS = ("llama", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_next", "mamba2")
+GRAPH_MODELS = ("llama", "gemma3", "gpt_oss", "qwen3_moe", "qwen3_next", "lfm2", "mamba2")
 _ONCE_FROM, _ONLY_SAVED_FROM = 16_384, 65_536
 """A prompt of this length is asked once, with saving, instead of three times with and without. This saves time."""
 
