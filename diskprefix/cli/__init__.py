@@ -109,8 +109,17 @@ def _run(args: list[str] | None) -> int:
     except OSError as error:
         # The error of a file that is open already, such as the output, names no file.
         what = error.filename or "cannot write the output"
+        if not error.filename:
+            _drop_output()
         return _fail(f"{what}: {error.strerror or error}", _SYSTEM_EXIT_CODE)
     return result if isinstance(result, int) else 0
+
+
+def _drop_output() -> None:
+    """Has what standard output still holds written nowhere: Python writes it at its end, and exits with 120 if that
+    fails."""
+    with suppress(OSError), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def _end_at_once(exit_code: int) -> NoReturn:

@@ -386,7 +386,8 @@ def import_for(model: Path, folder: Path, file: Path, *flags: str | Path) -> End
     assert command.stderr is not None
     with command.stderr:
         errors = command.stderr.read()
-    said = [line for line in errors.splitlines(keepends=True) if not line.startswith("loading the ")]
+    waits = ("loading the ", "measuring once ")
+    said = [line for line in errors.splitlines(keepends=True) if not line.startswith(waits)]
     return Ended(command.wait(60), "", "".join(said))
 
 
