@@ -26,8 +26,6 @@ from diskprefix.tokens import TokenIds, as_token_ids
 from tests.waiting import wait_for
 
 VOCAB = 400
-DEVICES = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
-"""A machine with a GPU runs the exactness tests on it too."""
 BLOCK = 16
 
 

@@ -26,9 +26,10 @@ from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree, list_entries
 from diskprefix.tokens import LEAST_TOKENS
 from tests.cache.opening import gated
+from tests.devices import DEVICES
 from tests.exactness.architectures import tiny_model
 from tests.naming import name_nodes
-from tests.runner import BLOCK, DEVICES, Runner, random_prompt, same, tiny_llama, tiny_settings
+from tests.runner import BLOCK, Runner, random_prompt, same, tiny_llama, tiny_settings
 from tests.store.building import chain, damage
 
 FULL = CacheOptions(scope=parse_scope("full", param="scope"))

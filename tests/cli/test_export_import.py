@@ -21,10 +21,11 @@ from diskprefix.model.load.fingerprint import Fingerprint
 from diskprefix.store.pieces import LAYOUT_VERSION
 from diskprefix.store.store import Store
 from tests.cli.conftest import Ended, Run, overwrite, run_fresh, saved
+from tests.devices import DEVICES
 from tests.exactness.architectures import tiny_model
 from tests.extras.exchange.exported import TENANT, entry_of, identity_of, large_layout
 from tests.forked import ForkedCommand
-from tests.runner import DEVICES, Answer, Runner, random_prompt, tiny_llama, tiny_settings
+from tests.runner import Answer, Runner, random_prompt, tiny_llama, tiny_settings
 from tests.server.daemon_process import DaemonProcess, clean_environment, reply_to, running_daemon, wait_until
 from tests.store.building import BLOCK, is_whole, prompt
 

@@ -26,9 +26,10 @@ from diskprefix.store.maintenance.verify import verify_index, verify_payloads
 from diskprefix.store.schema import Kind, NodeRecord, decode_node, piece_key
 from diskprefix.store.tree import list_entries
 from diskprefix.tokens import TokenIds, as_token_ids
+from tests.devices import DEVICES
 from tests.exactness.architectures import tiny_model
 from tests.examples import examples
-from tests.runner import BLOCK, DEVICES, VOCAB, Answer, Runner, random_prompt, same, tiny_llama, tiny_settings
+from tests.runner import BLOCK, VOCAB, Answer, Runner, random_prompt, same, tiny_llama, tiny_settings
 
 MODELS = ("llama", "gemma3", "qwen3_next", "lfm2")
 """Full attention alone, with sliding windows, with a recurrence, with convolutions."""

@@ -8,7 +8,8 @@ import torch
 from diskprefix.errors import ModelError
 from diskprefix.extras.library import library_model as weights
 from diskprefix.extras.library.library_model import memory_digest, stamp
-from tests.runner import DEVICES, tiny_llama
+from tests.devices import DEVICES
+from tests.runner import tiny_llama
 
 
 def test_equal_weights_have_one_digest_and_others_another() -> None:

@@ -23,10 +23,11 @@ from transformers.generation.streamers import BaseStreamer
 from diskprefix import PrefixCacheSession
 from diskprefix.errors import CacheError, InvalidRequest, InvalidScope, SettingsError, StoreUnavailable
 from tests import forked
+from tests.devices import DEVICES
 from tests.exactness.architectures import tiny_model
 from tests.extras.library import session_worker
 from tests.extras.library.session_worker import LENGTH, SEED
-from tests.runner import BLOCK, DEVICES, random_prompt, tiny_llama, tiny_settings
+from tests.runner import BLOCK, random_prompt, tiny_llama, tiny_settings
 from tests.server import media_models
 
 KINDS = ["llama", "gemma3", "qwen3_next", "falcon_h1", "mamba2", "minimax", "rwkv", "xlstm"]

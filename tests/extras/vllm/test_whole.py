@@ -13,8 +13,8 @@ from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.extras.vllm.plans import NO_PAGE
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import piece_key
+from tests.devices import DEVICES
 from tests.extras.vllm.engine import BLOCK, FULL, PAGE, SLIDING, Engine, Request, prompt
-from tests.runner import DEVICES
 
 PROMPT = prompt(1, 3 * BLOCK + 5)
 Make = Callable[..., Engine]
