@@ -13,7 +13,7 @@ import pytest
 from diskprefix.extras.web_page import DASHBOARD_PAGE
 from tests.closing import needs
 from tests.extras.browsing import PHONE, WIDE, violations
-from tests.server.daemon_process import DaemonProcess, serve_flags
+from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -270,9 +270,17 @@ def test_the_shortest_trunk_can_be_clicked(browser: Browser, daemon: DaemonProce
         ask(daemon, f"both prompts begin so: {name} is long enough to be saved and to continue a short trunk. " * 3)
     daemon.wait_saved()
     with daemon.client() as client, opened(browser, daemon.url, viewport=PHONE) as page:
-        entries = client.get("/dashboard/entries").json()
-        nodes = entries["trees"][0]["nodes"]
-        trunk = next(one for one in nodes if not one["parent"] and any(node["parent"] == one["id"] for node in nodes))
+
+        def shared() -> tuple[Any, list[Any], Any] | None:
+            entries = client.get("/dashboard/entries").json()
+            for nodes in (tree["nodes"] for tree in entries["trees"]):
+                parents = {node["parent"] for node in nodes}
+                if trunk := next((one for one in nodes if not one["parent"] and one["id"] in parents), None):
+                    return entries, nodes, trunk
+            return None
+
+        # The daemon rests after it has read what is stored, so its answer may be older than the prompts.
+        entries, nodes, trunk = wait_until(shared, "the prompts are listed", 120)
         for node in nodes:
             node["end"] += 0 if node is trunk else 10_000
         page.wait_for_selector("#icicle button")
