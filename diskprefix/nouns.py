@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
-from diskprefix.errors import InvalidScope
+from diskprefix.errors import InvalidScope, ModelNotFound
 from diskprefix.tenant_ids import TENANT_ID, id_of
 from diskprefix.tokens import TokenIds
 
@@ -109,6 +109,18 @@ class Tenant:
 
 SHARED = Tenant()
 """The tenant of requests with neither key nor salt."""
+
+MOST_NAME_CHARS = 200
+"""The longest name of a model."""
+
+
+def require_model_name(name: str) -> None:
+    """Raises `ModelNotFound` for a name that no model can have. To be called before a name from outside is looked up:
+    looking for the nearest of a name of megabytes takes seconds and gigabytes."""
+    if len(name) > MOST_NAME_CHARS:
+        raise ModelNotFound(
+            f"model: no model has a name of {len(name):,} characters; {MOST_NAME_CHARS} are the most", param="model"
+        )
 
 
 @dataclass(frozen=True)

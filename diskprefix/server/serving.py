@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import ModelNotFound
-from diskprefix.nouns import Scope
+from diskprefix.nouns import Scope, require_model_name
 from diskprefix.printable import shown
 
 if TYPE_CHECKING:
@@ -38,5 +38,8 @@ class Serving:
 
     def require_model(self, name: str | None) -> None:
         """Raises `ModelNotFound` for a name other than the served model's. None stands for the served model."""
-        if name is not None and name != self.model_name and not self.takes_any_name:
+        if name is None or name == self.model_name:
+            return
+        require_model_name(name)
+        if not self.takes_any_name:
             raise ModelNotFound(f"model '{shown(name)}' is not served here; {self.model_name!r} is", param="model")

@@ -529,6 +529,7 @@ def test_what_was_fetched_is_removed_with_what_was_made_of_it_and_the_rest_stays
 def test_files_of_the_user_and_unknown_names_are_refused(run: Run, repository: Path) -> None:
     run("pull", f"{REPO}:Q8_0")
     run("rm", repository / "tiny-q8_0.gguf", "--yes").assert_refused(2, "is a file or folder of yours")
+    run("rm", "x" * 201, "--yes").assert_refused(2, "no model has a name of 201 characters")
     run("rm", f"{REPO}:Q8_1", "--yes").assert_refused(2, f"the nearest name is '{REPO}:Q8_0'")
     run("rm", "zzz", f"{REPO}:Q8_0", "--yes").assert_refused(
         2, "no model that was fetched from the hub is called 'zzz'"

@@ -49,3 +49,12 @@ def test_capabilities_are_those_of_the_template_and_the_processor(
     assert set(card["capabilities"]) == capabilities
     assert card["architecture"]["input_modalities"] == modalities
     assert ("tools" in card["supported_parameters"]) is ("tool_use" in capabilities)
+
+
+def test_a_name_that_no_model_can_have_is_refused_and_not_repeated(chat_model: Path) -> None:
+    with scripted_app(chat_model, ScriptedEngine()) as server, server.client() as client:
+        asked = {"model": "x" * 10_000_000, "messages": [{"role": "user", "content": "Hi"}]}
+        for answer in (client.post("/v1/chat/completions", json=asked), client.get(f"/v1/models/{'x' * 201}")):
+            assert answer.status_code == 404
+            assert "characters; 200 are the most" in answer.json()["error"]["message"]
+            assert "xxx" not in answer.text

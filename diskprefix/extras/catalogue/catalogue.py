@@ -18,6 +18,7 @@ from diskprefix.model.load.gguf_file import MATRICES, first_parts, model_stem
 from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model, is_model_folder
 from diskprefix.model.load.safetensors_header import require_weights
 from diskprefix.native import build
+from diskprefix.nouns import MOST_NAME_CHARS, require_model_name
 from diskprefix.printable import first_line, shown
 from diskprefix.settings import OF_ONE_MODEL, Settings, cache_home, config_home, flag_of
 
@@ -83,6 +84,7 @@ class Catalogue:
 
     def find(self, name: str) -> KnownModel:
         """Returns the model with a name or an alias. Raises `ModelNotFound`, which names the nearest."""
+        require_model_name(name)
         by_name = self._by_name
         if name in by_name:
             return by_name[name]
@@ -108,6 +110,9 @@ class Catalogue:
         for model in self._found():
             if model.origin == "pulled" and (other := by_name.get(model.name)) is not None:
                 log.warning("[models] %s is %s, not what was pulled with this name", shown(model.name), other.source)
+                continue
+            if any(len(name) > MOST_NAME_CHARS for name in (model.name, *model.aliases)):
+                log.warning("[models] %s is left out: a name has at most %d characters", model.source, MOST_NAME_CHARS)
                 continue
             models.append(model)
             for name in (model.name, *model.aliases):

@@ -20,6 +20,7 @@ from diskprefix.model.load.fit import fitted
 from diskprefix.model.load.gguf import converted_folders
 from diskprefix.model.load.hub import HubListing, cached_models, fetched_model, files_to_remove
 from diskprefix.model.load.memory import available_ram_bytes
+from diskprefix.nouns import require_model_name
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.units import counted, format_size
@@ -125,6 +126,7 @@ def _not_pulled(name: str, here: Sequence[str]) -> str:
     """Returns why there is nothing to remove. `here` are the names of the models that were fetched."""
     if os.path.exists(os.path.expanduser(name)):
         return f"{name} is a file or folder of yours; rm removes only what was fetched from the hub"
+    require_model_name(name)
     near = get_close_matches(name, here, n=1)
     hint = f"the nearest name is {near[0]!r}" if near else "`diskprefix list` shows the names"
     return f"no model that was fetched from the hub is called {name!r}; {hint}"

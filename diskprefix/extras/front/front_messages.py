@@ -7,7 +7,7 @@ import logging
 import math
 import uuid
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from starlette.datastructures import Headers
@@ -27,7 +27,7 @@ class Named(msgspec.Struct):
     """The fields of a body that the front reads."""
 
     model: str | None = None
-    keep_alive: str | float | None = None
+    keep_alive: Annotated[str, msgspec.Meta(max_length=100)] | float | None = None
 
 
 def read_named(body: bytes) -> Named:

@@ -31,7 +31,7 @@ from diskprefix.model.load.safetensors_header import (
     weight_files,
 )
 from diskprefix.model.load.served_tensors import whole_file
-from diskprefix.printable import first_line
+from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report, progress_bar
 from diskprefix.store.folder import sync
 from diskprefix.units import format_size
@@ -514,7 +514,9 @@ def _explained(repo: str, flag: str) -> Iterator[None]:
             f"in (hf auth login), or give a local folder"
         ) from error
     except errors.HFValidationError as error:
-        raise ModelError(f"{flag}: {repo!r} is neither an existing file or folder nor a hub id (org/name)") from error
+        raise ModelError(
+            f"{flag}: {shown(repo)!r} is neither an existing file or folder nor a hub id (org/name)"
+        ) from error
     except (OSError, RuntimeError, ValueError, _network_error()) as error:
         raise ModelError(
             f"cannot fetch {repo!r} from the hub: {_CREDENTIALS.sub('//', _reason(error))}; check the name and the "

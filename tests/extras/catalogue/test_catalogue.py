@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from diskprefix.errors import ModelError, ModelNotFound, SettingsError
+from diskprefix.extras.catalogue import catalogue
 from diskprefix.extras.catalogue.catalogue import Catalogue, needs, open_catalogue
 from diskprefix.extras.front.listing import Listing
 from diskprefix.model.load.fit import needs_of_folder, needs_of_gguf
@@ -245,6 +246,18 @@ def test_an_unknown_name_is_a_404_that_names_the_nearest(models_dir: Path, tmp_p
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelNotFound, match="`diskprefix pull`"):
         Catalogue(Settings(models_dir=tmp_path / "empty")).find("zzz")
+
+
+def test_a_name_that_no_model_can_have_is_refused_before_any_look_up_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = written(tmp_path, f'["{"a" * 200}"]\nmodel = "x"\n["{"b" * 201}"]\nmodel = "y"\n')
+    models = Catalogue(Settings(models_file=file))
+    assert [known.name for known in models.models()] == ["a" * 200]
+    monkeypatch.setattr(catalogue, "get_close_matches", None)
+    assert models.find("a" * 200).source == "x"
+    with pytest.raises(ModelNotFound, match=r"^model: no model has a name of 201 characters; 200 are the most$"):
+        models.find("b" * 201)
 
 
 @pytest.mark.parametrize("field", ["served_model_name", "draft_model", "chat_template"])

@@ -106,6 +106,30 @@ def test_the_page_and_an_unknown_name_which_is_a_404_that_names_the_nearest_load
     assert states(daemon) == before
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "fields"),
+    [
+        ("POST", CHAT, {"model": 30_000_000}),
+        ("POST", "/v1/messages", {"model": 201}),
+        ("POST", f"{CHAT}?model={{}}", {}),
+        ("GET", "/v1/models/{}", {}),
+        ("GET", "/props?model={}", {}),
+        ("POST", "/models/{}/load", {}),
+    ],
+)
+def test_a_name_that_no_model_can_have_is_a_404_wherever_it_stands(
+    method: str, path: str, fields: dict[str, int], daemon: DaemonProcess
+) -> None:
+    asked = body("birch") | {name: "x" * length for name, length in fields.items()}
+    if not fields:
+        del asked["model"]
+    answer = httpx.request(method, daemon.url + path.format("x" * 201), json=asked, timeout=60)
+    error = answer.json()["error"]
+    assert (answer.status_code, error.get("param", "model")) == (404, "model")
+    assert "characters; 200 are the most" in error["message"]
+    assert "x" * 20 not in error["message"]
+
+
 def test_the_models_are_listed_embed_by_name_and_metrics_are_by_model(daemon: DaemonProcess) -> None:
     httpx.post(daemon.url + CHAT, json=body("ash"), timeout=60).raise_for_status()
     listed = httpx.get(daemon.url + "/v1/models").json()["data"]
@@ -134,6 +158,9 @@ def test_a_model_is_loaded_and_unloaded_by_its_routes_and_by_keep_alive(daemon: 
     wait_until(lambda: "birch" not in states(daemon), "it is unloaded after the answer")
     wrong = httpx.post(daemon.url + CHAT, json=body("birch", keep_alive="soon"), timeout=60)
     assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "keep_alive")
+    long = httpx.post(daemon.url + CHAT, json=body("birch", keep_alive="1" + " " * (4 << 20) + "x"), timeout=60)
+    assert (long.status_code, long.json()["error"]["param"]) == (400, "keep_alive")
+    assert len(long.content) < 300
 
 
 def test_a_model_that_cannot_be_loaded_fails_its_requests_with_the_reason_and_no_other(daemon: DaemonProcess) -> None:
