@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from diskprefix.api.fields import REFUSED
-from diskprefix.errors import GOT, InvalidRequest, QueueFull
+from diskprefix.errors import GOT, InvalidRequest, QueueFull, ShareFull
 from diskprefix.json_values import count_values
 from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
@@ -140,10 +140,10 @@ class Bodies:
         await asyncio.sleep(max(0.0, self._read_until - now))
 
     def _require_room(self, caller: Tenant) -> None:
-        total, own = self._arriving_bytes.total(), self._arriving_bytes[caller]
-        if total > _BODIES_ARRIVING * self._max_bytes or own > _BODIES_OF_ONE * self._max_bytes:
-            message = "other requests with large bodies are being read; try again later"
-            raise QueueFull(message, retry_after_s=1)
+        if self._arriving_bytes[caller] > _BODIES_OF_ONE * self._max_bytes:
+            raise ShareFull("your other large bodies are being read; try again later", retry_after_s=1)
+        if self._arriving_bytes.total() > _BODIES_ARRIVING * self._max_bytes:
+            raise QueueFull("other requests with large bodies are being read; try again later", retry_after_s=1)
 
     def _forget(self, caller: Tenant, num_bytes: int) -> None:
         self._arriving_bytes -= Counter({caller: num_bytes})

@@ -12,7 +12,7 @@ import math
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Hashable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from urllib.parse import parse_qs
 from starlette.datastructures import Headers
 
 from diskprefix.api.error_forms import HttpError, one_line
-from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, QueueFull, SettingsError
+from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, QueueFull, SettingsError, ShareFull
 from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refuse
 from diskprefix.extras.front.listing import Listing
 from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD
@@ -80,7 +80,10 @@ class Front:
         self._by_place: dict[Place, ModelWorker] = {}
         self._routes = OwnRoutes(listing, self._swaps, self._by_place, self._ordered)
         self._troubles: dict[str, Troubles] = {}
-        self._arriving_bytes: Counter[Tenant] = Counter()
+        self._arriving: Counter[Hashable] = Counter()
+        self._arriving_bytes: Counter[Hashable] = Counter()
+        """Requests that no worker has taken yet, and the bytes of their bodies: of each key, or without keys of each
+        client's address."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_stopping = self._has_served = False
@@ -403,28 +406,35 @@ class Front:
         return loaded[0] if len(loaded) == 1 else None
 
     async def _named(self, scope: Scope, incoming: Incoming, caller: Caller) -> Named:
-        """Reads the body. Raises `HttpError`, `QueueFull` and `InvalidRequest`."""
+        """Reads the body. Raises `HttpError`, `QueueFull`, `ShareFull` and `InvalidRequest`."""
         encoding = Headers(scope=scope).get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise HttpError(415, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
-        counted = 0
+        counted, client = 0, caller.tenant if self._keys is not None else (scope.get("client") or ("",))[0]
+        # What a worker lets one caller have that computes nothing.
+        most_of_one = max(1, self._settings.max_queue // 2) + self._settings.max_sequences
+        if self._arriving[client] >= most_of_one:
+            raise ShareFull(f"{most_of_one} of your requests arrive or wait already; try again later", retry_after_s=1)
+        self._arriving[client] += 1
 
         def check(num_bytes: int) -> None:
             nonlocal counted
-            self._arriving_bytes[caller.tenant] += num_bytes - counted
+            self._arriving_bytes[client] += num_bytes - counted
             counted = num_bytes
             limit.reschedule(began + _PATIENCE_S + num_bytes / _LEAST_BYTES_PER_S)
             most = self._settings.max_body_bytes
             if num_bytes > most:
                 raise HttpError(413, f"the body is larger than {format_size(most)} (--max-body-bytes)")
-            total, own = self._arriving_bytes.total(), self._arriving_bytes[caller.tenant]
-            if total > _BODIES * most or own > _BODIES_OF_ONE * most:
+            if self._arriving_bytes[client] > _BODIES_OF_ONE * most:
+                raise ShareFull("your other large bodies arrive or wait; try again later", retry_after_s=1)
+            if self._arriving_bytes.total() > _BODIES * most:
                 raise QueueFull("other requests with large bodies arrive or wait; try again later", retry_after_s=1)
 
         def give_back() -> None:
             nonlocal counted
-            self._arriving_bytes -= Counter({caller.tenant: counted})
-            counted = 0
+            self._arriving_bytes -= Counter({client: counted})
+            self._arriving -= Counter({client: 1})
+            counted, incoming.on_drop = 0, lambda: None
 
         # It takes memory until the worker takes it.
         incoming.on_drop = give_back

@@ -116,16 +116,23 @@ class Told:
         await life
 
     def ask(
-        self, model: str, path: str = "/v1/completions", method: str = "POST", query: bytes = b"", key: str = ""
+        self,
+        model: str,
+        path: str = "/v1/completions",
+        method: str = "POST",
+        query: bytes = b"",
+        key: str = "",
+        client: str = "::1",
+        is_whole: bool = True,
     ) -> asyncio.Task[tuple[int, Any]]:
         headers = [(b"host", b"localhost"), *([(b"authorization", b"Bearer " + key.encode())] if key else [])]
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": query}
-        scope |= {"headers": headers}
-        return asyncio.create_task(self._ask({"model": model}, scope))
+        scope |= {"headers": headers, "client": (client, 1)}
+        return asyncio.create_task(self._ask({"model": model}, scope, is_whole))
 
-    async def _ask(self, body: Any, scope: dict[str, Any]) -> tuple[int, Any]:
+    async def _ask(self, body: Any, scope: dict[str, Any], is_whole: bool) -> tuple[int, Any]:
         sent: list[Any] = []
-        messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
+        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": not is_whole}]
 
         async def receive() -> Any:
             if not messages:
@@ -319,6 +326,41 @@ def test_a_body_counts_until_a_worker_takes_it_and_a_look_neither_uses_nor_keeps
             is_passed.set()
             await looked_up
             assert (place.used_at, place.num_active) == (used_at + 1, 0)
+
+    run(test())
+
+
+@pytest.mark.parametrize("has_keys", [True, False])
+def test_unfinished_bodies_of_one_key_or_client_are_bounded_and_leave_room_for_others(
+    has_keys: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "keys").write_text(f"greedy {'g' * 24}\nother {'o' * 24}\n")
+    (tmp_path / "keys").chmod(0o600)
+    keys = ApiKeys(tmp_path / "keys") if has_keys else None
+    greedy, other = ({"key": one * 24} if has_keys else {"client": f"{one}.example"} for one in "go")
+
+    async def passes(_way: Way, _scope: Any, _incoming: Incoming, send: Any) -> int:
+        await send({"type": "http.response.start", "status": 200})
+        await send({"type": "http.response.body", "body": b"{}"})
+        return 200
+
+    async def test() -> None:
+        monkeypatch.setattr(Way, "pass_on", passes)
+        told = Told(Listing(Settings(), Models(Named("one"))), keys=keys)
+        arriving = told.front._arriving
+        async with told.running():
+            most = Settings().max_queue // 2 + Settings().max_sequences
+            unfinished = [told.ask("one", is_whole=False, **greedy) for _ in range(256)]
+            await until(lambda: arriving.total() == most and sum(task.done() for task in unfinished) == 256 - most)
+            status, said = next(task for task in unfinished if task.done()).result()
+            assert (status, said["error"]["code"]) == (429, "too_many_requests")
+            assert (await told.ask("one", **other))[0] == 200
+            next(task for task in unfinished if not task.done()).cancel()
+            await until(lambda: arriving.total() == most - 1)
+            assert (await told.ask("one", **greedy))[0] == 200
+            for task in unfinished:
+                task.cancel()
+            await until(lambda: not arriving)
 
     run(test())
 
