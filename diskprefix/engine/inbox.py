@@ -161,11 +161,12 @@ class Inbox:
             self._running[ticket] = time.perf_counter()
             self._changed.notify_all()
 
-    def end_request(self, ticket: Ticket) -> None:
-        """Records that the engine is done with a request."""
+    def end_request(self, ticket: Ticket, *, was_refused: bool = False) -> None:
+        """Records that the engine is done with a request. One that `was_refused` says nothing of how long others take."""
         with self._changed:
             seconds = time.perf_counter() - self._running.pop(ticket)
-            self._mean_s += _SMOOTHING * (seconds - self._mean_s)
+            if not was_refused:
+                self._mean_s += _SMOOTHING * (seconds - self._mean_s)
             ticket.forget_media()
             self._changed.notify_all()
 
@@ -174,8 +175,9 @@ class Inbox:
         with self._changed:
             self._notify()
 
-    def wait(self) -> bool:
-        """Waits until something has changed since the last call of `waiting`. Returns False when all is over.
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Waits until something has changed since the last call of `waiting`, for `timeout_s` at most. Returns False
+        when all is over.
 
         After a while without a request, the system gets back the memory that many requests at once have left free."""
 
@@ -184,13 +186,14 @@ class Inbox:
 
         with self._changed:
             self.heartbeat.rest()
-            is_idle = not self._changed.wait_for(is_over, _IDLE_S) and not self._running
-        if is_idle:
+            first_s = _IDLE_S if timeout_s is None else min(_IDLE_S, timeout_s)
+            is_idle = not self._changed.wait_for(is_over, first_s) and not self._running
+        if is_idle and first_s == _IDLE_S:
             # A request that comes meanwhile does not wait for it.
             threading.Thread(target=trim_heap, name="trim-heap", daemon=True).start()
         with self._changed:
-            self._changed.wait_for(is_over)
-            return self._has_news or bool(self._running)
+            self._changed.wait_for(is_over, None if timeout_s is None else timeout_s - first_s)
+            return self._has_news or bool(self._running) or not self._stopping
 
     def stop(self, timeout_s: float) -> bool:
         """Refuses waiting requests, and cancels running ones after `timeout_s`. Returns True if they finished."""

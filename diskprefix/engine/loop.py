@@ -53,7 +53,7 @@ class Loop:
                     self._take_in()
                     if step := self._next_step():
                         self._compute(step)
-                    elif not self._inbox.wait():
+                    elif not self._inbox.wait(self._served.expires_in_s()):
                         return
         finally:
             self._is_ending = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -141,6 +142,12 @@ class ServedModel:
         self.pool.drop_gone(self.cache.is_gone)
         if self.drafter is not None:
             self.drafter.model.pool.drop_gone(self.drafter.model.cache.is_gone)
+
+    def expires_in_s(self) -> float | None:
+        """Returns the seconds until `drop_gone` has something to forget, None if nothing expires."""
+        pools = [self.pool] if self.drafter is None else [self.pool, self.drafter.model.pool]
+        expires_at = min((one.expires_at for pool in pools for one in pool.idle), default=math.inf)
+        return None if expires_at == math.inf else max(0.0, expires_at - time.monotonic())
 
     def hibernate(self, most_s: float = _HIBERNATION_S) -> None:
         """Queues the state that only memory has of sequences that ended, the latest first, for `most_s` seconds at

@@ -65,6 +65,12 @@ def logged(error: DiskPrefixError) -> str:
     return one_line(error.message.partition(GOT)[0])
 
 
+def note_failure(scope: Scope, error: DiskPrefixError) -> None:
+    """Notes an error for the log and the metrics, with its status: also that of a reply that had begun with 200."""
+    context = log_context(Request(scope))
+    context.error, context.status = logged(error), error.http_status
+
+
 def error_response(scope: Scope, error: DiskPrefixError, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """Returns the response that tells an error, with `headers` or else those that follow from the error."""
     headers = retry_headers(error) or headers

@@ -43,7 +43,7 @@ class LogContext:
 
     @property
     def outcome(self) -> Outcome | None:
-        """Returns the end of a request for a reply; None for others. A stream that failed has status 200."""
+        """Returns the end of a request for a reply; None for others."""
         if not self.wants_reply:
             return None
         if self.done is not None:

@@ -15,7 +15,7 @@ from diskprefix.api.dialect import ReplyWriter, ServerSentEvent, json_text
 from diskprefix.api.reply import EndEvent, ReplyEvent, ReplyReader, whole_reply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
-from diskprefix.server.error_replies import early_failure, early_sign, error_response, logged
+from diskprefix.server.error_replies import early_failure, early_sign, error_response, logged, note_failure
 from diskprefix.server.generation import Generation, LiveEvent
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
@@ -91,7 +91,7 @@ class EventStream(_ReplyResponse):
             await connection.body(_FIRST_BYTES + _encoded(self._writer.begin()))
             await self._stream(connection)
         except DiskPrefixError as error:
-            log_context(Request(scope)).error = logged(error)
+            note_failure(scope, error)
             log.error("a stream ended early: %s", logged(error))
             await connection.body(_encoded(self._writer.failure(error)), more=False)
         except ClientDisconnect:
@@ -147,7 +147,7 @@ class PatientResponse(_ReplyResponse):
             else:
                 await whole(scope, receive, send)
         except DiskPrefixError as error:
-            log_context(Request(scope)).error = logged(error)
+            note_failure(scope, error)
             if not connection.has_begun:
                 await error_response(scope, error)(scope, receive, send)
                 return
@@ -208,7 +208,7 @@ class HeldResponse(Response):
         try:
             response = self._preparing.result()
         except DiskPrefixError as error:
-            log_context(Request(scope)).error = logged(error)
+            note_failure(scope, error)
             log.error("a request that waited cannot be served: %s", logged(error))
             if self._is_stream:
                 await send({"type": "http.response.body", "body": early_failure(scope, error), "more_body": False})

@@ -265,6 +265,15 @@ def test_what_is_nobody_elses_is_not_found_in_memory(engine: Engine, options: di
     assert client.done.usage.cached_tokens == 0
 
 
+def test_refused_prompts_leave_the_time_that_waiting_is_expected_to_take(engine: Engine) -> None:
+    with running(engine) as inbox:
+        before = inbox._mean_s
+        for _ in range(5):
+            inbox.submit(request(tokens(engine.max_positions)), lambda _: None)
+        wait_until_idle(inbox)
+        assert inbox._mean_s == before
+
+
 def test_what_was_purged_is_forgotten_in_memory_too(engine: Engine) -> None:
     run_together(engine, [request(tokens(300))])
     engine.cache.settle()
@@ -284,6 +293,14 @@ def test_memory_forgets_what_was_to_be_kept_for_a_time_only(engine: Engine, monk
     monkeypatch.setattr(time, "monotonic", lambda: now + 61)
     (client,) = run_together(engine, [one])
     assert client.done.cache.source == "disk"
+
+
+def test_an_engine_without_work_forgets_what_was_to_be_kept_for_a_time_only(engine: Engine) -> None:
+    one = request(tokens(300))
+    with running(engine) as inbox:
+        inbox.submit(replace(one, cache=replace(one.cache, ttl_s=0.5)), lambda _: None)
+        wait_until_idle(inbox)
+        wait_for(lambda: not engine.pool.idle)
 
 
 def test_no_more_is_kept_than_was_asked_for(folder: Path, tmp_path: Path) -> None:

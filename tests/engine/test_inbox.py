@@ -279,3 +279,34 @@ def test_memory_is_given_back_once_when_no_request_has_come_for_a_while_and_none
     may_end.set()
     assert inbox.stop(30)
     assert not trimmed.acquire(blocking=False)
+
+
+def test_a_wait_with_a_time_ends_without_news_until_all_is_over() -> None:
+    has_waited = threading.Event()
+
+    def serve(inbox: Inbox) -> None:
+        inbox.waiting()
+        while inbox.wait(0.0):
+            has_waited.set()
+            inbox.waiting()
+
+    inbox = Inbox(serve, 1)
+    inbox.start()
+    assert has_waited.wait(30)
+    assert inbox.stop(30)
+
+
+def test_a_refused_request_says_nothing_of_how_long_others_take(steps: Steps) -> None:
+    hints = []
+    for was_refused in (True, False):
+        inbox = Inbox(serve_one_at_a_time(steps.run), 1)
+        inbox._mean_s = 10.0
+        for number in range(20):
+            ticket = inbox.submit(request(str(number)), Events())
+            inbox.begin_request(ticket)
+            inbox.end_request(ticket, was_refused=was_refused)
+        inbox.submit(request("waiting"), Events())
+        with pytest.raises(QueueFull) as full:
+            inbox.submit(request("one more"), Events())
+        hints.append(full.value.retry_after_s)
+    assert hints == [20, 1]

@@ -10,16 +10,17 @@ from typing import Any, cast
 
 import pytest
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 from diskprefix.api.dialect import Head
 from diskprefix.api.openai_chat import ChatWriter
 from diskprefix.api.reply import ReplyReader
 from diskprefix.chat.output.format import PlainText
 from diskprefix.engine.request import Event, FinishEvent, ProgressEvent, TextEvent
-from diskprefix.errors import DiskPrefixError, InvalidRequest
+from diskprefix.errors import DiskPrefixError, InvalidRequest, NotReady, QueueFull
 from diskprefix.server.generation import Generation
 from diskprefix.server.log_context import LogContext
-from diskprefix.server.streaming import EventStream, PatientResponse
+from diskprefix.server.streaming import EventStream, HeldResponse, PatientResponse
 from tests.server.scripted import done
 
 HEAD = Head(id="chatcmpl-1", created=1, model="m", fingerprint="fp", prompt_tokens=10, request_id="req_1")
@@ -181,6 +182,48 @@ def test_a_late_error_of_a_whole_reply_breaks_the_body_off() -> None:
 @pytest.mark.parametrize("before", [[], [None], [HELLO[0]]])
 def test_a_client_that_left_is_noted(respond: Callable[[Script], Sent], before: list[Any]) -> None:
     assert respond(Script(*before, ClientDisconnect())).context.status == 499
+
+
+@pytest.mark.parametrize("respond", [streamed, whole])
+@pytest.mark.parametrize("before", [[], [None]])
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (NotReady("the daemon is stopping"), "rejected"),
+        (QueueFull("full", retry_after_s=1), "rejected"),
+        (InvalidRequest("no"), "invalid"),
+        (DiskPrefixError("it failed"), "failed"),
+    ],
+)
+def test_an_error_counts_as_what_it_is_also_behind_a_status_of_200(
+    error: DiskPrefixError, outcome: str, respond: Callable[[Script], Sent], before: list[Any]
+) -> None:
+    context = respond(Script(*before, error)).context
+    context.wants_reply = True
+    assert (context.outcome, context.status) == (outcome, error.http_status)
+
+
+def test_a_request_that_cannot_be_served_after_a_long_wait_counts_as_refused() -> None:
+    async def refused() -> Response:
+        raise NotReady("the model could not be loaded")
+
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def test() -> None:
+        context = LogContext(wants_reply=True)
+        scope = {"type": "http", "path": "/v1/completions", "headers": [], "state": {"record": context}}
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        response = HeldResponse(asyncio.create_task(refused()), is_stream=False)
+        await response(scope, never, send)
+        assert sent[0]["status"] == 200
+        assert (context.outcome, context.status) == ("rejected", 503)
+
+    asyncio.run(test())
 
 
 def test_progress_is_told_in_chunks_without_choices() -> None:
