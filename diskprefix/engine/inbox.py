@@ -162,7 +162,7 @@ class Inbox:
             self._changed.notify_all()
 
     def end_request(self, ticket: Ticket, *, was_refused: bool = False) -> None:
-        """Records that the engine is done with a request. One that `was_refused` says nothing of how long others take."""
+        """Records that the engine is done with a request. The time of one that `was_refused` is no estimate of others."""
         with self._changed:
             seconds = time.perf_counter() - self._running.pop(ticket)
             if not was_refused:

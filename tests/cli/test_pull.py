@@ -509,6 +509,43 @@ def test_weights_of_which_a_part_is_missing_are_no_model_also_without_an_index(t
     assert not hub_module.is_model_folder(folder)
 
 
+@pytest.mark.parametrize("where", ["header", "listing"])
+@pytest.mark.parametrize("tag", ["../../../stolen", "A" * 64, "a" * 41])
+def test_a_tag_that_is_no_digest_is_refused_and_nothing_is_written(
+    tag: str, where: str, run: Run, hub: FakeHub, tmp_path: Path
+) -> None:
+    hub.tags[where] = tag
+    ended = run("pull", f"{REPO}:Q8_0")
+    assert (ended.exit_code, ended.stdout) == (3, "")
+    assert f"the tag of tiny-q8_0.gguf is {tag!r}, which is no digest" in ended.stderr.splitlines()[-1]
+    assert not list(tmp_path.rglob("*stolen*"))
+    assert not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "listing",
+    [
+        [],
+        {"siblings": [{}]},
+        {"siblings": [7]},
+        {"siblings": [{"rfilename": 7}]},
+        {"siblings": [{"rfilename": "x.gguf", "size": "many"}]},
+        {"siblings": [{"rfilename": "x.gguf", "size": [1]}]},
+        {"siblings": [{"rfilename": "x.gguf", "lfs": {"size": 1}}]},
+        {"siblings": "x"},
+        {"sha": "../../../stolen"},
+        {"sha": None},
+    ],
+    ids=str,
+)
+def test_a_malformed_listing_is_one_line(listing: Any, run: Run, hub: FakeHub, tmp_path: Path) -> None:
+    hub.listing = listing
+    ended = run("pull", f"{REPO}:Q8_0")
+    assert (ended.exit_code, ended.stdout) == (3, "")
+    assert ended.stderr.splitlines()[-1].startswith(f"error: cannot fetch '{REPO}' from the hub: ")
+    assert not list(tmp_path.rglob("*stolen*"))
+
+
 # -- rm --------------------------------------------------------------------------------------------------------------
 
 
@@ -554,6 +591,25 @@ def test_a_model_is_removed_whatever_else_is_in_the_cache(state: str, run: Run, 
     assert run("rm", f"{REPO}:Q8_0", "--yes", "--json").json["bytes"] > 0
     assert not folder.exists()
     assert others.exists() == ("data set" in state)
+
+
+@pytest.mark.parametrize("linked", ["the file", "the snapshot", "the blob's name"])
+@pytest.mark.usefixtures("hub")
+def test_the_users_own_file_behind_a_link_stays(linked: str, run: Run, tmp_path: Path) -> None:
+    file = Path(run("pull", f"{REPO}:Q8_0", "--json").json["path"])
+    own = tmp_path / "mine" / "tiny-q8_0.gguf"
+    own.parent.mkdir()
+    shutil.copy(file, own)
+    if linked == "the snapshot":
+        shutil.rmtree(file.parent)
+        file.parent.symlink_to(own.parent)
+    else:
+        link = file if linked == "the file" else file.resolve()
+        link.unlink()
+        link.symlink_to(own)
+    run("rm", f"{REPO}:Q8_0", "--yes")
+    assert own.exists()
+    assert listed(run) == []
 
 
 @pytest.mark.parametrize(

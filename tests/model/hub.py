@@ -23,7 +23,9 @@ class FakeHub:
     and 500.
 
     `breaks_every`: a connection ends after so many bytes of a file, if that is not 0. `contents` gives other bytes than
-    the folder has, by the name of a file. `on_file` is called with each name before its bytes are sent.
+    the folder has, by the name of a file. `on_file` is called with each name before its bytes are sent. `tags` are
+    those of all files, by where it is said (`header` or `listing`), and `listing` changes what is said of all
+    repositories, as a hostile mirror does.
     """
 
     def __init__(self, url: str) -> None:
@@ -39,6 +41,8 @@ class FakeHub:
         self.tokens: set[tuple[str, str | None]] = set()
         self.breaks_every = 0
         self.contents: dict[str, bytes] = {}
+        self.tags: dict[str, str] = {}
+        self.listing: Any = {}
         self.on_file: Callable[[str], None] = lambda _name: None
 
     def commit_of(self, repo: str) -> str:
@@ -85,6 +89,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, b"{}", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": self.hub.commit_of(repo)})
             return
         entry = _entry(file, name)
+        if (tag := self.hub.tags.get("header")) is not None:
+            entry |= {"oid": tag, "lfs": {"oid": tag}}
         headers = {"X-Repo-Commit": self.hub.commit_of(repo), "ETag": f'"{entry["oid"]}"'}
         if "lfs" not in entry:
             self._send(200, file.read_bytes(), headers)
@@ -111,9 +117,12 @@ class _Handler(BaseHTTPRequestHandler):
         files = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*")) if path.is_file()}
         entries = [_entry(path, name) for name, path in files.items()]
         if what and what[0] == "tree":
+            if (tag := self.hub.tags.get("listing")) is not None:
+                entries = [one | {"lfs": one["lfs"] | {"oid": tag}, "xetHash": "0" * 64} for one in entries]
             return entries
         siblings = [{"rfilename": one["path"], "size": one["size"], "blobId": one["oid"]} for one in entries]
-        return {"id": repo, "sha": self.hub.commit_of(repo), "siblings": siblings}
+        said = {"id": repo, "sha": self.hub.commit_of(repo), "siblings": siblings}
+        return said | self.hub.listing if isinstance(self.hub.listing, dict) else self.hub.listing
 
     def _send(self, status: int, content: bytes, headers: dict[str, str] | None = None, most: int = 0) -> None:
         self.send_response(status)

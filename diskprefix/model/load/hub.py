@@ -52,7 +52,7 @@ _PIECE_BYTES = 1 << 20
 """What arrives is kept in pieces of so many bytes. Less is lost when a connection breaks."""
 _ABANDONED_S = 3600.0
 """A part of a file that was not written for so long, and that no process holds, is removed."""
-_SHA256 = re.compile("[0-9a-f]{64}")
+_SHA256, _TAG = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 """In the address of a mirror."""
 _unchecked = Memo("fetched", version=1)
@@ -126,6 +126,9 @@ def repository_files(repo: str) -> tuple[str, dict[str, int]]:
     from huggingface_hub import HfApi
 
     found = HfApi().model_info(repo, files_metadata=True)
+    # The library takes a commit for the name of a file.
+    if not _TAG.fullmatch(str(found.sha)):
+        raise ValueError(f"its newest commit is {shown(str(found.sha))!r}, which is no digest")
     return str(found.sha), {one.rfilename: int(one.size or 0) for one in found.siblings or ()}
 
 
@@ -256,17 +259,23 @@ def files_to_remove(models: Collection[str]) -> tuple[set[Path], list[Path]]:
     gone, repositories = set[Path](), []
     for folder in Path(constants.HF_HUB_CACHE).resolve().glob("models--*"):
         found = [one for snapshot in _snapshots(folder) for one in _models_in(snapshot)]
-        own = {file for name, files in found if name in models for file in files}
+        own = {_or_link(file, folder) for name, files in found if name in models for file in files}
         if not own:
             continue
         others = {file for file in (folder / "snapshots").rglob("*") if not file.is_dir()} - own
-        kept = {_content(file) for file in others}
-        gone |= own | ({_content(file) for file in own} - kept)
+        kept, blobs = {_content(file) for file in others}, set((folder / "blobs").glob("*"))
+        # Of a link to anywhere else, only the link: what is behind it is the user's.
+        gone |= own | ({_content(file) for file in own} & blobs - kept)
         # Also what another program fetches meanwhile.
-        unknown = set((folder / "blobs").glob("*")) - kept - gone
+        unknown = blobs - kept - gone
         if not unknown and all(any(fnmatch(file.name, one) for one in _SMALL) for file in others):
             repositories.append(folder)
     return gone, repositories
+
+
+def _or_link(file: Path, folder: Path) -> Path:
+    """Returns a file of a snapshot, or the link below `folder` behind which it is."""
+    return next((one for one in file.parents if folder in one.parents and one.is_symlink()), file)
 
 
 def _content(file: Path) -> Path:
@@ -369,6 +378,7 @@ def _fetched(
     )
     if commit is None:
         return Path(get())
+    _require_tags_that_are_digests()
     # The commit that was listed, whatever comes meanwhile. With a name, the library would take it for the newest here.
     found = get(revision=commit, dry_run=True)
     new = {file.filename: file.file_size or 0 for file in found if file.will_download}
@@ -389,6 +399,25 @@ def _fetched(
         _unchecked.put(f"{repo}@{commit}", sorted(unchecked - names))
     _set_newest(folder)
     return folder
+
+
+def _require_tags_that_are_digests() -> None:
+    """Has the library raise `ValueError` for an ETag that is no digest. It takes the tag for the name of a file: with
+    `../`, a mirror could write any file."""
+    from huggingface_hub import file_download
+
+    ask = file_download._get_metadata_or_catch_error
+    if getattr(ask, "requires_digests", False):
+        return
+
+    def checked(**options: Any) -> Any:
+        found = ask(**options)
+        if (tag := found[1]) is not None and not _TAG.fullmatch(tag):
+            raise ValueError(f"the tag of {options['filename']} is {shown(tag)!r}, which is no digest")
+        return found
+
+    checked.requires_digests = True  # type: ignore[attr-defined]
+    file_download._get_metadata_or_catch_error = checked
 
 
 def _abandoned_parts(repo: str, tag: str = "*") -> Iterator[Path]:
@@ -517,6 +546,8 @@ def _explained(repo: str, flag: str) -> Iterator[None]:
         raise ModelError(
             f"{flag}: {shown(repo)!r} is neither an existing file or folder nor a hub id (org/name)"
         ) from error
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ModelError(f"cannot fetch {repo!r} from the hub: its listing is malformed ({_reason(error)})") from error
     except (OSError, RuntimeError, ValueError, _network_error()) as error:
         raise ModelError(
             f"cannot fetch {repo!r} from the hub: {_CREDENTIALS.sub('//', _reason(error))}; check the name and the "
