@@ -27,7 +27,7 @@ from diskprefix.chat.messages import (
     TextPart,
     ToolCall,
 )
-from diskprefix.errors import InvalidRequest, ResponseNotFound
+from diskprefix.errors import InvalidRequest, ResponseNotFound, StoreUnavailable
 from diskprefix.printable import shown
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import ReadOnlyNotes, TenantNotes
@@ -268,6 +268,8 @@ def _part(part: Any, path: str) -> ContentPart:
 
 log = logging.getLogger("diskprefix")
 
+_DELETION_S = 30.0
+"""The time for a deletion to be written."""
 MAX_STORED_BYTES = 4 << 20
 """The largest stored response, before compression. Compressing it takes about 20 ms."""
 
@@ -318,8 +320,11 @@ class ResponseStore:
         return found
 
     def delete(self, id_: str) -> None:
-        """Raises `ResponseNotFound`."""
-        if not self.notes.delete(NoteKind.RESPONSE, id_):
+        """Raises `ResponseNotFound`, or `StoreUnavailable` if the response may come back when the process is killed."""
+        was_there = self.notes.delete(NoteKind.RESPONSE, id_)
+        if not self.notes.settle(NoteKind.RESPONSE, id_, _DELETION_S):
+            raise StoreUnavailable(f"response {shown(id_)!r} is not removed from the disk yet; try again")
+        if not was_there:
             raise ResponseNotFound(f"response {shown(id_)!r} is not stored here")
 
     def put(self, response: Json, input_json: bytes, prompt: TokenIds | None = None) -> None:

@@ -162,7 +162,7 @@ class Inbox:
             self._changed.notify_all()
 
     def end_request(self, ticket: Ticket, *, was_refused: bool = False) -> None:
-        """Records that the engine is done with a request. The time of one that `was_refused` is no estimate of others."""
+        """Records that the engine is done with a request. The time of one that `was_refused` does not count."""
         with self._changed:
             seconds = time.perf_counter() - self._running.pop(ticket)
             if not was_refused:

@@ -42,7 +42,7 @@ _MAX_WAITING_BYTES = 32 << 20
 
 class Notes:
     """All notes of a store. `put`, `get` and `delete` are for any thread, and do not raise. `put` compresses, and does
-    not wait for the disk; `get` and `delete` may wait for it, so they are not for an event loop or the engine's thread.
+    not wait for the disk; the others may wait for it, so they are not for an event loop or the engine's thread.
     `write` is for the writing thread alone."""
 
     def __init__(self, store: Store, wake: Callable[[], None]) -> None:
@@ -50,6 +50,7 @@ class Notes:
         self._store = store
         self._wake = wake
         self._lock = threading.Lock()
+        self._written = threading.Condition(self._lock)
         self._waiting: dict[bytes, bytes | None] = {}
         """Encoded notes that are not in the store yet; None for one that is to be deleted."""
         self.waiting_bytes = 0
@@ -129,6 +130,12 @@ class Notes:
         self._delete(note_key(root, kind, id_))
         return True
 
+    def settle(self, root: bytes, kind: NoteKind, id_: str, timeout_s: float) -> bool:
+        """Waits until what became of a note is on the disk. Returns False if the time runs out first."""
+        key = note_key(root, kind, id_)
+        with self._written:
+            return self._written.wait_for(lambda: key not in self._waiting, timeout_s)
+
     def write(self) -> None:
         """Writes what waits in one transaction, then makes the notes fit their shares. Raises `CacheError`."""
         with self._lock:
@@ -189,6 +196,7 @@ class Notes:
                     self.waiting_bytes -= _waiting_size(self._waiting.pop(key))
             roots = {key[:HASH_BYTES] for key in self._waiting}
             self._roots = {root: record for root, record in self._roots.items() if root in roots}
+            self._written.notify_all()
 
     def _make_fit(self, written: dict[bytes, int]) -> None:
         """Removes what exceeds a share. Notes are counted when a root's first one is written, and when a count of this
@@ -235,6 +243,9 @@ class TenantNotes:
     def delete(self, kind: NoteKind, id_: str) -> bool:
         return self.notes.delete(self.root, kind, id_)
 
+    def settle(self, kind: NoteKind, id_: str, timeout_s: float) -> bool:
+        return self.notes.settle(self.root, kind, id_, timeout_s)
+
 
 @dataclass(frozen=True)
 class ReadOnlyNotes:
@@ -257,3 +268,6 @@ class ReadOnlyNotes:
 
     def delete(self, _kind: NoteKind, _id: str) -> bool:
         return False
+
+    def settle(self, _kind: NoteKind, _id: str, _timeout_s: float) -> bool:
+        return True

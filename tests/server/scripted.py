@@ -247,6 +247,9 @@ class ScriptedNotes:
     def get(self, kind: NoteKind, id_: str) -> bytes | None:
         return self.noted.get((self.tenant, kind, id_))
 
+    def settle(self, _kind: NoteKind, _id: str, _timeout_s: float) -> bool:
+        return True
+
     def delete(self, kind: NoteKind, id_: str) -> bool:
         return self.noted.pop((self.tenant, kind, id_), None) is not None
 

@@ -17,7 +17,7 @@ from diskprefix.api import responses_items as stored_module
 from diskprefix.engine.request import FinishEvent, GenerateRequest, TextEvent
 from diskprefix.errors import DiskPrefixError
 from tests.server.agent_model import call, thought
-from tests.server.scripted import AppServer, Emit, ScriptedEngine, done, scripted_app
+from tests.server.scripted import AppServer, Emit, ScriptedEngine, ScriptedNotes, done, scripted_app
 from tests.server.test_auth import ALICE, BOB
 
 ROUTE = "/v1/responses"
@@ -173,6 +173,16 @@ def test_a_stored_response_can_be_read_and_deleted(client: OpenAI, http: httpx.C
         with pytest.raises(openai.NotFoundError) as caught:
             gone(response.id)
         assert caught.value.code == "response_not_found"
+
+
+def test_a_response_that_is_still_on_the_disk_is_not_said_to_be_deleted(
+    client: OpenAI, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    response = client.responses.create(model=MODEL, input="Hello")
+    for is_settled, said in ((False, (500, "store_unavailable")), (True, (404, "response_not_found"))):
+        monkeypatch.setattr(ScriptedNotes, "settle", lambda *_, is_settled=is_settled: is_settled)
+        answer = http.delete(f"{ROUTE}/{response.id}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == said
 
 
 def test_the_items_of_the_input_are_listed_page_by_page(client: OpenAI) -> None:

@@ -31,8 +31,8 @@ def test_a_conversation_goes_on_after_a_kill_and_ends_with_a_purge(chat_model: P
         first = client.responses.create(input=INPUT, **FIELDS)
         second = client.responses.create(input="And lakes?", previous_response_id=first.id, **FIELDS)
         deleted = client.responses.create(input="x", **FIELDS)
-        client.responses.delete(deleted.id)
         daemon.wait_saved()
+        client.responses.delete(deleted.id)
         daemon.stop(signal.SIGKILL)
     with running_daemon(chat_model, cache) as daemon, client_of(daemon) as client:
         again = client.responses.retrieve(second.id)

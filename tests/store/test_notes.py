@@ -5,6 +5,7 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -88,6 +89,19 @@ def test_a_deleted_note_is_gone_at_once_and_its_root_with_the_last_one(store: St
     notes.write()
     with store.snapshot() as snapshot:
         assert (list(snapshot.notes()), list(snapshot.roots())) == ([], [])
+
+
+def test_a_deletion_is_settled_once_it_is_in_the_store(store: Store) -> None:
+    notes = new_notes(store)
+    of(notes).put(RESPONSE, "resp_1", b"content")
+    notes.write()
+    of(notes).delete(RESPONSE, "resp_1")
+    assert not of(notes).settle(RESPONSE, "resp_1", 0.0)
+    with ThreadPoolExecutor(1) as pool:
+        settled = pool.submit(of(notes).settle, RESPONSE, "resp_1", 30.0)
+        notes.write()
+        assert settled.result()
+    assert num_stored(store) == 0
 
 
 @pytest.mark.parametrize("left", ["blocks", "a recent prompt", "another note"])
