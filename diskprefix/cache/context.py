@@ -56,7 +56,7 @@ class RequestContext:
         """Returns the part of the prompt to keep, by the policy and by the measured speeds. For the engine thread."""
         cache = self.cache
         rules = Rules.of(cache.settings, cache.layout.state_kind, cache.layout.state_bytes)
-        self.spending = cache.spending()
+        self.spending = cache.spending(self.options.tenant)
         prompt, options, stored = self.prompt, self.options, restored.stored_tokens
         selection = choose_kept(self.namespace.seen, rules, prompt, options, nodes.block_names, stored)
         had = max(restored.num_tokens, stored)
@@ -71,6 +71,8 @@ class RequestContext:
             return selection.keeping_nothing("faster_to_compute")
         if selection.reason == "write_budget":
             cache.count("unaffordable")
+        if self.spending is not None:
+            cache.spend(options.tenant, self.spending.cost(selection, stored))
         return selection
 
     def find_break(self, restored: Restored, selection: Selection) -> Break | None:

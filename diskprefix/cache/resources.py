@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from diskprefix import hooks
 from diskprefix.cache.cost_model import CostModel
-from diskprefix.cache.policy.write_budget import Spending
+from diskprefix.cache.policy.write_budget import Spending, SpentByKey
 from diskprefix.cache.tiers.loading import reader_threads
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.tier import SharedTier, Tier
@@ -18,6 +18,7 @@ from diskprefix.errors import StoreUnavailable
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.layout import Layout
 from diskprefix.namespace_key import NamespaceKey
+from diskprefix.nouns import SHARED, Tenant
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import Codec
 from diskprefix.store.encryption import EncryptionKey
@@ -72,6 +73,7 @@ class TieredStore:
         self.writer = Writer(
             store, buffer_bytes=settings.kv_cache_write_buffer, ttl_s=settings.kv_cache_ttl, repair=repair_index
         )
+        self.spent = SpentByKey()
         self.tiers: tuple[Tier, ...] = (BufferTier(self.writer), DiskTier(store, self.writer.quarantine))
         """The nearest first."""
 
@@ -130,18 +132,28 @@ class CacheResources:
         with self._counting:
             self.counters[what] += 1
 
-    def spending(self) -> Spending | None:
-        """Returns the state of `--kv-cache-write-budget`, None without one. What waits to be written counts too."""
-        limit = self.store.meter.budget_bytes
+    def spending(self, tenant: Tenant = SHARED) -> Spending | None:
+        """Returns the state of `--kv-cache-write-budget`, None without one. What waits to be written counts too. With
+        API keys, that of the `tenant`'s key."""
+        limit, now = self.store.meter.budget_bytes, self.store.clock()
         if not limit:
             return None
-        used = self.store.written().last_day(self.store.clock()) + self.writer.pending_bytes
+        used = self.store.written().last_day(now) + self.writer.pending_bytes
+        has_share = self.settings.api_keys is not None and tenant != SHARED
+        own_bytes, num_keys = self.tiered.spent.of(tenant.ids[:1], now) if has_share else (0, 1)
         return Spending(
+            own_bytes=own_bytes,
+            num_keys=num_keys,
             used_bytes=used,
             limit_bytes=limit,
             bytes_per_token=self.layout.bytes_per_token,
             state_bytes=self.layout.state_bytes,
         )
+
+    def spend(self, tenant: Tenant, num_bytes: int) -> None:
+        """Counts what is to be written for the `tenant`'s API key. For the engine's thread."""
+        if self.settings.api_keys is not None:
+            self.tiered.spent.add(tenant.ids[:1], num_bytes, self.store.clock())
 
     def notes_of(self, root: bytes, record: RootRecord, ttl_s: float | None = None) -> TenantNotes:
         """Returns the notes of a root, for any thread. `ttl_s` is the time to live of new notes, in seconds; with None

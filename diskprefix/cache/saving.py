@@ -154,8 +154,13 @@ class Saver:
     def _affords(self, nodes: PromptNodes) -> bool:
         """Returns whether the write budget has room for a prompt and its reply, which have these `nodes`."""
         spending, stored = self._context.spending, self.planner.restored.stored_tokens
-        is_asked = self._options.is_asked
-        return spending is None or spending.allows_reply(len(nodes.token_ids), stored, is_asked=is_asked)
+        is_asked, end = self._options.is_asked, len(nodes.token_ids)
+        if spending is None:
+            return True
+        if not spending.allows_reply(end, stored, is_asked=is_asked):
+            return False
+        self._cache.spend(self._options.tenant, max(0, end - self.selection.kept) * spending.bytes_per_token)
+        return True
 
     def may_leave(self, arena: KVArena) -> bool:
         """Returns whether state may be kept that the policy does not want."""

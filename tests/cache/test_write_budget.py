@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from diskprefix.nouns import CacheOptions, Prompt, Scope
+from diskprefix.nouns import CacheOptions, Prompt, Scope, Tenant
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
 MIB = 1 << 20
@@ -74,4 +74,19 @@ def test_a_cancelled_prompt_is_not_left_on_the_disk_when_the_budget_is_half_used
     prompt = Prompt(random_prompt(1, 8 * BLOCK))
     runner.cache.store.meter.count(6 * MIB // 10)
     assert runner.cancelled(prompt, FULL, steps=2).saved == "none"
+    runner.close()
+
+
+def test_one_key_cannot_spend_the_part_of_another_that_asks(tmp_path: Path) -> None:
+    """With `full`, which each request asks for itself."""
+    settings = tiny_settings(tmp_path, kv_cache_write_budget="1GiB/day", api_keys=Path("keys"))
+    runner = Runner(tiny_llama(), settings, exact_at="token")
+    runner.cache.store.meter.budget_bytes = 24 * BLOCK * runner.layout.bytes_per_token
+    greedy, other = (
+        CacheOptions(scope=Scope("full"), is_asked=True, tenant=Tenant.of_key(name)) for name in ("greedy", "other")
+    )
+    saved = [runner.run_prompt(Prompt(random_prompt(0, 4 * BLOCK)), other).report.saved]
+    saved += [runner.run_prompt(Prompt(random_prompt(seed, 4 * BLOCK)), greedy).report.saved for seed in range(1, 5)]
+    saved.append(runner.run_prompt(Prompt(random_prompt(9, 4 * BLOCK)), other).report.saved)
+    assert saved == ["queued", "queued", "queued", "none", "none", "queued"]
     runner.close()

@@ -5,10 +5,14 @@ largest for what had to be computed again: an earlier prompt began with it, and 
 smaller for a new system message, for the new part of a conversation that goes on, and smallest for a new prompt. What
 was seen before but is still in memory can wait, as it is written when it was missed once. What the request itself asks
 to keep (its scope, time to live or marks) has room as long as there is any.
+
+Each API key has an equal part of the budget, among the keys that asked in these hours: within it the same shares hold.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 
 from diskprefix.cache.policy.select import Rules
@@ -21,13 +25,16 @@ _MISSED, _SYSTEM, _GOES_ON, _NEW = 0.95, 0.75, 0.25, 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class Spending:
-    """The use of a budget: `used_bytes` of `limit_bytes` were written in the last 24 hours. Each token adds
-    `bytes_per_token`, each checkpoint and each end of a prompt `state_bytes`."""
+    """The use of a budget: `used_bytes` of `limit_bytes` were written in the last 24 hours, `own_bytes` of them for the
+    API key of the request, one of `num_keys`. Each token adds `bytes_per_token`, each checkpoint and each end of a
+    prompt `state_bytes`."""
 
     used_bytes: int
     limit_bytes: int
     bytes_per_token: int
     state_bytes: int = 0
+    own_bytes: int = 0
+    num_keys: int = 1
 
     @property
     def is_ample(self) -> bool:
@@ -41,17 +48,40 @@ class Spending:
 
     def allows(self, selection: Selection, stored: int, share: float) -> bool:
         """Returns whether what a selection adds to the `stored` tokens fits in a share of the budget."""
+        return self._fits(self.cost(selection, stored), share)
+
+    def cost(self, selection: Selection, stored: int) -> int:
+        """Returns the bytes that a selection adds to the `stored` tokens."""
         num_states = sum(at > stored for at in selection.checkpoints) + selection.keep_tail
-        return self._fits(selection.kept - stored, num_states, share)
+        return max(0, selection.kept - stored) * self.bytes_per_token + num_states * self.state_bytes
 
     def allows_reply(self, end: int, stored: int, *, is_asked: bool) -> bool:
         """Returns whether a prompt and its reply fit, which add `end` - `stored` tokens and the state at the end. That
         is not known when the prompt is chosen. `is_asked`: see `within_budget`."""
-        return self._fits(end - stored, 1, _MISSED if is_asked else _GOES_ON)
+        cost = max(0, end - stored) * self.bytes_per_token + self.state_bytes
+        return self._fits(cost, _MISSED if is_asked else _GOES_ON)
 
-    def _fits(self, num_tokens: int, num_states: int, share: float) -> bool:
-        cost = max(0, num_tokens) * self.bytes_per_token + num_states * self.state_bytes
-        return not cost or self.used_bytes + cost <= share * self.limit_bytes
+    def _fits(self, cost: int, share: float) -> bool:
+        most = share * self.limit_bytes
+        return not cost or (self.used_bytes + cost <= most and self.own_bytes + cost <= most / self.num_keys)
+
+
+class SpentByKey:
+    """What was written for each API key in the last 24 hours, estimated, since the start. For the engine's thread."""
+
+    def __init__(self) -> None:
+        self._hours_of: dict[Hashable, Counter[int]] = {}
+
+    def add(self, key: Hashable, num_bytes: int, now: float) -> None:
+        self._hours_of.setdefault(key, Counter())[int(now // 3600)] += num_bytes
+
+    def of(self, key: Hashable, now: float) -> tuple[int, int]:
+        """Returns the bytes for a key that asks now, and the number of keys that asked in these hours."""
+        self.add(key, 0, now)
+        for other, hours in list(self._hours_of.items()):
+            self._hours_of[other] = Counter({hour: n for hour, n in hours.items() if hour >= now // 3600 - 24})
+        self._hours_of = {other: hours for other, hours in self._hours_of.items() if hours}
+        return self._hours_of[key].total(), len(self._hours_of)
 
 
 def within_budget(

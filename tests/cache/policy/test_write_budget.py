@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from diskprefix.cache.policy.select import Rules
-from diskprefix.cache.policy.write_budget import Spending, within_budget
+from diskprefix.cache.policy.write_budget import Spending, SpentByKey, within_budget
 from diskprefix.nouns import Mark, Prompt, Reason, Scope, Selection
 from diskprefix.tokens import as_token_ids
 
@@ -95,3 +95,24 @@ def test_a_part_has_no_end_no_reply_and_at_least_the_fewest_tokens(state: Any) -
     found = part(rules)
     assert (found.kept, found.keep_tail, found.keeps_reply) == (200 if state == "token" else 192, False, False)
     assert part(replace(rules, min_tokens=201)).kept == 0
+
+
+def test_a_key_has_its_part_of_the_budget_while_others_ask_and_all_of_it_alone() -> None:
+    spending = Spending(used_bytes=400_000, limit_bytes=1_000_000, bytes_per_token=1, own_bytes=400_000)
+    shares = [
+        replace(spending, num_keys=number, own_bytes=own)
+        for number, own in ((1, 400_000), (2, 400_000), (3, 400_000), (3, 0))
+    ]
+    arguments: dict[str, Any] = {"stored": 0, "had": 0, "is_asked": True, "rules": RULES}
+    assert [within_budget(ALL, PROMPT, one, **arguments).kept for one in shares] == [1000, 1000, 0, 1000]
+    assert [one.allows_reply(1000, 0, is_asked=True) for one in shares] == [True, True, False, True]
+
+
+def test_what_was_spent_counts_for_a_day_and_so_does_a_key_that_asked() -> None:
+    spent = SpentByKey()
+    spent.add("greedy", 700, 0.0)
+    spent.add("greedy", 200, 7200.0)
+    assert spent.of("greedy", 10_000.0) == (900, 1)
+    assert spent.of("other", 86_000.0) == (0, 2)
+    assert spent.of("greedy", 90_000.0) == (200, 2)
+    assert spent.of("other", 200_000.0) == (0, 1)
