@@ -28,6 +28,7 @@ is called, so that no other module needs to know them.
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Self
 
 GOT = " (got "
@@ -35,19 +36,33 @@ GOT = " (got "
 
 
 class DiskPrefixError(Exception):
-    """The base class. `param` names the request field at fault. `code` is a stable word for programs."""
+    """The base class. `param` names the request field at fault. `code` is a stable word for programs. `for_all` is the
+    message for callers who may not see everything, None if it is the same: theirs has no paths of this machine."""
 
     http_status = 500
     exit_code = 1
     error_type = "server_error"
     code: str | None = None
+    for_all: str | None = None
 
-    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, for_all: str | None = None
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
         if code is not None:
             self.code = code
+        if for_all is not None:
+            self.for_all = for_all
+
+    def told_to(self, *, sees_all: bool) -> DiskPrefixError:
+        """Returns the error as a caller gets it."""
+        if sees_all or self.for_all is None:
+            return self
+        told = copy(self)
+        told.message = self.for_all
+        return told
 
 
 class InvalidRequest(DiskPrefixError):
@@ -130,6 +145,7 @@ class SettingsError(DiskPrefixError):
 class ModelError(DiskPrefixError):
     exit_code = 3
     code = "model_error"
+    for_all = "the model cannot be loaded; the daemon's log has the reason"
 
 
 class LoadInterrupted(DiskPrefixError):

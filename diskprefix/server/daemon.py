@@ -127,9 +127,13 @@ class Daemon:
             what = "the model could not be loaded" if self.serving is None else "the daemon cannot go on and ends"
             # What nobody foresaw may say anything.
             is_unforeseen = type(self.failure) is DiskPrefixError
-            raise NotReady(f"{what}: {'its log has the reason' if is_unforeseen else self.failure.message}")
+            logged = f"{what}: its log has the reason"
+            raise NotReady(logged if is_unforeseen else f"{what}: {self.failure.message}", for_all=logged)
         if self.serving is None:
-            raise NotReady(f"the model is still loading ({self.doing}); /health tells when it is ready")
+            waits = "/health tells when it is ready"
+            raise NotReady(
+                f"the model is still loading ({self.doing}); {waits}", for_all=f"the model is still loading; {waits}"
+            )
         return self.serving
 
     async def ready(self) -> Serving:

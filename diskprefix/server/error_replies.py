@@ -55,6 +55,7 @@ class ErrorBody(BaseModel):
 
 def _written(scope: Scope, error: DiskPrefixError) -> Json:
     """Returns the error in the form of the API that was called. Anthropic's clients name theirs on every route."""
+    error = error.told_to(sees_all=log_context(Request(scope)).caller.sees_all)
     if scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope):
         return anthropic_error(error, log_context(Request(scope)).request_id)
     return openai_error(error)

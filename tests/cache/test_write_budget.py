@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from diskprefix.nouns import CacheOptions, Prompt, Scope, Tenant
+from diskprefix.store.written import WrittenBytes
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
 
 MIB = 1 << 20
@@ -77,8 +78,9 @@ def test_a_cancelled_prompt_is_not_left_on_the_disk_when_the_budget_is_half_used
     runner.close()
 
 
-def test_one_key_cannot_spend_the_part_of_another_that_asks(tmp_path: Path) -> None:
-    """With `full`, which each request asks for itself."""
+def test_one_key_cannot_spend_the_part_of_another_that_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `full`, which each request asks for itself. Only the prompts count here, not what the file takes beside."""
+    monkeypatch.setattr(WrittenBytes, "last_day", lambda _written, _now: 0)
     settings = tiny_settings(tmp_path, kv_cache_write_budget="1GiB/day", api_keys=Path("keys"))
     runner = Runner(tiny_llama(), settings, exact_at="token")
     runner.cache.store.meter.budget_bytes = 24 * BLOCK * runner.layout.bytes_per_token

@@ -234,6 +234,23 @@ def test_a_failed_load_is_kept_for_the_exit_and_requests_are_refused(chat_model:
         assert client.get("/health").json()["status"] == "failed"
 
 
+def test_where_files_are_is_told_to_the_admin_alone_when_a_load_has_failed(chat_model: Path, tmp_path: Path) -> None:
+    admin, other = "a" * 24, "o" * 24
+    keys = tmp_path / "keys"
+    keys.write_text(f"admin {admin}\nother {other}\n")
+    keys.chmod(0o600)
+
+    def fail(_settings: Any, _progress: Any) -> Any:
+        raise ModelError("cannot read /srv/models/one")
+
+    with started_app(chat_model, fail, api_keys=keys) as server, server.client() as client:
+        wait_until(lambda: server.daemon.failure, "the load failed")
+        for key, sees_all in ((admin, True), (other, False)):
+            said = client.post(CHAT, json=HELLO, headers={"authorization": f"Bearer {key}"})
+            assert (said.status_code, "/srv/models" in said.text) == (503, sees_all)
+            assert "the model could not be loaded: " in said.json()["error"]["message"]
+
+
 def test_a_degraded_cache_is_named_by_health_and_does_not_stop_requests(
     server: AppServer, engine: ScriptedEngine
 ) -> None:

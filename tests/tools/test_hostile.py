@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 
-from tests.server.daemon_process import DaemonProcess
+from tests.server.daemon_process import DaemonProcess, serve_flags
+from tools.hostile import bad_clients
 from tools.hostile.bad_clients import CLOSED, CUT_OFF, HUNG_UP, Caller, End
+from tools.hostile.crowd import bad_key, good_key
 from tools.hostile.report import columns_of, memory_figures, tracebacks, verdicts
-from tools.hostile.requests import KINDS, SLOW_READER
+from tools.hostile.requests import CHAT, KINDS, SLOW_READER, chat
 from tools.hostile.watch import Phase, figures
-from tools.programs.hostile import chosen_kinds
+from tools.programs.hostile import chosen_kinds, write_keys
 
 CHEAP = (
     "300 patterns",
@@ -166,6 +168,34 @@ def ended(daemon: DaemonProcess, kind: str, times: int = 1) -> list[End]:
 def test_a_request_that_once_was_a_failure_is_served_or_refused(daemon: DaemonProcess, kind: str) -> None:
     (end,) = ended(daemon, kind)
     assert end.how in ("200", "400"), end.answer
+
+
+def test_a_name_of_31_mib_and_unfinished_bodies_are_refused_while_another_key_is_served(
+    chat_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bad_clients, "UNFINISHED_S", 2.0)
+    kinds = ["31 MiB of a model's name", "256 unfinished bodies"]
+    keys, models = write_keys(tmp_path / "keys", 1, kinds), tmp_path / "models.toml"
+    models.write_text(f'[served]\nmodel = "{chat_model}"\npin = true\n')
+    flags = serve_flags(chat_model, tmp_path / "kv", api_keys=keys)
+    served: list[int] = []
+    with DaemonProcess("--models-file", str(models), *flags[2:]) as daemon:
+        port = int(daemon.url.rpartition(":")[2])
+        good = Caller(port, good_key(0))
+        hello = good.request(CHAT, chat(model="served"))
+
+        async def run() -> list[End]:
+            await good.ask(hello)
+            attacks = [asyncio.ensure_future(KINDS[kind](Caller(port, bad_key(kind)))()) for kind in kinds]
+            while not all(attack.done() for attack in attacks):
+                served.append(int((await good.ask(hello)).how))
+            return [attack.result() for attack in attacks]
+
+        ends = asyncio.run(run())
+        assert daemon.stop() == 0
+    assert ends[0].how == "404"
+    assert ends[1].how in ("429", HUNG_UP)
+    assert set(served) == {200}
 
 
 def test_a_foreign_host_is_refused(daemon: DaemonProcess) -> None:

@@ -17,6 +17,8 @@ SECOND_S = 1.0
 """Seconds between two bytes of clients that read or write one at a time."""
 SILENT_S = 600.0
 """Seconds that a silent client waits to be disconnected."""
+UNFINISHED_S = 10.0
+"""Seconds that the bodies which are not ended are waited for."""
 HUNG_UP, CLOSED, CUT_OFF = "hung up", "closed", "cut off"
 """Ends without a status: the client left, the server closed the connection, or did so before the answer was whole."""
 _ESTABLISHED = 1
@@ -198,6 +200,12 @@ class BadManners:
     async def half_a_body(self) -> End:
         """Sends one half, waits for two seconds, and hangs up."""
         return await self.caller.ask(self.large[: len(self.large) // 2], patience_s=2)
+
+    async def unfinished_bodies(self) -> End:
+        """Begins 256 requests at once, more than a server has connections, and ends none. Returns the worst end."""
+        asking = (self.caller.ask(self.large[:1000], patience_s=UNFINISHED_S) for _ in range(256))
+        ends = await asyncio.gather(*asking)
+        return max(ends, key=lambda end: end.how)
 
     async def open_and_close(self) -> End:
         """Opens and closes ten connections, one after the other."""

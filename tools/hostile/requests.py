@@ -121,6 +121,11 @@ def _tokenize(caller: Caller) -> Behaviour:
     return _asking(caller, json.dumps({"content": "hello there " * (31 * _MIB // 12)}).encode(), "/tokenize")
 
 
+@kind("31 MiB of a model's name")
+def _long_name(caller: Caller) -> Behaviour:
+    return _asking(caller, chat(model="x" * (31 * _MIB)))
+
+
 def _nested(depth: int) -> str:
     return '{"a":' * depth + "1" + "}" * depth
 
@@ -260,5 +265,6 @@ _manners("slow writer of a body", lambda client: client.slow_body)
 _manners("silent connection", lambda client: client.silent)
 _manners("half a head", lambda client: client.half_a_head)
 _manners("half a body", lambda client: client.half_a_body)
+_manners("256 unfinished bodies", lambda client: client.unfinished_bodies)
 _manners("opens and closes", lambda client: client.open_and_close)
 _manners("hangs up in a stream", lambda client: client.hang_up)

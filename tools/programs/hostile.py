@@ -7,6 +7,7 @@ one starts them, reads the daemon's memory, and counts.
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import multiprocessing
 import queue
@@ -23,6 +24,7 @@ import click
 import httpx
 from rich.console import Console
 
+from diskprefix.model.load.embedded import EMBEDDED
 from tools.hostile.crowd import Attacked, Turn, bad_key, good_key, run_bad, run_good, run_health
 from tools.hostile.report import health_figures, memory_figures, show, tracebacks, verdicts
 from tools.hostile.requests import CHAT, KINDS
@@ -41,7 +43,9 @@ SCOPE = "auto:30"
 KV_MEMORY = 2 << 30
 """Bytes. The default depends on the machine, and so would the goal for the daemon's memory."""
 BLOCK = 256
-STOP_DEADLINE_S = 120.0
+STOP_DEADLINE_S = LOAD_DEADLINE_S = 120.0
+NAME = "served"
+"""The model's name with `--several`."""
 DRAIN_S = 2.0
 
 
@@ -159,10 +163,18 @@ def _drain(watch: Watch, beside: Phase, told: float) -> None:
             watch.take(seen, beside, told)
 
 
+def load(server: LiveServer) -> None:
+    """Returns when the model is loaded: with several, the daemon is ready before."""
+    body = {"model": NAME, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+    headers = {"Authorization": f"Bearer {good_key(0)}"}
+    httpx.post(f"http://127.0.0.1:{server.port}{CHAT}", json=body, headers=headers, timeout=LOAD_DEADLINE_S)
+
+
 def asked_again(server: LiveServer, watch: Watch, console: Console) -> dict[str, Any]:
     """Starts the daemon again, sends the last prompts that it had saved, and counts the restored tokens."""
     with step(console, "starting the daemon again"):
         server.start()
+        load(server)
     lost, turns = [], [turn for kept in watch.acknowledged.values() for turn in kept]
     url = f"http://127.0.0.1:{server.port}"
     with step(console, f"asking {len(turns)} prompts again"), httpx.Client(base_url=url, timeout=60.0) as client:
@@ -197,6 +209,7 @@ def asked_again(server: LiveServer, watch: Watch, console: Console) -> dict[str,
 @click.option("--prompt-chars", default=6000, show_default=True, help="Of a good client's system message.")
 @click.option("--model", metavar="ID|PATH", help="Serve this model instead of the embedded one.")
 @click.option("--standby", is_flag=True, help="Serve with a front and a spare process.")
+@click.option("--several", is_flag=True, help="Serve the model by its name, as one of several behind a front.")
 @FOLDER
 @JSON
 def main(
@@ -208,6 +221,7 @@ def main(
     prompt_chars: int,
     model: str | None,
     standby: bool,
+    several: bool,
     folder: Path | None,
     as_json: bool,
 ) -> None:
@@ -223,10 +237,15 @@ def main(
     with measuring(folder, console) as workspace:
         keys = write_keys(workspace / "keys", good, run.kinds)
         flags = ["--disk-prefix-cache", SCOPE, "--kv-memory", str(KV_MEMORY), "--api-keys", str(keys)]
-        flags += (["--model", model] if model else []) + (["--standby"] if standby else [])
+        flags += (["--model", model] if model and not several else []) + (["--standby"] if standby else [])
+        if several:
+            models = workspace / "models.toml"
+            models.write_text(f"[{NAME}]\nmodel = {json.dumps(model or EMBEDDED.name)}\npin = true\n", encoding="utf-8")
+            flags += ["--models-file", str(models)]
         with LiveServer(kv_cache_dir=workspace / "kv", log_path=workspace / "server.log", flags=tuple(flags)) as server:
             with step(console, "starting the daemon"):
                 server.start()
+                load(server)
             report = measure(server, run, console)
     report["verdicts"] = verdicts(report)
     print_report(report, as_json, show)

@@ -96,7 +96,7 @@ class Front:
         try:
             await self._answer(scope, incoming, send)
         except DiskPrefixError as error:
-            await refuse(scope, send, error)
+            await refuse(scope, send, error, sees_all=incoming.sees_all)
         finally:
             incoming.drop()
 
@@ -300,6 +300,7 @@ class Front:
         if (refusal := self._guard.refusal(scope["method"], headers)) is not None:
             raise HttpError(403, refusal)
         caller = self._caller(scope, headers)
+        incoming.sees_all = caller.sees_all
         if self._is_stopping:
             raise NotReady("the daemon is stopping")
         if await self._routes.answer(scope, send, caller):
@@ -376,7 +377,11 @@ class Front:
             return self._by_place[place]
         trouble = self._troubles.get(known.name)
         if trouble is not None and (left_s := trouble.until - self._loop.time()) > 0:
-            raise NotReady(f"{known.name}: {trouble.reason}; it is started again in {math.ceil(left_s)} s")
+            again = f"it is started again in {math.ceil(left_s)} s"
+            raise NotReady(
+                f"{known.name}: {trouble.reason}; {again}",
+                for_all=f"{known.name} cannot be served now, and the daemon's log has the reason; {again}",
+            )
         try:
             return self._start(known, caller)
         except OSError as error:

@@ -64,11 +64,12 @@ async def send_json(
     await send({"type": "http.response.body", "body": body})
 
 
-async def refuse(scope: Scope, send: Send, error: DiskPrefixError) -> None:
-    """Answers with an error in the form of the API that was called."""
+async def refuse(scope: Scope, send: Send, error: DiskPrefixError, *, sees_all: bool) -> None:
+    """Answers with an error in the form of the API that was called, as a caller may see it who `sees_all` or not."""
     request_id = f"req_{uuid.uuid4().hex[:24]}"
     is_anthropic = scope["path"].startswith(ANTHROPIC_PATH) or "anthropic-version" in Headers(scope=scope)
-    said = anthropic_error(error, request_id) if is_anthropic else openai_error(error)
+    told = error.told_to(sees_all=sees_all)
+    said = anthropic_error(told, request_id) if is_anthropic else openai_error(told)
     headers = {"x-request-id": request_id, "request-id": request_id} | (retry_headers(error) or {})
     if error.http_status == 401:
         headers["www-authenticate"] = "Bearer"

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Protocol
 
 from diskprefix.errors import DiskPrefixError, ModelError
@@ -119,9 +120,12 @@ class Listing:
         fit = fit_beside(needs, settings, limit_bytes)
         return fit.needed_bytes, fit.lines()[: len(fit.rows())], replace(settings, kv_memory=fit.kv_bytes)
 
-    def cards(self, name: str | None, loaded: Iterable[str], limit_bytes: int, *, is_anthropic: bool) -> dict[str, Any]:
-        """Returns the answer of `/v1/models`, or of `/v1/models/NAME`. Raises `ModelNotFound`."""
-        make = self._anthropic_card if is_anthropic else self._card
+    def cards(
+        self, name: str | None, loaded: Iterable[str], limit_bytes: int, *, is_anthropic: bool, sees_all: bool
+    ) -> dict[str, Any]:
+        """Returns the answer of `/v1/models`, or of `/v1/models/NAME`, for a caller who `sees_all` or not. Raises
+        `ModelNotFound`."""
+        make = self._anthropic_card if is_anthropic else partial(self._card, sees_all=sees_all)
         if name is not None:
             return make(self.find(name), loaded, limit_bytes)
         cards = [make(known, loaded, limit_bytes) for known in self.models()]
@@ -130,13 +134,15 @@ class Listing:
         ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]} if cards else {}
         return {"data": cards, "has_more": False} | ends
 
-    def _card(self, known: NamedModel, loaded: Iterable[str], limit_bytes: int) -> dict[str, Any]:
+    def _card(
+        self, known: NamedModel, loaded: Iterable[str], limit_bytes: int, *, sees_all: bool = False
+    ) -> dict[str, Any]:
         said: dict[str, Any] = {"id": known.name, "object": "model", "created": 0, "owned_by": "diskprefix"}
         said |= {"loaded": known.name in loaded, "aliases": list(known.aliases), "pinned": known.pin}
         try:
             needs = self._needs_of(known)
         except DiskPrefixError as error:
-            return said | {"problem": error.message}
+            return said | {"problem": error.told_to(sees_all=sees_all).message}
         if needs is None:
             return said
         fit = fit_beside(needs, known.settings, limit_bytes)

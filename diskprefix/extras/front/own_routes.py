@@ -74,7 +74,9 @@ class OwnRoutes:
             loaded = {place.model for place in self._swaps.places if place.phase is Phase.READY}
             name = path.removeprefix("/v1/models").removeprefix("/") or None
             limit = self._swaps.limit_bytes or available_ram_bytes()
-            cards = self._listing.cards(name, loaded, limit, is_anthropic="anthropic-version" in wants)
+            cards = self._listing.cards(
+                name, loaded, limit, is_anthropic="anthropic-version" in wants, sees_all=caller.sees_all
+            )
             await send_json(send, cards)
         elif path == "/metrics":
             _require_admin(caller)

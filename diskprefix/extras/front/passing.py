@@ -54,6 +54,8 @@ class Incoming:
         self._is_whole = False
         self._is_kept = True
         self.has_left = False
+        self.sees_all = False
+        """The caller may see everything, such as where files are."""
         self.is_sent = False
         """A worker's connection has all of it."""
         self.on_drop: Callable[[], None] = lambda: None

@@ -365,6 +365,32 @@ def test_unfinished_bodies_of_one_key_or_client_are_bounded_and_leave_room_for_o
     run(test())
 
 
+def test_where_files_are_is_told_to_the_admin_alone(tmp_path: Path) -> None:
+    admin, other = "a" * 24, "o" * 24
+    (tmp_path / "keys").write_text(f"admin {admin}\nother {other}\n")
+    (tmp_path / "keys").chmod(0o600)
+
+    def unreadable(_settings: Settings) -> ModelNeeds:
+        raise ModelError("cannot read /srv/models/one")
+
+    async def test() -> None:
+        told = Told(Listing(Settings(), Models(Named("one")), unreadable), keys=ApiKeys(tmp_path / "keys"))
+        async with told.running():
+            for key, sees_all in ((admin, True), (other, False)):
+                for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models/one")):
+                    _, said = await told.ask("one", path, method, key=key)
+                    assert ("/srv/models" in json.dumps(said)) is sees_all
+                    assert sees_all or "the model cannot be loaded" in json.dumps(said)
+                told.front._troubles["one"] = front.Troubles(until=1e12, reason="cannot read /srv/models/one")
+                told.front._listing._known_needs["one"] = needs(Settings())
+                status, said = await told.ask("one", key=key)
+                assert (status, "/srv/models" in json.dumps(said)) == (503, sees_all)
+                told.front._troubles.clear()
+                told.front._listing._known_needs.clear()
+
+    run(test())
+
+
 def test_a_worker_that_hangs_or_fails_has_no_metrics_and_those_of_others_are_shown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
