@@ -242,8 +242,8 @@ def other_lmdb(data: Path, what: str) -> StoreUnavailable:
     """The error for a sound file that this LMDB cannot use on this machine: it is left alone."""
     version = ".".join(map(str, lmdb.version()))
     return StoreUnavailable(
-        f"{data} {what}, which LMDB {version} cannot use on this machine; use the version of the Python package lmdb and "
-        "the kind of machine that made it, or choose another --kv-cache-dir"
+        f"{data} {what}, which LMDB {version} cannot use on this machine; use the Python package lmdb and the kind of "
+        "machine that made it, or choose another --kv-cache-dir"
     )
 
 
