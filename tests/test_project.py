@@ -90,6 +90,20 @@ def test_each_dependency_has_a_known_good_version() -> None:
     assert all(re.fullmatch(r"==[0-9.]+", str(pin.specifier)) and not pin.url for pin in pins)
 
 
+INNER_PARTS = {"huggingface-hub", "lmdb", "torch", "transformers", "uvicorn"}
+"""Dependencies of which more is used than they promise: private functions, a class that is extended, a file format."""
+
+
+def test_a_dependency_whose_inner_parts_are_used_is_bounded_to_versions_that_were_tried() -> None:
+    lines = (ROOT / "tools/constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = {canonicalize_name(pin.name): pin for pin in map(Requirement, lines[3:])}
+    bounds = {canonicalize_name(one.name): one.specifier for one in map(Requirement, pyproject()["dependencies"])}
+    for name in INNER_PARTS:
+        (tried,) = pins[name].specifier
+        assert tried.version in bounds[name]
+        assert f"{int(tried.version.split('.')[0]) + 1}.0" not in bounds[name], f"{name} has no upper bound"
+
+
 def options_table() -> str:
     """The table of options as `diskprefix/cli/README.md` must show it."""
     command = click.Command("serve")

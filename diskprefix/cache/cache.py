@@ -81,6 +81,7 @@ class PrefixCache(CacheResources):
             self.writer.add_model(ModelRecord(model=model_name, identity=identity(str(SHARED))))
         key = f"{self.root.hex()} {device} {store.store_id.hex()}"
         self.cost_model = CostModel(settings.kv_cache_gate, layout.loaded_bytes, key=key)
+        self.writer.on_turn.append(self.cost_model.remember_due)
 
     def load(self, tenant: Tenant) -> Future[Any]:
         """See `TenantNamespaces.load`. A request that does not wait for it is served as if it were the first one."""

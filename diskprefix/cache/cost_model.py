@@ -94,7 +94,8 @@ class CostLine:
 
 class CostModel:
     """Decides by measured times whether to save and to restore. For the engine thread, except that `as_dict` and
-    `record_prefetch` are for any thread, and `allows` and `pays` for the one that restores.
+    `record_prefetch` are for any thread, `allows` and `pays` for the one that restores, and `remember` and
+    `remember_due` for one that may wait for the disk.
 
     `mode` is `--kv-cache-gate`: `off` measures too, but allows everything. `loaded_bytes` returns the bytes that
     restoring a number of tokens loads. It grows with the number of tokens, and for each further token by no more than
@@ -113,6 +114,8 @@ class CostModel:
         names = ("prefills", "restores", "remotes")
         self._prefills, self._restores, self._remotes = (deque(_sound(kept.get(name)), _RECENT) for name in names)
         self._num_noted = 0
+        self._is_due = False
+        """Enough was measured since the last write to the cache folder."""
         self._noting = Lock()
         """Threads that fetch from the shared tier record their times."""
         self._prefill: CostLine | None = None
@@ -185,11 +188,16 @@ class CostModel:
 
     def remember(self) -> None:
         """Writes the measurements down for the next start, if there is a folder for them."""
+        with self._noting:
+            self._is_due = False
+            record = {"prefills": [*self._prefills], "restores": [*self._restores], "remotes": [*self._remotes]}
         if self._key and self._num_noted:
-            _remembered.put(
-                self._key,
-                {"prefills": list(self._prefills), "restores": list(self._restores), "remotes": list(self._remotes)},
-            )
+            _remembered.put(self._key, record)
+
+    def remember_due(self) -> None:
+        """Does `remember` if much was measured since the last time: the daemon may be killed."""
+        if self._is_due:
+            self.remember()
 
     @property
     def state(self) -> Gate:
@@ -232,8 +240,7 @@ class CostModel:
             samples.append((size, seconds))
             self._measure()
             self._num_noted += 1
-            if self.is_known != was_known or self._num_noted % _REMEMBER_EVERY == 0:
-                self.remember()
+            self._is_due |= self.is_known != was_known or self._num_noted % _REMEMBER_EVERY == 0
 
     def _measure(self) -> None:
         """Draws the lines and decides. Done here, so that other threads never see samples change."""

@@ -49,7 +49,7 @@ class TenantNamespace:
 
 class TenantNamespaces:
     """The namespaces of the tenants that were used last. `load` is for any thread; `get` and its result are for the
-    engine's thread.
+    engine's thread. Neither reads the store: `forget_deleted` does, on a thread that may wait for the disk.
 
     `record_of` returns the record of a tenant's root. `on_history` is called with a root and the prompts, oldest first,
     that were read from the store for it. `ttl_s` is the daemon's time to live, 0 for none.
@@ -71,12 +71,13 @@ class TenantNamespaces:
         self._loaded: OrderedDict[Tenant, Future[TenantNamespace]] = OrderedDict()
         """The loaded tenants and those that are being read. The one that was used longest ago comes first."""
         self._lock = threading.Lock()
-        """Guards `_loaded` and `_purged_at`. Never held while the store's prompts are read."""
+        """Guards `_loaded` and `purged_at`. Never held while the store's prompts are read."""
         self._threads = ThreadPoolExecutor(_READING_THREADS, thread_name_prefix="tenant")
         self.on_forget: Callable[[], None] = lambda: None
         """Called when prompts that `on_history` got may be gone."""
         self.purged_at: bytes | None = None
-        """The time of the last `diskprefix purge`, as the store has it."""
+        """The time of the last `diskprefix purge`, as the store had it when `forget_deleted` looked."""
+        self._forget_what_was_purged()
 
     def load(self, tenant: Tenant) -> Future[TenantNamespace]:
         """Reads the tenant's recent prompts from the store unless they are in memory. May take a second.
@@ -85,7 +86,6 @@ class TenantNamespaces:
         All callers for one tenant share its future, and must not cancel it. Prompts that still wait to be written are
         not read, so they are missing from a tenant that was dropped and is read again soon.
         """
-        self._forget_what_was_purged()
         with self._lock:
             if tenant not in self._loaded:
                 self._loaded[tenant] = self._threads.submit(self._load, tenant)
@@ -97,7 +97,8 @@ class TenantNamespaces:
         return came_at + (ttl_s or self._ttl_s or math.inf)
 
     def forget_deleted(self) -> None:
-        """Drops the tenants with purged or expired prompts. They are read again when needed."""
+        """Drops the tenants with purged or expired prompts. They are read again when needed. Reads the store: to be
+        called whenever another process may have purged something, but not by the engine's thread."""
         self._forget_what_was_purged()
         now = self._store.clock()
         with self._lock:
@@ -113,7 +114,6 @@ class TenantNamespaces:
     def get(self, tenant: Tenant) -> TenantNamespace:
         """Returns the tenant's namespace. If it is not loaded, or no longer, returns one without recent prompts: the
         request is served as a tenant's first one, and what it adds to the history counts from the next `load` on."""
-        self._forget_what_was_purged()
         with self._lock:
             if tenant in self._loaded and self._use(tenant).done():
                 return self._loaded[tenant].result()

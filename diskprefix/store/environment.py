@@ -22,7 +22,7 @@ from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
 from diskprefix.store.encryption import PLAIN, RecordForm
 from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors
 
-_DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.VersionMismatchError, lmdb.PageNotFoundError)
+_DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError)
 _PAGE_BYTES = 4096
 _DELETE_BYTES = 16 << 20
 """Room for the B-tree pages that a deletion copies, in a file that is larger than its budget."""
@@ -187,6 +187,9 @@ class Environment:
         except _DAMAGED as error:
             self.broken = f"{self.path / DATA} is damaged or no store ({error}); move it away to start afresh"
             raise StoreCorrupt(self.broken) from error
+        except lmdb.VersionMismatchError as error:
+            # Of the data file, or of the lock file of a process that has the store open.
+            raise other_lmdb(self.path / DATA, "or its lock file is of another version") from error
         except struct.error as error:
             raise StoreCorrupt(f"{self.path}: a record has a wrong length ({error})") from error
         except lmdb.Error as error:
@@ -233,6 +236,15 @@ class Environment:
                 raise StoreUnavailable(f"{self.path}: the store was closed meanwhile")
             self._transactions += change
             self._idle.notify_all()
+
+
+def other_lmdb(data: Path, what: str) -> StoreUnavailable:
+    """The error for a sound file that this LMDB cannot use on this machine: it is left alone."""
+    version = ".".join(map(str, lmdb.version()))
+    return StoreUnavailable(
+        f"{data} {what}, which LMDB {version} cannot use on this machine; use the Python package lmdb and the kind of "
+        "machine that made it, or choose another --kv-cache-dir"
+    )
 
 
 def _map_size(path: Path, budget_bytes: int) -> int:

@@ -6,6 +6,7 @@ comes second finds this done.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 import os
@@ -24,7 +25,7 @@ from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
 from diskprefix.store.encryption import EncryptionKey, RecordForm, form_of, new_form
-from diskprefix.store.environment import Environment
+from diskprefix.store.environment import Environment, other_lmdb
 from diskprefix.store.filecheck import check_file
 from diskprefix.store.folder import (
     DATA,
@@ -81,6 +82,7 @@ def open_environment(path: Path, *, budget_bytes: int, read_only: bool) -> tuple
             if is_alone:
                 # A process that was killed while it wrote a replacement left it behind. The old file is in place.
                 shutil.rmtree(path / REPLACEMENT, ignore_errors=True)
+            _require_own_layout(path)
             _require_sound(path)
             if os.access(path, os.W_OK):
                 reserve_lmdb_lock(path, create=not read_only)
@@ -137,6 +139,33 @@ def set_aside(path: Path, error: StoreCorrupt | StoreFormatError) -> None:
         path / DAMAGED,
         error,
     )
+
+
+_META = struct.Struct("<II16xI")
+"""Magic number, data version and page size, behind the header of a meta page."""
+_MAGIC, _DATA_VERSION, _PAGE_HEADER_BYTES = 0xBEEFC0DE, 1, (16, 24)
+"""Of LMDB 0.9, but the second header is that of later data versions."""
+_PAGE_BYTES = tuple(1 << n for n in range(12, 16))
+
+
+def _require_own_layout(path: Path) -> None:
+    """Raises `StoreUnavailable` for a file of another data version of LMDB, or from a machine with other pages, which
+    is not damaged. Both meta pages must say so: one alone may be wrong."""
+    try:
+        with (path / DATA).open("rb") as file:
+            start = file.read(_PAGE_BYTES[-1] + _PAGE_HEADER_BYTES[-1] + _META.size)
+    except FileNotFoundError:
+        return
+    for header, page_bytes in itertools.product(_PAGE_HEADER_BYTES, _PAGE_BYTES):
+        if len(start) < page_bytes + header + _META.size:
+            continue
+        magic, version, stated_bytes = first = _META.unpack_from(start, header)
+        if magic != _MAGIC or first != _META.unpack_from(start, page_bytes + header):
+            continue
+        if version != _DATA_VERSION:
+            raise other_lmdb(path / DATA, f"has LMDB's data version {version}")
+        if stated_bytes == page_bytes != min(mmap.PAGESIZE, _PAGE_BYTES[-1]):
+            raise other_lmdb(path / DATA, f"has pages of {page_bytes} bytes")
 
 
 def _require_sound(path: Path) -> None:

@@ -76,6 +76,10 @@ class Writer:
         self.savings = SavingsLog(store, store.evictor.make_room)
         self.on_forget: list[Callable[[], None]] = []
         """Called when records were deleted, by any process, or may have expired: memories of them must go too."""
+        self.on_turn: list[Callable[[], None]] = []
+        """Called by the writer's thread every second, and more often while it writes."""
+        self._purged_at: bytes | None = None
+        """The time of the last purge of any process, as the store has it, after which memories were dropped."""
         self._wipes_from = 0.0
         """The time of the next search for deletions, on the clock of `time.monotonic`."""
         self._wipes_wanted = self._wipes_done = 0
@@ -234,6 +238,8 @@ class Writer:
                 self._attempt(partial(self._write, publication))
                 self._forget(publication)
             self._attempt(self._wipe)
+            for step in self.on_turn:
+                self._attempt(step)
             if publication is None and closing:
                 self._attempt(self._record_written)
                 return
@@ -354,16 +360,18 @@ class Writer:
             self._have_forgotten()
 
     def _wipe(self) -> None:
-        """Overwrites deleted bytes, and has memories of them dropped, at intervals, or at once if a caller waits for
-        it."""
+        """Has memories of what was purged dropped, and overwrites deleted bytes: at intervals, or at once if a caller
+        waits for it."""
+        with self._changed:
+            wanted, is_waited_for = self._wipes_wanted, self._num_wiping > 0
+        if self._store.problem is None:
+            self._notice_purge()
         started = time.monotonic()
         if started < self._wipes_from:
             return
         if self._store.problem is not None:
             self._wipes_from = started + _WIPE_AGAIN_S
             return
-        with self._changed:
-            wanted, is_waited_for = self._wipes_wanted, self._num_wiping > 0
         is_wiped = True
         if self._store.has_deleted:
             forget_hits(self._store)
@@ -377,6 +385,14 @@ class Writer:
             if is_wiped:
                 self._wipes_done = wanted
                 self._changed.notify_all()
+
+    def _notice_purge(self) -> None:
+        """Has memories dropped if a process has purged something since the last time."""
+        with self._store.snapshot() as snapshot:
+            purged_at = snapshot.meta("purged_at")
+        if purged_at != self._purged_at:
+            self._purged_at = purged_at
+            self._have_forgotten()
 
     def _have_forgotten(self) -> None:
         for forget in self.on_forget:

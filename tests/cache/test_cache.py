@@ -389,7 +389,9 @@ def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> Non
     runner.run(prompt, "full")
     assert runner.run(prompt, "auto").report.selection.aligned > 0
     runner.flush()
+    owner = runner.cache.owner(SHARED)
     purge(runner.cache.store, PurgeFilter(), time.time(), lambda _: None)
+    runner.wait_for(lambda: runner.cache.is_gone(owner))
     again = runner.run(prompt, "auto")
     assert (again.report.restored, len(runner.cache.namespaces.get(SHARED).seen.history)) == (0, 1)
 
@@ -397,8 +399,7 @@ def test_a_purge_beside_the_daemon_empties_the_window_too(runner: Runner) -> Non
 def test_a_purge_that_finds_nothing_in_the_store_has_the_daemon_forget_its_memory(runner: Runner) -> None:
     owner = runner.cache.owner(SHARED)
     assert purge(runner.cache.store, PurgeFilter(), time.time(), lambda _: None).blocks == 0
-    runner.cache.owner(SHARED)
-    assert runner.cache.is_gone(owner)
+    runner.wait_for(lambda: runner.cache.is_gone(owner))
 
 
 STEPS_OF_A_REQUEST = ["restore", "after_step", "publish", "submit"]

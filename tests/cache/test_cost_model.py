@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diskprefix.cache.cost_model import CostLine, CostModel
+from diskprefix.memo import Memo
 from diskprefix.settings import cache_home
 from tests.runner import Runner, tiny_llama, tiny_settings
 
@@ -365,6 +366,7 @@ def test_what_was_just_enough_is_known_after_a_kill() -> None:
         assert not gate(key=KEY).is_known
         before.record_prefill(1000 * number, 1e-5 * number)
         before.record_restore(10**6 * number, 1.0 * number)
+        before.remember_due()
     after = gate(key=KEY)
     assert after.is_known
     assert not after.allows(1000)
@@ -420,8 +422,28 @@ def test_a_daemon_that_measured_nothing_writes_nothing() -> None:
 def test_measurements_are_written_down_in_between_too() -> None:
     worth = gate(key=KEY)
     for _ in range(64):
+        worth.remember_due()
         worth.record_restore(1000, 1e-3)
+    worth.remember_due()
     assert gate(key=KEY).as_dict()["restore_samples"] == 32
+
+
+def test_the_thread_that_measures_writes_nothing_and_the_stores_writer_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", kv_cache_gate="auto"))
+    threads: set[str] = set()
+    put = Memo.put
+
+    def seen(self: Memo, key: str, value: object) -> None:
+        threads.add(threading.current_thread().name)
+        put(self, key, value)
+
+    monkeypatch.setattr(Memo, "put", seen)
+    feed(runner.cache.cost_model, token_s=1e-3, byte_s=1e-9, fixed_s=1e-2, times=20)
+    runner.wait_for(lambda: bool(threads))
+    assert threads == {"kv-writer"}
+    runner.close()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import StoreUnavailable
 from diskprefix.nouns import SHARED, CacheOptions, Prompt, Tenant
+from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.tokens import TokenIds
 from tests.runner import BLOCK, Runner, random_prompt, tiny_llama, tiny_settings
@@ -123,7 +125,7 @@ def test_what_was_purged_while_it_was_read_is_not_remembered(runner: Runner, mon
         prompts = read(self, root, limit)
         with runner.cache.store.changes() as changes:
             changes.put_meta("purged_at", b"now")
-        namespaces.get(SHARED)
+        namespaces.forget_deleted()
         return prompts
 
     monkeypatch.setattr(Snapshot, "recent_prompts", purged_meanwhile)
@@ -156,3 +158,27 @@ def test_a_restart_reads_what_was_seen_before(runner: Runner) -> None:
     runner.reopen()
     runner.cache.load(ALICE).result()
     assert runner.cache.namespaces.get(ALICE).seen.num_bytes == before > 0
+
+
+def test_a_request_reads_nothing_of_the_store_for_its_tenant_and_a_purge_is_noticed(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask(runner, ALICE, random_prompt(1, 4 * BLOCK))
+    cache, store, read = runner.cache, runner.cache.store, threading.Event()
+    here = threading.current_thread()
+    snapshot = store.snapshot
+
+    def reading() -> AbstractContextManager[Snapshot]:
+        if threading.current_thread() is here:
+            read.set()
+        return snapshot()
+
+    monkeypatch.setattr(store, "snapshot", reading)
+    owner = cache.owner(ALICE)
+    cache.load(ALICE).result()
+    assert not cache.is_gone(owner)
+    assert not read.is_set()
+    purge(store, PurgeFilter(model="tiny"), 1.0, lambda _bytes: None)
+    runner.wait_for(lambda: cache.is_gone(owner))
+    cache.load(ALICE).result()
+    assert len(cache.namespaces.get(ALICE).seen.history) == 0

@@ -73,9 +73,10 @@ def purge(
     error message shows. A prompt is removed with its replies, stored responses, and all blocks that no other prompt
     needs. --model and --salt remove everything of the model or tenant.
 
-    The removed bytes are overwritten in the file. The file keeps its size. A running daemon forgets the prompts within
-    minutes. Backups still have them. With --remote-tier, the prompts are removed from the bucket too. That is not done
-    with --older-than or --all: use `diskprefix remote sweep` or `diskprefix remote purge`.
+    The removed bytes are overwritten in the file; another process that has it open may write some of them again. The
+    file keeps its size. A running daemon forgets the prompts within minutes. Backups still have them. With
+    --remote-tier, the prompts are removed from the bucket too. That is not done with --older-than or --all: use
+    `diskprefix remote sweep` or `diskprefix remote purge`.
 
     \b
     diskprefix purge 3fa9 42d1

@@ -77,6 +77,7 @@ class SchedulerSide:
             self._counts[f"miss_{not_cached}"] += 1
             return
         tenant = SHARED.with_salt(request.cache_salt) if request.cache_salt else SHARED
+        self._namespaces.forget_deleted()
         self._namespaces.load(tenant)
         prompt = as_token_ids(request.prompt_token_ids or [])
         roots = [rank.root(str(tenant)) for rank in self._ranks]

@@ -121,6 +121,11 @@ class Purged:
     remote_error: str | None = None
     texts: list[GoneText] = field(default_factory=list)
 
+    @property
+    def is_something(self) -> bool:
+        """Returns whether records were removed from the store."""
+        return bool(self.entries or self.blocks or self.prompts or self.notes or self.roots)
+
     def counts(self) -> dict[str, Any]:
         """Returns all fields but the texts, for people and programs."""
         return {one.name: getattr(self, one.name) for one in fields(self) if one.name != "texts"}
@@ -155,9 +160,10 @@ def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable
             break
         gone.texts += plan.texts
         _carry_out(store, plan, gone, advance)
-    # Also if nothing was stored: what could not be saved is still in the memory of daemons.
-    with store.changes() as changes:
-        changes.record_purge()
+    # Of a model, a tenant or everything also if nothing was stored: daemons have in memory what could not be saved.
+    if gone.is_something or not (purge_filter.entries or purge_filter.older_than_s):
+        with store.changes() as changes:
+            changes.record_purge()
     return gone
 
 

@@ -385,6 +385,25 @@ def test_by_age_a_root_goes_with_its_last_note_and_stays_for_one_that_is_younger
     assert purge_now(store, older, clock.now).roots == 1
 
 
+@pytest.mark.parametrize(
+    ("purge_filter", "is_told"),
+    [
+        (PurgeFilter(entries=frozenset({b"of nobody's name"})), False),
+        (PurgeFilter(older_than_s=1e6), False),
+        (PurgeFilter(salt="carol"), True),
+        (PurgeFilter(), True),
+    ],
+    ids=["entry", "age", "tenant", "everything"],
+)
+def test_daemons_drop_memories_unless_the_purge_can_have_matched_none(
+    purge_filter: PurgeFilter, is_told: bool, store: Store
+) -> None:
+    """What a tenant could not save is in the memory of daemons alone."""
+    purge_now(store, purge_filter, now=1.0)
+    with store.snapshot() as snapshot:
+        assert (snapshot.meta("purged_at") is not None) == is_told
+
+
 def test_a_plan_changes_nothing(store: Store) -> None:
     pub = saved(store, prompt(1, 2 * BLOCK))
     before = store.counts()
