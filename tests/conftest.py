@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests import cache_folder
 from tests.closing import ClosingLines
 from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import DaemonProcess, serve_flags
@@ -40,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """The process that prints the results says more at its end. With two processes it is neither of them."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(ClosingLines())
+        config.add_cleanup(cache_folder.remove)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -206,10 +206,10 @@ class ActiveRequests:
                 self.preempt(max(holders, key=lambda reply: reply.arrived))
         return [chunk for chunk in step if chunk.sequence.state is not None]
 
-    def preempt(self, reply: Reply) -> None:
+    def preempt(self, reply: Reply, why: str = "waits: others need its memory") -> None:
         """Takes the memory of a reply. Its tokens are computed again when there is memory for them."""
         running = reply.running
-        log.info("[engine] %s waits: others need its memory", running.request.id)
+        log.info("[engine] %s %s", running.request.id, why)
         assert reply.allocation is not None
         self._served.figures.preemptions += 1
         self._scheduler.remove(reply)

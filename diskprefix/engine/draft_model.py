@@ -26,7 +26,7 @@ from diskprefix.model.exact import runner
 from diskprefix.model.exact.step_graphs import graphs_of, replay_or_run
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.printable import first_line
-from diskprefix.tokens import as_token_ids
+from diskprefix.tokens import TokenIds, as_token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -135,27 +135,40 @@ class DraftModel:
             _publish_if_complete(reply, sequence)
 
     def release(self, reply: Reply, *, keep: bool) -> None:
-        """Ends the sequence of a reply, if it has one. `keep`: the next turn may begin there."""
+        """Ends the sequence of a reply, if it has one. `keep`: the next turn may begin there. Raises `DeviceLost`."""
         if (sequence := self.sequences.get(reply)) is None:
             return
         if sequence.fetch is not None:
             self._abandoned.append(self.sequences.pop(reply))
             return
-        self.take_back_guesses(reply)
+        try:
+            self.take_back_guesses(reply)
+            self._keep(reply, sequence, keep=keep)
+        except Exception as error:  # noqa: BLE001 (as in `give_up`)
+            raise_if_lost(error)
+            log.warning(
+                "[engine] %s: the draft model's state is not kept: %s", reply.running.request.id, first_line(error)
+            )
+            keep = False
         del self.sequences[reply]
-        known = np.concatenate([reply.running.request.prompt.token_ids, as_token_ids(reply.token_ids)])
-        allocation, token_ids = sequence.allocation, known[: sequence.arena.num_tokens]
-        if sequence.cached is not None:
-            if keep and sequence.cached.is_published and reply.is_finished:
-                sequence.cached.publish_reply(sequence.arena, token_ids)
-            elif keep and not sequence.cached.is_published:
-                sequence.cached.leave(sequence.arena)
-            sequence.cached.close()
+        allocation, token_ids = sequence.allocation, _computed_ids(reply, sequence)
         options = reply.running.request.cache
         allocation.token_ids, allocation.num_computed, allocation.num_exact = token_ids, len(token_ids), len(token_ids)
         allocation.expires_at = time.monotonic() + self.cache.lasts_s(options.ttl_s)
         allocation.options = options
         self.pool.release(allocation, keep=keep and options.save and options.scope.kind != "off")
+
+    def _keep(self, reply: Reply, sequence: DraftSequence, *, keep: bool) -> None:
+        """Ends the request to the cache, which may save what was computed."""
+        if sequence.cached is None:
+            return
+        try:
+            if keep and sequence.cached.is_published and reply.is_finished:
+                sequence.cached.publish_reply(sequence.arena, _computed_ids(reply, sequence))
+            elif keep and not sequence.cached.is_published:
+                sequence.cached.leave(sequence.arena)
+        finally:
+            sequence.cached.close()
 
     def give_up(self, reply: Reply, error: Exception) -> None:
         """Stops guessing a reply. A draft model that fails fails no request. Raises `DeviceLost`."""
@@ -195,6 +208,12 @@ class DraftModel:
             if sequence.cached is not None:
                 sequence.cached.close()
             self.pool.release(sequence.allocation, keep=False)
+
+
+def _computed_ids(reply: Reply, sequence: DraftSequence) -> TokenIds:
+    """Returns the tokens whose state the draft model has."""
+    known = np.concatenate([reply.running.request.prompt.token_ids, as_token_ids(reply.token_ids)])
+    return known[: sequence.arena.num_tokens]
 
 
 def _fetch(cached: CachedRequest, arena: KVArena, have: int) -> None:

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("diskprefix")
 
 
+class StateLost(Exception):
+    """A step of several sequences failed, and may have changed their states: each is to be computed again, alone."""
+
+
 def forward(
     model: PreTrainedModel, step: list[Chunk[Reply]], graphs: StepGraphs | None = None
 ) -> list[Computed | Exception]:
@@ -36,8 +40,8 @@ def forward(
     they have states in their midst.
 
     Returns what each chunk has: next-token logits, [1 + num_drafted, vocab], behind the last known token and behind
-    each guess, and the tokens drawn from them. Or the error of its own forward. Waits for the device once. Raises
-    `DeviceLost`.
+    each guess, and the tokens drawn from them. Or the error of its own forward, or `StateLost`. Waits for the device
+    once. Raises `DeviceLost`.
     """
     try:
         with _hidden_states(model, step) as hidden:
@@ -50,10 +54,10 @@ def forward(
         raise_if_lost(error)
         if len(step) == 1:
             return [_naming_media(error, step[0].sequence.running.request)]
+        log.warning("[engine] a step of %d sequences failed, now each alone: %s", len(step), first_line(error))
         if any(chunk.start and _arena_of(chunk).layout.states for chunk in step):
             # The layers before the one that failed have their new states already.
-            return [error for _ in step]
-        log.warning("[engine] a step of %d sequences failed, now each alone: %s", len(step), first_line(error))
+            return [StateLost() for _ in step]
     for chunk in step:
         _arena_of(chunk).truncate(chunk.start)
     return [result for chunk in step for result in forward(model, [chunk])]

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from diskprefix.engine.active_requests import ActiveRequests
-from diskprefix.engine.forward import forward
+from diskprefix.engine.forward import StateLost, forward
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.running_request import Reply, ReplyState, RunningRequest
 from diskprefix.engine.scheduler import Chunk, Scheduler
@@ -201,6 +201,10 @@ class Loop:
             if reply.running.is_over:
                 continue
             with self._active.failing(reply.running):
+                if isinstance(result, StateLost):
+                    reply.packs = False
+                    self._active.preempt(reply, "is computed again, its step failed")
+                    continue
                 if isinstance(result, Exception):
                     raise result
                 self._apply(reply, reply.take_step(chunk, result, elapsed * chunk.num_rows / num_rows))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from diskprefix.native import require
 from diskprefix.native.library import Operators
 
 _CALL = struct.Struct("@8q P2q 2P 2d q P")
@@ -57,7 +58,7 @@ def attention(
 def run_of(start: int, num_rows: int, first: int, keys: torch.Tensor, values: torch.Tensor) -> bytes:
     """Returns the `Run` of a sequence, as `attention` takes it. The numbers of a token lie side by side in memory."""
     key_strides, value_strides = keys.stride(), values.stride()
-    assert key_strides[2] == value_strides[2] == 1
+    require(key_strides[2] == value_strides[2] == 1, keys, values)
     return _RUN.pack(
         *(start, num_rows, first),
         *(keys.data_ptr(), key_strides[0], key_strides[1]),

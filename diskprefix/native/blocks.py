@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from diskprefix.native import require
 from diskprefix.native.attention_operator import DTYPES
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
@@ -32,8 +33,7 @@ class Norm:
 
     def __call__(self, operators: Operators, rows: torch.Tensor) -> torch.Tensor:
         """Returns the norm of rows [.., width], in their dtype, which is that of the weight."""
-        assert rows.dtype is self.weight.dtype
-        assert rows.shape[-1] == len(self.weight)
+        require(rows.dtype is self.weight.dtype and rows.shape[-1] == len(self.weight), rows, self.weight)
         rows = rows.contiguous()
         out = torch.empty_like(rows)
         if operators.norm(self.call(operators, rows.numel() // rows.shape[-1], rows.data_ptr(), out.data_ptr())):
@@ -59,8 +59,7 @@ class Gated:
 
     def __call__(self, operators: Operators, rows: torch.Tensor) -> torch.Tensor:
         """Returns bfloat16 [.., rows of down] for bfloat16 [.., columns of gate and up]."""
-        assert rows.dtype is torch.bfloat16
-        assert rows.shape[-1] == self.gate.columns
+        require(rows.dtype is torch.bfloat16 and rows.shape[-1] == self.gate.columns, rows)
         rows = rows.contiguous()
         out = rows.new_empty(*rows.shape[:-1], self.down.rows)
         if operators.gated(self.call(operators, rows.numel() // rows.shape[-1], rows.data_ptr(), out.data_ptr())):
@@ -107,8 +106,7 @@ class AttentionBlock:
 
     def __call__(self, operators: Operators, rows: torch.Tensor, place: StepPlace) -> torch.Tensor:
         """Returns bfloat16 [1, rows, rows of last] for bfloat16 [1, rows, columns of query]."""
-        assert rows.dtype is torch.bfloat16
-        assert rows.shape == (1, rows.shape[1], self.query.columns)
+        require(rows.dtype is torch.bfloat16 and rows.shape == (1, rows.shape[1], self.query.columns), rows)
         rows = rows.contiguous()
         out = rows.new_empty(1, rows.shape[1], self.last.rows)
         call = self.call(operators, place, rows.shape[1], rows.data_ptr(), out.data_ptr())
@@ -119,10 +117,13 @@ class AttentionBlock:
     def call(self, operators: Operators, place: StepPlace, num_rows: int, rows: int = 0, out: int = 0) -> bytes:
         """Returns the argument of the operator. `rows` and `out` are addresses."""
         norm, of_keys, cosines, sines = self.query_norm, self.key_norm, place.cosines, place.sines
-        assert cosines.dtype is sines.dtype is torch.bfloat16
-        assert cosines.shape == sines.shape == (1, num_rows, self.key_dim)
-        assert cosines.is_contiguous()
-        assert sines.is_contiguous()
+        require(
+            cosines.dtype is sines.dtype is torch.bfloat16
+            and cosines.shape == sines.shape == (1, num_rows, self.key_dim)
+            and cosines.is_contiguous()
+            and sines.is_contiguous(),
+            *(cosines, sines),
+        )
         return _BLOCK.pack(
             *(num_rows, rows, self.query.address, self.key.address, self.value.address, self.last.address),
             *(0 if norm is None else norm.weight.data_ptr(), 0 if of_keys is None else of_keys.weight.data_ptr()),
@@ -147,8 +148,7 @@ class Layer:
     def __call__(self, operators: Operators, rows: torch.Tensor, place: StepPlace) -> torch.Tensor:
         """Returns bfloat16 [1, rows, width] for bfloat16 of that shape."""
         num_rows = rows.shape[1]
-        assert rows.dtype is torch.bfloat16
-        assert rows.shape == (1, num_rows, self.attention.query.columns)
+        require(rows.dtype is torch.bfloat16 and rows.shape == (1, num_rows, self.attention.query.columns), rows)
         rows = rows.contiguous()
         out = torch.empty_like(rows)
         norms = (_NO_NORM if norm is None else norm.call(operators, num_rows) for norm in self.norms)

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from diskprefix.native import require
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix
 
@@ -32,10 +33,8 @@ class RoutedExperts:
 
     def __post_init__(self) -> None:
         sizes = {(one.rows, one.columns) for one in (*self.gate, *self.up)}
-        assert len(sizes) == 1
-        assert {(one.columns, one.rows) for one in self.down} == sizes
-        assert len(self.down) == len(self.gate)
-        assert len(self.up) in (0, len(self.gate))
+        is_square = len(sizes) == 1 and {(one.columns, one.rows) for one in self.down} == sizes
+        require(is_square and len(self.down) == len(self.gate) and len(self.up) in (0, len(self.gate)))
 
     @cached_property
     def _addresses(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -54,10 +53,12 @@ class RoutedExperts:
         Raises `IndexError` if there is no expert of a number, `MemoryError`.
         """
         num_rows, num_chosen = chosen.shape
-        assert rows.dtype is torch.bfloat16
-        assert rows.shape == (num_rows, self.gate[0].columns)
-        assert weights.numel() == chosen.numel()
-        assert num_chosen > 0
+        require(
+            rows.dtype is torch.bfloat16
+            and rows.shape == (num_rows, self.gate[0].columns)
+            and weights.numel() == chosen.numel() > 0,
+            *(rows, chosen, weights),
+        )
         rows, chosen, weights = rows.contiguous(), chosen.long().contiguous(), weights.float().contiguous()
         out = torch.empty_like(rows)
         gate, up, down = self._addresses

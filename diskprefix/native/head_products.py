@@ -6,6 +6,7 @@ import struct
 
 import torch
 
+from diskprefix.native import require
 from diskprefix.native.attention_operator import DTYPES
 from diskprefix.native.library import Operators
 
@@ -19,10 +20,13 @@ def head_products(
     """Writes rows × matrix of each head to `out`, [heads, rows, outer]. `rows` are [heads, rows, inner]. `matrices` are
     [heads, inner, outer], or if `is_turned` [heads, outer, inner]. All have one dtype. Raises `MemoryError`."""
     (heads, num_rows, inner), outer = rows.shape, out.shape[-1]
-    assert matrices.shape == (heads, *((outer, inner) if is_turned else (inner, outer)))
-    assert out.shape == (heads, num_rows, outer)
-    assert rows.dtype is matrices.dtype is out.dtype
-    assert rows.stride(2) == matrices.stride(2) == out.stride(2) == 1
+    require(
+        matrices.shape == (heads, *((outer, inner) if is_turned else (inner, outer)))
+        and out.shape == (heads, num_rows, outer)
+        and rows.dtype is matrices.dtype is out.dtype
+        and rows.stride(2) == matrices.stride(2) == out.stride(2) == 1,
+        *(rows, matrices, out),
+    )
     call = _CALL.pack(
         *(DTYPES[rows.dtype], int(is_turned), heads, num_rows, inner, outer),
         *(rows.data_ptr(), rows.stride(0), rows.stride(1)),

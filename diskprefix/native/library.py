@@ -16,9 +16,6 @@ log = logging.getLogger("diskprefix")
 VARIANTS = ("amx", "avx512_bf16", "avx512", "avx2", "neon_bf16", "neon_dot", "baseline")
 """Kinds of CPU for which there may be operators. `source/library.cpp` says what each needs."""
 
-REVISION = 5
-"""The number changes with the bits of what an operator computes."""
-
 _NUM_ARGUMENTS = {
     "attention": 2,
     "product": 1,
@@ -49,6 +46,7 @@ class Operators:
 
     variant: str
     compiler: str
+    source: str
     attention: Any
     product: Any
     norm: Any
@@ -66,8 +64,8 @@ class Operators:
 
     @property
     def identity(self) -> str:
-        """The variant, compiler and revision, which decide about the bits."""
-        return f"{self.variant}, {self.compiler}, {REVISION}"
+        """The variant, the compiler and a digest of the sources, which decide about the bits."""
+        return f"{self.variant}, {self.compiler}, {self.source}"
 
 
 class PlanesCall(ctypes.Structure):
@@ -162,6 +160,7 @@ def _load(kernels: str) -> Operators:
     return Operators(
         variant=table.name.decode(),
         compiler=library.diskprefix_compiler().decode(),
+        source=build.digest(),
         parallel_for=_parallel_for(),
         **found,
     )

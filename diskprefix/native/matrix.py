@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from diskprefix.native import COLUMNS, ROWS
+from diskprefix.native import COLUMNS, ROWS, require
 from diskprefix.native.library import Operators
 
 _MATRIX = struct.Struct("@7q 3P")
@@ -39,7 +39,7 @@ class Matrix:
     ) -> None:
         """`weights` are bfloat16 of that size, or with fewer bits uint8, packed as `model.quants.forms` describes.
         `numbers` belong to the codes; they follow each other without `has_table`. `bias` has a number for each row."""
-        assert weights.is_contiguous()
+        require(weights.is_contiguous(), weights)
         self.rows, self.columns = size
         table = (
             torch.tensor([*numbers] * (_TABLE // len(numbers)), dtype=torch.float32)
@@ -67,8 +67,7 @@ def fills_blocks(weight: torch.Tensor) -> bool:
 
 def product(operators: Operators, rows: torch.Tensor, matrix: Matrix) -> torch.Tensor:
     """Returns bfloat16 [.., rows of the matrix] for bfloat16 [.., columns of the matrix]. Raises `MemoryError`."""
-    assert rows.dtype is torch.bfloat16
-    assert rows.shape[-1] == matrix.columns
+    require(rows.dtype is torch.bfloat16 and rows.shape[-1] == matrix.columns, rows)
     rows = rows.contiguous()
     out = rows.new_empty(*rows.shape[:-1], matrix.rows)
     call = _PRODUCT.pack(
@@ -85,7 +84,7 @@ def rows_of(operators: Operators, matrix: Matrix, ids: torch.Tensor) -> torch.Te
 
     Raises `IndexError` and `MemoryError`.
     """
-    assert ids.dtype is torch.int64
+    require(ids.dtype is torch.int64, ids)
     ids = ids.contiguous()
     if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < matrix.rows:
         raise IndexError(f"a matrix of {matrix.rows} rows has no row {int(ids.min())} or {int(ids.max())}")

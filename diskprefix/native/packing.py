@@ -7,7 +7,7 @@ from functools import cache
 
 import torch
 
-from diskprefix.native import ROWS
+from diskprefix.native import ROWS, require
 from diskprefix.native.library import Operators
 
 _PACKING = struct.Struct("@5q 4P q P")
@@ -48,12 +48,11 @@ def pack(operators: Operators, kind: str, content: torch.Tensor, order: torch.Te
     units, bytes of a unit]. `content` are the bytes of the file, uint8 [rows, bytes of a row]. Row i of `out` is row
     `order[i]` (int32) of it, or row i without an order. Raises `MemoryError`.
     """
-    assert content.dtype is torch.uint8
-    assert content.is_contiguous()
     if order is None:
-        assert len(content) == out.shape[0] * ROWS
+        has_rows = len(content) == out.shape[0] * ROWS
     else:
-        assert 0 <= int(order.min()) <= int(order.max()) < len(content)
+        has_rows = 0 <= int(order.min()) <= int(order.max()) < len(content)
+    require(has_rows and content.dtype is torch.uint8 and content.is_contiguous(), content, out)
     _call(operators, kind, content.shape[1], order, out, content=content.data_ptr())
 
 
@@ -85,14 +84,10 @@ def _call(
 ) -> None:
     number, weights, num_bytes = _TYPES[kind]
     strips, columns = out.shape[0], row_bytes // num_bytes * weights
-    assert out.dtype is torch.uint8
-    assert out.is_contiguous()
-    assert row_bytes % num_bytes == 0
-    assert out.shape[1] == columns // weights
+    has_units = row_bytes % num_bytes == 0 and out.shape[1] == columns // weights
+    require(has_units and out.dtype is torch.uint8 and out.is_contiguous(), out)
     if order is not None:
-        assert order.dtype is torch.int32
-        assert order.is_contiguous()
-        assert order.shape == (strips * ROWS,)
+        require(order.dtype is torch.int32 and order.shape == (strips * ROWS,) and order.is_contiguous(), order)
     grid = _grid_of(kind) if kind in _WITH_GRID else None
     parts = (0 if part is None else part.data_ptr() for part in (grid, order, out))
     threads = torch.get_num_threads() if num_threads is None else num_threads

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
+from diskprefix.native import require
 from diskprefix.native.attention_operator import DTYPES
 from diskprefix.native.library import Operators
 
@@ -35,7 +36,7 @@ def convolution(
     """Returns the causal convolution of each channel alone, [1, rows, channels], in the dtype of `rows` of that shape.
     `weight` is [channels, kernel], a state [1, channels, kernel]: the last inputs, the newest one last."""
     (_, num_rows, channels), kernel = rows.shape, weight.shape[1]
-    assert kernel <= MAX_KERNEL
+    require(kernel <= MAX_KERNEL and len(weight) == channels and (bias is None or len(bias) == channels), rows, weight)
     _check(runs, num_rows, (1, channels, kernel), rows.dtype)
     rows, weight = rows.contiguous(), weight.to(rows.dtype).contiguous()
     bias = None if bias is None else bias.to(rows.dtype).contiguous()
@@ -67,11 +68,14 @@ def delta_rule(
     """
     (_, num_rows, heads, value_dim), (key_heads, key_dim) = value.shape, key.shape[2:]
     _check(runs, num_rows, (1, heads, key_dim, value_dim), torch.float32)
-    assert query.shape == key.shape == (1, num_rows, key_heads, key_dim)
-    assert decay.shape in ((1, num_rows, heads), (1, num_rows, heads, key_dim))
-    assert beta.shape == (1, num_rows, heads)
-    assert heads % key_heads == 0
-    assert query.dtype is key.dtype is value.dtype
+    require(
+        query.shape == key.shape == (1, num_rows, key_heads, key_dim)
+        and decay.shape in ((1, num_rows, heads), (1, num_rows, heads, key_dim))
+        and beta.shape == (1, num_rows, heads)
+        and heads % key_heads == 0
+        and query.dtype is key.dtype is value.dtype,
+        *(query, key, value, decay, beta),
+    )
     query, key, value = (_by_rows(numbers) for numbers in (query, key, value))
     decay, beta = decay.float().contiguous(), beta.float().contiguous()
     out = value.new_empty(value.shape)
@@ -102,12 +106,15 @@ def state_space(
     """
     (_, num_rows, heads, dim), (groups, state_dim) = rows.shape, into.shape[2:]
     _check(runs, num_rows, (1, heads, dim, state_dim), torch.float32)
-    assert into.shape == out_of.shape == (1, num_rows, groups, state_dim)
-    assert steps.shape == (1, num_rows, heads)
-    assert decay.shape == (heads,)
-    assert skip is None or skip.shape == (heads,)
-    assert heads % groups == 0
-    assert rows.dtype is into.dtype is out_of.dtype
+    require(
+        into.shape == out_of.shape == (1, num_rows, groups, state_dim)
+        and steps.shape == (1, num_rows, heads)
+        and decay.shape == (heads,)
+        and (skip is None or skip.shape == (heads,))
+        and heads % groups == 0
+        and rows.dtype is into.dtype is out_of.dtype,
+        *(rows, steps, decay, into, out_of),
+    )
     rows, into, out_of = (_by_rows(numbers) for numbers in (rows, into, out_of))
     steps, decay = steps.float().contiguous(), decay.float().contiguous()
     skip = None if skip is None else skip.float().contiguous()
@@ -129,7 +136,8 @@ def _by_rows(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _check(runs: Runs, num_rows: int, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    assert sum(rows for rows, _ in runs) == num_rows
+    if sum(rows for rows, _ in runs) != num_rows:
+        raise ValueError(f"sequences of {[rows for rows, _ in runs]} rows, {num_rows} expected")
     for _, state in runs:
         if state.shape != shape or state.dtype is not dtype or not state.is_contiguous():
             raise ValueError(f"a state of {state.dtype} {list(state.shape)}, {dtype} {list(shape)} expected")

@@ -17,9 +17,11 @@ import pytest
 import torch
 from transformers import MistralConfig, MistralForCausalLM
 
+from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.engine.drafting import ModelDrafter, likeliest
 from diskprefix.engine.guesser import DraftRate
 from diskprefix.engine.loop import Engine, Loop
+from diskprefix.engine.request import ErrorEvent
 from diskprefix.errors import ModelError
 from diskprefix.kv.sizes import TILE
 from diskprefix.model.exact import runner
@@ -321,6 +323,26 @@ def test_a_draft_model_that_fails_fails_no_request(
     assert num_calls[0] == 5
     assert caplog.text.count("goes on without the draft model: no more") == 1
     assert not any(allocation.is_busy for allocation in model.pool.allocations)
+
+
+def test_a_draft_model_whose_state_cannot_be_given_back_ends_neither_a_failing_request_nor_the_engine(
+    plain: Engine, engine: Engine
+) -> None:
+    bad, good = (request(tokens(100, seed), max_tokens=REPLY) for seed in (31, 32))
+    (expected,) = run_together(plain, [good])
+    model = drafter(engine).model
+
+    def failing(cached: CachedRequest, *_: Any) -> None:
+        if cached.cache is model.cache:
+            raise RuntimeError("a bug of the draft model")
+        raise ZeroDivisionError("a bug")
+
+    with patch.multiple(CachedRequest, close=failing, publish_reply=failing, leave=failing):
+        (failed,) = run_together(engine, [bad])
+    assert isinstance(failed.events[-1], ErrorEvent)
+    assert not any(allocation.is_busy for allocation in (*model.pool.allocations, *engine.pool.allocations))
+    (found,) = run_together(engine, [good])
+    assert said(found) == said(expected)
 
 
 def test_where_it_is_never_right_it_is_not_asked_any_more(plain: Engine, engine: Engine) -> None:

@@ -13,6 +13,7 @@ import torch
 
 from diskprefix.cache.cache import PrefixCache
 from diskprefix.cache.cached_request import CachedRequest
+from diskprefix.engine import forward as engine_forward
 from diskprefix.engine.detokenize import TextStream
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine, Loop
@@ -22,6 +23,7 @@ from diskprefix.engine.served_model import ServedModel
 from diskprefix.errors import ContextTooLong, DeviceLost, DiskPrefixError, NotReady
 from diskprefix.kv.arena import KVArena, bytes_for
 from diskprefix.kv.pool import KVPool
+from diskprefix.model.exact import runner
 from tests.engine.driving import (
     Client,
     after_steps,
@@ -33,6 +35,7 @@ from tests.engine.driving import (
     running,
     tokens,
     wait_until_idle,
+    write_model,
 )
 from tests.model import tiny
 
@@ -255,6 +258,46 @@ def test_an_error_anywhere_fails_one_request(
     assert engine.pool.stats()["running"] == 0
     (after,) = run_together(engine, [good[0]])
     assert replies(after, 2) == expected[0]
+
+
+@pytest.mark.parametrize("where", ["forward", "draw"])
+def test_a_sequence_that_fails_in_a_step_of_several_with_states_fails_alone(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load(write_model(tmp_path / "model", "mamba2", torch.float32), tmp_path / "kv")
+    assert engine.packs
+    places = {"forward": (runner, "run"), "draw": (engine_forward, "draw")}
+    init = Sampler.__init__
+
+    def noted(self: Sampler, params: Any, prompt: Any, *others: Any) -> None:
+        init(self, params, prompt, *others)
+        bad.extend([self] * (len(prompt) == 333))
+
+    good = [request(tokens(100 + seed, seed), n=2) for seed in range(2)]
+    expected = [replies(alone(engine, one), 2) for one in good]
+    forget_idle(engine.pool)
+    compute, shared, bad = getattr(*places[where]), list[int](), list[Sampler]()
+
+    def failing(*args: Any) -> Any:
+        """Fails when the states are new already."""
+        found = compute(*args)
+        if where == "forward":
+            lengths = [rows.state.num_tokens for rows in args[1]]
+        else:
+            lengths = [333 * (ask.sampler in bad) for ask in args[0]]
+        if max(lengths) >= 333:
+            shared.append(len(lengths))
+            raise ZeroDivisionError("a bug")
+        return found
+
+    monkeypatch.setattr(Sampler, "__init__", noted)
+    monkeypatch.setattr(*places[where], failing)
+    clients = run_together(engine, [*good, request(tokens(333, 9))])
+    assert isinstance(clients[2].events[-1], ErrorEvent)
+    assert max(shared) > 1
+    assert [replies(client, 2) for client in clients[:2]] == expected
+    assert engine.pool.stats()["running"] == 0
+    engine.close()
 
 
 def test_a_client_that_cannot_be_told_anything_harms_nobody(engine: Engine) -> None:

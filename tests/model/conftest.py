@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cache_folder import USERS
 from tests.model import tiny
 
 
@@ -15,6 +16,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of fetched and converted models, empty and of this test alone."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "diskprefix" / "models"
+
+
+@pytest.fixture
+def users_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user's cache folder, for what is fetched once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(USERS))
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import random
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -30,6 +32,7 @@ from diskprefix.model.exact.rows import are_whole, is_curve, is_ours
 from diskprefix.model.exact.runner import can_pack
 from diskprefix.model.exact.structure import structure_of
 from diskprefix.model.load.imports import without_tracer
+from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.native.library import described, operators
 from diskprefix.printable import first_line
 from diskprefix.progress import Report, progress_bar
@@ -40,7 +43,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("diskprefix")
 
-_verdicts = Memo("invariance", version=6, max_records=64)
+_verdicts = Memo("invariance", version=7, max_records=64)
+_STARTED = secrets.token_hex(8)
+"""Of this process and its forks. In a container each start has the same process id."""
 
 # fmt: off
 _PRODUCTS = frozenset({"matmul", "mm", "bmm", "einsum"})
@@ -97,14 +102,15 @@ def make_exact(
     what torch raises when memory runs out.
 
     That a model is exact at every token is remembered for `form`, its fingerprint without the weights, and for its
-    structure (`model.exact.structure`). That it is not is remembered for `identity`, its fingerprint.
+    structure (`model.exact.structure`). That it is not is remembered for `identity`, its fingerprint, and believed when
+    two processes have measured it: a wrong moment of one must not make the model inexact for ever.
     """
-    computed_by = f"{__version__} {NAME} {attention.kernel(model.device)}"
-    own_key = hashlib.sha256(f"{computed_by} {identity}".encode()).hexdigest()
-    match _verdicts.get(own_key) if identity else None:
-        case {"reason": str(reason)}:
-            return _on_grid(rehearse(model, identity), reason)
-    key = _key_of(model, f"{computed_by} {form}") if form else ""
+    kernels = f"{__version__} {NAME} {attention.kernel(model.device)} {computed_by(model)}"
+    own_key, process = hashlib.sha256(f"{kernels} {identity}".encode()).hexdigest(), f"{os.getpid()} {_STARTED}"
+    reason, processes = _found_inexact(own_key) if identity else ("", [])
+    if process in processes or len(processes) > 1:
+        return _on_grid(rehearse(model, identity), reason)
+    key = _key_of(model, f"{kernels} {form}") if form else ""
     found = _remembered(key)
     if found is None:
         measured = _measured(model, report)
@@ -112,7 +118,7 @@ def make_exact(
             layout = rehearse(model, identity)
             reason = _why_not(model, layout) or measured
             if identity:
-                _verdicts.put(own_key, {"reason": reason})
+                _verdicts.put(own_key, {"reason": reason, "processes": [*processes, process]})
             return _on_grid(layout, reason)
         found = measured
         if key:
@@ -126,6 +132,14 @@ def make_exact(
 def _on_grid(layout: Layout, reason: str) -> tuple[Layout, str]:
     log.info("[model] exact in steps of one grid: %s", reason)
     return layout, reason
+
+
+def _found_inexact(key: str) -> tuple[str, list[str]]:
+    """Returns why a model was found not to be exact at every token, and the processes that found it."""
+    match _verdicts.get(key):
+        case {"reason": str(reason), "processes": list(processes)}:
+            return reason, processes
+    return "", []
 
 
 def _key_of(model: PreTrainedModel, form: str) -> str:

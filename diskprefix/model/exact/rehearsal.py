@@ -42,6 +42,7 @@ from diskprefix.kv.layout import (
 )
 from diskprefix.memo import Memo
 from diskprefix.model.exact.layer_kinds import sample_of
+from diskprefix.model.load.kernel_settings import computed_by
 from diskprefix.printable import first_line
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.version import __version__
@@ -87,8 +88,8 @@ def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
     succeeded is remembered for `identity`, the model's fingerprint, if it is given: class, configuration and libraries
     decide it. Raises only what torch raises when memory runs out.
     """
-    key = hashlib.sha256(f"{__version__} {identity}".encode()).hexdigest()
-    if identity and (remembered := _rehearsals.get(key)) is not None:
+    key = hashlib.sha256(f"{__version__} {computed_by(model)} {identity}".encode()).hexdigest() if identity else ""
+    if key and (remembered := _rehearsals.get(key)) is not None:
         with suppress(AttributeError, LookupError, TypeError, ValueError):
             return Layout.of_record(remembered)
     layout = read_layout(model)
@@ -101,7 +102,7 @@ def rehearse(model: PreTrainedModel, identity: str = "") -> Layout:
             return _rehearsed(model, layout)
 
     found = _or_unsupported(model, rehearsed)
-    if identity and not found.unsupported:
+    if key and not found.unsupported:
         _rehearsals.put(key, found.record())
     return found
 

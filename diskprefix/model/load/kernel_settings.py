@@ -124,6 +124,16 @@ def device_kind(device: torch.device) -> str:
     return f"{device.type} {torch.get_device_module(device).get_device_name(device)}"
 
 
+def computed_by(model: Any) -> str:
+    """Returns what decides about the bits that a model computes beside the model itself and our own code: versions,
+    device, CPU, environment, switches and threads. For keys of what was measured."""
+    import torch
+
+    libraries = torch.__version__, version("transformers")
+    kernels = cpu_kind(), environment(), switches(model), torch.get_num_threads()
+    return f"{libraries} {device_kind(model.device)} {kernels}"
+
+
 def cpu_kind() -> str:
     """Returns the vector instructions that torch uses, and a digest of all it knows of this CPU but its cores: oneDNN
     and MKL choose their kernels by vendor, instruction set (AMX, bf16) and cache sizes themselves."""

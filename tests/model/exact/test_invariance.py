@@ -244,6 +244,26 @@ def test_that_a_model_is_on_the_grid_is_remembered_for_its_own_weights_only(monk
     assert make_exact(seeded(1), identity="other weights", form="this one")[1] == ""
 
 
+def test_that_a_model_is_on_the_grid_is_believed_when_two_processes_have_measured_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def started(seed: int, finds: str | None = None) -> str:
+        """What the next process says, in which a measurement finds that."""
+        monkeypatch.setattr(invariance, "_STARTED", str(seed))
+        with monkeypatch.context() as patch:
+            if finds is not None:
+                patch.setattr(invariance, "_measured", lambda *_: finds)
+            return make_exact(seeded(0), identity="these weights", form="this one")[1]
+
+    assert started(1, finds="an odd moment") == "an odd moment"
+    assert started(2, finds="twice") == "twice"
+    assert started(3, finds="not measured") == "twice"
+    monkeypatch.setattr(invariance, "computed_by", lambda _: "other kernels")
+    assert started(4, finds="an odd moment") == "an odd moment"
+    assert started(5) == ""
+    assert started(6, finds="not measured") == ""
+
+
 class Forgetful(nn.Module):
     """A layer's part that adds what it saw before, and keeps that beside the cache until a sequence begins."""
 

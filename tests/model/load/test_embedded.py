@@ -151,6 +151,7 @@ def test_an_interrupted_download_takes_pip_with_it(
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("users_cache")
 def test_the_embedded_model_answers_sensibly_and_cuts_text_as_it_was_trained() -> None:
     """The real one, through the real path: pip on first use, the user's cache folder from then on."""
     import torch
@@ -173,6 +174,7 @@ def test_the_embedded_model_answers_sensibly_and_cuts_text_as_it_was_trained() -
 
 
 @pytest.mark.model
+@pytest.mark.usefixtures("users_cache")
 def test_the_embedded_model_is_loaded_from_its_folder_without_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     first = load_model(Settings(), print)
     monkeypatch.setattr(embedded, "download_wheel", None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,11 @@ def logits_of(model: PreTrainedModel) -> torch.Tensor:
     return logits.float()
 
 
+def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """The median of the tokens' errors: a router may choose another expert where two are nearly equal."""
+    return float(((found - exact).norm(dim=1) / exact.norm(dim=1)).median())
+
+
 @pytest.mark.usefixtures("cache")
 @pytest.mark.parametrize("is_split", [True, False], ids=["new", "old"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -278,9 +284,9 @@ def test_a_file_gives_the_parameters_and_logits_of_the_model(kind: str, is_split
     for name, mixture in mixtures.items():
         for part, (weight, _) in matrices_of(expected.get_submodule(name)).items():
             assert torch.equal(mixture.parts()[part].weight, weight), name
-    # A router may choose another expert where two are nearly equal.
-    error = (logits_of(served) - logits_of(expected)).norm(dim=1) / logits_of(expected).norm(dim=1)
-    assert float(error.median()) < 0.02
+    # All of the difference is rounding to bfloat16, of which transformers has as much on the same numbers.
+    exact = logits_of(copy.deepcopy(expected).float())
+    assert distance(logits_of(served), exact) < 1.5 * distance(logits_of(expected), exact)
     assert needs_of_gguf(file, "auto").weights_bytes == pytest.approx(needs_of(served), rel=0.02)
 
 
