@@ -57,6 +57,10 @@ class FunctionTool(Markable):
     strict: bool | None = Field(default=None, description="Accepted; calls that must be made follow the schema.")
 
 
+_REQUIRED_OF_FUNCTIONS: JsonObject = {"description": None, "parameters": None, "strict": None}
+"""What a function in a response must have, though a request need not say it."""
+
+
 class HostedTool(Body):
     """A tool that OpenAI would run, such as `web_search`. It is skipped."""
 
@@ -141,7 +145,9 @@ class FormatBody(Body):
     type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is any text.")
     name: str | None = Field(default=None, description="Accepted and ignored.")
     description: str | None = Field(default=None, description="Accepted and ignored.")
-    schema_: JsonObject | None = Field(default=None, alias="schema", description="With `json_schema`: the schema.")
+    schema_: JsonObject | None = Field(
+        default=None, alias="schema", description="With `json_schema`, or with `json_object`: the schema."
+    )
     strict: bool | None = Field(default=None, description="Accepted and ignored: every reply follows the schema.")
 
     @model_validator(mode="after")
@@ -152,6 +158,13 @@ class FormatBody(Body):
     @property
     def text_format(self) -> TextFormat | None:
         return TextFormat.of_json(self.type, self.schema_, "text.format", ".schema")
+
+    @property
+    def echo(self) -> Json:
+        """The format as a response repeats it: that of a schema has all fields."""
+        said: Json = self.model_dump(by_alias=True, exclude_none=True)
+        required = {"name": "", "description": None, "strict": False} if self.type == "json_schema" else {}
+        return required | said
 
 
 class TextBody(Body):
@@ -201,6 +214,8 @@ class ResponseRequest(RequestBody, Unmarkable):
     reasoning: ReasoningBody | None = Field(default=None, description="Reasoning.")
     include: list[str] | None = Field(default=None, description=f"`{_LOGPROBS}`; others are accepted and ignored.")
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description=f"With `include: [{_LOGPROBS}]`.")
+    max_tool_calls: Count | None = Field(default=None, description="Accepted and ignored: limits OpenAI's own tools.")
+    safety_identifier: str | None = Field(default=None, description="Comes back with the response.")
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = Field(
         default=None, description="Comes back with the response."
     )
@@ -256,22 +271,31 @@ class ResponseRequest(RequestBody, Unmarkable):
     def echo(self) -> dict[str, msgspec.Raw]:
         """Fields that the response repeats, as JSON text. Objects may take a hundred times the memory."""
         text: Json = {} if self.text is None else self.text.model_dump(by_alias=True, exclude_none=True)
+        if self.text is not None and self.text.format is not None:
+            text["format"] = self.text.format.echo
         choice = self.tool_choice
         echo: Json = {
             "instructions": self.instructions,
+            "frequency_penalty": self.frequency_penalty or 0.0,
             "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "presence_penalty": self.presence_penalty or 0.0,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
             "prompt_cache_retention": self.prompt_cache_retention,
             "reasoning": {"effort": self.effort, "summary": self.summary},
+            "safety_identifier": self.safety_identifier,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
             "tool_choice": choice.model_dump(exclude_none=True)
             if isinstance(choice, ResponseToolChoice)
             else choice or "auto",
-            "tools": self.tools or [],
+            "tools": [
+                _REQUIRED_OF_FUNCTIONS | tool if tool["type"] == "function" else tool
+                for tool in cast("list[JsonObject]", self.tools or [])
+            ],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",

@@ -261,7 +261,8 @@ class ResponseWriter:
             "service_tier": "default",
             "store": self._keep is not None,
             "system_fingerprint": self._head.fingerprint,
-            "usage": None,
+            # What is known so far: Open Responses requires the field, and OpenAI's schema takes no null.
+            "usage": _counts(self._head.prompt_tokens),
             **self._echo,
         }
 
@@ -281,10 +282,16 @@ def _item_status(reason: EndReason) -> ItemStatus:
 
 def _usage(done: DoneEvent, reasoning_tokens: int) -> Json:
     usage = done.usage
+    return _counts(
+        usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, written_tokens(done), reasoning_tokens
+    )
+
+
+def _counts(prompt: int, completion: int = 0, cached: int = 0, written: int = 0, reasoning: int = 0) -> Json:
     return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": written_tokens(done)},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": prompt + completion,
     }
