@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Annotated, Literal, TypeAlias, cast
 
@@ -31,11 +32,13 @@ from diskprefix.api.fields import (
 from diskprefix.api.responses_items import (
     MAX_STORED_BYTES,
     Input,
+    Item,
     MessageItem,
     ReferenceItem,
     ResponseStore,
     Said,
     SpokenItem,
+    TriggerItem,
     messages_of,
     stored_form,
 )
@@ -264,8 +267,12 @@ class ResponseRequest(RequestBody, Unmarkable):
     @property
     def reads_more(self) -> bool:
         """See `RequestBody`."""
-        items = () if self.input is None or isinstance(self.input, str) else self.input
-        return self.previous_response_id is not None or any(isinstance(item, ReferenceItem) for item in items)
+        return self.previous_response_id is not None or any(isinstance(item, ReferenceItem) for item in self.items)
+
+    @property
+    def items(self) -> list[Item]:
+        """The items of the input, without a text."""
+        return [] if self.input is None or isinstance(self.input, str) else self.input
 
     @property
     def echo(self) -> dict[str, msgspec.Raw]:
@@ -305,6 +312,16 @@ class ResponseRequest(RequestBody, Unmarkable):
 
 log = logging.getLogger("diskprefix")
 
+MAX_SUMMARY_TOKENS = 4096
+"""The most tokens of a conversation in short: clients set no limit, and a weak model writes on."""
+_REQUEST = (
+    "Stop here, and sum up this conversation for whoever goes on with it and will not see it. Write down what the user "
+    "wants, and all rules and preferences that the user stated; what was done and found out, with the names of files, "
+    "commands and values that matter; what was decided, and why; and what remains to be done, beginning with the next "
+    "step. Write the summary alone, without any call of a tool."
+)
+_IN_SHORT = Message(role="user", content=(TextPart(_REQUEST, "input"),), path="input")
+
 
 class Responses:
     """The API for one request."""
@@ -318,6 +335,8 @@ class Responses:
         self._echo: Mapping[str, msgspec.Raw] = {}
         self._input: bytes | None = None
         """JSON text of the items of the request itself, if the response is to be stored."""
+        self.compacts = False
+        """True if the reply is to be the conversation in short."""
 
     def read(self, body: ResponseRequest, vocab_size: int, notes: Callable[[], TenantNotes]) -> Asked:
         body.require_stream(body.stream_options)
@@ -327,9 +346,19 @@ class Responses:
             said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
             largest = max(self._echo, key=lambda name: len(bytes(self._echo[name])))
             raise InvalidRequest.at(largest, said)
+        prompt = self.conversation(body, ResponseStore(notes()))
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
+        if self.compacts:
+            # The tools stay in the prompt, whose beginning is that of the conversation so far.
+            limit = min(body.max_output_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
+            return Asked(
+                prompt=prompt,
+                sampling=replace(sampling, max_tokens=limit),
+                tool_choice=ToolChoice("none"),
+                limit_path="max_output_tokens",
+            )
         return Asked(
-            prompt=self.conversation(body, ResponseStore(notes())),
+            prompt=prompt,
             sampling=sampling,
             tool_choice=body.choice,
             text_format=body.text_format,
@@ -343,8 +372,9 @@ class Responses:
         Raises `InvalidRequest` for what is not stored.
         """
         self._store = store
+        messages = [*_instructions(body), *messages_of(self._items(body, store))]
         return Conversation(
-            messages=[*_instructions(body), *messages_of(self._items(body, store))],
+            messages=[*messages, _IN_SHORT] if self.compacts else messages,
             tools=body.offered.functions or None,
             tool_marks=body.offered.marks,
             tool_paths=body.offered.paths,
@@ -356,7 +386,8 @@ class Responses:
         keep = None
         if self._store is not None and self._input is not None:
             keep = partial(self._store.put, input_json=self._input, prompt=head.prompt)
-        return ResponseWriter(head, self._echo, reasoning_is_summary=body.summary is not None, keep=keep)
+        summary = body.summary is not None
+        return ResponseWriter(head, self._echo, reasoning_is_summary=summary, keep=keep, compacts=self.compacts)
 
     def _items(self, body: ResponseRequest, store: ResponseStore) -> list[Said]:
         """Returns the items of the conversation. Raises `InvalidRequest` for what is not stored."""
@@ -364,15 +395,19 @@ class Responses:
         said: list[Said] = []
         if isinstance(body.input, str):
             said.append((MessageItem(role="user", content=body.input), "input"))
-        for index, item in enumerate(body.input or () if not isinstance(body.input, str) else ()):
+        for index, item in enumerate(items := body.items):
             path = f"input.{index}"
-            if isinstance(item, ReferenceItem):
+            if isinstance(item, TriggerItem):
+                if index + 1 < len(items):
+                    raise InvalidRequest.at(path, "must be the last item")
+                self.compacts = True
+            elif isinstance(item, ReferenceItem):
                 said.append(store.referred(item, path))
             elif isinstance(item, SpokenItem):
                 said.append((item, path))
         if not earlier and not said:
             raise InvalidRequest.at("input", "must not be empty")
-        if body.is_stored:
+        if body.is_stored and not self.compacts:
             self._input = _storable([item for item, _ in said])
         return [*earlier, *said]
 

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.anthropic import CountTokensRequest, Messages
 from diskprefix.api.asked import Asked, constraint_of, thought_budget_of
+from diskprefix.api.compaction import Compaction, CompactRequest
 from diskprefix.api.dialect import BodyReader, Dialect, Head, ReplyWriter
 from diskprefix.api.fields import RequestBody, cache_options, with_sampling
 from diskprefix.api.figures import (
@@ -30,6 +31,7 @@ from diskprefix.api.figures import (
     AnthropicMessage,
     ChatCompletion,
     ChatCompletionChunk,
+    CompactedResponse,
     Completion,
     ModelResponse,
     ResponseEvent,
@@ -92,6 +94,16 @@ async def completions(request: Request) -> Response:
 async def responses(request: Request) -> Response:
     """Reply to a conversation that is given as items, or that continues a stored response."""
     return await answer(request, Responses())
+
+
+@router.post(
+    "/v1/responses/compact",
+    summary="A conversation in short",
+    **described(CompactRequest, CompactedResponse),
+)
+async def compact_response(request: Request) -> Response:
+    """Let the model sum up a conversation. What comes back stands for it in later requests."""
+    return await answer(request, Compaction())
 
 
 @router.post(
