@@ -39,10 +39,16 @@ class TextFormat:
     def of_json(
         cls, kind: Literal["text", "json_object", "json_schema"], schema: JsonObject | None, path: str, of_schema: str
     ) -> TextFormat | None:
-        """Returns OpenAI's format at `path`, whose schema stands at `of_schema` below it; None for any text."""
-        if kind == "json_schema":
-            return cls(kind, json.dumps(schema), path + of_schema)
-        return cls(kind, "", path) if kind == "json_object" else None
+        """Returns OpenAI's format at `path`, whose schema stands at `of_schema` below it; None for any text. An object
+        may have a schema too, as llama.cpp has it. Raises `InvalidRequest` for a schema of any text."""
+        if kind == "text":
+            if schema is not None:
+                raise InvalidRequest.at(path + of_schema, "needs the type json_schema or json_object")
+            return None
+        if schema is None:
+            return cls("json_object", "", path)
+        whole = schema if kind == "json_schema" else {"type": "object"} | schema
+        return cls("json_schema", json.dumps(whole), path + of_schema)
 
 
 @dataclass(frozen=True)
@@ -110,6 +116,8 @@ class Asked:
     """
 
     prompt: Conversation | str | list[int] | FillIn
+    more_prompts: tuple[str | list[int] | FillIn, ...] = ()
+    """Further prompts, each of which is replied to as if it came alone."""
     sampling: SamplingParams
     tool_choice: ToolChoice = ToolChoice()
     text_format: TextFormat | None = None

@@ -207,6 +207,18 @@ class ModelResponse(_Documented):
     timings: TimingsReply | None = None
 
 
+class CompactedResponse(_Documented):
+    """The answer of `POST /v1/responses/compact`."""
+
+    id: str
+    object: Literal["response.compaction"]
+    created_at: int = Field(description="Seconds since 1970.")
+    output: list[JsonObject] = Field(description="The newest messages of the user, and an item of type `compaction`.")
+    usage: JsonObject = Field(description="Counts of tokens, as in OpenAI's API.")
+    prefix_cache: CacheReply
+    timings: TimingsReply
+
+
 class ResponseEvent(_Documented):
     """An event of a streamed response. The other fields depend on its type."""
 

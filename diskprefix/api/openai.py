@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias, cast
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
 from diskprefix.api.asked import Asked
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
 from diskprefix.api.error_forms import openai_error
 from diskprefix.api.fields import (
+    MAX_COUNT,
     MAX_STOPS,
-    REFUSED,
     Body,
     Count,
     OneOf,
@@ -183,15 +182,21 @@ def _progress(event: ProgressEvent) -> Json:
     }
 
 
-def _only_prompt(value: object) -> object:
-    """Returns the prompt of a list that holds one prompt, and any other value as it is."""
-    if not (isinstance(value, list) and value and isinstance(value[0], str | list)):
-        return value
-    if len(value) > 1:
-        raise PydanticCustomError(
-            REFUSED, f"{len(value)} prompts in one request are not supported; send them one by one"
-        )
-    return value[0]
+MAX_PROMPTS = 256
+"""The most prompts of a request."""
+_MOST_TOKENS = 16
+"""The most tokens of a choice where the client says nothing, as at OpenAI."""
+
+TokenList: TypeAlias = Annotated[list[int], Field(min_length=1)]
+OnePrompt: TypeAlias = Annotated[str | TokenList, OneOf("a string or a list of token ids")]
+
+
+def _kind_of_prompt(value: object) -> str | None:
+    if isinstance(value, str):
+        return "~text"
+    if not isinstance(value, list):
+        return None
+    return "~several" if value and isinstance(value[0], str | list) else "~tokens"
 
 
 class CompletionRequest(OpenAIBody):
@@ -200,19 +205,36 @@ class CompletionRequest(OpenAIBody):
     model_config = ConfigDict(json_schema_extra={"example": {"prompt": "The three longest rivers are"}})
 
     prompt: Annotated[
-        str | Annotated[list[int], Field(min_length=1)],
-        OneOf("a string or a list of token ids"),
-        BeforeValidator(_only_prompt),
-    ] = Field(description="Text, or token ids; or a list that holds exactly one of these.")
-    logprobs: int | None = Field(default=None, ge=0, le=20, description="So many alternatives for every token.")
+        Annotated[str, Tag("~text")]
+        | Annotated[TokenList, Tag("~tokens")]
+        | Annotated[list[OnePrompt], Field(max_length=MAX_PROMPTS), Tag("~several")],
+        Discriminator(
+            _kind_of_prompt,
+            custom_error_type="type",
+            custom_error_message="Input should be a string or a list of token ids, or a list of such prompts",
+        ),
+    ] = Field(description=f"Text, or token ids; or a list of up to {MAX_PROMPTS} such prompts.")
+    max_tokens: Annotated[int, Field(ge=0, le=MAX_COUNT)] | None = Field(
+        default=None, description=f"Most tokens of a choice; 0: the prompt is only computed. Absent: {_MOST_TOKENS}."
+    )
+    logprobs: int | None = Field(
+        default=None, ge=0, le=20, description="So many alternatives for every token, and the token itself."
+    )
     echo: Literal[False] | None = Field(default=None, description="Not supported.")
     suffix: str | None = Field(default=None, description="Text behind the gap that the reply fills; `prompt` is text.")
     best_of: int | None = Field(default=None, ge=1, le=16, description="Not supported, unless equal to `n`.")
 
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list):
+            return cast("list[str | list[int]]", self.prompt)
+        return [cast("str | list[int]", self.prompt)]
+
     @model_validator(mode="after")
     def _has_a_text(self) -> CompletionRequest:
-        if not (self.prompt or self.suffix):
-            raise InvalidRequest.at("prompt", "must not be empty")
+        for index, prompt in enumerate(self.prompts):
+            if not (prompt or self.suffix):
+                raise InvalidRequest.at("prompt" if prompt is self.prompt else f"prompt.{index}", "must not be empty")
         return self
 
 
@@ -224,13 +246,22 @@ class Completions:
     def read(self, body: CompletionRequest, vocab_size: int, _notes: Callable[[], TenantNotes]) -> Asked:
         if body.best_of not in (None, body.n or 1):
             raise InvalidRequest.at("best_of", "must be equal to n")
-        sampling = body.sampling(vocab_size, body.max_tokens, body.logprobs)
-        prompt: str | list[int] | FillIn = body.prompt
-        if body.suffix:
-            if not isinstance(prompt, str):
-                raise InvalidRequest.at("suffix", "needs a prompt that is text, not token ids")
-            prompt = FillIn(prompt, body.suffix, "suffix")
-        return Asked(prompt=prompt, sampling=sampling, text_format=body.text_format_beside(None))
+        max_tokens = _MOST_TOKENS if body.max_tokens is None else body.max_tokens
+        first, *more = [self._prompt(prompt, body.suffix) for prompt in body.prompts]
+        return Asked(
+            prompt=first,
+            more_prompts=tuple(more),
+            sampling=body.sampling(vocab_size, max_tokens, body.logprobs),
+            text_format=body.text_format_beside(None),
+        )
+
+    @staticmethod
+    def _prompt(prompt: str | list[int], suffix: str | None) -> str | list[int] | FillIn:
+        if not suffix:
+            return prompt
+        if not isinstance(prompt, str):
+            raise InvalidRequest.at("suffix", "needs a prompt that is text, not token ids")
+        return FillIn(prompt, suffix, "suffix")
 
     def writer(self, body: CompletionRequest, head: Head) -> OpenAIWriter:
         return CompletionWriter(head, include_usage=body.include_usage, with_logprobs=body.logprobs is not None)
@@ -266,6 +297,7 @@ def _logprobs(tokens: Sequence[TokenLogprob], text_offset: int) -> Json:
     return {
         "tokens": [token.text for token in tokens],
         "token_logprobs": [token.logprob for token in tokens],
-        "top_logprobs": [{alternative.text: alternative.logprob for alternative in token.top} for token in tokens],
+        # The token that was sampled may be none of the likeliest.
+        "top_logprobs": [{one.text: one.logprob for one in (*token.top, token)} for token in tokens],
         "text_offset": offsets,
     }

@@ -172,14 +172,14 @@ class ChatWriter(OpenAIWriter):
         return {"message": message, "logprobs": _logprobs(choice.tokens) if self.with_logprobs else None}
 
     def chunk_choices(self, event: DeltaEvent) -> list[Json]:
-        deltas = [_delta(delta) for delta in event.deltas] or [{}]
-        if event.choice not in self._begun:
-            self._begun.add(event.choice)
-            deltas[0] = {"role": "assistant", "content": ""} | deltas[0]
+        deltas: list[Json] = [_delta(delta) for delta in event.deltas] or ([{}] if event.tokens else [])
         choices: list[Json] = [{"delta": delta, "logprobs": None} for delta in deltas]
         if event.tokens:
             choices[0]["logprobs"] = _logprobs(event.tokens)
-        return choices
+        if event.choice in self._begun:
+            return choices
+        self._begun.add(event.choice)
+        return [{"delta": {"role": "assistant", "content": ""}, "logprobs": None}, *choices]
 
     def end_choice(self, _event: EndEvent) -> Json:
         return {"delta": {}, "logprobs": None}

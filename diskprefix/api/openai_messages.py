@@ -32,6 +32,7 @@ from diskprefix.chat.messages import (
     TextPart,
     ToolCall,
 )
+from diskprefix.errors import InvalidRequest
 
 
 class TextPartBody(Markable):
@@ -246,6 +247,9 @@ class ResponseFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is any text.")
     json_schema: JsonSchemaFormat | None = Field(default=None, description="With the type `json_schema`.")
+    schema_: JsonObject | None = Field(
+        default=None, alias="schema", description="With the type `json_object`: its JSON schema, as llama.cpp has it."
+    )
 
     @model_validator(mode="after")
     def _has_a_schema(self) -> ResponseFormat:
@@ -254,5 +258,11 @@ class ResponseFormat(Body):
 
     @property
     def text_format(self) -> TextFormat | None:
-        schema = None if self.json_schema is None else self.json_schema.schema_
-        return TextFormat.of_json(self.type, schema, "response_format", ".json_schema.schema")
+        """Raises `InvalidRequest` for a schema beside another type."""
+        path = "response_format"
+        if self.type != "json_schema":
+            return TextFormat.of_json(self.type, self.schema_, path, ".schema")
+        if self.schema_ is not None:
+            raise InvalidRequest.at(f"{path}.schema", "needs the type json_object; that of json_schema stands in it")
+        assert self.json_schema is not None, "the type needs it"
+        return TextFormat.of_json(self.type, self.json_schema.schema_, path, ".json_schema.schema")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Annotated, Literal, TypeAlias, cast
 
@@ -31,11 +32,13 @@ from diskprefix.api.fields import (
 from diskprefix.api.responses_items import (
     MAX_STORED_BYTES,
     Input,
+    Item,
     MessageItem,
     ReferenceItem,
     ResponseStore,
     Said,
     SpokenItem,
+    TriggerItem,
     messages_of,
     stored_form,
 )
@@ -55,6 +58,10 @@ class FunctionTool(Markable):
     description: str | None = Field(default=None, description="What it does, for the model to read.")
     parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
     strict: bool | None = Field(default=None, description="Accepted; calls that must be made follow the schema.")
+
+
+_REQUIRED_OF_FUNCTIONS: JsonObject = {"description": None, "parameters": None, "strict": None}
+"""What a function in a response must have, though a request need not say it."""
 
 
 class HostedTool(Body):
@@ -141,7 +148,9 @@ class FormatBody(Body):
     type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is any text.")
     name: str | None = Field(default=None, description="Accepted and ignored.")
     description: str | None = Field(default=None, description="Accepted and ignored.")
-    schema_: JsonObject | None = Field(default=None, alias="schema", description="With `json_schema`: the schema.")
+    schema_: JsonObject | None = Field(
+        default=None, alias="schema", description="With `json_schema`, or with `json_object`: the schema."
+    )
     strict: bool | None = Field(default=None, description="Accepted and ignored: every reply follows the schema.")
 
     @model_validator(mode="after")
@@ -152,6 +161,13 @@ class FormatBody(Body):
     @property
     def text_format(self) -> TextFormat | None:
         return TextFormat.of_json(self.type, self.schema_, "text.format", ".schema")
+
+    @property
+    def echo(self) -> Json:
+        """The format as a response repeats it: that of a schema has all fields."""
+        said: Json = self.model_dump(by_alias=True, exclude_none=True)
+        required = {"name": "", "description": None, "strict": False} if self.type == "json_schema" else {}
+        return required | said
 
 
 class TextBody(Body):
@@ -201,6 +217,8 @@ class ResponseRequest(RequestBody, Unmarkable):
     reasoning: ReasoningBody | None = Field(default=None, description="Reasoning.")
     include: list[str] | None = Field(default=None, description=f"`{_LOGPROBS}`; others are accepted and ignored.")
     top_logprobs: int | None = Field(default=None, ge=0, le=20, description=f"With `include: [{_LOGPROBS}]`.")
+    max_tool_calls: Count | None = Field(default=None, description="Accepted and ignored: limits OpenAI's own tools.")
+    safety_identifier: str | None = Field(default=None, description="Comes back with the response.")
     metadata: Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)] | None = Field(
         default=None, description="Comes back with the response."
     )
@@ -249,29 +267,42 @@ class ResponseRequest(RequestBody, Unmarkable):
     @property
     def reads_more(self) -> bool:
         """See `RequestBody`."""
-        items = () if self.input is None or isinstance(self.input, str) else self.input
-        return self.previous_response_id is not None or any(isinstance(item, ReferenceItem) for item in items)
+        return self.previous_response_id is not None or any(isinstance(item, ReferenceItem) for item in self.items)
+
+    @property
+    def items(self) -> list[Item]:
+        """The items of the input, without a text."""
+        return [] if self.input is None or isinstance(self.input, str) else self.input
 
     @property
     def echo(self) -> dict[str, msgspec.Raw]:
         """Fields that the response repeats, as JSON text. Objects may take a hundred times the memory."""
         text: Json = {} if self.text is None else self.text.model_dump(by_alias=True, exclude_none=True)
+        if self.text is not None and self.text.format is not None:
+            text["format"] = self.text.format.echo
         choice = self.tool_choice
         echo: Json = {
             "instructions": self.instructions,
+            "frequency_penalty": self.frequency_penalty or 0.0,
             "max_output_tokens": self.max_output_tokens,
+            "max_tool_calls": self.max_tool_calls,
             "metadata": self.metadata or {},
             "parallel_tool_calls": self.parallel_tool_calls is not False,
+            "presence_penalty": self.presence_penalty or 0.0,
             "previous_response_id": self.previous_response_id,
             "prompt_cache_key": self.prompt_cache_key,
             "prompt_cache_retention": self.prompt_cache_retention,
             "reasoning": {"effort": self.effort, "summary": self.summary},
+            "safety_identifier": self.safety_identifier,
             "temperature": 1.0 if self.temperature is None else self.temperature,
             "text": {"format": {"type": "text"}, "verbosity": "medium"} | text,
             "tool_choice": choice.model_dump(exclude_none=True)
             if isinstance(choice, ResponseToolChoice)
             else choice or "auto",
-            "tools": self.tools or [],
+            "tools": [
+                _REQUIRED_OF_FUNCTIONS | tool if tool["type"] == "function" else tool
+                for tool in cast("list[JsonObject]", self.tools or [])
+            ],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
             "truncation": "disabled",
@@ -280,6 +311,16 @@ class ResponseRequest(RequestBody, Unmarkable):
 
 
 log = logging.getLogger("diskprefix")
+
+MAX_SUMMARY_TOKENS = 4096
+"""The most tokens of a conversation in short: clients set no limit, and a weak model writes on."""
+_REQUEST = (
+    "Stop here, and sum up this conversation for whoever goes on with it and will not see it. Write down what the user "
+    "wants, and all rules and preferences that the user stated; what was done and found out, with the names of files, "
+    "commands and values that matter; what was decided, and why; and what remains to be done, beginning with the next "
+    "step. Write the summary alone, without any call of a tool."
+)
+_IN_SHORT = Message(role="user", content=(TextPart(_REQUEST, "input"),), path="input")
 
 
 class Responses:
@@ -294,6 +335,8 @@ class Responses:
         self._echo: Mapping[str, msgspec.Raw] = {}
         self._input: bytes | None = None
         """JSON text of the items of the request itself, if the response is to be stored."""
+        self.compacts = False
+        """True if the reply is to be the conversation in short."""
 
     def read(self, body: ResponseRequest, vocab_size: int, notes: Callable[[], TenantNotes]) -> Asked:
         body.require_stream(body.stream_options)
@@ -303,9 +346,19 @@ class Responses:
             said = f"the response repeats them, and would have {format_size(num_bytes)}; send {limit} at most"
             largest = max(self._echo, key=lambda name: len(bytes(self._echo[name])))
             raise InvalidRequest.at(largest, said)
+        prompt = self.conversation(body, ResponseStore(notes()))
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
+        if self.compacts:
+            # The tools stay in the prompt, whose beginning is that of the conversation so far.
+            limit = min(body.max_output_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
+            return Asked(
+                prompt=prompt,
+                sampling=replace(sampling, max_tokens=limit),
+                tool_choice=ToolChoice("none"),
+                limit_path="max_output_tokens",
+            )
         return Asked(
-            prompt=self.conversation(body, ResponseStore(notes())),
+            prompt=prompt,
             sampling=sampling,
             tool_choice=body.choice,
             text_format=body.text_format,
@@ -319,8 +372,9 @@ class Responses:
         Raises `InvalidRequest` for what is not stored.
         """
         self._store = store
+        messages = [*_instructions(body), *messages_of(self._items(body, store))]
         return Conversation(
-            messages=[*_instructions(body), *messages_of(self._items(body, store))],
+            messages=[*messages, _IN_SHORT] if self.compacts else messages,
             tools=body.offered.functions or None,
             tool_marks=body.offered.marks,
             tool_paths=body.offered.paths,
@@ -332,7 +386,8 @@ class Responses:
         keep = None
         if self._store is not None and self._input is not None:
             keep = partial(self._store.put, input_json=self._input, prompt=head.prompt)
-        return ResponseWriter(head, self._echo, reasoning_is_summary=body.summary is not None, keep=keep)
+        summary = body.summary is not None
+        return ResponseWriter(head, self._echo, reasoning_is_summary=summary, keep=keep, compacts=self.compacts)
 
     def _items(self, body: ResponseRequest, store: ResponseStore) -> list[Said]:
         """Returns the items of the conversation. Raises `InvalidRequest` for what is not stored."""
@@ -340,15 +395,19 @@ class Responses:
         said: list[Said] = []
         if isinstance(body.input, str):
             said.append((MessageItem(role="user", content=body.input), "input"))
-        for index, item in enumerate(body.input or () if not isinstance(body.input, str) else ()):
+        for index, item in enumerate(items := body.items):
             path = f"input.{index}"
-            if isinstance(item, ReferenceItem):
+            if isinstance(item, TriggerItem):
+                if index + 1 < len(items):
+                    raise InvalidRequest.at(path, "must be the last item")
+                self.compacts = True
+            elif isinstance(item, ReferenceItem):
                 said.append(store.referred(item, path))
             elif isinstance(item, SpokenItem):
                 said.append((item, path))
         if not earlier and not said:
             raise InvalidRequest.at("input", "must not be empty")
-        if body.is_stored:
+        if body.is_stored and not self.compacts:
             self._input = _storable([item for item, _ in said])
         return [*earlier, *said]
 

@@ -128,6 +128,20 @@ class ReasoningItem(Body):
     encrypted_content: str | None = Field(default=None, description="Ignored: this server does not encrypt.")
 
 
+class CompactionItem(Body):
+    """A conversation in short, from `POST /v1/responses/compact`. What it stands for comes before it no more."""
+
+    type: Literal["compaction"]
+    id: str | None = None
+    encrypted_content: str = Field(description="As this server returned it. It is not encrypted.")
+
+
+class TriggerItem(Body):
+    """Asks for the conversation before it in short, as an item of type `compaction`. It is the last item."""
+
+    type: Literal["compaction_trigger"]
+
+
 class ReferenceItem(Body):
     """An item of a stored response, of its input or of its output, in whose place it stands."""
 
@@ -146,15 +160,37 @@ def _type_of_item(value: JsonObject) -> str:
     return "item_reference" if "role" not in value and "id" in value else "message"
 
 
-SpokenItem: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem
+SpokenItem: TypeAlias = MessageItem | CallItem | OutputItem | ReasoningItem | CompactionItem
 Item: TypeAlias = Annotated[
-    SpokenItem | ReferenceItem | OtherItem, OneOf("an item, which is an object", OtherItem, _type_of_item)
+    SpokenItem | ReferenceItem | TriggerItem | OtherItem, OneOf("an item, which is an object", OtherItem, _type_of_item)
 ]
 Input: TypeAlias = Annotated[
     str | Annotated[list[Item], Field(max_length=MAX_MESSAGES)], OneOf("a string or a list of items")
 ]
 
-_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+_ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "reasoning": "rs",
+    "compaction": "cmp",
+}
+_OWN = "diskprefix: "
+"""The beginning of what this server wrote in short: other servers encrypt it, and no model could read that."""
+
+
+def compacted(summary: str) -> str:
+    """Returns the `encrypted_content` of an item of type `compaction`."""
+    return _OWN + summary
+
+
+def _summary(item: CompactionItem, path: str) -> Message:
+    """Raises `InvalidRequest` for an item of another server."""
+    path = f"{path}.encrypted_content"
+    if not item.encrypted_content.startswith(_OWN):
+        raise InvalidRequest.at(path, "was not made by this server, which cannot decrypt it")
+    text = f"What was said and done before, in short:\n\n{item.encrypted_content.removeprefix(_OWN)}"
+    return Message(role="user", content=(TextPart(text, path),), path=path)
 
 
 def item_id(response_id: str, kind: str, index: int, *, is_input: bool = False) -> str:
@@ -223,6 +259,8 @@ def messages_of(items: Iterable[tuple[SpokenItem, str]]) -> list[Message]:
             _add(turn, item, path)
         elif isinstance(item, OutputItem):
             messages.append(_result(item, names.get(item.call_id), path))
+        elif isinstance(item, CompactionItem):
+            messages.append(_summary(item, path))
         elif isinstance(item, MessageItem):
             parts = _parts(item.content, f"{path}.content")
             messages.append(Message(role=item.role, content=parts, mark=item.mark, path=path))

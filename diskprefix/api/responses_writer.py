@@ -24,7 +24,7 @@ from diskprefix.api.reply import (
     WholeReply,
     logprob_reply,
 )
-from diskprefix.api.responses_items import item_id
+from diskprefix.api.responses_items import compacted, item_id
 from diskprefix.chat.output.format import ContentDelta, ReasoningDelta, ToolCallDelta
 from diskprefix.engine.request import DoneEvent, TokenLogprob
 from diskprefix.errors import DiskPrefixError
@@ -70,10 +70,12 @@ class _OpenItem:
 
 
 class OutputItems:
-    """Makes items and events from deltas. The events lack `sequence_number`. `done` are the items that are closed."""
+    """Makes items and events from deltas. The events lack `sequence_number`. `done` are the items that are closed.
+    With `compacts`, the text of the reply becomes one item of type `compaction`."""
 
-    def __init__(self, response_id: str, *, reasoning_is_summary: bool) -> None:
+    def __init__(self, response_id: str, *, reasoning_is_summary: bool, compacts: bool = False) -> None:
         self._response_id = response_id
+        self._summary: list[str] | None = [] if compacts else None
         self._reasoning = _SUMMARY if reasoning_is_summary else _REASONING
         self.done: list[Json] = []
         self._open: _OpenItem | None = None
@@ -84,6 +86,9 @@ class OutputItems:
 
     def add(self, deltas: Sequence[ReplyDelta], tokens: Sequence[TokenLogprob] = ()) -> list[Json]:
         """Returns the events of some deltas."""
+        if self._summary is not None:
+            self._summary += [delta.text for delta in deltas if isinstance(delta, ContentDelta)]
+            return []
         self._tokens += tokens
         events = []
         for delta in deltas:
@@ -103,10 +108,21 @@ class OutputItems:
 
     def end(self, status: ItemStatus) -> list[Json]:
         """Closes the last item, and returns its events. A reply without any item is an empty message."""
+        if self._summary is not None:
+            return self._compaction("".join(self._summary).strip())
         begun = [] if self.done or self._open else self._begin_message()
         if begun and self._blanks:
             begun += self._text("")
         return [*begun, *self._close(status)]
+
+    def _compaction(self, summary: str) -> list[Json]:
+        if not summary:
+            raise DiskPrefixError("the model wrote nothing that could stand for the conversation")
+        id_ = item_id(self._response_id, "compaction", 0)
+        item = {"id": id_, "type": "compaction", "encrypted_content": compacted(summary)}
+        self.done.append(item)
+        kinds = ("response.output_item.added", "response.output_item.done")
+        return [{"type": kind, "output_index": 0, "item": item} for kind in kinds]
 
     def _content(self, text: str) -> list[Json]:
         if self._is_open(_MESSAGE):
@@ -182,12 +198,18 @@ class ResponseWriter:
     """`echo` is what the response repeats of the request. `keep` stores a response that is complete."""
 
     def __init__(
-        self, head: Head, echo: Mapping[str, object], *, reasoning_is_summary: bool, keep: Callable[[Json], None] | None
+        self,
+        head: Head,
+        echo: Mapping[str, object],
+        *,
+        reasoning_is_summary: bool,
+        keep: Callable[[Json], None] | None,
+        compacts: bool = False,
     ) -> None:
         self._head = head
         self._echo = echo
         self._keep = keep
-        self._items = OutputItems(head.id, reasoning_is_summary=reasoning_is_summary)
+        self._items = OutputItems(head.id, reasoning_is_summary=reasoning_is_summary, compacts=compacts)
         self._num_events = 0
         self._end = EndEvent(0, "stop")
 
@@ -261,7 +283,8 @@ class ResponseWriter:
             "service_tier": "default",
             "store": self._keep is not None,
             "system_fingerprint": self._head.fingerprint,
-            "usage": None,
+            # What is known so far: Open Responses requires the field, and OpenAI's schema takes no null.
+            "usage": _counts(self._head.prompt_tokens),
             **self._echo,
         }
 
@@ -281,10 +304,16 @@ def _item_status(reason: EndReason) -> ItemStatus:
 
 def _usage(done: DoneEvent, reasoning_tokens: int) -> Json:
     usage = done.usage
+    return _counts(
+        usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens, written_tokens(done), reasoning_tokens
+    )
+
+
+def _counts(prompt: int, completion: int = 0, cached: int = 0, written: int = 0, reasoning: int = 0) -> Json:
     return {
-        "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": written_tokens(done)},
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": written},
+        "output_tokens": completion,
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": prompt + completion,
     }

@@ -74,7 +74,9 @@ def _wanted(
     parsed: ChatRequest | CompletionRequest | CountTokensRequest | ResponseRequest, notes: ReadOnlyNotes | None
 ) -> Conversation | str | list[int]:
     if isinstance(parsed, CompletionRequest):
-        return parsed.prompt
+        if len(parsed.prompts) > 1:
+            raise InvalidRequest.at("prompt", f"holds {len(parsed.prompts)} prompts; here each needs a body of its own")
+        return parsed.prompts[0]
     if not isinstance(parsed, ResponseRequest):
         return parsed.conversation
     if notes is None and parsed.previous_response_id is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.anthropic import CountTokensRequest, Messages
 from diskprefix.api.asked import Asked, constraint_of, thought_budget_of
+from diskprefix.api.compaction import Compaction, CompactRequest
 from diskprefix.api.dialect import BodyReader, Dialect, Head, ReplyWriter
 from diskprefix.api.fields import RequestBody, cache_options, with_sampling
 from diskprefix.api.figures import (
@@ -30,6 +31,7 @@ from diskprefix.api.figures import (
     AnthropicMessage,
     ChatCompletion,
     ChatCompletionChunk,
+    CompactedResponse,
     Completion,
     ModelResponse,
     ResponseEvent,
@@ -50,7 +52,7 @@ from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import CacheOptions, Stage
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, events, openai_events
-from diskprefix.server.generation import Generation
+from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.remembering import RememberingReader, reply_memory, stored_encodings, stored_turns
 from diskprefix.server.serving import Serving
@@ -95,6 +97,16 @@ async def responses(request: Request) -> Response:
 
 
 @router.post(
+    "/v1/responses/compact",
+    summary="A conversation in short",
+    **described(CompactRequest, CompactedResponse),
+)
+async def compact_response(request: Request) -> Response:
+    """Let the model sum up a conversation. What comes back stands for it in later requests."""
+    return await answer(request, Compaction())
+
+
+@router.post(
     "/v1/messages",
     summary="Anthropic messages",
     **described(Messages.body, AnthropicMessage, events(AnthropicEvent), AnthropicErrorBody),
@@ -133,6 +145,12 @@ class Question:
     arrival: Arrival
     asked: Asked
 
+    @property
+    def parts(self) -> list[Question]:
+        """A question for each of the prompts."""
+        prompts = (self.asked.prompt, *self.asked.more_prompts)
+        return [Question(self.arrival, replace(self.asked, prompt=one, more_prompts=())) for one in prompts]
+
 
 @dataclass(frozen=True)
 class Rendered:
@@ -156,7 +174,7 @@ class Rendered:
 class Submitted:
     """A request that the engine has, and the two that make its reply of the engine's events."""
 
-    generation: Generation
+    generation: Generation | Generations
     reader: RememberingReader
     writer: ReplyWriter
     is_stream: bool
@@ -184,7 +202,8 @@ async def _response(request: Request, dialect: Dialect[B], body: B, place: Queue
         arrival = await arrive(request, dialect, body, place)
         arrival.serving.engine.give_way()
         async with arrival.turn():
-            return send(await submit(await render(await ask(arrival))))
+            question = await ask(arrival)
+            return send(await submit([await render(one) for one in question.parts]))
 
 
 async def arrive(request: Request, dialect: BodyReader[B], body: B, place: QueuePlace) -> Arrival:
@@ -244,16 +263,17 @@ async def render(question: Question) -> Rendered:
     return Rendered(arrival, question.asked, replayed)
 
 
-async def submit(rendered: Rendered) -> Submitted:
-    """Gives the request to the engine.
+async def submit(parts: Sequence[Rendered]) -> Submitted:
+    """Gives the request to the engine: that of the first prompt, and those of others when the one before has ended.
 
     Raises `QueueFull`, `NotReady`, `InvalidRequest` for a constraint that cannot be compiled, and `ClientDisconnect`.
     """
-    arrival, prompt = rendered.arrival, rendered.replayed.prompt
+    rendered = parts[0]
+    arrival, prompt, sampling = rendered.arrival, rendered.replayed.prompt, rendered.asked.sampling
     daemon, context, serving = arrival.daemon, arrival.context, arrival.serving
     # A constraint is compiled when its caller's turn comes. The bodies of others do not wait for that.
     arrival.place.memory.close()
-    make_request = partial(_engine_request, rendered)
+    make_request = partial(_engine_request, rendered, sampling.n * len(parts), max(part.room for part in parts))
     if rendered.asked.is_constrained:
         made = await daemon.threads.compile(context.caller.tenant, arrival.request.is_disconnected, make_request)
     else:
@@ -263,29 +283,39 @@ async def submit(rendered: Rendered) -> Submitted:
     reader, generate = made
     if daemon.settings.log_prompts:
         context.prompt_text = await daemon.threads.run("rendering", serving.engine.tokenizer.decode, prompt.token_ids)
-    max_tokens = rendered.asked.sampling.max_tokens
+    least = min(part.room for part in parts)
     head = Head(
         id=generate.id,
         created=int(time.time()),
         model=serving.model_name,
         fingerprint=serving.fingerprint,
-        prompt_tokens=len(prompt.token_ids),
+        prompt_tokens=sum(len(part.replayed.prompt.token_ids) for part in parts),
         request_id=context.request_id,
-        clamped_to=None if max_tokens is None or max_tokens <= rendered.room else rendered.room,
+        clamped_to=None if sampling.max_tokens is None or sampling.max_tokens <= least else least,
         prompt=prompt.token_ids,
     )
     context.generation_id = generate.id
+    all_done: list[DoneEvent] = []
 
     def on_done(done: DoneEvent) -> None:
-        context.done = done
+        all_done.append(done)
+        context.done = together(all_done)
         daemon.metrics.count_generation(done)
         daemon.breaks.note(done.cache)
 
     def on_cancelled(activity: Activity) -> None:
         context.cancelled_at = activity
 
+    def begin(request: GenerateRequest) -> Generation:
+        return Generation(serving.inbox, request, arrival.request.receive, on_done, on_cancelled)
+
     writer = rendered.dialect.writer(arrival.body, head)
-    generation = Generation(serving.inbox, generate, arrival.request.receive, on_done, on_cancelled)
+    requests = [
+        generate if part is rendered else replace(generate, id=f"{generate.id}-{index}", prompt=part.replayed.prompt)
+        for index, part in enumerate(parts)
+    ]
+    begins = [partial(begin, request) for request in requests]
+    generation = begin(generate) if len(parts) == 1 else Generations(begins, sampling.n)
     return Submitted(generation, reader, writer, bool(arrival.body.stream))
 
 
@@ -295,8 +325,9 @@ def send(submitted: Submitted) -> Response:
     return response(submitted.generation, submitted.reader, submitted.writer)
 
 
-def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequest]:
-    """Returns the engine's request, and the reader of its reply. Without a conversation, all of the reply is content.
+def _engine_request(rendered: Rendered, num_choices: int, room: int) -> tuple[RememberingReader, GenerateRequest]:
+    """Returns the engine's request, and the reader of the reply, which has `num_choices` over all prompts.
+    `room` is the number of tokens that one of them may have. Without a conversation, all of the reply is content.
 
     Raises `InvalidRequest` for a constraint that cannot be compiled, which may take seconds.
     """
@@ -309,7 +340,7 @@ def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequ
     encode = partial(serving.engine.tokenizer.encode, add_special_tokens=False)
     budget = asked.thinking_budget or arrival.daemon.settings.reasoning_budget
     ends = serving.renderer.fill_in_ends(asked.prompt) if isinstance(asked.prompt, FillIn) else ()
-    sampling = _sampling(asked, rendered.room)
+    sampling = _sampling(asked, room, num_choices)
     generate = GenerateRequest(
         id=f"{rendered.dialect.id_prefix}{uuid.uuid4().hex}",
         prompt=replayed.prompt,
@@ -324,11 +355,11 @@ def _engine_request(rendered: Rendered) -> tuple[RememberingReader, GenerateRequ
     )
     memory = reply_memory(serving, arrival.cache, replayed)
     # Made here, in a thread: many names of tools take long.
-    parsers = [output_format.parser(tools, prompt_end) for _ in range(asked.sampling.n)]
+    parsers = [output_format.parser(tools, prompt_end) for _ in range(num_choices)]
     return RememberingReader(parsers.pop, rendered.dialect.call_id_prefix, memory, many_calls=choice.many), generate
 
 
-def _sampling(asked: Asked, num_room: int) -> SamplingParams:
+def _sampling(asked: Asked, num_room: int, num_choices: int) -> SamplingParams:
     """Returns how the reply is sampled. Log probabilities are held until the end of a reply, so they limit its tokens.
 
     Raises `InvalidRequest` if the client's own limit allows for too many log probabilities.
@@ -336,11 +367,11 @@ def _sampling(asked: Asked, num_room: int) -> SamplingParams:
     sampling = asked.sampling
     if sampling.logprobs is None:
         return sampling
-    most = MAX_LOGPROBS // (sampling.n * (1 + sampling.logprobs))
+    most = MAX_LOGPROBS // (num_choices * (1 + sampling.logprobs))
     if sampling.max_tokens is None:
         return replace(sampling, max_tokens=most) if most < num_room else sampling
     if min(sampling.max_tokens, num_room) > most:
-        of_choices = f" of {sampling.n} choices" if sampling.n > 1 else ""
+        of_choices = f" of {num_choices} choices" if num_choices > 1 else ""
         raise InvalidRequest.at(
             asked.limit_path,
             f"a reply may have {MAX_LOGPROBS} log probabilities; with {sampling.logprobs} alternatives for every token"

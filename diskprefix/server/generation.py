@@ -7,7 +7,8 @@ import logging
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, TypeAlias
 
 from starlette.requests import ClientDisconnect
@@ -22,6 +23,7 @@ from diskprefix.engine.request import (
     ProgressEvent,
     ReadEvent,
     TextEvent,
+    Usage,
 )
 from diskprefix.errors import DiskPrefixError
 
@@ -184,3 +186,47 @@ class Generation:
                 if activity.id == self._id:
                     self._on_cancelled(activity)
         self._ticket.cancel()
+
+
+class Generations:
+    """The requests in the engine for several prompts of one body, one after the other; otherwise as a `Generation`.
+
+    The choices are counted on from prompt to prompt, of which each has `num_choices`. One `DoneEvent` is for all.
+    """
+
+    def __init__(self, begin: Sequence[Callable[[], Generation]], num_choices: int) -> None:
+        """Submits the first request. Each of `begin` submits one."""
+        first, *self._waiting = begin
+        self._running = first()
+        self._num_choices = num_choices
+        self._done: list[DoneEvent] = []
+
+    async def next(self, timeout_s: float) -> LiveEvent | None:
+        """See `Generation.next`. A later request may be refused."""
+        loop = asyncio.get_running_loop()
+        until = loop.time() + timeout_s
+        event = await self._running.next(timeout_s)
+        while isinstance(event, DoneEvent):
+            self._done.append(event)
+            if not self._waiting:
+                return together(self._done)
+            self._running.close()
+            self._running = self._waiting.pop(0)()
+            event = await self._running.next(until - loop.time())
+        if isinstance(event, TextEvent | FinishEvent):
+            return replace(event, choice=event.choice + self._num_choices * len(self._done))
+        return event
+
+    def close(self) -> None:
+        self._waiting.clear()
+        self._running.close()
+
+
+def together(done: Sequence[DoneEvent]) -> DoneEvent:
+    """Returns the sums of the tokens of several requests, with what the cache did for the one that it saved most."""
+    total, completed, cached = (
+        sum(getattr(one.usage, f"{kind}_tokens") for one in done) for kind in ("prompt", "completion", "cached")
+    )
+    most = max(done, key=lambda one: one.cache.restored)
+    usage = Usage(prompt_tokens=total, completion_tokens=completed, cached_tokens=cached)
+    return DoneEvent(usage, replace(most.cache, restored=cached), most.timings)

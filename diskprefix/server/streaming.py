@@ -16,7 +16,7 @@ from diskprefix.api.reply import EndEvent, ReplyEvent, ReplyReader, whole_reply
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.error_replies import early_failure, early_sign, error_response, logged, note_failure
-from diskprefix.server.generation import Generation, LiveEvent
+from diskprefix.server.generation import Generation, Generations, LiveEvent
 from diskprefix.server.log_context import CLIENT_CLOSED_REQUEST, log_context
 
 log = logging.getLogger("diskprefix")
@@ -33,7 +33,7 @@ _STREAM_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 class _Connection:
     """Sends a response, and knows when it is time for a sign of life. `clock` returns seconds."""
 
-    def __init__(self, send: Send, generation: Generation, clock: Callable[[], float]) -> None:
+    def __init__(self, send: Send, generation: Generation | Generations, clock: Callable[[], float]) -> None:
         self._send = send
         self._generation = generation
         self._clock = clock
@@ -64,7 +64,7 @@ class _ReplyResponse(Response):
 
     def __init__(
         self,
-        generation: Generation,
+        generation: Generation | Generations,
         reader: ReplyReader,
         writer: ReplyWriter,
         clock: Callable[[], float] = time.monotonic,

@@ -457,15 +457,25 @@ def test_a_salt_that_is_refused_is_not_repeated(salt: Any) -> None:
         assert "sword" not in refusal(**fields).message
 
 
-@pytest.mark.parametrize("prompt", ["text", ["text"], [1, 2], [[1, 2]]])
-def test_one_prompt_may_come_in_a_list(prompt: Any) -> None:
-    assert completion(prompt=prompt).prompt in ("text", [1, 2])
+@pytest.mark.parametrize(
+    ("prompt", "prompts"),
+    [
+        ("text", ["text"]),
+        (["text"], ["text"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2]], [[1, 2]]),
+        (["a", "b"], ["a", "b"]),
+        ([[1], "b", [2, 3]], [[1], "b", [2, 3]]),
+    ],
+)
+def test_a_body_has_one_prompt_or_a_list_of_them(prompt: Any, prompts: list[Any]) -> None:
+    assert completion(prompt=prompt).prompts == prompts
 
 
 @pytest.mark.parametrize(
-    "prompt", ["", [], [""], [[]], 5, None, [1, "a"], ["a", 1], [1.5], [True], ["a", "b"], [[1], [2]]]
+    "prompt", ["", [], [""], [[]], 5, None, [1, "a"], ["a", 1], [1.5], [True], ["a", ""], [[1], [True]], ["a"] * 257]
 )
-def test_no_prompt_two_prompts_and_other_things_are_refused(prompt: Any) -> None:
+def test_no_prompt_and_other_things_are_refused(prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         completion(prompt=prompt)
     assert str(caught.value.param).startswith("prompt")

@@ -82,6 +82,10 @@ def test_a_tool_choice_that_cannot_be_met_is_refused(fields: dict[str, Any], wor
         ({"response_format": {"type": "text"}}, None),
         ({"response_format": {"type": "json_object"}}, TextFormat("json_object", "", "response_format")),
         (
+            {"response_format": {"type": "json_object", "schema": {"properties": {"b": {}, "a": {}}}}},
+            TextFormat("json_schema", json.dumps(SCHEMA), "response_format.schema"),
+        ),
+        (
             {
                 "response_format": {
                     "type": "json_schema",

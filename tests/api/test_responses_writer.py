@@ -272,8 +272,9 @@ def test_a_response_is_kept_once_it_is_complete_and_not_before() -> None:
 
 
 def test_a_response_repeats_what_was_asked_for() -> None:
-    text = {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True}, "verbosity": "low"}
-    tool = {"type": "function", "name": "f", "parameters": SCHEMA, "strict": True}
+    schema = {"type": "json_schema", "name": "n", "description": "d", "schema": SCHEMA, "strict": True}
+    text = {"format": schema, "verbosity": "low"}
+    tool = {"type": "function", "name": "f", "description": "g", "parameters": SCHEMA, "strict": True}
     fields: dict[str, Any] = {
         "instructions": "Be brief.",
         "max_output_tokens": 7,
@@ -287,6 +288,10 @@ def test_a_response_repeats_what_was_asked_for() -> None:
         "tools": [tool],
         "top_p": 0.9,
         "prompt_cache_key": "k",
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "max_tool_calls": 3,
+        "safety_identifier": "s",
     }
     response = whole(events_of(HELLO), **fields)
     assert {name: response[name] for name in fields} == fields

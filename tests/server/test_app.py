@@ -518,6 +518,7 @@ def test_the_last_chunk_carries_cache_and_timings(server: AppServer) -> None:
     assert order == [(0, None), (0, "stop"), (1, None), (1, "stop")]
     firsts = [next(choice for choice in choices if choice["index"] == index) for index in (0, 1)]
     assert [choice for choice in choices if "role" in choice["delta"]] == firsts
+    assert all(choice["delta"] == {"role": "assistant", "content": ""} for choice in firsts), "the role comes alone"
     assert [chunk for chunk in chunks if "prefix_cache" in chunk] == chunks[-1:]
     assert chunks[-1]["timings"]["restore_ms"] == 3.14
     assert "usage" not in chunks[-1]
@@ -619,6 +620,13 @@ def test_what_the_reply_must_be_reaches_the_engine(server: AppServer, engine: Sc
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "weird"}}}},
             "response_format.json_schema.schema",
+        ),
+        ({"response_format": {"type": "json_object", "schema": {"type": "weird"}}}, "response_format.schema"),
+        ({"response_format": {"type": "json_object", "schema": 123}}, "response_format.schema"),
+        ({"response_format": {"type": "text", "schema": {}}}, "response_format.schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}}},
+            "response_format.schema",
         ),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"continue_final_message": True}, "continue_final_message"),

@@ -79,6 +79,56 @@ def test_logprobs(client: OpenAI) -> None:
     assert all(len(token.top_logprobs) == 2 for token in content)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_choices_of_several_prompts_are_those_of_each_alone(client: OpenAI, stream: bool) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "n": 2, "seed": 3, "max_tokens": 4, "logit_bias": NO_END}
+    prompts: Any = ["Name three rivers", [5, 6, 7], "And three lakes"]
+    alone = [client.completions.create(prompt=prompt, **fields) for prompt in prompts]
+    wanted = [choice.text for reply in alone for choice in reply.choices]
+    texts = [""] * len(wanted)
+    if stream:
+        options: Any = {"include_usage": True}
+        chunks = list(client.completions.create(prompt=prompts, stream=True, stream_options=options, **fields))
+        for choice in (choice for chunk in chunks for choice in chunk.choices):
+            texts[choice.index] += choice.text
+        usage = chunks[-1].usage
+    else:
+        reply = client.completions.create(prompt=prompts, **fields)
+        assert [choice.index for choice in reply.choices] == list(range(6))
+        texts, usage = [choice.text for choice in reply.choices], reply.usage
+    assert texts == wanted
+    assert usage is not None
+    assert usage.completion_tokens == 24
+    assert usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone if one.usage is not None)
+
+
+def test_a_completion_has_16_tokens_unless_the_client_says_another_number_or_none(client: OpenAI) -> None:
+    def reply(**fields: Any) -> Any:
+        return client.completions.create(model=MODEL, prompt=["a", "b"], logit_bias=NO_END, **fields)
+
+    assert reply().usage.completion_tokens == 32
+    none = reply(max_tokens=0, n=2)
+    assert none.usage.completion_tokens == 0
+    assert [(choice.text, choice.finish_reason) for choice in none.choices] == [("", "length")] * 4
+    chunks = list(reply(max_tokens=0, stream=True))
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == ["length", "length"]
+
+
+@pytest.mark.parametrize("num_alternatives", [0, 2])
+def test_the_log_probabilities_of_a_completion_have_the_token_itself(client: OpenAI, num_alternatives: int) -> None:
+    reply = client.completions.create(
+        model=MODEL, prompt="a", max_tokens=8, logprobs=num_alternatives, seed=1, logit_bias=NO_END
+    )
+    found = reply.choices[0].logprobs
+    assert found is not None
+    assert found.tokens is not None
+    assert found.token_logprobs is not None
+    assert found.top_logprobs is not None
+    for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
+        assert top[token] == logprob
+        assert num_alternatives <= len(top) <= num_alternatives + 1
+
+
 @pytest.mark.parametrize("prompt", ["Name three rivers", ["Name three rivers"], [5, 6, 7]])
 def test_completions(client: OpenAI, prompt: Any) -> None:
     reply = client.completions.create(model=MODEL, prompt=prompt, max_tokens=6, temperature=0, logit_bias=NO_END)

@@ -355,3 +355,72 @@ def test_a_query_that_cannot_be_served_is_refused_in_the_form_of_the_api(
     answer = http.get(f"{ROUTE}/resp_1/input_items", params=query)
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == param
+
+
+TURNS: list[Any] = [
+    {"role": "developer", "content": "Rules."},
+    {"role": "user", "content": "Mend a.py."},
+    {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": '{"city": "Oslo"}'},
+    {"type": "function_call_output", "call_id": "c1", "output": "rain"},
+    {"role": "assistant", "content": "Done."},
+    {"role": "user", "content": "Now b.py."},
+]
+
+
+def test_a_conversation_is_compacted_and_goes_on_from_there(
+    server: AppServer, client: OpenAI, http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    engine.script = saying(thought("What was it?"), "a.py is mended. ", "b.py remains.", CALL)
+    fields: Any = {"model": MODEL, "instructions": "Be brief."}
+    short = http.post(f"{ROUTE}/compact", json={"input": TURNS, "tools": [WEATHER], **fields}).json()
+    assert (short["object"], short["usage"]["output_tokens"]) == ("response.compaction", 4)
+    first, second, summary = short["output"]
+    assert [item["content"][0]["text"] for item in (first, second)] == ["Mend a.py.", "Now b.py."]
+    assert summary["type"] == "compaction"
+    assert client.responses.compact(input=TURNS, **fields).object == "response.compaction"
+    engine.requests.pop()
+
+    client.responses.create(input=TURNS, tools=[WEATHER], store=False, **fields)
+    client.responses.create(input=short["output"], **fields)
+    assert server.daemon.serving is not None
+    decode = server.daemon.serving.engine.tokenizer.decode
+    asked, plain, later = (decode(request.prompt.token_ids) for request in engine.requests)
+    shared = plain[: plain.rindex("Now b.py.")]
+    assert asked.startswith(shared), "the prompt of the conversation, which may be cached, and a question behind it"
+    assert engine.requests[0].sampling.max_tokens == 4096
+    assert later.index("Now b.py.") < later.index("a.py is mended. b.py remains.")
+    assert "Done." not in later
+
+
+def test_a_trigger_at_the_end_of_the_input_has_the_conversation_compacted(
+    client: OpenAI, engine: ScriptedEngine
+) -> None:
+    engine.script = saying("All ", "in short.")
+    trigger: Any = {"type": "compaction_trigger"}
+    events = list(client.responses.create(model=MODEL, input=[*TURNS, trigger], stream=True))
+    names = [event.type.removeprefix("response.") for event in events]
+    assert names == ["created", "in_progress", "output_item.added", "output_item.done", "completed"]
+    completed: Any = events[-1]
+    assert [item.type for item in completed.response.output] == ["compaction"]
+    assert completed.response.store is False
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "param"),
+    [
+        ("", {"input": [{"type": "compaction_trigger"}, TURNS[1]]}, "input.0"),
+        ("", {"input": [TURNS[1], {"type": "compaction", "encrypted_content": "gAAAA"}]}, "input.1.encrypted_content"),
+        ("/compact", {"input": TURNS, "stream": True}, "stream"),
+        ("/compact", {"input": []}, "input"),
+    ],
+)
+def test_what_cannot_be_compacted_is_refused(http: httpx.Client, path: str, fields: dict[str, Any], param: str) -> None:
+    answer = http.post(ROUTE + path, json=fields)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_a_model_that_sums_up_nothing_is_an_error(http: httpx.Client, engine: ScriptedEngine) -> None:
+    engine.script = saying(thought("Hm."))
+    answer = http.post(f"{ROUTE}/compact", json={"input": TURNS})
+    assert answer.status_code == 500
+    assert "wrote nothing" in answer.json()["error"]["message"]

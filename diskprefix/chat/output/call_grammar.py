@@ -18,6 +18,7 @@ _AS_TEMPLATES_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "ke
 _MOST_CHARS = 1 << 19
 """The most characters of a grammar. The definitions of a schema are repeated for each argument."""
 _NUMBER = " /[0-9]{1,2}/ "
+_BLANKS = r"/\s{0,8}/"
 _DEFINITIONS = ("$defs", "definitions")
 _JOINED_BY = {"python": ", "}
 
@@ -49,7 +50,9 @@ class _Grammar:
         calls = [self._call(index, function) for index, function in enumerate(self._functions)]
         written = self._written
         more = f"({self._literal(written.between)} call)*" if many else ""
-        start = f"start: {self._literal(written.before)} call {more} {self._literal(written.after)}"
+        # A model that is done may write a line end before the reply's end.
+        after = self._literal(written.after) or (_BLANKS if many else "")
+        start = f"start: {self._literal(written.before)} call {more} {after}"
         return "\n".join([start, f"call: {' | '.join(calls)}", *self._rules]) + "\n"
 
     def _call(self, index: int, function: JsonObject) -> str:

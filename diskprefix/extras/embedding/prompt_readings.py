@@ -20,12 +20,12 @@ from starlette.types import Message
 from diskprefix.api.fields import CacheFields, cache_options
 from diskprefix.chat.messages import JsonObject
 from diskprefix.engine.gauges import Activity
-from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading, SamplingParams, Usage
+from diskprefix.engine.request import DoneEvent, GenerateRequest, ReadEvent, Reading, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.extras.embedding.model_purpose import Purpose
 from diskprefix.nouns import CacheOptions, Prompt, Scope
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.generation import Generation
+from diskprefix.server.generation import Generation, together
 from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.serving import Serving
 from diskprefix.server.streaming import disconnected
@@ -130,11 +130,10 @@ def _options(cache: CacheOptions, reading: Reading) -> CacheOptions:
 
 def _count(context: LogContext, done: Sequence[DoneEvent]) -> JsonObject:
     """Sets what the log says of all prompts, and returns their `TokenUsage`."""
-    total, cached = (sum(getattr(one.usage, f"{kind}_tokens") for one in done) for kind in ("prompt", "cached"))
-    most = max(done, key=lambda one: one.cache.restored)
-    usage = Usage(prompt_tokens=total, completion_tokens=0, cached_tokens=cached)
-    context.done = DoneEvent(usage, replace(most.cache, restored=cached), most.timings)
-    return {"prompt_tokens": total, "total_tokens": total, "prompt_tokens_details": {"cached_tokens": cached}}
+    context.done = together(done)
+    usage = context.done.usage
+    cached = {"cached_tokens": usage.cached_tokens}
+    return {"prompt_tokens": usage.prompt_tokens, "total_tokens": usage.prompt_tokens, "prompt_tokens_details": cached}
 
 
 class _Readings:

