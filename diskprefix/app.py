@@ -7,6 +7,7 @@ import logging
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diskprefix import hooks
@@ -36,11 +37,23 @@ def serve(settings: Settings) -> None:
     for flag, models in (("--model", settings.model_names), ("--draft-model", [settings.draft_model])):
         for model in models:
             require_named(model, flag, with_weights=True)
+    _require_folder(settings.kv_cache_dir)
     run_front = hooks.open_front(settings)
     if run_front is None:
         _serve(settings)
     else:
         run_front(settings, prepare, _serve)
+
+
+def _require_folder(path: Path) -> None:
+    """Raises `StoreUnavailable` for a folder that a store cannot use, unless that may end by itself."""
+    from diskprefix.store.folder import FolderUnavailable, check_folder
+
+    try:
+        check_folder(path)
+    except FolderUnavailable as error:
+        if not error.passing:
+            raise
 
 
 def _serve(settings: Settings, front: FrontLine | None = None) -> None:

@@ -34,13 +34,14 @@ log = logging.getLogger("diskprefix")
 
 _NAMES = (
     "catalogue",
-    "housekeeping",
     "clients",
+    "talk",
     "setup",
     "warm",
     "watch",
-    "exchange",
     "simulate",
+    "housekeeping",
+    "exchange",
     "remote",
     "tracing",
     "front",
@@ -48,8 +49,8 @@ _NAMES = (
     "media",
     "infill",
     "embedding",
-    "talk",
 )
+"""The order is that of the commands in `diskprefix --help`."""
 _OWN = tuple(f"diskprefix.extras.{name}" for name in _NAMES)
 _GROUP = "diskprefix.extras"
 
@@ -154,7 +155,7 @@ def commands() -> dict[str, str]:
     places: dict[str, str] = {}
     for found in _all("COMMANDS"):
         # The first has the name: no other package replaces a command of this one.
-        places = found | places
+        places |= {name: place for name, place in found.items() if name not in places}
     return places
 
 

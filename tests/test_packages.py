@@ -49,7 +49,7 @@ BESIDE = {
     "talk": {"daemon_call", "web_page"},
     "clients": {"catalogue", "daemon_call"},
     "simulate": {"front", "warm", "request_bodies"},
-    "setup": {"catalogue", "front", "warm", "request_bodies"},
+    "setup": {"catalogue", "daemon_call", "front", "warm", "request_bodies"},
     "vllm": {"remote", "exchange"},
     "front": {"catalogue", "web_page"},
 }

@@ -165,6 +165,14 @@ def test_each_package_has_its_page() -> None:
     assert {str(path.relative_to(ROOT)) for path in PAGES} == EXPECTED_PAGES
 
 
+def test_no_page_installs_from_an_index_before_one_has_the_package() -> None:
+    texts = {str(page.relative_to(ROOT)): " ".join(page.read_text(encoding="utf-8").split()) for page in PAGES}
+    if "No index has the package yet" in texts["README.md"]:
+        # With a version, it is what a test of a release types, from a folder.
+        installs = re.compile(r"pipx? install diskprefix(?!==|\w)")
+        assert [page for page, text in texts.items() if installs.search(text)] == []
+
+
 def test_the_first_page_is_short() -> None:
     assert (ROOT / "README.md").stat().st_size <= 12 * 1024
 

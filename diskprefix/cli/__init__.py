@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from difflib import get_close_matches
 from typing import Any, NoReturn
 
 import click
@@ -18,15 +19,16 @@ COMMANDS = {
     "serve": "serve_command",
     "completion": "about",
 }
-"""The module of each command of the core. The function has the command's name."""
+"""The module of each command of the core, which is the first and the last. The function has the command's name."""
 
 _USAGE_EXIT_CODE, _SYSTEM_EXIT_CODE, _INTERRUPTED_EXIT_CODE, _BROKEN_PIPE_EXIT_CODE = 2, 4, 130, 141
 """The last two are what a shell reports for a process that SIGINT or SIGPIPE killed."""
 
 
 def command_names() -> list[str]:
-    """Returns the names of all commands, those of the core first."""
-    return [*COMMANDS, *hooks.commands()]
+    """Returns the names of all commands, in the order in which people need them."""
+    first, *last = COMMANDS
+    return [first, *hooks.commands(), *last]
 
 
 class LazyGroup(click.Group):
@@ -34,6 +36,16 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002 - click's signature
         return command_names()
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            if near := get_close_matches(args[0], command_names(), n=1):
+                error.message = f"{error.message.rstrip('.')}; did you mean {near[0]}?"
+            raise
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name in COMMANDS:

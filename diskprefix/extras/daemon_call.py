@@ -19,6 +19,9 @@ Say = Callable[[str], None]
 """Takes a line that says what the command waits for."""
 
 _CONNECT_S = 10.0
+"""The time for a connection, and for the answer of `/health`, which a daemon gives at once whatever it computes."""
+_SILENCE_S = 120.0
+"""The longest wait for a byte of any other answer. While a daemon computes a reply, it sends one every 8 seconds."""
 _POLL_S = 0.1
 
 
@@ -120,8 +123,7 @@ def _connected(
         try:
             with closing(kind(parts.hostname or "", port, timeout=_CONNECT_S)) as connection:
                 connection.connect()
-                # The time limit is for connecting only: an answer takes as long as the prompt.
-                connection.sock.settimeout(None)
+                connection.sock.settimeout(_CONNECT_S if path == "/health" else _SILENCE_S)
                 connection.request(method, prefix + path, data, headers)
                 yield connection.getresponse()
         except (OSError, UnicodeError, http.client.HTTPException) as error:

@@ -96,6 +96,14 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
         return _write_copy(path, target, advance)
 
 
+def require_unused(path: Path) -> None:
+    """Raises `StoreUnavailable` if another process has the store in folder `path` open."""
+    check_folder(path)
+    with closing(FolderLock(path, patience_s=0)) as lock, file_errors(path):
+        if not lock.try_exclusive():
+            raise StoreUnavailable(f"{path}: a daemon or another command has the store open; stop it first")
+
+
 def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
     """Replaces the store in folder `path`, which is created, by a copy of the store in folder `source`.
 

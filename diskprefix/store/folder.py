@@ -118,7 +118,8 @@ def _check_place(path: Path, name: str, found: os.stat_result) -> None:
         problem = f"{place} is a link or no regular file; remove it"
     elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         mode = stat.S_IMODE(found.st_mode)
-        problem = f"others may write to {place} (mode {mode:o}); chmod {'600' if name else '700'} it"
+        cure = "give a folder of your own in it" if mode & stat.S_ISVTX else f"chmod {'600' if name else '700'} it"
+        problem = f"others may write to {place} (mode {mode:o}); {cure}"
     elif found.st_uid not in (os.geteuid(), 0):
         problem = f"{place} belongs to another user (uid {found.st_uid}); run this as that user"
     if problem:

@@ -44,10 +44,13 @@ def test_a_store_is_not_replaced_without_being_asked(run: Run, folder: Path) -> 
     assert holds(other, mine)
 
 
-def test_beside_a_daemon_a_backup_is_written_and_a_restore_refused(run: Run, folder: Path, kept: Publication) -> None:
+@pytest.mark.parametrize("flags", [["--yes"], []])
+def test_beside_a_daemon_a_backup_is_written_and_a_restore_refused(
+    run: Run, folder: Path, kept: Publication, flags: list[str]
+) -> None:
     with opened_elsewhere(folder):
         copied = run("backup", folder.parent / "copy", "--kv-cache-dir", folder)
-        refused = run("restore", folder.parent / "copy", "--yes", "--kv-cache-dir", folder)
+        refused = run("restore", folder.parent / "copy", *flags, "--kv-cache-dir", folder)
     assert copied.exit_code == 0
     refused.assert_refused(4, "a daemon or another command has the store open")
     assert holds(folder.parent / "copy", kept)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import socket
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
+from diskprefix.errors import NotReady
+from diskprefix.extras import daemon_call
 from diskprefix.extras.clients import clients_command
 from diskprefix.extras.clients.recipe import Recipe, RecipeFile, Served, names, recipe
 from diskprefix.extras.daemon_call import Answer
@@ -134,3 +137,27 @@ def test_a_refused_key_and_no_daemon_are_one_clear_line(run: Run, monkeypatch: p
     assert ended.exit_code == 1
     assert ended.stderr.startswith("error: no daemon answers at http://127.0.0.1:1 (")
     assert "--alone" not in ended.stderr
+
+
+@pytest.mark.parametrize("command", ["clients llm", "chat", "warm prompt.txt", "launch claude --print"])
+def test_what_takes_connections_and_says_nothing_is_not_waited_for(
+    run: Run, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon_call, "_CONNECT_S", 0.05)
+    monkeypatch.chdir(tmp_path)
+    Path("prompt.txt").write_text("A prompt.", encoding="utf-8")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        ended = run(*command.split(), "--url", url)
+    ended.assert_refused(1, f"no daemon answers at {url} (timed out); ")
+
+
+def test_a_daemon_that_falls_silent_within_an_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_call, "_SILENCE_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(NotReady, match="timed out"):
+            daemon_call.running_daemon(url, None)("POST", "/v1/completions", {})
+        stream = daemon_call.streaming_daemon(url, None)
+        with pytest.raises(NotReady, match="timed out"), stream("/v1/completions", {}):
+            pass

@@ -17,6 +17,7 @@ import torch
 
 from diskprefix.cli import about
 from diskprefix.errors import StoreCorrupt
+from diskprefix.extras import daemon_call
 from diskprefix.extras.setup import doctor_machine
 from diskprefix.extras.setup.doctor_machine import (
     Finding,
@@ -258,10 +259,21 @@ def test_a_store_whose_key_is_not_given_is_not_moved_away(tmp_path: Path) -> Non
     assert (found.level, "give its key with" in found.text, found.advice) == ("problem", True, "")
 
 
-def test_a_port_that_another_program_has_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_machine, "_ASK_S", 0.05)
+@pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH_9.6\r\n"])
+def test_a_port_that_another_program_has_is_a_problem(says: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_call, "_CONNECT_S", 1.0 if says else 0.05)
+
+    def greet() -> None:
+        connection, _ = other.accept()
+        with connection:
+            connection.sendall(says)
+            connection.recv(1 << 16)
+
     with socket.create_server(("127.0.0.1", 0)) as other:
+        greeting = threading.Thread(target=greet)
+        greeting.start()
         found = port_finding(Settings(port=other.getsockname()[1]))
+        greeting.join()
     assert (found.level, "another program" in found.text) == ("problem", True)
 
 
@@ -295,7 +307,10 @@ def test_an_address_of_another_machine_is_a_problem() -> None:
     assert (found.level, "another --host" in found.advice) == ("problem", True)
 
 
-def test_a_daemon_at_the_port_is_no_problem(daemon: DaemonProcess) -> None:
+def test_a_daemon_at_the_port_is_no_problem_and_no_proxy_is_asked(
+    daemon: DaemonProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     found = port_finding(Settings(port=int(daemon.url.rpartition(":")[2])))
     assert (found.level, found.text.endswith(": ok")) == ("ok", True)
 

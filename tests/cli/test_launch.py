@@ -316,8 +316,10 @@ def test_a_daemon_is_started_with_the_model_and_ends_with_the_agent(
 ) -> None:
     does = "import urllib.request; urllib.request.urlopen(os.environ['ANTHROPIC_BASE_URL'] + '/health')"
     monkeypatch.setenv("AGENT_DOES", does)
+    monkeypatch.setenv("DISKPREFIX_KV_CACHE_DIR", "/srv/kv")
     ended = run("launch", "claude", "--model", "m")
     assert ended.exit_code == 0, ended.stderr
+    assert lines(ended)[0].startswith("starting a daemon; it keeps at most 16.0 GiB in /srv/kv (")
     [served] = place.served()
     assert served.startswith("--host 127.0.0.1 --port ")
     assert served.endswith("--policy agent --model m")

@@ -100,7 +100,8 @@ def place(daemon: DaemonProcess, tmp_path_factory: pytest.TempPathFactory) -> Pa
     (place / "request.json").write_text(json.dumps(body | {"prefix_cache": {"salt": "pages"}}))
     (place / "conversation.json").write_text(json.dumps(body["messages"]))
     (place / "yesterday.jsonl").write_text(json.dumps(body) + "\n")
-    (place / "system-prompt.txt").write_text("You look after a small library. " * 8)
+    for name in ("prompt.txt", "document.txt"):
+        (place / name).write_text("You look after a small library. " * 8)
     rows = [{"timestamp": at, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]} for at in (0, 1000)]
     (place / "day.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (place / "namespace.key").write_text("known to all machines")

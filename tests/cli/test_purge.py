@@ -87,7 +87,7 @@ def test_where_nothing_meets_every_condition_there_is_nothing_to_purge(
     run: Run, folder: Path, pubs: list[Publication]
 ) -> None:
     ended = run("purge", "--older-than", "1h", "--salt", "alice", "--yes", "--kv-cache-dir", folder)
-    assert (ended.exit_code, ended.stdout, ended.stderr) == (0, "nothing to purge\n", "")
+    assert (ended.exit_code, ended.stdout, ended.stderr) == (0, "nothing to purge here\n", "")
     assert len(entries_left(run, folder)) == len(pubs)
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from diskprefix.cache.tiers.tier import Upload
 from diskprefix.extras.remote.bucket_key import BucketKey
+from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.nouns import SHARED
 from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.schema import RootRecord
+from diskprefix.store.store import Store
 from tests.cli.conftest import Run
 from tests.extras.remote.made import machine
-from tests.store.building import BLOCK, ROOT, prompt
+from tests.store.building import BLOCK, ROOT, layout_of, prompt
 
 PROMPT = prompt(1, 3 * BLOCK)
 SECRET = b"a key that these machines share"
@@ -115,3 +118,34 @@ def test_a_purge_of_everything_here_leaves_the_bucket(run: Run, flags: list[str]
     assert ended.exit_code == 0
     assert "remote purge" in ended.json["remote_error"]
     assert roots_in_the_bucket(run, flags) == before == ["", ALICE]
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, flags: list[str]) -> list[str]:
+    """A purge of what only the bucket has: here, alice used another model."""
+    with closing(Store(tmp_path / "kv")) as store, store.changes() as changes:
+        record = RootRecord(model="other", block_size=BLOCK, layout=layout_of(100), created_at=0.0, tenant=ALICE)
+        changes.put_root(bytes(16), record)
+    return ["purge", "--model", "tiny", "--salt", "alice", "--kv-cache-dir", str(tmp_path / "kv"), *flags]
+
+
+def test_what_only_the_bucket_has_is_purged_there_and_told(run: Run, flags: list[str], elsewhere: list[str]) -> None:
+    asked = run(*elsewhere)
+    assert (asked.exit_code, "cannot ask" in asked.stderr) == (2, True)
+    ended = run(*elsewhere, "--yes")
+    assert (ended.exit_code, ended.stderr) == (0, "")
+    assert ended.stdout == "nothing to purge here\npurged 1 object from the bucket; copies on other machines stay\n"
+    assert roots_in_the_bucket(run, flags) == [""]
+
+
+def test_what_cannot_be_deleted_in_the_bucket_is_an_error(
+    run: Run, flags: list[str], elsewhere: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_objects: ObjectStore, _paths: list[str]) -> None:
+        raise RemoteUnavailable("this key may not delete")
+
+    monkeypatch.setattr(ObjectStore, "delete", refuse)
+    ended = run(*elsewhere, "--yes")
+    why = "this key may not delete; remove them with `diskprefix remote purge`"
+    assert (ended.exit_code, ended.stderr) == (1, f"objects in the bucket stay: {why}\n")
+    assert roots_in_the_bucket(run, flags) == ["", ALICE]

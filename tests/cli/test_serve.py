@@ -295,8 +295,29 @@ def test_help_shows_the_common_flags_on_two_screens_and_help_all_shows_every_fla
 
 def test_the_group_lists_its_commands_and_its_version(run: Run) -> None:
     text = run("--help").stdout
-    assert all(re.search(rf"^  {name} ", text, re.MULTILINE) for name in command_names())
+    listed = re.findall(r"^  (\w+)  ", text[text.index("Commands:") :], re.MULTILINE)
+    assert listed == command_names()
     assert __version__ in run("--version").stdout
+
+
+def test_the_first_page_has_the_commands_in_the_order_of_the_help() -> None:
+    page = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `diskprefix (\w+)", page, re.MULTILINE)
+    assert rows == [name for name in command_names() if name in rows]
+
+
+@pytest.mark.parametrize(("typed", "near"), [("serv", "serve"), ("insepct", "inspect"), ("zzz", None)])
+def test_a_command_that_was_nearly_typed_is_proposed(run: Run, typed: str, near: str | None) -> None:
+    hint = f"; did you mean {near}?" if near else ""
+    ended = run(typed)
+    ended.assert_refused(2, f"No such command '{typed}'{hint} (see diskprefix --help)")
+
+
+def test_a_folder_that_others_may_write_to_is_refused_before_anything_is_loaded(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "kv").chmod(0o1777)
+    ended = run("serve", "--model", "org/absent", "--kv-cache-dir", tmp_path / "kv")
+    ended.assert_refused(4, "mode 1777", "give a folder of your own in it")
 
 
 def test_without_a_command_the_help_is_shown(run: Run) -> None:

@@ -14,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -246,14 +247,15 @@ class Scripted:
 
     def __init__(self, **answers: Sequence[tuple[int, Any]]) -> None:
         self.asked: list[str] = []
+        self.bodies: list[Any] = []
         outer = self
-        queues = {name: list(listed) for name, listed in answers.items()}
+        queues = {"models": [models("small")]} | {name: list(listed) for name, listed in answers.items()}
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                name = self.path.rsplit("/", 1)[-1]
-                self.rfile.read(int(self.headers.get("content-length", 0)))
-                outer.asked.append(name)
+                name = urlsplit(self.path).path.rsplit("/", 1)[-1]
+                outer.bodies.append(json.loads(self.rfile.read(int(self.headers.get("content-length", 0))) or b"{}"))
+                outer.asked.append(self.path.rsplit("/", 1)[-1])
                 queue = queues[name]
                 status, body = queue.pop(0) if len(queue) > 1 else queue[0]
                 content = json.dumps(body).encode()
@@ -279,6 +281,10 @@ class Scripted:
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+
+
+def models(*names: str, **more: Any) -> tuple[int, Any]:
+    return 200, {"data": [{"id": name} | more for name in names]}
 
 
 def health(status: str) -> tuple[int, Any]:
@@ -318,8 +324,36 @@ def test_a_daemon_that_loads_is_waited_for_and_so_is_a_full_queue_and_the_disk(r
     ) as server:
         ended = run("warm", text, "--url", server.url)
     assert (ended.exit_code, ended.stderr) == (0, "")
-    assert server.asked == ["health"] * 3 + ["props"] + ["completions"] * 3 + ["props"] * 3
+    props_of = "props?model=small"
+    assert server.asked == ["health"] * 3 + ["models", props_of] + ["completions"] * 3 + [props_of] * 3
     assert "1,234 tokens, 0 restored, saved, " in ended.stdout
+
+
+def test_of_several_models_the_named_one_is_asked(run: Run, text: Path) -> None:
+    answers = {"models": [models("a/b", "birch", loaded=False)], "props": [props(evicted_blocks=2)]}
+    with Scripted(health=[health("ok")], completions=[SAVED], **answers) as server:
+        run("warm", text, "--url", server.url).assert_refused(2, "--model: name one of the daemon's models: a/b, birch")
+        wrong = run("warm", text, "--url", server.url, "--model", "ash")
+        wrong.assert_refused(2, "--model: the daemon has no model ash: a/b, birch")
+        assert "props" not in " ".join(server.asked)
+        ended = run("warm", text, "--url", server.url, "--model", "a/b")
+    assert (ended.exit_code, "2 blocks had to be evicted" in ended.stderr) == (0, True)
+    assert server.asked[-2:] == ["completions", "props?model=a%2Fb"], "what is not loaded has no properties before"
+    assert server.bodies[-2]["model"] == "a/b"
+
+
+def test_a_system_prompt_is_restored_by_every_chat_that_begins_with_it(
+    run: Run, daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text(f"You answer about rivers. {WORDS * 4}")
+    system = {"role": "system", "content": path.read_text()}
+    (row,) = rows(run("warm", "--system", path, "--url", daemon.url, "--json"))
+    with daemon.client() as client:
+        for question in ("Name one.", "And mountains?"):
+            body = {"messages": [system, {"role": "user", "content": question}], "max_tokens": 1}
+            found = client.post(CHAT, json=body).json()["prefix_cache"]
+            assert found["restored"] > row["prompt_tokens"] - 32, "all but the user's message, to a block"
 
 
 def test_what_others_have_written_is_not_waited_for(run: Run, text: Path) -> None:
@@ -327,7 +361,7 @@ def test_what_others_have_written_is_not_waited_for(run: Run, text: Path) -> Non
     with Scripted(health=[health("ok")], props=[props(), *written], completions=[SAVED]) as server:
         ended = run("warm", text, "--url", server.url)
     assert (ended.exit_code, ended.stderr) == (0, "")
-    assert server.asked.count("props") == 4
+    assert server.asked.count("props?model=small") == 4
 
 
 def test_a_disk_that_hangs_is_not_waited_for_for_ever(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -438,7 +472,6 @@ def test_a_daemon_that_ends_meanwhile_is_one_line() -> None:
         ("--api-key", "schlüssel"),
         ("--scope", "off"),
         ("--scope", "some"),
-        ("--model", "x"),
         ("--kv-cache-dir", "x"),
         ("--alone", "--url", "http://x"),
         ("--alone", "--api-key", "x"),

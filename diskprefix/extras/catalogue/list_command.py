@@ -23,6 +23,7 @@ from diskprefix.model.load.gguf_header import read_header
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.model.load.safetensors_header import checkpoint_files, weight_files
 from diskprefix.printable import first_line
+from diskprefix.printable import shown as text_shown
 from diskprefix.settings import PER_MODEL, SETTINGS, Settings
 from diskprefix.units import counted, format_size
 
@@ -142,6 +143,11 @@ def _named(name: str, settings: Settings) -> KnownModel:
     except ModelNotFound:
         if name == EMBEDDED.name:
             return embedded(settings)
+        if not is_here and (otherwise := _served_otherwise(settings)):
+            raise ModelNotFound(
+                f"no model is called {text_shown(name)!r}, and no file or folder; there is {otherwise[0].name}",
+                param="model",
+            ) from None
         if not is_here:
             raise
     (known,) = Catalogue(replace(settings, model=name, models_dir=None, models_file=None)).models()

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import click
 from click.core import ParameterSource
 
-from diskprefix.cli.options import api_key_option, nonempty, url_option
+from diskprefix.cli.options import api_key_option, nonempty, policy_values, url_option, variable_of
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.extras.clients.agent_profile import AgentProfile
 from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, answers
@@ -24,7 +24,8 @@ from diskprefix.extras.clients.model_choice import LEAST_CONTEXT, ask_served, fl
 from diskprefix.extras.clients.recipe import NO_KEY, KnownAgent, Recipe, Served, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import escaped, printable_only
-from diskprefix.settings import config_home
+from diskprefix.settings import config_home, default_kv_cache_dir
+from diskprefix.units import format_size, parse_size
 
 _SIGNAL_EXIT_CODE = 128
 """A shell reports a process that signal N killed as this and N."""
@@ -101,6 +102,8 @@ def launch(
             found = others
             if found is None:
                 flags = [] if shared.url() else ["--policy", "agent", *flags_of_model(model)]
+                if flags:
+                    _say(_kept())
                 found = stack.enter_context(shared.used(urlsplit(url).port or 0, flags))
         try:
             choice = ask_served(running_daemon(found, api_key), found, model, api_key)
@@ -114,6 +117,14 @@ def launch(
         _say(f"{one.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
         command = [program, *shlex.split(settings.run)[1:], *arguments]
         return agent_process.run(command, os.environ | settings.environment | _not_by_proxy(choice.served.url))
+
+
+def _kept() -> str:
+    """Returns what a daemon that is started takes of the disk."""
+    variable = variable_of("--kv-cache-budget")
+    budget = parse_size(os.environ.get(variable) or policy_values("agent")["kv_cache_budget"], param=variable)
+    folder = os.environ.get(variable_of("--kv-cache-dir")) or default_kv_cache_dir()
+    return f"starting a daemon; it keeps at most {format_size(budget)} in {folder} ({variable} sets another limit)"
 
 
 def _place(agent: KnownAgent) -> str:

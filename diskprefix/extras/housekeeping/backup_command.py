@@ -19,7 +19,14 @@ from diskprefix.cli.tooling import (
     store_options,
 )
 from diskprefix.errors import SettingsError
-from diskprefix.store.compact import Compacted, compact_folder, compacted_bytes, copy_store, replace_store
+from diskprefix.store.compact import (
+    Compacted,
+    compact_folder,
+    compacted_bytes,
+    copy_store,
+    replace_store,
+    require_unused,
+)
 from diskprefix.store.folder import DATA, become_owner
 from diskprefix.units import format_size
 
@@ -73,8 +80,11 @@ def restore(
     # Its format is checked, and its identity read, before anything is replaced.
     with opened_store(source, kv_cache_encryption_key_file):
         pass
-    if (folder / DATA).exists() and not yes and not _confirmed(kv_cache_dir):
-        return 1
+    if (folder / DATA).exists() and not yes:
+        # Before the question, whose answer would be for nothing.
+        require_unused(folder)
+        if not _confirmed(kv_cache_dir):
+            return 1
     with advised(), progress("restoring", compacted_bytes(source)) as advance:
         result = replace_store(source, folder, advance)
     _show("restored", kv_cache_dir / DATA, result, as_json)

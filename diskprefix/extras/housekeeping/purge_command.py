@@ -86,7 +86,7 @@ def purge(
     diskprefix purge --all --yes && diskprefix compact
 
     \b
-    Exit codes: 0 done, or nothing to do; 1 declined, or blocks are left; 2 wrong
+    Exit codes: 0 done, or nothing to do; 1 declined, or blocks are left, here or in the bucket; 2 wrong
     usage, or no such ENTRY, model or tenant; 4 the store cannot be opened or written.
     """
     narrowed = bool(entries) or (model, salt, older_than) != (None, None, None)
@@ -111,20 +111,23 @@ def purge(
             # Opened first: what is gone here can no longer be named there.
             if store.names.namespace:
                 bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file, kv_cache_encryption_key_file)
-            if plan and not yes and not _confirmed(plan, remote_tier if bucket else None):
+            if (plan or bucket) and not yes and not _confirmed(plan, remote_tier if bucket else None):
                 click.echo("nothing was purged", err=True)
                 return 1
             with progress("purging", plan.stored_bytes) as advance:
                 purged = erase(store, purge_filter, now, advance)
-        if purged is not None and store.names.namespace and (plan or yes):
+        if purged is not None and bucket is not None:
+            _purge_bucket(purged, purge_filter, bucket)
+        elif purged is not None and plan:
             purged.remote_error = why_not
-            if bucket is not None:
-                _purge_bucket(purged, purge_filter, bucket)
     if as_json:
         print_json(_report(plan, chosen, purged))
-    elif plan and purged is not None:
-        _show_purged(kv_cache_dir, purged)
-    return 1 if purged is not None and purged.left_blocks else 0
+    elif purged is not None:
+        if plan:
+            _show_purged(kv_cache_dir, purged)
+        _show_bucket(purged)
+    has_failed = purged is not None and (purged.left_blocks or (bucket is not None and purged.remote_error))
+    return 1 if has_failed else 0
 
 
 def _bucket(
@@ -151,7 +154,8 @@ def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> 
         else:
             purged.remote_objects = bucket.purge(purge_filter.is_of)
     except CacheError as error:
-        purged.remote_error = str(error)
+        # What is gone here can no longer be named here.
+        purged.remote_error = f"{error}; remove them with `diskprefix remote purge`"
 
 
 def _confirmed(plan: PurgePlan, bucket: str | None) -> bool:
@@ -161,8 +165,9 @@ def _confirmed(plan: PurgePlan, bucket: str | None) -> bool:
             "cannot ask, because standard input is no terminal; add --yes, or --dry-run to change nothing"
         )
     amounts = _amounts(len(plan.entries), len(plan.nodes), plan.stored_bytes)
-    there = f", and the same in {bucket}" if bucket else ""
-    return click.confirm(f"Purge {amounts}{there}?", default=False, err=True)
+    places = [amounts] if plan else []
+    places += [f"the same in {bucket}"] if bucket else []
+    return click.confirm(f"Purge {', and '.join(places)}?", default=False, err=True)
 
 
 def _require_known(snapshot: Snapshot, model: str | None, salt: str | None) -> None:
@@ -190,7 +195,7 @@ def _others(num_prompts: int, num_notes: int) -> str:
 
 def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
     if not plan:
-        click.echo("nothing to purge")
+        click.echo("nothing to purge here")
         return
     show_first(
         [
@@ -216,10 +221,6 @@ def _show_purged(folder: Path, purged: Purged) -> None:
             "overwrites them later",
             err=True,
         )
-    if purged.remote_objects is not None:
-        click.echo(f"purged {counted(purged.remote_objects, 'object')} from the bucket; copies on other machines stay")
-    if purged.remote_error is not None:
-        click.echo(f"objects in the bucket stay: {purged.remote_error}", err=True)
     if purged.left_blocks:
         click.echo(
             f"{counted(purged.left_blocks, 'block')} could not be removed, because a daemon continues them or their "
@@ -228,6 +229,13 @@ def _show_purged(folder: Path, purged: Purged) -> None:
         )
     if (folder / DAMAGED).exists():
         click.echo(f"{folder / DAMAGED}, which a daemon moved aside, may contain the prompts too; delete it", err=True)
+
+
+def _show_bucket(purged: Purged) -> None:
+    if purged.remote_objects is not None:
+        click.echo(f"purged {counted(purged.remote_objects, 'object')} from the bucket; copies on other machines stay")
+    if purged.remote_error is not None:
+        click.echo(f"objects in the bucket stay: {purged.remote_error}", err=True)
 
 
 def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:

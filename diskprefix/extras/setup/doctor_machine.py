@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
 import platform
 import socket
 import tempfile
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +16,8 @@ from typing import Literal, TypeAlias
 
 from diskprefix.cli.about import installed
 from diskprefix.cli.tooling import existing_folder
-from diskprefix.errors import CacheError, SettingsError, StoreCorrupt, StoreFormatError
+from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt, StoreFormatError
+from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 from diskprefix.store.encryption import EncryptionKey
@@ -35,7 +33,6 @@ _VOLATILE, _REMOTE = {"tmpfs", "ramfs"}, {"nfs", "nfs4", "cifs", "smb3", "9p", "
 _FIRST_TIME = 1_735_689_600.0
 """The first second of 2025. An earlier clock is wrong: there was no release yet."""
 _ROWS, _INNER, _OUTER = 32, 256, 192
-_ASK_S = 3.0
 _FILE_BYTES = 64 << 20
 _MOST_WRITING_S = 0.15
 _MOST_READING_S = 0.1
@@ -253,15 +250,8 @@ def port_finding(settings: Settings) -> Finding:
 def _daemon_status(settings: Settings) -> str | None:
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     try:
-        with urllib.request.urlopen(f"http://{host}:{settings.port}/health", timeout=_ASK_S) as reply:
-            body = reply.read(1 << 16)
-    except urllib.error.HTTPError as error:
-        body = error.read(1 << 16)
-    except OSError:
-        return None
-    try:
-        found = json.loads(body)
-    except ValueError:
+        found = running_daemon(f"http://{host}:{settings.port}", None)("GET", "/health", None).body
+    except NotReady:
         return None
     status = found.get("status") if isinstance(found, dict) else None
     return shown(status) if isinstance(status, str) else None

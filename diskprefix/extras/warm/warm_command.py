@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import Any
+from urllib.parse import quote
 
 import click
 from click.core import ParameterSource
@@ -19,6 +20,7 @@ from diskprefix.cli.options import (
     build_settings,
     option,
     policy_option,
+    setting_option,
     setting_options,
     url_option,
 )
@@ -32,9 +34,15 @@ from diskprefix.settings import CACHE, SERVER, SETTINGS
 from diskprefix.units import counted
 
 _ALONE = "With --alone: "
+_NOT_LOADED = {"pending_bytes": 0, "saved_bytes": 0, "dropped": 0, "evicted_blocks": 0, "error": None}
+"""The counts of a model that the first prompt loads."""
 _NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}
 """Settings without a meaning for `warm`: --scope decides what is kept, and nobody else sends requests."""
-_OF_SERVE = [name for name, setting in SETTINGS.items() if setting.group != SERVER and name not in _NOT_OF_WARM]
+_BOTH = "model"
+"""The setting that also goes with a daemon."""
+_OF_SERVE = [
+    name for name, setting in SETTINGS.items() if setting.group != SERVER and name not in _NOT_OF_WARM and name != _BOTH
+]
 _PATIENCE_S = 600.0
 """The longest time to retry while the queue is full, and to wait for a write."""
 _PAUSE_S = 1.0
@@ -43,7 +51,8 @@ _KEPT = ("queued", "stored")
 
 _EPILOG = """\b
 Examples:
-  diskprefix warm system-prompt.txt                    a raw prompt, as /v1/completions takes it
+  diskprefix warm --system prompt.txt                  a system prompt, for all chats that begin with it
+  diskprefix warm document.txt                         a raw prompt, as /v1/completions takes it
   diskprefix warm conversation.json                    a list of messages, or a request body
   diskprefix warm yesterday.jsonl                      one request body or list of messages on each line
   diskprefix warm --alone --model ~/models/qwen *.json without a daemon: this process loads the model
@@ -66,6 +75,26 @@ class Warmed:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Target:
+    """What computes the prompts. `model` is None for the only model of this process."""
+
+    call: Call
+    model: str | None = None
+    is_loaded: bool = True
+
+    def state(self) -> Json | None:
+        """Returns the counts of the cache, None if the key may not read them."""
+        query = "" if self.model is None else f"?model={quote(self.model, safe='')}"
+        answer = self.call("GET", f"/props{query}", None)
+        if answer.status in (401, 403):
+            return None
+        if answer.status != 200:
+            raise NotReady(f"the daemon does not say what it has written: {answer.message}")
+        state: Json = answer.body["full_cache"]["state"]
+        return state
+
+
 @click.command(cls=GroupedCommand, short_help="Prefill and save prompts ahead of time.", epilog=_EPILOG)
 @click.argument(
     "files", nargs=-1, required=True, metavar="FILE...", type=click.Path(exists=True, dir_okay=False, allow_dash=True)
@@ -76,7 +105,14 @@ class Warmed:
     default="full",
     help="How much of each prompt is kept: full, auto:N or N. It replaces the scope in a body.",
 )
+@option("--system", is_flag=True, help="Each text FILE is the system message of a chat, not a raw prompt.")
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
+@setting_option(
+    _BOTH,
+    group="Options",
+    show_default="the only one",
+    help="The model, by its name, if the daemon has several. With --alone: what serve takes.",
+)
 @url_option()
 @api_key_option(
     "The key to send to a daemon with --api-keys. The prompts are saved for this key. Other users can see the option "
@@ -92,7 +128,9 @@ def warm(
     /,
     files: tuple[str, ...],
     scope: str,
+    system: bool,
     json: bool,
+    model: str | None,
     url: str,
     api_key: str | None,
     alone: bool,
@@ -101,9 +139,11 @@ def warm(
     """Compute prompts and save their state on disk before the first request needs them.
 
     Each FILE is a text, a JSON list of messages, a JSON request body, or a .jsonl file with a list or body on each
-    line. The name - is standard input. The prompts are sent to a running daemon. With --alone, this process computes
-    them and saves them in the folder of a daemon with the same options. That daemon may be running. Prompts that are
-    already saved are not computed again.
+    line. The name - is standard input. A text is a raw prompt, which chats cannot use. With --system it is the system
+    message of a chat: every chat that begins with the same system message uses its state.
+
+    The prompts are sent to a running daemon. With --alone, this process computes them and saves them in the folder of a
+    daemon with the same options. That daemon may be running. Prompts that are already saved are not computed again.
 
     Fields of a body that do not change the prompt are ignored: model, response_format, everything about the reply
     (max_tokens, stream, n, stop, logprobs, sampling and so on), and scope, window and save of prefix_cache.
@@ -122,19 +162,22 @@ def warm(
         with status("starting") as say:
             if alone:
                 # The bodies come from this process, so their size needs no limit.
-                settings = build_settings(flags | {"max_body_bytes": 2**40})
+                settings = build_settings(flags | {"model": model, "max_body_bytes": 2**40})
                 call = stack.enter_context(in_this_process(settings, say))
             else:
                 call = running_daemon(url, api_key, ", or load the model here with --alone")
                 wait_ready(call, url, say)
-        before = after = _state(call)
-        for warmed in _warmed(call, files, str(kept)):
+        is_named = context.get_parameter_source(_BOTH) is ParameterSource.COMMANDLINE
+        target = Target(call) if alone else _target(call, model if is_named else None)
+        before = after = target.state() if target.is_loaded else _NOT_LOADED
+        for warmed in _warmed(target, files, str(kept), is_system=system):
             done.append(warmed)
             if warmed.error is not None:
                 click.echo(f"error: {printable_only(warmed.where)}: {warmed.error}", err=True)
             elif not json:
                 click.echo(f"{printable_only(warmed.where)}: {_described(warmed)}")
-            after = _settled(call)
+            if warmed.error is None:
+                after = _settled(target)
     total = _total(done, before, after) | {"seconds": round(time.monotonic() - started, 3)}
     if json:
         print_json({"total": total, "prompts": [asdict(warmed) for warmed in done]})
@@ -155,13 +198,30 @@ def _refuse_what_is_not_used(context: click.Context, alone: bool) -> None:
             raise click.UsageError(f"--{name.replace('_', '-')} is for a running daemon, not for --alone", context)
 
 
-def _warmed(call: Call, files: Sequence[str], scope: str) -> Iterator[Warmed]:
+def _target(call: Call, model: str | None) -> Target:
+    """Returns the model of this name, or the daemon's only one. Raises `SettingsError` for another name, and for none
+    if there are several."""
+    answer = call("GET", "/v1/models", None)
+    if answer.status == 401:
+        raise SettingsError(f"--api-key: {answer.message}")
+    if answer.status != 200:
+        raise NotReady(f"the daemon does not tell its models: {answer.message}")
+    cards = answer.body["data"]
+    found = [card for card in cards if model is None or model in (card["id"], *card.get("aliases", ()))]
+    if len(found) != 1:
+        names = ", ".join(shown(card["id"]) for card in cards) or "none yet"
+        problem = "name one of the daemon's models" if model is None else f"the daemon has no model {shown(model)}"
+        raise SettingsError(f"--model: {problem}: {names}")
+    return Target(call, found[0]["id"], is_loaded=found[0].get("loaded", True))
+
+
+def _warmed(target: Target, files: Sequence[str], scope: str, *, is_system: bool) -> Iterator[Warmed]:
     """Computes the prompts one by one. A prompt or a file that fails does not stop the others."""
     for name in files:
         try:
-            for item in read_items(name):
+            for item in read_items(name, is_system=is_system):
                 with status(item.where) as say:
-                    warmed = _warmed_item(call, item, scope, say)
+                    warmed = _warmed_item(target, item, scope, say)
                 yield warmed
         except InvalidRequest as error:
             yield Warmed(where=name, error=error.message)
@@ -169,10 +229,11 @@ def _warmed(call: Call, files: Sequence[str], scope: str) -> Iterator[Warmed]:
             yield Warmed(where=name, error=error.strerror or str(error))
 
 
-def _warmed_item(call: Call, item: WarmItem, scope: str, say: Say) -> Warmed:
+def _warmed_item(target: Target, item: WarmItem, scope: str, say: Say) -> Warmed:
     started = time.monotonic()
     try:
-        answer = _answer(call, *item.request(scope), say)
+        path, body = item.request(scope)
+        answer = _answer(target.call, path, body | ({} if target.model is None else {"model": target.model}), say)
     except InvalidRequest as error:
         return Warmed(where=item.where, error=error.message)
     if answer.status == 401:
@@ -202,12 +263,12 @@ def _answer(call: Call, path: str, body: Json, say: Say) -> Answer:
         time.sleep(_PAUSE_S)
 
 
-def _settled(call: Call) -> Json | None:
-    """Waits until all state that is pending now is written, and returns the counts of the cache as `_state` does.
+def _settled(target: Target) -> Json | None:
+    """Waits until all state that is pending now is written, and returns the counts of the cache, as `state` does.
 
     Without this, the daemon drops what does not fit into its write buffer. Does not wait for state of other clients.
     """
-    first = state = _state(call)
+    first = state = target.state()
     deadline = time.monotonic() + _PATIENCE_S
     with status("writing"):
         while first and state and state["pending_bytes"]:
@@ -218,18 +279,7 @@ def _settled(call: Call) -> Json | None:
                     f"the daemon has not written what was pending within {_PATIENCE_S:.0f} s; its log may say why"
                 )
             time.sleep(_POLL_S)
-            state = _state(call)
-    return state
-
-
-def _state(call: Call) -> Json | None:
-    """Returns the counts of the cache, None if the key may not read them."""
-    answer = call("GET", "/props", None)
-    if answer.status in (401, 403):
-        return None
-    if answer.status != 200:
-        raise NotReady(f"the daemon does not say what it has written: {answer.message}")
-    state: Json = answer.body["full_cache"]["state"]
+            state = target.state()
     return state
 
 

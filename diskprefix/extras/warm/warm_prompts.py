@@ -29,17 +29,23 @@ NOT_OF_PROMPTS = {"model"} | _OF_SAMPLING | _OF_REPLIES
 
 @dataclass(frozen=True)
 class WarmItem:
-    """One prompt of a file. `where` is `file` or `file:line`; `is_json` says whether the text is JSON."""
+    """One prompt of a file. `where` is `file` or `file:line`; `is_json` says whether the text is JSON, and `is_system`
+    whether a text that is none is the system message of a chat."""
 
     where: str
     text: str
     is_json: bool
+    is_system: bool = False
 
     def request(self, scope: str) -> tuple[str, Json]:
         """Returns the route and the body of a request that computes the prompt and keeps it under `scope`.
 
         Raises `InvalidRequest` for JSON that is neither a request body nor a list of messages.
         """
+        if not self.is_json and self.is_system:
+            # Templates want a message of the user. Whatever it says, other chats share the prompt up to there.
+            messages = [{"role": "system", "content": self.text}, {"role": "user", "content": "Hello"}]
+            return CHAT, _warming({"messages": messages}, scope)
         if not self.is_json:
             return COMPLETION, _warming({"prompt": self.text}, scope)
         try:
@@ -54,11 +60,12 @@ class WarmItem:
         return CHAT if "messages" in body else COMPLETION, _warming(body, scope)
 
 
-def read_items(name: str) -> Iterator[WarmItem]:
+def read_items(name: str, *, is_system: bool = False) -> Iterator[WarmItem]:
     """Yields the prompts of a file, or of standard input if the name is `-`. Raises `InvalidRequest` and `OSError`.
 
     A .jsonl file holds a prompt on each line, a .json file holds one, and any other file is one as it stands. The kind
-    of standard input follows from its content: JSON, lines of JSON, or text.
+    of standard input follows from its content: JSON, lines of JSON, or text. With `is_system`, a text is the system
+    message of a chat.
     """
     raw = sys.stdin.buffer.read() if name == _STDIN else Path(name).read_bytes()
     try:
@@ -70,7 +77,7 @@ def read_items(name: str) -> Iterator[WarmItem]:
     where = "standard input" if name == _STDIN else name
     suffix = _suffix_of(text) if name == _STDIN else Path(name).suffix.lower()
     if suffix not in _LINES:
-        yield WarmItem(where, text, is_json=suffix == _JSON)
+        yield WarmItem(where, text, is_json=suffix == _JSON, is_system=is_system)
         return
     # splitlines would also split at separators that may stand inside a JSON string.
     for number, line in enumerate(text.split("\n"), start=1):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -236,6 +238,20 @@ def test_memory_pressure_is_read_where_the_kernel_tells_it(tmp_path: Path) -> No
     (tmp_path / "memory").write_text("some avg10=12.50 avg60=1.00 avg300=0.00 total=5\nfull avg10=0.00\n")
     assert memory_pressure(tmp_path / "memory") == 12.5
     assert memory_pressure(tmp_path / "nothing") == 0.0
+
+
+def test_a_system_prompt_is_warmed_for_the_named_model_which_is_loaded_for_it(
+    daemon: DaemonProcess, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("You answer about rivers. " * 20)
+    for name in ("ash", "birch"):
+        command = [sys.executable, "-m", "diskprefix", "warm", "--system", file, "--url", daemon.url, "--model", name]
+        subprocess.run(command, check=True)
+        system = {"role": "system", "content": file.read_text()}
+        chat = {"model": name, "messages": [system, {"role": "user", "content": "Name one."}], "max_tokens": 1}
+        reply = httpx.post(daemon.url + CHAT, json=chat, timeout=60).raise_for_status().json()
+        assert reply["prefix_cache"]["restored"] >= reply["usage"]["prompt_tokens"] - 32
 
 
 def test_without_a_key_nothing_is_loaded(folder: Path, tmp_path: Path) -> None:

@@ -112,8 +112,11 @@ def chosen_source(
 
     Raises `SettingsError` for an invalid URL or a refused key, and `StoreUnavailable` if there is no store either.
     """
-    source = DaemonSource(running_daemon(url, api_key), url, model)
+    call = running_daemon(url, api_key)
+    source = DaemonSource(call, url, model)
     try:
+        # What accepts connections and says nothing is known soonest by this.
+        call("GET", "/health", None)
         source.state(0)
     except NotReady as nobody:
         try:

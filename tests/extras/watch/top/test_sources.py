@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import socket
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from diskprefix.errors import DiskPrefixError
+from diskprefix.errors import DiskPrefixError, StoreUnavailable
+from diskprefix.extras import daemon_call
 from diskprefix.extras.daemon_call import Answer
-from diskprefix.extras.watch.top.sources import DaemonSource
+from diskprefix.extras.watch.top.sources import DaemonSource, chosen_source
 
 
 class SmallFront:
@@ -51,3 +54,9 @@ def test_of_several_models_the_same_one_is_watched_while_it_is_loaded() -> None:
 def test_without_a_loaded_model_there_is_nothing_to_watch(model: str | None, said: str) -> None:
     with pytest.raises(DiskPrefixError, match=said):
         DaemonSource(SmallFront(*(["birch"] if model else [])), "here", model).state(0)
+
+
+def test_a_port_that_says_nothing_is_no_daemon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(daemon_call, "_CONNECT_S", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StoreUnavailable, match="timed out"):
+        chosen_source(f"http://127.0.0.1:{silent.getsockname()[1]}", None, tmp_path)
