@@ -425,7 +425,7 @@ def test_the_list_of_models_is_read_again_beside_the_requests() -> None:
 def test_a_worker_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> None:
     workers = Workers.__new__(Workers)
     workers._numbers, workers._folder, workers._spare = itertools.count(1), tmp_path, None
-    workers.address, workers._takes_any_name = "", False
+    workers.address, workers.token, workers._takes_any_name = "", None, False
     workers._nursery, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     other.close()
     with workers._nursery, pytest.raises(OSError):  # noqa: PT011 - which one depends on the system
