@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.printable import shown
+from diskprefix.server.process.token_file import token_of_peer
 
 Say = Callable[[str], None]
 """Takes a line that says what the command waits for."""
@@ -124,7 +125,9 @@ def _connected(
             with closing(kind(parts.hostname or "", port, timeout=_CONNECT_S)) as connection:
                 connection.connect()
                 connection.sock.settimeout(_CONNECT_S if path == "/health" else _SILENCE_S)
-                connection.request(method, prefix + path, data, headers)
+                token = token_of_peer(connection.sock) if api_key is None else None
+                shown_token = {"Authorization": f"Bearer {token}"} if token else {}
+                connection.request(method, prefix + path, data, headers | shown_token)
                 yield connection.getresponse()
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__

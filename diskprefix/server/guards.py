@@ -1,4 +1,5 @@
-"""The two guards before the body of a request is read: `BrowserGuard` refuses other sites' pages, `Auth` wants a key.
+"""The two guards before the body of a request is read: `BrowserGuard` refuses other sites' pages, `Auth` finds out who
+sent a request.
 
 A browser on this machine can reach the loopback address for any web page. In cross-site request forgery, a page sends
 what looks like a form; browsers mark it with `Origin` and `Sec-Fetch-Site`. In DNS rebinding, the page's own host name
@@ -12,24 +13,31 @@ import ipaddress
 import re
 import socket
 from collections.abc import Collection
+from urllib.parse import parse_qs
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from diskprefix.api.error_forms import HttpError
 from diskprefix.printable import shown
-from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys
+from diskprefix.server.keys import NOBODY, TOKEN_PLACE, ApiKeys, Caller, OwnerToken
 from diskprefix.settings import Settings
 
 OPEN_PATHS = frozenset({"/", "/chat", "/dashboard", "/favicon.ico", "/health"})
 """The paths that need no key: load balancers, service managers, probing clients and pages have none."""
 
+_PAGES = frozenset({"/", "/chat", "/dashboard"})
+_LINKED_PATHS = OPEN_PATHS | {"/docs"}
+"""The paths to which other sites' pages may have links. They show nothing before they have asked for it."""
+
 
 class Auth:
-    """ASGI middleware: records who sent a request, or answers 401. Without keys, everybody is served."""
+    """ASGI middleware: records who sent a request, or answers 401. With a token instead of keys, everybody is served,
+    and routes for the owner look who it is."""
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys | None) -> None:
+    def __init__(self, app: ASGIApp, who: ApiKeys | OwnerToken) -> None:
         self._app = app
-        self._keys = keys
+        self._who = who
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -37,31 +45,56 @@ class Auth:
             return
         # Not imported above: the front process, which has the same guards, has no FastAPI.
         from starlette.requests import Request
+        from starlette.responses import Response
 
         from diskprefix.server.error_replies import refuse
         from diskprefix.server.log_context import log_context
 
-        authorization = authorization_of(Headers(scope=scope))
-        caller = ANYBODY if self._keys is None else self._keys.caller(authorization)
-        if caller is None and scope["path"] in OPEN_PATHS:
-            caller = NOBODY
-        if caller is not None:
-            log_context(Request(scope)).caller = caller
-            await self._app(scope, receive, send)
+        try:
+            entrance = entered(self._who, scope)
+            log_context(Request(scope)).caller = caller_of(self._who, scope)
+        except HttpError as error:
+            await refuse(scope, receive, send, error.http_status, error.message, {"WWW-Authenticate": "Bearer"})
             return
-        await refuse(scope, receive, send, 401, without_key(authorization), {"WWW-Authenticate": "Bearer"})
+        if entrance is None:
+            await self._app(scope, receive, send)
+        else:
+            await Response(status_code=303, headers=entrance)(scope, receive, send)
 
 
-def without_key(authorization: str | None) -> str:
-    """Returns what is wrong with a header that holds no key in force."""
-    missing = "an API key is needed: send the header Authorization: Bearer KEY"
-    return "the API key is not one of this daemon's" if authorization else missing
-
-
-def authorization_of(headers: Headers) -> str | None:
-    """Returns the header with the key. Anthropic's clients send the key alone, in a header of its own."""
+def caller_of(who: ApiKeys | OwnerToken, scope: Scope) -> Caller:
+    """Returns the caller of a request. Raises `HttpError` 401 if it needs a key and has none in force."""
+    headers = Headers(scope=scope)
+    if isinstance(who, OwnerToken):
+        return who.caller(headers)
+    # Anthropic's clients send the key alone, in a header of its own.
     key = headers.get("x-api-key")
-    return headers.get("authorization") or (key and f"Bearer {key}")
+    authorization = headers.get("authorization") or (key and f"Bearer {key}")
+    caller = who.caller(authorization)
+    if caller is not None:
+        return caller
+    if scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
+        return NOBODY
+    missing = "an API key is needed: send the header Authorization: Bearer KEY"
+    raise HttpError(401, "the API key is not one of this daemon's" if authorization else missing)
+
+
+def entered(who: ApiKeys | OwnerToken, scope: Scope) -> dict[str, str] | None:
+    """Returns the headers of a redirection for the link to a page with the owner's token: the address loses the token,
+    and the browser keeps it. Returns None for other requests. Raises `HttpError` 401 if the token is wrong."""
+    if not isinstance(who, OwnerToken) or scope["path"] not in _PAGES:
+        return None
+    given = parse_qs(scope["query_string"].decode("latin-1")).get("token")
+    if given is None:
+        return None
+    if not who.is_shown(given[0]):
+        raise HttpError(401, f"the link's token is not the daemon's, which has a new one at each start: {TOKEN_PLACE}")
+    return {
+        "Location": f".{scope['path']}",
+        "Set-Cookie": f"{who.cookie}={who.text}; Path=/; HttpOnly; SameSite=Strict",
+        "Cache-Control": "no-store",
+        "Referrer-Policy": "no-referrer",
+    }
 
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
@@ -87,7 +120,7 @@ class BrowserGuard:
             self._own_names.add(socket.gethostname().lower())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        refusal = self.refusal(scope["method"], Headers(scope=scope)) if scope["type"] == "http" else None
+        refusal = self.refusal(scope, Headers(scope=scope)) if scope["type"] == "http" else None
         if refusal is None:
             await self._app(scope, receive, send)
             return
@@ -95,8 +128,11 @@ class BrowserGuard:
 
         await refuse(scope, receive, send, 403, refusal)
 
-    def refusal(self, method: str, headers: Headers) -> str | None:
-        """Returns why a request is refused; None if it is not. Only HTTP/1.0 may leave `Host` out; browsers send it."""
+    def refusal(self, scope: Scope, headers: Headers) -> str | None:
+        """Returns why a request is refused; None if it is not. Only HTTP/1.0 may leave `Host` out; browsers send it.
+
+        What another site only reads is refused too: its page could hold connections, and have a model loaded.
+        """
         host = headers.get("host")
         if host is not None and not self._any_host and not self._is_ours(_name_in(host)):
             which = ", which listens on the loopback address; use localhost or 127.0.0.1" if self._is_loopback else ""
@@ -104,7 +140,7 @@ class BrowserGuard:
                 f"the Host '{shown(host)}' is not a name of this daemon{which} (--allowed-hosts names more; a proxy "
                 "may send one of them)"
             )
-        if method in _SAFE_METHODS:
+        if scope["method"] in _SAFE_METHODS and scope["path"] in _LINKED_PATHS:
             return None
         origin, site = headers.get("origin"), headers.get("sec-fetch-site", "none").lower()
         if origin is not None and not self._is_own_origin(origin, host):

@@ -17,7 +17,7 @@ from diskprefix.server.daemon import Daemon, EngineLoader
 from diskprefix.server.described import OUTSIDE_FASTAPI, add_errors
 from diskprefix.server.error_replies import HANDLERS
 from diskprefix.server.guards import OPEN_PATHS, Auth, BrowserGuard, allowed_names
-from diskprefix.server.keys import ApiKeys
+from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.server.sending import Sending
 from diskprefix.settings import Settings
 from diskprefix.version import __version__
@@ -31,15 +31,16 @@ prompt whose beginning was seen before is restored instead of computed, bit for 
 Every reply says what the cache did (`prefix_cache`) and where the time went (`timings`)."""
 
 
-def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | None = None) -> FastAPI:
+def create_app(settings: Settings, load_engine: EngineLoader, who: ApiKeys | OwnerToken | None = None) -> FastAPI:
     """Returns the application for `settings`. It loads the model in the background once an ASGI server has started it.
 
-    `load_engine` makes the engine, on a thread of its own. `keys` are those of `settings`, if the caller has read them
-    already. The `Daemon` is `app.state.daemon`. Raises `SettingsError` for a file of keys that is wrong.
+    `load_engine` makes the engine, on a thread of its own. `who` are the keys of `settings`, if the caller has read
+    them already, or the owner's token. The `Daemon` is `app.state.daemon`, and `app.state.who` who may use it. Raises
+    `SettingsError` for a file of keys that is wrong.
     """
     daemon = Daemon(settings, load_engine)
-    if keys is None and settings.api_keys is not None:
-        keys = ApiKeys(settings.api_keys)
+    if who is None:
+        who = OwnerToken.new(settings.port) if settings.api_keys is None else ApiKeys(settings.api_keys)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
@@ -60,9 +61,9 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
         swagger_ui_parameters={"validatorUrl": None},
         exception_handlers=HANDLERS,
     )
-    app.state.daemon = daemon
+    app.state.daemon, app.state.who = daemon, who
     app.add_middleware(Sending, max_bytes=_LARGE_REPLIES * settings.max_body_bytes)
-    app.add_middleware(Auth, keys=keys)
+    app.add_middleware(Auth, who=who)
     app.add_middleware(BrowserGuard, host=settings.host, allowed=allowed_names(settings))
     app.add_middleware(AccessLog, daemon=daemon)
     app.include_router(answer.router)
@@ -71,7 +72,7 @@ def create_app(settings: Settings, load_engine: EngineLoader, keys: ApiKeys | No
     app.include_router(model_routes.token_router)
     app.include_router(status.router)
     hooks.add_routes(app)
-    _complete_openapi(app, with_keys=keys is not None)
+    _complete_openapi(app, with_keys=isinstance(who, ApiKeys))
     return app
 
 

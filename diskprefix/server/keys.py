@@ -1,4 +1,4 @@
-"""The API keys of the file `--api-keys`, and the caller to whom a key belongs."""
+"""The caller of a request: by the API keys of the file `--api-keys`, or else by the token of the daemon's owner."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import hashlib
 import hmac
 import logging
 import re
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,17 +32,48 @@ _BEARER = re.compile(r"bearer +(\S+) *", re.IGNORECASE)
 
 @dataclass(frozen=True)
 class Caller:
-    """The sender of a request, with a name for the log. `sees_all`: everybody's figures are shown to it."""
+    """The sender of a request, with a name for the log. `sees_all`: everybody's figures are shown to it. `is_owner`:
+    also everybody's texts, and it may delete and control."""
 
     name: str | None = None
     tenant: Tenant = SHARED
     sees_all: bool = False
+    is_owner: bool = False
 
 
 ANYBODY = Caller(sees_all=True)
-"""The caller of every request to a daemon without keys."""
+"""The caller of a request without the token, to a daemon without keys."""
+OWNER = Caller(sees_all=True, is_owner=True)
+"""The caller of a request with the token, to a daemon without keys."""
 NOBODY = Caller()
 """The caller of a request without a valid key, to a daemon with keys."""
+
+
+TOKEN_PLACE = "open the link that `diskprefix serve` printed, or send the header Authorization: Bearer TOKEN"
+WITHOUT_TOKEN = f"this shows texts of prompts, or changes something, and needs the daemon's token: {TOKEN_PLACE}"
+
+
+@dataclass(frozen=True)
+class OwnerToken:
+    """The token of a daemon without API keys. Browsers keep it in `cookie`, whose name no other port has: cookies
+    belong to a host."""
+
+    text: str
+    cookie: str
+
+    @classmethod
+    def new(cls, port: int) -> OwnerToken:
+        return cls(secrets.token_urlsafe(32), f"diskprefix-{port}")
+
+    def caller(self, headers: Mapping[str, str]) -> Caller:
+        """Returns the caller of a request with `headers`, whose names are in lower case."""
+        bearer = _BEARER.fullmatch(headers.get("authorization", ""))
+        cookies = (part.strip().partition("=") for part in headers.get("cookie", "").split(";"))
+        shown = [value for name, _, value in cookies if name == self.cookie] + ([bearer[1]] if bearer else [])
+        return OWNER if any(map(self.is_shown, shown)) else ANYBODY
+
+    def is_shown(self, shown: str) -> bool:
+        return hmac.compare_digest(shown.encode(errors="replace"), self.text.encode())
 
 
 class ApiKeys:
@@ -88,7 +121,7 @@ def _read_keys(path: Path) -> dict[bytes, Caller]:
         digest, tenant = hashlib.sha256(key.encode()).digest(), Tenant.of_key(key)
         if digest in callers:
             raise _wrong(f"{path}:{number}: this key is in the file already; give each client its own")
-        callers[digest] = Caller(name or short_tenant(str(tenant)), tenant, sees_all=name == ADMIN)
+        callers[digest] = Caller(name or short_tenant(str(tenant)), tenant, name == ADMIN, name == ADMIN)
     if not callers:
         raise _wrong(f"{path} holds no key; write one on each line, with a name before it if you like")
     return callers

@@ -14,9 +14,8 @@ from starlette.responses import JSONResponse, RedirectResponse, Response
 
 from diskprefix.server.daemon import Daemon, Status
 from diskprefix.server.error_replies import ErrorBody
-from diskprefix.server.keys import ADMIN, ANYBODY
+from diskprefix.server.keys import ADMIN, WITHOUT_TOKEN
 from diskprefix.server.log_context import log_context
-from diskprefix.server.process.local_user import is_of_another_user
 from diskprefix.server.serving import Serving
 from diskprefix.version import __version__
 
@@ -77,13 +76,10 @@ async def require_admin(request: Request) -> None:
 
 
 async def require_owner(request: Request) -> None:
-    """Raises `HTTPException` 403, without keys, for other users of this machine: texts of prompts are shown."""
-    if log_context(request).caller is ANYBODY and is_of_another_user(request.scope):
-        raise HTTPException(
-            403,
-            "this shows texts of prompts: without --api-keys, of the users of this machine only the one who runs the "
-            f"daemon may read it, and root; with --api-keys, the key named {ADMIN}",
-        )
+    """Raises `HTTPException` for other callers, as `require_admin`; without keys 401 for those without the token."""
+    await require_admin(request)
+    if not log_context(request).caller.is_owner:
+        raise HTTPException(401, WITHOUT_TOKEN, {"WWW-Authenticate": "Bearer"})
 
 
 def _daemon(request: Request) -> Daemon:
@@ -133,7 +129,9 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(content.model_dump(), status_code)
 
 
-@router.get("/props", summary="Properties", dependencies=[Depends(require_admin), Depends(require_owner)])
+@router.get(
+    "/props", summary="Properties", dependencies=[Depends(require_owner)], responses={401: {"model": ErrorBody}}
+)
 async def props(request: Request) -> Props:
     """The model, the cache with its settings and counts, all settings and the start-up times."""
     daemon = _daemon(request)

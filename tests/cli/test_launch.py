@@ -21,6 +21,7 @@ from huggingface_hub import constants
 from diskprefix.extras.clients import launch_command, launched_daemon, model_choice
 from diskprefix.extras.clients.recipe import Served, agents, recipe
 from diskprefix.extras.daemon_call import Answer
+from diskprefix.server.process.token_file import kept
 from tests.cli.conftest import Ended, Run, run_fresh
 from tests.waiting import wait_for
 
@@ -41,7 +42,7 @@ for key in ("CLAUDE_CONFIG_DIR", "CODEX_HOME", "QWEN_HOME", "CLINE_DIR"):
 exec(os.environ.get("AGENT_DOES", ""))
 """
 SERVE = """\
-import json, os, sys
+import json, os, socket, sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 with open(os.environ["RECORDS"] + "/served", "a") as file:
@@ -61,7 +62,10 @@ class Daemon(BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Daemon).serve_forever()
+server = HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Daemon, bind_and_activate=False)
+server.socket.close()
+server.socket = socket.socket(fileno=int(os.environ["_DISKPREFIX_LISTEN_FD"]))
+server.serve_forever()
 """
 
 
@@ -110,7 +114,7 @@ class Place:
 PATCH = """\
 from diskprefix.extras.clients import launch_command, launched_daemon
 launched_daemon.SERVE = (sys.executable, "-S", "{}")
-launch_command.answers = lambda url: False
+launch_command.is_ours = lambda url: False
 """
 
 
@@ -126,7 +130,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(launched_daemon, "SERVE", (sys.executable, "-S", str(made.bin / "serve.py")))
     # One that runs on this machine is not for the test.
-    monkeypatch.setattr(launch_command, "answers", lambda _url: False)
+    monkeypatch.setattr(launch_command, "is_ours", lambda _url: False)
     monkeypatch.setenv("DISKPREFIX_PORT", "0")
     yield made
     if made.is_daemon_alive():
@@ -262,7 +266,7 @@ def test_what_cannot_be_launched_is_one_line_that_says_what_to_do(
     run("launch", "pi").assert_refused(2, "no model that calls tools and fits", "`diskprefix pull ", "--model")
     run("launch", "pi", "--url", "http://127.0.0.1:1").assert_refused(1, "no daemon answers at http://127.0.0.1:1 (")
     run("launch", "pi", "--model", "broken").assert_refused(1, "the daemon ended: broken holds no weights (its log: ")
-    monkeypatch.setattr(launch_command, "answers", lambda _url: True)
+    monkeypatch.setattr(launch_command, "is_ours", lambda _url: True)
     stopping = Answer(200, b'{"status": "stopping"}')
     monkeypatch.setattr(launch_command, "running_daemon", lambda _url, _key: lambda *_: stopping)
     run("launch", "pi").assert_refused(1, "127.0.0.1:0 serves no requests: its status is stopping")
@@ -401,17 +405,91 @@ def test_an_interrupted_start_ends_the_daemon(place: Place) -> None:
     assert not (place.records / "qwen.json").exists()
 
 
-def test_a_daemon_whose_launch_was_killed_is_ended_by_the_next_or_by_restoring(run: Run, place: Place) -> None:
+def left_daemon(place: Place) -> subprocess.Popen[bytes]:
+    """A daemon whose launch was killed."""
     shared = launched_daemon.LaunchedDaemon(folder=place.launches)
+    keeper = launched_daemon.DaemonKeeper(shared, print)
     with shared.mutex():
-        process = shared.start(0, ["--model", "m"])
-    address = shared.url()
-    assert address is not None
-    assert launched_daemon.answers(address)
+        process = shared.start(0, ["--model", "m"], keeper)
+    keeper.end(is_left=True)
+    return process
+
+
+KILLS = """\
+import signal, time, urllib.request
+file = Path(os.environ["CLAUDE_CONFIG_DIR"]).parents[1] / "daemon.json"
+url, seen = os.environ["ANTHROPIC_BASE_URL"] + "/health", set()
+for _ in range({times}):
+    while (told := json.loads(file.read_text() or "{{}}")).get("pid", None) in (None, *seen): time.sleep(0.01)
+    seen.add(told["pid"])
+    os.kill(told["pid"], signal.SIGKILL)
+    # It waits at the port until the next daemon answers.
+    try:
+        print(urllib.request.urlopen(url, timeout=60).status, file=open(folder / "answers", "a"))
+    except OSError:
+        print("nobody", file=open(folder / "answers", "a"))
+"""
+
+
+@pytest.mark.parametrize("is_left", [False, True])
+def test_a_daemon_that_dies_under_its_agent_is_started_again_and_no_connection_fails(
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch, is_left: bool
+) -> None:
+    left = left_daemon(place) if is_left else None
+    # A launch that found the daemon does not hold its port yet: the first connection fails then.
+    monkeypatch.setenv("AGENT_DOES", KILLS.format(times=2))
+    ended = run("launch", "claude", "--model", "m")
+    assert ended.exit_code == 0, ended.stderr
+    answers = (place.records / "answers").read_text(encoding="utf-8").split()
+    assert answers[is_left:] == ["200", "200"][is_left:]
+    assert len(set(place.served())) == 1, "with the same model"
+    again = f"has died and is started again (its log: {place.launches / 'daemon.log'})"
+    assert [again in line for line in lines(ended)].count(True) == 2
+    assert lines(ended)[-1].endswith(f"died 2 times while the agent ran (its log: {place.launches / 'daemon.log'})")
+    assert not place.is_daemon_alive()
+    if left is not None:
+        left.wait()
+
+
+def test_a_daemon_that_dies_again_and_again_is_given_up_and_named_with_its_log(
+    run: Run, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGENT_DOES", KILLS.format(times=4))
+    ended = run("launch", "claude", "--model", "m")
+    assert ended.exit_code == 0, ended.stderr
+    assert (place.records / "answers").read_text(encoding="utf-8").split() == ["200", "200", "200", "nobody"]
+    [line] = [line for line in lines(ended) if "is not started again" in line]
+    assert line.startswith("the daemon at http://127.0.0.1:")
+    assert line.endswith(f"(its log: {place.launches / 'daemon.log'})")
+
+
+def test_the_log_of_the_launch_before_is_kept(run: Run, place: Place) -> None:
+    run("launch", "pi", "--model", "broken")
+    run("launch", "goose", "--model", "m")
+    assert (place.launches / "daemon.log.1").read_text(encoding="utf-8") == "error: broken holds no weights\n"
+    assert (place.launches / "daemon.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_only_a_daemon_of_this_user_is_taken_for_one_and_others_are_sent_nothing(url: str) -> None:
+    assert not launched_daemon.is_ours(url), "it answers as a daemon does"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with kept("abc", [listener]):
+            assert launched_daemon.is_ours(address)
+            assert launch_command._dashboard(address) == f"{address}/?token=abc"
+        with kept("", [listener]):
+            assert launch_command._dashboard(address) == f"{address}/", "it has API keys"
+        assert not launched_daemon.is_ours(address)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+
+
+def test_a_daemon_whose_launch_was_killed_is_ended_by_the_next_or_by_restoring(run: Run, place: Place) -> None:
+    process = left_daemon(place)
     assert run("launch", "goose", "--model", "m").exit_code == 0
     assert process.wait() == -signal.SIGTERM
-    with shared.mutex():
-        process = shared.start(0, ["--model", "m"])
+    process = left_daemon(place)
     assert run("launch", "--restore").exit_code == 0
     assert process.wait() == -signal.SIGTERM
     assert not place.is_daemon_alive()
@@ -431,12 +509,12 @@ def test_a_start_that_is_cut_off_leaves_no_daemon_or_one_that_is_found(
     with monkeypatch.context() as patched, shared.mutex():
         patched.setattr(os, "pwrite", cut_off)
         with pytest.raises(KeyboardInterrupt):
-            shared.start(0, [])
+            shared.start(0, [], launched_daemon.DaemonKeeper(shared, print))
     assert not place.is_daemon_alive()
-    with shared.mutex():
-        process = shared.start(0, [])
+    process = left_daemon(place)
     file = place.launches / "daemon.json"
-    file.write_text(json.dumps({"port": json.loads(file.read_text())["port"]}))
+    told = json.loads(file.read_text())
+    file.write_text(json.dumps({name: told[name] for name in ("port", "flags")}))
     assert run("launch", "goose").exit_code == 0
     assert process.poll() is None
     process.kill()

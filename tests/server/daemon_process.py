@@ -97,8 +97,15 @@ class DaemonProcess:
         self.wait_for_line(r"diskprefix ready on ")
         return self
 
+    @property
+    def link(self) -> str:
+        """The link to the dashboard, with the token of a daemon without keys."""
+        return self.wait_for_line(r"the dashboard, in a browser: (\S+)")[1]
+
     def client(self, api_key: str | None = None) -> httpx.Client:
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        """A client with a key, or else with the token."""
+        shown = api_key or self.link.partition("?token=")[2]
+        headers = {"Authorization": f"Bearer {shown}"} if shown else {}
         return httpx.Client(base_url=self.url, timeout=60, headers=headers)
 
     def wait_saved(self, api_key: str | None = None) -> None:

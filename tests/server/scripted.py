@@ -36,6 +36,7 @@ from diskprefix.engine.request import (
 from diskprefix.nouns import CacheReport, Scope, Selection, Tenant
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.http_app import create_app
+from diskprefix.server.keys import OwnerToken
 from diskprefix.server.process.listener import listen
 from diskprefix.server.process.process import uvicorn_config
 from diskprefix.settings import Settings
@@ -273,7 +274,10 @@ class AppServer:
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self.listener]})
 
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, timeout=30)
+        """A client of the owner, if there are no keys."""
+        who = self.app.state.who
+        headers = {"Authorization": f"Bearer {who.text}"} if isinstance(who, OwnerToken) else {}
+        return httpx.Client(base_url=self.url, timeout=30, headers=headers)
 
     def start(self) -> None:
         self._thread.start()

@@ -23,9 +23,11 @@ async def nothing(_scope: Scope, _receive: Receive, _send: Send) -> None:
     raise AssertionError("not called")
 
 
-def refusal(bound: str, method: str, /, *, allowed: Collection[str] = (), **headers: str) -> str | None:
+def refusal(
+    bound: str, method: str, /, *, path: str = "/v1/models", allowed: Collection[str] = (), **headers: str
+) -> str | None:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return BrowserGuard(nothing, bound, allowed).refusal(method, Headers(named))
+    return BrowserGuard(nothing, bound, allowed).refusal({"method": method, "path": path}, Headers(named))
 
 
 @pytest.mark.parametrize("bound", ["127.0.0.1", "localhost", "127.0.0.2"])
@@ -106,15 +108,22 @@ def test_a_name_that_leads_nowhere_is_treated_as_local(monkeypatch: pytest.Monke
         *("file://", "chrome-extension://localhost", "localhost", "http://"),
     ],
 )
-def test_a_foreign_origin_may_read_but_not_post(origin: str) -> None:
-    for method in ("POST", "PUT", "DELETE", "PATCH"):
+def test_a_foreign_origin_may_open_pages_but_neither_post_nor_read(origin: str) -> None:
+    for method in ("POST", "PUT", "DELETE", "PATCH", "GET"):
         assert refusal("127.0.0.1", method, host="localhost:8642", origin=origin) is not None
-    assert refusal("127.0.0.1", "GET", host="localhost:8642", origin=origin) is None
+    assert refusal("127.0.0.1", "GET", path="/chat", host="localhost:8642", origin=origin) is None
 
 
 @pytest.mark.parametrize(("site", "allowed"), [("cross-site", 0), ("same-site", 0), ("same-origin", 1), ("none", 1)])
 def test_what_the_browser_says_of_the_sender_counts(site: str, allowed: int) -> None:
-    assert (refusal("127.0.0.1", "POST", host="localhost", sec_fetch_site=site) is None) == bool(allowed)
+    for method, path in [
+        ("POST", "/"),
+        *[("GET", path) for path in ("/dashboard/events", "/dashboard/entries", "/v1/models", "/props", "/metrics")],
+        ("GET", "/v1/responses/resp_1"),
+    ]:
+        assert (refusal("127.0.0.1", method, path=path, host="localhost", sec_fetch_site=site) is None) == bool(allowed)
+    for path in ("/", "/chat", "/dashboard", "/docs", "/health"):
+        assert refusal("127.0.0.1", "GET", path=path, host="localhost", sec_fetch_site=site) is None
 
 
 def test_http_1_0_without_a_host_is_served() -> None:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from diskprefix.server.process.token_file import token_at
 from tools.measuring.processes import free_port
 
 START_DEADLINE_S = 900.0
@@ -140,6 +141,12 @@ class LiveServer:
         timeout = httpx.Timeout(self._deadline_s, connect=5.0)
         return httpx.Client(base_url=f"http://127.0.0.1:{self.port}", timeout=timeout)
 
+    @property
+    def token(self) -> dict[str, str]:
+        """The header of the daemon's owner, if it has no API keys."""
+        token = token_at("127.0.0.1", self.port)
+        return {"Authorization": f"Bearer {token}"} if token else {}
+
     def __enter__(self) -> Self:
         return self
 
@@ -240,7 +247,7 @@ class LiveServer:
         return time.perf_counter() - started
 
     def props(self) -> dict[str, Any]:
-        answer: dict[str, Any] = self._client.get("/props").raise_for_status().json()
+        answer: dict[str, Any] = self._client.get("/props", headers=self.token).raise_for_status().json()
         return answer
 
     def cache_stats(self) -> dict[str, Any]:

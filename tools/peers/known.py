@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 
 from diskprefix.progress import Report
+from diskprefix.server.process.token_file import token_at
 from tools.measuring.processes import free_port
 from tools.peers.environments import llama_cpp_libraries, python_of
 from tools.peers.peer import HttpPeer, Peer, Process, WorkerPeer
@@ -57,7 +58,9 @@ def diskprefix(
 
 def _all_is_saved(client: httpx.Client) -> None:
     deadline = time.monotonic() + _SAVE_DEADLINE_S
-    while client.get("/props").json()["full_cache"]["state"]["pending_bytes"] and time.monotonic() < deadline:
+    token = token_at("127.0.0.1", client.base_url.port or 0)
+    request = client.build_request("GET", "/props", headers={"Authorization": f"Bearer {token}"})
+    while client.send(request).json()["full_cache"]["state"]["pending_bytes"] and time.monotonic() < deadline:
         time.sleep(0.05)
 
 

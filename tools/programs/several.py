@@ -85,10 +85,10 @@ class Several:
         """Returns the seconds in which the worker of a model becomes ready, with nothing else in memory."""
         url = f"http://127.0.0.1:{server.port}"
         for other in self._models:
-            httpx.post(f"{url}/models/{other}/unload", timeout=_DEADLINE_S).raise_for_status()
+            httpx.post(f"{url}/models/{other}/unload", headers=server.token, timeout=_DEADLINE_S).raise_for_status()
         _wait(lambda: not _states(url))
         started = time.perf_counter()
-        httpx.post(f"{url}/models/{name}/load", timeout=_DEADLINE_S).raise_for_status()
+        httpx.post(f"{url}/models/{name}/load", headers=server.token, timeout=_DEADLINE_S).raise_for_status()
         _wait(lambda: _states(url).get(name) == "ready")
         return time.perf_counter() - started
 
@@ -119,10 +119,10 @@ class Several:
             _wait(lambda: "a spare is ready" in server.log_path.read_text(errors="replace"))
             for name in self._models:
                 self._load_s(server, name)
-                httpx.post(f"{url}/models/{name}/unload").raise_for_status()
+                httpx.post(f"{url}/models/{name}/unload", headers=server.token).raise_for_status()
                 _wait(lambda: not _states(url))
                 first_s[name] = server.chat([_said(0)], max_tokens=1, model=name).ttft_s
-                httpx.post(f"{url}/models/{name}/unload").raise_for_status()
+                httpx.post(f"{url}/models/{name}/unload", headers=server.token).raise_for_status()
                 _wait(lambda: not _states(url))
             idle_bytes = sum(_proc_bytes(pid, "smaps_rollup", "Pss") for pid in family(server.process_id))
         return {"first_token_s": first_s, "idle_bytes": idle_bytes}

@@ -19,13 +19,14 @@ from click.core import ParameterSource
 from diskprefix.cli.options import api_key_option, nonempty, policy_values, url_option, variable_of
 from diskprefix.errors import NotReady, SettingsError
 from diskprefix.extras.clients.agent_profile import AgentProfile
-from diskprefix.extras.clients.launched_daemon import LaunchedDaemon, answers
+from diskprefix.extras.clients.launched_daemon import DaemonKeeper, LaunchedDaemon, is_ours
 from diskprefix.extras.clients.model_choice import LEAST_CONTEXT, ask_served, flags_of_model
 from diskprefix.extras.clients.recipe import NO_KEY, KnownAgent, Recipe, Served, agents, recipe
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import escaped, printable_only
+from diskprefix.server.process.token_file import token_at
 from diskprefix.settings import config_home, default_kv_cache_dir
-from diskprefix.units import format_size, parse_size
+from diskprefix.units import counted, format_size, parse_size
 
 _SIGNAL_EXIT_CODE = 128
 """A shell reports a process that signal N killed as this and N."""
@@ -58,9 +59,10 @@ def launch(
 ) -> int | None:
     """Start AGENT with ARGUMENTS, set up for the daemon. Without AGENT, list the agents and how to install them.
 
-    A daemon of yours or root's that runs is used. Otherwise `diskprefix serve --policy agent` is started with the
-    largest model that was fetched, fits and calls tools, and ends with the last agent that uses it. If that launch was
-    killed, the daemon goes on until the next launch ends, or until --restore. With --url, none is started.
+    A daemon of yours that runs is used. Otherwise `diskprefix serve --policy agent` is started with the
+    largest model that was fetched, fits and calls tools, and ends with the last agent that uses it. If it dies before,
+    it is started again. If that launch was killed, the daemon goes on until the next launch ends, or until --restore.
+    With --url, none is started.
 
     No file of yours is changed: settings go into the agent's environment and into a profile of its own, a folder below
     $XDG_CONFIG_HOME/diskprefix/launch. What the agent itself keeps (conversations, trusted folders) goes there too, if
@@ -90,7 +92,7 @@ def launch(
     profile = shared.folder / one.name
     own_url = url if context.get_parameter_source("url") is not ParameterSource.DEFAULT else None
     if prints:
-        own_url = own_url or shared.url() or (url if answers(url) else None)
+        own_url = own_url or shared.url() or (url if is_ours(url) else None)
         _show(recipe(one.name, _served(own_url, url, model, api_key), profile), arguments)
         return None
     program = shutil.which(one.program)
@@ -98,23 +100,29 @@ def launch(
         raise SettingsError(f"{one.title} is not installed (no {one.program} in PATH); install it: {one.install}")
     with _signals() as agent_process, ExitStack() as stack:
         with shared.mutex():
-            others = own_url or (url if shared.url() is None and answers(url) else None)
-            found = others
+            others = own_url or (url if shared.url() is None and is_ours(url) else None)
+            found, keeper = others, None
             if found is None:
                 flags = [] if shared.url() else ["--policy", "agent", *flags_of_model(model)]
                 if flags:
                     _say(_kept())
-                found = stack.enter_context(shared.used(urlsplit(url).port or 0, flags))
+                keeper = stack.enter_context(shared.used(urlsplit(url).port or 0, flags, _say))
+                found = keeper.url
         try:
             choice = ask_served(running_daemon(found, api_key), found, model, api_key)
         except NotReady as error:
             raise error if others or shared.url() else NotReady(shared.failure()) from error
+        if keeper is not None:
+            keeper.is_serving = True
+            stack.callback(_say_deaths, keeper, shared)
         settings = recipe(one.name, choice.served, profile)
         with shared.mutex():
             stack.enter_context(AgentProfile(folder=profile).session(settings, _say))
         if choice.problem:
             _say(f"warning: {choice.problem}")
         _say(f"{one.title} uses {choice.served.model} at {choice.served.url}; its profile is {profile}")
+        if (link := _dashboard(choice.served.url)) is not None:
+            _say(f"the dashboard, in a browser: {link}")
         command = [program, *shlex.split(settings.run)[1:], *arguments]
         return agent_process.run(command, os.environ | settings.environment | _not_by_proxy(choice.served.url))
 
@@ -172,6 +180,20 @@ def _served(found: str | None, url: str, model: str | None, api_key: str | None)
 def _show(settings: Recipe, arguments: Sequence[str]) -> None:
     text = replace(settings, run=" ".join((settings.run, *map(shlex.quote, arguments)))).shown()
     click.echo("\n".join(map(escaped, text.splitlines())))
+
+
+def _say_deaths(keeper: DaemonKeeper, shared: LaunchedDaemon) -> None:
+    """Says it again: an agent that fills the terminal has hidden what was said meanwhile."""
+    if keeper.num_deaths:
+        times = counted(keeper.num_deaths, "time")
+        _say(f"the daemon at {keeper.url} died {times} while the agent ran (its log: {shared.log})")
+
+
+def _dashboard(url: str) -> str | None:
+    """Returns the link to the dashboard of a daemon of this user, None for another one."""
+    parts = urlsplit(url)
+    token = token_at(parts.hostname or "", parts.port or 0)
+    return None if token is None else f"{url}/{f'?token={token}' if token else ''}"
 
 
 def _say(line: str) -> None:

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 
 from diskprefix.api.error_forms import HttpError, one_line
 from diskprefix.errors import DeviceLost, DiskPrefixError, InvalidRequest, NotReady, QueueFull, SettingsError, ShareFull
-from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refuse
+from diskprefix.extras.front.front_messages import Named, keep_alive_seconds, read_named, refuse, send_json
 from diskprefix.extras.front.listing import Listing
 from diskprefix.extras.front.nursery import LOAD, PREPARE, UNLOAD
 from diskprefix.extras.front.own_routes import OwnRoutes
@@ -33,8 +33,8 @@ from diskprefix.extras.front.workers import MOST_UNLOAD_S, Deaths, ModelWorker, 
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.nouns import Tenant
 from diskprefix.printable import shown
-from diskprefix.server.guards import OPEN_PATHS, BrowserGuard, allowed_names, authorization_of, without_key
-from diskprefix.server.keys import ANYBODY, NOBODY, ApiKeys, Caller
+from diskprefix.server.guards import BrowserGuard, allowed_names, caller_of, entered
+from diskprefix.server.keys import ApiKeys, Caller, OwnerToken
 from diskprefix.server.process.systemd import notify, watchdog_s
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
@@ -70,11 +70,11 @@ class Front:
     """ASGI application. With one model, requests are passed on as they come."""
 
     def __init__(
-        self, settings: Settings, listing: Listing, workers: Workers, keys: ApiKeys | None, end: Callable[[], None]
+        self, settings: Settings, listing: Listing, workers: Workers, who: ApiKeys | OwnerToken, end: Callable[[], None]
     ) -> None:
         """`end` stops the server."""
         self.exit_code = 0
-        self._settings, self._listing, self._workers, self._keys, self._end = settings, listing, workers, keys, end
+        self._settings, self._listing, self._workers, self._who, self._end = settings, listing, workers, who, end
         self._guard = BrowserGuard(self, settings.host, allowed_names(settings))
         self._swaps = Swaps(None if listing.only else settings.memory_limit)
         self._by_place: dict[Place, ModelWorker] = {}
@@ -135,8 +135,8 @@ class Front:
     def read_again(self) -> None:
         """Reads the keys and the list of models again, and has the workers read the keys."""
         notify(RELOADING=1, MONOTONIC_USEC=time.monotonic_ns() // 1000, STATUS="reading keys and models again")
-        if self._keys is not None:
-            self._keys.read_again()
+        if isinstance(self._who, ApiKeys):
+            self._who.read_again()
         for worker in self._workers.all.values():
             # It may have read the keys, and not yet listen.
             worker.has_old_keys = worker.ready_at is None
@@ -297,9 +297,13 @@ class Front:
     async def _answer(self, scope: Scope, incoming: Incoming, send: Send) -> None:
         """Raises `DiskPrefixError` for a request that is refused."""
         headers = Headers(scope=scope)
-        if (refusal := self._guard.refusal(scope["method"], headers)) is not None:
+        if (refusal := self._guard.refusal(scope, headers)) is not None:
             raise HttpError(403, refusal)
-        caller = self._caller(scope, headers)
+        # Without a valid key, nothing waits and nothing is loaded.
+        caller = caller_of(self._who, scope)
+        if (entrance := entered(self._who, scope)) is not None:
+            await send_json(send, {}, 303, entrance)
+            return
         incoming.sees_all = caller.sees_all
         if self._is_stopping:
             raise NotReady("the daemon is stopping")
@@ -308,18 +312,6 @@ class Front:
         known, keep_alive_s = await self._chosen(scope, incoming, caller)
         if not incoming.has_left:
             await self._pass_on(known, scope, incoming, send, caller.tenant, keep_alive_s)
-
-    def _caller(self, scope: Scope, headers: Headers) -> Caller:
-        """Raises `HttpError` 401: without a valid key, nothing waits and nothing is loaded."""
-        if self._keys is None:
-            return ANYBODY
-        authorization = authorization_of(headers)
-        caller = self._keys.caller(authorization)
-        if caller is None and scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD"):
-            return NOBODY
-        if caller is None:
-            raise HttpError(401, without_key(authorization))
-        return caller
 
     async def _pass_on(
         self,
@@ -415,7 +407,7 @@ class Front:
         encoding = Headers(scope=scope).get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise HttpError(415, f"content-encoding {shown(encoding)} is not supported; send the body uncompressed")
-        counted, client = 0, caller.tenant if self._keys is not None else (scope.get("client") or ("",))[0]
+        counted, client = 0, caller.tenant if isinstance(self._who, ApiKeys) else (scope.get("client") or ("",))[0]
         # What a worker lets one caller have that computes nothing.
         most_of_one = max(1, self._settings.max_queue // 2) + self._settings.max_sequences
         if self._arriving[client] >= most_of_one:

@@ -16,7 +16,14 @@ from diskprefix.extras.front.nursery import Prepare, Work
 from diskprefix.extras.front.workers import Workers
 from diskprefix.server.keys import ApiKeys
 from diskprefix.server.process.listener import open_listeners
-from diskprefix.server.process.process import SignalledServer, announce_listening, uvicorn_config, warn_without_keys
+from diskprefix.server.process.process import (
+    SignalledServer,
+    announce_listening,
+    made_token,
+    uvicorn_config,
+    warn_without_keys,
+)
+from diskprefix.server.process.token_file import kept
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
@@ -56,12 +63,16 @@ def run_front(listing: Listing, settings: Settings, prepare: Prepare, work: Work
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     workers = Workers(prepare, work, takes_any_name=listing.only is None)
     settings, listeners = open_listeners(settings)
-    workers.address = announce_listening(listeners, settings)
+    workers.token = made_token(listeners, settings)
+    workers.address = announce_listening(listeners, settings, workers.token)
     warn_without_keys(settings, workers.address)
-    front = Front(settings, listing, workers, keys, lambda: setattr(server, "should_exit", True))
+    who = keys or workers.token
+    assert who is not None
+    front = Front(settings, listing, workers, who, lambda: setattr(server, "should_exit", True))
     server = FrontServer(front, workers, settings)
     try:
-        server.run(sockets=listeners)
+        with kept(workers.token.text if workers.token else "", listeners):
+            server.run(sockets=listeners)
     finally:
         for listener in listeners:
             listener.close()

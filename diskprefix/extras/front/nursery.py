@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from diskprefix.errors import DiskPrefixError
+from diskprefix.server.keys import OwnerToken
 from diskprefix.server.process.front_line import FrontLine
 from diskprefix.server.process.systemd import notify, notify_through
 from diskprefix.settings import Settings
@@ -52,6 +53,7 @@ class Order:
     number: int
     settings: Settings
     address: str | None = None
+    token: OwnerToken | None = None
     takes_any_name: bool = False
     """See `FrontLine`."""
     knows_model: bool = False
@@ -172,7 +174,8 @@ class Nursery:
             Nursery(sockets[0], self._prepare, self._work).run()
         listener, channel = sockets
         line = WorkerLine(channel, lambda: self._prepare(order.settings, False))
-        self._work(order.settings, FrontLine(listener, order.address, time.perf_counter(), line, order.takes_any_name))
+        began_at, told = time.perf_counter(), (order.token, order.takes_any_name)
+        self._work(order.settings, FrontLine(listener, order.address, began_at, line, *told))
 
     def _reap(self) -> None:
         while True:

@@ -17,7 +17,7 @@ from diskprefix.extras.front.swaps import Phase, Place, Swaps
 from diskprefix.extras.front.workers import ModelWorker
 from diskprefix.model.load.memory import available_ram_bytes
 from diskprefix.printable import shown
-from diskprefix.server.keys import ADMIN, Caller
+from diskprefix.server.keys import ADMIN, WITHOUT_TOKEN, Caller
 
 if TYPE_CHECKING:
     from starlette.responses import Response
@@ -45,7 +45,7 @@ class OwnRoutes:
         if path.startswith("/models/") and path.endswith(("/load", "/unload")):
             if method != "POST":
                 raise HttpError(405, f"{path} does not allow {shown(method)}; it allows POST")
-            _require_admin(caller)
+            _require_owner(caller)
             name, _, what = path.removeprefix("/models/").rpartition("/")
             await send_json(send, await self._order(name, what, caller))
             return True
@@ -82,7 +82,7 @@ class OwnRoutes:
             _require_admin(caller)
             await self._send_metrics(scope, send)
         elif path == "/props" and b"model=" not in scope["query_string"]:
-            _require_admin(caller)
+            _require_owner(caller)
             places = [_shown_place(place) for place in self._swaps.places]
             await send_json(send, {"memory_limit": self._swaps.limit_bytes, "models": places})
         else:
@@ -126,6 +126,12 @@ async def _send_response(response: Response, send: Send) -> None:
 def _require_admin(caller: Caller) -> None:
     if not caller.sees_all:
         raise HttpError(403, f"this is about everybody's requests: only the key named {ADMIN} may do it")
+
+
+def _require_owner(caller: Caller) -> None:
+    _require_admin(caller)
+    if not caller.is_owner:
+        raise HttpError(401, WITHOUT_TOKEN)
 
 
 def _shown_place(place: Place) -> dict[str, Any]:

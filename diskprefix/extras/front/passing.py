@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import h11
 
-from diskprefix.server.process.front_line import PEER_HEADER
-
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
 
@@ -27,7 +25,6 @@ _KEPT_BYTES = 1 << 20
 _OF_ONE_CONNECTION = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect")
 )
-_OF_THE_FRONT = _OF_ONE_CONNECTION | {PEER_HEADER}
 
 
 _Streams: TypeAlias = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -212,7 +209,7 @@ def _target(scope: Scope) -> bytes:
 
 
 def _headers_up(scope: Scope) -> list[tuple[bytes, bytes]]:
-    headers = [(name, value) for name, value in scope["headers"] if name not in _OF_THE_FRONT]
+    headers = [(name, value) for name, value in scope["headers"] if name not in _OF_ONE_CONNECTION]
     names = {name for name, _ in scope["headers"]}
     if b"transfer-encoding" in names:
         # With both, the length is not that of the body.
@@ -224,9 +221,6 @@ def _headers_up(scope: Scope) -> list[tuple[bytes, bytes]]:
     if b"host" not in names:
         # Only HTTP/1.0 may leave it out.
         headers.append((b"host", b"localhost"))
-    if scope.get("client") and scope.get("server") and scope["server"][1] is not None:
-        peer = f"{scope['client'][0]} {scope['client'][1]} {scope['server'][0]} {scope['server'][1]}"
-        headers.append((PEER_HEADER, peer.encode()))
     return headers
 
 

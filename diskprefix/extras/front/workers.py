@@ -32,6 +32,7 @@ from diskprefix.extras.front.nursery import (
 )
 from diskprefix.extras.front.passing import Way
 from diskprefix.extras.front.swaps import Place
+from diskprefix.server.keys import OwnerToken
 from diskprefix.server.process.systemd import watchdog_s
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
@@ -115,6 +116,7 @@ class Workers:
         self._takes_any_name = takes_any_name
         self.address = ""
         """That of the front, for people."""
+        self.token: OwnerToken | None = None
         self.on_change: Callable[[ModelWorker], None] = lambda _worker: None
         """Called when a worker says something, and when it has ended (`code`)."""
         self.all: dict[int, ModelWorker] = {}
@@ -145,7 +147,7 @@ class Workers:
             listener.listen(_BACKLOG)
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             worker = ModelWorker(number, ours, place=place, path=path)
-            order = Order(number, settings, self.address, takes_any_name=self._takes_any_name)
+            order = Order(number, settings, self.address, self.token, takes_any_name=self._takes_any_name)
             try:
                 with theirs:
                     self._order(order, listener, theirs)

@@ -11,7 +11,7 @@ COMMANDS = {"chat": "diskprefix.extras.talk.chat_command:chat"}
 
 
 def add_routes(app: FastAPI) -> None:
-    """Adds the page, and the route that kills the daemon to show that nothing is lost."""
+    """Adds the page."""
     from diskprefix.extras.talk.talk_routes import router
 
     app.include_router(router)

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-PEER_HEADER = b"x-diskprefix-peer"
-"""The header in which a front tells its worker the addresses of a connection: `HOST PORT HOST PORT`, the client first.
-The front takes it from no client, and nobody else reaches the worker's socket."""
+from diskprefix.server.keys import OwnerToken
 
 
 class LoadTurn(Protocol):
@@ -37,19 +32,7 @@ class FrontLine:
     began_at: float
     """When the worker's process began, on the clock of `time.perf_counter`."""
     turn: LoadTurn
+    token: OwnerToken | None = None
+    """None with API keys."""
     takes_any_name: bool = False
     """The front has chosen the model by its name or one of its aliases."""
-
-
-class RestoredAddresses:
-    """ASGI application behind a front: the addresses are those of the front's client and of its own end."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        for name, value in scope.get("headers", ()):
-            if name == PEER_HEADER:
-                client, client_port, server, server_port = value.decode().split()
-                scope["client"], scope["server"] = (client, int(client_port)), (server, int(server_port))
-        await self._app(scope, receive, send)

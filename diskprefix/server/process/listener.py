@@ -17,12 +17,15 @@ STALLED_S = 60
 _KEEPALIVE_S, _KEEPALIVE_PROBES = 15, 4
 _BACKLOG = 2048
 _ABSENT_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT})
+LAUNCHED_FD = "_DISKPREFIX_LISTEN_FD"
+"""The variable in which `diskprefix launch` passes the number of a socket that listens."""
 _FIRST_PASSED = 3
 """The number of the first descriptor that systemd passes (sd_listen_fds(3))."""
 
 
 def open_listeners(settings: Settings) -> tuple[Settings, list[socket.socket]]:
-    """Returns the sockets that systemd listens on for this process, or else new ones on `--host` and `--port`.
+    """Returns the sockets that systemd or a launch listens on for this process, or else new ones on `--host` and
+    `--port`.
 
     The settings come back with the address of the passed sockets: of several, one that other machines reach, because
     who may do what depends on it. Raises `SettingsError`.
@@ -38,10 +41,13 @@ def open_listeners(settings: Settings) -> tuple[Settings, list[socket.socket]]:
 
 
 def passed_sockets() -> list[socket.socket]:
-    """Returns the sockets of systemd's socket activation, none without it. Raises `SettingsError` for others than
-    streams that listen, on an address or a path."""
+    """Returns the sockets of systemd's socket activation or of a launch, else none. Raises `SettingsError` for others
+    than streams that listen, on an address or a path."""
     count, process = (os.environ.pop(name, "") for name in ("LISTEN_FDS", "LISTEN_PID"))
     os.environ.pop("LISTEN_FDNAMES", None)
+    if (launched := os.environ.pop(LAUNCHED_FD, "")).isdigit():
+        os.set_inheritable(int(launched), False)
+        return [_passed(int(launched))]
     if not count.isdigit() or process != str(os.getpid()):
         return []
     passed = []

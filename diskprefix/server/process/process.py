@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import AsyncExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from diskprefix.errors import DeviceLost, DiskPrefixError
-from diskprefix.server.keys import ApiKeys
-from diskprefix.server.process.front_line import FrontLine, RestoredAddresses
+from diskprefix.server.keys import ApiKeys, OwnerToken
+from diskprefix.server.process.front_line import FrontLine
 from diskprefix.server.process.listener import open_listeners
 from diskprefix.server.process.systemd import is_heard, notify, watchdog_s
+from diskprefix.server.process.token_file import kept
 from diskprefix.settings import Settings
 from diskprefix.units import format_size
 
@@ -126,11 +127,13 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
     keys = None if settings.api_keys is None else ApiKeys(settings.api_keys)
     # They have just been read. Once the server runs, the signal reads them again.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    token: OwnerToken | None
     if front is None:
         settings, listeners = open_listeners(settings)
-        address = announce_listening(listeners, settings)
+        token = made_token(listeners, settings)
+        address = announce_listening(listeners, settings, token)
     else:
-        listeners, address = [front.listener], front.address
+        listeners, address, token = [front.listener], front.address, front.token
     # What is imported and loaded stays. To look through it for garbage takes a fifth of the time to ready.
     gc.disable()
 
@@ -140,7 +143,7 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
 
         if front is None:
             warn_without_keys(settings, address)
-        app = create_app(settings, load_engine if front is None else load_in_turn, keys)
+        app = create_app(settings, load_engine if front is None else load_in_turn, keys or token)
         server.daemon = daemon = app.state.daemon
         daemon.prior_s = process_age_s() if front is None else time.perf_counter() - front.began_at
         daemon.takes_any_name = front is not None and front.takes_any_name
@@ -160,16 +163,25 @@ def run(settings: Settings, load_engine: EngineLoader, front: FrontLine | None =
         gc.enable()
 
     entrance = Entrance(make_app, on_failure=lambda: server.stop())
-    app = entrance if front is None else RestoredAddresses(entrance)
-    server = _Server(uvicorn_config(app, settings), entrance, keys, front)
-    server.run(sockets=listeners)
+    server = _Server(uvicorn_config(entrance, settings), entrance, keys, front)
+    with nullcontext() if front is not None else kept(token.text if token else "", listeners):
+        server.run(sockets=listeners)
     _end(server.daemon)
 
 
-def announce_listening(listeners: list[socket.socket], settings: Settings) -> str:
-    """Logs the address of the daemon and returns it."""
+def made_token(listeners: list[socket.socket], settings: Settings) -> OwnerToken | None:
+    """Returns a new token for the owner of a daemon, None if it has API keys."""
+    is_path = listeners[0].family == socket.AF_UNIX
+    port = settings.port if is_path else listeners[0].getsockname()[1]
+    return OwnerToken.new(port) if settings.api_keys is None else None
+
+
+def announce_listening(listeners: list[socket.socket], settings: Settings, token: OwnerToken | None) -> str:
+    """Logs the address of the daemon, and where its dashboard is, and returns the address."""
     address = _address_of(listeners[0], settings.host)
     log.info("listening on %s; /health tells when the model is loaded", address)
+    # A new token each time: while no daemon runs, another program at its address could be shown the old one.
+    log.info("the dashboard, in a browser: %s/%s", address, f"?token={token.text}" if token else "")
     return address
 
 
@@ -352,7 +364,7 @@ def _announce(serving: Serving, stats: dict[str, Any], settings: Settings, addre
     cache = _describe_cache(serving, stats, settings)
     seconds = serving.startup_s["total"]
     log.info(
-        "diskprefix ready on %s (in a browser: the dashboard; /chat: a conversation) · %s · %s · %.1f s",
+        "diskprefix ready on %s · %s · %s · %.1f s",
         address,
         serving.model_name,
         cache,

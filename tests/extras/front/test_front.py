@@ -25,7 +25,7 @@ from diskprefix.extras.front.passing import Incoming, Way
 from diskprefix.extras.front.swaps import Phase, Place
 from diskprefix.extras.front.workers import ModelWorker, Workers
 from diskprefix.model.load.fit import ModelNeeds, TokenState
-from diskprefix.server.keys import ApiKeys
+from diskprefix.server.keys import ApiKeys, OwnerToken
 from diskprefix.settings import Settings
 
 LIMIT = 1 << 30
@@ -89,13 +89,16 @@ class ToldWorkers:
         self.on_change(worker)
 
 
+TOKEN = OwnerToken("token", "cookie")
+
+
 class Told:
     """A front, and what its workers were told. `ended`: how often it wanted to end."""
 
-    def __init__(self, listing: Listing, workers: ToldWorkers | None = None, keys: ApiKeys | None = None) -> None:
+    def __init__(self, listing: Listing, workers: ToldWorkers | None = None, who: ApiKeys | OwnerToken = TOKEN) -> None:
         self.workers, self.ended = workers or ToldWorkers(), 0
         settings = Settings(memory_limit=LIMIT)
-        self.front = Front(settings, listing, self.workers, keys, self._end)  # type: ignore[arg-type]
+        self.front = Front(settings, listing, self.workers, who, self._end)  # type: ignore[arg-type]
 
     def _end(self) -> None:
         self.ended += 1
@@ -121,11 +124,11 @@ class Told:
         path: str = "/v1/completions",
         method: str = "POST",
         query: bytes = b"",
-        key: str = "",
+        key: str = TOKEN.text,
         client: str = "::1",
         is_whole: bool = True,
     ) -> asyncio.Task[tuple[int, Any]]:
-        headers = [(b"host", b"localhost"), *([(b"authorization", b"Bearer " + key.encode())] if key else [])]
+        headers = [(b"host", b"localhost"), (b"authorization", b"Bearer " + key.encode())]
         scope = {"type": "http", "method": method, "path": path, "raw_path": path.encode(), "query_string": query}
         scope |= {"headers": headers, "client": (client, 1)}
         return asyncio.create_task(self._ask({"model": model}, scope, is_whole))
@@ -490,7 +493,7 @@ def test_the_list_of_models_is_read_again_beside_the_requests() -> None:
 def test_a_worker_that_cannot_be_started_leaves_no_socket(tmp_path: Path) -> None:
     workers = Workers.__new__(Workers)
     workers._numbers, workers._folder, workers._spare = itertools.count(1), tmp_path, None
-    workers.address, workers._takes_any_name = "", False
+    workers.address, workers.token, workers._takes_any_name = "", None, False
     workers._nursery, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     other.close()
     with workers._nursery, pytest.raises(OSError):  # noqa: PT011 - which one depends on the system

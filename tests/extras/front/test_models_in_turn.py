@@ -63,6 +63,12 @@ def states(daemon: DaemonProcess) -> dict[str, str]:
     return found
 
 
+def ordered(daemon: DaemonProcess, model: str, what: str) -> dict[str, str]:
+    with daemon.client() as client:
+        found: dict[str, str] = client.post(f"/models/{model}/{what}").raise_for_status().json()
+    return found
+
+
 def conversation(client: httpx.Client, model: str, turns: int) -> Iterator[tuple[str, int, int]]:
     """Yields the reply of each turn, the prompt tokens that were computed again, and the tokens of the prompt."""
     messages: list[dict[str, str]] = []
@@ -147,14 +153,17 @@ def test_the_models_are_listed_embed_by_name_and_metrics_are_by_model(daemon: Da
     metrics = httpx.get(daemon.url + "/metrics").text
     assert 'diskprefix_model_loaded{model="ash"} 1\n' in metrics
     assert re.search(r'^diskprefix_requests_total\{model="ash",outcome="completed"\} [1-9]', metrics, re.MULTILINE)
-    props = httpx.get(daemon.url + "/props", params={"model": "ash"}).json()
+    with daemon.client() as client:
+        props = client.get("/props", params={"model": "ash"}).json()
     assert props["model"]["name"] == "ash"
 
 
 def test_a_model_is_loaded_and_unloaded_by_its_routes_and_by_keep_alive(daemon: DaemonProcess) -> None:
-    assert httpx.post(daemon.url + "/models/birch/load").json()["model"] == "birch"
+    for what in ("load", "unload"):
+        assert httpx.post(f"{daemon.url}/models/birch/{what}").status_code == 401
+    assert ordered(daemon, "birch", "load")["model"] == "birch"
     wait_until(lambda: states(daemon).get("birch") == "ready", "it is loaded")
-    assert httpx.post(daemon.url + "/models/birch/unload").json() == {"model": "birch", "status": "unloading"}
+    assert ordered(daemon, "birch", "unload") == {"model": "birch", "status": "unloading"}
     wait_until(lambda: "birch" not in states(daemon), "it is unloaded")
     httpx.post(daemon.url + CHAT, json=body("birch", keep_alive=0), timeout=60).raise_for_status()
     wait_until(lambda: "birch" not in states(daemon), "it is unloaded after the answer")
@@ -179,7 +188,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_requests_with_the_reason_and_no
 )
 def test_a_body_that_names_no_model_is_a_400(daemon: DaemonProcess, content: bytes, code: str) -> None:
     for name in ("ash", "birch"):
-        httpx.post(f"{daemon.url}/models/{name}/load").raise_for_status()
+        ordered(daemon, name, "load")
     answer = httpx.post(daemon.url + CHAT, content=content, headers={"Content-Type": "application/json"}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
 

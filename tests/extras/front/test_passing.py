@@ -13,10 +13,8 @@ import pytest
 
 from diskprefix.extras.front import passing
 from diskprefix.extras.front.passing import Incoming, NotTaken, Way, WorkerGone
-from diskprefix.server.process.front_line import PEER_HEADER, RestoredAddresses
 
 Worker = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-ADDRESSES = {"client": ("10.0.0.9", 5000), "server": ("10.0.0.1", 8642)}
 
 
 def passed(worker: Worker, tmp_path: Path, *messages: dict[str, Any], headers: dict[str, str] | None = None) -> Any:
@@ -38,7 +36,7 @@ def passed(worker: Worker, tmp_path: Path, *messages: dict[str, Any], headers: d
         server = await asyncio.start_unix_server(worker, tmp_path / "s")
         async with server:
             way = Way(str(tmp_path / "s"))
-            return await asyncio.wait_for(way.pass_on(scope | ADDRESSES, Incoming(receive), send), 30)
+            return await asyncio.wait_for(way.pass_on(scope, Incoming(receive), send), 30)
 
     return asyncio.run(run()), sent
 
@@ -47,7 +45,7 @@ def chunk(body: bytes, *, more: bool = False) -> dict[str, Any]:
     return {"type": "http.request", "body": body, "more_body": more}
 
 
-def test_the_request_comes_whole_with_the_addresses_that_the_front_saw(tmp_path: Path) -> None:
+def test_the_request_comes_whole(tmp_path: Path) -> None:
     got = bytearray()
 
     async def worker(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,29 +54,15 @@ def test_the_request_comes_whole_with_the_addresses_that_the_front_saw(tmp_path:
         await writer.drain()
         writer.close()
 
-    forged = {"host": "h", "content-length": "9", PEER_HEADER.decode(): "127.0.0.1 1 127.0.0.1 2", "connection": "te"}
-    status, sent = passed(worker, tmp_path, chunk(b"whole", more=True), chunk(b"body"), headers=forged)
+    headers = {"host": "h", "content-length": "9", "connection": "te"}
+    status, sent = passed(worker, tmp_path, chunk(b"whole", more=True), chunk(b"body"), headers=headers)
     lines = bytes(got).decode().split("\r\n")
     assert lines[0] == "POST /a%20b?c=d HTTP/1.1"
-    assert [line.lower() for line in lines if line.lower().startswith(PEER_HEADER.decode())] == [
-        f"{PEER_HEADER.decode()}: 10.0.0.9 5000 10.0.0.1 8642"
-    ]
     assert lines[-1] == "wholebody"
     assert status == 201
     assert (b"x-own", b"1") in sent[0]["headers"]
     assert b"connection" not in dict(sent[0]["headers"])
     assert b"".join(message.get("body", b"") for message in sent) == b"reply"
-
-
-def test_the_worker_sees_the_addresses_of_the_client() -> None:
-    seen: dict[str, Any] = {}
-
-    async def app(scope: Any, _receive: Any, _send: Any) -> None:
-        seen.update(scope)
-
-    scope = {"headers": [(PEER_HEADER, b"::1 5000 ::1 8642")]}
-    asyncio.run(RestoredAddresses(app)(scope, None, None))  # type: ignore[arg-type]
-    assert (seen["client"], seen["server"]) == (("::1", 5000), ("::1", 8642))
 
 
 def test_a_worker_that_took_nothing_leaves_the_request_to_another(tmp_path: Path) -> None:
@@ -169,7 +153,7 @@ def test_a_connection_is_for_another_request_once_both_bodies_are_whole(
                 sent: list[bytes] = []
                 headers = [(b"content-length", b"4")]
                 scope = {"type": "http", "method": "POST", "raw_path": b"/", "query_string": b"", "headers": headers}
-                assert await asyncio.wait_for(way.pass_on(scope | ADDRESSES, Incoming(receive), send), 30) == 200
+                assert await asyncio.wait_for(way.pass_on(scope, Incoming(receive), send), 30) == 200
                 assert b"".join(sent) == b"ok"
 
             for _ in range(3):

@@ -62,14 +62,9 @@ def test_a_conversation_goes_on_after_the_daemon_was_killed(browser: Browser, ch
         assert re.search(r"\d+ of \d+ tokens restored from memory", figures(page))
         assert page.locator("article.assistant .said").all_inner_texts() == first
         daemon.wait_saved()
-        page.once("dialog", lambda dialog: dialog.accept())
-        page.click("#kill")
-        assert daemon.process.wait(30) == -signal.SIGKILL
-        page.locator("#killed code", has_text="serve").wait_for()
-        page.locator("#status", has_text="no daemon for").wait_for()
+        assert daemon.stop(signal.SIGKILL) == -signal.SIGKILL
         with DaemonProcess(*flags, "--port", str(urlsplit(daemon.url).port)) as second:
             second.wait_ready()
-            page.locator("#killed", has_text="Back").wait_for()
             assert re.search(r"\d+ of \d+ tokens restored from disk", say(page, "And mountains?"))
             # It is there after the page is loaded anew, and goes when it is deleted.
             page.reload()
@@ -97,7 +92,4 @@ def test_it_asks_for_the_key_and_is_as_wide_as_a_phone(browser: Browser, chat_mo
         )
         assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
         assert violations(page) == []
-        page.once("dialog", lambda dialog: dialog.accept())
-        page.click("#kill")
-        page.locator("#killed", has_text="only the key named admin").wait_for()
     page.context.close()

@@ -134,7 +134,7 @@ function take(said, chunk) {
   drawLast();
 }
 
-// The daemon: whether it is there, its models, and its end.
+// The daemon: whether it is there, and its models.
 
 let waiting = null;
 
@@ -184,32 +184,6 @@ function askForKey(error) {
   find("#key").focus();
 }
 
-async function kill() {
-  if (!confirm("The process gets SIGKILL, as in a crash: nothing can be saved at the last moment. Kill it?")) return;
-  const box = find("#killed"), since = performance.now();
-  let workers;
-  try {
-    workers = (await ask("GET", "/health")).models;
-    if (workers && !workers[find("#model").value]) throw new Error("This model is not in memory: there is nothing to kill. Send a message first.");
-    const { command } = await ask("POST", `/chat/kill?model=${encodeURIComponent(find("#model").value)}`, {});
-    box.replaceChildren(make("p", {}, "Killed. If nothing starts it again by itself, start it as before: ", make("code", {}, command)));
-  } catch (error) {
-    box.replaceChildren(make("p", {}, error.message));
-    box.hidden = false;
-    return;
-  }
-  box.hidden = false;
-  if (workers) {
-    box.replaceChildren(make("p", {}, "Killed, with all that its memory held. Go on: the next message starts it again, and what was saved is read from the disk."));
-    return;
-  }
-  // It answers until it is dead.
-  await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
-  if (await waitForDaemon(since)) {
-    box.replaceChildren(make("p", {}, `Back ${seconds((performance.now() - since) / 1000)} after it was killed. Go on: what was saved is read from the disk.`));
-  }
-}
-
 // What the user does.
 
 find("#say").addEventListener("submit", (event) => {
@@ -234,7 +208,6 @@ find("#again").addEventListener("click", () => {
   drawChat();
   answer();
 });
-find("#kill").addEventListener("click", kill);
 find("#new").addEventListener("click", () => {
   chat = chats.find((one) => !one.messages.length && !one.system) ?? begun();
   drawChat();

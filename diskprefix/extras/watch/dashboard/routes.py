@@ -34,7 +34,7 @@ from diskprefix.server.described import described
 from diskprefix.server.described import events as event_content
 from diskprefix.server.error_replies import ErrorBody
 from diskprefix.server.log_context import log_context
-from diskprefix.server.status import require_admin, require_owner
+from diskprefix.server.status import require_owner
 
 _SILENT_S = 8.0
 """The time without news after which a comment shows that the stream is alive."""
@@ -43,7 +43,10 @@ _KEY_PLACE = "YOUR-KEY"
 _WITH_400: dict[int | str, dict[str, Any]] = {400: {"model": ErrorBody}}
 
 router = APIRouter(
-    prefix="/dashboard", tags=["dashboard"], dependencies=[Depends(require_admin), Depends(require_owner)]
+    prefix="/dashboard",
+    tags=["dashboard"],
+    dependencies=[Depends(require_owner)],
+    responses={401: {"model": ErrorBody}},
 )
 
 

@@ -32,7 +32,7 @@ def daemon(chat_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @contextmanager
 def opened(
-    browser: Browser, url: str, prepare: Callable[[Page], None] = lambda _page: None, **options: Any
+    browser: Browser, daemon: DaemonProcess, prepare: Callable[[Page], None] = lambda _page: None, **options: Any
 ) -> Iterator[Page]:
     """The page once it shows the daemon's state. What the browser complains about fails the test."""
     context = browser.new_context(**({"viewport": WIDE} | options))
@@ -43,7 +43,8 @@ def opened(
     page.on("console", lambda message: complaints.append(message.text))
     page.on("pageerror", lambda error: complaints.append(str(error)))
     prepare(page)
-    page.goto(url)
+    page.goto(daemon.link)
+    assert page.url == f"{daemon.url}/", "the token is a cookie now"
     page.wait_for_selector("#said:not(:empty)")
     yield page
     context.close()
@@ -66,7 +67,7 @@ def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) 
     text = "the page follows this prompt, which is long enough to be saved <b>and</b> has markup in it " * 20
     ask(daemon, text)
     daemon.wait_saved()
-    with opened(browser, daemon.url) as page:
+    with opened(browser, daemon) as page:
         assert page.inner_text("#status") == "ok"
         rows = page.locator("#ended tbody tr")
         assert rows.count() > 0
@@ -87,10 +88,20 @@ def test_the_page_follows_the_requests(browser: Browser, daemon: DaemonProcess) 
         assert not page.is_visible("#simulator"), "nothing is recorded"
 
 
+def test_without_the_token_the_page_says_where_it_is(browser: Browser, daemon: DaemonProcess) -> None:
+    page = browser.new_page()
+    page.goto(daemon.url)
+    page.locator("#login-why", has_text="open the link that `diskprefix serve` printed").wait_for()
+    page.fill("#key", daemon.link.partition("token=")[2])
+    page.click("#login button")
+    page.wait_for_selector("#said:not(:empty)")
+    page.close()
+
+
 def test_a_prompt_is_deleted_after_a_question_only(browser: Browser, daemon: DaemonProcess) -> None:
     ask(daemon, "the page deletes this prompt, which is long enough to be saved, when it is told to. " * 3)
     daemon.wait_saved()
-    with opened(browser, daemon.url) as page:
+    with opened(browser, daemon) as page:
         trunk = page.locator("#icicle button", has_text="deletes this prompt").first
         trunk.click()
         page.once("dialog", lambda dialog: dialog.dismiss())
@@ -109,7 +120,7 @@ def test_a_tree_that_the_daemon_had_kept_is_asked_for_again(browser: Browser, da
     def answer_once(page: Page) -> None:
         page.route("**/dashboard/entries", lambda route: route.fulfill(json=kept), times=1)
 
-    with opened(browser, daemon.url, answer_once) as page:
+    with opened(browser, daemon, answer_once) as page:
         page.locator("#icicle p", has_text="Nothing is stored yet").wait_for()
         page.locator("#icicle button", has_text="saved after the daemon").first.wait_for()
 
@@ -126,7 +137,9 @@ def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: Dae
         )
         page.route("**/props", lambda route: route.fulfill(json=front))
 
-    with opened(browser, daemon.url, stand_before) as page:
+    with opened(browser, daemon, stand_before) as page:
+        page.goto(daemon.url)
+        page.wait_for_selector("#models tbody tr")
         assert page.locator("#models tbody tr").count() == 3
         assert "3.0 of 4.0 GiB" in page.inner_text("#models-memory")
         assert page.locator("#model option").all_inner_texts() == ["org/ash:Q8_0", "birch"]
@@ -181,7 +194,7 @@ def of_forty_prompts(entries: dict[str, Any]) -> dict[str, Any]:
 def test_a_day_fits_two_screens_and_begins_with_a_sentence(browser: Browser, daemon: DaemonProcess) -> None:
     ask(daemon, "a prompt for the page after a day, which is long enough to be saved and to have a trunk. " * 3)
     daemon.wait_saved()
-    with daemon.client() as client, opened(browser, daemon.url) as page:
+    with daemon.client() as client, opened(browser, daemon) as page:
         page.wait_for_selector("#icicle button")
         held(page).evaluate(
             "shown => given.showEntries(shown)", of_forty_prompts(client.get("/dashboard/entries").json())
@@ -208,7 +221,7 @@ def test_a_day_fits_two_screens_and_begins_with_a_sentence(browser: Browser, dae
 def test_a_page_without_requests_has_the_address_and_while_the_model_loads_how_far_it_is(
     browser: Browser, daemon: DaemonProcess
 ) -> None:
-    with daemon.client() as client, opened(browser, daemon.url) as page:
+    with daemon.client() as client, opened(browser, daemon) as page:
         new = client.get("/dashboard/state").json() | {"requests": [], "ended": []}
         held(page).evaluate("now => { state.fresh = true; given.onState(now); }", new)
         assert page.inner_text("#url") == f"{daemon.url}/v1"
@@ -253,7 +266,7 @@ def crowded_trees(entries: dict[str, Any]) -> dict[str, Any]:
 def test_a_crowded_page_is_no_wider_than_a_telephone(browser: Browser, daemon: DaemonProcess) -> None:
     ask(daemon, "a prompt for the crowded page, which is long enough to be saved and to have a trunk. " * 3)
     daemon.wait_saved()
-    with daemon.client() as client, opened(browser, daemon.url, viewport=PHONE) as page:
+    with daemon.client() as client, opened(browser, daemon, viewport=PHONE) as page:
         page.wait_for_selector("#icicle button")
         held(page).evaluate("shown => given.showEntries(shown)", crowded_trees(client.get("/dashboard/entries").json()))
         page.locator("#icicle button").first.click()
@@ -269,7 +282,7 @@ def test_the_shortest_trunk_can_be_clicked(browser: Browser, daemon: DaemonProce
     for name in ("one", "another"):
         ask(daemon, f"both prompts begin so: {name} is long enough to be saved and to continue a short trunk. " * 3)
     daemon.wait_saved()
-    with daemon.client() as client, opened(browser, daemon.url, viewport=PHONE) as page:
+    with daemon.client() as client, opened(browser, daemon, viewport=PHONE) as page:
 
         def shared() -> tuple[Any, list[Any], Any] | None:
             entries = client.get("/dashboard/entries").json()
@@ -294,7 +307,7 @@ def test_nothing_keeps_people_from_using_it(
     browser: Browser, daemon: DaemonProcess, viewport: dict[str, int], scheme: str
 ) -> None:
     ask(daemon, "a prompt for the page to show, which is long enough to be saved and to have a trunk. " * 3)
-    with opened(browser, daemon.url, viewport=viewport, color_scheme=scheme) as page:
+    with opened(browser, daemon, viewport=viewport, color_scheme=scheme) as page:
         page.wait_for_selector("#icicle button")
         assert violations(page) == []
         assert page.evaluate("() => document.documentElement.scrollWidth") <= viewport["width"]

@@ -91,7 +91,7 @@ function askForKey(error) {
   find("#login").hidden = false;
   find("#status").className = "bad";
   setText(find("#status"), "locked");
-  setText(find("#login-why"), sessionStorage.getItem(KEY) ? error.message : "This daemon has API keys, and shows everybody's requests only to the key named admin.");
+  setText(find("#login-why"), error.message);
   find("#key").focus();
 }
 
@@ -100,6 +100,7 @@ find("#login").addEventListener("submit", (event) => {
   sessionStorage.setItem(KEY, find("#key").value.trim());
   find("#key").value = "";
   find("#login").hidden = true;
+  find("#said").hidden = false;
   follow();
 });
 

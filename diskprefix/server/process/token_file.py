@@ -1,0 +1,105 @@
+"""Files by which commands of the daemon's user know that a daemon is theirs, and find its token.
+
+For each address on which a daemon listens there is one, which only the user can read. The daemon holds a lock on it as
+long as it lives, and nobody else can listen on that address meanwhile. So a command knows before it says a word that
+its own user's daemon is at the other end.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from ipaddress import ip_address
+from pathlib import Path
+
+from diskprefix.settings import cache_home
+from diskprefix.trusted_path import distrusted_by_root
+
+log = logging.getLogger("diskprefix")
+
+_FOLDER = "daemons"
+_OF_THE_SERVICE = Path("/var/cache/diskprefix/diskprefix") / _FOLDER
+"""The folder of the systemd service, which root can read."""
+_MOST_BYTES = 256
+
+
+@contextmanager
+def kept(token: str, listeners: Sequence[socket.socket]) -> Iterator[None]:
+    """Keeps the token of a daemon that listens ("" with API keys) in a file for each of its addresses. If that is not
+    possible, the log says so."""
+    with ExitStack() as stack:
+        try:
+            for name in dict.fromkeys(name for listener in listeners for name in _names(listener)):
+                stack.enter_context(_kept(token, name))
+        except OSError as error:
+            folder = cache_home() / _FOLDER
+            log.warning("commands must be told the token (--api-key): no file in %s (%s)", folder, error.strerror)
+        yield
+
+
+@contextmanager
+def _kept(token: str, name: str) -> Iterator[None]:
+    """Raises `OSError`."""
+    folder = cache_home() / _FOLDER
+    if (reason := distrusted_by_root(folder)) is not None:
+        raise PermissionError(0, reason)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.chmod(0o700)
+    # Of mode 0600, and locked before it has its name: a file with this name and no lock is of a daemon that has ended.
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", delete=False) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(token.encode())
+            file.flush()
+            os.replace(file.name, folder / name)
+        except OSError:
+            os.unlink(file.name)
+            raise
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                if os.path.samestat(os.fstat(file.fileno()), (folder / name).stat()):
+                    (folder / name).unlink()
+
+
+def token_at(host: str, port: int) -> str | None:
+    """Returns the token of the daemon at an address of this machine: "" if that has API keys. Returns None if no daemon
+    of this user listens there; root knows that of the systemd service, too."""
+    everywhere = "::" if ":" in host else "0.0.0.0"
+    for folder in (cache_home() / _FOLDER, _OF_THE_SERVICE):
+        for name in (f"{host}_{port}", f"{everywhere}_{port}"):
+            with suppress(OSError, UnicodeError):
+                if (token := _read(folder / name)) is not None:
+                    return token
+    return None
+
+
+def token_of_peer(connected: socket.socket) -> str | None:
+    """Returns the `token_at` the other end of a connection. Returns None for other machines."""
+    (host, port, *_), (own, *_) = connected.getpeername(), connected.getsockname()
+    return token_at(host, port) if host == own or ip_address(host).is_loopback else None
+
+
+def _read(file: Path) -> str | None:
+    with open(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as opened:
+        if os.geteuid() not in (0, os.fstat(opened.fileno()).st_uid):
+            return None
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return opened.read(_MOST_BYTES).decode("ascii")
+        return None
+
+
+def _names(listener: socket.socket) -> list[str]:
+    if listener.family == socket.AF_UNIX:
+        return []
+    host, port, *_ = listener.getsockname()
+    is_dual = host == "::" and not listener.getsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY)
+    return [f"{host}_{port}", *([f"0.0.0.0_{port}"] if is_dual else [])]
