@@ -45,6 +45,7 @@ class Watch:
         """Returns what `shown.State` describes, without `ended`."""
         daemon, serving = self._daemon, self._daemon.serving
         cache = None if serving is None else await self._cache(serving)
+        breaks = daemon.breaks.as_list(with_texts=self.is_private)
         return {
             "now": round(time.time(), 3),
             "version": __version__,
@@ -57,9 +58,7 @@ class Watch:
             "requests": [] if serving is None else [_running(activity) for activity in serving.inbox.activities()],
             "memory": serving and _memory(serving.engine),
             "cache": cache,
-            "problems": [
-                problem.model_dump() for problem in problems(cache, daemon.breaks.as_list(), daemon.recent.failures)
-            ],
+            "problems": [problem.model_dump() for problem in problems(cache, breaks, daemon.recent.failures)],
             "recording": daemon.settings.record is not None,
             "may_delete": self.is_private,
         }
