@@ -85,7 +85,7 @@ function drawCourse(box, ended) {
 }
 
 function bars(name, says, values, most, shown, replies) {
-  const width = Math.max(260, find("#lines").clientWidth), step = width / BARS, base = BAR_HEIGHT - 18;
+  const room = find("#lines").clientWidth, width = Math.max(260, room > 700 ? (room - 32) / 2 : room), step = width / BARS, base = BAR_HEIGHT - 18;
   const svg = make("svg", { viewBox: `0 0 ${width} ${BAR_HEIGHT}`, height: BAR_HEIGHT, role: "img", "aria-label": `${name}: ${says}.` });
   values.forEach((value, at) => {
     if (value === null) return;

@@ -184,7 +184,7 @@ function drawMeters(now) {
     if (memory.process_bytes) meters.push(make("p", { class: "under" }, `The process takes ${bytes(memory.process_bytes)} of memory.`));
   }
   if (cache) {
-    const kept = `${plural(cache.entries, "prompt")}, ${plural(cache.blocks, "block")}, ${cache.codec}; ${count(cache.evicted_blocks)} evicted`;
+    const kept = `${plural(cache.entries, "prompt")}, ${plural(cache.blocks, "block")}, ${{ planes: "compressed", raw: "not compressed" }[cache.codec] ?? cache.codec}; ${count(cache.evicted_blocks)} evicted`;
     meters.push(meter("Store", cache.used_bytes, cache.budget_bytes, kept));
     meters.push(meter("Write buffer", cache.pending_bytes, cache.buffer_bytes, `${plural(cache.pending, "prompt")} waiting, ${bytes(cache.saved_bytes)} written, ${count(cache.dropped)} dropped`));
     const disk = cache.disk_written_last_day_bytes, inAll = `${bytes(cache.disk_written_bytes)} in all`;

@@ -31,6 +31,7 @@ function drawTree() {
   const active = tree.byId.has(tree.selected) ? tree.selected : visible[0].id;
   for (const node of visible) {
     // However few tokens a node has, it can be seen and clicked: what continues it begins behind it.
+    node.isNarrow = ((node.end - node.start) / most) * box.clientWidth < 3 * NARROWEST;
     node.width = `max(${NARROWEST}px, ${(100 * (node.end - node.start)) / most}%)`;
     node.before = node.parent ? [...tree.byId.get(node.parent).before, tree.byId.get(node.parent).width] : ["0px"];
   }
@@ -65,7 +66,7 @@ function buttonOf(node, lanes, entries, isActive, shown) {
   const isLeaf = !node.children.length;
   // Prompts of one agent begin alike: their ends tell them apart.
   const [begin, end] = isLeaf ? [preview, preview?.split("…").pop().trim()] : [textBelow(node, entries)?.split(" … ")[0], null];
-  const label = (node.parent ? end : begin) || `${shared}${count(node.end - node.start)} tokens`;
+  const label = !isLeaf && node.isNarrow ? "" : (node.parent ? end : begin) || `${shared}${count(node.end - node.start)} tokens`;
   const height = Math.min(node.lanes, lanes - node.lane) * LANE;
   // The last part of a prompt reaches to the right edge, so that its text has room; its colour ends with its tokens.
   const style = { left: `calc(${node.before.join(" + ")})`, ...(isLeaf ? { right: "0", "--tokens": node.width } : { width: node.width, "--lines": Math.min(node.lanes, lanes - node.lane) }), top: `${node.lane * LANE}px`, height: `${height}px` };
