@@ -170,7 +170,7 @@ class Settings:
         "How a request is sampled that does not say it: temperature, top_p, top_k, min_p, repetition_penalty, "
         "presence_penalty, frequency_penalty.",
         metavar="NAME=VALUE,…",
-        unset="temperature=1",
+        unset="temperature=1; of the embedded model temperature=0.2,top_p=0.9",
     )
     reasoning_budget: int | None = _model(
         None,

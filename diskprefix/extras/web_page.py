@@ -48,7 +48,10 @@ DASHBOARD_PAGE = WebPage(
 CHAT_PAGE = WebPage(
     _TALK / "index.html",
     styles=(_DASHBOARD / "base.css", _TALK / "talk.css"),
-    scripts=(_DASHBOARD / "format.js", _DASHBOARD / "daemon.js", _TALK / "markup.js", _TALK / "talk.js"),
+    scripts=(
+        *(_DASHBOARD / name for name in ("format.js", "daemon.js")),
+        *(_TALK / name for name in ("document.js", "markup.js", "talk.js")),
+    ),
 )
 
 

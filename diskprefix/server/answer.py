@@ -219,7 +219,7 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, place: Queue
         place=place,
         serving=serving,
         dialect=dialect,
-        body=with_sampling(body, daemon.settings.sampling_values),
+        body=with_sampling(body, daemon.sampling),
         cache=cache_options(
             body,
             scope=serving.scope,

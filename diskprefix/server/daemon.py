@@ -18,6 +18,7 @@ from diskprefix.chat.normalisers import Normalisers
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.engine.inbox import Inbox
 from diskprefix.errors import DiskPrefixError, NotReady, SettingsError
+from diskprefix.model.load.named_model import default_sampling
 from diskprefix.nouns import Tenant
 from diskprefix.server.body import Bodies
 from diskprefix.server.metrics import ServerMetrics
@@ -45,6 +46,8 @@ class Daemon:
 
     def __init__(self, settings: Settings, load_engine: EngineLoader) -> None:
         self.settings = settings
+        self.sampling = default_sampling(settings)
+        """How a request is sampled that does not say it."""
         self.metrics = ServerMetrics()
         self.breaks = PrefixBreaks()
         self.tracer = hooks.open_tracer(settings)

@@ -1,6 +1,7 @@
 """Records for operators: the last requests that ended, and the lines that broke the prefixes of prompts.
 
-A request costs one small record when it ends. Its text is not kept.
+A request costs one small record when it ends. Of its text nothing is kept but a line that broke a prefix, for those who
+may see texts.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class RecentRequests:
 log = logging.getLogger("diskprefix")
 
 _MOST_LINES = 32
+_TEXT_CHARS = 200
 
 
 class PrefixBreaks:
@@ -108,9 +110,11 @@ class PrefixBreaks:
         line = found["line"]
         if line not in self._lines:
             _log(found)
-        seen = self._lines.pop(line, {"requests": 0, "tokens": 0})
+        text = " ".join(report.broken_line[:_TEXT_CHARS].split())
+        seen = self._lines.pop(line, {"text": text, "requests": 0, "tokens": 0})
         self._lines[line] = {
             "line": line,
+            "text": seen["text"],
             "normalisers": found["normalisers"],
             "requests": seen["requests"] + 1,
             "tokens": seen["tokens"] + found["tokens"],
@@ -118,9 +122,11 @@ class PrefixBreaks:
         if len(self._lines) > _MOST_LINES:
             self._lines.popitem(last=False)
 
-    def as_list(self) -> list[dict[str, Any]]:
-        """Returns a JSON object for each line, the one that was seen last first."""
-        return list(reversed(self._lines.values()))
+    def as_list(self, *, with_texts: bool = False) -> list[dict[str, Any]]:
+        """Returns a JSON object for each line, the one that was seen last first. With texts, `text` is the line as it
+        was first."""
+        names = ("line", "normalisers", "requests", "tokens", *(("text",) if with_texts else ()))
+        return [{name: seen[name] for name in names} for seen in reversed(self._lines.values())]
 
 
 def _log(found: dict[str, Any]) -> None:

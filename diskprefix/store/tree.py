@@ -135,7 +135,7 @@ class EntryInfo:
 
     `checkpoints` are the tokens at which state is kept that exists at one position only; `checkpoint_bytes` is the size
     of that state. `generated_tokens` were decoded, not prefilled: they are not exact. Times are seconds since the
-    epoch. `hits` counts the requests that restored up to this entry's end or beyond. `ttl_s`: the time to live after
+    epoch. `hits` counts the requests that restored its beginning, however much of it. `ttl_s`: the time to live after
     its last use that requests asked for, in seconds, None if none did. `default_ttl`: a request asked for none, so the
     daemon's `--kv-cache-ttl` holds if that is longer.
     """
@@ -243,7 +243,10 @@ def _info(
         checkpoints=tuple(sorted(node.end for node in checkpoints)),
         checkpoint_bytes=sum(node.stored_bytes for node in checkpoints),
         generated_tokens=sum(node.num_tokens for node in nodes.values() if node.generated),
-        hits=usage.restores if usage else 0,
+        # A use of a node is one of all that it continues, so the first block has the uses of any part.
+        hits=max(
+            (use.restores for step in nodes if nodes[step].position == 0 and (use := snapshot.usage(step))), default=0
+        ),
         created_at=round(entry.created_at, 3),
         last_used_at=round(usage.last_used if usage else entry.created_at, 3),
         ttl_s=abs(usage.ttl_s) or None if usage else None,

@@ -108,5 +108,6 @@ def test_lines_of_one_shape_are_counted_together_and_the_oldest_are_forgotten() 
     breaks.note(CacheReport(selection=Selection(scope=Scope("off"), prompt_tokens=1, reason="off")))
     lines = breaks.as_list()
     assert lines[0] == {"line": "time: 00:00", "normalisers": ["clock"], "requests": 2, "tokens": 2000}
+    assert breaks.as_list(with_texts=True)[0]["text"] == "time: 05:04"
     assert len(lines) == 32
     assert lines[-1]["line"].startswith("+" * 9)

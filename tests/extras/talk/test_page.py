@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import pytest
+
+from diskprefix.extras.web_page import CHAT_PAGE
 from tests.closing import needs
 from tests.extras.browsing import PHONE, WIDE, violations
 from tests.server.daemon_process import DaemonProcess, serve_flags
 from tests.server.test_auth import ALICE, write_keys
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 
 pytestmark = needs("chromium")
@@ -93,3 +96,55 @@ def test_it_asks_for_the_key_and_is_as_wide_as_a_phone(browser: Browser, chat_mo
         assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
         assert violations(page) == []
     page.context.close()
+
+
+@pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
+def test_who_comes_for_the_first_time_finds_something_to_try(
+    browser: Browser, viewport: dict[str, int], scheme: str
+) -> None:
+    context = browser.new_context(viewport=viewport, color_scheme=scheme)
+    context.grant_permissions(["clipboard-read", "clipboard-write"])
+    page = context.new_page()
+    asked: list[dict[str, Any]] = []
+
+    def reply(route: Route) -> None:
+        asked.append(route.request.post_data_json)
+        found = {"restored": 1900 * (len(asked) > 1), "source": "disk", "miss_reason": "new"}
+        times = {"ttft_ms": 90, "prefill_ms": 4000, "decode_tokens_per_s": 20.0}
+        usage = {"prompt_tokens": 1950, "completion_tokens": 9}
+        chunks = [
+            {"choices": [{"delta": {"content": "From 9 to 4."}}]},
+            {"choices": [], "usage": usage, "prefix_cache": found, "timings": times},
+        ]
+        route.fulfill(body="".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks))
+
+    page.route("**/health", lambda route: route.fulfill(json={"status": "ok"}))
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": "tiny"}]}))
+    chat = CHAT_PAGE.response()
+    page.route("**/chat", lambda route: route.fulfill(body=bytes(chat.body), headers=dict(chat.headers)))
+    page.route("**/v1/chat/completions", reply)
+    page.goto("http://localhost:8642/chat")
+    page.wait_for_selector("#try:visible")
+    assert page.locator("#examples button").count() == 4
+    box = page.locator("#say").bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] > viewport["height"] - 10, "the message is written at the bottom"
+    assert violations(page) == []
+    page.click("#about summary")
+    page.fill("#temperature", "0")
+    page.fill("#length", "50")
+    page.click("#long")
+    assert len(page.input_value("#system").split()) > 1200
+    for number, figure in enumerate(("none restored", "1,900 of 1,950 tokens restored from disk")):
+        page.locator("#examples button").first.click()
+        page.wait_for_selector("#try:visible")
+        assert figure in figures(page)
+        assert page.locator("#examples button").count() == 3 - number, "what was asked is not offered again"
+    assert [(body["temperature"], body["max_tokens"]) for body in asked] == [(0, 50)] * 2
+    assert asked[0]["messages"][0] == asked[1]["messages"][0]
+    page.locator("article .copy").last.click()
+    page.locator("article .copy", has_text="Copied").wait_for()
+    assert page.evaluate("() => navigator.clipboard.readText()") == "From 9 to 4."
+    assert violations(page) == []
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= viewport["width"]
+    context.close()

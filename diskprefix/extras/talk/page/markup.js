@@ -16,8 +16,19 @@ function figuresOf(done, perToken) {
   const speed = timings.decode_tokens_per_s ? ` · ${timings.decode_tokens_per_s.toFixed(1)} tokens/s` : "";
   if (!restored) return [`${plural(all, "token")} computed, none restored (${words(cache.miss_reason ?? "new")}) · ${first}${speed}`];
   const spared = (restored * (perToken ?? 0)) / 1000;
-  const instead = spared > 0.05 ? ` · about ${seconds(spared)} spared` : "";
+  const instead = spared > 0.05 ? ` · about ${seconds(spared)} saved` : "";
   return [make("b", {}, `${count(restored)} of ${count(all)} tokens restored from ${cache.source}`), ` · ${first}${instead}${speed}`];
+}
+
+async function copy(text, button) {
+  try {
+    await navigator.clipboard.writeText(text);
+    setText(button, "Copied");
+  } catch {
+    // Without HTTPS there is no clipboard on other addresses than this machine's.
+    getSelection().selectAllChildren(button.parentNode.querySelector(".said"));
+    setText(button, "Selected: press Ctrl+C");
+  }
 }
 
 // One message of the conversation. `said` may be incomplete.
@@ -31,6 +42,7 @@ function article(said, perToken) {
   for (const call of said.calls ?? []) parts.push(make("p", { class: "call" }, `${call.name}(${call.arguments})`));
   if (said.error) parts.push(make("p", { class: "error" }, said.error));
   if (said.done) parts.push(make("p", { class: "figures" }, ...figuresOf(said.done, perToken)));
+  if (said.done && said.content) parts.push(make("button", { type: "button", class: "copy", onclick: ({ target }) => copy(said.content, target) }, "Copy"));
   if (said.stopped) parts.push(make("p", { class: "figures" }, "stopped"));
   return make("article", { class: said.role }, make("h2", {}, said.role === "user" ? "You" : said.model ?? "Model"), ...parts);
 }

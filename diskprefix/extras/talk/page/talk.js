@@ -47,9 +47,32 @@ function drawChat() {
   find("#which").replaceChildren(...chats.map((one) => make("option", { value: one.id }, titleOf(one))));
   find("#which").value = chat.id;
   find("#system").value = chat.system;
+  find("#temperature").value = chat.temperature ?? "";
+  find("#length").value = chat.length ?? "";
   for (const one of chat.messages) if (one.done) learn(one.done);
   find("#log").replaceChildren(...chat.messages.map((one) => article(one, perToken)));
+  drawExamples();
   drawButtons();
+}
+
+// What to try: examples in an empty conversation; with the document, the questions that were not asked yet.
+function drawExamples() {
+  const asked = chat.messages.map((one) => one.content), has = chat.system === DOCUMENT, isNew = !chat.messages.length;
+  const questions = QUESTIONS.filter((one) => !asked.includes(one));
+  find("#try").hidden = running !== null || !(has ? questions.length : isNew && !chat.system);
+  setText(find("#h-try"), has ? "Ask about the handbook" : "Try it");
+  setText(find("#try-says"), !has ? "The long document shows what the cache is for: it is computed for the first question, and restored for the next ones."
+    : isNew ? "The first answer takes a while: the document is computed." : "The next answer begins at once: the document is restored. Restart the daemon and ask again: then it is read from the disk.");
+  const examples = has ? questions : EXAMPLES;
+  find("#examples").replaceChildren(...examples.map((one) => make("button", { type: "button", onclick: () => send(one) }, one)),
+    ...(has ? [] : [make("button", { type: "button", id: "long", onclick: useDocument }, "A long document: the handbook of a library")]));
+}
+
+function useDocument() {
+  chat.system = DOCUMENT;
+  keep();
+  drawChat();
+  find("#examples button")?.focus();
 }
 
 function drawButtons() {
@@ -87,6 +110,7 @@ function body() {
   return {
     model: find("#model").value, messages: [...system, ...said], stream: true, return_progress: true,
     stream_options: { include_usage: true }, prefix_cache: { scope: "full" },
+    ...(chat.temperature == null ? {} : { temperature: chat.temperature }), ...(chat.length == null ? {} : { max_tokens: chat.length }),
   };
 }
 
@@ -94,6 +118,7 @@ async function answer() {
   const said = { role: "assistant", model: find("#model").value, content: "", reasoning: "", calls: [] };
   add(said);
   running = new AbortController();
+  drawExamples();
   drawButtons();
   try {
     const reply = await call("POST", "/v1/chat/completions", body(), running.signal);
@@ -139,7 +164,7 @@ function take(said, chunk) {
 let waiting = null;
 
 // All who wait for the daemon wait for the same.
-const waitForDaemon = (since = performance.now()) => (waiting ??= untilReady(since).finally(() => (waiting = null)));
+const waitForDaemon = () => (waiting ??= untilReady(performance.now()).finally(() => (waiting = null)));
 
 async function untilReady(since) {
   find("#status").className = "loading";
@@ -160,11 +185,9 @@ async function untilReady(since) {
     setText(find("#status"), "ready");
     find("#all").hidden = false;
     find("#login").hidden = true;
-    return true;
   } catch (error) {
     if (error.status === 401) askForKey(error);
     else setText(find("#status"), error.message);
-    return false;
   }
 }
 
@@ -178,7 +201,7 @@ async function readModels() {
 function askForKey(error) {
   find("#all").hidden = true;
   find("#login").hidden = false;
-  find("#status").className = "bad";
+  find("#status").className = "idle";
   setText(find("#status"), "locked");
   if (sessionStorage.getItem(KEY)) setText(find("#login-why"), error.message);
   find("#key").focus();
@@ -191,12 +214,17 @@ find("#say").addEventListener("submit", (event) => {
   const text = find("#text").value.trim();
   if (!text || running) return;
   find("#text").value = "";
+  send(text);
+});
+
+function send(text) {
   // A reply of which nothing came is no part of the conversation.
   if (chat.messages.length && !chat.messages[chat.messages.length - 1].content) chat.messages.pop();
   if (chat.messages[chat.messages.length - 1]?.role === "user") chat.messages.pop();
   add({ role: "user", content: text });
-  answer().then(drawChat);
-});
+  answer().then(drawChat).then(() => scrollTo(0, document.body.scrollHeight));
+}
+
 find("#text").addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
@@ -231,12 +259,20 @@ find("#which").addEventListener("change", () => {
 find("#system").addEventListener("change", () => {
   chat.system = find("#system").value;
   keep();
+  drawExamples();
 });
+for (const name of ["temperature", "length"])
+  find(`#${name}`).addEventListener("change", ({ target }) => {
+    if (!target.reportValidity()) return;
+    chat[name] = target.value === "" ? null : Number(target.value);
+    keep();
+  });
 find("#file").addEventListener("change", async () => {
   for (const file of find("#file").files) chat.system += `${chat.system ? "\n\n" : ""}${file.name}:\n${await file.text()}`;
   find("#file").value = "";
   find("#system").value = chat.system;
   keep();
+  drawExamples();
 });
 find("#login").addEventListener("submit", (event) => {
   event.preventDefault();

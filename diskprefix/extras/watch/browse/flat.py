@@ -67,4 +67,4 @@ def _joined(trunks: list[Trunk], parent: str | None) -> FlatNode:
     """Returns one node for trunks that follow each other."""
     values = {name: getattr(trunks[-1], name) for name in _OF_RUN} | {"start": trunks[0].start}
     sums = {name: sum(getattr(trunk, name) for trunk in trunks) for name in _SUMS}
-    return FlatNode(parent=parent, **values | sums)
+    return FlatNode(parent=parent, **values | sums | {"hits": max(trunk.hits for trunk in trunks)})

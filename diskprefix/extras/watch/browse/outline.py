@@ -16,8 +16,8 @@ class BlockRun:
     """Consecutive blocks from token `start` to `end`. `id` is the name of the last one, in hex.
 
     `stored_bytes` is their size in the file, with checkpoints. `entries` are the ids of the saved prompts that end at
-    `end`. `num_entries` counts these and all that continue them. `hits` counts the requests that restored up to `end`
-    or beyond. Times are seconds since the epoch. `prefill_s` is the measured time to compute the tokens, 0 if unknown.
+    `end`. `num_entries` counts these and all that continue them. `hits` counts the requests that restored a part of
+    it or all. Times are seconds since the epoch. `prefill_s` is the measured time to compute the tokens, 0 if unknown.
     """
 
     id: str
@@ -166,8 +166,7 @@ def _extend(
     trunk.stored_bytes += node.stored_bytes + sum(point.stored_bytes for _, point in points)
     trunk.checkpoints += len(points)
     if usage is not None:
-        # The hits of the last block: fewer blocks are not the whole trunk.
-        trunk.hits, trunk.last_used_at = usage.restores, round(usage.last_used, 3)
+        trunk.hits, trunk.last_used_at = max(trunk.hits, usage.restores), round(usage.last_used, 3)
         trunk.prefill_s += usage.prefill_s
 
 

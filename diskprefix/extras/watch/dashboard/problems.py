@@ -111,7 +111,7 @@ def _of_prompts(breaks: Sequence[dict[str, Any]]) -> Iterator[Problem]:
         yield Problem(
             level="hint",
             what=f"a line of the prompt changes, and {broken['tokens']:,} tokens behind it were computed again: "
-            f"{broken['line']}",
+            f"{broken.get('text', broken['line'])}",
             todo=f"start with --normalise {help_}" if help_ else "move the line to the end of the prompt",
             count=broken["requests"],
         )

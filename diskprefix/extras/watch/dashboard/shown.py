@@ -64,6 +64,7 @@ class Memory(BaseModel):
     entries: int
     max_entries: int
     entry_tokens: int
+    process_bytes: int | None = Field(description="The resident memory of the process, null where it is not known.")
     slots: list[ShownSlot]
 
 
@@ -88,6 +89,7 @@ class State(BaseModel):
         description="`full_cache.state` and `gate` of `/props`: the store, its write buffer, `savings`."
     )
     problems: list[Problem] = Field(description="The worst first.")
+    command: str = Field(description="The command that started this daemon, and starts it again.")
     recording: bool = Field(description="The daemon records its workload (`--record`).")
     may_delete: bool = Field(description="The caller may delete prompts and see their texts.")
 

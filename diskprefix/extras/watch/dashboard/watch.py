@@ -7,9 +7,13 @@ slow, the last counts are shown.
 from __future__ import annotations
 
 import asyncio
+import resource
+import shlex
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from diskprefix.engine.gauges import Activity
@@ -45,6 +49,7 @@ class Watch:
         """Returns what `shown.State` describes, without `ended`."""
         daemon, serving = self._daemon, self._daemon.serving
         cache = None if serving is None else await self._cache(serving)
+        breaks = daemon.breaks.as_list(with_texts=self.is_private)
         return {
             "now": round(time.time(), 3),
             "version": __version__,
@@ -57,9 +62,8 @@ class Watch:
             "requests": [] if serving is None else [_running(activity) for activity in serving.inbox.activities()],
             "memory": serving and _memory(serving.engine),
             "cache": cache,
-            "problems": [
-                problem.model_dump() for problem in problems(cache, daemon.breaks.as_list(), daemon.recent.failures)
-            ],
+            "problems": [problem.model_dump() for problem in problems(cache, breaks, daemon.recent.failures)],
+            "command": shlex.join(["diskprefix", *sys.argv[1:]]),
             "recording": daemon.settings.record is not None,
             "may_delete": self.is_private,
         }
@@ -115,5 +119,15 @@ def _memory(engine: Engine) -> dict[str, Any]:
     return {
         **pool.stats(),
         "max_running": engine.max_sequences,
+        "process_bytes": _process_bytes(),
         "slots": sorted(slots, key=lambda slot: (not slot["busy"], -slot["used_at"])),
     }
+
+
+def _process_bytes() -> int | None:
+    """Returns the resident memory of this process in whole MiB, so that few pages more are no news. None without
+    /proc."""
+    with suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        return pages * resource.getpagesize() >> 20 << 20
+    return None

@@ -88,7 +88,7 @@ def _lines(details: EntryDetails) -> list[tuple[str, str]]:
         ("shared", format_size(info.shared_bytes)),
         ("checkpoints", _checkpoints_text(info)),
         ("generated", f"{info.generated_tokens:,} tokens" if info.generated_tokens else "none"),
-        ("hits", f"{info.hits:,} to its end{_hits_text(details.hit_times, info.created_at)}"),
+        ("hits", f"{info.hits:,}{_hits_text(details.hit_times, info.created_at)}"),
         ("created", ago(info.created_at)),
         ("last used", ago(info.last_used_at)),
         ("kept for", _ttl_text(info)),
@@ -109,7 +109,7 @@ def _hits_text(times: tuple[float, ...], created_at: float) -> str:
     for when in times:
         counts[min(_NUM_BARS - 1, max(0, int((when - begin) / span * _NUM_BARS)))] += 1
     bars = "".join(_BARS[-(-count * (len(_BARS) - 1) // max(counts))] for count in counts)
-    return f", {len(times):,} to one of its blocks since {ago(begin)}: |{bars}|"
+    return f", {len(times):,} since {ago(begin)}: |{bars}|"
 
 
 def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:

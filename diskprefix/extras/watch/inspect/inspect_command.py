@@ -78,7 +78,7 @@ def inspect(
     \b
     stored       bytes on disk of all blocks of the entry
     shared       the part of these bytes that other entries use too (stored once)
-    hits         requests that restored this prefix
+    hits         requests that restored its beginning or all of it
     last column  the beginning and the end of the prompt's text
     Some columns are shown only if an entry has a value there:
     tenant       the id of the tenant, for `purge --salt`

@@ -30,6 +30,10 @@ class Source(Protocol):
         """Deletes a saved prompt and returns the freed bytes."""
 
 
+class NothingLoaded(DiskPrefixError):
+    """A daemon with several models has none in memory that could be watched."""
+
+
 class DaemonSource:
     """A running daemon. Of one with several models, `model` is watched, or else one that is loaded."""
 
@@ -58,7 +62,10 @@ class DaemonSource:
         if self._is_front is False:
             return []
         answer = self._call("GET", "/props", None)
-        self._is_front = answer.status == 200 and isinstance(answer.body, dict) and "models" in answer.body
+        if answer.status != 200:
+            # It may not be known yet: a daemon that begins or ends says nothing.
+            return []
+        self._is_front = isinstance(answer.body, dict) and "models" in answer.body
         return answer.body["models"] if self._is_front else []
 
     def _choose(self, places: list[dict[str, Any]]) -> None:
@@ -68,14 +75,21 @@ class DaemonSource:
         ready = [model for model in ready if self._model in (None, model)]
         watched = self._watched if self._watched in ready else next(iter(ready), None)
         if watched is None:
+            self._watched = None
             others = ", ".join(f"{place['model']} is {place['phase']}" for place in places)
             named = "no model is loaded" if self._model is None else f"{self._model} is not loaded"
-            raise DiskPrefixError(f"{named}; {others or 'a request loads one'}")
+            raise NothingLoaded(f"{named}; {others or f'a request loads one of {self._known()}'}")
         was, self._watched = self._watched, watched
         if was not in (None, watched):
             raise DiskPrefixError(f"{was} is unloaded")
 
+    def _known(self) -> str:
+        answer = self._call("GET", "/v1/models", None)
+        return ", ".join(card["id"] for card in answer.body["data"]) if answer.status == 200 else "them"
+
     def _asked(self, method: str, path: str) -> Any:
+        if self._is_front and self._watched is None:
+            raise NothingLoaded("no model is loaded")
         if self._watched is not None:
             path += f"{'&' if '?' in path else '?'}model={quote(self._watched, safe='')}"
         answer = self._call(method, path, None)
@@ -118,6 +132,9 @@ def chosen_source(
         # What accepts connections and says nothing is known soonest by this.
         call("GET", "/health", None)
         source.state(0)
+    except NothingLoaded:
+        # The screen says so until a model is loaded.
+        return source
     except NotReady as nobody:
         try:
             with opened_store(folder, key_file):

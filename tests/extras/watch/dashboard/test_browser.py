@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -16,7 +18,7 @@ from tests.extras.browsing import PHONE, WIDE, violations
 from tests.server.daemon_process import DaemonProcess, serve_flags, wait_until
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Route
 
 CHAT = "/v1/chat/completions"
 
@@ -125,10 +127,12 @@ def test_a_tree_that_the_daemon_had_kept_is_asked_for_again(browser: Browser, da
         page.locator("#icicle button", has_text="saved after the daemon").first.wait_for()
 
 
+PLACE = {"needed_bytes": 1 << 30, "is_pinned": False, "idle_unload_s": None, "num_active": 1}
+
+
 def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: DaemonProcess) -> None:
-    place = {"needed_bytes": 1 << 30, "is_pinned": False, "idle_unload_s": None, "num_active": 1}
     names = {"org/ash:Q8_0": "ready", "birch": "ready", "cedar": "loading"}
-    front = {"memory_limit": 4 << 30, "models": [place | {"model": name, "phase": names[name]} for name in names]}
+    front = {"memory_limit": 4 << 30, "models": [PLACE | {"model": name, "phase": names[name]} for name in names]}
     several = DASHBOARD_PAGE.response(is_several=True)
 
     def stand_before(page: Page) -> None:
@@ -136,11 +140,11 @@ def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: Dae
             daemon.url + "/", lambda route: route.fulfill(body=bytes(several.body), headers=dict(several.headers))
         )
         page.route("**/props", lambda route: route.fulfill(json=front))
+        cards = [{"id": name, "needs_bytes": 1 << 30} for name in (*names, "oak", "elm")]
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
 
     with opened(browser, daemon, stand_before) as page:
-        page.goto(daemon.url)
-        page.wait_for_selector("#models tbody tr")
-        assert page.locator("#models tbody tr").count() == 3
+        assert page.locator("#models tbody tr").count() == 5
         assert "3.0 of 4.0 GiB" in page.inner_text("#models-memory")
         assert page.locator("#model option").all_inner_texts() == ["org/ash:Q8_0", "birch"]
         assert page.evaluate("several.model") == "org/ash:Q8_0"
@@ -154,8 +158,67 @@ def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: Dae
         page.wait_for_function("find('#status').textContent === 'ok'")
         front["models"] = []
         page.evaluate("several.change.abort()")
-        page.locator("#status", has_text="no model is loaded").wait_for()
+        page.locator("#status.idle", has_text="no model is loaded").wait_for()
         assert not page.evaluate("several.change.signal.aborted"), "it pauses before it asks again"
+
+
+@pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "dark"), (PHONE, "light")])
+def test_with_nothing_loaded_all_known_models_can_be_loaded_and_nothing_is_asked_of_a_model(
+    browser: Browser, viewport: dict[str, int], scheme: str
+) -> None:
+    context = browser.new_context(viewport=viewport, color_scheme=scheme)
+    page = context.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(f"{request.method} {urlsplit(request.url).path}"))
+    several, places = DASHBOARD_PAGE.response(is_several=True), list[dict[str, Any]]()
+    cards = [{"id": "org/ash:Q8_0", "needs_bytes": 3 << 30}, {"id": "birch", "problem": "birch cannot be read"}]
+
+    def load(route: Route) -> None:
+        places.append(PLACE | {"model": "org/ash:Q8_0", "phase": "loading"})
+        route.fulfill(json={})
+
+    page.route("http://localhost:8642/", lambda r: r.fulfill(body=bytes(several.body), headers=dict(several.headers)))
+    page.route("**/props", lambda route: route.fulfill(json={"memory_limit": 4 << 30, "models": places}))
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
+    page.route("**/models/org%2Fash%3AQ8_0/load", load)
+    page.goto("http://localhost:8642/")
+    rows = page.locator("#models tbody tr")
+    rows.nth(1).wait_for()
+    assert "not loaded" in rows.first.inner_text()
+    assert "needs 3.0 GiB" in rows.first.inner_text()
+    assert "birch cannot be read" in rows.nth(1).inner_text()
+    page.locator("#status.idle", has_text="no model is loaded").wait_for()
+    assert violations(page) == []
+    assert page.evaluate("() => document.documentElement.scrollWidth") <= viewport["width"]
+    page.get_by_role("button", name="Load org/ash:Q8_0").click()
+    page.get_by_role("button", name="Unload org/ash:Q8_0").wait_for()
+    assert "loading" in rows.first.inner_text()
+    assert {one for one in asked if "dashboard" in one} == set()
+    context.close()
+
+
+def test_after_a_kill_the_last_figures_are_dimmed_and_the_command_that_starts_it_again_is_shown(
+    browser: Browser, chat_model: Path, tmp_path: Path
+) -> None:
+    flags = serve_flags(chat_model, tmp_path / "kv")
+    with DaemonProcess(*flags) as killed:
+        killed.wait_ready()
+        ask(killed, "the page still shows the figures of this prompt when the daemon is gone. " * 3)
+        context = browser.new_context(viewport=WIDE)
+        context.set_default_timeout(120_000)
+        page = context.new_page()
+        page.goto(killed.url)
+        page.wait_for_selector("#ended tbody tr")
+        assert not page.is_visible("#stopped")
+        killed.stop(signal.SIGKILL)
+        page.locator("#h-stopped", has_text="s ago").wait_for()
+        assert page.inner_text("#command").startswith("diskprefix serve --port 0 --model ")
+        assert page.evaluate("() => Number(getComputedStyle(find('#all')).opacity)") < 1
+        assert page.locator("#ended tbody tr").count() > 0
+        with DaemonProcess(*flags, "--port", str(urlsplit(killed.url).port)) as second:
+            second.wait_ready()
+            page.locator("#stopped").wait_for(state="hidden")
+        context.close()
 
 
 LEVELS = ("error", "warning", "warning", "hint")
@@ -202,12 +265,21 @@ def test_a_day_fits_two_screens_and_begins_with_a_sentence(browser: Browser, dae
         day = after_a_day(client.get("/dashboard/state").json())
         page.evaluate("now => { state.fresh = true; given.onState(now); }", day)
         sentence = (
-            "97.0 % of the prompt tokens restored today, 11.0 min of waiting spared. First token: 23.0 s → 100 ms."
+            "97.0 % of today's prompt tokens restored, 11.0 min of computing saved. "
+            "First token of a prompt of 9,000 tokens: 23.0 s computed, 100 ms restored."
         )
         assert page.inner_text("#said") == sentence
-        assert page.evaluate("() => document.documentElement.scrollHeight") <= 1600
+        assert page.evaluate("() => document.documentElement.scrollHeight") <= 2 * WIDE["height"]
+        assert "89.0 % in all" in page.inner_text("#lines"), "over time"
+        assert page.locator("#lines svg rect").count() > 20
         page.click("#more-lanes")
         assert page.locator("#icicle button").count() == 41
+        begin = "a prompt for the page after a day"
+        assert page.locator("[data-trunk=trunk]").inner_text().startswith(begin), "the first words of what is shared"
+        too_long = """() => [...document.querySelectorAll("#icicle button span")].filter((one) => {
+          const text = one.getBoundingClientRect(), bar = one.parentNode.getBoundingClientRect();
+          return text.right > bar.right + 1 || text.bottom > bar.bottom + 1; }).length"""
+        assert page.evaluate(too_long) == 0, "texts stay in their bars"
         page.get_by_label("Dismiss: problem 1").click()
         page.evaluate("now => given.onState(now)", day)
         assert "problem 3" in page.inner_text("#problems")
@@ -276,6 +348,9 @@ def test_a_crowded_page_is_no_wider_than_a_telephone(browser: Browser, daemon: D
           .map((one) => one.outerHTML.slice(0, 100))"""
         assert page.evaluate(too_wide) == []
         assert page.evaluate("() => document.documentElement.scrollWidth") <= PHONE["width"]
+        row = page.locator("#live tbody tr").first
+        assert "first token" in row.locator("td").nth(2).evaluate("(one) => getComputedStyle(one, '::before').content")
+        assert row.evaluate("(one) => getComputedStyle(one).display") == "grid", "a request is a card"
 
 
 def test_the_shortest_trunk_can_be_clicked(browser: Browser, daemon: DaemonProcess) -> None:

@@ -73,6 +73,8 @@ def test_lines_that_break_prefixes_are_told_with_the_normaliser_that_helps() -> 
         "move the line to the end of the prompt",
     ]
     assert "5,000 tokens" in found[0].what
+    [said] = problems(WELL, [known | {"text": "cch=b7e"}], [])
+    assert said.what.endswith(": cch=b7e"), "where texts are shown"
 
 
 def test_requests_that_failed_alike_are_one_problem_and_the_worst_come_first() -> None:

@@ -32,7 +32,7 @@ class Counts:
 
 def daemon(status: str = "ok", **others: Any) -> Any:
     recent = SimpleNamespace(failures=[], since=lambda number: list(range(number, 2)))
-    breaks = SimpleNamespace(as_list=list)
+    breaks = SimpleNamespace(as_list=lambda **_: [])
     fields = {"settings": Settings(), "serving": None, "status": status, "doing": "reading the weights"}
     return SimpleNamespace(**fields | {"num_arriving": 0, "recent": recent, "breaks": breaks} | others)
 

@@ -12,6 +12,7 @@ import pytest
 from diskprefix.errors import DiskPrefixError, StoreUnavailable
 from diskprefix.extras import daemon_call
 from diskprefix.extras.daemon_call import Answer
+from diskprefix.extras.watch.top import sources
 from diskprefix.extras.watch.top.sources import DaemonSource, chosen_source
 
 
@@ -25,7 +26,8 @@ class SmallFront:
     def __call__(self, _method: str, path: str, _body: object) -> Answer:
         self.asked.append(path)
         places = [{"model": name, "phase": "ready"} for name in self.loaded]
-        found: dict[str, Any] = {"models": places} if path == "/props" else {"status": "ok"}
+        known = {"data": [{"id": "ash"}, {"id": "birch"}]}
+        found: dict[str, Any] = {"/props": {"models": places}, "/v1/models": known}.get(path, {"status": "ok"})
         return Answer(200, json.dumps(found).encode())
 
 
@@ -50,7 +52,10 @@ def test_of_several_models_the_same_one_is_watched_while_it_is_loaded() -> None:
     assert front.asked[-1] == "/dashboard/state?since=0&model=birch"
 
 
-@pytest.mark.parametrize(("model", "said"), [(None, "no model is loaded"), ("ash", "ash is not loaded")])
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [(None, "no model is loaded; a request loads one of ash, birch"), ("ash", "ash is not loaded; birch is ready")],
+)
 def test_without_a_loaded_model_there_is_nothing_to_watch(model: str | None, said: str) -> None:
     with pytest.raises(DiskPrefixError, match=said):
         DaemonSource(SmallFront(*(["birch"] if model else [])), "here", model).state(0)
@@ -60,3 +65,22 @@ def test_a_port_that_says_nothing_is_no_daemon(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(daemon_call, "_CONNECT_S", 0.05)
     with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(StoreUnavailable, match="timed out"):
         chosen_source(f"http://127.0.0.1:{silent.getsockname()[1]}", None, tmp_path)
+
+
+def test_a_daemon_with_nothing_loaded_is_watched_all_the_same_and_nothing_is_asked_of_a_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    front = SmallFront()
+    monkeypatch.setattr(sources, "running_daemon", lambda *_: front)
+    source = sources.chosen_source("here", None, tmp_path)
+    for ask in (source.entries, lambda: source.delete("00"), lambda: source.state(0)):
+        with pytest.raises(DiskPrefixError, match="no model is loaded"):
+            ask()
+    assert not [path for path in front.asked if path.startswith("/dashboard")]
+    front.loaded = ("birch",)
+    source.state(0)
+    front.loaded = ()
+    with pytest.raises(DiskPrefixError, match="no model is loaded"):
+        source.state(0)
+    with pytest.raises(DiskPrefixError, match="no model is loaded"):
+        source.entries()

@@ -39,7 +39,7 @@ function markOf(point, x, y) {
 function told(points, [cold, warm]) {
   const parts = [`Time to first token of ${plural(points.length, "request")}.`];
   if (cold !== null) parts.push(`Median with less than half restored: ${seconds(cold)}.`);
-  if (warm !== null) parts.push(`Median with half and more restored: ${seconds(warm)}.`);
+  if (warm !== null) parts.push(`Median with at least half restored: ${seconds(warm)}.`);
   return parts.join(" ");
 }
 
@@ -62,4 +62,38 @@ function logScale(points) {
       if (Math.log10(value) >= low && Math.log10(value) <= high) ticks.push([value, value < 1 ? `${+(value * 1000).toPrecision(1)} ms` : `${value} s`]);
     }
   return [scale, ticks];
+}
+
+// What was restored of the prompts, and how fast the replies came, as bars over time. A bar is that of all requests that
+// ended in its part of the time.
+const BARS = 32, BAR_HEIGHT = 64;
+
+function drawCourse(box, ended) {
+  const replies = ended.filter((one) => one.prefix_cache);
+  find("#course").hidden = replies.length < 2;
+  if (replies.length < 2) return;
+  const first = replies[0].ended_at, length = Math.max(replies[replies.length - 1].ended_at - first, 1);
+  const parts = Array.from({ length: BARS }, () => []);
+  for (const one of replies) parts[Math.min(BARS - 1, Math.floor(((one.ended_at - first) / length) * BARS))].push(one);
+  const sum = (some, of) => some.reduce((all, one) => all + of(one), 0), tokens = (one) => one.prompt_tokens, restored = (one) => one.prefix_cache.restored;
+  const share = (some) => (some.length ? sum(some, restored) / sum(some, tokens) : null);
+  const speed = (some) => median(some.map((one) => one.timings.decode_tokens_per_s).filter((one) => one > 0));
+  const fast = Math.max(...parts.map(speed), 1);
+  box.replaceChildren(
+    bars("Restored share of the prompts", `${percent(sum(replies, restored), sum(replies, tokens))} in all`, parts.map(share), 1, (one) => percent(one, 1), replies),
+    bars("Tokens a second of a reply", `median ${speed(replies)?.toFixed(1) ?? "–"}`, parts.map(speed), fast, (one) => one.toFixed(1), replies));
+}
+
+function bars(name, says, values, most, shown, replies) {
+  const room = find("#lines").clientWidth, width = Math.max(260, room > 700 ? (room - 32) / 2 : room), step = width / BARS, base = BAR_HEIGHT - 18;
+  const svg = make("svg", { viewBox: `0 0 ${width} ${BAR_HEIGHT}`, height: BAR_HEIGHT, role: "img", "aria-label": `${name}: ${says}.` });
+  values.forEach((value, at) => {
+    if (value === null) return;
+    const height = Math.max(1.5, (value / most) * (base - 4));
+    svg.append(make("rect", { class: "column", x: at * step + 1, y: base - height, width: step - 2, height }, make("title", {}, shown(value))));
+  });
+  svg.append(make("line", { class: "grid", x1: 0, x2: width, y1: base, y2: base }));
+  const clock = (one) => new Date(one.ended_at * 1000).toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit" });
+  svg.append(make("text", { x: 0, y: BAR_HEIGHT - 4 }, clock(replies[0])), make("text", { x: width, y: BAR_HEIGHT - 4, "text-anchor": "end" }, clock(replies[replies.length - 1])));
+  return make("figure", {}, make("figcaption", {}, make("b", {}, name), " ", make("span", {}, says)), svg);
 }

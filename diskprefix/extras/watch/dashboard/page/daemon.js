@@ -13,6 +13,7 @@ const KEY = "diskprefix-key";
 const several = { is: "several" in document.documentElement.dataset, model: null, change: new AbortController() };
 
 async function call(method, path, body, signal) {
+  if (several.is && path.startsWith("/dashboard/") && several.model === null) throw new Error("no model is loaded");
   if (several.model !== null && path.startsWith("/dashboard/")) path += `?model=${encodeURIComponent(several.model)}`;
   const headers = {};
   const key = sessionStorage.getItem(KEY);

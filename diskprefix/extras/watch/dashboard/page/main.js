@@ -1,6 +1,6 @@
 // Starts the page, and keeps it up to date.
 
-const state = { now: null, ended: [] };
+const state = { now: null, ended: [], stoppedAt: null };
 const MOST_ENDED = 400, RETRY_MS = 2000, ENTRIES_MS = 5000;
 
 function onState(now) {
@@ -8,8 +8,10 @@ function onState(now) {
   // After a restart of the daemon the numbers begin anew, and the first event has all that it remembers.
   state.ended = (state.fresh ? now.ended : [...state.ended, ...now.ended.filter((one) => one.number > last)]).slice(-MOST_ENDED);
   state.now = now;
+  state.stoppedAt = null;
+  drawStopped();
   find("#all").hidden = now.status === "loading";
-  if (now.ended.length || state.fresh) drawTtft(find("#ttft"), state.ended);
+  if (now.ended.length || state.fresh) drawCharts();
   state.fresh = false;
   drawHeader(now);
   drawSaid(now, state.ended);
@@ -19,6 +21,28 @@ function onState(now) {
   drawMeters(now);
   drawMisses(now.cache);
   find("#simulator").hidden = !now.recording;
+}
+
+function drawCharts() {
+  drawTtft(find("#ttft"), state.ended);
+  drawCourse(find("#lines"), state.ended);
+}
+
+// Nothing answers any more: the figures are the last ones.
+function drawStopped() {
+  const isStopped = state.stoppedAt !== null && state.now !== null;
+  document.body.classList.toggle("stopped", isStopped);
+  find("#stopped").hidden = !isStopped;
+  if (!isStopped) return;
+  const s = Math.round((Date.now() - state.stoppedAt) / 1000);
+  setText(find("#h-stopped"), `The daemon stopped ${ago(0, s)}`);
+  setText(find("#command"), state.now.command);
+  setStatus("bad", "stopped");
+}
+
+function setStatus(kind, text) {
+  find("#status").className = kind;
+  setText(find("#status"), text);
 }
 
 // What is stored is read again when more was saved since, but not before the daemon would: reading it takes the daemon longer.
@@ -51,46 +75,67 @@ async function readClients() {
   show();
 }
 
+async function readModels() {
+  const [known, places] = await Promise.all([ask("GET", "/v1/models"), ask("GET", "/props")]);
+  return drawModels(known.data, places);
+}
+
 // Goes on with the model that is shown while it is loaded, or shows another one. Returns false if none is loaded.
 async function chooseModel() {
-  const loaded = drawModels(await ask("GET", "/props"));
+  const loaded = await readModels();
   if (!loaded.includes(several.model)) several.model = loaded[0] ?? null;
   find("#model").value = several.model ?? "";
   return several.model !== null;
 }
 
+const OF_ONE_MODEL = ["#all", "#said", "#loading", "#problems", "#address"];
+
 async function follow() {
-  let clientsOf;
+  let clientsOf, pause_ms;
   for (;;) {
     state.fresh = true;
+    pause_ms = RETRY_MS;
     try {
-      const is_there = !several.is || (await chooseModel());
-      const answer = is_there && (await call("GET", "/dashboard/events", undefined, several.change.signal));
-      if (is_there) for await (const data of eventsOf(answer)) {
-        const now = JSON.parse(data);
-        onState(now);
-        if (now.cache && readAfter < 0 && Date.now() >= readNotBefore) readEntries();
-        if (now.model && clientsOf !== several.model) { clientsOf = several.model; readClients(); }
+      if (several.is && !(await chooseModel())) {
+        state.now = state.stoppedAt = null;
+        drawStopped();
+        for (const id of OF_ONE_MODEL) find(id).hidden = true;
+        setText(find("#served"), "");
+        setStatus("idle", "no model is loaded");
+      } else {
+        const answer = await call("GET", "/dashboard/events", undefined, several.change.signal);
+        find("#said").hidden = false;
+        for await (const data of eventsOf(answer)) {
+          const now = JSON.parse(data);
+          onState(now);
+          if (now.cache && readAfter < 0 && Date.now() >= readNotBefore) readEntries();
+          if (now.model && clientsOf !== several.model) { clientsOf = several.model; readClients(); }
+        }
+        // Whether it has stopped, the next request tells.
+        pause_ms = 0;
       }
-      setText(find("#status"), is_there ? "the daemon has ended; trying again …" : "no model is loaded: a request loads one");
     } catch (error) {
       if (error.status === 401 || error.status === 403) return askForKey(error);
-      setText(find("#status"), error.name === "AbortError" ? "connecting …" : "no answer; trying again …");
+      if (error.name === "AbortError") setStatus("idle", "connecting …");
+      else if (error instanceof Refused) setStatus("loading", error.message);
+      else {
+        state.stoppedAt ??= Date.now();
+        setStatus("bad", "no answer; trying again …");
+        drawStopped();
+      }
     }
-    find("#status").className = "bad";
     readAfter = -1;
     readNotBefore = 0;
     const isChosen = several.change.signal.aborted;
     several.change = new AbortController();
-    if (!isChosen) await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    if (!isChosen) await new Promise((resolve) => setTimeout(resolve, pause_ms));
   }
 }
 
 function askForKey(error) {
-  for (const id of ["#all", "#said", "#loading", "#problems", "#address"]) find(id).hidden = true;
+  for (const id of [...OF_ONE_MODEL, "#models", "#stopped"]) find(id).hidden = true;
   find("#login").hidden = false;
-  find("#status").className = "bad";
-  setText(find("#status"), "locked");
+  setStatus("idle", "locked");
   setText(find("#login-why"), error.message);
   find("#key").focus();
 }
@@ -134,7 +179,7 @@ find("#tree-of").addEventListener("change", () => {
   drawTree();
 });
 
-for (const [button, text] of [["#copy", "#recipe"], ["#copy-address", "#url"]])
+for (const [button, text] of [["#copy", "#recipe"], ["#copy-address", "#url"], ["#copy-command", "#command"]])
   find(button).addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(find(text).textContent);
@@ -147,11 +192,12 @@ for (const [button, text] of [["#copy", "#recipe"], ["#copy-address", "#url"]])
   });
 
 if (several.is) setInterval(() => {
-  if (!document.hidden && !find("#all").hidden) ask("GET", "/props").then(drawModels, () => {});
+  if (!document.hidden && !find("#all").hidden && state.stoppedAt === null) readModels().catch(() => {});
 }, RETRY_MS);
 setInterval(() => {
   const cache = state.now?.cache;
-  if (!document.hidden && cache && Date.now() >= readNotBefore && cache.pending === 0 && cache.saved_bytes !== readAfter) readEntries();
+  if (!document.hidden && cache && state.stoppedAt === null && Date.now() >= readNotBefore && cache.pending === 0 && cache.saved_bytes !== readAfter) readEntries();
 }, ENTRIES_MS);
-new ResizeObserver(() => state.now && drawTtft(find("#ttft"), state.ended)).observe(find("#ttft"));
+setInterval(() => state.stoppedAt !== null && drawStopped(), 1000);
+new ResizeObserver(() => state.now && drawCharts()).observe(find("#ttft"));
 follow();

@@ -1,28 +1,53 @@
 // Draws the sections of the page from the daemon's state.
 
 function drawHeader(now) {
-  const model = now.model ? `${now.model.name} · ${now.model.dtype} on ${now.model.device} · exact at ${now.model.exact_at ?? "–"} · ` : "";
-  setText(find("#served"), `${model}scope ${now.scope}`);
-  const status = find("#status");
-  status.className = { ok: "", loading: "loading", stopping: "loading" }[now.status] ?? "bad";
-  setText(status, now.message ?? now.status);
+  const exact = { token: "bit-exact at any token", grid: "bit-exact at the ends of steps" }[now.model?.exact_at];
+  setText(find("#served"), [now.model?.name, exact, `scope ${now.scope}`].filter(Boolean).join(" · "));
+  setStatus({ ok: "", loading: "loading", stopping: "loading" }[now.status] ?? "bad", now.message ?? now.status);
   setText(find("#version"), `diskprefix ${now.version}`);
 }
 
-// Draws the models in memory of a daemon with several. Returns the names of those that are loaded.
-function drawModels(found) {
-  const loaded = found.models.filter((one) => one.phase === "ready").map((one) => one.model);
+// Draws all models of a daemon with several: those that it knows and, from `places`, those in memory. Returns the names of
+// those that are loaded.
+const PHASES = { waiting: "waits for memory", loading: "loading", ready: "loaded", leaving: "unloading" };
+
+function drawModels(known, { models: places, memory_limit: limit }) {
+  const loaded = places.filter((one) => one.phase === "ready").map((one) => one.model);
+  const all = [...known.map((card) => ({ card, name: card.id, place: places.find((one) => one.model === card.id) })),
+    ...places.filter((one) => !known.some((card) => card.id === one.model)).map((place) => ({ card: {}, name: place.model, place }))];
   find("#models").hidden = false;
-  const used = found.models.reduce((sum, one) => sum + (one.phase === "waiting" ? 0 : one.needed_bytes), 0);
-  setText(find("#models-memory"), found.memory_limit ? `They may take ${part(used, found.memory_limit)}.` : "");
-  whenChanged("models", found.models, () =>
-    find("#models tbody").replaceChildren(...found.models.map((one) =>
-      make("tr", {}, make("th", { scope: "row" }, one.model), make("td", {}, one.phase + (one.is_pinned ? ", pinned" : "")),
-        make("td", {}, bytes(one.needed_bytes)), make("td", {}, count(one.num_active))))));
+  const used = places.reduce((sum, one) => sum + (one.phase === "waiting" ? 0 : one.needed_bytes), 0);
+  setText(find("#models-memory"), limit ? `Memory of models: ${part(used, limit)}.` : "");
+  whenChanged("models", all, () => find("#models tbody").replaceChildren(...all.map(modelRow)));
   whenChanged("loaded", loaded, () => find("#model").replaceChildren(...loaded.map((name) => make("option", { value: name }, name))));
+  find("#choice").hidden = loaded.length < 2;
   find("#model").value = several.model ?? "";
   return loaded;
 }
+
+function modelRow({ card, name, place }) {
+  const isIn = place !== undefined, what = isIn ? "unload" : "load";
+  const says = card.problem && !isIn ? card.problem : (isIn ? PHASES[place.phase] : "not loaded") + (place?.is_pinned ? ", pinned" : "");
+  const needed = place?.needed_bytes || card.needs_bytes;
+  const button = make("button", { type: "button", "aria-label": `${isIn ? "Unload" : "Load"} ${name}`, onclick: ({ target }) => order(name, what, target) }, isIn ? "Unload" : "Load");
+  button.disabled = place?.phase === "leaving";
+  return make("tr", { class: card.problem && !isIn ? "failed" : "" }, make("th", { scope: "row" }, name), cell("state", { class: "say" }, says),
+    cell("memory", {}, needed ? `${isIn ? "" : "needs "}${bytes(needed)}` : "–"), cell("requests", {}, count(place?.num_active ?? 0)), make("td", {}, button));
+}
+
+async function order(name, what, button) {
+  button.disabled = true;
+  try {
+    await ask("POST", `/models/${encodeURIComponent(name)}/${what}`, {});
+    setText(find("#models-said"), "");
+  } catch (error) {
+    setText(find("#models-said"), error.message);
+    button.disabled = false;
+  }
+}
+
+// A cell of a table whose rows are cards on a phone, where its title stands beside it.
+const cell = (title, attributes, ...children) => make("td", { "data-title": title, ...attributes }, make("div", {}, ...children));
 
 // What was dismissed in this tab. A warning that happens again has another time or count, and is shown. Errors stay.
 const DISMISSED = "diskprefix-dismissed", MOST_PROBLEMS = 3;
@@ -73,15 +98,26 @@ function drawSaid(now, ended) {
 }
 
 function sentence(savings, ended) {
-  if (!savings?.total.restored_tokens) return "Nothing was restored yet: a prompt that begins like an earlier one is, also after a restart.";
-  const { today, total } = savings;
-  if (!today.requests) return `No request came today. ${seconds(total.saved_s)} of waiting were spared before.`;
-  const [cold, warm] = ["miss", "hit"].map((outcome) => median(ended.filter((one) => one.outcome === outcome).map((one) => one.timings.ttft_ms / 1000)));
-  const faster = cold && warm ? ` First token: ${seconds(cold)} → ${seconds(warm)}.` : "";
-  return `${percent(today.restored_tokens, today.prompt_tokens)} of the prompt tokens restored today, ${seconds(today.saved_s)} of waiting spared.${faster}`;
+  const today = savings?.today, parts = [];
+  if (today?.prompt_tokens) parts.push(`${percent(today.restored_tokens, today.prompt_tokens)} of today's prompt tokens restored, ${seconds(today.saved_s)} of computing saved.`);
+  return [...parts, compared(ended)].join(" ").trim();
 }
 
-const rows = new Map();
+// The last prompt that was mostly restored, beside a computed one of the same length: most often the same prompt. Without
+// one, beside what the computed ones took for each token.
+function compared(ended) {
+  const of = (outcome) => ended.filter((one) => one.outcome === outcome && one.timings.ttft_ms > 0);
+  const cold = of("miss"), warm = of("hit").reverse();
+  const twice = warm.find((one) => cold.some((other) => other.prompt_tokens === one.prompt_tokens)), last = twice ?? warm[0];
+  if (!last || !cold.length) return "";
+  const same = cold.filter((other) => other.prompt_tokens === last.prompt_tokens).pop();
+  const computed = (one) => one.prompt_tokens - one.prefix_cache.restored;
+  const each = cold.reduce((sum, one) => sum + one.timings.ttft_ms, 0) / cold.reduce((sum, one) => sum + computed(one), 0);
+  const whole = same ? seconds(same.timings.ttft_ms / 1000) : `about ${seconds((each * last.prompt_tokens) / 1000)}`;
+  return `First token of a prompt of ${plural(last.prompt_tokens, "token")}: ${whole} computed, ${seconds(last.timings.ttft_ms / 1000)} restored.`;
+}
+
+const rows = new Map(), LIVE = ["state", "prompt", "first token", "reply", "speed", "time"];
 
 function drawLive({ requests, arriving }) {
   const waiting = requests.filter((one) => one.state === "waiting").length;
@@ -92,8 +128,8 @@ function drawLive({ requests, arriving }) {
   for (const [id, row] of rows) if (!ids.has(id)) { row.remove(); rows.delete(id); }
   for (const one of requests) {
     const cells = liveCells(one);
-    const row = rows.get(one.id) ?? make("tr", {}, ...cells.map((_, index) => make("td", { class: index > 3 && "extra" })));
-    cells.forEach((cell, index) => row.cells[index].replaceChildren(cell));
+    const row = rows.get(one.id) ?? make("tr", {}, ...LIVE.map((title) => cell(title, {})));
+    cells.forEach((cell, index) => row.cells[index].firstChild.replaceChildren(cell));
     rows.set(one.id, row);
     if (!row.isConnected) body.append(row);
   }
@@ -105,7 +141,7 @@ function liveCells(one) {
   const progress = make("div", { class: "beside" },
     bar("progressbar", label, [["restored", one.restored_tokens], ["computed", computed]], one.prompt_tokens),
     make("div", { class: "under" }, `${count(one.ready_tokens)} of ${count(one.prompt_tokens)}, ${count(one.restored_tokens)} restored`));
-  const speed = one.tokens_per_s === null ? "–" : `${one.tokens_per_s.toFixed(1)} tok/s`;
+  const speed = one.tokens_per_s === null ? "–" : `${one.tokens_per_s.toFixed(1)} tokens/s`;
   return [one.state, progress, seconds(one.ttft_s), plural(one.reply_tokens, "token"), speed, seconds(one.elapsed_s)];
 }
 
@@ -122,20 +158,20 @@ function drawEnded(ended, now) {
 }
 
 function endedRow(one, now) {
-  const when = make("td", { title: new Date(one.ended_at * 1000).toLocaleString("en-GB") }, ago(one.ended_at, now));
+  const when = cell("ended", { title: new Date(one.ended_at * 1000).toLocaleString("en-GB") }, ago(one.ended_at, now));
   if (!one.prefix_cache) {
     const size = one.prompt_tokens ? `, ${plural(one.prompt_tokens, "prompt token")}` : "";
     const why = (one.error ?? "the client left") + size;
-    return make("tr", { class: (one.status >= 400 && one.status !== CLIENT_LEFT) || one.error ? "failed" : "" }, when, make("td", { class: "say", colspan: 5 }, `${one.status} ${one.route} · ${why}`));
+    return make("tr", { class: (one.status >= 400 && one.status !== CLIENT_LEFT) || one.error ? "failed" : "" }, when, cell("failed", { class: "say", colspan: 5 }, `${one.status} ${one.route} · ${why}`));
   }
   const cache = one.prefix_cache, restored = cache.restored;
   const why = restored ? `${percent(restored, one.prompt_tokens)} from ${cache.source}` : words(cache.miss_reason);
   const label = `${count(restored)} of ${plural(one.prompt_tokens, "prompt token")} restored`;
-  return make("tr", {}, when, make("td", {}, count(one.prompt_tokens)),
-    make("td", {}, make("div", { class: "beside" }, bar("meter", label, [["restored", restored]], one.prompt_tokens), make("div", { class: "under" }, why))),
-    make("td", { class: "extra" }, `${count(cache.boundary)} `, make("span", { class: "under" }, words(cache.boundary_reason) + (cache.saved === "dropped" ? ", dropped" : ""))),
-    make("td", {}, seconds(one.timings.ttft_ms / 1000)),
-    make("td", { class: "extra" }, `${count(one.reply_tokens)} `, make("span", { class: "under" }, `tokens, ${one.timings.decode_tokens_per_s.toFixed(1)} tok/s`)));
+  return make("tr", {}, when, cell("prompt", {}, plural(one.prompt_tokens, "token")),
+    cell("restored", {}, make("div", { class: "beside" }, bar("meter", label, [["restored", restored]], one.prompt_tokens), make("div", { class: "under" }, why))),
+    cell("kept", {}, `${count(cache.boundary)} `, make("span", { class: "under" }, words(cache.boundary_reason) + (cache.saved === "dropped" ? ", dropped" : ""))),
+    cell("first token", {}, seconds(one.timings.ttft_ms / 1000)),
+    cell("reply", {}, `${count(one.reply_tokens)} `, make("span", { class: "under" }, `tokens, ${one.timings.decode_tokens_per_s.toFixed(1)} a second`)));
 }
 
 function drawMeters(now) {
@@ -144,10 +180,11 @@ function drawMeters(now) {
   if (memory) {
     meters.push(meter("Memory of requests", memory.used_bytes, memory.limit_bytes, `${count(memory.running)} of ${count(memory.max_running)} running; ${plural(memory.entries, "conversation")} kept for the next turn`));
     const titles = memory.slots.map((slot) => make("span", { class: slot.busy ? "busy" : "idle", title: `${plural(slot.tokens, "token")}, ${bytes(slot.num_bytes)}, ${slot.busy ? "running" : "kept for the next turn"}` }));
-    meters.push(make("div", { class: "slots", role: "img", "aria-label": `${plural(memory.slots.length, "slot")}, ${count(memory.running)} of them busy` }, ...titles), make("br"));
+    meters.push(make("div", { class: "slots", role: "img", "aria-label": `${plural(memory.slots.length, "slot")}, ${count(memory.running)} of them busy` }, ...titles));
+    if (memory.process_bytes) meters.push(make("p", { class: "under" }, `The process takes ${bytes(memory.process_bytes)} of memory.`));
   }
   if (cache) {
-    const kept = `${plural(cache.entries, "prompt")}, ${plural(cache.blocks, "block")}, ${cache.codec}; ${count(cache.evicted_blocks)} evicted`;
+    const kept = `${plural(cache.entries, "prompt")}, ${plural(cache.blocks, "block")}, ${{ planes: "compressed", raw: "not compressed" }[cache.codec] ?? cache.codec}; ${count(cache.evicted_blocks)} evicted`;
     meters.push(meter("Store", cache.used_bytes, cache.budget_bytes, kept));
     meters.push(meter("Write buffer", cache.pending_bytes, cache.buffer_bytes, `${plural(cache.pending, "prompt")} waiting, ${bytes(cache.saved_bytes)} written, ${count(cache.dropped)} dropped`));
     const disk = cache.disk_written_last_day_bytes, inAll = `${bytes(cache.disk_written_bytes)} in all`;
