@@ -191,7 +191,7 @@ class Loop:
         num_rows = sum(chunk.num_rows for chunk in step)
         self._inbox.heartbeat.beat(num_rows)
         started = self._served.clock()
-        results = forward(self._served.model, step, self._served.graphs)
+        results = forward(self._served.model, step)
         elapsed = self._served.clock() - started
         self._inbox.heartbeat.beat()
         self._served.record_step(step, elapsed)

@@ -13,7 +13,6 @@ import torch
 from transformers import GenerationConfig
 
 from diskprefix.errors import ModelError, SettingsError
-from diskprefix.kv.step import is_accelerated
 from diskprefix.model.load.fingerprint import weights_digest
 from diskprefix.model.load.fit import Check, needs_of_checkpoint, read_config
 from diskprefix.model.load.gguf import build_once, enough_to_make, require_disk, suffix_of
@@ -56,11 +55,11 @@ def weight_files_in(
             raise SettingsError(
                 f"--weights: quantised weights compute in bfloat16, not in {name}; add --dtype bfloat16"
             )
-        if device.type != "cpu" and not is_accelerated(device):
-            raise SettingsError(f"--weights: quantised weights are for the CPU and CUDA, and the device is {device}")
+        if device.type != "cpu":
+            raise SettingsError(f"--weights: quantised weights are for the CPU, and the device is {device}")
     if is_made or (published is None and weights not in ("int8", "int4")):
         return files
-    require_served(published, weights, device)
+    require_served(published, weights)
 
     def build(work: Path) -> Path:
         made = work / "model"
@@ -77,10 +76,10 @@ def weight_files_in(
     return [build_once(name, build, report) / FILE]
 
 
-def require_served(published: PublishedWeights | None, weights: str, device: torch.device) -> None:
-    """Raises `ModelError` if a device does not compute with the form that weights were published in, and they are to
-    be kept so."""
-    if published is not None and published.is_float8 and weights == "auto" and not is_accelerated(device):
+def require_served(published: PublishedWeights | None, weights: str) -> None:
+    """Raises `ModelError` if no operator computes with the form that weights were published in, and they are to be kept
+    so."""
+    if published is not None and published.is_float8 and weights == "auto":
         raise ModelError(
             f"no operator of a CPU computes with {published.name} weights; add --weights int8 to quantise them anew"
         )

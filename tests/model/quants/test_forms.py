@@ -7,7 +7,6 @@ import torch
 
 from diskprefix.errors import ModelError
 from diskprefix.model.quants.forms import Quants, quantised, unpacked
-from diskprefix.model.quants.on_accelerator import grouped_of
 from diskprefix.model.quants.products import matrix_of
 from diskprefix.model.quants.quant_form import FILE_FORMS, FLOAT8_FORMS, FORMS, QuantForm
 from diskprefix.native.matrix import fills_blocks
@@ -90,28 +89,8 @@ def test_what_does_not_fill_whole_blocks_cannot_be_quantised(shape: tuple[int, .
     assert fills_blocks(torch.zeros(32, 64))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_an_accelerator_gets_the_weights_that_a_cpu_computes_with(bits: int) -> None:
-    # The columns do not fill a block of the accelerator's layout.
-    experts = [quantised(torch.randn(32, 160) * size, bits) for size in (1.0, 30.0)]
-    packed, expected = (
-        torch.stack(parts) for parts in zip(*((q.packed(), q.dequantised()) for q in experts), strict=True)
-    )
-    found = grouped_of(packed, experts[0].form)
-    assert torch.equal(found.dequantised(), expected)
-    assert torch.equal(grouped_of(packed[1], experts[1].form).dequantised(), expected[1])
-    assert found.codes.shape == (2, 32, 256 * bits // 8)
-
-
-def test_an_accelerator_refuses_the_forms_of_files() -> None:
-    form = FILE_FORMS[0]
-    with pytest.raises(ModelError, match="takes weights in the form int4 32 symmetric float16; add --weights native"):
-        grouped_of(torch.zeros(form.packed_shape(16, 32), dtype=torch.uint8), form)
-
-
 @pytest.mark.parametrize("form", FLOAT8_FORMS, ids=str)
 def test_a_cpu_refuses_float8(form: QuantForm) -> None:
     packed = torch.zeros(form.packed_shape(16, 128), dtype=torch.uint8)
     with pytest.raises(ModelError, match="no operator of a CPU computes with FP8 weights"):
         matrix_of(packed, form, None)
-    assert not grouped_of(packed, form).dequantised().any()

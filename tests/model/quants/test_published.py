@@ -13,9 +13,8 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, PreTrainedModel
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from diskprefix.errors import ModelError
@@ -23,14 +22,10 @@ from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.mixtures import is_mixture, matrices_of
 from diskprefix.model.load.fit import needs_of_folder
 from diskprefix.model.load.gguf import suffix_of
-from diskprefix.model.load.kinds import require_served_kind
-from diskprefix.model.load.loader import load_model, pick_weights
+from diskprefix.model.load.loader import load_model
 from diskprefix.model.quants.exact_quants import JoinedQuants, exact_quants
-from diskprefix.model.quants.on_accelerator import grouped_of
-from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised import QuantisedLinear
 from diskprefix.model.quants.quantised_experts import QuantisedExperts
-from diskprefix.model.quants.quantising import weight_files_in
 from diskprefix.native.library import operators
 from diskprefix.settings import Settings
 from tests.exactness.architectures import shrink
@@ -271,104 +266,6 @@ def test_fp8_is_quantised_anew_if_asked(name: str, tmp_path: Path) -> None:
     for module, weight in weights.items():
         error = (model.get_submodule(module).weight.double() - weight).norm() / weight.norm()
         assert 0 < float(error) < 0.01
-
-
-def packed_for_a_gpu(folder: Path) -> Path:
-    """Returns the weights file that a start on a GPU makes."""
-    config, files = AutoConfig.from_pretrained(folder), [folder / "model.safetensors"]
-    kind, device = require_served_kind(folder, config), torch.device("cuda")
-    (file,) = weight_files_in("auto", folder, files, config, kind, torch.bfloat16, device, lambda _: None)
-    return file
-
-
-def forms_in(file: Path) -> dict[str, QuantForm]:
-    with safe_open(file, "pt") as tensors:
-        written = json.loads(tensors.metadata()["diskprefix_forms"])
-    return {name: QuantForm.parse(text) for name, text in written.items()}
-
-
-@pytest.mark.parametrize("name", FLOAT8)
-@pytest.mark.usefixtures("cache")
-def test_fp8_stays_as_it_is_for_a_gpu(name: str, tmp_path: Path) -> None:
-    settings, write, group = FLOAT8[name]
-    folder, weights = published(tmp_path / "made", settings, write)
-    file = packed_for_a_gpu(folder)
-    forms, tensors = forms_in(file), load_file(file)
-    assert set(forms) == set(weights)
-    for module, weight in weights.items():
-        matrix = grouped_of(tensors[f"{module}.packed"], forms[module])
-        assert (matrix.codes.dtype, matrix.group) == (torch.float8_e4m3fn, group)
-        assert torch.equal(matrix.dequantised(), weight.bfloat16()), module
-    needs = needs_of_folder(folder, [folder / "model.safetensors"], "auto", "auto")
-    assert needs.weights_bytes == pytest.approx(sum(one.nbytes for one in tensors.values()), rel=0.05)
-
-
-@pytest.mark.usefixtures("cache")
-def test_experts_in_fp8_stay_as_they_are_for_a_gpu(tmp_path: Path) -> None:
-    folder, plain = mixture(tmp_path / "made", "qwen3_moe", FP8_OF_128, fp8(128, 128))
-    file = packed_for_a_gpu(folder)
-    forms, tensors = forms_in(file), load_file(file)
-    mixtures = {name: module for name, module in plain.named_modules() if is_mixture(module)}
-    assert len(forms) == 3 * len(mixtures) > 0
-    for path, module in mixtures.items():
-        for part, (weight, _) in matrices_of(module).items():
-            name = f"{path}.{part}"
-            assert torch.equal(grouped_of(tensors[f"{name}.packed"], forms[name]).dequantised(), weight), name
-    needs = needs_of_folder(folder, [folder / "model.safetensors"], "auto", "auto")
-    assert needs.weights_bytes == pytest.approx(sum(one.nbytes for one in tensors.values()), rel=0.05)
-
-
-@pytest.mark.parametrize("code", [0x7F, 0xFF])
-@pytest.mark.usefixtures("cache")
-def test_fp8_weights_that_are_no_numbers_are_refused(code: int, tmp_path: Path) -> None:
-    folder, _ = published(tmp_path / "made", FP8, fp8(96, 96))
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
-    tensors[name].view(torch.uint8)[3, 5] = code
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ModelError, match=f"^{name} has weights that are no numbers; fetch the model again"):
-        packed_for_a_gpu(folder)
-
-
-@pytest.mark.usefixtures("cache")
-def test_fp8_scales_that_do_not_cover_their_matrix_are_refused(tmp_path: Path) -> None:
-    folder, _ = published(tmp_path / "made", FP8_OF_128, fp8(96, 96))
-    with pytest.raises(ModelError, match=r"^FP8 weights with scales of the shape \(2, 3\) for a matrix of the shape"):
-        packed_for_a_gpu(folder)
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype", "device", "quants", "expected"),
-    [
-        ("auto", "auto", "cuda", FP8, "auto"),
-        ("auto", "bfloat16", "cuda", FP8, "auto"),
-        ("auto", "float16", "cuda", FP8, "native"),
-        ("native", "auto", "cuda", FP8, "native"),
-        ("int8", "auto", "cuda", FP8, "int8"),
-        ("auto", "auto", "cuda", GPTQ, "native"),
-        ("auto", "auto", "cuda", {"quant_method": "bitsandbytes"}, "native"),
-        ("auto", "auto", "cuda", None, "native"),
-        ("native", "auto", "cpu", FP8, "native"),
-        ("auto", "auto", "mps", FP8, "native"),
-    ],
-)
-def test_a_gpu_keeps_fp8(
-    name: str,
-    dtype: str,
-    device: str,
-    quants: dict[str, Any] | None,
-    expected: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("diskprefix.model.load.loader._pick_device", torch.device)
-    monkeypatch.setattr("diskprefix.model.load.loader.find_spec", lambda _: True)
-    assert pick_weights(name, dtype, device, quants) == expected
-
-
-def test_without_triton_fp8_is_left_to_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diskprefix.model.load.loader._pick_device", torch.device)
-    monkeypatch.setattr("diskprefix.model.load.loader.find_spec", lambda _: None)
-    assert pick_weights("auto", "auto", "cuda", FP8) == "native"
 
 
 def gpt_oss(folder: Path) -> tuple[Path, PreTrainedModel]:

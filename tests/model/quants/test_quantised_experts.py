@@ -89,7 +89,7 @@ def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
     made = StreamedQuantising(sources, (), "int4", tmp_path, lambda _: None).run(type(model), model.config)
     save_configurations(made, tmp_path)
     config = type(model.config).from_pretrained(tmp_path)
-    describe(config, [tmp_path / "model.safetensors"], torch.device("cpu"))
+    describe(config, [tmp_path / "model.safetensors"])
     again, info = type(model).from_pretrained(tmp_path, config=config, dtype=torch.bfloat16, output_loading_info=True)
     prepare(again)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
