@@ -303,9 +303,7 @@ def _source(
     with clock("source"):
 
         def before_fetch(listing: HubListing) -> None:
-            weights = weights_of()
-            _require_kept(listing, weights)
-            check(listing.needs(weights, settings.dtype))
+            check(listing.needs(weights_of(), settings.dtype))
 
         folder, name, gguf = _find(
             settings.model, progress, weights_of, flag=flag, check=check, before_fetch=before_fetch
@@ -345,15 +343,6 @@ def _source(
         device=device,
         weights=weights,
     )
-
-
-def _require_kept(listing: HubListing, weights: str) -> None:
-    """Raises `ModelError` if a repository's weights are quantised in a way that is not served."""
-    from diskprefix.model.quants.published import published_as
-    from diskprefix.model.quants.quantising import require_served
-
-    if weights != "native":
-        require_served(published_as(listing.config.get("quantization_config")), weights)
 
 
 def import_model(settings: Settings) -> None:
@@ -440,8 +429,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_weights(name: str, dtype: str, device_name: str) -> str:
-    """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file, or of a
-    checkpoint that was published quantised."""
+    """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file."""
     from diskprefix.native.library import operators
 
     device, is_compiled = pick_device(device_name), operators() is not None
@@ -462,9 +450,7 @@ def pick_weights(name: str, dtype: str, device_name: str) -> str:
 def _pick_dtype(name: str, config: PreTrainedConfig, weights: str) -> torch.dtype:
     import torch
 
-    from diskprefix.model.quants.quantising import computes_in_bfloat16
-
-    if name == "auto" and computes_in_bfloat16(weights, config):
+    if name == "auto" and weights in ("int8", "int4"):
         return torch.bfloat16
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]

@@ -252,7 +252,7 @@ DEFECTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: edit_config(folder, model_type="of-tomorrow"), "cannot read the configuration"),
     (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}),
-        "but its weights are not",
+        "weights quantised with gptq are not served; take a .gguf file of the model",
     ),
     (cut_weights, "model.safetensors is damaged or cut short"),
     (drop_tensor, "lack 1 tensors of the model, for example model.layers.1.mlp.up_proj.weight"),
