@@ -67,11 +67,6 @@ class CachedRequest:
         """The part of the prompt that is kept. Set by `choose`."""
         return self._saver.selection
 
-    def on_written(self, call: Callable[[float, float, int], None]) -> None:
-        """Sets a function to call in the writer's thread after each write for this request, with the times at which the
-        write began and ended (`time.perf_counter`) and its bytes."""
-        self._publisher.chain.on_written = call
-
     def restore(self, arena: KVArena) -> Restored:
         """Runs `prefetch`, `fetch` and `choose`."""
         self.prefetch()
