@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
     from diskprefix.chat.draft import Compress
     from diskprefix.model.load.media import MediaProcessor
-    from diskprefix.nouns import CacheOptions, CacheReport, Prompt, Stage
+    from diskprefix.nouns import CacheOptions, CacheReport, Prompt
     from diskprefix.server.process.front_line import FrontLine
     from diskprefix.settings import Settings
     from diskprefix.tokens import TokenIds
@@ -43,7 +43,6 @@ _NAMES = (
     "housekeeping",
     "exchange",
     "remote",
-    "tracing",
     "front",
     "compression",
     "media",
@@ -97,30 +96,6 @@ class Recorder(Protocol):
 
     def close(self) -> None:
         """Writes what is pending and ends."""
-
-
-class RequestTrace(Protocol):
-    """The trace of one request. For any thread; a stage may end after the request."""
-
-    @property
-    def trace_id(self) -> str:
-        """The name of the trace for the log: 32 hexadecimal digits."""
-
-    def add(self, stage: Stage) -> None:
-        """Adds a stage that has ended."""
-
-    def end(self, facts: Mapping[str, Any]) -> None:
-        """Ends the request. `facts` has the fields of its log line in JSON."""
-
-
-class Tracer(Protocol):
-    """Makes a trace of each request."""
-
-    def begin(self, name: str, headers: Mapping[str, str]) -> RequestTrace:
-        """Begins a trace, or continues the one of the client's `traceparent`. `name`: the method and the path."""
-
-    def close(self) -> None:
-        """Sends what is pending, for a few seconds at most."""
 
 
 class RunFront(Protocol):
@@ -195,12 +170,6 @@ def open_recorder(settings: Settings, secret_of: Callable[[], int]) -> Recorder 
     found = (open_(settings, secret_of) for open_ in _all("open_recorder"))
     recorder: Recorder | None = _only(one for one in found if one is not None)
     return recorder
-
-
-def open_tracer(settings: Settings) -> Tracer | None:
-    """Returns what traces requests, None if no extra does for these settings. Raises `SettingsError`."""
-    tracer: Tracer | None = _only(one for open_ in _all("open_tracer") if (one := open_(settings)) is not None)
-    return tracer
 
 
 def open_compression(settings: Settings, max_positions: int, served: int) -> Compress | None:

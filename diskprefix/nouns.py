@@ -390,13 +390,3 @@ def short_value(value: object) -> str:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value) if value.bit_length() <= 64 else "a number that large"
     return "what is neither a text nor an integer"
-
-
-class Stage(NamedTuple):
-    """A stage of a request, for traces: queue, match, restore, prefill, decode or save. `began` and `ended` are seconds
-    on the clock of `time.perf_counter`. `facts` are attributes of the trace."""
-
-    name: str
-    began: float
-    ended: float
-    facts: dict[str, int | str] = {}  # noqa: RUF012 (it is never changed)

@@ -180,9 +180,9 @@ class Settings:
     )
     pooling: str = _model(
         "auto",
-        "How /v1/embeddings makes a vector of the hidden states, or that the model is a reranker. auto: as its files "
-        "say, or else by the last token.",
-        choices=("auto", "last", "mean", "rank"),
+        "How /v1/embeddings makes a vector of the hidden states. auto: as the model's files say, or else by the last "
+        "token.",
+        choices=("auto", "last", "mean"),
     )
     host: str = _server(
         "127.0.0.1",
@@ -275,12 +275,6 @@ class Settings:
     )
     log_format: str = _server("text", "Lines of text, or a JSON object on each line.", choices=("text", "json"))
     log_prompts: bool = _server(False, "Log the prompt of each request. The log then holds what people wrote.")
-    otlp_traces_endpoint: str | None = _server(
-        None,
-        "An OTLP/HTTP collector for traces, such as http://localhost:4318/v1/traces. It needs the extra otel.",
-        metavar="URL",
-        unset="no traces",
-    )
     disk_prefix_cache: str = _cache(
         "auto:30",
         "How much of each prompt is kept: off, full (all of it), auto:N (what is likely to come again, judged by the N "

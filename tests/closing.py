@@ -19,7 +19,7 @@ TESTED = "operators"
 MISSING = os.environ.get("DISKPREFIX_TEST_MISSING")
 
 LISTED = {
-    "takes long: set DISKPREFIX_TEST_EXAMPLES=2": "tools/bench or tools/gpu checks it too",
+    "takes long: set DISKPREFIX_TEST_EXAMPLES=2": "tools/bench checks it too",
     "could not import 'vllm'": "vLLM has an environment of its own, in which `tools/vllm test` runs these",
     "traces are not on this machine": "published data, too large for this project",
     "needs root": "CI of a fork may not be root",

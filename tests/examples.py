@@ -9,7 +9,7 @@ import pytest
 _FACTOR = int(os.environ.get("DISKPREFIX_TEST_EXAMPLES", "1"))
 
 thorough = pytest.mark.skipif(_FACTOR == 1, reason="takes long: set DISKPREFIX_TEST_EXAMPLES=2")
-"""For what a benchmark, or `tools/gpu` on a device, checks too each time it runs."""
+"""For what a benchmark checks too each time it runs."""
 
 
 def examples(least: int) -> int:

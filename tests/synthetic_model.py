@@ -14,7 +14,7 @@ import torch
 
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.restoration import Restoration
-from diskprefix.cache.tiers.loading import reader_threads
+from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.kv.arena import KVArena
@@ -107,8 +107,7 @@ class Restorer:
         populate([memory.tensor for memory in self.arena.memory])
         self._model = model
         self._writer = writer
-        self._num_readers = reader_threads(is_direct=self.arena.copies.is_direct)
-        self._readers = ThreadPoolExecutor(self._num_readers, thread_name_prefix="kv-reader")
+        self._readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
 
     def restore(self, token_ids: TokenIds) -> Restored:
         """Raises `CacheError`."""
@@ -129,7 +128,6 @@ class Restorer:
             allows=lambda _num_tokens: True,
             pays=lambda _num_tokens, _num_bytes: True,
             noted_logits=lambda: None,
-            num_readers=self._num_readers,
         )
         return restoration.run(self.arena)
 

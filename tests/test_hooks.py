@@ -29,7 +29,7 @@ def test_the_own_extras_add_their_commands() -> None:
     assert set(hooks.commands()) == {
         *("pull", "list", "show", "rm"),
         *("verify", "purge", "compact", "backup", "restore"),
-        *("launch", "clients", "chat", "doctor", "init", "warm", "inspect", "top"),
+        *("launch", "clients", "chat", "doctor", "warm", "inspect", "top"),
         *("export", "import", "simulate", "remote"),
     }
     assert command_names()[0] == "serve"
@@ -40,7 +40,6 @@ def test_the_own_extras_add_their_commands() -> None:
 def test_without_settings_that_ask_for_it_no_extra_joins() -> None:
     assert hooks.open_tier(Settings()) is None
     assert hooks.open_recorder(Settings(), lambda: 0) is None
-    assert hooks.open_tracer(Settings()) is None
     assert hooks.open_compression(Settings(), 1024, 1024) is None
     assert hooks.open_front(Settings()) is None
 

@@ -25,7 +25,7 @@ for _row in (
     "units",
     "private_file settings tenant_ids tokens",
     "nouns",
-    "namespace_key memo native accelerator",
+    "namespace_key memo native",
     "store",
     "kv",
     "hooks",
@@ -64,7 +64,6 @@ ONLY_IMPORTERS = {
     "zstandard": {"store"},
     "obstore": {"extras"},
     "cryptography": {"store"},
-    "triton": {"accelerator"},
 }
 WITHOUT_TORCH = {
     "errors",
@@ -327,8 +326,8 @@ def test_the_default_installation_has_what_the_core_imports() -> None:
         for distribution in distributions.get(package_of(name), [])
     }
     known = {canonicalize_name(Requirement(line).name) for line in project["dependencies"]}
-    # Two come with FastAPI, and Triton with torch's builds for GPUs.
-    assert imported <= known | {"starlette", "pydantic-core", "triton", "diskprefix"}
+    # Two come with FastAPI.
+    assert imported <= known | {"starlette", "pydantic-core", "diskprefix"}
 
 
 VLLM_MODULES = sorted(

@@ -138,7 +138,6 @@ EXPECTED_PAGES = {
         "diskprefix/model/README.md",
         "diskprefix/model/quants/README.md",
         "diskprefix/kv/README.md",
-        "diskprefix/accelerator/README.md",
         "diskprefix/native/README.md",
         "diskprefix/extras/vllm/README.md",
     ),

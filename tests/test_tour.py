@@ -35,7 +35,7 @@ from diskprefix.settings import Settings
 from diskprefix.store.store import Publication
 from diskprefix.store.writer import Writer
 from tests.server.chat_model import write_chat_model
-from tools.programs.way import running, wait_until
+from tests.server.daemon_thread import running, wait_until
 
 ROOT = Path(diskprefix.__file__).parent
 PAGE = ROOT / "TOUR.md"
@@ -217,7 +217,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> Values:
     found: Values = defaultdict(list)
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Name three rivers."}]
     with running(settings) as client:
-        reply = client.chat(messages)
+        reply = client.chat(messages, max_tokens=8)
     messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And three cities?"}]
     body = {"messages": messages, **FIELDS}
     found["server/answer.py"] = wrapped(shortened(json.dumps(body)))

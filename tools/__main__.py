@@ -55,11 +55,6 @@ SECTIONS: dict[str, dict[str, Tool]] = {
         "races": Tool("programs.races", "The operators from several threads, under ThreadSanitizer."),
         "monitoring": Tool("programs.monitoring", "The board and the alert rules, in a real Prometheus."),
     },
-    "The code": {
-        "way": Tool("programs.way", "The way of one chat request through the package."),
-        "picture": Tool("programs.moving_picture", "The front page's recorded session: killed, and gone on."),
-        "census": Tool("programs.census", "Lines, doubled names, pages, settings and threads."),
-    },
     "Research": {
         "policy": Tool("programs.policy", "How well `auto` and the presets choose, by simulation."),
         "workloads": Tool("programs.workloads", "Published workloads as files for the simulator."),

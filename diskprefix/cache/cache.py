@@ -18,6 +18,7 @@ from diskprefix.cache.cost_model import CostModel
 from diskprefix.cache.namespaces import TenantNamespaces
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import CacheResources
+from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.errors import CacheError
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
@@ -66,7 +67,7 @@ class PrefixCache(CacheResources):
         tokenizer: str = "",
         beside: PrefixCache | None = None,
     ) -> None:
-        super().__init__(settings, store, layout, device, beside)
+        super().__init__(settings, store, layout, beside)
         self._identity = identity
         self._model_name = model_name
         self._tokenizer = tokenizer
@@ -131,13 +132,13 @@ class PrefixCache(CacheResources):
         rows = slice(0, cut.piece.num_rows)
         blank = memoryview(bytes(cut.piece.num_bytes))
         stored = memoryview(encode_piece(blank, cut.piece, self.store.codec, 0))
-        started = threading.Barrier(self.num_readers)
+        started = threading.Barrier(READER_THREADS)
 
         def read(_: int) -> None:
             started.wait()
             arena.fill(0, num_tokens, cut.group, rows, lambda out: decode_piece(stored, cut.piece, 0, out))
 
-        list(self.readers.map(read, range(self.num_readers)))
+        list(self.readers.map(read, range(READER_THREADS)))
 
     def begin(self, prompt: Prompt, options: CacheOptions, *, goes_on: bool = False) -> CachedRequest:
         """Starts a request. Does not wait.

@@ -67,11 +67,6 @@ class CachedRequest:
         """The part of the prompt that is kept. Set by `choose`."""
         return self._saver.selection
 
-    def on_written(self, call: Callable[[float, float, int], None]) -> None:
-        """Sets a function to call in the writer's thread after each write for this request, with the times at which the
-        write began and ended (`time.perf_counter`) and its bytes."""
-        self._publisher.chain.on_written = call
-
     def restore(self, arena: KVArena) -> Restored:
         """Runs `prefetch`, `fetch` and `choose`."""
         self.prefetch()
@@ -164,7 +159,7 @@ class CachedRequest:
         if self._bypass is not None:
             return
         assert arena.num_tokens == len(self.prompt.token_ids), "state length must equal key length"
-        self._record_restore(arena)
+        self._record_restore()
         self._saved = "dropped"
         if self.cache.store.problem is not None:
             # Which is logged once, not for every prompt.
@@ -266,11 +261,10 @@ class CachedRequest:
             log.debug("%s", report.log_line())
         return report
 
-    def _record_restore(self, arena: KVArena) -> None:
-        """Records the time of the restore: until its last byte was decoded, or was on the device."""
-        on_device_s = arena.copies.seconds()
-        if self.restored.source == "disk" and on_device_s is not None:
-            self.cache.cost_model.record_restore(self.restored.num_bytes, max(self._load_s, on_device_s))
+    def _record_restore(self) -> None:
+        """Records the time of the restore, until its last byte was decoded."""
+        if self.restored.source == "disk":
+            self.cache.cost_model.record_restore(self.restored.num_bytes, self._load_s)
 
     @property
     def _is_not_saved(self) -> bool:
@@ -303,7 +297,6 @@ class CachedRequest:
             reuse_generated=self.options.reuse_generated,
             needs_logits=not self._context.goes_on,
             leaves_last=self.options.leaves_last,
-            num_readers=cache.num_readers,
             prefetched=self._prefetched.names,
         )
 

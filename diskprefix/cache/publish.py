@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,7 +15,6 @@ from diskprefix.cache.context import RequestContext
 from diskprefix.cache.planning import Plan
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capture
-from diskprefix.kv.copies import Later, finish
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.transfer import is_finite
 from diskprefix.nouns import MAX_VALUE, Selection
@@ -42,8 +40,6 @@ class Publisher:
         self._context, self._cache = context, context.cache
         self.chain = Chain()
         self.pins = ExitStack()
-        self.later: Later = deque()
-        """Copies that payloads of nodes still lack. The capturing thread makes them."""
         self.has_published = False
         self.at_end: Callable[[], None] = lambda: None
         """Called when the last batch is with the writer."""
@@ -122,7 +118,6 @@ class Publisher:
         """Copies and submits a batch, on the capturing thread. Room for the whole batch is reserved."""
         size = sum(map(_payload_bytes, batch))
         try:
-            finish(self.later)
             captured = tuple(_captured(arena, node) for node in batch)
         except BaseException:
             self._cache.writer.release(size)
@@ -181,7 +176,6 @@ class Publisher:
         )
 
     def _unpin(self) -> None:
-        self.later.clear()
         self._end.close()
         self.pins.close()
         self.at_end()
@@ -192,13 +186,12 @@ class HeldStates:
     write buffer is reserved.
 
     They cannot wait for room, so room for the last ones, which the others need, is reserved ahead. `leaving` bytes are
-    left for copies that can wait. `later` gets the copies that would wait for a device.
+    left for copies that can wait.
     """
 
-    def __init__(self, writer: Writer, layout: Layout, later: Later, *, leaving: int) -> None:
+    def __init__(self, writer: Writer, layout: Layout, *, leaving: int) -> None:
         self._writer = writer
         self._layout = layout
-        self._later = later
         self._leaving = leaving
         self._copies: dict[int, memoryview] = {}
         self._ahead_bytes = 0
@@ -221,7 +214,7 @@ class HeldStates:
         position = arena.num_tokens
         if position in self.positions:
             return True
-        copied = self._in_room(self._layout.state_bytes, partial(arena.read_states, later=self._later), is_last=is_last)
+        copied = self._in_room(self._layout.state_bytes, arena.read_states, is_last=is_last)
         if copied is None:
             return False
         self._copies[position] = copied
@@ -234,8 +227,8 @@ class HeldStates:
         state_bytes, logits_bytes = self._layout.state_bytes, self._layout.logits_bytes
 
         def copy() -> memoryview:
-            payload = arena.read_states(room_bytes=logits_bytes, later=self._later)
-            arena.logits_bytes(logits, self._later, payload[state_bytes:])
+            payload = arena.read_states(room_bytes=logits_bytes)
+            arena.logits_bytes(logits, payload[state_bytes:])
             return payload
 
         return self._in_room(state_bytes + logits_bytes, copy, is_last=True)

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from diskprefix import hooks
 from diskprefix.cache.cost_model import CostModel
 from diskprefix.cache.policy.write_budget import Spending, SpentByKey
-from diskprefix.cache.tiers.loading import reader_threads
+from diskprefix.cache.tiers.loading import READER_THREADS
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.tier import SharedTier, Tier
 from diskprefix.errors import StoreUnavailable
@@ -101,10 +101,8 @@ class CacheResources:
 
     cost_model: CostModel
 
-    def __init__(
-        self, settings: Settings, store: Store, layout: Layout, device: str, beside: CacheResources | None = None
-    ) -> None:
-        """`device`: see `PrefixCache`. `beside` is the cache of another model in the same store, whose threads serve
+    def __init__(self, settings: Settings, store: Store, layout: Layout, beside: CacheResources | None = None) -> None:
+        """`beside` is the cache of another model in the same store, whose threads serve
         this one too."""
         self.settings = settings
         self.layout = layout
@@ -114,12 +112,10 @@ class CacheResources:
         self.store, self.writer = store, self.tiered.writer
         self.tiers, self.remote = self.tiered.tiers, self.tiered.remote
         if beside is None:
-            self.num_readers = reader_threads(is_direct=device == "cpu")
-            self.readers = ThreadPoolExecutor(self.num_readers, thread_name_prefix="kv-reader")
+            self.readers = ThreadPoolExecutor(READER_THREADS, thread_name_prefix="kv-reader")
             self.capturer = Capturer(self.writer.reserve, lambda: self.count("errors"))
             self.writer.on_room = self.capturer.wake
         else:
-            self.num_readers = beside.num_readers
             self.readers, self.capturer = beside.readers, beside.capturer
         self.counters: Counter[str] = Counter()
         self._counting = threading.Lock()

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 
 from diskprefix.cache.matching import Matcher, Restored
-from diskprefix.cache.tiers.loading import READER_THREADS, Loader, LoadOrder
+from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Tier, View, open_views
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.copies import COPY_BYTES
 from diskprefix.kv.layout import Layout
 from diskprefix.nouns import Refused, StateSource
 from diskprefix.store.codec.planes import Bytes
@@ -49,7 +48,6 @@ class Restoration:
     reuse_generated: bool = False
     needs_logits: bool = True
     leaves_last: bool = False
-    num_readers: int = READER_THREADS
     prefetched: Collection[bytes] = ()
     """The names of the nodes that were fetched from the shared tier for this prompt."""
     _views: list[View] = field(default_factory=list)
@@ -89,11 +87,7 @@ class Restoration:
                 missing = [(node, matcher.found_in[node.name]) for node in path if min(node.end, end) > have]
                 first_needed = self._first_needed(matcher, end)
                 on_logits = partial(self._tell_logits, arena, path)
-                loader = Loader(
-                    *(self.nodes, missing, have, end, first_needed, arena, on_logits),
-                    order=None if arena.copies.is_direct else self._by_layer(),
-                    num_threads=self.num_readers,
-                )
+                loader = Loader(self.nodes, missing, have, end, first_needed, arena, on_logits)
                 if not missing:
                     break
                 self.kept = 0
@@ -138,11 +132,6 @@ class Restoration:
         logits."""
         if not any(node.generated for node in path):
             self.on_logits(arena.logits_from(logits))
-
-    def _by_layer(self) -> LoadOrder:
-        block_bytes = self.layout.bytes_per_token * self.nodes.block_size
-        layers_each = max(1, COPY_BYTES * len(self.layout.layers) // max(block_bytes, 1))
-        return LoadOrder(self.layout.layer_of, layers_each, COPY_BYTES)
 
     def _pin(self, node: Node | None) -> None:
         """Pins a node before anything is loaded: the request will continue it."""

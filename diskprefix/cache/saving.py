@@ -16,7 +16,6 @@ from diskprefix.cache.publish import HeldStates, Publisher
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capture
-from diskprefix.kv.copies import finish
 from diskprefix.nouns import Reason, Selection
 from diskprefix.store.changes import NewNode
 from diskprefix.store.note_record import NoteKind
@@ -43,8 +42,8 @@ class Saver:
         self.publisher = Publisher(context)
         nodes = context.nodes_of(self._prompt.token_ids)
         self.planner = Planner(nodes, Restored(), self._cache.layout.state_kind, len(self._prompt.token_ids))
-        later, leaving = self.publisher.later, self.publisher.batch_bytes
-        self._states = HeldStates(self._cache.writer, self._cache.layout, later, leaving=leaving)
+        leaving = self.publisher.batch_bytes
+        self._states = HeldStates(self._cache.writer, self._cache.layout, leaving=leaving)
         self._num_blocks = 0
         """The number of first blocks that are stored or with the publisher."""
         self._num_restored, self._has_tail = 0, False
@@ -206,7 +205,7 @@ class Saver:
     def _remember_logits(self, arena: KVArena, logits: torch.Tensor, *, is_in_tail: bool, is_new: bool) -> None:
         """Remembers the logits until the tail with them is replaced. If there is no tail, stores them now."""
         if is_in_tail or is_new:
-            self._logits = self.planner.nodes.end_id, arena.logits_bytes(logits, self.publisher.later)
+            self._logits = self.planner.nodes.end_id, arena.logits_bytes(logits)
         if not is_in_tail:
             self._keep_logits(arena)
 
@@ -217,7 +216,6 @@ class Saver:
         notes = self._context.notes(self._context.ttl_at(len(self._prompt.token_ids)))
 
         def keep() -> None:
-            finish(self.publisher.later)
             notes.put(NoteKind.LOGITS, end_id, bytes(content), self._prompt.token_ids)
 
         # Compressing them takes milliseconds, for which the engine's thread does not wait.

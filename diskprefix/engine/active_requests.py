@@ -24,7 +24,7 @@ from diskprefix.errors import DeviceLost
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVAllocation
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.nouns import CacheReport, Stage
+from diskprefix.nouns import CacheReport
 
 log = logging.getLogger("diskprefix")
 
@@ -164,12 +164,6 @@ class ActiveRequests:
             served.reply_limit(request),
             torch.from_numpy(request.prompt.token_ids).long().unsqueeze(0),
         )
-        if (on_stage := request.on_stage) is not None:
-
-            def on_written(began: float, ended: float, num_bytes: int) -> None:
-                on_stage(Stage("save", began, ended, {"bytes": num_bytes}))
-
-            running.cached.on_written(on_written)
         first = None if request.constraint is None else served.constraints.begin_reply(request.constraint)
         constraints = [first] + [first and first.another() for _ in range(1, request.sampling.n)]
         replies = [self._make_reply(running, index, constraint) for index, constraint in enumerate(constraints)]
@@ -250,9 +244,6 @@ class ActiveRequests:
         self.requests.remove(running)
         try:
             report = running.cached.close()
-            if running.request.on_stage is not None:
-                for stage in running.stages():
-                    running.request.on_stage(stage)
             self._served.record(running, report)
             event = last(report)
         except Exception as error:  # noqa: BLE001 (as above)

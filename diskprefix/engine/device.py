@@ -42,7 +42,7 @@ def raise_if_lost(error: Exception) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has computed everything, for measurements of time. Copies may go on beside it."""
+    """Waits until the device has computed everything, for measurements of time."""
     if device.type == "mps":
         torch.mps.synchronize()
     elif device.type != "cpu":

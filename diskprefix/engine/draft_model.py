@@ -23,7 +23,6 @@ from diskprefix.engine.running_request import Reply
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVAllocation, KVPool
 from diskprefix.model.exact import runner
-from diskprefix.model.exact.step_graphs import graphs_of, replay_or_run
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.printable import first_line
 from diskprefix.tokens import TokenIds, as_token_ids
@@ -70,7 +69,6 @@ class DraftModel:
         """The replies that the model guesses."""
         self._model = model
         self._packs = cache.layout.packs
-        self._graphs = graphs_of(model, cache.layout)
         self._fetcher = ThreadPoolExecutor(1, thread_name_prefix="draft-fetch")
         self._abandoned: list[DraftSequence] = []
         """Sequences of replies that ended before their fetch."""
@@ -123,7 +121,7 @@ class DraftModel:
         waiting for the device."""
         rows = [runner.Rows(self.sequences[reply].arena, ids) for reply, ids in step]
         groups = [rows] if self._packs else [[one] for one in rows]
-        return torch.cat([one for group in groups for one in replay_or_run(self._graphs, self._model, group)])
+        return torch.cat([one for group in groups for one in runner.run(self._model, group)])
 
     def record_prefill(self, reply: Reply, seconds: float) -> None:
         """Records that more known tokens were computed, and has complete blocks saved."""

@@ -19,7 +19,6 @@ from diskprefix.errors import DiskPrefixError, InvalidRequest
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import is_out_of_memory
 from diskprefix.model.exact import runner
-from diskprefix.model.exact.step_graphs import StepGraphs, replay_or_run
 from diskprefix.printable import first_line
 from diskprefix.tokens import TokenIds, floor_to_grid
 
@@ -33,10 +32,8 @@ class StateLost(Exception):
     """A step of several sequences failed, and may have changed their states: each is to be computed again, alone."""
 
 
-def forward(
-    model: PreTrainedModel, step: list[Chunk[Reply]], graphs: StepGraphs | None = None
-) -> list[Computed | Exception]:
-    """Computes a step, by one of `graphs` if it can be. If that fails, computes each of its sequences alone, unless
+def forward(model: PreTrainedModel, step: list[Chunk[Reply]]) -> list[Computed | Exception]:
+    """Computes a step. If that fails, computes each of its sequences alone, unless
     they have states in their midst.
 
     Returns what each chunk has: next-token logits, [1 + num_drafted, vocab], behind the last known token and behind
@@ -45,8 +42,7 @@ def forward(
     """
     try:
         with _hidden_states(model, step) as hidden:
-            needs_modules = any(chunk.sequence.running.pooling is not None for chunk in step)
-            logits = replay_or_run(None if needs_modules else graphs, model, [_rows(chunk) for chunk in step])
+            logits = runner.run(model, [_rows(chunk) for chunk in step])
         for rows in hidden:
             _hand_out(rows, step)
         return list(_drawn(step, logits))

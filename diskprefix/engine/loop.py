@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -105,7 +104,6 @@ class Loop:
 
     def _prefetch(self, running: RunningRequest) -> None:
         """Runs on a thread that waits for this request alone."""
-        running.fetched_from = time.perf_counter()
         try:
             running.cached.prefetch(lambda: running.ticket.cancelled or self._is_ending, have=running.num_adopted)
         except Exception as error:  # noqa: BLE001 (`_begin` raises it)
@@ -117,8 +115,6 @@ class Loop:
         """Runs on the fetch thread."""
         allocation = running.replies[0].allocation
         assert allocation is not None
-        if running.fetched_from is None:
-            running.fetched_from = time.perf_counter()
         is_whole = running.num_adopted == len(running.request.prompt.token_ids)
 
         def on_logits(logits: torch.Tensor) -> None:
@@ -145,7 +141,6 @@ class Loop:
     def _begin(self, running: RunningRequest) -> None:
         """Begins to compute what was not restored."""
         running.is_fetching = False
-        running.computed_from = time.perf_counter()
         with self._active.failing(running):
             if running.error is not None:
                 raise running.error
@@ -191,7 +186,7 @@ class Loop:
         num_rows = sum(chunk.num_rows for chunk in step)
         self._inbox.heartbeat.beat(num_rows)
         started = self._served.clock()
-        results = forward(self._served.model, step, self._served.graphs)
+        results = forward(self._served.model, step)
         elapsed = self._served.clock() - started
         self._inbox.heartbeat.beat()
         self._served.record_step(step, elapsed)

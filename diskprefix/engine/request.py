@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -11,7 +10,7 @@ import numpy.typing as npt
 
 from diskprefix.engine.thought_limit import ThoughtBudget
 from diskprefix.errors import DiskPrefixError
-from diskprefix.nouns import CacheOptions, CacheOutcome, CacheReport, Prompt, Stage, outcome_of
+from diskprefix.nouns import CacheOptions, CacheOutcome, CacheReport, Prompt, outcome_of
 
 FinishReason: TypeAlias = Literal["stop", "length"]
 
@@ -62,11 +61,10 @@ class Constraint:
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Values to read at the end of a prompt that has no reply: the last hidden state of its last token or the mean of
-    those of all its tokens (`pooling`), or the next-token logits of the tokens `logits_of`."""
+    """Values to read at the end of a prompt that has no reply: the last hidden state of its last token, or the mean of
+    those of all its tokens."""
 
-    pooling: Literal["last", "mean"] | None = None
-    logits_of: tuple[int, ...] = ()
+    pooling: Literal["last", "mean"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +82,6 @@ class GenerateRequest:
     """The special tokens that appear in the text of events. All others have no text."""
     reports_progress: bool = False
     """True if the client wants `ProgressEvent`s."""
-    on_stage: Callable[[Stage], None] | None = None
-    """A function that is called with each stage when the request is over, in the engine's thread. For `save`, it is
-    called later, in the writer's thread."""
 
     @property
     def caller(self) -> tuple[str, ...]:
@@ -128,7 +123,7 @@ class ProgressEvent:
 
 @dataclass(frozen=True)
 class ReadEvent:
-    """The values of a request's `Reading`: float32, shape [hidden_size] or [len(logits_of)]."""
+    """The values of a request's `Reading`: float32, shape [hidden_size]."""
 
     values: npt.NDArray[np.float32]
 

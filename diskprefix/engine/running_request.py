@@ -7,7 +7,6 @@ loop acts on it.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -37,7 +36,7 @@ from diskprefix.errors import NonFiniteLogits
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.pool import KVAllocation
 from diskprefix.model.exact.runner import State
-from diskprefix.nouns import CacheReport, Stage
+from diskprefix.nouns import CacheReport
 from diskprefix.tokens import TokenIds, as_token_ids
 
 PROGRESS_S = 1.0
@@ -259,7 +258,7 @@ class Reply(Sequence):
         if not self.running.reply_limit:
             self.running.first_token_at = self.running.last_token_at = time.perf_counter()
             self._publish_prompt(logits)
-            self._send_reading(logits)
+            self._send_reading()
             return None, "length"
         early, self.sampled_early = self.sampled_early, None
         token, reason = early or self._send_next(logits, drawn)
@@ -284,14 +283,11 @@ class Reply(Sequence):
             self.thought_limit.record(event.text)
         return token, reason
 
-    def _send_reading(self, logits: torch.Tensor) -> None:
+    def _send_reading(self) -> None:
         reading = self.running.request.reading
-        if reading is None:
+        if reading is None or self.hidden is None:
             return
-        values = logits[list(reading.logits_of)].float().cpu().numpy()
-        if self.hidden is not None:
-            count = self.prompt_tokens if reading.pooling == "mean" else 1
-            values = (self.hidden / count).astype(np.float32)
+        values = (self.hidden / (self.prompt_tokens if reading.pooling == "mean" else 1)).astype(np.float32)
         if not np.isfinite(values).all():
             raise NonFiniteLogits("the model computed NaN or infinity")
         self.running.ticket.emit(ReadEvent(values))
@@ -334,10 +330,6 @@ class RunningRequest:
     logits: torch.Tensor | None = None
     """The next-token logits at the prompt's end, shape [vocab]."""
     is_fetching: bool = False
-    fetched_from: float | None = None
-    """The time when the fetch began."""
-    computed_from: float | None = None
-    """The time when the engine began to compute what was not restored."""
     is_published: bool = False
     is_over: bool = False
     error: Exception | None = None
@@ -410,24 +402,6 @@ class RunningRequest:
         elapsed_ms = (now - self.started) * 1e3
         cached, kept = self.cached.restored.num_tokens, self.cached.selection.kept
         self.ticket.emit(ProgressEvent(total, cached, processed, kept, elapsed_ms))
-
-    def stages(self) -> Iterator[Stage]:
-        """Yields the stages that are over, with their times."""
-        restored, prompt_tokens, now = self.cached.restored, len(self.request.prompt.token_ids), time.perf_counter()
-        yield Stage("queue", self.ticket.arrived_at, self.started)
-        if self.fetched_from is not None:
-            matched = self.fetched_from + restored.lookup_ms / 1e3
-            yield Stage("match", self.fetched_from, matched, {"tokens": restored.matched})
-            facts: dict[str, int | str] = {"tokens": restored.num_tokens, "bytes": restored.num_bytes}
-            if restored.num_tokens:
-                ended = matched + restored.restore_ms / 1e3
-                yield Stage("restore", matched, ended, facts | {"source": restored.source})
-        if self.computed_from is not None and (computed := prompt_tokens - restored.num_tokens):
-            # If stored state turned out to be damaged, the first token was sent before.
-            ended = max(self.first_token_at or now, self.computed_from + self.prefill_s)
-            yield Stage("prefill", self.computed_from, ended, {"tokens": computed})
-        if self.num_generated:
-            yield Stage("decode", self.first_token_at, self.last_token_at, {"tokens": self.num_generated})
 
     def done_event(self, report: CacheReport) -> DoneEvent:
         """Returns the last event of a request that ended well."""

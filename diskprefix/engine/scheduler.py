@@ -25,8 +25,6 @@ from typing import Generic, TypeVar
 
 MAX_ROWS = 256
 """The most rows of a step. More rows make a prefill hardly faster."""
-MAX_ACCELERATED_ROWS = 2048
-"""The same on an accelerator, which computes 256 rows sooner than its kernels are launched."""
 _AGING = 0.25
 """The tokens by which a prompt counts as shorter for each token that overtook it."""
 

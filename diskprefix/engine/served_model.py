@@ -20,7 +20,7 @@ from diskprefix.engine.gauges import EngineFigures
 from diskprefix.engine.guesser import DraftRate, Guesser
 from diskprefix.engine.request import GenerateRequest
 from diskprefix.engine.running_request import Reply, RunningRequest
-from diskprefix.engine.scheduler import MAX_ACCELERATED_ROWS, MAX_ROWS, Chunk, Pace
+from diskprefix.engine.scheduler import MAX_ROWS, Chunk, Pace
 from diskprefix.engine.speculation import Speculation
 from diskprefix.errors import ContextTooLong, InvalidRequest, ModelError
 from diskprefix.hooks import Recorder
@@ -28,7 +28,6 @@ from diskprefix.kv.group import give_back_ahead
 from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.pool import KVPool
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.exact.step_graphs import graphs_of
 from diskprefix.model.load.loader import LoadedModel
 from diskprefix.model.load.memory import KV_AHEAD_BYTES, kv_bytes, tokens_ahead, use_gpu
 from diskprefix.nouns import CacheReport
@@ -75,10 +74,8 @@ class ServedModel:
         self.max_sequences = cache.settings.max_sequences
         self.packs = cache.layout.packs
         """True if one step can compute several sequences."""
-        self.max_rows = MAX_ACCELERATED_ROWS if self.packs and self.model.device.type != "cpu" else MAX_ROWS
+        self.max_rows = MAX_ROWS
         """The most rows of a step."""
-        self.graphs = graphs_of(self.model, cache.layout)
-        """Steps that only decode, recorded on an accelerator. None on a CPU."""
         self.pace = Pace(cache.settings.inter_token_latency)
         self.clock = time.perf_counter
         """The clock that measures steps."""

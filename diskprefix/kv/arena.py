@@ -6,9 +6,7 @@ once are several times faster to fill.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,12 +15,12 @@ import torch
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.caches import ArenaCache, ModelCache, RwkvStates, XlstmStates
 from diskprefix.kv.capturer import Capturer
-from diskprefix.kv.copies import STATES, Later, copies_for, finish
 from diskprefix.kv.group import GroupMemory, group_bytes, zeros
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
 from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
 from diskprefix.kv.sizes import CAPACITY_STEP, longest_within, whole_tiles
 from diskprefix.kv.step import Run, Step, computing
+from diskprefix.kv.transfer import fill, read
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.units import format_size
 
@@ -68,9 +66,7 @@ class KVArena:
         self._marked: tuple[int, list[torch.Tensor]] = 0, []
         self.capturer: Capturer | None = None
         """The thread that copies state out of this memory."""
-        self.copies = copies_for(device)
-        """The copies from and to main memory."""
-        self.memory = [GroupMemory(group, device, block_size, self.copies) for group in layout.groups]
+        self.memory = [GroupMemory(group, device, block_size) for group in layout.groups]
         """The memory of per-token tensors, by group."""
         layers = [make_layer(spec) for spec in layout.layers]
         self.token_layers = [layer for layer in layers if isinstance(layer, TokenLayer)]
@@ -78,14 +74,12 @@ class KVArena:
         self.layers = layers
         self.states = self._allocate_states()
         """The memory of states, by group."""
-        for number, layer in enumerate(layers):
-            if isinstance(layer, TokenLayer):
-                layer.grow, layer.arrive = self.reserve, partial(self.copies.arrive, number)
+        for layer in self.token_layers:
+            layer.grow = self.reserve
         self.cache = make_cache(layout.cache_kind, layers, lambda: self.num_tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what `copy.deepcopy` of a cache copies. Nothing is captured from a copy."""
-        self.copies.arrive()
         return vars(self) | {"capturer": None}
 
     @property
@@ -118,7 +112,7 @@ class KVArena:
         """Runs [1, n] more tokens. Returns the logits behind the last `num_logits` of them, shape [num_logits,
         vocab]."""
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
-        run = self.begin_step(end - start, by_layer=True)
+        run = self.begin_step(end - start)
         call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
         step = Step((run,)) if self._is_exact_at_tokens else None
         if "position_ids" in self.layout.options:
@@ -133,20 +127,11 @@ class KVArena:
         logits: torch.Tensor = output.logits[0, -num_logits:]
         return logits
 
-    def begin_step(self, num_rows: int, *, by_layer: bool = False) -> Run:
-        """Prepares the memory for a step of `num_rows` tokens. `by_layer`: each layer has the device wait for its own
-        state, so that the first ones compute while that of the last is on its way. Otherwise all of it is waited
-        for."""
+    def begin_step(self, num_rows: int) -> Run:
+        """Prepares the memory for a step of `num_rows` tokens."""
         start, end = self.num_tokens, self.num_tokens + num_rows
         self.make_room(end)
-        self.copies.arrive(STATES if by_layer else None)
         return Run(start, num_rows)
-
-    def end_replay(self, run: Run) -> None:
-        """Counts the tokens of a step that called none of the layers."""
-        for layer in self.token_layers:
-            layer.length = run.end
-        self._num_tokens = run.end
 
     def end_step(self, run: Run) -> None:
         """Counts the tokens of a step: states do not."""
@@ -162,7 +147,6 @@ class KVArena:
     def _slide(self, end: int) -> None:
         start = self.num_tokens
         self.settle(drop=True)
-        self.copies.arrive()
         for memory in self.memory:
             if not memory.has_room(end):
                 memory.slide(memory.needed_from(start), start, end)
@@ -180,8 +164,6 @@ class KVArena:
         self._num_tokens = num_tokens
         if num_tokens < self.marked_tokens:
             self._marked = 0, []
-        if not all(memory.stays(num_tokens) for memory in self.memory):
-            self.copies.arrive()
         for memory in self.memory:
             memory.truncate(num_tokens)
         self._bind()
@@ -210,13 +192,11 @@ class KVArena:
         memory = self.memory[group]
         if not memory.has_room(end):
             self.settle(drop=True)
-        self.copies.arrive()
         memory.prepare_restore(self.num_tokens, start, end)
         self._bind()
 
     def mark(self) -> None:
         """Marks this point for `rewind` and `held`. States are copied, because they are updated in place."""
-        self.copies.arrive(STATES)
         self._marked = self.num_tokens, [tensor.clone() for tensor in self.states]
         for memory in self.memory:
             memory.mark(self.num_tokens)
@@ -224,8 +204,6 @@ class KVArena:
     def copy_from(self, other: KVArena, num_tokens: int) -> None:
         """Copies the first `num_tokens` tokens of another sequence, which must hold them. There must be room for them.
         Of states, those at the marked point of `other` are copied."""
-        for one in (self, other):
-            one.copies.arrive()
         for mine, its in zip(self.memory, other.memory, strict=True):
             mine.copy_from(its, num_tokens)
         self.truncate(num_tokens)
@@ -235,7 +213,6 @@ class KVArena:
     def rewind(self) -> None:
         """Returns to the marked point."""
         num_tokens, states = self._marked
-        self.copies.arrive()
         self.truncate(num_tokens)
         for state, marked in zip(self.states, states, strict=True):
             state.copy_(marked)
@@ -247,7 +224,6 @@ class KVArena:
             return
         # The longest: in the middle of a step, some layers have its tokens already.
         valid = max(layer.length for layer in self.token_layers)
-        self.copies.arrive()
         capacity = self._affordable_capacity(num_tokens, valid)
         if not valid:
             self._release()
@@ -269,12 +245,12 @@ class KVArena:
             return
         specs = self.layout.states[number]
         part = self.states[number].view(len(specs.specs) * specs.rows_each, -1)[rows]
-        self.copies.fill(part, write, (STATES,))
+        fill(part, write)
 
     def logits_from(self, payload: Bytes) -> torch.Tensor:
         """Returns the logits in a tail's payload, shape [vocab], on the arena's device. `payload` must not change
         afterwards."""
-        return self.copies.upload(torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype))
+        return torch.from_numpy(payload.reshape(-1)).view(self.layout.logits_dtype).to(self.device)
 
     def read_tokens(self, position: int, num_tokens: int) -> memoryview:
         """Returns a copy of the tokens' state as a payload. May run beside a thread that writes later tokens."""
@@ -286,31 +262,20 @@ class KVArena:
             start = end
         return payload.data
 
-    def read_states(self, room_bytes: int = 0, later: Later | None = None) -> memoryview:
+    def read_states(self, room_bytes: int = 0) -> memoryview:
         """Returns a copy of the states as in a checkpoint's payload, with `room_bytes` more bytes behind them, which
-        hold anything. For the engine thread: each step changes the states. With `later`, this does not wait for a
-        device: the bytes are there when `finish` has made these copies."""
-        self.copies.arrive(STATES)
+        hold anything. For the engine thread: each step changes the states."""
         payload = np.empty(self.layout.state_bytes + room_bytes, dtype=np.uint8)
-        copied: Later = deque() if later is None else later
         start = 0
         for group, tensor in zip(self.layout.states, self.states, strict=True):
-            self.copies.read_later(payload[start : start + group.num_bytes], tensor, copied)
+            read(payload[start : start + group.num_bytes], tensor)
             start += group.num_bytes
-        if later is None:
-            finish(copied)
         return payload.data
 
-    def logits_bytes(
-        self, logits: torch.Tensor, later: Later | None = None, payload: memoryview | None = None
-    ) -> memoryview:
-        """Returns next-token logits, shape [vocab], as in a tail's payload: in `payload`, if that is given. `later` as
-        in `read_states`."""
+    def logits_bytes(self, logits: torch.Tensor, payload: memoryview | None = None) -> memoryview:
+        """Returns next-token logits, shape [vocab], as in a tail's payload: in `payload`, if that is given."""
         found = bytearray(self.layout.logits_bytes) if payload is None else payload
-        copied: Later = deque() if later is None else later
-        self.copies.read_later(np.frombuffer(found, np.uint8), logits.detach().to(self.layout.logits_dtype), copied)
-        if later is None:
-            finish(copied)
+        read(np.frombuffer(found, np.uint8), logits.detach().to(self.layout.logits_dtype))
         return memoryview(found)
 
     def _affordable_capacity(self, num_tokens: int, valid: int) -> int:
@@ -359,8 +324,6 @@ class KVArena:
 
     def discard(self) -> None:
         """Frees all memory at once. Nothing may use the arena any more."""
-        # The device must not copy to memory of another owner.
-        self.copies.arrive()
         # Its layers and its cache refer to it, and a garbage collection may be long in coming.
         vars(self).clear()
 

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from diskprefix.kv.copies import Copies
 from diskprefix.kv.layout import Group
 from diskprefix.kv.sizes import PAD_TOKENS, TILE, whole_tiles, window_room
-from diskprefix.kv.transfer import bytes_of
+from diskprefix.kv.transfer import bytes_of, fill, read
 from diskprefix.store.codec.planes import Bytes
 from diskprefix.tokens import floor_to_grid
 
@@ -48,12 +47,11 @@ class GroupMemory:
     """The memory of the tokens of a sequence from position `first` on, a multiple of `TILE`.
 
     With `block_size`, it slides, and keeps blocks of so many tokens until they are complete. With None, it keeps all
-    tokens. What `copies` load must have arrived before the memory is moved.
+    tokens.
     """
 
-    def __init__(self, group: Group, device: torch.device, block_size: int | None, copies: Copies) -> None:
+    def __init__(self, group: Group, device: torch.device, block_size: int | None) -> None:
         self.group = group
-        self._copies = copies
         self.first = 0
         self.complete_from = 0
         """The first token whose state is there. For layers with a window, a restore loads only the tokens that the
@@ -62,7 +60,7 @@ class GroupMemory:
         self._block_size = None if group.window is None else block_size
         self._mark: _Mark | None = None
         self._rows: Bytes | None
-        """The memory as bytes, shape [rows, tokens × head_dim × itemsize]. None if copies are not direct."""
+        """The memory as bytes, shape [rows, tokens × head_dim × itemsize]. None on another device."""
         self.release()
 
     @property
@@ -84,7 +82,7 @@ class GroupMemory:
     def replace(self, tensor: torch.Tensor) -> None:
         """Replaces the memory by a tensor that has the same tokens already: a capture may read beside this."""
         self.tensor = tensor
-        self._rows = bytes_of(tensor.flatten(0, 2).flatten(1)) if self._copies.is_direct else None
+        self._rows = bytes_of(tensor.flatten(0, 2).flatten(1)) if tensor.device.type == "cpu" else None
 
     def release(self) -> None:
         """Frees the memory."""
@@ -136,13 +134,13 @@ class GroupMemory:
             write(self._rows[rows, start * token_bytes : (start + num_tokens) * token_bytes])
         else:
             part = self.tensor.flatten(0, 2)[rows, start : start + num_tokens]
-            self._copies.fill(part, write, self.group.layers_of(rows))
+            fill(part, write)
 
     def read_into(self, payload: Bytes, position: int, num_tokens: int) -> None:
         """Copies tokens to flat bytes in main memory."""
         start = position - self.first
         assert start >= 0, "tokens that slid out are not read"
-        self._copies.read(payload, self.tensor[:, :, :, start : start + num_tokens].flatten(0, 2))
+        read(payload, self.tensor[:, :, :, start : start + num_tokens].flatten(0, 2))
 
     def holds(self, num_tokens: int) -> bool:
         """Returns True if a sequence can continue after `num_tokens` of its tokens."""

@@ -24,7 +24,7 @@ from transformers.cache_utils import (
 
 from diskprefix.kv.layout import LayerSpec
 from diskprefix.kv.sizes import TILE
-from diskprefix.kv.step import Run, Step, current_step, is_accelerated
+from diskprefix.kv.step import Run, Step, current_step
 
 
 class TokenLayer:
@@ -46,10 +46,6 @@ class TokenLayer:
     sequences: Sequence[TokenLayer] = ()
     """The layers of several sequences that this layer stands for, in the order of the step's runs."""
     grow: Callable[[int], None]
-    arrive: Callable[[], None]
-    """Has the device wait for what is loaded into this memory. Called before each use."""
-    writes_later = False
-    """Whether our own attention writes the rows of a step (`AppendedRows`)."""
 
     def bind(self, part: str, tensor: torch.Tensor, first: int) -> None:
         if part == "latent":
@@ -58,7 +54,6 @@ class TokenLayer:
             setattr(self, part, tensor)
         self.first = first
         self.dtype, self.device = tensor.dtype, tensor.device
-        self.writes_later = is_accelerated(tensor.device)
         self.is_initialized = True
 
     def set_length(self, num_tokens: int) -> None:
@@ -70,15 +65,11 @@ class TokenLayer:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Any, Any]:
-        """Appends [1, heads, n, head_dim]. Returns views of all keys and values that the n tokens may look at, or
-        `AppendedRows`."""
+        """Appends [1, heads, n, head_dim]. Returns views of all keys and values that the n tokens may look at."""
         step = current_step()
-        if step is not None and self.writes_later:
-            return _appended((self,), step, key_states, value_states)
         if step is not None:
             (run,) = step.runs
             return self.put(key_states, value_states, run)
-        self.arrive()
         end = self.length + key_states.shape[-2]
         if end - self.first > self.keys.shape[-2]:
             self.grow(end)
@@ -91,7 +82,6 @@ class TokenLayer:
     def put(self, keys: torch.Tensor, values: torch.Tensor, run: Run) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the rows of `run`, [1, heads, num_rows, head_dim]. Returns the memory up to the end of the run's last
         tile: attention derives the position of the first row from that."""
-        self.arrive()
         written = slice(run.start - self.first, run.end - self.first)
         self.keys[:, :, written], self.values[:, :, written] = keys, values
         self.length = run.end
@@ -158,33 +148,12 @@ class IndexedLayer(TokenLayer, DynamicIndexedLayer):  # type: ignore[misc]
         self.indexed = num_tokens
 
     def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        self.arrive()
         end = self.indexed + indexer_key_states.shape[1]
         if end > self.indexer_keys.shape[1]:
             self.grow(end)
         self.indexer_keys[:, self.indexed : end] = indexer_key_states
         self.indexed = end
         return self.indexer_keys[:, :end]
-
-
-@dataclass(frozen=True, eq=False)
-class AppendedRows:
-    """The keys and values of a step's rows, [1, heads, rows, dim], and the layers of its sequences: on an accelerator,
-    attention writes them to all memory in one call."""
-
-    keys: torch.Tensor
-    values: torch.Tensor
-    layers: Sequence[TokenLayer]
-
-
-def _appended(
-    layers: Sequence[TokenLayer], step: Step, keys: torch.Tensor, values: torch.Tensor, *_args: Any, **_kwargs: Any
-) -> tuple[AppendedRows, AppendedRows]:
-    for layer, run in zip(layers, step.runs, strict=True):
-        layer.arrive()
-        layer.length = run.end
-    rows = AppendedRows(keys, values, layers)
-    return rows, rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -295,7 +264,7 @@ def packed(layers: Sequence[Any], step: Step) -> Any:
     layer = copy.copy(layers[0])
     vars(layer)["sequences"] = layers
     if isinstance(layer, TokenLayer):
-        vars(layer)["update"] = partial(_appended if layer.writes_later else _update, layers, step)
+        vars(layer)["update"] = partial(_update, layers, step)
     return layer
 
 

@@ -110,11 +110,6 @@ class Group:
     def bytes_per_token(self) -> int:
         return sum(spec.bytes_per_token for spec in self.specs)
 
-    def layers_of(self, rows: slice) -> set[int]:
-        """Returns the layers of some rows, each a head of a tensor."""
-        first, end, _ = rows.indices(len(self.specs) * self.heads)
-        return {spec.layer for spec in self.specs[first // self.heads : -(-end // self.heads)]}
-
     def first_needed(self, position: int) -> int:
         return 0 if self.window is None else max(0, position - self.window + 1)
 
@@ -197,11 +192,6 @@ class Layout:
         if not self.is_sliceable:
             return "token_checkpoints" if self.exact_at == "token" else "checkpoints"
         return "token" if self.exact_at == "token" else "sliceable"
-
-    def layer_of(self, group: int, row: int) -> int:
-        """Returns the layer of a row of a group of per-token tensors, -1 for a group of states. Groups are numbered as
-        in payloads."""
-        return self.groups[group].specs[row // self.groups[group].heads].layer if group < len(self.groups) else -1
 
     def loaded_bytes(self, num_tokens: int) -> int:
         """Returns the bytes that a restore of `num_tokens` tokens loads. Of layers with a window, it loads the

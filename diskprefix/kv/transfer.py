@@ -39,6 +39,37 @@ def bytes_of(tensor: torch.Tensor) -> Bytes:
     return tensor.view(torch.uint8).numpy()
 
 
+def fill(part: torch.Tensor, write: Callable[[Bytes], None]) -> None:
+    """Has `write` fill a tensor, shape [rows, …], on any device. `write` gets bytes of shape [rows, row_bytes]. If it
+    raises, nothing is copied to a device. For any thread."""
+    if part.device.type == "cpu":
+        write(bytes_of(part))
+    else:
+        fill_device(part, write)
+
+
+def fill_device(part: torch.Tensor, write: Callable[[Bytes], None]) -> None:
+    """Does what `fill` does, by way of a buffer in main memory. Waits for the device."""
+    staged = np.empty((len(part), part[:1].numel() * part.dtype.itemsize), np.uint8)
+    write(staged)
+    part.copy_(torch.from_numpy(staged).view(part.dtype).view(part.shape))
+
+
+def read(payload: Bytes, part: torch.Tensor) -> None:
+    """Copies a tensor on any device to flat bytes in main memory."""
+    if part.device.type == "cpu":
+        # By numpy: torch would use all compute threads for each copy, while the model computes.
+        source = bytes_of(part)
+        payload.reshape(source.shape)[...] = source
+    elif len(payload):
+        read_device(payload, part)
+
+
+def read_device(payload: Bytes, part: torch.Tensor) -> None:
+    """Does what `read` does by torch's own copy. Waits for the device."""
+    tensor_over(payload.data, part.dtype).view(part.shape).copy_(part)
+
+
 def populate(tensors: Sequence[torch.Tensor], is_wanted: Callable[[], bool] = lambda: True) -> None:
     """Has the kernel make the pages of tensors in main memory while `is_wanted`. Their content stays. For any thread,
     beside others that use the tensors."""

@@ -90,8 +90,6 @@ class AccessLog:
         if record.prompt_text is not None:
             said += f" · prompt: {record.prompt_text}"
         facts = _facts(scope, record, route, elapsed_s)
-        if record.trace is not None:
-            record.trace.end(facts)
         log.log(level, "%s %s %s", scope["method"], _path(scope), said, extra={"request": facts})
 
 
@@ -114,7 +112,6 @@ def _facts(scope: Scope, record: LogContext, route: str, elapsed_s: float) -> di
         "elapsed_s": round(elapsed_s, 4),
         "error": record.error,
         "prompt": record.prompt_text,
-        "trace_id": record.trace.trace_id if record.trace else None,
     }
     if record.done is not None:
         facts["usage"] = asdict(record.done.usage)

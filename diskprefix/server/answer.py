@@ -49,7 +49,7 @@ from diskprefix.chat.replay import Replayed
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import InvalidRequest
-from diskprefix.nouns import CacheOptions, Stage
+from diskprefix.nouns import CacheOptions
 from diskprefix.server.daemon import Daemon
 from diskprefix.server.described import described, events, openai_events
 from diskprefix.server.generation import Generation, Generations, together
@@ -188,8 +188,6 @@ async def answer(request: Request, dialect: Dialect[B]) -> Response:
     daemon: Daemon = request.app.state.daemon
     context = log_context(request)
     context.wants_reply = True
-    if daemon.tracer is not None:
-        context.trace = daemon.tracer.begin(f"{request.method} {request.url.path}", request.headers)
     with daemon.arriving(context.caller.tenant) as place:
         body = await daemon.bodies.read_json(request, dialect.body, place)
         preparing = asyncio.create_task(_response(request, dialect, body, place.pop_all()))
@@ -241,7 +239,7 @@ async def ask(arrival: Arrival) -> Question:
 async def render(question: Question) -> Rendered:
     """Renders the prompt in a thread, and waits until the tenant's stored prompts are known."""
     arrival, wanted = question.arrival, question.asked.prompt
-    serving, cache, began = arrival.serving, arrival.cache, time.perf_counter()
+    serving, cache = arrival.serving, arrival.cache
 
     def make_prompt() -> tuple[Replayed, Future[None] | None]:
         renderer, encodings = serving.renderer, stored_encodings(serving, cache)
@@ -257,9 +255,6 @@ async def render(question: Question) -> Rendered:
     if loading is not None:
         # It takes long for a tenant who was not here lately. Others may wait for it too when this client goes away.
         await asyncio.shield(asyncio.wrap_future(loading))
-    if arrival.context.trace is not None:
-        num_tokens = len(replayed.prompt.token_ids)
-        arrival.context.trace.add(Stage("template", began, time.perf_counter(), {"tokens": num_tokens}))
     return Rendered(arrival, question.asked, replayed)
 
 
@@ -332,7 +327,7 @@ def _engine_request(rendered: Rendered, num_choices: int, room: int) -> tuple[Re
     Raises `InvalidRequest` for a constraint that cannot be compiled, which may take seconds.
     """
     arrival, asked, replayed = rendered.arrival, rendered.asked, rendered.replayed
-    serving, trace, choice = arrival.serving, arrival.context.trace, asked.tool_choice
+    serving, choice = arrival.serving, asked.tool_choice
     is_chat = isinstance(asked.prompt, Conversation)
     output_format: OutputFormat = serving.renderer.output_format if is_chat else PlainText()
     tools = choice.allowed(asked.prompt.tools or ()) if isinstance(asked.prompt, Conversation) else []
@@ -351,7 +346,6 @@ def _engine_request(rendered: Rendered, num_choices: int, room: int) -> tuple[Re
         thought_budget=thought_budget_of(budget, output_format, prompt_end, encode),
         shown_special_tokens=output_format.special_tokens.union(ends),
         reports_progress=asked.return_progress,
-        on_stage=None if trace is None else trace.add,
     )
     memory = reply_memory(serving, arrival.cache, replayed)
     # Made here, in a thread: many names of tools take long.

@@ -50,7 +50,6 @@ class Daemon:
         """How a request is sampled that does not say it."""
         self.metrics = ServerMetrics()
         self.breaks = PrefixBreaks()
-        self.tracer = hooks.open_tracer(settings)
         self.recent = RecentRequests()
         self.serving: Serving | None = None
         self.failure: DiskPrefixError | None = None
@@ -188,8 +187,6 @@ class Daemon:
             await self.threads.run("stopping", serving.engine.hibernate)
         if serving is not None and not await self.threads.run("stopping", serving.engine.close):
             log.warning("[disk-cache] not everything could be written in time; what was written is intact")
-        if self.tracer is not None:
-            await self.threads.run("stopping", self.tracer.close)
         self.threads.close()
 
     def _load(self, loop: asyncio.AbstractEventLoop) -> None:

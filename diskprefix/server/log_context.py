@@ -10,7 +10,6 @@ from starlette.requests import HTTPConnection
 
 from diskprefix.engine.gauges import Activity
 from diskprefix.engine.request import DoneEvent
-from diskprefix.hooks import RequestTrace
 from diskprefix.server.keys import NOBODY, Caller
 
 CLIENT_CLOSED_REQUEST = 499
@@ -33,8 +32,6 @@ class LogContext:
     """The id of the reply, once the engine has the request."""
     prompt_text: str | None = None
     """Only with `--log-prompts`."""
-    trace: RequestTrace | None = None
-    """Only with `--otlp-traces-endpoint`, of a request for a reply."""
     wants_reply: bool = False
     """True for a request that asks for a reply."""
     done: DoneEvent | None = None

@@ -52,9 +52,6 @@ class Chain:
     def __init__(self) -> None:
         self.is_lost = self._is_broken = self.has_nodes = False
         self.is_whole = True
-        self.on_written: Callable[[float, float, int], None] = lambda *_: None
-        """Called in the writer's thread after each publication: the start and the end of writing it, on the clock of
-        `time.perf_counter`, and its bytes."""
         self._lock = threading.Lock()
 
     def is_broken(self) -> bool:

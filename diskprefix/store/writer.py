@@ -297,7 +297,6 @@ class Writer:
             log.warning("[disk-cache] not saved: %s", error)
             return
         if publication.nodes:
-            publication.chain.on_written(started, time.perf_counter(), publication.payload_bytes)
             publication.chain.has_nodes = True
         if publication.last_node is not None and publication.chain.has_nodes:
             # A whole prompt was saved. Of a full disk, a small publication alone would say nothing.

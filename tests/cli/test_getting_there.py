@@ -1,4 +1,4 @@
-"""A new user's first commands: init, completion, versions, and where each setting comes from."""
+"""A new user's first commands: completion, versions, and where each setting comes from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 from diskprefix.cli import command_names
 from diskprefix.settings import SETTINGS
 from tests.cli.conftest import Run, run_fresh
-from tests.cli.terminal import Terminal
 
 
 @pytest.fixture(autouse=True)
@@ -24,75 +23,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in [name for name in os.environ if name.startswith("DISKPREFIX_")]:
         monkeypatch.delenv(name)
     return tmp_path
-
-
-def test_init_writes_settings_that_serve_reads(run: Run, home: Path) -> None:
-    ended = run("init", "--yes", "--model", "org/name", "--preset", "rag", "--budget", "7GiB")
-    file = home / "config/diskprefix/settings.toml"
-    assert (ended.exit_code, ended.stdout.splitlines()[0]) == (0, f"wrote {file}")
-    values = tomllib.loads(file.read_text())
-    assert (values["model"], values["kv_cache_budget"]) == ("org/name", "7GiB")
-    shown = run("serve", "--policy", file, "--print-config").stdout
-    assert tomllib.loads(shown)["kv_cache_budget"] == "7GiB"
-    assert f"# the policy {file}" in shown
-    preset = tomllib.loads(run("serve", "--policy", "rag", "--print-config").stdout)
-    mine = tomllib.loads(shown)
-    assert {name for name in mine if mine[name] != preset.get(name)} == {"model", "kv_cache_budget"}
-
-
-def test_init_asks_three_questions_at_a_terminal(home: Path) -> None:
-    terminal = Terminal("init", "--file", str(home / "mine.toml"))
-    for question, answer in (("Which model", ""), ("What for", "chat"), ("How much disk", "6GiB")):
-        terminal.wait_for(question)
-        terminal.type(answer + "\r")
-    assert terminal.wait() == 0
-    values = tomllib.loads((home / "mine.toml").read_text())
-    assert ("model" in values, values["kv_cache_budget"]) == (False, "6GiB")
-
-
-def test_init_writes_a_unit_that_serves_with_the_settings(run: Run, home: Path) -> None:
-    files = run("init", "--yes", "--unit", "--json").json["files"]
-    unit = (home / "config/systemd/user/diskprefix.service").read_text()
-    assert files == [
-        str(home / "config/diskprefix/settings.toml"),
-        str(home / "config/systemd/user/diskprefix.service"),
-    ]
-    command = next(line.removeprefix("ExecStart=") for line in unit.splitlines() if line.startswith("ExecStart="))
-    assert command == f"{sys.executable} -P -m diskprefix serve --policy {files[0]}"
-    assert "Type=notify" in unit
-    packaged = Path("systemd/user/diskprefix.service").read_text()
-    others = unit.replace(command, "%h/.local/bin/diskprefix serve").splitlines()[2:]
-    assert others == packaged[packaged.index("[Unit]") :].splitlines(), "the rest is that of the package"
-    if shutil.which("systemd-analyze"):
-        subprocess.run(["systemd-analyze", "verify", files[1]], check=True, capture_output=True)
-
-
-def test_init_replaces_nothing_unless_told(run: Run, home: Path) -> None:
-    file = home / "settings.toml"
-    file.write_text("port = 1\n")
-    ended = run("init", "--yes", "--file", file)
-    assert (ended.exit_code, ended.stderr.count("\n"), file.read_text()) == (2, 1, "port = 1\n")
-    assert run("init", "--yes", "--file", file, "--force").exit_code == 0
-    assert "port" not in tomllib.loads(file.read_text())
-
-
-def test_a_unit_can_be_added_to_settings_that_are_there(run: Run, home: Path) -> None:
-    file = home / "config/diskprefix/settings.toml"
-    assert run("init", "--yes").exit_code == 0
-    file.write_text("port = 1\n")
-    ended = run("init", "--unit")
-    assert (ended.exit_code, ended.stdout.splitlines()[0], file.read_text()) == (0, f"kept  {file}", "port = 1\n")
-    assert f"serve --policy {file}" in (home / "config/systemd/user/diskprefix.service").read_text()
-    assert run("init", "--unit", "--yes", "--budget", "5GiB", "--force").exit_code == 0
-    assert run("init", "--unit", "--yes", "--budget", "6GiB").exit_code == 2, "answers are not left out in silence"
-    assert tomllib.loads(file.read_text())["kv_cache_budget"] == "5GiB"
-
-
-@pytest.mark.parametrize("args", [["--yes", "--budget", "soon"], ["--yes", "--budget", "1KiB"], []])
-def test_init_refuses_what_it_cannot_write_in_one_line(run: Run, home: Path, args: list[str]) -> None:
-    ended = run("init", *args)
-    ended.assert_refused(2)
-    assert not (home / "config").exists()
 
 
 def test_print_config_names_the_source_of_each_value(run: Run, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,7 +78,7 @@ def reason_not_to_run(command: str) -> str | None:
 def test_commands_are_found_in_the_pages() -> None:
     found = {command.split()[1] for _, command in SHOWN if command.startswith("diskprefix ")}
     assert {page for page, _ in SHOWN} >= {"diskprefix/extras/remote/README.md", "diskprefix/extras/vllm/README.md"}
-    assert {"serve", "inspect", "verify", "purge", "backup", "export", "warm", "simulate", "init", "doctor"} <= found
+    assert {"serve", "inspect", "verify", "purge", "backup", "export", "warm", "simulate", "doctor"} <= found
     assert any(command.startswith("curl ") for _, command in SHOWN)
 
 
@@ -146,8 +146,6 @@ def test_a_command_of_a_page_works(page: str, command: str, at_home: Path, run: 
         args.append("--print-config")
     if args[0] == "restore":
         assert run("backup", at_home / "backup/kv").exit_code == 0
-        args.append("--yes")
-    if args[0] == "init":
         args.append("--yes")
     ended = run(*args)
     assert ended.exit_code == 0, ended.stderr

@@ -105,7 +105,6 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "log_level": "debug",
         "log_format": "JSON",
         "log_prompts": "on",
-        "otlp_traces_endpoint": "http://localhost:4318/v1/traces",
     }
     assert other.keys() == {field.name for field in dataclasses.fields(Settings)}
     switches = {field.name for field in dataclasses.fields(Settings) if isinstance(field.default, bool)}

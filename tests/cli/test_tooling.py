@@ -17,7 +17,7 @@ from tests.store.building import BLOCK, open_store, prompt, publication
 from tests.waiting import wait_for
 
 TOOLS = sorted(set(command_names()) - {"serve"})
-_WITHOUT_STORE = {"chat", "clients", "completion", "doctor", "init", "launch", "list", "pull", "remote", "rm", "show"}
+_WITHOUT_STORE = {"chat", "clients", "completion", "doctor", "launch", "list", "pull", "remote", "rm", "show"}
 STORE_TOOLS = sorted(set(TOOLS) - _WITHOUT_STORE - {"simulate", "warm"})
 
 
@@ -56,7 +56,6 @@ def folder(tmp_path: Path) -> Path:
     "args",
     [
         ["inspect", "--kv-cache-dir", "~nobody-here/kv"],
-        ["init", "--yes", "--file", "~nobody-here/settings.toml"],
         ["remote", "ls", "--remote-tier", "s3://bucket", "--namespace-key-file", "~nobody-here/key"],
         ["serve", "--record", "~nobody-here/requests"],
         ["simulate", "~nobody-here/trace.jsonl"],

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
-from diskprefix.cache.tiers.loading import Loader, Pieces
+from diskprefix.cache.tiers.loading import Loader
 from diskprefix.cache.tiers.nodes import Node
+from diskprefix.cache.tiers.tier import Write
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Engine
 from diskprefix.engine.request import DoneEvent, Event, FinishEvent, GenerateRequest, ProgressEvent, TextEvent
 from diskprefix.engine.sampler import Sampler
 from diskprefix.errors import InvalidRequest, StoreCorrupt, StoreUnavailable
+from diskprefix.store.pieces import Cut
 from tests.engine.driving import Client, forget_idle, load, request, run_request, tokens, wait_until_idle
 
 BLOCK = 16
@@ -50,7 +52,7 @@ def stored(engine: Engine, one: GenerateRequest) -> list[Event]:
 
 
 _load = Loader._load
-Load = Callable[[Loader, Node, Pieces], None]
+Load = Callable[[Loader, Node, Cut, Write], None]
 
 
 class Watched(Client):
@@ -62,12 +64,12 @@ class Watched(Client):
         self.came_first: list[bool] = []
         has_text = threading.Event()
 
-        def loaded(loader: Loader, node: Node, run: Pieces) -> None:
-            if run[0][0].group == loader.nodes.layout.logits_group:
-                _load(loader, node, run)
+        def loaded(loader: Loader, node: Node, cut: Cut, write: Write) -> None:
+            if cut.group == loader.nodes.layout.logits_group:
+                _load(loader, node, cut, write)
                 return
             self.came_first.append(has_text.wait(PATIENCE_S))
-            load(loader, node, run)
+            load(loader, node, cut, write)
 
         def emit(event: Event) -> None:
             self.events.append(event)
@@ -99,10 +101,10 @@ def test_the_first_token_comes_before_the_state_is_loaded(
 
 
 def damaged(position: int) -> Load:
-    def load(loader: Loader, node: Node, run: Pieces) -> None:
+    def load(loader: Loader, node: Node, cut: Cut, write: Write) -> None:
         if node.position == position:
             raise StoreCorrupt("its checksum is wrong")
-        _load(loader, node, run)
+        _load(loader, node, cut, write)
 
     return load
 
@@ -146,10 +148,10 @@ def test_a_first_token_that_cannot_be_sampled_fails_the_request_when_its_memory_
         refusing.set()
         raise InvalidRequest("no token has a score")
 
-    def load(loader: Loader, node: Node, run: Pieces) -> None:
+    def load(loader: Loader, node: Node, cut: Cut, write: Write) -> None:
         assert refusing.wait(PATIENCE_S)
         assert all(allocation.is_busy for allocation in engine.pool.allocations)
-        _load(loader, node, run)
+        _load(loader, node, cut, write)
 
     with monkeypatch.context() as patch:
         patch.setattr(Sampler, "sample", sample)

@@ -102,7 +102,7 @@ def test_steps_beside_replies_keep_the_pace_and_the_replies_are_those_alone(
     engine = load(folder, tmp_path / "kv", block_size=256)
     steps = list[tuple[int, int]]()
 
-    def noted(model: object, step: list[object], _graphs: object) -> object:
+    def noted(model: object, step: list[object]) -> object:
         decoding = [chunk for chunk in step if chunk.sequence.is_decoding]  # type: ignore[attr-defined]
         steps.append((len(decoding), sum(chunk.num_rows for chunk in step) - len(decoding)))  # type: ignore[attr-defined]
         return forward(model, step)  # type: ignore[arg-type]

@@ -12,10 +12,9 @@ import torch
 
 from diskprefix.errors import ContextTooLong
 from diskprefix.kv.arena import KVArena
-from diskprefix.kv.copies import BlockingCopies, Copies, DirectCopies, Lane, StreamCopies
 from diskprefix.kv.layout import Layout
+from diskprefix.kv.transfer import fill_device, read_device
 from diskprefix.model.exact.rehearsal import rehearse
-from tests.kv.late_streams import LateStreams
 from tests.runner import tiny_llama
 
 CPU = torch.device("cpu")
@@ -56,12 +55,15 @@ def append(arena: KVArena, num_tokens: int) -> None:
         layer.update(new, -new)
 
 
-@pytest.mark.parametrize("copies", [DirectCopies(), BlockingCopies(CPU), StreamCopies(Lane(LateStreams()))])
+@pytest.mark.parametrize("by_torch", [False, True])
 def test_memory_taken_in_inference_mode_is_written_and_read_by_other_threads(
-    layout: Layout, copies: Copies, monkeypatch: pytest.MonkeyPatch
+    layout: Layout, by_torch: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A GPU's memory is copied by torch, which guards tensors that were made in inference mode."""
-    monkeypatch.setattr("diskprefix.kv.arena.copies_for", lambda _: copies)
+    if by_torch:
+        monkeypatch.setattr("diskprefix.kv.group.bytes_of", lambda _: None)
+        monkeypatch.setattr("diskprefix.kv.group.fill", fill_device)
+        monkeypatch.setattr("diskprefix.kv.group.read", read_device)
     arena = KVArena(layout, CPU)
     payload = payload_of(layout, 0)
     with torch.inference_mode(), ThreadPoolExecutor(1) as other:

@@ -10,16 +10,13 @@ from transformers import PreTrainedModel
 from diskprefix.model.quants.forms import Quants, quantised
 from diskprefix.model.quants.quantised import QuantisedLinear, bits_for, quantisable, quantisable_experts, untie
 from diskprefix.model.quants.quantised_experts import quantised_experts
-from diskprefix.native import COLUMNS
 from diskprefix.native.matrix import fills_blocks
 
 
 def quantise(model: PreTrainedModel, weights: str) -> None:
-    """Quantises the matrices of the decoder to `weights`: `int8`, `int4`, or `fp8`, which only accelerators take."""
+    """Quantises the matrices of the decoder to `weights`: `int8` or `int4`."""
 
     def quants_of(name: str, weight: torch.Tensor) -> Quants:
-        if weights == "fp8":
-            return in_float8(weight)
         bits = bits_for(model, name, weights)
         assert bits is not None, weights
         return quantised(weight, bits)
@@ -34,9 +31,3 @@ def quantise(model: PreTrainedModel, weights: str) -> None:
         model.set_submodule(name, quantised_experts(experts, partial(quants_of, name)))
     if isinstance(model.get_output_embeddings(), QuantisedLinear):
         untie(model.config)
-
-
-def in_float8(weight: torch.Tensor) -> Quants:
-    groups = weight.float().view(len(weight), -1, COLUMNS)
-    scales = groups.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max
-    return Quants((groups / scales.unsqueeze(-1)).view(weight.shape).to(torch.float8_e4m3fn), scales)

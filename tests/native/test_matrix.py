@@ -57,7 +57,7 @@ def test_rows_that_a_matrix_does_not_have_are_refused(operators: Operators, ids:
         rows_of(operators, matrix_of(ROWS, COLUMNS, 4), torch.tensor(ids))
 
 
-@pytest.mark.parametrize("form", FORMS[::3], ids=str)
+@pytest.mark.parametrize("form", FORMS[:1], ids=str)
 def test_a_row_has_the_same_bits_beside_any_others(operators: Operators, form: QuantForm) -> None:
     bias = torch.randn(ROWS, generator=torch.Generator().manual_seed(4)).bfloat16()
     check_company(product_of(operators, quants_of(form, ROWS, COLUMNS), bias))

@@ -41,7 +41,7 @@ def test_every_program_of_the_folders_is_listed() -> None:
         if "\ndef main(" in file.read_text(encoding="utf-8")
     }
     # The demo, the agents, vLLM, the GPU, fuzzing, releases and fresh machines are commands of their own.
-    others = {"programs.demo", "connector.__main__", "connector.nursery", "real_agents.run", "accelerator.__main__"}
+    others = {"programs.demo", "connector.__main__", "connector.nursery", "real_agents.run", "programs.gpu"}
     others |= {"releasing.release", "releasing.fresh"}
     others |= {"fuzzing.__main__", "fuzzing.atheris_worker", "fuzzing.compiled"}
     assert programs - others == {tool.module for tool in TOOLS.values()}

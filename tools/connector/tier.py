@@ -107,8 +107,8 @@ def tier(parts: Sequence[str], replies: int, folder: Path | None) -> None:
     """Replies before and after SIGKILL, with the tier under vLLM's offloading; a file that stays in its budget; a
     hybrid model; two ranks. `kill --through tier` has the random kills.
 
-    Tokens must be the same as before. Log-probabilities are compared too, bit for bit. VLLM_BATCH_INVARIANT, under
-    which they must be the same, needs Triton, so `tools/gpu` has that. Ends with 1 if a token differs.
+    Tokens must be the same as before. Log-probabilities are compared too, bit for bit. Ends with 1 if a token
+    differs.
     """
     progress, problems = Console(stderr=True, highlight=False), []
     with measuring(folder, progress) as workspace:

@@ -1,4 +1,4 @@
-"""`POST /v1/embeddings` and `POST /v1/rerank`, computed by the served decoder."""
+"""`POST /v1/embeddings`, computed by the served decoder."""
 
 from __future__ import annotations
 
@@ -11,16 +11,14 @@ if TYPE_CHECKING:
 
 
 def add_routes(app: FastAPI) -> None:
-    """Adds `POST /v1/embeddings`, and `POST /v1/rerank` under the names that clients know."""
-    from diskprefix.extras.embedding import embeddings, reranking
+    """Adds `POST /v1/embeddings`."""
+    from diskprefix.extras.embedding import embeddings
     from diskprefix.extras.embedding.model_purpose import read_purpose
 
     daemon = app.state.daemon
 
     def read(serving: Serving) -> None:
-        setting, vocab_size = daemon.settings.pooling, serving.renderer.vocab_size
-        app.state.purpose = read_purpose(serving.engine.origin, setting, vocab_size)
+        app.state.purpose = read_purpose(serving.engine.origin, daemon.settings.pooling)
 
     daemon.at_load.append(read)
     app.include_router(embeddings.router)
-    app.include_router(reranking.router)

@@ -92,8 +92,6 @@ async def embeddings(request: Request) -> Response:
 
 def _prompts(serving: Serving, purpose: Purpose, body: EmbeddingsRequest) -> tuple[Prompts, Reading]:
     model = serving.engine.model
-    if purpose.pooling == "rank":
-        raise InvalidRequest.at("model", "this model is a reranker: send a query and documents to /v1/rerank")
     if model.base_model is model:
         raise InvalidRequest.at("model", "this model does not show its last hidden states, so it makes no embeddings")
     size = model.config.get_text_config(decoder=True).hidden_size

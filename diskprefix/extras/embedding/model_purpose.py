@@ -1,7 +1,7 @@
-"""The purpose of a model besides replies, as its own files say: embeddings with their pooling, or a reranker.
+"""The pooling of a model's embeddings, as its own files say.
 
-The files: those of sentence-transformers (`modules.json`, `1_Pooling/config.json`, `1_LogitScore/config.json`), or the
-header of a `.gguf` file (`pooling_type`, `classifier.output_labels`, `add_eos_token`, `chat_template.rerank`).
+The files: those of sentence-transformers (`modules.json`, `1_Pooling/config.json`), or the header of a `.gguf` file
+(`pooling_type`, `add_eos_token`).
 """
 
 from __future__ import annotations
@@ -15,44 +15,41 @@ from diskprefix.errors import InvalidRequest, ModelError
 from diskprefix.model.load.gguf_header import read_header
 from diskprefix.printable import first_line
 
-Pooling: TypeAlias = Literal["last", "mean", "rank"]
+Pooling: TypeAlias = Literal["last", "mean"]
 
-_OF_GGUF: dict[int, Pooling] = {1: "mean", 3: "last", 4: "rank"}
+_OF_GGUF: dict[int, Pooling] = {1: "mean", 3: "last"}
 _OF_MODULES: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
-_PLAIN_MODULES = frozenset({"Transformer", "Normalize", "Pooling", "LogitScore"})
+_PLAIN_MODULES = frozenset({"Transformer", "Normalize", "Pooling"})
 
 
 @dataclass(frozen=True)
 class Purpose:
-    """`end_id` ends each text whose tokenizer does not add it. `labels` are the tokens for yes and no of a reranker,
-    and `template` its prompt with {query} and {document}; None if the files do not say. `problem` says why what the
-    files ask for cannot be computed."""
+    """`end_id` ends each text whose tokenizer does not add it. `problem` says why what the files ask for cannot be
+    computed."""
 
     pooling: Pooling = "last"
     end_id: int | None = None
-    labels: tuple[int, int] | None = None
-    template: str | None = None
     problem: str | None = None
 
     def require(self) -> None:
         """Raises `InvalidRequest` if there is a problem."""
         if self.problem is not None:
-            message = f"{self.problem}; if that is wrong, start with --pooling last, mean or rank"
+            message = f"{self.problem}; if that is wrong, start with --pooling last or mean"
             raise InvalidRequest.at("model", message)
 
 
-def read_purpose(origin: Path, setting: str, vocab_size: int) -> Purpose:
+def read_purpose(origin: Path, setting: str) -> Purpose:
     """Returns the purpose of the model in a folder or a `.gguf` file; `setting` is `--pooling`. A decoder whose files
     say nothing is pooled by its last token."""
     try:
-        found = _of_file(origin) if origin.is_file() else _of_folder(origin, vocab_size)
+        found = _of_file(origin) if origin.is_file() else _of_folder(origin)
     except OSError as error:
         found = Purpose(problem=f"one of its files cannot be read: {error.strerror}")
     except (ModelError, RecursionError, ValueError) as error:
         found = Purpose(problem=f"its files cannot be read: {first_line(error)}")
     if setting == "auto":
         return found
-    pooling: Pooling = "mean" if setting == "mean" else "rank" if setting == "rank" else "last"
+    pooling: Pooling = "mean" if setting == "mean" else "last"
     return replace(found, pooling=pooling, problem=None)
 
 
@@ -60,21 +57,16 @@ def _of_file(file: Path) -> Purpose:
     header = read_header(file)
     values, architecture = header.values, header.values.get("general.architecture")
     number = values.get(f"{architecture}.pooling_type", 0)
-    labels = header.lists.get(f"{architecture}.classifier.output_labels")
-    has_head = labels is not None or any(tensor.name.startswith("cls.") for tensor in header.tensors)
     problem = f"its file asks for pooling of type {number}" if number and number not in _OF_GGUF else None
-    if _OF_GGUF.get(number) == "rank" and has_head and sorted(labels or ()) != ["no", "yes"]:
-        problem = "its file has a classifier, whose labels are not yes and no"
-    end_id, template = values.get("tokenizer.ggml.eos_token_id"), values.get("tokenizer.chat_template.rerank")
+    end_id = values.get("tokenizer.ggml.eos_token_id")
     return Purpose(
         pooling=_OF_GGUF.get(number, "last"),
         end_id=end_id if values.get("tokenizer.ggml.add_eos_token") and isinstance(end_id, int) else None,
-        template=template if isinstance(template, str) else None,
         problem=problem,
     )
 
 
-def _of_folder(folder: Path, vocab_size: int) -> Purpose:
+def _of_folder(folder: Path) -> Purpose:
     try:
         modules = json.loads((folder / "modules.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -84,12 +76,6 @@ def _of_folder(folder: Path, vocab_size: int) -> Purpose:
     paths = {str(one.get("type")).rpartition(".")[2]: folder / str(one.get("path")) for one in modules}
     if unknown := sorted(paths.keys() - _PLAIN_MODULES):
         return Purpose(problem=f"its modules.json asks for {', '.join(unknown)}")
-    if "LogitScore" in paths:
-        score = _config_in(paths["LogitScore"])
-        labels: Any = score.get("true_token_id"), score.get("false_token_id")
-        if all(type(label) is int and 0 <= label < vocab_size for label in labels):
-            return Purpose("rank", labels=labels)
-        return Purpose("rank", problem="its LogitScore does not name a token for yes and one for no")
     if "Pooling" not in paths:
         return Purpose()
     modes = _modes(_config_in(paths["Pooling"]))

@@ -125,7 +125,7 @@ def _options(cache: CacheOptions, reading: Reading) -> CacheOptions:
     if reading.pooling == "mean":
         cache = replace(cache, scope=Scope("off"))
     group = cache.group or group_of("embedding")
-    return replace(cache, group=group, replay=False, leaves_last=reading.pooling is not None)
+    return replace(cache, group=group, replay=False, leaves_last=True)
 
 
 def _count(context: LogContext, done: Sequence[DoneEvent]) -> JsonObject:

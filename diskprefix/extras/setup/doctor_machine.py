@@ -69,6 +69,7 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     import torch
 
     from diskprefix.model.exact.rows import linear
+    from diskprefix.model.load.loader import pick_device
     from diskprefix.native.library import Unavailable, choose, described
 
     builds = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip, "XPU": getattr(torch.version, "xpu", None)}
@@ -78,9 +79,11 @@ def torch_findings(settings: Settings) -> Iterator[Finding]:
     is_old = capability in ("DEFAULT", "NO AVX") and platform.machine() in ("x86_64", "AMD64")
     advice = "this CPU has no AVX2: computing is slow" if is_old else ""
     yield Finding("torch", "note" if is_old else "ok", text, advice)
-    if settings.device == "mps" or (settings.device == "auto" and torch.backends.mps.is_available()):
-        text = "models on Apple's GPU are exact in steps of one grid, as Triton, which the kernels need, is not there"
-        yield Finding("accelerator", "note", text, "--device cpu is exact at every token")
+    if (kind := pick_device(settings.device).type) != "cpu":
+        text = f"on {kind} models are computed plainly: exact in steps of one grid, one sequence a step"
+        yield Finding(
+            "accelerator", "note", text, "--device cpu is exact at every token; vLLM serves many users on GPUs"
+        )
     try:
         choose(settings.kernels)
         names = described()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -92,17 +92,17 @@ def _listing_finding(settings: Settings) -> Finding:
     model = settings.model
     listing = None if model is None or model == EMBEDDED.name else listing_of(model)
     if listing is not None:
-        weights = _form(settings, listing.config.get("quantization_config"))
+        weights = _form(settings)
         found = _fit_finding(settings, listing.needs(weights, settings.dtype))
         return replace(found, text=f"{found.text}; it is not on this machine yet")
     what = "the embedded model" if model is None else repr(model)
     return Finding("model", "skipped", f"{what} is not on this machine yet: the first start downloads it")
 
 
-def _form(settings: Settings, quants: Mapping[str, Any] | None = None) -> str:
+def _form(settings: Settings) -> str:
     from diskprefix.model.load.loader import pick_weights
 
-    return pick_weights(settings.weights, settings.dtype, settings.device, quants)
+    return pick_weights(settings.weights, settings.dtype, settings.device)
 
 
 def _space() -> int:

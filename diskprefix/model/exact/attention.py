@@ -1,8 +1,7 @@
 """Attention whose result for a token does not depend on the rest of the batch, nor on the steps of the prompt, bit for
 bit. `model.exact.invariant` gives it to a model.
 
-The compiled operator (`native`) computes all sequences of a `Step` in one call, or a kernel in Triton on a GPU
-(`model.exact.accelerated`). The two differ in the last bits.
+The compiled operator (`native`) computes all sequences of a `Step` in one call.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ from typing import Any
 
 import torch
 
-from diskprefix.kv.layers import AppendedRows
 from diskprefix.kv.sizes import TILE
-from diskprefix.kv.step import Run, Step, current_step, is_accelerated
-from diskprefix.model.exact import accelerated
+from diskprefix.kv.step import Run, Step, current_step
 from diskprefix.model.exact.latent import LatentMemory
 from diskprefix.model.exact.patterns import NotInvariant, Pattern
-from diskprefix.model.exact.rows import as_ours
 from diskprefix.native import attention_operator as native
 from diskprefix.native.library import operators
 
@@ -31,8 +27,8 @@ HARMLESS = frozenset({
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
-    key: torch.Tensor | list[torch.Tensor] | LatentMemory | AppendedRows,
-    value: torch.Tensor | list[torch.Tensor] | LatentMemory | AppendedRows,
+    key: torch.Tensor | list[torch.Tensor] | LatentMemory,
+    value: torch.Tensor | list[torch.Tensor] | LatentMemory,
     attention_mask: Any,
     *,
     scaling: float | None = None,
@@ -59,15 +55,6 @@ def attend(
     if step is None or not isinstance(attention_mask, Pattern):
         raise NotInvariant("attention without a step or with a mask of its own")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(key, AppendedRows):
-        if attention_mask.last is not None or query.shape[0] != 1 or query.shape[2] != step.num_rows:
-            raise NotInvariant("attention over other rows than those of the step")
-        sinks = None if s_aux is None else s_aux.float()
-        out = as_ours(
-            accelerated.attend, step, query[0], key, attention_mask, scale=scale, softcap=softcap or 0.0, sinks=sinks
-        )
-        return out.unsqueeze(0), None
-    assert not isinstance(value, AppendedRows)
     if attention_mask.last is not None:
         step = _last_rows(step, attention_mask.last)
     if module.training or query.shape[0] != 1 or query.shape[2] != step.num_rows:
@@ -120,7 +107,5 @@ def _first(end: int, memory: torch.Tensor) -> int:
 
 def kernel(device: torch.device) -> str:
     """Returns the kernel that computes attention on a device, for the identity: "" for torch's."""
-    if is_accelerated(device):
-        return accelerated.kernel(device)
-    found = operators()
+    found = operators() if device.type == "cpu" else None
     return found.identity if found else ""

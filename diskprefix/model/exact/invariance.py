@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout, is_out_of_memory
-from diskprefix.kv.step import is_accelerated
 from diskprefix.memo import Memo
-from diskprefix.model.exact import accelerated, attention, rows
+from diskprefix.model.exact import attention, rows
 from diskprefix.model.exact.invariant import as_it_was, install, uninstall
 from diskprefix.model.exact.kernel_calls import MAX_ROWS, Form, digest
 from diskprefix.model.exact.layer_kinds import LayerRecord, LayerSample, sample_of
@@ -125,7 +124,7 @@ def make_exact(
             _verdicts.put(key, {"layout": found[0].record(), "forms": [one.describe() for one in found[1]]})
     layout, forms = found
     install(model, digest(forms))
-    log.info("[model] attention: %s", attention.kernel(model.device) if is_accelerated(model.device) else described())
+    log.info("[model] attention: %s", described())
     return layout, ""
 
 
@@ -205,10 +204,9 @@ def _why_not(model: PreTrainedModel, layout: Layout) -> str:
     """Returns the reasons that are known without running the model."""
     if layout.unsupported:
         return "its state is not cached"
-    on_accelerator = model.device.type != "cpu" or is_accelerated(model.device)
-    if on_accelerator and (why := accelerated.why_not(model.device)):
-        return why
-    if not on_accelerator and operators() is None:
+    if model.device.type != "cpu":
+        return f"the compiled operators, which make a model exact at every token, do not run on {model.device.type}"
+    if operators() is None:
         return f"it needs the compiled operators: {described()}"
     if layout.cache_kind not in ("dynamic", "rwkv"):
         return "it has a cache of its own"
@@ -366,25 +364,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-_SHARED_SUMS = frozenset({"sum", "mean", "linalg_vector_norm", "index_add", "scatter_add"})
-"""An accelerator splits these by the number of rows, or adds in any order."""
-
-
 def _is_harmless(name: str, args: Sequence[Any]) -> bool:
     if args and all(isinstance(arg, torch.Tensor) and arg.ndim == 0 for arg in args):
         # No step changes the number of numbers.
         return True
-    if name in _SHARED_SUMS and isinstance(args[0], torch.Tensor):
-        device = args[0].device
-        if device.type != "cpu" or is_accelerated(device):
-            return False
     return _is_outer(args) if name in _PRODUCTS else name in _HARMLESS and _is_whole(name, args)
 
 
 def _is_whole(name: str, args: Sequence[Any]) -> bool:
     """Returns whether all numbers are computed by one code, however many rows there are."""
     numbers = args[0] if args else None
-    if not isinstance(numbers, torch.Tensor) or numbers.device.type != "cpu":
+    if not isinstance(numbers, torch.Tensor):
         return True
     if not is_curve(name, numbers.dtype):
         return True

@@ -21,35 +21,30 @@ from transformers import PreTrainedModel, activations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from diskprefix.kv.step import is_accelerated
-from diskprefix.model.exact import accelerated, latent, own_attention
+from diskprefix.model.exact import latent, own_attention
 from diskprefix.model.exact.attention import attend
-from diskprefix.model.exact.fused import Parts, norm_of
+from diskprefix.model.exact.fused import Parts
 from diskprefix.model.exact.mixtures import experts
 from diskprefix.model.exact.observed import observing
 from diskprefix.model.exact.patterns import NAME
 from diskprefix.model.exact.recurrent import Scans, scans_on, with_scans
 from diskprefix.model.exact.rows import (
     MAX_TERMS,
-    as_ours,
     each_times,
     in_whole_vectors,
     is_curve,
     is_ours,
     linear,
     spread_of_rows,
-    sum_of_rows,
     times,
 )
-from diskprefix.native.blocks import Norm
 from diskprefix.native.library import described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
 _REPLACED = ("forward", "expand_kv", "_attn")
 """Methods that others take the place of."""
 _OF_A_TOKEN = frozenset({"matmul", "std"})
-_AT_ROWS = _OF_A_TOKEN | {"sum", "mean"}
-"""Functions of `_Rows` that forwards and their methods call by these names. The second set is that of accelerators."""
+"""Functions of `_Rows` that forwards and their methods call by these names."""
 
 _NUMBER_BY_NUMBER = frozenset({
     *(nn.GELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Mish, nn.ELU, nn.LogSigmoid),
@@ -89,14 +84,12 @@ def install(model: PreTrainedModel, products: str = "") -> None:
 
 def _methods_of(model: PreTrainedModel, config: Any) -> _Methods:
     """Returns replacements for methods of modules. A module that already has another forward keeps it."""
-    accelerates = is_accelerated(model.device)
-    compiled = None if accelerates else operators()
+    compiled = operators()
     parts = None if compiled is None else Parts(compiled)
     found: dict[nn.Module, Callable[..., Any]] = {}
     try:
         # What is larger is compared with what its own parts compute.
-        steps: list[_ForwardOf] = [_norm_of] if accelerates else []
-        steps.append(partial(_forward_of, parts, scans_on(model.device), _AT_ROWS if accelerates else _OF_A_TOKEN))
+        steps: list[_ForwardOf] = [partial(_forward_of, parts, scans_on(model.device))]
         if parts is not None:
             steps += [parts.larger, parts.largest]
         for forward_of in steps:
@@ -108,14 +101,10 @@ def _methods_of(model: PreTrainedModel, config: Any) -> _Methods:
     finally:
         for module in found:
             del vars(module)["forward"]
-    others = (
-        []
-        if accelerates
-        else [
-            *((module, "expand_kv", latent.replacement(module)) for module in model.modules()),
-            *((module, "_attn", own_attention.replacement(module)) for module in model.modules()),
-        ]
-    )
+    others = [
+        *((module, "expand_kv", latent.replacement(module)) for module in model.modules()),
+        *((module, "_attn", own_attention.replacement(module)) for module in model.modules()),
+    ]
     return [
         *((module, "forward", forward) for module, forward in found.items()),
         *((module, name, method) for module, name, method in others if method is not None),
@@ -147,11 +136,8 @@ def as_it_was(model: PreTrainedModel) -> Iterator[None]:
             install(model, products)
 
 
-def _forward_of(
-    parts: Parts | None, scans: Scans | None, names: frozenset[str], module: nn.Module
-) -> Callable[..., Any] | None:
-    """Returns what replaces a module's forward, None if that need not change. `names` are those of functions that
-    `_Rows` computes."""
+def _forward_of(parts: Parts | None, scans: Scans | None, module: nn.Module) -> Callable[..., Any] | None:
+    """Returns what replaces a module's forward, None if that need not change."""
     if (with_ours := with_scans(module, scans)) is not None:
         return partial(_with_rows, with_ours, module)
     if parts is not None and (forward := parts.smallest(module)) is not None:
@@ -160,20 +146,9 @@ def _forward_of(
         return partial(_linear, module._parameters)
     if type(module) in _NUMBER_BY_NUMBER:
         return partial(in_whole_vectors, partial(type(module).forward, module))
-    if _has_matrices(module) or any(map(_has_matrices, module.children())) or _names(module, names):
+    if _has_matrices(module) or any(map(_has_matrices, module.children())) or _names(module):
         return partial(_with_rows, type(module).forward, module)
     return None
-
-
-def _norm_of(module: nn.Module) -> Callable[..., Any] | None:
-    """Returns what replaces the forward of a norm on an accelerator, None for other modules."""
-    found = norm_of(module, accelerated.normed)
-    own = partial(_with_rows, type(module).forward, module)
-    return None if found is None else partial(_normed, own, found)
-
-
-def _normed(own: Callable[..., Any], norm: Norm, rows: torch.Tensor, *gate: Any) -> Any:
-    return own(rows, *gate) if gate or rows.dtype is not norm.weight.dtype else as_ours(accelerated.normed, norm, rows)
 
 
 def _has_matrices(module: torch.nn.Module) -> bool:
@@ -183,14 +158,14 @@ def _has_matrices(module: torch.nn.Module) -> bool:
     return any(parameter.ndim > 1 for parameter in module.parameters(recurse=False))
 
 
-def _names(module: torch.nn.Module, functions: frozenset[str]) -> bool:
-    """Returns whether the forward of a module itself, or a method that it names, calls one of `functions` or one with
+def _names(module: torch.nn.Module) -> bool:
+    """Returns whether the forward of a module itself, or a method that it names, calls one of `_OF_A_TOKEN` or one with
     several codes, such as a gate's sigmoid. Squares are not meant: they have one code."""
     names = _names_in(type(module).forward)
     owners = {type(module), *map(type, module.children())}
     methods = [vars(owner).get(name) for owner in owners for name in names if name not in _REPLACED]
     named = names.union(*map(_names_in, methods))
-    return any(name in functions or (name != "pow" and is_curve(name, torch.float32)) for name in named)
+    return any(name in _OF_A_TOKEN or (name != "pow" and is_curve(name, torch.float32)) for name in named)
 
 
 def _names_in(function: Any) -> set[str]:
@@ -237,9 +212,7 @@ class _Rows(TorchFunctionMode):
 
 _MATMUL = frozenset({torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__})
 _STD = frozenset({torch.std, torch.Tensor.std})
-_MEANS = frozenset({torch.mean, torch.Tensor.mean})
-_SUMS = frozenset({torch.sum, torch.Tensor.sum, *_MEANS})
-_BY_ROWS = frozenset({functional.linear, torch.addmm, torch.bmm, *_MATMUL, *_STD, *_SUMS})
+_BY_ROWS = frozenset({functional.linear, torch.addmm, torch.bmm, *_MATMUL, *_STD})
 
 
 def _by_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -251,8 +224,6 @@ def _by_rows(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return times(*args, **kwargs)
         is_small = min(args[0].ndim, args[1].ndim) > 2 and args[0].shape[-1] <= MAX_TERMS
         return each_times(*args) if is_small and not kwargs else None
-    if func in _SUMS and args:
-        return sum_of_rows(*args, **kwargs, is_mean=func in _MEANS)
     if func in _STD:
         return spread_of_rows(func, *args, **kwargs)
     if kwargs:

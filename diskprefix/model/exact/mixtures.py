@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from diskprefix.kv.step import is_accelerated
-from diskprefix.model.exact import accelerated
-from diskprefix.model.exact.rows import as_ours, in_whole_vectors, linear
+from diskprefix.model.exact.rows import in_whole_vectors, linear
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.library import Operators
 from diskprefix.native.matrix import Matrix, fills_blocks, takes_bfloat16
@@ -39,9 +37,6 @@ class GateCurves:
         if up is None:
             return found
         return found * (up if self.up is None else _at(self.up, up))
-
-    def to(self, device: torch.device) -> GateCurves:
-        return GateCurves(self.gate.to(device), None if self.up is None else self.up.to(device))
 
 
 def is_mixture(module: Any) -> bool:
@@ -146,12 +141,6 @@ def experts(
 ) -> torch.Tensor:
     """Returns what the experts of transformers' modules do, [tokens, hidden_size]; for its experts interface."""
     (first, first_bias), (last, last_bias) = (_weights(self, name) for name in weight_names(self))
-    if is_accelerated(hidden_states.device):
-        routes = as_ours(accelerated.routes, top_k_index, len(first), hidden_states.dtype)
-        inner = as_ours(accelerated.expert_product, hidden_states, first, first_bias, routes)
-        inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-        found = as_ours(accelerated.expert_product, inner, last, last_bias, routes)
-        return weighted(self.post_expert_norm(found) if self.has_post_expert_norm else found, top_k_weights)
 
     def compute(expert: int, rows: torch.Tensor) -> torch.Tensor:
         inner = linear(rows, first[expert], None if first_bias is None else first_bias[expert])

@@ -1,4 +1,4 @@
-"""Recurrent layers, computed token after token by the compiled operators, or by kernels in Triton on an accelerator.
+"""Recurrent layers, computed token after token by the compiled operators.
 
 In transformers such a layer calls functions that may be replaced by kernels of other packages: a causal convolution,
 the gated delta rule, the scan of Mamba 2. Theirs compute a prompt in chunks, and a single token in another way. Here a
@@ -21,11 +21,10 @@ from torch import nn
 from torch.nn import functional
 
 from diskprefix.kv.layers import ConvolvedRows
-from diskprefix.kv.step import current_step, is_accelerated
-from diskprefix.model.exact import accelerated
+from diskprefix.kv.step import current_step
 from diskprefix.model.exact.observed import result_of
 from diskprefix.model.exact.patterns import NotInvariant
-from diskprefix.model.exact.rows import as_ours, in_whole_vectors
+from diskprefix.model.exact.rows import in_whole_vectors
 from diskprefix.native import scans as native
 from diskprefix.native.library import Operators, operators
 
@@ -39,35 +38,23 @@ _Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Scans:
-    """The functions that compute recurrences on a device. `native.scans` describes their arguments."""
+    """The functions that compute recurrences. `native.scans` describes their arguments."""
 
     convolution: Callable[..., torch.Tensor]
     delta_rule: Callable[..., torch.Tensor]
     state_space: Callable[..., torch.Tensor]
-    device: torch.device
 
 
 def scans_on(device: torch.device) -> Scans | None:
     """Returns the functions that compute recurrences on a device, None if there are none."""
-    if is_accelerated(device):
-        return None if accelerated.why_not(device) else _in_triton(device)
-    compiled = operators()
+    compiled = operators() if device.type == "cpu" else None
     return None if compiled is None else _compiled(compiled)
-
-
-@lru_cache
-def _in_triton(device: torch.device) -> Scans:
-    found = accelerated.scan_operators()
-    convolution, delta_rule, state_space = (
-        partial(as_ours, one) for one in (found.convolution, found.delta_rule, found.state_space)
-    )
-    return Scans(convolution, delta_rule, state_space, device)
 
 
 @lru_cache
 def _compiled(compiled: Operators) -> Scans:
     convolution, delta_rule = partial(native.convolution, compiled), partial(native.delta_rule, compiled)
-    return Scans(convolution, delta_rule, partial(native.state_space, compiled), torch.device("cpu"))
+    return Scans(convolution, delta_rule, partial(native.state_space, compiled))
 
 
 def with_scans(module: nn.Module, scans: Scans | None) -> _Function | None:
@@ -183,8 +170,6 @@ def _taken_states() -> list[torch.Tensor] | None:
 def _runs(states: Sequence[torch.Tensor]) -> Any:
     step = current_step()
     assert step is not None
-    if step.tables and (found := accelerated.state_runs(step, states)) is not None:
-        return found
     return [(run.num_rows, state) for run, state in zip(step.runs, states, strict=True)]
 
 
@@ -215,15 +200,15 @@ _ROWS, _HEADS, _DIM = 7, 4, 8
 """The sizes of test rows."""
 
 
-def _made_up(scans: Scans, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+def _made_up(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(6)
-    return [torch.randn(shape, generator=random, device="cpu").to(scans.device) for shape in shapes]
+    return [torch.randn(shape, generator=random, device="cpu") for shape in shapes]
 
 
 def _check_convolution(own: _Function, scans: Scans) -> _Pairs:
     pairs = []
     for kernel, activation in ((3, None), (4, "silu")):
-        rows, weight, bias = _made_up(scans, (1, _DIM, _ROWS), (_DIM, kernel), (_DIM,))
+        rows, weight, bias = _made_up((1, _DIM, _ROWS), (_DIM, kernel), (_DIM,))
         runs = [(_ROWS, rows.new_zeros(1, _DIM, kernel))]
         found = scans.convolution(rows.mT, weight, bias, runs, has_silu=activation is not None)
         pairs.append((found.mT, own(rows, weight, bias, activation=activation)))
@@ -234,7 +219,6 @@ def _check_delta_rule(own: _Function, scans: Scans, *, of_keys: bool = False) ->
     key_heads = _HEADS if of_keys else _HEADS // 2
     of_values, of_heads = (1, _ROWS, _HEADS, _DIM), (1, _ROWS, _HEADS)
     query, key, value, decay, beta, state = _made_up(
-        scans,
         *[(1, _ROWS, key_heads, _DIM)] * 2,
         of_values,
         of_values if of_keys else of_heads,
@@ -254,7 +238,6 @@ def _check_delta_rule(own: _Function, scans: Scans, *, of_keys: bool = False) ->
 def _check_state_space(own: _Function, scans: Scans) -> _Pairs:
     of_groups = (1, _ROWS, _HEADS // 2, _DIM)
     rows, into, out_of, steps, decay, skip, state = _made_up(
-        scans,
         *((1, _ROWS, _HEADS, _DIM), of_groups, of_groups, (1, _ROWS, _HEADS), (_HEADS,), (_HEADS,)),
         (1, _HEADS, _DIM, _DIM),
     )

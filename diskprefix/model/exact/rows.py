@@ -12,8 +12,6 @@ from typing import Any, TypeVar
 import torch
 from torch.nn import functional
 
-from diskprefix.kv.step import is_accelerated
-from diskprefix.model.exact import accelerated
 from diskprefix.model.exact.kernel_calls import Form, calls_of, matrix_first
 
 _VECTOR, _UNSHARED = 64, 32768
@@ -25,8 +23,6 @@ _MAX_PLANS = 8192
 _CURVES = frozenset({"sigmoid", "silu", "gelu", "softplus", "mish", "log_sigmoid", "elu", "pow", "exp2"})
 _CURVES_OF_HALF = frozenset({"gelu", "mish", "pow", "rsqrt"})
 """The second set is that of bfloat16 and float16."""
-
-_SUMMED = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 _Found = TypeVar("_Found")
 is_ours: ContextVar[bool] = ContextVar("is_ours", default=False)
@@ -70,17 +66,6 @@ def spread_of_rows(function: Callable[..., torch.Tensor], rows: torch.Tensor, *a
     return as_ours(function, torch.cat([rows, rows[..., -1:, :]], dim=-2), **kwargs)[..., :-1, :]
 
 
-def sum_of_rows(rows: torch.Tensor, dim: Any = None, keepdim: bool = False, *, is_mean: bool, **others: Any) -> Any:
-    """Returns the sum or the mean along rows on an accelerator, where torch splits it by the number of rows. Returns
-    None for anything else, which torch may compute."""
-    is_along_rows = dim in (-1, (-1,), [-1], rows.ndim - 1) and not others and rows.dtype in _SUMMED
-    if not is_along_rows or not is_accelerated(rows.device):
-        return None
-    divisor = float(rows.shape[-1]) if is_mean else 1.0
-    found = as_ours(accelerated.scan_operators().row_sums, rows, divisor)
-    return found if keepdim else found.squeeze(-1)
-
-
 def forget_forms() -> None:
     """Forgets products: `forms` then returns those of later products only."""
     _plans.known.clear()
@@ -103,9 +88,6 @@ def in_whole_vectors(function: Callable[..., torch.Tensor], numbers: torch.Tenso
     a vector or are not side by side."""
     token = is_ours.set(True)
     try:
-        if numbers.device.type != "cpu":
-            # Each number is computed by the same code there.
-            return function(numbers, *args)
         if are_whole(numbers.numel(), torch.get_num_threads()):
             return function(numbers.contiguous(), *args)
         flat = numbers.reshape(-1)
@@ -124,8 +106,6 @@ def are_whole(count: int, threads: int) -> bool:
 
 
 def _product(rows: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, *, is_plain: bool) -> torch.Tensor:
-    if is_accelerated(rows.device):
-        return as_ours(accelerated.product, rows, matrix, bias, is_plain=is_plain)
     if not matrix.is_contiguous():
         # The calls were measured for matrices that lie row after row.
         is_plain, matrix = (not is_plain, matrix.t()) if matrix.t().is_contiguous() else (is_plain, matrix.contiguous())

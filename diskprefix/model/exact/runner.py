@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
 import torch
@@ -17,11 +18,9 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.caches import StepCache
 from diskprefix.kv.layers import StateLayer, TokenLayer, packed
 from diskprefix.kv.layout import Layout, is_out_of_memory
-from diskprefix.kv.step import Step, computing, is_accelerated
+from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.uncached import TransformersState
-from diskprefix.model.exact import accelerated
 from diskprefix.model.exact.invariant import as_it_was
-from diskprefix.model.exact.step_inputs import PlacedInputs, StepInputs
 from diskprefix.printable import first_line
 
 if TYPE_CHECKING:
@@ -51,31 +50,39 @@ def run(model: PreTrainedModel, step: Sequence[Rows]) -> list[torch.Tensor]:
         with as_it_was(model):
             return [first.forward(model, step[0].token_ids)[None]]
     arenas = [rows.state for rows in step if isinstance(rows.state, KVArena)]
-    if len(step) == 1 and not (arenas[0].layout.packs and is_accelerated(model.device)):
+    if len(step) == 1:
         return [arenas[0].compute(model, step[0].token_ids, step[0].num_logits)]
     sizes = [rows.token_ids.shape[1] for rows in step]
-    runs = tuple(arena.begin_step(size, by_layer=True) for arena, size in zip(arenas, sizes, strict=True))
-    inputs = StepInputs(arenas, runs, [rows.token_ids for rows in step], [rows.num_logits for rows in step])
-    numbers = accelerated.uploaded(inputs.numbers, model.device)
-    logits = packed_forward(model, arenas, inputs.within(numbers))
+    runs = tuple(arena.begin_step(size) for arena, size in zip(arenas, sizes, strict=True))
+    logits = _packed_forward(model, step, arenas, runs)
     for arena, run_ in zip(arenas, runs, strict=True):
         arena.end_step(run_)
     return list(torch.split(logits, [rows.num_logits for rows in step]))
 
 
-def packed_forward(model: PreTrainedModel, arenas: Sequence[KVArena], inputs: PlacedInputs) -> torch.Tensor:
+def _packed_forward(
+    model: PreTrainedModel, rows: Sequence[Rows], arenas: Sequence[KVArena], runs: tuple[Run, ...]
+) -> torch.Tensor:
     """Computes one step over `arenas`. Returns the logits of the rows that get some, [logits, vocab]."""
-    layout, keeps = arenas[0].layout, "logits_to_keep" in arenas[0].layout.options
-    with computing(inputs.step):
+    layout, step = arenas[0].layout, Step(runs)
+    keeps = "logits_to_keep" in layout.options
+    ends = accumulate(run.num_rows for run in runs)
+    kept = torch.cat([torch.arange(end - one.num_logits, end) for end, one in zip(ends, rows, strict=True)])
+    with computing(step):
         output = model(
-            input_ids=inputs.token_ids,
+            input_ids=torch.cat([one.token_ids for one in rows], dim=1),
             use_cache=True,
-            **({"position_ids": inputs.positions} if "position_ids" in layout.options else {}),
-            **{layout.cache_argument: _PackedCache(arenas, inputs.step)},
-            **({"logits_to_keep": inputs.kept} if keeps else {}),
+            **({"position_ids": positions(runs)} if "position_ids" in layout.options else {}),
+            **{layout.cache_argument: _PackedCache(arenas, step)},
+            **({"logits_to_keep": kept} if keeps else {}),
         )
     logits: torch.Tensor = output.logits[0]
-    return logits if keeps else logits[inputs.kept]
+    return logits if keeps else logits[kept]
+
+
+def positions(runs: Sequence[Run]) -> torch.Tensor:
+    """Returns the positions of the rows of a step, each in its own sequence, int64 [1, rows]."""
+    return torch.cat([torch.arange(run.start, run.end) for run in runs])[None]
 
 
 def can_pack(model: PreTrainedModel, layout: Layout) -> bool:

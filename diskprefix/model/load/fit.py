@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from diskprefix.model.load.gguf_file import FileTensor, part_paths, read_tensors
 from diskprefix.model.load.gguf_header import GgufHeader
 from diskprefix.model.load.imports import import_transformers
 from diskprefix.model.load.safetensors_header import StoredShape, checkpoint_files, stored_shapes
-from diskprefix.model.load.served_tensors import PARTS, ServedTensor, made_peak, of_checkpoint, of_gguf
+from diskprefix.model.load.served_tensors import PARTS, QUANTISED, ServedTensor, made_peak, of_checkpoint, of_gguf
 from diskprefix.printable import first_line
 from diskprefix.units import format_size, whole_size
 
@@ -41,6 +42,10 @@ _BLOCK_SIZE = 256
 _UNLIMITED_POSITIONS = 1 << 20
 _WINDOWED = {"gpt-oss": 2, "gemma2": 2, "gemma3": 6}
 """Architectures of `.gguf` files with windows: each of so many layers sees all tokens."""
+_QUANTS_IN_NAME = re.compile(
+    r"-(awq|gptq|fp8|int[48]|w\d+a\d+|4bit|8bit|mxfp4|nvfp4|bnb|quantized\.\w+)\b.*", re.IGNORECASE
+)
+"""The end of the name of a checkpoint in quants."""
 _understood = Memo("configurations", version=1)
 
 
@@ -255,33 +260,45 @@ def bytes_as_they_are(folder: Path, files: Sequence[Path], weights: str, dtype: 
     """Returns the bytes of a folder's weights in memory, from headers alone; 0 if another form is made of them. Raises
     `ModelError` if a header cannot be read."""
     config = read_config(folder)
-    if _is_made(config, weights) or config.get("quantization_config"):
+    if weights in QUANTISED:
         return 0
     stored = [one for file in checkpoint_files(folder, files) for one in stored_shapes(file)]
-    served = of_checkpoint(stored, config, weights, _dtype_bytes(dtype, config, weights))
+    served = of_checkpoint(stored, weights, _dtype_bytes(dtype, config, weights))
     return sum(one.num_bytes for one in served)
 
 
 def needs_of_checkpoint(
     name: str, stored: Sequence[StoredShape], config: Mapping[str, Any], weights: str, dtype: str
 ) -> ModelNeeds:
-    """Returns what a checkpoint with these tensors needs. `dtype` is that of `--dtype`."""
+    """Returns what a checkpoint with these tensors needs. `dtype` is that of `--dtype`. Raises `ModelError` for one
+    that was published quantised."""
+    require_plain_weights(name, config)
     dtype_bytes = _dtype_bytes(dtype, config, weights)
-    served = of_checkpoint(stored, config, weights, dtype_bytes)
+    served = of_checkpoint(stored, weights, dtype_bytes)
     needs = ModelNeeds(name=name, tensors=served, state=state_of_config(config, dtype_bytes))
-    if not _is_made(config, weights):
+    if weights not in QUANTISED:
         return needs
     return replace(needs, making_bytes=made_peak(served) + MAKING_BYTES, disk_bytes=needs.weights_bytes + MAKING_BYTES)
 
 
-def _is_made(config: Mapping[str, Any], weights: str) -> bool:
-    """Returns whether a form of the weights is made, in bfloat16 where it has no quants."""
-    return weights in ("int8", "int4") or (weights == "auto" and bool(config.get("quantization_config")))
+def require_plain_weights(name: str, config: Mapping[str, Any]) -> None:
+    """Raises `ModelError` for a checkpoint that was published quantised, and names the `.gguf` file to take instead.
+    `config` is its `config.json`, `name` its name on the hub or its folder."""
+    found = config.get("quantization_config") or _text_part(config).get("quantization_config")
+    if not found:
+        return
+    method = str(found.get("quant_method") or "an unknown method") if isinstance(found, dict) else "an unknown method"
+    owner, _, model = name.rpartition("/")
+    file = f"{owner if owner and '/' not in owner else 'ORG'}/{_QUANTS_IN_NAME.sub('', model)}-GGUF"
+    raise ModelError(
+        f"{name}: weights quantised with {method} are not served; take a .gguf file of the model, such as that of "
+        f"`diskprefix pull {file}`"
+    )
 
 
 def _dtype_bytes(dtype: str, config: Mapping[str, Any], weights: str) -> int:
     """Returns the bytes of a number in the type that `--dtype` asks for, or that a configuration names."""
-    if _is_made(config, weights):
+    if weights in QUANTISED:
         return 2
     parts = (config, _text_part(config))
     named = next((str(part.get(key)) for part in parts for key in ("dtype", "torch_dtype") if part.get(key)), "float32")

@@ -7,13 +7,12 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from diskprefix import hooks
 from diskprefix.errors import DiskPrefixError, ModelError, SettingsError
@@ -170,7 +169,7 @@ def _begun_packing(gguf: Path, settings: Settings) -> BegunWeights | None:
 
     weights = settings.weights
     is_packed = weights != "native" and settings.dtype in ("auto", "bfloat16") and operators() is not None
-    if not is_packed or _pick_device(settings.device).type != "cpu":
+    if not is_packed or pick_device(settings.device).type != "cpu":
         return None
     parts, making_bytes, digest = part_paths(gguf), 0, None
     folder = finished_folder(gguf, weights)
@@ -192,7 +191,7 @@ def _begun_memory(folder: Path, settings: Settings) -> BegunWeights | None:
     files, free_bytes = require_weights(folder), available_ram_bytes()
     num_bytes = bytes_as_they_are(folder, files, settings.weights, settings.dtype)
     # What transformers computes of tensors, instead of putting them together, lies beside these pages at first.
-    if not num_bytes or 2 * num_bytes + ROOM_BYTES > free_bytes or _pick_device(settings.device).type != "cpu":
+    if not num_bytes or 2 * num_bytes + ROOM_BYTES > free_bytes or pick_device(settings.device).type != "cpu":
         return None
     memory = PagesAhead(num_bytes)
     is_room = num_bytes + sum(file.stat().st_size for file in files) + ROOM_BYTES <= free_bytes
@@ -226,7 +225,7 @@ def load_model(
     template = read_template(settings.chat_template)
 
     def check(needs: ModelNeeds) -> Fit:
-        free_bytes = available_bytes(_pick_device(settings.device)) if begun is None else begun.free_bytes
+        free_bytes = available_bytes(pick_device(settings.device)) if begun is None else begun.free_bytes
         return require_fit(needs, free_bytes, progress, settings)
 
     with ExitStack() as failing:
@@ -304,26 +303,22 @@ def _source(
     with clock("source"):
 
         def before_fetch(listing: HubListing) -> None:
-            weights = weights_of(listing.config.get("quantization_config"))
-            _require_kept(listing, weights, _pick_device(settings.device))
-            check(listing.needs(weights, settings.dtype))
+            check(listing.needs(weights_of(), settings.dtype))
 
         folder, name, gguf = _find(
             settings.model, progress, weights_of, flag=flag, check=check, before_fetch=before_fetch
         )
         files = weight_files_of(folder)
     with clock("imports"):
-        device = _pick_device(settings.device)
+        device = pick_device(settings.device)
         use_gpu(device)
         if weights_of() == "auto" and not gguf:
             name_faster(folder, files, progress)
         quiet_transformers()
         config = _read_config(folder)
-        from diskprefix.model.quants.published import settings_of
-
         with _load_failures(folder):
             kind = require_served_kind(folder, config)
-            weights = weights_of(settings_of(config))
+            weights = weights_of()
             dtype = _pick_dtype(settings.dtype, config, weights)
     with clock("quantising"), _load_failures(folder):
         from diskprefix.model.quants.file_matrix import load_matrices
@@ -348,15 +343,6 @@ def _source(
         device=device,
         weights=weights,
     )
-
-
-def _require_kept(listing: HubListing, weights: str, device: torch.device) -> None:
-    """Raises `ModelError` if a repository's weights are quantised in a way that is not served."""
-    from diskprefix.model.quants.published import published_as
-    from diskprefix.model.quants.quantising import require_served
-
-    if weights != "native":
-        require_served(published_as(listing.config.get("quantization_config")), weights, device)
 
 
 def import_model(settings: Settings) -> None:
@@ -425,7 +411,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
         raise ModelError(f"cannot read the configuration of {folder}: {reason}") from error
 
 
-def _pick_device(name: str) -> torch.device:
+def pick_device(name: str) -> torch.device:
     import torch
 
     kind, _, index = name.partition(":")
@@ -442,28 +428,21 @@ def _pick_device(name: str) -> torch.device:
     return torch.device(kind, int(index or 0)) if kind in ("cuda", "xpu") else torch.device(kind)
 
 
-def pick_weights(name: str, dtype: str, device_name: str, quants: Mapping[str, Any] | None = None) -> str:
-    """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file, or of a
-    checkpoint whose `quantization_config` is `quants`. Of these an accelerator keeps FP8."""
-    from diskprefix.kv.step import is_accelerated
-    from diskprefix.model.quants.published import is_float8
+def pick_weights(name: str, dtype: str, device_name: str) -> str:
+    """Returns the form that weights get: `native`, `int8`, `int4`, or `auto` for the quants of a .gguf file."""
     from diskprefix.native.library import operators
 
-    device, is_compiled = _pick_device(device_name), operators() is not None
+    device, is_compiled = pick_device(device_name), operators() is not None
     if name == "native":
         return name
     if name == "auto":
         is_kept = device.type == "cpu" and is_compiled
-        if is_accelerated(device) and find_spec("triton") is not None:
-            is_kept = is_float8(quants)
         return name if is_kept and dtype in ("auto", "bfloat16") else "native"
-    if device.type != "cpu" and not is_accelerated(device):
-        raise SettingsError(f"--weights: {name} needs a CPU or Triton, and the device is {device}; add --device cpu")
-    if device.type != "cpu" and find_spec("triton") is None:
-        raise SettingsError(f"--weights: {name} on {device} needs Triton; add --weights native")
+    if device.type != "cpu":
+        raise SettingsError(f"--weights: {name} needs a CPU, and the device is {device}; add --device cpu")
     if dtype not in ("auto", "bfloat16"):
         raise SettingsError(f"--weights: {name} computes in bfloat16, not in --dtype {dtype}")
-    if device.type == "cpu" and not is_compiled:
+    if not is_compiled:
         raise SettingsError(f"--weights: {name} needs the compiled operators; add --weights native")
     return name
 
@@ -471,9 +450,7 @@ def pick_weights(name: str, dtype: str, device_name: str, quants: Mapping[str, A
 def _pick_dtype(name: str, config: PreTrainedConfig, weights: str) -> torch.dtype:
     import torch
 
-    from diskprefix.model.quants.quantising import computes_in_bfloat16
-
-    if name == "auto" and computes_in_bfloat16(weights, config):
+    if name == "auto" and weights in ("int8", "int4"):
         return torch.bfloat16
     if name != "auto":
         return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]
@@ -520,7 +497,7 @@ def _unread_model(source: _ModelSource) -> tuple[PreTrainedModel, UnreadWeights]
             context.enter_context(without_tracer())
             context.enter_context(unread.leaving(stored_tensors(files[0].parent, files)))
         if is_quantised(files):
-            describe(config, files, device)
+            describe(config, files)
         model, info = source.kind.loader.from_pretrained(
             files[0].parent,
             config=config,

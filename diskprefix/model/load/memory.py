@@ -144,7 +144,7 @@ def kv_ahead(fit: Fit, num_tokens: int) -> list[torch.Tensor]:
 
 
 def use_gpu(device: torch.device) -> None:
-    """Makes `device`, if it is one of several GPUs, that of this thread: kernels in Triton are launched there."""
+    """Makes `device`, if it is one of several GPUs, that of this thread."""
     import torch
 
     if device.index:
@@ -152,7 +152,7 @@ def use_gpu(device: torch.device) -> None:
 
 
 def available_bytes(device: torch.device) -> int:
-    """Returns the free memory of `device` in bytes, with what torch holds of it unused and not for something else."""
+    """Returns the free memory of `device` in bytes, with what torch holds of it unused."""
     import torch
 
     if device.type == "mps":
@@ -160,17 +160,8 @@ def available_bytes(device: torch.device) -> int:
     if device.type not in ("cuda", "xpu"):
         return available_ram_bytes()
     of_device = torch.get_device_module(device)
-    unused = of_device.memory_reserved(device) - of_device.memory_allocated(device) - _held.get(device, 0)
+    unused = of_device.memory_reserved(device) - of_device.memory_allocated(device)
     return int(of_device.mem_get_info(device)[0] + max(0, unused))
-
-
-_held: dict[torch.device, int] = {}
-"""The bytes of memory that torch holds unused, and that only recorded steps compute with."""
-
-
-def hold(device: torch.device, num_bytes: int) -> None:
-    """Records that so many more bytes, which torch holds unused, are for recorded steps alone."""
-    _held[device] = _held.get(device, 0) + max(0, num_bytes)
 
 
 def kv_bytes(device: torch.device) -> int:

@@ -4,10 +4,9 @@ alone. Nothing here needs torch."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.model.load.safetensors_header import StoredShape
@@ -48,13 +47,8 @@ _RECURRENT = re.compile(r"^(.*?)\.(?:A_log|dt_bias|conv1d|rg_lru|time_decay)\b")
 """Names that a layer is known by whose projections are not quantised."""
 _EXPERT = re.compile(r"\.experts\.\d+\..*")
 """The end of the name of a tensor that is merged with those of the other experts."""
-_CODES = (".qweight", ".weight_packed", "_blocks")
-"""Ends of names of codes in published quants. What belongs to a matrix besides is in its form."""
-_KEPT = "MXFP4"
-"""The form of published quants of experts that is never made anew."""
-_FLOAT8 = "float8"
-"""The form of matrices that stay in FP8."""
-_BESIDE_CODES = re.compile(r"\.(qzeros|scales|g_idx)$|\.weight_(scale\w*|shape|zero_point|g_idx)$|_scales$")
+QUANTISED = ("int8", "int4")
+"""Forms that are made of weights in floating point."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,37 +160,21 @@ def _plain(dtype_bytes: int) -> str:
 _QUANTISING_BYTES, _QUANTISING_EXPERTS_BYTES = 2.25, 5
 """Memory for quantising a weight, beside the weight: its quants, twice; and for one of the experts of a layer, which
 are quantised as a whole."""
-_JOINED_BYTES = 3.25
-"""Memory for a weight of the experts of a layer in published quants."""
 
 
-def of_checkpoint(
-    tensors: Sequence[StoredShape], config: Mapping[str, Any], weights: str, dtype_bytes: int
-) -> list[ServedTensor]:
-    """Returns the tensors of safetensors, of a model with this `config.json`, in the form `weights`, told by their
-    names and types. A matrix that gives the logits in another form than the embeddings is an entry of its own."""
-    published = None if weights == "native" else _published(config)
+def of_checkpoint(tensors: Sequence[StoredShape], weights: str, dtype_bytes: int) -> list[ServedTensor]:
+    """Returns the tensors of safetensors in the form `weights`, told by their names and types. A matrix that gives the
+    logits in another form than the embeddings is an entry of its own."""
     recurrent = tuple(f"{match[1]}." for tensor in tensors if (match := _RECURRENT.match(tensor.name)))
-    is_quantised = weights in ("int8", "int4")
     has_head = any(part_of(tensor.name) == "logits" for tensor in tensors)
     found: list[ServedTensor] = []
     for tensor in tensors:
-        part, form, num_weights = part_of(tensor.name), "", tensor.num_elements
-        if published is not None and tensor.name.endswith(_CODES):
-            bits, form = published
-            num_weights = tensor.num_bytes * 8 // bits
-        elif published is not None and _BESIDE_CODES.search(tensor.name):
-            found.append(_of_checkpoint(tensor, "with its matrix", 0, part, 0))
-            continue
-        elif _is_linear(tensor, part) and not tensor.name.startswith(recurrent or "\0"):
-            form = "plain"
-        if form and form != _KEPT and is_quantised:
+        part, form = part_of(tensor.name), ""
+        if weights in QUANTISED and _is_linear(tensor, part) and not tensor.name.startswith(recurrent or "\0"):
             form = "int8" if part == "logits" else weights
-        elif form == "plain":
-            form = _FLOAT8 if published is not None and tensor.kind == "F8_E4M3" else ""
-        found.append(_in_form(tensor, form, num_weights, dtype_bytes, part, is_quantised=is_quantised))
-        if is_quantised and not has_head and part == "embeddings" and len(tensor.shape) == 2:
-            found.append(_in_form(tensor, "int8", num_weights, dtype_bytes, "logits", is_quantised=True))
+        found.append(_in_form(tensor, form, dtype_bytes, part, weights))
+        if weights in QUANTISED and not has_head and part == "embeddings" and len(tensor.shape) == 2:
+            found.append(_in_form(tensor, "int8", dtype_bytes, "logits", weights))
     return found
 
 
@@ -206,66 +184,22 @@ def _is_linear(tensor: StoredShape, part: str) -> bool:
     return part == "experts" or bool(_LINEAR.search(tensor.name) and not _NOT_LINEAR.search(tensor.name))
 
 
-def _in_form(
-    tensor: StoredShape, form: str, num_weights: int, dtype_bytes: int, part: str, *, is_quantised: bool
-) -> ServedTensor:
+def _in_form(tensor: StoredShape, form: str, dtype_bytes: int, part: str, weights: str) -> ServedTensor:
     is_floating = bool(_FLOATING.match(tensor.kind))
-    is_expert = bool(_EXPERT.search(tensor.name))
-    bits = _FORM_BITS.get(form, 8.0 * dtype_bytes)
-    num_bytes = int(num_weights * bits / 8) if form or is_floating else tensor.num_bytes
+    bits = _NEW_BITS.get(form, 8.0 * dtype_bytes)
     each = _QUANTISING_EXPERTS_BYTES if part == "experts" else _QUANTISING_BYTES
-    # It is cast, and put together with others, while it is read. Quants stay beside that.
-    read_bytes = num_weights * (3 if form == _FLOAT8 else 2) if is_floating else tensor.num_bytes
-    working = read_bytes + (int(num_weights * each) if form or is_quantised else 0)
-    if form == _KEPT:
-        # As they are read, in another order, and packed.
-        working = 3 * tensor.num_bytes
-    elif form in _PUBLISHED_BITS and is_expert:
-        # As they are read, in bytes until all of a layer are there, and packed twice.
-        working = tensor.num_bytes + int(_JOINED_BYTES * num_weights)
-    return ServedTensor(
-        name=tensor.name,
-        shape=tensor.shape if num_weights == tensor.num_elements else (num_weights,),
-        kind=tensor.kind,
-        stored_bytes=tensor.num_bytes,
-        form=form or (_plain(dtype_bytes) if is_floating else tensor.kind),
-        num_bytes=num_bytes,
-        part=part,
-        working_bytes=working,
-    )
-
-
-def _of_checkpoint(tensor: StoredShape, form: str, num_bytes: int, part: str, working: int) -> ServedTensor:
+    # It is cast, and put together with others, while it is read.
+    read_bytes = tensor.num_elements * 2 if is_floating else tensor.num_bytes
     return ServedTensor(
         name=tensor.name,
         shape=tensor.shape,
         kind=tensor.kind,
         stored_bytes=tensor.num_bytes,
-        form=form,
-        num_bytes=num_bytes,
+        form=form or (_plain(dtype_bytes) if is_floating else tensor.kind),
+        num_bytes=int(tensor.num_elements * bits / 8) if is_floating else tensor.num_bytes,
         part=part,
-        working_bytes=working,
+        working_bytes=read_bytes + (int(tensor.num_elements * each) if weights in QUANTISED else 0),
     )
-
-
-_PUBLISHED_BITS = {"4 bits": 4.5, "4 bits with zeros": 5.5, "8 bits": 8.5, _FLOAT8: 8.25}
-_FORM_BITS = _NEW_BITS | _PUBLISHED_BITS | {_KEPT: 4.25}
-
-
-def _published(config: Mapping[str, Any]) -> tuple[int, str] | None:
-    """Returns the bits of a code in the file, and the form that the weights of a published checkpoint get; None if it
-    has no quants."""
-    found = config.get("quantization_config")
-    if not found:
-        return None
-    if found.get("quant_method") == "mxfp4":
-        return 4, _KEPT
-    schemes = [group.get("weights") or {} for group in (found.get("config_groups") or {}).values()]
-    bits = int(found.get("bits") or next((one.get("num_bits") or 8 for one in schemes), 4))
-    if bits == 8:
-        return 8, "8 bits"
-    is_symmetric = found.get("sym", all(one.get("symmetric", True) for one in schemes) and bool(schemes))
-    return bits, "4 bits" if is_symmetric else "4 bits with zeros"
 
 
 def made_peak(tensors: Sequence[ServedTensor]) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
-from diskprefix.model.quants.quant_form import FLOAT8_FORMS, FORMS, QuantForm
+from diskprefix.model.quants.quant_form import Q4_1, Q8_0, QuantForm
 from diskprefix.native import COLUMNS, ROWS
 from diskprefix.native.library import has_rows
 
@@ -16,26 +15,22 @@ _SHRUNK = (1.0, 0.94, 0.88, 0.82)
 _AT_ONCE = 1 << 18
 """Weights that are worked on at a time, so that the work does not take several times the memory of the matrix."""
 
+_LARGEST = torch.finfo(torch.float16).max
+
 
 @dataclass(frozen=True, eq=False)
 class Quants:
-    """A matrix [rows, columns] that was quantised: `codes` int8 or float8_e4m3fn of that shape, `scales` and `zeros`
-    float32 [rows, groups]. A group has 32 columns, in float8 also 64 or 128."""
+    """A matrix [rows, columns] that was quantised here: `codes` int8 of that shape, `scales` and `zeros` float32 [rows,
+    columns / 32], which float16 holds."""
 
     codes: torch.Tensor
     scales: torch.Tensor
     zeros: torch.Tensor | None = None
 
-    @cached_property
+    @property
     def form(self) -> QuantForm:
-        """The smallest form that holds it exactly: 4 bits with zeros, 8 bits, or float8."""
-        if self.codes.dtype is torch.float8_e4m3fn:
-            return next(form for form in FLOAT8_FORMS if form.group * self.scales.shape[1] == self.codes.shape[1])
-        numbers = [self.scales] if self.zeros is None else [self.scales, self.zeros]
-        is_half = all(torch.equal(part.half().float(), part) for part in numbers)
-        return QuantForm(
-            8 if self.zeros is None else 4, COLUMNS, self.zeros is not None, "float16" if is_half else "float32"
-        )
+        """The form of files that has such numbers."""
+        return Q8_0 if self.zeros is None else Q4_1
 
     def dequantised(self) -> torch.Tensor:
         """Returns the weights, bfloat16 [rows, columns]."""
@@ -50,12 +45,11 @@ class Quants:
             found[part] = groups.view(len(scales), -1)
         return found
 
-    def packed(self, form: QuantForm | None = None) -> torch.Tensor:
-        """Returns its blocks, uint8 of `form.packed_shape`. `form` may be a larger one than its own."""
+    def packed(self) -> torch.Tensor:
+        """Returns its blocks, uint8 of `form.packed_shape`."""
         rows, units = self.scales.shape
-        kind = getattr(torch, (form or self.form).scales)
         parts = [
-            numbers.to(kind).view(rows // ROWS, ROWS, units).transpose(1, 2).contiguous().view(torch.uint8)
+            numbers.half().view(rows // ROWS, ROWS, units).transpose(1, 2).contiguous().view(torch.uint8)
             for numbers in (self.scales, self.zeros)
             if numbers is not None
         ]
@@ -75,40 +69,11 @@ def lines_of(codes: torch.Tensor) -> torch.Tensor:
     return pairs.reshape(rows // ROWS, columns // COLUMNS, 16, 32)
 
 
-def _of_lines(lines: torch.Tensor) -> torch.Tensor:
-    """Returns the inverse of `lines_of`."""
-    strips, blocks = lines.shape[:2]
-    if has_rows():
-        return lines.transpose(1, 2).reshape(strips * ROWS, blocks * COLUMNS)
-    pairs = lines.view(strips, blocks, 16, ROWS, 2).permute(0, 3, 1, 2, 4)
-    return pairs.reshape(strips * ROWS, blocks * COLUMNS)
-
-
 def _in_words(codes: torch.Tensor) -> torch.Tensor:
     """Returns uint8 [.., 4, 64] for codes of 4 bits, int8 [.., 16, 32]."""
     pairs = codes.view(*codes.shape[:-2], 4, 4, 32)
     low, high = (pairs[..., first, :] | pairs[..., first + 1, :] << 4 for first in (0, 2))
     return torch.stack([low, high], dim=-1).view(torch.uint8).flatten(-2)
-
-
-def _of_words(words: torch.Tensor) -> torch.Tensor:
-    """Returns the inverse of `_in_words`."""
-    low, high = words.view(*words.shape[:-1], 32, 2).unbind(-1)
-    pairs = torch.stack([low & 15, low >> 4, high & 15, high >> 4], dim=-2)
-    return pairs.flatten(-3, -2).view(torch.int8)
-
-
-def unpacked(packed: torch.Tensor, form: QuantForm) -> Quants:
-    """Returns the inverse of `Quants.packed`, for `FORMS` and `FLOAT8_FORMS`."""
-    assert form in (*FORMS, *FLOAT8_FORMS)
-    strips, units, _ = packed.shape
-    rows = strips * ROWS
-    codes = packed[..., form.numbers_bytes :].contiguous()
-    codes = _of_words(codes.view(strips, units, 4, 64)) if form.bits == 4 else codes.view(torch.int8)
-    codes = _of_lines(codes.view(strips, -1, 16, 32))
-    numbers = packed[..., : form.numbers_bytes].contiguous().view(getattr(torch, form.scales)).float()
-    scales, *zeros = numbers.view(strips, units, -1, ROWS).permute(2, 0, 3, 1).reshape(-1, rows, units).unbind()
-    return Quants(codes.view(torch.float8_e4m3fn) if form.is_float8 else codes, scales, zeros[0] if zeros else None)
 
 
 def quantised(weight: torch.Tensor, bits: int) -> Quants:
@@ -159,8 +124,5 @@ def _divisor(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(numbers: torch.Tensor) -> torch.Tensor:
-    """Returns them as float16 numbers, or as bfloat16 numbers where they are too large or too small for that. So a code
-    times a scale is exact in float32."""
-    half = numbers.half().float()
-    is_normal = (half.abs() >= torch.finfo(torch.float16).smallest_normal) & half.isfinite()
-    return torch.where(is_normal | (numbers == 0), half, numbers.bfloat16().float())
+    """Returns them as float16 numbers. So a code times a scale is exact in float32."""
+    return numbers.clamp(-_LARGEST, _LARGEST).half().float()

@@ -1,4 +1,4 @@
-"""Quantised matrices for the compiled operators (`native`), which take every form but float8 as it is."""
+"""Quantised matrices for the compiled operators (`native`), which take every form as it is."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ def compiled() -> Operators:
 
 
 def matrix_of(packed: torch.Tensor, form: QuantForm, bias: torch.Tensor | None) -> Matrix:
-    """Returns a matrix that is packed as `quant_form` describes. Raises `ModelError` for float8."""
-    if form.is_float8:
-        raise ModelError("no operator of a CPU computes with FP8 weights, and this model was packed for a GPU")
+    """Returns a matrix that is packed as `quant_form` describes."""
     return Matrix(
         packed,
         (packed.shape[0] * ROWS, packed.shape[1] * form.unit_columns),

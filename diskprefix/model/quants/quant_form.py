@@ -1,9 +1,9 @@
 """The forms of quantised weights: how many bits codes, scales and zeros have, and how they lie in memory.
 
 A weight is `number × scale + zero`, computed in float32 and rounded to bfloat16. The number belongs to the code of the
-weight, of 2 to 8 bits. Along a row of a matrix, groups of 16 or 32 weights share their scale and zero, in float8 up to
-128. The compiled products compute with these bfloat16 numbers, but for the variants `avx512_bf16`, `neon_bf16` and
-`neon_dot`, which do not round them.
+weight, of 2 to 8 bits. Along a row of a matrix, groups of 16 or 32 weights share their scale and zero. The compiled
+products compute with these bfloat16 numbers, but for the variants `avx512_bf16`, `neon_bf16` and `neon_dot`, which do
+not round them.
 
 In memory, 16 rows are a strip, and 32 columns of a strip are a block. A strip is a row of units: one block or several,
 with the scales of its groups, then the zeros, then the codes of its blocks. Scales and zeros lie group after group, in
@@ -39,16 +39,15 @@ _TABLES: dict[str, tuple[float, ...]] = {
 _NUMBER_BYTES = {"float32": 4, "float16": 2, "exponents": 1, "bytes": 1, "nibbles": 1, "shared": 0}
 """Bytes of a scale for a group, by how it is stored."""
 _OF_MANY = ("bytes", "nibbles", "shared")
-_E4M3 = "e4m3"
 
 
 @dataclass(frozen=True)
 class QuantForm:
     """Codes of `bits` bits: without a `table` the integers from 0 on, or with a sign if there are no zeros.
 
-    `scales` says how scales and zeros are stored: as `float32` or `float16` for each group; as `exponents` of 2
+    `scales` says how scales and zeros are stored: as `float16` for each group; as `exponents` of 2
     (MXFP4); as `bytes` or as `nibbles` (both in one byte) that are multiplied by a float16 of 256 columns, or as that
-    alone (`shared`). With the table `e4m3` codes are numbers of that type.
+    alone (`shared`).
     """
 
     bits: int
@@ -64,23 +63,19 @@ class QuantForm:
     @classmethod
     def parse(cls, text: str) -> QuantForm:
         """Returns the form that `str` described. Raises `ValueError` for other texts."""
-        for form in (*FORMS, *FLOAT8_FORMS, *FILE_FORMS):
+        for form in (*FORMS, *FILE_FORMS):
             if str(form) == text:
                 return form
         raise ValueError(f"{text!r} is not a form of quantised weights")
 
     @property
-    def is_float8(self) -> bool:
-        return self.table == _E4M3
-
-    @property
     def kind(self) -> str:
-        """The kind of number that codes are, as people call it: `int4`, `fp8`."""
-        return f"{'fp' if self.is_float8 else 'int'}{self.bits}"
+        """The kind of number that codes are, as people call it: `int4`."""
+        return f"int{self.bits}"
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """The numbers of the codes, unless these are float8."""
+        """The numbers of the codes."""
         least = 0 if self.has_zeros else -(1 << self.bits - 1)
         return _TABLES[self.table] if self.table else tuple(range(least, least + (1 << self.bits)))
 
@@ -109,15 +104,9 @@ class QuantForm:
         return rows // ROWS, columns // self.unit_columns, self.unit_bytes
 
 
-FORMS = tuple(
-    QuantForm(bits, COLUMNS, has_zeros, scales)
-    for bits, has_zeros in ((4, True), (8, False))
-    for scales in ("float16", "float32")
-)
-"""Those of matrices that are quantised here."""
-
-FLOAT8_FORMS = tuple(QuantForm(8, group, False, "float32", _E4M3) for group in (32, 64, 128))
-"""Those of matrices that were published in float8. Only the kernels of an accelerator take them."""
+Q4_1, Q8_0 = QuantForm(4, COLUMNS, True, "float16"), QuantForm(8, COLUMNS, False, "float16")
+FORMS = (Q4_1, Q8_0)
+"""Those of matrices that are quantised here. Files have them too, under these names."""
 
 FILE_FORMS = (
     *(QuantForm(bits, 32, False, "float16") for bits in (4, 5)),

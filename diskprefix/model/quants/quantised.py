@@ -23,13 +23,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from diskprefix.errors import ModelError
-from diskprefix.kv.step import is_accelerated
 from diskprefix.model.exact.mixtures import is_mixture
 from diskprefix.model.load.memory import one_thread
 from diskprefix.model.load.served_tensors import ServedTensor, packed_tensor
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices
 from diskprefix.model.quants.matrix_packing import MatrixPacking
-from diskprefix.model.quants.on_accelerator import grouped_of, kernel_on, product_on_accelerator
 from diskprefix.model.quants.products import Product, compiled, matrix_of, product_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.model.quants.quantised_experts import (
@@ -42,8 +40,6 @@ from diskprefix.native.matrix import Matrix, rows_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-    from diskprefix.accelerator.grouped import GroupedMatrix
 
 log = logging.getLogger("diskprefix")
 
@@ -75,21 +71,16 @@ class QuantisedLinear(nn.Module):
         self.register_buffer("packed", packed, persistent=not is_in_gguf)
         self.bias = linear.bias
         self.matrix: Matrix | None = None
-        self.grouped: GroupedMatrix | None = None
         self._product: Product | None = None
 
     @property
     def weight(self) -> torch.Tensor:
         """The weights as they are computed with, made anew each time."""
-        return weights_of(self.packed, self.form) if self.grouped is None else self.grouped.dequantised()
+        return weights_of(self.packed, self.form)
 
     def prepare(self) -> None:
         """Prepares the matrix for the kernel, once the weights are there. They must not change afterwards."""
         bias = None if self.bias is None else self.bias.detach()
-        if is_accelerated(self.packed.device):
-            self.grouped, self.packed = grouped_of(self.packed, self.form), self.packed.new_empty(0)
-            self._product = product_on_accelerator(self.grouped, bias)
-            return
         self.matrix = matrix_of(self.packed, self.form, bias)
         self._product = product_of(self.matrix)
 
@@ -188,13 +179,13 @@ def is_quantised(files: Sequence[Path]) -> bool:
     return len(files) == 1 and _FORMS in _metadata(files[0])
 
 
-def describe(config: PreTrainedConfig, files: Sequence[Path], device: torch.device) -> None:
-    """Tells transformers that the weights in these files are quantised, and which kernels compute with them on a
-    device. This goes into the identity of the model. Raises `ModelError` if those that were chosen do not take them."""
+def describe(config: PreTrainedConfig, files: Sequence[Path]) -> None:
+    """Tells transformers that the weights in these files are quantised, and which kernels compute with them.
+    This goes into the identity of the model. Raises `ModelError` if those that were chosen do not take them."""
     metadata = _metadata(files[0])
     if metadata.get(_LINES) != _lines():
         raise ModelError(f"{files[0]} was made for another CPU or other --kernels; serve the model that it was made of")
-    config.quantization_config = {"quant_method": METHOD, "kernel": kernel_on(device)}
+    config.quantization_config = {"quant_method": METHOD, "kernel": compiled().identity}
     if is_untied(metadata):
         untie(config)
 
@@ -251,8 +242,6 @@ def prepare(model: PreTrainedModel) -> None:
             if isinstance(module, QuantisedLinear | QuantisedMatrices):
                 kind = module.form.kind
                 found[kind] = found.get(kind, 0) + (len(module.packed) if isinstance(module, QuantisedMatrices) else 1)
-        for module in model.modules():
-            # On an accelerator it takes the packed matrices away.
             if isinstance(module, QuantisedLinear | QuantisedEmbedding | QuantisedExperts):
                 module.prepare()
     others = [name for name, module in model.named_modules() if type(module) is nn.Linear]

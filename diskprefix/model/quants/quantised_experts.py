@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-from diskprefix.kv.step import is_accelerated
-from diskprefix.model.exact import accelerated
-from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, routed, weighted
-from diskprefix.model.exact.rows import as_ours
+from diskprefix.model.exact.mixtures import curves_of, is_mixture, matrices_of, routed
 from diskprefix.model.quants.forms import Quants
-from diskprefix.model.quants.on_accelerator import grouped_of
 from diskprefix.model.quants.products import compiled, matrix_of, weights_of
 from diskprefix.model.quants.quant_form import QuantForm
 from diskprefix.native.experts_operator import RoutedExperts
 from diskprefix.native.matrix import fills_blocks
-
-if TYPE_CHECKING:
-    from diskprefix.accelerator.grouped import GroupedMatrix
 
 
 class QuantisedMatrices(nn.Module):
@@ -39,7 +32,6 @@ class QuantisedMatrices(nn.Module):
         a `.gguf` file, by `take_matrices`."""
         super().__init__()
         self.form = form
-        self.grouped: GroupedMatrix | None = None
         num_experts, rows, columns = weight.shape
         shape = (0,) if is_in_gguf else (num_experts, *form.packed_shape(rows, columns))
         packed = torch.empty(shape, dtype=torch.uint8, device=weight.device)
@@ -49,8 +41,6 @@ class QuantisedMatrices(nn.Module):
     @property
     def weight(self) -> torch.Tensor:
         """The weights as they are computed with, [experts, rows, columns], made anew each time."""
-        if self.grouped is not None:
-            return self.grouped.dequantised()
         return torch.stack([weights_of(packed, self.form) for packed in self.packed])
 
     def each(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
@@ -80,11 +70,6 @@ class QuantisedExperts(nn.Module):
 
     def prepare(self) -> None:
         """Prepares the matrices for the kernel, once the weights are there. They must not change afterwards."""
-        if is_accelerated(device := self.parts()["down"].packed.device):
-            for part in self.parts().values():
-                part.grouped, part.packed = grouped_of(part.packed, part.form), part.packed.new_empty(0)
-            self.curves = self.curves.to(device)
-            return
         matrices = {
             name: [matrix_of(packed, part.form, bias) for packed, bias in part.each()]
             for name, part in self.parts().items()
@@ -94,19 +79,8 @@ class QuantisedExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        if self._routed is None:
-            return self._on_accelerator(hidden_states, top_k_index, top_k_weights)
+        assert self._routed is not None, "the model was not prepared"
         return self._routed(compiled(), hidden_states, top_k_index, top_k_weights)
-
-    def _on_accelerator(self, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        routes = as_ours(accelerated.routes, chosen, self.num_experts, rows.dtype)
-
-        def product(part: QuantisedMatrices, rows: torch.Tensor) -> torch.Tensor:
-            assert part.grouped is not None, "the model was not prepared"
-            return as_ours(accelerated.expert_product, rows, part.grouped, part.bias, routes)
-
-        *first, last = (self.parts()[name] for name in ("gate", "up", "down") if name in self.parts())
-        return weighted(product(last, self.curves(*(product(part, rows) for part in first))), weights)
 
 
 def may_be_quantised(experts: Any) -> bool:

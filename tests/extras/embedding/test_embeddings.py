@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from diskprefix.extras.embedding.model_purpose import Purpose, read_purpose
 from diskprefix.settings import Settings
 from tests.agent_bodies import words
 from tests.model.tiny import write_gguf
-from tests.server.chat_model import VOCAB_SIZE, write_chat_model
+from tests.server.chat_model import write_chat_model
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import ScriptedEngine, real_app, say_hello, scripted_app
 
@@ -135,13 +134,14 @@ def test_the_texts_for_an_embedding_model_in_a_gguf_file_end_as_the_file_says(tm
 
 
 def purpose(origin: Path, setting: str = "auto") -> Purpose:
-    return read_purpose(origin, setting, VOCAB_SIZE)
+    return read_purpose(origin, setting)
 
 
-@pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last"), (4, "rank")])
+@pytest.mark.parametrize(("number", "pooling"), [(0, "last"), (1, "mean"), (3, "last")])
 def test_the_pooling_is_that_of_a_gguf_file(number: int, pooling: str, tmp_path: Path) -> None:
     found = purpose(write_gguf(tmp_path / "m.gguf", pooling=number))
-    assert (found.pooling, found.end_id, found.labels, found.template) == (pooling, 2, None, None)
+    assert (found.pooling, found.end_id, found.problem) == (pooling, 2, None)
+    assert purpose(write_gguf(tmp_path / "rank.gguf", pooling=4)).problem == "its file asks for pooling of type 4"
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,6 @@ def test_the_pooling_is_that_of_sentence_transformers(
     write_modules(tmp_path, *modules)
     write_pooling(tmp_path, **config)
     assert purpose(tmp_path).pooling == pooling
-    assert purpose(tmp_path, "rank").pooling == "rank"
 
 
 @pytest.mark.parametrize(
@@ -169,6 +168,7 @@ def test_the_pooling_is_that_of_sentence_transformers(
         (("Transformer", "Pooling"), {"pooling_mode": ["mean", "max"]}, "mean and max"),
         (("Transformer", "Pooling"), {}, "no pooling"),
         (("Transformer", "Pooling", "Dense"), {"pooling_mode": "mean"}, "Dense"),
+        (("Transformer", "LogitScore"), {}, "LogitScore"),
     ],
 )
 def test_what_is_not_computed_is_refused_with_what_to_do(
@@ -189,14 +189,10 @@ def test_what_is_not_computed_is_refused_with_what_to_do(
         ("modules.json", "[" * 100_000),
         ("1_Pooling/config.json", "[]"),
         ("1_Pooling/config.json", None),
-        ("2_LogitScore/config.json", '{"true_token_id": true, "false_token_id": 0}'),
-        ("2_LogitScore/config.json", '{"true_token_id": -1, "false_token_id": 0}'),
-        ("2_LogitScore/config.json", f'{{"true_token_id": 1, "false_token_id": {VOCAB_SIZE}}}'),
     ],
 )
 def test_a_damaged_file_is_never_taken_for_the_last_token(name: str, content: str | None, tmp_path: Path) -> None:
-    modules = ("Transformer", "Pooling", *(["LogitScore"] if "LogitScore" in name else []))
-    write_modules(tmp_path, *modules)
+    write_modules(tmp_path, "Transformer", "Pooling")
     write_pooling(tmp_path, pooling_mode="mean")
     (tmp_path / name).parent.mkdir(exist_ok=True)
     if content is None:
@@ -204,22 +200,6 @@ def test_a_damaged_file_is_never_taken_for_the_last_token(name: str, content: st
     else:
         (tmp_path / name).write_text(content)
     assert purpose(tmp_path).problem is not None
-
-
-@pytest.mark.parametrize(
-    ("more", "is_refused"),
-    [
-        (lambda writer: writer.add_tensor("cls.output.weight", np.zeros((2, 32), np.float32)), True),
-        (lambda writer: writer.add_classifier_output_labels(["no"]), True),
-        (lambda writer: writer.add_classifier_output_labels(["yes", "no"]), False),
-    ],
-    ids=["a head", "one label", "yes and no"],
-)
-def test_a_classifier_in_a_gguf_file_is_refused_unless_its_labels_are_yes_and_no(
-    more: Callable[[Any], None], is_refused: bool, tmp_path: Path
-) -> None:
-    found = purpose(write_gguf(tmp_path / "m.gguf", pooling=4, more=more))
-    assert (found.pooling, found.problem is not None) == ("rank", is_refused)
 
 
 @pytest.mark.parametrize(

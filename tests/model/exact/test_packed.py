@@ -16,7 +16,7 @@ from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import Layout
 from diskprefix.kv.sizes import TILE
 from diskprefix.kv.step import Run, current_step
-from diskprefix.model.exact import latent, layer_kinds, recurrent, runner, step_inputs
+from diskprefix.model.exact import latent, layer_kinds, recurrent, runner
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.rehearsal import made_up_tokens
 from diskprefix.model.exact.runner import Rows
@@ -194,8 +194,8 @@ def memory_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
 
 def positions_of_the_first(patch: pytest.MonkeyPatch) -> None:
     """Each sequence's rows are counted from 0."""
-    positions = step_inputs.positions
-    patch.setattr(step_inputs, "positions", lambda runs: positions([Run(0, run.num_rows) for run in runs]))
+    positions = runner.positions
+    patch.setattr(runner, "positions", lambda runs: positions([Run(0, run.num_rows) for run in runs]))
 
 
 def a_row_too_many_in_the_state(patch: pytest.MonkeyPatch) -> None:

@@ -22,10 +22,11 @@ from diskprefix.model.load.fit import (
     needs_of_checkpoint,
     needs_of_folder,
     needs_of_gguf,
+    require_plain_weights,
     state_of_config,
 )
 from diskprefix.model.load.hub import listing_of
-from diskprefix.model.load.safetensors_header import StoredShape, stored_shapes
+from diskprefix.model.load.safetensors_header import stored_shapes
 from diskprefix.model.load.served_tensors import part_of, whole_file
 from diskprefix.settings import Settings
 from tests.exactness.architectures import tiny_model
@@ -265,8 +266,8 @@ def test_a_model_of_the_hub_that_does_not_fit_is_refused_before_it_is_fetched(
 
 
 @pytest.mark.usefixtures("cache")
-@pytest.mark.parametrize("method", ["fp8", "bitsandbytes"])
-def test_weights_of_the_hub_that_no_operator_has_are_refused_before_they_are_fetched(
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "fp8", "mxfp4", "bitsandbytes"])
+def test_published_quants_are_refused_before_they_are_fetched_and_the_file_to_pull_is_named(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_of(tmp_path)
@@ -274,10 +275,28 @@ def test_weights_of_the_hub_that_no_operator_has_are_refused_before_they_are_fet
     config["quantization_config"] = {"quant_method": method, "weight_block_size": [128, 128]}
     (folder / "config.json").write_text(json.dumps(config))
     with fake_hub(tmp_path / "hub", monkeypatch) as hub:
-        hub.repos["org/tiny"] = folder
-        with pytest.raises(ModelError, match=r"^(no operator of a CPU computes with FP8|weights quantised with bits)"):
-            load("org/tiny")
+        hub.repos["org/tiny-GPTQ-Int4"] = folder
+        with pytest.raises(ModelError) as raised:
+            load("org/tiny-GPTQ-Int4")
+    assert raised.value.message == (
+        f"org/tiny-GPTQ-Int4: weights quantised with {method} are not served; take a .gguf file of the model, such as "
+        "that of `diskprefix pull org/tiny-GGUF`"
+    )
     assert not list((tmp_path / "hub").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("Qwen/Qwen3-4B-FP8", "Qwen/Qwen3-4B-GGUF"),
+        ("org/Llama-3.1-8B-Instruct-AWQ-INT4", "org/Llama-3.1-8B-Instruct-GGUF"),
+        ("org/Some-7B-quantized.w4a16", "org/Some-7B-GGUF"),
+        ("/models/gpt-oss-20b", "ORG/gpt-oss-20b-GGUF"),
+    ],
+)
+def test_the_file_to_pull_has_the_name_without_its_quants(name: str, file: str) -> None:
+    with pytest.raises(ModelError, match=f"`diskprefix pull {file}`$"):
+        require_plain_weights(name, {"text_config": {"quantization_config": {"quant_method": "awq"}}})
 
 
 def test_a_hub_that_cannot_be_reached_lists_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,14 +304,3 @@ def test_a_hub_that_cannot_be_reached_lists_nothing(tmp_path: Path, monkeypatch:
         pass
     assert listing_of("org/tiny") is None
     assert list(other_forms(Settings(model="org/tiny"))) == []
-
-
-def test_published_quants_count_as_they_are_kept() -> None:
-    stored = [
-        StoredShape("model.layers.0.self_attn.q_proj.qweight", "I32", (32, 256), 0, 32 * 256 * 4),
-        StoredShape("model.layers.0.self_attn.q_proj.scales", "F16", (8, 256), 0, 8 * 256 * 2),
-    ]
-    config = {"quantization_config": {"quant_method": "gptq", "bits": 4, "sym": True}}
-    needs = needs_of_checkpoint("x", stored, config, "auto", "auto")
-    assert needs.weights_bytes == 256 * 256 * 4.5 / 8
-    assert needs_of_checkpoint("x", stored, config, "native", "bfloat16").weights_bytes == 32 * 256 * 4 + 8 * 256 * 2

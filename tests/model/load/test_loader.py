@@ -252,7 +252,7 @@ DEFECTS: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: edit_config(folder, model_type="of-tomorrow"), "cannot read the configuration"),
     (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4}),
-        "but its weights are not",
+        "weights quantised with gptq are not served; take a .gguf file of the model",
     ),
     (cut_weights, "model.safetensors is damaged or cut short"),
     (drop_tensor, "lack 1 tensors of the model, for example model.layers.1.mlp.up_proj.weight"),
@@ -391,14 +391,14 @@ def test_the_best_device_is_found(
     name: str, num_cuda: int, mps: bool, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_devices(monkeypatch, num_cuda=num_cuda, mps=mps)
-    assert loader._pick_device(name) == torch.device(expected)
+    assert loader.pick_device(name) == torch.device(expected)
 
 
 def test_a_gpu_of_intel_is_found_before_one_of_apple(monkeypatch: pytest.MonkeyPatch) -> None:
     set_devices(monkeypatch, num_cuda=0, mps=True)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
     monkeypatch.setattr(torch.xpu, "device_count", lambda: 2)
-    assert (loader._pick_device("auto"), loader._pick_device("xpu:1")) == (torch.device("xpu:0"), torch.device("xpu:1"))
+    assert (loader.pick_device("auto"), loader.pick_device("xpu:1")) == (torch.device("xpu:0"), torch.device("xpu:1"))
 
 
 def set_devices(monkeypatch: pytest.MonkeyPatch, *, num_cuda: int, mps: bool) -> None:

@@ -21,7 +21,7 @@ from diskprefix.model.load.memory import LINE_BYTES, PagesAhead
 from diskprefix.model.load.stored_tensors import StoredTensor
 from diskprefix.settings import Settings
 from tests.model import tiny
-from tests.model.load.test_loader import edit_config, load
+from tests.model.load.test_loader import load
 
 MIB = 1 << 20
 PROGRAM = """
@@ -119,13 +119,11 @@ def test_a_folder_is_read_into_the_memory_that_was_begun_if_there_is_enough(
 
 @pytest.mark.parametrize(
     "settings",
-    [Settings(weights="int8"), Settings(weights="int4"), Settings(device="mps"), Settings(model=""), Settings()],
+    [Settings(weights="int8"), Settings(weights="int4"), Settings(device="mps"), Settings(model="")],
 )
 def test_nothing_begins_for_a_folder_of_which_another_form_is_made(settings: Settings, tmp_path: Path) -> None:
     folder = tiny.write_folder(tmp_path / "m")
     assert begin_weights(Settings(model=str(folder))) is not None
-    if settings == Settings():
-        edit_config(folder, quantization_config={"quant_method": "fp8"})
     assert begin_weights(replace(settings, model=str(folder) if settings.model is None else settings.model)) is None
 
 

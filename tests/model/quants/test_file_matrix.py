@@ -14,9 +14,9 @@ from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_file import FileTensor, read_tensors
 from diskprefix.model.quants import file_matrix as module
 from diskprefix.model.quants.file_matrix import FileMatrix, load_matrices, numbered, numbers_in, save_matrices
-from diskprefix.model.quants.forms import unpacked
 from diskprefix.model.quants.gguf_quants import form_of
 from diskprefix.model.quants.matrix_packing import MatrixPacking
+from diskprefix.model.quants.products import weights_of as weights_of_packed
 from diskprefix.native.library import operators
 
 COLUMNS = 64
@@ -82,7 +82,7 @@ def test_a_matrix_is_made_of_the_rows_that_its_numbers_name(
     packed = torch.empty(form.packed_shape(matrix.num_rows, COLUMNS), dtype=torch.uint8)
     for task in matrix.tasks(found, packed):
         task()
-    assert torch.equal(unpacked(packed, form).dequantised(), expected.view(-1, COLUMNS))
+    assert torch.equal(weights_of_packed(packed, form), expected.view(-1, COLUMNS))
 
 
 @pytest.mark.parametrize(

@@ -1,41 +1,35 @@
-"""Matrices in 4, 5 and 8 bits: how near they are, and that a form holds them exactly."""
+"""Matrices in 4 and 8 bits: how near they are, and that a form holds them exactly."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from diskprefix.errors import ModelError
-from diskprefix.model.quants.forms import Quants, quantised, unpacked
-from diskprefix.model.quants.on_accelerator import grouped_of
-from diskprefix.model.quants.products import matrix_of
-from diskprefix.model.quants.quant_form import FILE_FORMS, FLOAT8_FORMS, FORMS, QuantForm
+from diskprefix.model.quants.forms import Quants, quantised
+from diskprefix.model.quants.products import weights_of
+from diskprefix.model.quants.quant_form import FILE_FORMS, FORMS, QuantForm
 from diskprefix.native.matrix import fills_blocks
 
 
 def quants_of(form: QuantForm, rows: int = 48, columns: int = 96, seed: int = 0) -> Quants:
-    """A matrix that only this form holds: scales in float32 have more bits than float16 has."""
+    """A matrix that this form holds."""
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 1 << form.bits, (rows, columns), generator=generator) + int(form.numbers[0])
     scales, zeros = torch.randn(2, rows, columns // form.group, generator=generator).mul_(0.01).half().float()
-    if form.scales == "float32":
-        scales, zeros = scales * (1 + 2**-12), zeros * (1 + 2**-12)
     return Quants(codes.to(torch.int8), scales, zeros if form.has_zeros else None)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_what_is_packed_is_unpacked(form: QuantForm) -> None:
+def test_what_is_packed_has_the_weights_that_were_quantised(form: QuantForm) -> None:
     quants = quants_of(form)
     packed = quants.packed()
     assert quants.form == form
     assert packed.shape == form.packed_shape(48, 96)
-    found = unpacked(packed, form)
-    assert torch.equal(found.codes, quants.codes)
-    assert torch.equal(found.dequantised(), quants.dequantised())
+    assert torch.equal(weights_of(packed, form), quants.dequantised())
 
 
 def test_a_text_describes_each_form() -> None:
-    forms = (*FORMS, *FLOAT8_FORMS, *FILE_FORMS)
+    forms = (*FORMS, *FILE_FORMS)
     assert len({str(form) for form in forms}) == len(forms)
     assert all(QuantForm.parse(str(form)) == form for form in forms)
     with pytest.raises(ValueError, match="int3"):
@@ -50,7 +44,6 @@ def test_quantised_weights_are_near(bits: int, most: float) -> None:
         quants.dequantised().float() - weight.float()
     ).square().mean().sqrt() / weight.float().square().mean().sqrt()
     assert float(error) < most
-    assert quants.form.scales == "float16"
 
 
 def test_four_bits_are_nearer_than_equal_steps_from_the_least_to_the_largest() -> None:
@@ -63,7 +56,7 @@ def test_four_bits_are_nearer_than_equal_steps_from_the_least_to_the_largest() -
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("scale", [0.0, 1e-9, 1.0, 1e9])
+@pytest.mark.parametrize("scale", [0.0, 1e-2, 1.0, 1e4])
 def test_weights_of_any_size_stay_what_they_are_relative_to_the_largest(bits: int, scale: float) -> None:
     weight = torch.linspace(-1, 1, 16 * 64).view(16, 64) * scale
     found = quantised(weight, bits).dequantised().float()
@@ -88,30 +81,3 @@ def test_long_matrices_are_quantised_in_parts_as_they_are_whole(monkeypatch: pyt
 def test_what_does_not_fill_whole_blocks_cannot_be_quantised(shape: tuple[int, ...]) -> None:
     assert not fills_blocks(torch.zeros(shape))
     assert fills_blocks(torch.zeros(32, 64))
-
-
-@pytest.mark.parametrize("bits", [4, 8])
-def test_an_accelerator_gets_the_weights_that_a_cpu_computes_with(bits: int) -> None:
-    # The columns do not fill a block of the accelerator's layout.
-    experts = [quantised(torch.randn(32, 160) * size, bits) for size in (1.0, 30.0)]
-    packed, expected = (
-        torch.stack(parts) for parts in zip(*((q.packed(), q.dequantised()) for q in experts), strict=True)
-    )
-    found = grouped_of(packed, experts[0].form)
-    assert torch.equal(found.dequantised(), expected)
-    assert torch.equal(grouped_of(packed[1], experts[1].form).dequantised(), expected[1])
-    assert found.codes.shape == (2, 32, 256 * bits // 8)
-
-
-def test_an_accelerator_refuses_the_forms_of_files() -> None:
-    form = FILE_FORMS[0]
-    with pytest.raises(ModelError, match="takes weights in the form int4 32 symmetric float16; add --weights native"):
-        grouped_of(torch.zeros(form.packed_shape(16, 32), dtype=torch.uint8), form)
-
-
-@pytest.mark.parametrize("form", FLOAT8_FORMS, ids=str)
-def test_a_cpu_refuses_float8(form: QuantForm) -> None:
-    packed = torch.zeros(form.packed_shape(16, 128), dtype=torch.uint8)
-    with pytest.raises(ModelError, match="no operator of a CPU computes with FP8 weights"):
-        matrix_of(packed, form, None)
-    assert not grouped_of(packed, form).dequantised().any()

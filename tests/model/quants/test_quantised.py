@@ -197,7 +197,7 @@ def test_auto_without_a_compiled_kernel_is_native(cache: Path, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("weights", "changes", "message"),
     [
-        ("int8", {"device": "mps"}, "--weights: int8 needs a CPU or Triton, and the device is mps; add --device cpu"),
+        ("int8", {"device": "mps"}, "--weights: int8 needs a CPU, and the device is mps; add --device cpu"),
         ("int4", {"dtype": "float32"}, "--weights: int4 computes in bfloat16, not in --dtype float32"),
     ],
 )
@@ -206,7 +206,7 @@ def test_what_does_not_fit_is_said_before_anything_slow(
     weights: str, changes: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loader, "_find", None)
-    monkeypatch.setattr(loader, "_pick_device", lambda name: torch.device("cpu" if name == "auto" else name))
+    monkeypatch.setattr(loader, "pick_device", lambda name: torch.device("cpu" if name == "auto" else name))
     with pytest.raises(SettingsError) as raised:
         load_model(Settings(weights=weights, **changes), lambda _: None)  # type: ignore[arg-type]
     assert raised.value.message == message
@@ -217,16 +217,16 @@ def test_what_was_made_for_other_operators_is_refused(
 ) -> None:
     loaded(folder, "int4")
     (made,) = cache.glob(f"*/{quantised.FILE}")
-    quantised.describe(PreTrainedConfig(), [made], torch.device("cpu"))
+    quantised.describe(PreTrainedConfig(), [made])
     has_rows = library.has_rows()
     monkeypatch.setattr(quantised, "has_rows", lambda: not has_rows)
     with pytest.raises(ModelError, match="was made for another CPU or other --kernels; serve the model that"):
-        quantised.describe(PreTrainedConfig(), [made], torch.device("cpu"))
+        quantised.describe(PreTrainedConfig(), [made])
     monkeypatch.undo()
     monkeypatch.setattr(library, "_chosen", "torch")
     monkeypatch.setattr(quantised, "has_rows", lambda: has_rows)
     with pytest.raises(ModelError, match="need the compiled operators"):
-        quantised.describe(PreTrainedConfig(), [made], torch.device("cpu"))
+        quantised.describe(PreTrainedConfig(), [made])
 
 
 @pytest.mark.usefixtures("cache")

@@ -7,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from diskprefix.model.exact.invariance import make_exact
 from diskprefix.model.exact.mixtures import experts, is_mixture, matrices_of
 from diskprefix.model.load.loader import load_model
 from diskprefix.model.load.stored_tensors import stored_tensors
-from diskprefix.model.quants.forms import quantised
-from diskprefix.model.quants.published import Source
 from diskprefix.model.quants.quantised import describe, prepare, save_configurations
 from diskprefix.model.quants.quantised_experts import QuantisedExperts, QuantisedMatrices
 from diskprefix.model.quants.streamed import StreamedQuantising
@@ -86,35 +83,15 @@ def test_what_is_written_is_read(name: str, tmp_path: Path) -> None:
     tiny_model(name, torch.bfloat16).save_pretrained(source)
     stored = stored_tensors(source, [source / "model.safetensors"])
     sources = {name: tensor.read for name, tensor in stored.items()}
-    made = StreamedQuantising(sources, (), "int4", tmp_path, lambda _: None).run(type(model), model.config)
+    made = StreamedQuantising(sources, "int4", tmp_path, lambda _: None).run(type(model), model.config)
     save_configurations(made, tmp_path)
     config = type(model.config).from_pretrained(tmp_path)
-    describe(config, [tmp_path / "model.safetensors"], torch.device("cpu"))
+    describe(config, [tmp_path / "model.safetensors"])
     again, info = type(model).from_pretrained(tmp_path, config=config, dtype=torch.bfloat16, output_loading_info=True)
     prepare(again)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert forms_of(again) == forms_of(model)
     assert torch.equal(logits_of(again), logits_of(model))
-
-
-@pytest.mark.parametrize("name", ["mixtral", "gpt_oss"])
-def test_plain_experts_are_written_as_they_come_beside_quants(name: str, tmp_path: Path) -> None:
-    model, source = tiny_model(name, torch.bfloat16), tmp_path / "source"
-    model.save_pretrained(source)
-    stored = stored_tensors(source, [source / "model.safetensors"])
-    sources: dict[str, Source] = {name: tensor.read for name, tensor in stored.items()}
-    attention = "model.layers.0.self_attn.q_proj"
-    quants = quantised(model.get_submodule(attention).weight.detach(), 8)
-    sources[f"{attention}.weight"] = lambda: quants
-    held: list[str] = []
-    quantising = StreamedQuantising(sources, (), "auto", tmp_path, lambda _: held.extend(quantising._held))
-    quantising.run(type(model), model.config)
-    assert not [part for part in held if not part.endswith("_bias")], "only biases wait for the matrices"
-    written, expected = load_file(tmp_path / "model.safetensors"), model.state_dict()
-    names = [name for name in expected if ".experts." in name]
-    assert names
-    assert all(torch.equal(written[name], expected[name]) for name in names)
-    assert torch.equal(written[f"{attention}.packed"], quants.packed())
 
 
 def exactness(model: PreTrainedModel) -> tuple[str, str]:

@@ -1,1 +1,0 @@
-"""`tools/gpu`: exactness and speed on whatever accelerator a machine has."""
