@@ -15,7 +15,6 @@ from diskprefix.cache.cached_request import CachedRequest
 from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cache.resources import open_store
 from diskprefix.engine.forward import prefill
-from diskprefix.kv import arena
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import ExactAt, Layout
 from diskprefix.model.exact.invariance import make_exact
@@ -114,8 +113,7 @@ class Runner:
         if exact_at == "grid":
             self.layout = _layout(model)
         else:
-            # A device in main memory (`tests.kv.late_streams`) is `cpu` too.
-            described = f"{name} {model.config} {model.dtype} {type(arena.copies_for(model.device)).__name__}"
+            described = f"{name} {model.config} {model.dtype}"
             self.layout, self.grid_reason = make_exact(model, identity=described, form=described)
             assert exact_at in (None, self.layout.exact_at), self.grid_reason
         self.device = model.device.type

@@ -261,7 +261,6 @@ def _extended(layer: TokenLayer, run: Run, pattern: Pattern) -> bytes:
         raise ValueError("there is no room for the rows of the step")
     if layer.first > pattern.first_visible(run.start) // TILE * TILE:
         raise NotInvariant("attention to tokens that the cache does not keep")
-    layer.arrive()
     layer.length = run.end
     return native.run_of(run.start, run.num_rows, layer.first, keys[0], values[0])
 

@@ -339,7 +339,9 @@ def test_unfinished_bodies_of_one_key_or_client_are_bounded_and_leave_room_for_o
 ) -> None:
     (tmp_path / "keys").write_text(f"greedy {'g' * 24}\nother {'o' * 24}\n")
     (tmp_path / "keys").chmod(0o600)
-    keys = ApiKeys(tmp_path / "keys") if has_keys else None
+    who = ApiKeys(tmp_path / "keys") if has_keys else TOKEN
+    greedy: dict[str, Any]
+    other: dict[str, Any]
     greedy, other = ({"key": one * 24} if has_keys else {"client": f"{one}.example"} for one in "go")
 
     async def passes(_way: Way, _scope: Any, _incoming: Incoming, send: Any) -> int:
@@ -349,7 +351,7 @@ def test_unfinished_bodies_of_one_key_or_client_are_bounded_and_leave_room_for_o
 
     async def test() -> None:
         monkeypatch.setattr(Way, "pass_on", passes)
-        told = Told(Listing(Settings(), Models(Named("one"))), keys=keys)
+        told = Told(Listing(Settings(), Models(Named("one"))), who=who)
         arriving = told.front._arriving
         async with told.running():
             most = Settings().max_queue // 2 + Settings().max_sequences
@@ -377,7 +379,7 @@ def test_where_files_are_is_told_to_the_admin_alone(tmp_path: Path) -> None:
         raise ModelError("cannot read /srv/models/one")
 
     async def test() -> None:
-        told = Told(Listing(Settings(), Models(Named("one")), unreadable), keys=ApiKeys(tmp_path / "keys"))
+        told = Told(Listing(Settings(), Models(Named("one")), unreadable), who=ApiKeys(tmp_path / "keys"))
         async with told.running():
             for key, sees_all in ((admin, True), (other, False)):
                 for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models/one")):
