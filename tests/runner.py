@@ -115,7 +115,8 @@ class Runner:
             self.layout = _layout(model)
         else:
             # A device in main memory (`tests.kv.late_streams`) is `cpu` too.
-            described = f"{name} {model.config} {model.dtype} {type(arena.copies_for(model.device)).__name__}"
+            copies = type(arena.copies_for(model.device))  # type: ignore[attr-defined]
+            described = f"{name} {model.config} {model.dtype} {copies.__name__}"
             self.layout, self.grid_reason = make_exact(model, identity=described, form=described)
             assert exact_at in (None, self.layout.exact_at), self.grid_reason
         self.device = model.device.type
