@@ -124,9 +124,9 @@ def of_layers(operators: Operators) -> list[torch.Tensor]:
     )
     block = AttentionBlock(query, key, value, last, DIM, DIM, 0.25, 0.0, of_heads, of_heads, None)
     rows = made_up(1, ROWS, WIDTH, seed=1, dtype=torch.bfloat16)
-    angles = (made_up(1, ROWS, DIM, seed=seed, dtype=torch.bfloat16) for seed in (2, 3))
+    cosines, sines = (made_up(1, ROWS, DIM, seed=seed, dtype=torch.bfloat16) for seed in (2, 3))
     memory = [made_up(2, TOKENS, DIM, seed=seed, dtype=torch.bfloat16) for seed in (4, 5)]
-    place = StepPlace(run_of(START, ROWS, 0, *memory), 1, *angles)
+    place = StepPlace(run_of(START, ROWS, 0, *memory), 1, cosines, sines)
     layer = Layer(block, gated, (norms[0], None, norms[1], None))
     return [gated(operators, rows), block(operators, rows, place), layer(operators, rows, place), *memory]
 
