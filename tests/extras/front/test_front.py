@@ -340,8 +340,8 @@ def test_unfinished_bodies_of_one_key_or_client_are_bounded_and_leave_room_for_o
     (tmp_path / "keys").write_text(f"greedy {'g' * 24}\nother {'o' * 24}\n")
     (tmp_path / "keys").chmod(0o600)
     who = ApiKeys(tmp_path / "keys") if has_keys else TOKEN
-    each: list[dict[str, Any]] = [{"key": one * 24} if has_keys else {"client": f"{one}.example"} for one in "go"]
-    greedy, other = each
+    greedy: dict[str, Any] = {"key": "g" * 24} if has_keys else {"client": "greedy.example"}
+    other: dict[str, Any] = {"key": "o" * 24} if has_keys else {"client": "other.example"}
 
     async def passes(_way: Way, _scope: Any, _incoming: Incoming, send: Any) -> int:
         await send({"type": "http.response.start", "status": 200})
