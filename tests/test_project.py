@@ -15,6 +15,7 @@ import click
 import pytest
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 import diskprefix
@@ -96,8 +97,9 @@ INNER_PARTS = {"huggingface-hub", "lmdb", "torch", "transformers", "uvicorn"}
 
 def test_a_dependency_whose_inner_parts_are_used_is_bounded_to_versions_that_were_tried() -> None:
     lines = (ROOT / "tools/constraints.txt").read_text(encoding="utf-8").splitlines()
-    pins = {canonicalize_name(pin.name): pin for pin in map(Requirement, lines[3:])}
-    bounds = {canonicalize_name(one.name): one.specifier for one in map(Requirement, pyproject()["dependencies"])}
+    pins: dict[str, Requirement] = {canonicalize_name(pin.name): pin for pin in map(Requirement, lines[3:])}
+    needed = [Requirement(line) for line in pyproject()["dependencies"]]
+    bounds: dict[str, SpecifierSet] = {canonicalize_name(one.name): one.specifier for one in needed}
     for name in INNER_PARTS:
         (tried,) = pins[name].specifier
         assert tried.version in bounds[name]
