@@ -27,6 +27,7 @@ from diskprefix.model.load.gguf_file import (
     write_header,
 )
 from diskprefix.model.load.gguf_header import GgufHeader
+from diskprefix.model.load.gguf_keys import complete, require_all_read, require_rotary
 from diskprefix.model.load.gguf_rope import SCALING, scale_positions
 from diskprefix.model.load.gguf_splits import set_splits
 from diskprefix.model.load.imports import without_tracer
@@ -280,7 +281,9 @@ def _convert(
     with without_gguf_reader(source / _GGUF):
         config = AutoConfig.from_pretrained(source, gguf_file=_GGUF, trust_remote_code=False)
         _set_widths(config, header)
-        scale_positions(config, header.values, tensors, report)
+        complete(config, header, [tensor.name for tensor in tensors])
+        used = scale_positions(config, header.values, tensors, report)
+        require_all_read(config, header)
         advance(4)
         tokenizer = AutoTokenizer.from_pretrained(source, config=config, gguf_file=_GGUF, trust_remote_code=False)
         if facts["tokenizer"] == "gpt2":
@@ -292,9 +295,11 @@ def _convert(
         from diskprefix.model.quants.quantised import save_configurations
 
         total = sum(tensor.num_elements for tensor in tensors)
-        conversion = TensorwiseConversion(tensors, weights, made, lambda done: advance(8 + 92 * done / total))
+        others = [tensor for tensor in tensors if tensor.name not in used]
+        conversion = TensorwiseConversion(others, weights, made, lambda done: advance(8 + 92 * done / total))
         before = [file_stamp(part) for part in parts]
         model = conversion.run(source, _GGUF, config)
+        require_rotary(model, header)
         if [file_stamp(part) for part in parts] != before:
             raise ModelError(f"{gguf} was changed while it was converted; start again")
     if len(facts["stop_ids"]) > 1:

@@ -24,8 +24,8 @@ _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<
 _UINT32 = 4
 _SKIPPED_BYTES = 4096
 """Longer strings of an array are skipped, shorter ones are read: both cost the same here."""
-_FEW = 16
-"""The most strings of an array that is kept."""
+_FEW, _FEW_NUMBERS = 16, 1024
+"""The most strings and numbers of an array that is kept. Architectures have a number for each layer."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +41,11 @@ class HeaderTensor:
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """`values` has the metadata that are numbers or strings, `lists` those of few strings. Other arrays, such as the
-    vocabulary, are not kept: all of the metadata are the bytes from 24 to `metadata_end` of the file."""
+    """`values` has the metadata that are numbers or strings, `lists` the arrays. Long ones, such as the vocabulary, are
+    not kept and are None: all of the metadata are the bytes from 24 to `metadata_end` of the file."""
 
     values: Mapping[str, Any]
-    lists: Mapping[str, tuple[str, ...]]
+    lists: Mapping[str, tuple[Any, ...] | None]
     metadata_end: int
     alignment: int
     tensors: tuple[HeaderTensor, ...]
@@ -107,11 +107,13 @@ class _Reading:
                 raise ValueError("it became shorter while it was read")
         self._advance(self._left - left)
 
-    def array(self) -> tuple[str, ...] | None:
-        """Returns an array of few strings. Skips any other."""
+    def array(self) -> tuple[Any, ...] | None:
+        """Returns an array of few strings or numbers. Skips any other."""
         kind, count = self.number("<I"), self.number("<Q")
         if kind == _STRING and count <= _FEW:
             return tuple(self.text() for _ in range(count))
+        if kind in _SCALARS and count <= _FEW_NUMBERS:
+            return tuple(self.number(_SCALARS[kind]) for _ in range(count))
         if kind == _STRING:
             self._skip_strings(count)
         elif kind in _SCALARS:
@@ -144,7 +146,7 @@ def _read(reading: _Reading, num_bytes: int) -> GgufHeader:
     if num_tensors > _MOST_TENSORS or num_values > _MOST_VALUES:
         raise ValueError(f"its header counts {num_tensors} tensors and {num_values} values")
     values: dict[str, Any] = {}
-    lists: dict[str, tuple[str, ...]] = {}
+    lists: dict[str, tuple[Any, ...] | None] = {}
     seen: set[str] = set()
     alignment = 32
     for _ in range(num_values):
@@ -153,8 +155,7 @@ def _read(reading: _Reading, num_bytes: int) -> GgufHeader:
             raise ValueError(f"{key!r} is in it twice")
         seen.add(key)
         if kind == _ARRAY:
-            if (found := reading.array()) is not None:
-                lists[key] = found
+            lists[key] = reading.array()
         elif kind == _STRING:
             values[key] = reading.text()
         elif kind in _SCALARS:

@@ -6,12 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from diskprefix.errors import ModelError
 from diskprefix.model.load.gguf_file import FileTensor
 from diskprefix.progress import Report
 
 if TYPE_CHECKING:
     import numpy as np
 
+_LATENT = "deepseek2"
 SCALING = ".rope.scaling."
 """In the keys of the metadata about it, after the architecture."""
 _DIVISORS, _SHORT, _LONG = "rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight"
@@ -21,56 +23,97 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_posit
 _YARN = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow"}
 _MSCALE = "yarn_log_multiplier"
 """A tenth of `mscale` and `mscale_all_dim` of DeepSeek's models, which are equal in all of them."""
+_NEUTRAL: Mapping[str, tuple[float, ...]] = {
+    "alpha": (0, 1),
+    "attn_factor": (0, 1),
+    "yarn_attn_factor": (0, 1),
+    "yarn_ext_factor": (-1, 1),
+    _MSCALE: (0,),
+}
+"""Values that change nothing, where a key is not read."""
 
 
-def scale_positions(config: Any, values: Mapping[str, Any], tensors: Sequence[FileTensor], report: Report) -> None:
+def full_parameters(config: Any) -> dict[str, Any]:
+    """Returns the rotary parameters of the layers without a window, as the configuration has them."""
+    parameters: dict[str, Any] = getattr(config, "rope_parameters", None) or {}
+    found: dict[str, Any] = parameters.get("full_attention", parameters)
+    return found
+
+
+def scale_positions(config: Any, values: Mapping[str, Any], tensors: Sequence[FileTensor], report: Report) -> set[str]:
     """Puts the scaling of a file into the configuration that transformers made of it. `values` are its metadata.
 
-    If the model has layers with a window, only the others are scaled.
+    Returns the names of the tensors that it has used. If the model has layers with a window, only the others are
+    scaled. Raises `ModelError` for a scaling that is not known.
     """
     import numpy as np
 
-    parameters = getattr(config, "rope_parameters", None) or {}
-    parameters = parameters.get("full_attention", parameters)
+    parameters, original = full_parameters(config), "original_max_position_embeddings"
+    scaling = {key: value for key, value in values.items() if SCALING in key}
     if parameters.get("rope_type") not in ("default", "yarn"):
         # It has no rotary positions, or transformers knows how the architecture scales them.
-        return
-    parameters |= _scaling({key.partition(SCALING)[2]: value for key, value in values.items() if SCALING in key})
+        _require_read(scaling, set())
+        return set()
     divisors = {
         tensor.name: tensor.content().astype(float)
         for tensor in tensors
         if tensor.name in (_DIVISORS, _SHORT, _LONG) and tensor.kind == "F32"
     }
-    if _SHORT in divisors and _LONG in divisors:
-        parameters |= _divided_by(divisors[_SHORT], divisors[_LONG])
+    is_long = _SHORT in divisors and _LONG in divisors
+    parameters |= (found := _scaling(scaling, is_long=is_long))
+    if "rope_type" in found and divisors:
+        raise ModelError(f"the file scales positions twice: by {min(divisors)} and by a factor")
+    if is_long and original not in found:
+        parameters[original] = config.max_position_embeddings
+    if original in parameters and hasattr(config, original):
+        # transformers prefers this one, whose default is that of another model.
+        setattr(config, original, parameters[original])
+    if is_long:
+        parameters |= {"attention_factor": 1.0} | parameters | _divided_by(divisors[_SHORT], divisors[_LONG])
         # Of heads that are rotated in part, transformers reads the part for few architectures.
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         parameters["partial_rotary_factor"] = 2 * divisors[_SHORT].size / head_dim
     elif _DIVISORS in divisors:
-        found = divisors[_DIVISORS]
-        factor = float(found.max())
-        if np.allclose(found, _llama_3_divisors(parameters["rope_theta"], factor, found.size), rtol=1e-3):
+        of_file = divisors[_DIVISORS]
+        factor = float(of_file.max())
+        if np.allclose(of_file, _llama_3_divisors(parameters["rope_theta"], factor, of_file.size), rtol=1e-3):
             parameters |= {"rope_type": "llama3", "factor": factor, **_LLAMA_3}
         else:
             report(f"warning: without the cache: {_DIVISORS} does not scale the frequencies as Llama 3 does")
-            parameters |= _divided_by(found, found) | {"attention_factor": 1.0}
-            parameters["original_max_position_embeddings"] = config.max_position_embeddings
+            parameters |= _divided_by(of_file, of_file) | {"attention_factor": 1.0}
+            parameters[original] = config.max_position_embeddings
+    return {_SHORT, _LONG} if is_long else {_DIVISORS} & divisors.keys()
 
 
-def _scaling(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns transformers' names for the metadata about scaling."""
+def _require_read(scaling: Mapping[str, Any], read: set[str]) -> None:
+    """Raises `ModelError` for a key whose value changes numbers and that is not among those that are `read`."""
+    harmless = {"finetuned", "original_context_length", *_YARN}
+    for key, value in scaling.items():
+        name = key.partition(SCALING)[2]
+        neutral = ("none", "linear") if name == "type" else (0, 1) if name == "factor" else _NEUTRAL.get(name, ())
+        if name not in read | harmless and value not in neutral:
+            raise ModelError(f"the file's {key} is {value}, and nothing here reads it")
+
+
+def _scaling(scaling: Mapping[str, Any], *, is_long: bool) -> dict[str, Any]:
+    """Returns transformers' names for the metadata about scaling. `is_long`: the file has divisors for long texts."""
+    values = {key.partition(SCALING)[2]: value for key, value in scaling.items()}
     kind, factor = values.get("type", "linear"), float(values.get("factor", 1))
     if kind == "none":
         return {}
+    is_latent = any(key.startswith(f"{_LATENT}.") for key in scaling)
+    read = {"factor"} | ({"type"} if kind in ("linear", "yarn") or (kind == "longrope" and is_long) else set())
+    read |= {"attn_factor"} if is_long and kind != "yarn" else set()
+    _require_read(scaling, read | ({_MSCALE} if is_latent and kind == "yarn" else set()))
     found: dict[str, Any] = {}
     if "original_context_length" in values:
         found["original_max_position_embeddings"] = int(values["original_context_length"])
     if kind == "yarn":
         found |= {known: float(values[name]) for name, known in _YARN.items() if name in values}
-        if _MSCALE in values:
+        if _MSCALE in values and is_latent:
             # The file has it in float32.
             found |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * float(values[_MSCALE]), 5))
-    elif "attn_factor" in values:
+    elif is_long and values.get("attn_factor"):
         found["attention_factor"] = float(values["attn_factor"])
     if kind in ("linear", "yarn") and factor not in (0, 1):
         found |= {"rope_type": kind, "factor": factor}

@@ -111,11 +111,13 @@ class TensorwiseConversion:
         self._read: list[FileTensor] = []
         """Tensors of the file that the present parameter is made of."""
         self._is_used = False
+        self._taken: set[str] = set()
+        """Names of tensors that something is made of."""
 
     def run(self, source: Path, name: str, config: Any) -> PreTrainedModel:
         """Converts the file `name` of the folder `source`, and returns the model without its weights.
 
-        Raises `ModelError` if the file lacks tensors, or the model has no matrix that can be quantised.
+        Raises `ModelError` if the file lacks tensors or has others, or the model has no matrix that can be quantised.
         """
         with self._streaming(), torch.no_grad(), one_thread():
             while True:
@@ -132,6 +134,8 @@ class TensorwiseConversion:
                 self._note_unclear()
                 if len(self._unclear) == num_unclear:
                     break
+            if surplus := [tensor.name for tensor in self.tensors if tensor.name not in self._taken]:
+                raise ModelError(f"nothing in the model takes these tensors of the file: {', '.join(surplus[:3])}")
             if info["missing_keys"]:
                 names = ", ".join(sorted(info["missing_keys"])[:3])
                 raise ModelError(f"the file lacks tensors of the model: {names}")
@@ -224,7 +228,7 @@ class TensorwiseConversion:
         for target, source in tied.items():
             if target in sources and source in sources and _are_equal(sources[target], sources[source]):
                 # They would be tied after both are loaded.
-                del sources[target]
+                self._taken.update(tensor.name for tensor in sources.pop(target))
 
         def read(parameter: str) -> torch.Tensor:
             made: dict[str, torch.Tensor] = {}
@@ -265,6 +269,7 @@ class TensorwiseConversion:
             self._read.clear()
             self._is_used = False
         self._read.append(tensor)
+        self._taken.add(tensor.name)
 
     def _note_unclear(self) -> None:
         """Notes the tensors that were shown by numbers, and of which nothing was made that has them."""

@@ -18,7 +18,7 @@ from diskprefix.model.load.gguf_rope import scale_positions
 
 def scaled(parameters: dict[str, Any], values: dict[str, Any], *tensors: FileTensor) -> dict[str, Any]:
     config = SimpleNamespace(rope_parameters=parameters, head_dim=64, max_position_embeddings=8192)
-    scale_positions(config, {f"any.rope.scaling.{name}": value for name, value in values.items()}, tensors, print)
+    scale_positions(config, {f"deepseek2.rope.scaling.{name}": value for name, value in values.items()}, tensors, print)
     return parameters
 
 
