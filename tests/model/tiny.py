@@ -115,11 +115,14 @@ def _tensors(seed: int, experts: int = 0, expert_width: int = 0) -> dict[str, An
             f"blk.{i}.attn_v": (kv, HIDDEN),
             f"blk.{i}.attn_output": (HIDDEN, HIDDEN),
             f"blk.{i}.ffn_norm": (HIDDEN,),
-            f"blk.{i}.ffn_gate": (INNER, HIDDEN),
-            f"blk.{i}.ffn_up": (INNER, HIDDEN),
-            f"blk.{i}.ffn_down": (HIDDEN, INNER),
         }
-        if experts:
+        if not experts:
+            shapes |= {
+                f"blk.{i}.ffn_gate": (INNER, HIDDEN),
+                f"blk.{i}.ffn_up": (INNER, HIDDEN),
+                f"blk.{i}.ffn_down": (HIDDEN, INNER),
+            }
+        else:
             shapes |= {
                 f"blk.{i}.attn_q_norm": (HIDDEN // HEADS,),
                 f"blk.{i}.attn_k_norm": (HIDDEN // HEADS,),

@@ -42,7 +42,7 @@ from diskprefix.tokens import file_digest
 from diskprefix.trusted_path import distrusted_by_root
 from diskprefix.units import format_size
 
-CONVERSION_FORMAT = 2
+CONVERSION_FORMAT = 3
 """The format of converted folders. Increase it when the conversion makes other files: older folders are then made
 again."""
 

@@ -212,10 +212,9 @@ def _head_dim(config: Any) -> int:
 
 def _key_dim(config: Any) -> int:
     """Returns the width of heads in the layers without a window."""
-    layers = getattr(config, "per_layer_config", None)
-    if not layers or "full_attention" not in config.layer_types:
+    if config.model_type != "gemma4_text" or "full_attention" not in config.layer_types:
         return _head_dim(config)
-    return int(layers[config.layer_types.index("full_attention")].head_dim)
+    return int(config.per_layer_config[config.layer_types.index("full_attention")].head_dim)
 
 
 def _num_kv_heads(config: Any) -> Any:
