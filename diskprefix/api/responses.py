@@ -330,7 +330,7 @@ _IN_SHORT = Message(role="user", content=(TextPart(_REQUEST, "input"),), path="i
 class Responses:
     """The API for one request."""
 
-    body = ResponseRequest
+    body: type[ResponseRequest] = ResponseRequest
     id_prefix = "resp_"
     call_id_prefix = "call_"
 
@@ -354,10 +354,10 @@ class Responses:
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
         if self.compacts:
             # The tools stay in the prompt, whose beginning is that of the conversation so far.
-            limit = min(body.max_output_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
+            most = min(body.max_output_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
             return Asked(
                 prompt=prompt,
-                sampling=replace(sampling, max_tokens=limit),
+                sampling=replace(sampling, max_tokens=most),
                 tool_choice=ToolChoice("none"),
                 limit_path="max_output_tokens",
             )
