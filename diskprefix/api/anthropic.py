@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, field_validator, model_validator
@@ -44,6 +45,9 @@ class CustomTool(Markable):
     name: ToolName = Field(description="Name of the tool.")
     description: str | None = Field(default=None, description="What it does, for the model to read.")
     input_schema: JsonObject = Field(description="JSON schema of its arguments.")
+    strict: bool | None = Field(
+        default=None, description="`true`: the arguments follow the schema, also where no call is forced."
+    )
 
     @property
     def for_template(self) -> JsonObject:
@@ -196,7 +200,9 @@ class CountTokensRequest(RequestBody, Markable):
 
     @property
     def choice(self) -> ToolChoice:
-        return ToolChoice() if self.tool_choice is None else self.tool_choice.neutral
+        choice = ToolChoice() if self.tool_choice is None else self.tool_choice.neutral
+        tools = [tool for tool in self.tools or () if isinstance(tool, CustomTool)]
+        return replace(choice, strict=frozenset(tool.name for tool in tools if tool.strict))
 
 
 class MessagesRequest(CountTokensRequest):

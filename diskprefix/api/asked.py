@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from diskprefix.chat.fill_in import FillIn
@@ -56,12 +56,14 @@ class ToolChoice:
     """The offered tools that may be called, or one of which must be called.
 
     `names` of None are all tools. Without `many`, a reply has one call at most. `path` is where the client said so.
+    The arguments of calls of `strict` must follow the schema, also where nothing must be called.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
     names: frozenset[str] | None = None
     many: bool = True
     path: str = "tool_choice"
+    strict: frozenset[str] = frozenset()
 
     def allowed(self, tools: Sequence[JsonObject]) -> list[JsonObject]:
         """Returns the tools that may be called."""
@@ -100,12 +102,13 @@ def openai_choice(
     *,
     parallel: bool | None,
     tools: Sequence[JsonObject],
+    strict: frozenset[str] = frozenset(),
 ) -> ToolChoice:
     """Returns what OpenAI's `tool_choice` and `parallel_tool_calls` say. Raises `InvalidRequest` as `check` does."""
     many = parallel is not False
     choice = ToolChoice(asked or "auto", many=many) if isinstance(asked, str | None) else asked.neutral(many=many)
     choice.check(tools)
-    return choice
+    return replace(choice, strict=strict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +133,8 @@ class Asked:
     @property
     def is_constrained(self) -> bool:
         """Returns whether the client constrains the reply."""
-        return self.text_format is not None or self.tool_choice.mode == "required"
+        choice = self.tool_choice
+        return self.text_format is not None or choice.mode == "required" or bool(choice.strict)
 
 
 class ConstraintCheck(Protocol):
@@ -145,8 +149,9 @@ def constraint_of(
 ) -> Constraint | None:
     """Returns what the reply must be; None: anything.
 
-    A reply that may call tools but need not is constrained only where the client asks for JSON: then it is either that,
-    or calls. Raises `InvalidRequest` for what cannot be compiled; this may take seconds.
+    A reply that may call tools but need not is constrained where the client asks for JSON: then it is either that, or
+    calls; and where a tool is strict: then its arguments follow the schema. Raises `InvalidRequest` for what cannot be
+    compiled; this may take seconds.
     """
     if not isinstance(asked.prompt, Conversation):
         return None if asked.text_format is None else _checked_text(asked.text_format, None, check)
@@ -159,7 +164,14 @@ def constraint_of(
             thought = None
         return _checked_calls(asked.prompt, Constraint(kind="lark", source=grammar, before=thought), check)
     if asked.text_format is None:
-        return None
+        strict = choice.strict.intersection(tool["function"]["name"] for tool in tools)
+        if not strict:
+            return None
+        grammar = output_format.strict_grammar(tools, strict)
+        if thought is not None and thought.begin is None and not _is_thinking(output_format, prompt_end):
+            # A call may come before the end of this thought.
+            thought = None
+        return _checked_calls(asked.prompt, Constraint(kind="lark", source=grammar, before=thought), check)
     constraint = _checked_text(asked.text_format, thought, check)
     if not tools or constraint.kind not in ("json_schema", "json_object"):
         return constraint

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Annotated, ClassVar, Literal, TypeAlias, cast
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
@@ -227,8 +227,8 @@ class CompletionRequest(OpenAIBody):
     @property
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, list) and isinstance(self.prompt[0], str | list):
-            return cast("list[str | list[int]]", self.prompt)
-        return [cast("str | list[int]", self.prompt)]
+            return self.prompt
+        return [self.prompt]
 
     @model_validator(mode="after")
     def _has_a_text(self) -> CompletionRequest:

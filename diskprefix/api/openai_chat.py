@@ -95,7 +95,8 @@ class ChatRequest(OpenAIBody):
     def choice(self) -> ToolChoice:
         """Raises `InvalidRequest` for a tool that is not offered."""
         tools = cast("list[JsonObject]", self.tools or [])
-        return openai_choice(self.tool_choice, parallel=self.parallel_tool_calls, tools=tools)
+        strict = frozenset(tool["function"]["name"] for tool in tools if tool["function"].get("strict"))
+        return openai_choice(self.tool_choice, parallel=self.parallel_tool_calls, tools=tools, strict=strict)
 
     @property
     def text_format(self) -> TextFormat | None:

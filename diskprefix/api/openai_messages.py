@@ -162,6 +162,9 @@ class ToolFunction(Markable, extra="allow"):
     name: ToolName = Field(description="Name of the function.")
     description: str | None = Field(default=None, description="What it does, for the model to read.")
     parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
+    strict: bool | None = Field(
+        default=None, description="`true`: the arguments follow the schema, also where no call is forced."
+    )
 
 
 class Tool(Markable, extra="allow"):

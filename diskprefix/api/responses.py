@@ -57,7 +57,9 @@ class FunctionTool(Markable):
     name: ToolName = Field(description="Name of the function.")
     description: str | None = Field(default=None, description="What it does, for the model to read.")
     parameters: JsonObject | None = Field(default=None, description="JSON schema of its arguments.")
-    strict: bool | None = Field(default=None, description="Accepted; calls that must be made follow the schema.")
+    strict: bool | None = Field(
+        default=None, description="The arguments follow the schema, also where no call is forced."
+    )
 
 
 _REQUIRED_OF_FUNCTIONS: JsonObject = {"description": None, "parameters": None, "strict": None}
@@ -84,6 +86,7 @@ class OfferedFunctions:
         self.marks: list[tuple[int, CacheMark]] = []
         self.paths: list[str] = []
         """The path of the schema of each function's arguments."""
+        self.strict = frozenset(tool["name"] for tool in sent if tool["type"] == "function" and tool.get("strict"))
         skipped = set()
         for index, tool in enumerate(sent):
             if tool["type"] != "function":
@@ -244,7 +247,8 @@ class ResponseRequest(RequestBody, Unmarkable):
     def choice(self) -> ToolChoice:
         """Raises `InvalidRequest` for a function that is not offered."""
         tools = self.offered.functions
-        return openai_choice(self.tool_choice, parallel=self.parallel_tool_calls, tools=tools)
+        strict = self.offered.strict
+        return openai_choice(self.tool_choice, parallel=self.parallel_tool_calls, tools=tools, strict=strict)
 
     @property
     def text_format(self) -> TextFormat | None:
@@ -326,7 +330,7 @@ _IN_SHORT = Message(role="user", content=(TextPart(_REQUEST, "input"),), path="i
 class Responses:
     """The API for one request."""
 
-    body = ResponseRequest
+    body: type[ResponseRequest] = ResponseRequest
     id_prefix = "resp_"
     call_id_prefix = "call_"
 
@@ -350,10 +354,10 @@ class Responses:
         sampling = sampling_params(body, vocab_size, max_tokens=body.max_output_tokens, logprobs=body.logprobs)
         if self.compacts:
             # The tools stay in the prompt, whose beginning is that of the conversation so far.
-            limit = min(body.max_output_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
+            most = min(body.max_output_tokens or MAX_SUMMARY_TOKENS, MAX_SUMMARY_TOKENS)
             return Asked(
                 prompt=prompt,
-                sampling=replace(sampling, max_tokens=limit),
+                sampling=replace(sampling, max_tokens=most),
                 tool_choice=ToolChoice("none"),
                 limit_path="max_output_tokens",
             )

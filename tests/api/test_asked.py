@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,10 @@ class Thinking:
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
         calls = [f'"{item["function"]["name"]}" %json {json.dumps(item["function"]["parameters"])}' for item in tools]
         return f"start: call{'+' if many else ''}\ncall: {' | '.join(calls)}\n"
+
+    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
+        called = self.call_grammar([item for item in tools if item["function"]["name"] in strict], many=False)
+        return called.replace("start: call", "start: /[0-9]*/ call?")
 
 
 class Parser:
@@ -82,6 +87,16 @@ def accepts(compiler: ConstraintCompiler, constraint: Constraint | None, text: s
     matcher = compiler.matcher(constraint)
     tokens = compiler.tokenizer.tokenize_str(text)
     return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+def test_a_strict_tool_constrains_a_reply_that_may_call_it_and_no_other_does(compiler: ConstraintCompiler) -> None:
+    strict = ToolChoice(strict=frozenset({"read"}))
+    constraint = found(compiler, tools=TOOLS, tool_choice=strict)
+    assert accepts(compiler, constraint, "12")
+    assert accepts(compiler, constraint, '12read{"a": 1}')
+    assert not accepts(compiler, constraint, '12read{"b": 1}')
+    for choice in (ToolChoice(), replace(strict, mode="none"), replace(strict, names=frozenset({"write"}))):
+        assert found(compiler, tools=TOOLS, tool_choice=choice) is None
 
 
 def test_a_reply_is_free_unless_somebody_asks(compiler: ConstraintCompiler) -> None:

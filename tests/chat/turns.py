@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from diskprefix.chat.messages import Conversation, JsonObject
@@ -40,6 +40,9 @@ class TaggedFormat:
         return TaggedParser()
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
+        raise NotImplementedError
+
+    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
         raise NotImplementedError
 
 

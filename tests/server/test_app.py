@@ -643,6 +643,27 @@ def test_what_the_model_cannot_do_is_a_400_before_anything_is_queued(
     assert engine.requests == []
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "tool"),
+    [
+        (CHAT, HELLO, {"type": "function", "function": {"name": "f", "strict": True}}),
+        ("/v1/responses", {"input": "hello"}, {"type": "function", "name": "f", "strict": True}),
+        ("/v1/messages", HELLO | {"max_tokens": 9}, {"name": "f", "input_schema": {}, "strict": True}),
+    ],
+)
+def test_a_strict_tool_reaches_the_engine_as_a_constraint_of_each_api(
+    server: AppServer, engine: ScriptedEngine, path: str, body: dict[str, Any], tool: dict[str, Any]
+) -> None:
+    lax = {"type": "function", "function": {"name": "f", "strict": False}} if path == CHAT else tool | {"strict": False}
+    with server.client() as client:
+        for offered in (tool, lax):
+            assert client.post(path, json=body | {"tools": [offered]}).is_success
+    strict, free = (request.constraint for request in engine.requests)
+    assert strict is not None
+    assert strict.kind == "lark"
+    assert free is None
+
+
 def test_the_engine_shows_the_special_tokens_that_the_parser_reads(server: AppServer, engine: ScriptedEngine) -> None:
     class Tagged(PlainText):
         special_tokens = frozenset({"<|im_start|>"})

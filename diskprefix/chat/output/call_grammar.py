@@ -1,10 +1,10 @@
-"""Grammars of forced calls, in a family's own syntax, as llguidance reads them (Lark)."""
+"""Grammars of forced calls and of strict ones, in a family's own syntax, as llguidance reads them (Lark)."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from diskprefix.chat.messages import JsonObject
@@ -34,6 +34,22 @@ def call_grammar(
     return _Grammar(body, written, tools, token_ids).text(many=many)
 
 
+def strict_grammar(
+    body: Body,
+    written: Written,
+    begin: str,
+    tools: Sequence[JsonObject],
+    token_ids: Mapping[str, int],
+    strict: Collection[str],
+) -> str:
+    """Returns the grammar of any text, in which the arguments of a call of one of `strict` follow its schema.
+
+    Such a call begins with `begin`, or is an object without tags. Behind `begin` comes the name of one of `tools`, and
+    behind that of one that is not strict, any text. `begin` of "": only objects are found.
+    """
+    return _Grammar(body, written, tools, token_ids).text_with_calls(begin, strict)
+
+
 class _Grammar:
     def __init__(self, body: Body, written: Written, tools: Sequence[JsonObject], token_ids: Mapping[str, int]) -> None:
         self._body: Body = body
@@ -55,15 +71,55 @@ class _Grammar:
         start = f"start: {self._literal(written.before)} call {more} {after}"
         return "\n".join([start, f"call: {' | '.join(calls)}", *self._rules]) + "\n"
 
-    def _call(self, index: int, function: JsonObject) -> str:
-        name = json.dumps(function["name"], ensure_ascii=False) if self._body == "objects" else function["name"]
+    def text_with_calls(self, begin: str, strict: Collection[str]) -> str:
+        parts = ["text"]
+        if begin:
+            opened = self._terminals(begin) if begin in self._token_ids else self._up_to("begin", re.escape(begin))
+            parts.append(f"{opened} {self._begun(begin, strict)}")
+        for index, function in enumerate(self._functions):
+            if function["name"] in strict:
+                name = re.escape(json.dumps(function["name"], ensure_ascii=False))
+                head = rf'\{{\s*"name"\s*:\s*{name}\s*,\s*"(arguments|parameters)"\s*:'
+                opened = self._up_to(f"object_{index}", head)
+                arguments = self._json(f"object_arguments_{index}", _object(function))
+                parts.append(f"{opened} {_BLANKS} {arguments}")
+        parts += [f"<[{token_id}]>" for token, token_id in self._token_ids.items() if token != begin]
+        return "\n".join([f"start: ({' | '.join(parts)})*", "text: /(?s:.+)/", *self._rules]) + "\n"
+
+    def _begun(self, begin: str, strict: Collection[str]) -> str:
+        """Returns the rule of what comes behind `begin`: calls of strict tools, or the head of another."""
+        written, heads, calls = self._written, [], []
+        for index, function in enumerate(self._functions):
+            if function["name"] in strict:
+                calls.append(self._call(index, function, begin if not written.before else ""))
+            else:
+                head = written.call.split("ARGUMENTS")[0]
+                head = head if written.before else head.partition(begin)[2]
+                heads.append(self._literal(head, NAME=self._name(function)))
+        self._rule("first", " | ".join(calls))
+        more = f"({self._literal(written.between)} first)* {self._literal(written.after)}" if written.before else ""
+        either = " | ".join([f"first {more}", *heads])
+        return self._rule("begun", f"{self._literal(written.before.partition(begin)[2])} ({either})")
+
+    def _up_to(self, name: str, end: str) -> str:
+        """Returns the rule of any text up to the first match of a regular expression."""
+        written = end.replace("/", "[/]").replace("\\\n", "\\n")
+        return self._rule(f"{name}[lazy]", f"/(?s:.*){written}/", name=name)
+
+    def _call(self, index: int, function: JsonObject, begun: str = "") -> str:
+        """Returns the rule of a call, behind `begun` if that is given."""
         before, after = self._written.call.split("ARGUMENTS")
-        schema = function.get("parameters") or {}
+        before = before.partition(begun)[2] if begun else before
         if self._written.argument:
-            arguments = self._arguments(index, schema)
+            arguments = self._arguments(index, function.get("parameters") or {})
         else:
-            arguments = self._json(f"arguments_{index}", {"type": "object"} | schema)
-        return self._rule(f"call_{index}", f"{self._literal(before, NAME=name)} {arguments} {self._literal(after)}")
+            arguments = self._json(f"arguments_{index}", _object(function))
+        head = self._literal(before, NAME=self._name(function))
+        return self._rule(f"call_{index}", f"{head} {arguments} {self._literal(after)}")
+
+    def _name(self, function: JsonObject) -> str:
+        name: str = function["name"]
+        return json.dumps(name, ensure_ascii=False) if self._body == "objects" else name
 
     def _arguments(self, index: int, schema: JsonObject) -> str:
         """Returns the rule of arguments in the order of the schema. Those that are not required are optional."""
@@ -127,6 +183,11 @@ class _Grammar:
             for piece in self._special.split(text)
             if piece
         )
+
+
+def _object(function: JsonObject) -> JsonObject:
+    """Returns the schema of a function's arguments, which are an object."""
+    return {"type": "object"} | (function.get("parameters") or {})
 
 
 def _filled(template: str, **values: str) -> str:

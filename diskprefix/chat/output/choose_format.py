@@ -11,7 +11,7 @@ from itertools import product
 from typing import NamedTuple
 
 from diskprefix.chat.messages import JsonObject
-from diskprefix.chat.output.call_grammar import call_grammar
+from diskprefix.chat.output.call_grammar import call_grammar, strict_grammar
 from diskprefix.chat.output.call_values import OfferedTools
 from diskprefix.chat.output.families import ATEM, FAMILIES, NONE, THOUGHTS, Body, Family, Written
 from diskprefix.chat.output.format import OutputFormat, OutputParser, ThoughtTags, ToolCallBegin
@@ -50,6 +50,12 @@ class FamilyFormat:
         calls = self.family.calls
         return call_grammar(calls.body, calls.written, tools, self.token_ids, many=many)
 
+    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
+        calls = self.family.calls
+        whole = calls.written.before or calls.written.call
+        begin = next((tag for tag in calls.begins if tag in whole), "")
+        return strict_grammar(calls.body, calls.written, begin, tools, self.token_ids, strict)
+
 
 @dataclass(frozen=True)
 class ChannelFormat:
@@ -62,6 +68,8 @@ class ChannelFormat:
     written: Written
     thought: ThoughtTags | None = None
     can_call_twice: bool = True
+    call_begin: str = ""
+    """What stands before the name in each call, and nowhere else."""
     token_ids: Mapping[str, int] = field(default_factory=dict)
 
     @property
@@ -75,6 +83,9 @@ class ChannelFormat:
         many = many and self.can_call_twice
         return call_grammar(self.body, self.written, tools, self.token_ids, many=many)
 
+    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
+        return strict_grammar(self.body, self.written, self.call_begin, tools, self.token_ids, strict)
+
 
 CHANNELS = (
     ChannelFormat(
@@ -87,6 +98,7 @@ CHANNELS = (
         thought=ThoughtTags(None, "<|channel|>final<|message|>", "<|end|><|start|>assistant"),
         # A call ends the reply.
         can_call_twice=False,
+        call_begin="commentary to=functions.",
     ),
     ChannelFormat(
         "muse",
@@ -95,6 +107,7 @@ CHANNELS = (
         ATEM.body,
         Written(f" to=NAME<|message|>{ATEM.written.call}", ATEM.written.argument, between="<|eom|><|start|>assistant"),
         thought=ThoughtTags(None, " to=user<|message|>", "<|eom|><|start|>assistant"),
+        call_begin=ATEM.begins[0],
     ),
     ChannelFormat("functionary-3.2", (">>>all",), FunctionaryParser, "json", Written("NAME\nARGUMENTS", between=">>>")),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -104,6 +104,9 @@ class OutputFormat(Protocol):
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:
         """Returns a Lark grammar, as llguidance reads it, of one call or (`many`) of one or more calls of `tools`."""
 
+    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:
+        """Returns such a grammar of any text, in which calls of the tools named in `strict` follow their schemas."""
+
 
 class PlainText:
     name = "none"
@@ -115,6 +118,9 @@ class PlainText:
 
     def call_grammar(self, tools: Sequence[JsonObject], *, many: bool) -> str:  # noqa: ARG002 (the protocol's)
         raise InvalidRequest("tool_choice: this model's chat template knows no tool calls", param="tool_choice")
+
+    def strict_grammar(self, tools: Sequence[JsonObject], strict: Collection[str]) -> str:  # noqa: ARG002
+        return "start: /(?s:.*)/\n"
 
 
 class _Everything:

@@ -110,6 +110,44 @@ def test_a_reply_may_end_behind_white_space_after_a_call(name: str, blanks: str)
         assert matcher.is_accepting()
 
 
+STRICT, FREE = tool("a", n={"type": "boolean"}), tool("b", m={"type": "boolean"})
+OTHER = tool("a", m={"type": "boolean"})
+"""The strict tool with another schema."""
+
+
+def takes(grammar: str, text: str) -> bool:
+    matcher = llguidance.LLMatcher(BYTES, grammar)
+    return bool(matcher.consume_tokens(list(text.encode())) and matcher.is_accepting())
+
+
+def one_call(name: str, called: dict[str, Any]) -> str:
+    grammar = format_named(name).call_grammar([called], many=False)
+    return next(text for seed in range(50) if (text := generated(grammar, seed)) is not None)
+
+
+UNTAGGED = {"functionary-3.2", "llama-3", "none", "pythonic"}
+"""Formats in which nothing but the name tells a call from text. Of them, objects are found."""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_call_of_a_strict_tool_follows_its_schema_wherever_it_stands_in_a_text(name: str) -> None:
+    grammar = format_named(name).strict_grammar([STRICT, FREE], {"a"})
+    assert llguidance.LLMatcher.validate_grammar(grammar, BYTES) == ""
+    right, wrong, free = (one_call(name, called) for called in (STRICT, OTHER, FREE))
+    assert takes(grammar, f"First <b> this: {{.\n{right}\nThen that.")
+    assert takes(grammar, right + free + right)
+    assert not takes(grammar, f"First this.\n{wrong}") or name in UNTAGGED
+    assert takes(grammar, f"First this.\n{free}"), "what is not strict is free"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_object_without_tags_that_calls_a_strict_tool_follows_its_schema(name: str) -> None:
+    grammar = format_named(name).strict_grammar([STRICT, FREE], {"a"})
+    for called, key, is_taken in [("a", "n", True), ("a", "m", False), ("b", "x", True)]:
+        text = f'```json\n{{\n "name": "{called}",\n "arguments": {{"{key}": true}}\n}}\n```\nDone.'
+        assert takes(grammar, text) is is_taken
+
+
 def definitions() -> dict[str, Any]:
     asked = tool("find", where={"$ref": "#/$defs/place"})
     asked["function"]["parameters"]["$defs"] = {"place": {"enum": ["Oslo", "Rome"]}}
