@@ -100,7 +100,7 @@ class DaemonProcess:
     @property
     def link(self) -> str:
         """The link to the dashboard, with the token of a daemon without keys."""
-        return self.wait_for_line(r"the dashboard, in a browser: (\S+)")[1]
+        return self.wait_for_line(r'the dashboard, in a browser: ([^\s"]+)')[1]
 
     def client(self, api_key: str | None = None) -> httpx.Client:
         """A client with a key, or else with the token."""

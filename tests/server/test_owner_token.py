@@ -89,7 +89,7 @@ def test_what_shows_texts_deletes_or_controls_takes_the_token_by_header_or_cooki
     ):
         assert statuses(stranger, headers) == [200, 200, 200, 404, 400, 200, 200]
     assert stranger.get("/metrics", headers=bearer("none")).status_code == 200
-    assert stranger.post("/chat/kill", headers=bearer(token)).status_code == 405
+    assert stranger.post("/chat/kill", headers=bearer(token)).status_code == 404
 
 
 def test_the_address_from_which_a_request_comes_changes_nothing(daemon: DaemonProcess) -> None:

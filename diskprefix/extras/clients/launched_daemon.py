@@ -196,7 +196,7 @@ class DaemonKeeper:
         self.is_ending = False
         self._listener: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._thread = threading.Thread(target=self._keep, name="daemon", daemon=True)
+        self._thread = threading.Thread(target=self._keep, daemon=True)
 
     def begin(
         self, url: str, listener: socket.socket | None = None, process: subprocess.Popen[bytes] | None = None
