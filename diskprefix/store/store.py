@@ -29,7 +29,7 @@ from diskprefix.store.tree import PrefixTree
 from diskprefix.store.wiping import wipe
 from diskprefix.store.written import WRITTEN, WrittenBytes, encode_written, read_written
 from diskprefix.tokens import TokenIds
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
 
 log = logging.getLogger("diskprefix")
 
@@ -156,9 +156,9 @@ class Store(StoreFile):
         `serving` is for a daemon: evict until the budget holds. A read-only or full file system is no error then,
         because `maintain` tries again.
         """
-        super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace, key)
+        super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace, key, min_free_bytes)
         self.codec = Codec.RAW
-        self.evictor = Evictor(self, min_free_bytes)
+        self.evictor = Evictor(self)
         if serving:
             self._fit_budget_or_log()
 
@@ -293,7 +293,16 @@ class Store(StoreFile):
     def fit_budget(self) -> int:
         """Evicts until the budget holds, and makes the file smaller if no other process has it open. Needed after the
         budget was lowered. Returns the number of evicted nodes."""
+        before = self.counts()
         evicted = self.evictor.make_room(0, frozenset())
+        if evicted:
+            after = self.counts()
+            log.warning(
+                "[disk-cache] %s and %s were removed, because they do not fit %s",
+                counted(before["entries"] - after["entries"], "saved prompt"),
+                format_size(before["used_bytes"] - after["used_bytes"]),
+                self.evictor.limit(),
+            )
         file_bytes = self.file_bytes()
         if file_bytes > self.budget_bytes:
             log.info(

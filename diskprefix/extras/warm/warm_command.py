@@ -305,7 +305,8 @@ def _warnings(total: Json, after: Json | None) -> Iterator[str]:
         yield f"{counted(total['dropped'], 'prompt')} did not fit into the cache meanwhile; see the daemon's log"
     if total["evicted_blocks"]:
         blocks = counted(total["evicted_blocks"], "block")
-        yield f"{blocks} had to be evicted meanwhile; --kv-cache-budget is too small for everything"
+        cause = (after or {}).get("full_disk") or "--kv-cache-budget is too small for everything"
+        yield f"{blocks} had to be evicted meanwhile; {cause}"
 
 
 def _summary(total: Json) -> str:
