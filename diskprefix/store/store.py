@@ -46,12 +46,12 @@ class Chain:
 
     Once one of them could not be written (`is_lost`), those that come after it must not be either. Once something
     could not be submitted (`is_broken`), nothing more is; what was submitted before is written. `is_whole`: nothing was
-    lost. `has_nodes`: nodes of it were written.
+    lost, and else `why` says what was lost first, empty if the store failed. `has_nodes`: nodes of it were written.
     """
 
     def __init__(self) -> None:
         self.is_lost = self._is_broken = self.has_nodes = False
-        self.is_whole = True
+        self.is_whole, self.why = True, ""
         self.on_written: Callable[[float, float, int], None] = lambda *_: None
         """Called in the writer's thread after each publication: the start and the end of writing it, on the clock of
         `time.perf_counter`, and its bytes."""
@@ -65,16 +65,17 @@ class Chain:
         self.is_lost = True
         return self.record_loss()
 
-    def break_off(self) -> bool:
+    def break_off(self, why: str = "") -> bool:
         """Records that nothing more will be submitted. Returns what `record_loss` does."""
         self._is_broken = True
-        return self.record_loss()
+        return self.record_loss(why)
 
-    def record_loss(self) -> bool:
+    def record_loss(self, why: str = "") -> bool:
         """Records the loss of something that nothing continues. Returns whether it is the first: a prompt counts as
         dropped once."""
         with self._lock:
             was_whole, self.is_whole = self.is_whole, False
+            self.why = why if was_whole else self.why
             return was_whole
 
 

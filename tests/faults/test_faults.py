@@ -155,6 +155,7 @@ def test_a_read_only_file_system_is_read_and_saving_resumes_when_it_is_writable(
     assert warm.report.restored == len(token_ids)
     other = runner.run(random_prompt(2, 4 * BLOCK), "full")
     assert (other.report.saved, runner.cache.stats()["state"]) == ("dropped", "degraded")
+    assert (other.report.dropped_because or "").startswith("the store has no room, is full or fails: ")
     runner.cache.store.maintain()
     assert lines_about(caplog, "serving without saving") == 1
     remount(disk, "rw")

@@ -247,7 +247,7 @@ def _warmed_item(target: Target, item: WarmItem, scope: str, say: Say) -> Warmed
         prompt_tokens=body["usage"]["prompt_tokens"],
         restored=cache["restored"],
         saved=cache["saved"],
-        reason=None if cache["saved"] in _KEPT else cache["boundary_reason"],
+        reason=None if cache["saved"] in _KEPT else cache.get("dropped_because", cache["boundary_reason"]),
         seconds=round(time.monotonic() - started, 3),
     )
 
@@ -318,7 +318,7 @@ def _summary(total: Json) -> str:
 
 
 def _described(warmed: Warmed) -> str:
-    saved = {"queued": "saved", "stored": "saved before", "dropped": "not saved: no room"}.get(warmed.saved)
-    saved = saved or f"not saved: {warmed.reason or 'nothing to keep'}".replace("_", " ")
+    saved = {"queued": "saved", "stored": "saved before"}.get(warmed.saved)
+    saved = saved or f"not saved: {shown(warmed.reason or 'nothing to keep', 300)}".replace("_", " ")
     tokens = counted(warmed.prompt_tokens, "token")
     return f"{tokens}, {warmed.restored:,} restored, {saved}, {warmed.seconds:.1f} s"
