@@ -336,7 +336,8 @@ class CacheReport:
     """The cache's work for one request. The response's `prefix_cache` object shows a part of it, the debug log all.
 
     `restored` prompt tokens were not computed; their state came from `source`. `saved`: `none` there was nothing to
-    save, `queued` the writer has it, `stored` it was stored before, `dropped` there was no room for it. `miss_reason`
+    save, `queued` the writer has it, `stored` it was stored before, `dropped` not all of it could be saved; then
+    `dropped_because` says why. `miss_reason`
     is None if something was restored of a short prompt, or half of a long one. server/README.md explains each reason.
 
     `matched` prompt tokens were found in the store. If more were found than restored, `refused` is the reason. `exact`:
@@ -356,6 +357,7 @@ class CacheReport:
     exact: bool = True
     restore_ms: float = 0.0
     saved: Saved = "none"
+    dropped_because: str | None = None
     broken: Break | None = None
     broken_line: str = ""
     rewriting: Rewriting = field(default_factory=Rewriting)

@@ -62,6 +62,7 @@ class CacheReply(BaseModel):
     saved: Saved = Field(
         description="`queued` for the writer, `stored` already, `dropped` (no room for it) or `none` (nothing to save)."
     )
+    dropped_because: str | None = Field(default=None, description="Present with `dropped`: the reason, for people.")
     exact: bool = Field(
         default=True, description="Present if false: the state of a reply was restored, which a prefill may not equal."
     )
@@ -131,6 +132,8 @@ def _cache_reply(done: DoneEvent) -> dict[str, Any]:
     if report.diverged_at is not None:
         reply["diverged_at"] = report.diverged_at
     reply |= {"boundary": selection.kept, "boundary_reason": selection.reason, "saved": report.saved}
+    if report.dropped_because is not None:
+        reply["dropped_because"] = report.dropped_because
     if report.broken is not None:
         reply["broken_by"] = broken_by(report)
     if changes := report.rewriting.changes:

@@ -166,10 +166,11 @@ class PrefixCache(CacheResources):
         state, error = self.health
         written = self.store.written()
         try:
-            counts = self.store.counts()
+            counts = self.store.counts() | {"room_bytes": self.store.evictor.room_bytes()}
             savings = self.writer.savings.total()
         except CacheError as failure:
-            counts = dict.fromkeys(("entries", "blocks", "prompts", "notes", "used_bytes", "file_bytes"), 0)
+            names = ("entries", "blocks", "prompts", "notes", "used_bytes", "file_bytes", "room_bytes")
+            counts = dict.fromkeys(names, 0)
             state, error = "degraded", str(failure)
             savings = None
         return {
@@ -178,6 +179,7 @@ class PrefixCache(CacheResources):
             "store_id": self.store.store_id.hex(),
             "state": state,
             "error": error,
+            "full_disk": self.store.evictor.full_disk(),
             "history": counts.pop("prompts"),
             **counts,
             "budget_bytes": self.store.budget_bytes,

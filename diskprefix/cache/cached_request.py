@@ -28,6 +28,9 @@ from diskprefix.tokens import TokenIds
 
 log = logging.getLogger("diskprefix")
 
+_STORE_FAILS = "the store has no room, is full or fails: /health and the log say why"
+"""Its own message names folders, which are nothing for those who send requests."""
+
 
 class CachedRequest:
     """One request's way through the cache. Call `close` when the request ends, however it ends."""
@@ -242,6 +245,7 @@ class CachedRequest:
         if self._bypass is None and self.cache.has_own_threads:
             # What is kept beside another model's state was no request of its own.
             self._context.record_savings(restored)
+        saved = self._saved if self._publisher.chain.is_whole else "dropped"
         report = CacheReport(
             selection=self.selection,
             restored=restored.num_tokens,
@@ -251,7 +255,8 @@ class CachedRequest:
             refused=restored.refused,
             exact=restored.exact,
             restore_ms=restored.restore_ms,
-            saved=self._saved if self._publisher.chain.is_whole else "dropped",
+            saved=saved,
+            dropped_because=(self._publisher.chain.why or _STORE_FAILS) if saved == "dropped" else None,
             broken=self._broken,
             broken_line=self.prompt.source.line_at(self._broken.at) if self._broken and self.prompt.source else "",
             rewriting=self.prompt.rewriting,

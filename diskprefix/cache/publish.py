@@ -51,11 +51,11 @@ class Publisher:
 
     def give_up(self, why: str | None) -> None:
         """Stops all further writing, counts that once, and logs `why` unless it is None. For any thread."""
-        self._count(why, is_first=self.chain.break_off())
+        self._count(why, is_first=self.chain.break_off(why or ""))
 
     def record_loss(self, why: str) -> None:
         """Counts and logs the loss of something that no other node continues. The rest is written."""
-        self._count(why, is_first=self.chain.record_loss())
+        self._count(why, is_first=self.chain.record_loss(why))
 
     def publish(self, arena: KVArena, nodes: Sequence[NewNode], plan: Plan | None = None) -> None:
         """Queues nodes to be captured and written, parents first. With the last of them goes what `plan` adds. `arena`

@@ -11,7 +11,7 @@ from typing import Literal
 from diskprefix.errors import StoreCorrupt, StoreFull
 from diskprefix.store.changes import NODES_AT_ONCE, batches
 from diskprefix.store.eviction import bytes_to_free, choose_victims, expired, usable_bytes
-from diskprefix.store.folder import file_errors
+from diskprefix.store.folder import LEAST_FREE, disk_full, file_errors, free_bytes
 from diskprefix.store.note_record import SHORT_TTL_S
 from diskprefix.store.savings import keep_counts
 from diskprefix.store.schema import history_sequence
@@ -33,11 +33,11 @@ class Evictor:
     after the next `expire`.
     """
 
-    def __init__(self, file: StoreFile, min_free_bytes: int) -> None:
-        """`min_free_bytes` of the disk stay free; 0 for no such limit."""
+    def __init__(self, file: StoreFile) -> None:
+        """`file.min_free_bytes` of the disk stay free; 0 for no such limit."""
         self.may_have_own_ttls = True
         self._file = file
-        self._min_free_bytes = min_free_bytes
+        self._min_free_bytes = file.min_free_bytes
         self._pins: Counter[bytes] = Counter()
         self._pins_lock = threading.Lock()
 
@@ -79,10 +79,8 @@ class Evictor:
             )
             freed = sum(int(table.records["stored_bytes"][table.row_of[name]]) for name in victims)
             if need_bytes and used + need_bytes - freed > usable:
-                raise StoreFull(
-                    f"no room for {format_size(need_bytes)}: what is stored was just written or is in use; "
-                    "raise --kv-cache-budget"
-                )
+                busy = "what is stored was just written or is in use; raise --kv-cache-budget"
+                raise StoreFull(self._disk_problem() or f"no room for {format_size(need_bytes)}: {busy}")
         self._forget(prompts, "history")
         self._drop_roots(roots)
         self._evict(victims)
@@ -110,16 +108,18 @@ class Evictor:
     def check_fits(self, need_bytes: int) -> None:
         """Raises `StoreFull` if that much could not be stored even if everything else were evicted."""
         if need_bytes > self.usable_bytes():
-            raise StoreFull(f"{format_size(need_bytes)} do not fit {self._limit()}")
+            need, budget = format_size(need_bytes), format_size(self._file.budget_bytes)
+            cure = f"{need} do not fit --kv-cache-budget {budget}; raise it or save a shorter prefix"
+            raise StoreFull(self._disk_problem() or cure)
 
     def usable_bytes(self) -> int:
         """Returns the bytes that pages with data may take of the budget, or of the space on the disk if that is
         less."""
-        return usable_bytes(min(self._file.budget_bytes, self._disk_limit()))
+        return usable_bytes(min(self._file.budget_bytes, self.disk_limit()))
 
     def may_grow(self, need_bytes: int) -> bool:
         """Returns whether `min_free_bytes` of the disk stay free even if none of the file's free pages can be used."""
-        return not self._min_free_bytes or self._file.environment.file_bytes() + need_bytes <= self._disk_limit()
+        return not self._min_free_bytes or self._file.environment.file_bytes() + need_bytes <= self.disk_limit()
 
     def let_freed_pages_age(self) -> None:
         """Commits an empty transaction: LMDB reuses pages only from the second one after the one that freed them."""
@@ -163,7 +163,7 @@ class Evictor:
                 keep_counts(changes, empty)
                 changes.delete_roots(empty)
 
-    def _disk_limit(self) -> int:
+    def disk_limit(self) -> int:
         """Returns the size in bytes that the file may have if `min_free_bytes` of the disk are to stay free."""
         if not self._min_free_bytes:
             return self._file.budget_bytes
@@ -171,8 +171,23 @@ class Evictor:
             disk = os.statvfs(self._file.path)
         return self._file.environment.file_bytes() + max(0, disk.f_bavail * disk.f_frsize - self._min_free_bytes)
 
-    def _limit(self) -> str:
-        if self._disk_limit() < self._file.budget_bytes:
-            floor = format_size(self._min_free_bytes)
-            return f"the disk, of which {floor} stay free; free some, or lower --kv-cache-min-free"
-        return f"--kv-cache-budget {format_size(self._file.budget_bytes)}; raise it or save a shorter prefix"
+    def room_bytes(self) -> int:
+        """Returns the size in bytes that the file can reach: the budget, or what the disk leaves of it."""
+        free = free_bytes(self._file.path)
+        room = self._file.environment.file_bytes() + max(0, free - self._min_free_bytes)
+        return self._file.budget_bytes if free < 0 else min(room, self._file.budget_bytes)
+
+    def limit(self) -> str:
+        """Returns what limits the file, for people."""
+        budget = f"the budget of {format_size(self._file.budget_bytes)}"
+        return f"{budget}: {problem}" if (problem := self._disk_problem()) else budget
+
+    def full_disk(self) -> str | None:
+        """Returns the sentence for a disk that has no room for more, None for one that has. Never raises."""
+        is_full = free_bytes(self._file.path) < self._min_free_bytes + LEAST_FREE
+        return disk_full(self._file.path, self._min_free_bytes) if is_full else None
+
+    def _disk_problem(self) -> str | None:
+        """Returns the same if the disk, and not the budget, limits the file."""
+        is_less = self.disk_limit() < self._file.budget_bytes
+        return disk_full(self._file.path, self._min_free_bytes) if is_less else None

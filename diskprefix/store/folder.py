@@ -22,6 +22,7 @@ from pathlib import Path
 
 from diskprefix.errors import StoreUnavailable
 from diskprefix.trusted_path import distrusted_part
+from diskprefix.units import format_size
 
 DATA, LMDB_LOCK, LOCK = "data.mdb", "lock.mdb", "diskprefix.lock"
 REPLACEMENT = "replacement"
@@ -33,6 +34,8 @@ _OPEN_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _POLL_S = 0.05
 PASSING = (errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE)
 """Errors that may end by themselves. A daemon serves without saving until they do."""
+LEAST_FREE = 1 << 20
+"""With fewer free bytes, a disk is full."""
 _UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES)
 """Errors of a folder that cannot be synced, after which nothing more can be done. File systems of networks and of FUSE
 may know no fsync of a folder, or want it open for writing; and who may create names in a folder may not be allowed to
@@ -41,11 +44,33 @@ read it."""
 
 class FolderUnavailable(StoreUnavailable):
     """The file system refuses what the store needs. `passing` tells whether this may end by itself: a read-only or full
-    file system may, a wrong path does not."""
+    file system may, a wrong path does not. `is_full`: the disk has no room."""
 
     def __init__(self, path: Path, error: OSError) -> None:
-        super().__init__(f"--kv-cache-dir {path}: {error.strerror or error}; repair it or choose another folder")
         self.passing = error.errno in PASSING
+        # LMDB knows no more than EIO of a write that a full disk cut short.
+        self.is_full = error.errno == errno.ENOSPC or (error.errno == errno.EIO and 0 <= free_bytes(path) < LEAST_FREE)
+        why = f"--kv-cache-dir {path}: {error.strerror or error}; repair it or choose another folder"
+        super().__init__(disk_full(path, 0) if self.is_full else why)
+
+
+def free_bytes(path: Path) -> int:
+    """Returns the bytes that the disk of a folder, which need not exist, has free; -1 if that cannot be known."""
+    try:
+        place = next(place for place in (path, *path.absolute().parents) if place.exists())
+        disk = os.statvfs(place)
+    except OSError:
+        return -1
+    return disk.f_bavail * disk.f_frsize
+
+
+def disk_full(path: Path, min_free_bytes: int) -> str:
+    """Returns the sentence for a disk that has no room for the store in folder `path`. Of the disk, `min_free_bytes`
+    are to stay free."""
+    text = f"the disk of --kv-cache-dir {path} is full: {format_size(max(0, free_bytes(path)))} are free"
+    if not min_free_bytes:
+        return f"{text}; make room, or choose another folder"
+    return f"{text}, and --kv-cache-min-free keeps {format_size(min_free_bytes)} free; make room, or lower that setting"
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from diskprefix.store.tree import PrefixTree
 from diskprefix.store.wiping import wipe
 from diskprefix.store.written import WRITTEN, WrittenBytes, encode_written, read_written
 from diskprefix.tokens import TokenIds
-from diskprefix.units import format_size
+from diskprefix.units import counted, format_size
 
 log = logging.getLogger("diskprefix")
 
@@ -46,12 +46,12 @@ class Chain:
 
     Once one of them could not be written (`is_lost`), those that come after it must not be either. Once something
     could not be submitted (`is_broken`), nothing more is; what was submitted before is written. `is_whole`: nothing was
-    lost. `has_nodes`: nodes of it were written.
+    lost, and else `why` says what was lost first, empty if the store failed. `has_nodes`: nodes of it were written.
     """
 
     def __init__(self) -> None:
         self.is_lost = self._is_broken = self.has_nodes = False
-        self.is_whole = True
+        self.is_whole, self.why = True, ""
         self._lock = threading.Lock()
 
     def is_broken(self) -> bool:
@@ -62,16 +62,17 @@ class Chain:
         self.is_lost = True
         return self.record_loss()
 
-    def break_off(self) -> bool:
+    def break_off(self, why: str = "") -> bool:
         """Records that nothing more will be submitted. Returns what `record_loss` does."""
         self._is_broken = True
-        return self.record_loss()
+        return self.record_loss(why)
 
-    def record_loss(self) -> bool:
+    def record_loss(self, why: str = "") -> bool:
         """Records the loss of something that nothing continues. Returns whether it is the first: a prompt counts as
         dropped once."""
         with self._lock:
             was_whole, self.is_whole = self.is_whole, False
+            self.why = why if was_whole else self.why
             return was_whole
 
 
@@ -153,9 +154,9 @@ class Store(StoreFile):
         `serving` is for a daemon: evict until the budget holds. A read-only or full file system is no error then,
         because `maintain` tries again.
         """
-        super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace, key)
+        super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace, key, min_free_bytes)
         self.codec = Codec.RAW
-        self.evictor = Evictor(self, min_free_bytes)
+        self.evictor = Evictor(self)
         if serving:
             self._fit_budget_or_log()
 
@@ -290,7 +291,16 @@ class Store(StoreFile):
     def fit_budget(self) -> int:
         """Evicts until the budget holds, and makes the file smaller if no other process has it open. Needed after the
         budget was lowered. Returns the number of evicted nodes."""
+        before = self.counts()
         evicted = self.evictor.make_room(0, frozenset())
+        if evicted:
+            after = self.counts()
+            log.warning(
+                "[disk-cache] %s and %s were removed, because they do not fit %s",
+                counted(before["entries"] - after["entries"], "saved prompt"),
+                format_size(before["used_bytes"] - after["used_bytes"]),
+                self.evictor.limit(),
+            )
         file_bytes = self.file_bytes()
         if file_bytes > self.budget_bytes:
             log.info(

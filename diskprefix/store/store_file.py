@@ -34,6 +34,7 @@ from diskprefix.store.folder import (
     FolderLock,
     FolderUnavailable,
     check_folder,
+    disk_full,
     file_errors,
     make_folder,
     reserve_lmdb_lock,
@@ -290,9 +291,11 @@ class StoreFile:
         clock: Callable[[], float],
         namespace: NamespaceKey | None,
         key: EncryptionKey | None,
+        min_free_bytes: int,
     ) -> None:
         """Opens the folder; for the arguments and errors see `Store`."""
         self.path = path
+        self.min_free_bytes = min_free_bytes
         self.budget_bytes = budget_bytes
         self.clock = clock
         self.names = NamesRecord(store_id=b"", secret=0, created_at=0.0)
@@ -328,6 +331,11 @@ class StoreFile:
         if env is None:
             raise StoreUnavailable(self._problem or f"{self.path}: the store is closed")
         return env
+
+    def told(self, error: CacheError) -> str:
+        """Returns the message of an error. That of a full disk also says what is to stay free."""
+        is_full = isinstance(error, FolderUnavailable) and error.is_full
+        return disk_full(self.path, self.min_free_bytes) if is_full else str(error)
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
@@ -439,4 +447,4 @@ class StoreFile:
             self._open(read_only=True)
         except CacheError:
             log.debug("[disk-cache] nothing to read in %s", self.path, exc_info=True)
-        self._problem = str(error)
+        self._problem = self.told(error)

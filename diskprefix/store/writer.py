@@ -415,9 +415,10 @@ class Writer:
             log.info("[disk-cache] saving again")
 
     def _report(self, error: CacheError | str) -> None:
+        told = error if isinstance(error, str) else self._store.told(error)
         if self.error is None:
-            log.warning("[disk-cache] serving without saving until this is repaired: %s", error)
-        self.error = str(error)
+            log.warning("[disk-cache] serving without saving until this is repaired: %s", told)
+        self.error = told
 
     def _forget(self, publication: Publication) -> None:
         with self._changed:

@@ -328,7 +328,8 @@ def test_without_room_in_the_write_buffer_nothing_is_saved_and_it_says_so(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     runner = Runner(tiny_llama(), tiny_settings(tmp_path, kv_cache_write_buffer=1000))
-    assert runner.run(random_prompt(23, 4 * BLOCK), "full").report.saved == "dropped"
+    report = runner.run(random_prompt(23, 4 * BLOCK), "full").report
+    assert (report.saved, "raise --kv-cache-write-buffer" in (report.dropped_because or "")) == ("dropped", True)
     assert runner.cache.stats()["dropped"] == 1
     assert "raise --kv-cache-write-buffer" in caplog.text
     runner.close()

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import httpx
 import pytest
 import torch
 
-from diskprefix.errors import CacheError
+from diskprefix.errors import CacheError, StoreFull
 from diskprefix.store import writer
 from diskprefix.store.changes import Use
 from diskprefix.store.store import Store
@@ -80,7 +83,9 @@ def test_a_full_disk_stops_saving_until_there_is_room_again(disk: Path, caplog: 
     assert answers_alike(runner, seed, 2000)
     assert answers_alike(runner, seed + 1, 2000)
     runner.flush()
-    assert runner.cache.stats()["state"] == "degraded"
+    stats = runner.cache.stats()
+    assert (stats["state"], stats["error"]) == ("degraded", stats["full_disk"])
+    assert f"the disk of --kv-cache-dir {disk}/kv is full: " in stats["error"]
     assert lines_about(caplog, "serving without saving") == 1
     saved = runner.cache.stats()["entries"]
     remount(disk, "size=200m")
@@ -94,6 +99,31 @@ def test_a_full_disk_stops_saving_until_there_is_room_again(disk: Path, caplog: 
     assert same(cold, warm)
     assert warm.report.restored == 2000
     runner.close()
+
+
+def test_a_disk_with_less_than_is_kept_free_is_called_full_and_the_setting_is_named(disk: Path) -> None:
+    """On a small disk, the default keeps more free than there is."""
+    store = Store(disk / "kv", budget_bytes=1 << 30, min_free_bytes=1 << 30)
+    said = r"is full: 2\d\.\d MiB are free, and --kv-cache-min-free keeps 1\.0 GiB free; make room, or lower that"
+    with pytest.raises(StoreFull, match=said):
+        store.publish(publication(store, prompt(1, 3 * BLOCK)))
+    # What the models, notes and counts of a daemon need.
+    with pytest.raises(StoreFull, match=said):
+        store.evictor.make_room(1, frozenset())
+    assert re.search(said, store.evictor.full_disk() or "")
+    store.close()
+
+
+def test_a_smaller_budget_says_what_it_removed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with closing(open_store(tmp_path, budget_bytes=64 << 20)) as store:
+        for seed in range(8):
+            store.publish(publication(store, prompt(seed, 3 * BLOCK), payload_bytes=1_000_000))
+        before = store.counts()["entries"]
+    with closing(Store(tmp_path, budget_bytes=16 << 20, serving=True, clock=lambda: time.time() + 60)) as store:
+        gone = before - store.counts()["entries"]
+    assert gone > 0
+    said = rf"{gone} saved prompts? and \d+\.\d MiB were removed, because they do not fit the budget of 16\.0 MiB$"
+    assert [record.levelname for record in caplog.records if re.search(said, record.message)] == ["WARNING"]
 
 
 def test_a_floor_of_free_disk_is_kept_by_evicting(disk: Path) -> None:
@@ -125,6 +155,7 @@ def test_a_read_only_file_system_is_read_and_saving_resumes_when_it_is_writable(
     assert warm.report.restored == len(token_ids)
     other = runner.run(random_prompt(2, 4 * BLOCK), "full")
     assert (other.report.saved, runner.cache.stats()["state"]) == ("dropped", "degraded")
+    assert (other.report.dropped_because or "").startswith("the store has no room, is full or fails: ")
     runner.cache.store.maintain()
     assert lines_about(caplog, "serving without saving") == 1
     remount(disk, "rw")

@@ -59,6 +59,7 @@ STATS: dict[str, Any] = {
     "blocks": 2,
     "used_bytes": 3,
     "budget_bytes": 4,
+    "room_bytes": 4,
     "pending_bytes": 5,
     "pending": 1,
     "buffer_bytes": 50,

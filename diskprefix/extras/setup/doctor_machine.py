@@ -21,7 +21,7 @@ from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
 from diskprefix.store.encryption import EncryptionKey
-from diskprefix.store.folder import DATA, check_folder
+from diskprefix.store.folder import DATA, check_folder, disk_full
 from diskprefix.store.savings import total_savings
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
@@ -147,7 +147,8 @@ def _space_finding(settings: Settings, place: Path) -> Finding:
     usable = free + own - settings.kv_cache_min_free
     text = f"{format_size(free)} free, budget {format_size(settings.kv_cache_budget)}"
     if usable <= 0:
-        return Finding("space", "problem", text, "nothing can be saved: free space, or lower --kv-cache-min-free")
+        why = disk_full(settings.kv_cache_dir, settings.kv_cache_min_free)
+        return Finding("space", "problem", text, f"nothing can be saved: {why}")
     if usable < settings.kv_cache_budget:
         return Finding(
             "space", "note", text, f"the store stays below {format_size(usable)}, because of --kv-cache-min-free"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -80,7 +80,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     "--regime",
     type=click.Choice(REGIMES, case_sensitive=False),
     multiple=True,
-    show_default=f"{', '.join(REGIMES)}; with --machines {REGIMES[0]}",
+    show_default=f"that of the recorded model, else {REGIMES[0]}",
     help="The kind of model, which decides where a prefix can be restored. token: at any token. sliceable: at the end "
     "of any block. checkpoints: at checkpoints only (recurrent or linear attention). Can be given several times.",
 )
@@ -88,7 +88,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     "--budget",
     metavar="SIZE",
     multiple=True,
-    show_default=f"{', '.join(_BUDGETS)}; with --machines {_BUDGETS[-1]}",
+    show_default=f"{_BUDGETS[-1]}; with --plot also {_BUDGETS[0]}",
     help="The size of the store, as for --kv-cache-budget of serve, or unlimited. With --machines, the size on each "
     "machine. Can be given several times.",
 )
@@ -234,6 +234,8 @@ def simulate(
     refused            requests that found too many models waiting, or whose model never fits
 
     \b
+    Below the table stands the scope that writes least of those that restore the most,
+    to one point.
     whole-snapshots  a simple rule for comparison: saves the prefix that a prompt shares
                      with one of the 30 prompts before it, whole, under its exact hash
     upper-bound      a limit for all rules: every token that a prompt shares with an
@@ -252,8 +254,9 @@ def simulate(
     last_s = None if last is None else parse_duration(last, param="--last")
     is_one = bool(machines or memory_limit)
     scope = scope or ((_SCOPE,) if is_one else _SCOPES)
-    regime = regime or (REGIMES[:1] if machines else REGIMES)
-    budget = budget or (_BUDGETS[-1:] if is_one else _BUDGETS)
+    regime = regime or (REGIMES[:1] if machines else ())
+    # A curve needs two points.
+    budget = budget or (_BUDGETS if plot and not is_one else _BUDGETS[-1:])
     cases_of = partial(
         _cases,
         scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope)),
@@ -274,7 +277,7 @@ def simulate(
     shortened = [trace if last_s is None else trace.last(last_s) for trace in read]
     if memory_limit:
         limits = [_size(size, "--memory-limit", 1, 2**60) for size in memory_limit]
-        simulate_swapping.run(shortened, limits, partial(_own_case, cases_of), as_json=json)
+        simulate_swapping.run(shortened, limits, lambda daemon: cases_of(daemon)[0], as_json=json)
         return
     planned = [(one, cases_of(one.daemon)) for trace in shortened for one in trace.by_model()]
     if machines:
@@ -292,12 +295,12 @@ def simulate(
         show([trace for trace, _ in planned], rows)
 
 
-def _own_case(cases_of: Callable[[RecordedDaemon], list[Case]], daemon: RecordedDaemon) -> Case:
-    """Returns the first run with the kind of state that the recorded model has, or else the first one."""
-    geometry = daemon.geometry
-    own = None if geometry is None else "checkpoints" if geometry.state_bytes else geometry.exact_at
-    found = cases_of(daemon)
-    return next((case for case in found if case.regime == (own if own != "grid" else "sliceable")), found[0])
+def _own_regime(daemon: RecordedDaemon | None) -> Regime:
+    """Returns the kind of state that the recorded model has; that of most models without one."""
+    geometry = daemon.geometry if daemon else None
+    if geometry is None:
+        return "token"
+    return "checkpoints" if geometry.state_bytes else "token" if geometry.exact_at == "token" else "sliceable"
 
 
 def _cases(
@@ -322,7 +325,10 @@ def _cases(
     reference = _policy(said, speed)
     return cases(
         [replace(reference, scope=scope) for scope in scopes],
-        {regime: _geometry(regime, daemon, bytes_per_token, state_bytes) for regime in regimes},
+        {
+            regime: _geometry(regime, daemon, bytes_per_token, state_bytes)
+            for regime in regimes or (_own_regime(daemon),)
+        },
         budgets,
         {name: _policy({**said, **values}, speed) for name, values in presets.items()},
         reference,

@@ -9,11 +9,18 @@ from typing import Any
 import click
 
 from diskprefix.cli.tooling import plain, print_table
-from diskprefix.extras.simulate.comparison import Row
+from diskprefix.extras.simulate.comparison import UPPER_BOUND, WHOLE_SNAPSHOTS, Row
 from diskprefix.extras.simulate.simulator import Totals
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.printable import printable_only
+from diskprefix.settings import Settings
 from diskprefix.units import counted, format_duration, format_size
+
+_BASELINES = (
+    "whole-snapshots: prompts are saved whole, under their exact hash; upper-bound: every shared token is restored"
+)
+_A_POINT = 0.01
+"""Shares of the prompt tokens that differ by less count as equal."""
 
 
 def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
@@ -27,6 +34,7 @@ def show(traces: Sequence[Trace], rows: Sequence[Row]) -> None:
         click.echo(f"{printable_only(trace.name)}: {requests}, {tokens}")
         click.echo(f"{_assumed(of_trace)}\n")
         _print_table(of_trace)
+        click.echo(f"\n{_BASELINES}\n{_verdict(of_trace)}")
         for line in _asked(trace):
             click.echo(line)
 
@@ -66,6 +74,26 @@ def _print_table(rows: Sequence[Row]) -> None:
         cells += [[""], [f"[bold]{title}"]]
         cells += [[plain(row.case.label), *_figures(row.totals).values()] for row in section]
     print_table(("scope", *figures), cells, right=figures)
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    """Returns a sentence about the first kind of state under its smallest budget."""
+    found = [row for row in rows if row.case.regime == rows[0].case.regime and row.case.preset is None]
+    bound = next(row.totals for row in found if row.case.scope == UPPER_BOUND)
+    scopes = [row for row in found if row.case.scope not in (WHOLE_SNAPSHOTS, UPPER_BOUND)]
+    scopes = [row for row in scopes if row.case.policy.budget_bytes == scopes[-1].case.policy.budget_bytes]
+    most = max(scopes, key=lambda row: row.totals.restored_share)
+    if not most.totals.restored_tokens:
+        return f"verdict: no scope restores anything; prompts share {bound.restored_share:.1%} of their tokens at most"
+    enough = [row for row in scopes if row.totals.restored_share >= most.totals.restored_share - _A_POINT]
+    usual = Settings().disk_prefix_cache
+    best = min(enough, key=lambda row: (round(row.totals.written_share, 3), row.case.scope != usual))
+    figures = f"{best.totals.restored_share:.1%} of the prompt tokens and writes {best.totals.written_share:.1%}"
+    said = f"verdict: --disk-prefix-cache {best.case.scope} restores {figures}; {bound.restored_share:.1%} are shared"
+    if most.totals.restored_share - best.totals.restored_share < _A_POINT / 10:
+        return said
+    more = f"{most.totals.restored_share:.1%} and writes {most.totals.written_share:.1%}"
+    return f"{said}, and {most.case.scope} restores {more}"
 
 
 def _figures(totals: Totals) -> dict[str, str]:

@@ -247,7 +247,7 @@ def _warmed_item(target: Target, item: WarmItem, scope: str, say: Say) -> Warmed
         prompt_tokens=body["usage"]["prompt_tokens"],
         restored=cache["restored"],
         saved=cache["saved"],
-        reason=None if cache["saved"] in _KEPT else cache["boundary_reason"],
+        reason=None if cache["saved"] in _KEPT else cache.get("dropped_because", cache["boundary_reason"]),
         seconds=round(time.monotonic() - started, 3),
     )
 
@@ -305,7 +305,8 @@ def _warnings(total: Json, after: Json | None) -> Iterator[str]:
         yield f"{counted(total['dropped'], 'prompt')} did not fit into the cache meanwhile; see the daemon's log"
     if total["evicted_blocks"]:
         blocks = counted(total["evicted_blocks"], "block")
-        yield f"{blocks} had to be evicted meanwhile; --kv-cache-budget is too small for everything"
+        cause = (after or {}).get("full_disk") or "--kv-cache-budget is too small for everything"
+        yield f"{blocks} had to be evicted meanwhile; {cause}"
 
 
 def _summary(total: Json) -> str:
@@ -317,7 +318,7 @@ def _summary(total: Json) -> str:
 
 
 def _described(warmed: Warmed) -> str:
-    saved = {"queued": "saved", "stored": "saved before", "dropped": "not saved: no room"}.get(warmed.saved)
-    saved = saved or f"not saved: {warmed.reason or 'nothing to keep'}".replace("_", " ")
+    saved = {"queued": "saved", "stored": "saved before"}.get(warmed.saved)
+    saved = saved or f"not saved: {shown(warmed.reason or 'nothing to keep', 300)}".replace("_", " ")
     tokens = counted(warmed.prompt_tokens, "token")
     return f"{tokens}, {warmed.restored:,} restored, {saved}, {warmed.seconds:.1f} s"

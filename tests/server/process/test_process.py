@@ -11,13 +11,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
+from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.errors import DeviceLost
+from diskprefix.server.process import process
 from diskprefix.server.process.process import process_age_s
+from diskprefix.settings import Settings
+from tests.server import scripted
 from tests.server.daemon_process import DaemonProcess, clean_environment, running_daemon, serve_flags, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -265,3 +270,13 @@ def test_a_daemon_that_cannot_load_is_never_ready(
         assert daemon.process.wait(120) == 3
     wait_until(lambda: heard.messages[-1:] == ["STOPPING=1\nSTATUS=stopping: 0 running requests may end"], "the end")
     assert not any("READY" in message for message in heard.messages)
+
+
+@pytest.mark.parametrize("room", [1 << 30, 4 << 30])
+def test_the_ready_line_warns_of_a_disk_with_less_than_the_budget(room: int, caplog: pytest.LogCaptureFixture) -> None:
+    scope = parse_scope("full", param="--disk-prefix-cache")
+    serving = SimpleNamespace(scope=scope, model_name="m", startup_s={"total": 1.0})
+    stats = scripted.STATS | {"room_bytes": room, "budget_bytes": 4 << 30}
+    process._announce(cast(Any, serving), stats, Settings(kv_cache_min_free=1 << 30), "http://here")
+    said = "the disk has room for 1.0 GiB of --kv-cache-budget 4.0 GiB; --kv-cache-min-free keeps 1.0 GiB free"
+    assert [said in line for line in caplog.messages if "the disk has room" in line] == [True] * (room < 4 << 30)

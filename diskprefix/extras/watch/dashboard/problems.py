@@ -51,7 +51,7 @@ def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(
             level="error",
             what=f"nothing is saved: {cache['error']}",
-            todo="make room or repair the folder; the daemon tries again by itself (`diskprefix verify` checks it)",
+            todo="the daemon tries again by itself; `diskprefix verify` checks the folder",
         )
     elif cache.get("state") == "unsupported":
         yield Problem(
@@ -61,7 +61,8 @@ def _of_cache(cache: dict[str, Any]) -> Iterator[Problem]:
         )
     for name, level, what, todo in _COUNTED:
         if count := cache.get(name, 0):
-            yield Problem(level=level, what=what, todo=todo, count=count)
+            cause = cache.get("full_disk") if name == "dropped" else None
+            yield Problem(level=level, what=what, todo=cause or todo, count=count)
     yield from _of_shared_tier(cache.get("remote") or {})
     if cache.get("gate", {}).get("state") == "closed":
         yield Problem(

@@ -36,11 +36,12 @@ def test_a_daemon_that_is_well_has_no_problems() -> None:
 @pytest.mark.parametrize(
     ("change", "level", "what", "todo"),
     [
-        ({"state": "degraded", "error": "the disk is full"}, "error", "the disk is full", "make room"),
+        ({"state": "degraded", "error": "the disk is full"}, "error", "the disk is full", "tries again"),
         ({"state": "unsupported"}, "warning", "without the cache", "list --architectures"),
         ({"quarantined": 3}, "error", "damaged records", "diskprefix verify"),
         ({"errors": 3}, "warning", "became misses", "log"),
         ({"dropped": 3}, "warning", "not saved whole", "--kv-cache-write-buffer"),
+        ({"dropped": 3, "full_disk": "the disk is full"}, "warning", "not saved whole", "the disk is full"),
         ({"unaffordable": 3}, "hint", "left out", "--kv-cache-write-budget"),
         ({"gate": {"state": "closed"}}, "hint", "computing is faster", "--kv-cache-gate off"),
         ({"remote": REMOTE | {"state": "failing"}}, "warning", "s3://b does not answer", "access keys"),
