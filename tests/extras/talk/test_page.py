@@ -99,13 +99,11 @@ def test_it_asks_for_the_key_and_is_as_wide_as_a_phone(browser: Browser, chat_mo
 
 
 @pytest.mark.parametrize(("viewport", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
-def test_who_comes_for_the_first_time_finds_something_to_try(
-    browser: Browser, viewport: dict[str, int], scheme: str
-) -> None:
+def test_who_comes_for_the_first_time_finds_something_to_try(browser: Browser, viewport: Any, scheme: Any) -> None:
     context = browser.new_context(viewport=viewport, color_scheme=scheme)
     context.grant_permissions(["clipboard-read", "clipboard-write"])
     page = context.new_page()
-    asked: list[dict[str, Any]] = []
+    asked: list[Any] = []
 
     def reply(route: Route) -> None:
         asked.append(route.request.post_data_json)

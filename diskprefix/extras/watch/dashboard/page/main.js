@@ -31,7 +31,7 @@ function drawCharts() {
 // Nothing answers any more: the figures are the last ones.
 function drawStopped() {
   const isStopped = state.stoppedAt !== null && state.now !== null;
-  document.body.classList.toggle("stopped", isStopped);
+  document.body.classList.toggle("stopped", state.stoppedAt !== null);
   find("#stopped").hidden = !isStopped;
   if (!isStopped) return;
   const s = Math.round((Date.now() - state.stoppedAt) / 1000);
