@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -194,7 +195,9 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     ],
 )
 def test_a_tool_choice_says_what_may_be_called_and_whether_it_must(fields: dict[str, Any], choice: ToolChoice) -> None:
-    assert body(tools=[READ], **fields).choice == choice
+    assert body(tools=[READ | {"strict": False}], **fields).choice == choice
+    strict = frozenset() if fields.get("tool_choice") == "none" else frozenset({"read"})
+    assert body(tools=[READ | {"strict": True}], **fields).choice == replace(choice, strict=strict)
 
 
 def test_without_a_choice_the_tools_are_left_out_of_the_prompt() -> None:

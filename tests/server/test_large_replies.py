@@ -156,9 +156,9 @@ def test_a_reply_has_a_largest_number_of_log_probabilities(
         assert refused.status_code == 400
         assert refused.json()["error"]["param"] == field
         assert f"{most} tokens" in refused.json()["error"]["message"]
-        for fields in ({field: most}, {}):
+        for fields, limit in (({field: most}, most), ({}, 16 if route == "/v1/completions" else most)):
             assert client.post(route, json=body | fields).status_code == 200
-            assert engine.requests[-1].sampling.max_tokens == most
+            assert engine.requests[-1].sampling.max_tokens == limit
 
 
 def test_what_does_not_fit_the_model_is_not_counted_as_log_probabilities(server: AppServer) -> None:

@@ -133,7 +133,7 @@ def test_a_keepalive_of_a_stream_is_a_comment_between_events() -> None:
     sent = streamed(Script(None, HELLO[0], None, *HELLO[1:]))
     blocks = sent.body.split(b"\n\n")[1:]
     kinds = [b"comment" if block.startswith(b":") else block[:6] for block in blocks if block]
-    assert kinds == [b"comment", b"data: ", b"comment", b"data: ", b"data: "]
+    assert kinds == [b"comment", b"data: ", b"data: ", b"comment", b"data: ", b"data: "]
     assert blocks[-2] == b"data: [DONE]"
     assert sent.is_whole
 
