@@ -43,9 +43,11 @@ class LazyGroup(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            if near := get_close_matches(args[0], command_names(), n=1):
-                error.message = f"{error.message.rstrip('.')}; did you mean {near[0]}?"
-            raise
+            near = get_close_matches(args[0], command_names(), n=1)
+            if not near:
+                raise
+            said = error.format_message().rstrip(".")
+            raise click.UsageError(f"{said}; did you mean {near[0]}?", error.ctx) from error
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
         if cmd_name in COMMANDS:

@@ -255,8 +255,8 @@ def test_a_system_prompt_is_warmed_for_the_named_model_which_is_loaded_for_it(
     file = tmp_path / "prompt.txt"
     file.write_text("You answer about rivers. " * 20)
     for name in ("ash", "birch"):
-        command = [sys.executable, "-m", "diskprefix", "warm", "--system", file, "--url", daemon.url, "--model", name]
-        subprocess.run(command, check=True)
+        flags = ["--system", str(file), "--url", daemon.url, "--model", name]
+        subprocess.run([sys.executable, "-m", "diskprefix", "warm", *flags], check=True)
         system = {"role": "system", "content": file.read_text()}
         chat = {"model": name, "messages": [system, {"role": "user", "content": "Name one."}], "max_tokens": 1}
         reply = httpx.post(daemon.url + CHAT, json=chat, timeout=60).raise_for_status().json()
