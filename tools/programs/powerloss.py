@@ -71,7 +71,6 @@ PARTS = (
     Part("exchange", title="export and import"),
     Part("profile", title="settings of an agent"),
     Part("models", title="a model in the cache folder"),
-    Part("fetched", title="a model from a hub"),
     Part("save", "exact", ("all barriers",), title="a drive that ignores barriers"),
 )
 MUTANTS = (
@@ -87,7 +86,6 @@ MUTANTS = (
     Part("exchange", without=("the barrier of an export",)),
     Part("profile", without=("the barrier of a copied file",)),
     Part("models", "kept", ("the barrier of a copied file",), ("digests of a model",)),
-    Part("fetched", without=("the barrier of a copied file",)),
     Part("save", "exact", ("all barriers",), ("checksums",)),
     Part("save", "exact", ("all barriers",), ("the check of the file",)),
 )

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -19,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import ModelError
-from diskprefix.memo import Memo
 from diskprefix.model.load.fit import ROOM_BYTES, ModelNeeds, TokenState, needs_of_checkpoint, state_of_config
 from diskprefix.model.load.gguf import require_disk
 from diskprefix.model.load.gguf_file import first_parts, model_stem, part_paths
@@ -33,7 +29,6 @@ from diskprefix.model.load.safetensors_header import (
 from diskprefix.model.load.served_tensors import whole_file
 from diskprefix.printable import first_line, shown
 from diskprefix.progress import Report, progress_bar
-from diskprefix.store.folder import sync
 from diskprefix.units import format_size
 
 _FILES = ["*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken"]
@@ -48,15 +43,9 @@ _PLAIN = re.compile(r"(?:^|[-._])(?:BF16|FP?16|FP?32)$", re.IGNORECASE)
 _NO_MODEL = re.compile("mmproj|imatrix", re.IGNORECASE)
 _BESIDE_BYTES = 1 << 30
 """Memory beside the weights and the room to compute that the quant which is chosen leaves for KV."""
-_PIECE_BYTES = 1 << 20
-"""What arrives is kept in pieces of so many bytes. Less is lost when a connection breaks."""
-_ABANDONED_S = 3600.0
-"""A part of a file that was not written for so long, and that no process holds, is removed."""
-_SHA256, _TAG = re.compile("[0-9a-f]{64}"), re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
+_TAG = re.compile("[0-9a-f]{40}|[0-9a-f]{64}")
 _CREDENTIALS = re.compile(r"//[^/\s]*@")
 """In the address of a mirror."""
-_unchecked = Memo("fetched", version=1)
-"""By repository and commit: the files whose digests are not checked yet."""
 
 
 @dataclass(frozen=True)
@@ -362,13 +351,10 @@ def _fetched(
     """Returns the folder of a snapshot with the files that fit the patterns: of a commit, or of what is here without
     one. `before` is called if some are fetched.
 
-    A connection that breaks goes on where it was, also after a process that was killed. The digests of large files are
-    checked, also of those that a call before this one fetched and had no time to check. What is wrong is removed.
+    The library goes on with a connection that breaks.
     """
     from huggingface_hub import constants, snapshot_download
 
-    # The library drops a piece of which not all has arrived.
-    constants.DOWNLOAD_CHUNK_SIZE = min(constants.DOWNLOAD_CHUNK_SIZE, _PIECE_BYTES)
     get: Any = partial(
         snapshot_download,
         repo,
@@ -381,22 +367,13 @@ def _fetched(
     _require_tags_that_are_digests()
     # The commit that was listed, whatever comes meanwhile. With a name, the library would take it for the newest here.
     found = get(revision=commit, dry_run=True)
-    new = {file.filename: file.file_size or 0 for file in found if file.will_download}
-    unchecked = {*new, *(_unchecked.get(f"{repo}@{commit}") or ())}
-    if new:
+    new_bytes = sum(file.file_size or 0 for file in found if file.will_download)
+    if any(file.will_download for file in found):
         before()
-        here = sum(part.stat().st_size for part in _abandoned_parts(repo))
-        require_disk(Path(constants.HF_HUB_CACHE), max(0, sum(new.values()) - here), "HF_HOME")
-        _unchecked.put(f"{repo}@{commit}", sorted(unchecked))
-        with progress_bar(f"fetching {repo}", sum(new.values()), progress, in_bytes=True) as advance:
-            done = _finish_parts(repo, commit, new, advance)
-            _remove_abandoned(repo)
-            get(revision=commit, tqdm_class=_counting(_beyond(done, advance)))
+        require_disk(Path(constants.HF_HUB_CACHE), new_bytes, "HF_HOME")
+        with progress_bar(f"fetching {repo}", new_bytes, progress, in_bytes=True) as advance:
+            get(revision=commit, tqdm_class=_counting(advance))
     folder = Path(get(revision=commit))
-    if unchecked:
-        names = unchecked & {file.filename for file in found}
-        _require_digests([folder / name for name in sorted(names)])
-        _unchecked.put(f"{repo}@{commit}", sorted(unchecked - names))
     _set_newest(folder)
     return folder
 
@@ -420,61 +397,6 @@ def _require_tags_that_are_digests() -> None:
     file_download._get_metadata_or_catch_error = checked
 
 
-def _abandoned_parts(repo: str, tag: str = "*") -> Iterator[Path]:
-    """Yields the parts of files that a killed process left, each with its lock held: one that fetches a file holds its
-    lock, however long nothing arrives. `tag` is that of a file."""
-    from huggingface_hub import constants
-    from huggingface_hub.file_download import repo_folder_name
-
-    cache, name = Path(constants.HF_HUB_CACHE), repo_folder_name(repo_id=repo, repo_type="model")
-    for part in (cache / name / "blobs").glob(f"{tag}.*incomplete"):
-        with suppress(OSError), (cache / ".locks" / name / f"{part.name.partition('.')[0]}.lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield part
-
-
-def _remove_abandoned(repo: str) -> None:
-    """Removes the parts that nobody wrote for long, where that is allowed."""
-    for part in _abandoned_parts(repo):
-        with suppress(OSError):
-            if time.time() - part.stat().st_mtime > _ABANDONED_S:
-                part.unlink()
-
-
-def _finish_parts(repo: str, commit: str, new: Mapping[str, int], advance: Callable[[float], None]) -> int:
-    """Fetches the rest of large files of which a killed process left a part: the library takes none up again. Returns
-    the sizes of these files together. `new`: the sizes by name."""
-    from huggingface_hub import constants, file_download, hf_hub_url
-    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
-
-    done = 0
-    for name in new if any(_abandoned_parts(repo)) else ():
-        url = hf_hub_url(repo, name, revision=commit)
-        found = file_download.get_hf_file_metadata(url)
-        if found.xet_file_data is not None and not constants.HF_HUB_DISABLE_XET:
-            # Its parts do not arrive in order.
-            continue
-        if not _SHA256.fullmatch(str(found.etag)):
-            # A small file, whose content nothing checks.
-            continue
-        for part in _abandoned_parts(repo, str(found.etag)):
-            if (size := part.stat().st_size) > new[name]:
-                continue
-            count = _counting(_beyond(done + size, advance), "huggingface_hub.http_get")
-            with part.open("ab") as file:
-                file_download.http_get(
-                    url, file, resume_size=size, headers=build_hf_headers(), expected_size=new[name], tqdm_class=count
-                )
-            part.rename(part.with_name(str(found.etag)))
-            done += new[name]
-            break
-    return done
-
-
-def _beyond(done: int, advance: Callable[[float], None]) -> Callable[[float], None]:
-    return lambda num_bytes: advance(done + num_bytes)
-
-
 def _set_newest(snapshot: Path) -> None:
     """Makes a snapshot that of the main branch, for other programs too."""
     ref = snapshot.parents[1] / "refs" / "main"
@@ -487,14 +409,13 @@ def _set_newest(snapshot: Path) -> None:
         new.replace(ref)
 
 
-def _counting(advance: Callable[[float], None], name: str = "huggingface_hub.snapshot_download") -> type[Any]:
-    """Returns a bar of the library's that shows nothing. That of this name gives the bytes that have arrived to
-    `advance`."""
+def _counting(advance: Callable[[float], None]) -> type[Any]:
+    """Returns a bar of the library's that shows nothing, and gives the bytes that have arrived to `advance`."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class CountedBytes(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._counts = kwargs.get("name") == name
+            self._counts = kwargs.get("name") == "huggingface_hub.snapshot_download"
             self._num_bytes = 0.0
             super().__init__(*args, **kwargs | {"disable": True})  # type: ignore[no-untyped-call]
 
@@ -504,30 +425,6 @@ def _counting(advance: Callable[[float], None], name: str = "huggingface_hub.sna
                 advance(self._num_bytes)
 
     return CountedBytes
-
-
-def _require_digests(files: Sequence[Path]) -> None:
-    """Removes the files whose SHA-256 is not the one that the hub says, and raises `ModelError`. The hub's cache names
-    large files by it. The others are durable afterwards, because they are not checked again."""
-    problems = []
-    for file in files:
-        content = file.resolve()
-        if not file.is_file():
-            continue
-        sync(content)
-        if not _SHA256.fullmatch(content.name):
-            continue
-        with content.open("rb") as opened:
-            digest = hashlib.file_digest(opened, "sha256").hexdigest()
-        if digest != content.name:
-            for path in (file, content):
-                path.unlink()
-            problems.append(
-                f"{file.name} is damaged, or was changed while it was fetched: its SHA-256 is {digest[:12]}…, not "
-                f"{content.name[:12]}…; it was removed, fetch it again"
-            )
-    if problems:
-        raise ModelError("; ".join(problems))
 
 
 @contextmanager

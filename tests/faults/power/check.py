@@ -391,12 +391,6 @@ def _models(look: _Look) -> None:
         raise Wrong("wrong bytes in a finished model")
 
 
-def _fetched(look: _Look) -> None:
-    name = f"blobs/{hashlib.sha256(deeds.model_bytes()).hexdigest()}"
-    if look.account.made:
-        _same(look, name, {deeds.model_bytes()}, is_there=False)
-
-
 _CHECKS: dict[str, Callable[[_Look], None]] = {
     "save": lambda look: look.store(deeds.KV, look.account.saved),
     "encrypted": lambda look: look.store(deeds.KV, look.account.saved, key=deeds.KEY),
@@ -409,7 +403,6 @@ _CHECKS: dict[str, Callable[[_Look], None]] = {
     "exchange": _exchange,
     "profile": _profile,
     "models": _models,
-    "fetched": _fetched,
 }
 
 

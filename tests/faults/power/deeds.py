@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import hashlib
 import json
 import os
 import random
@@ -308,17 +307,6 @@ def models(root: Path) -> None:
     mark(made="a-model")
 
 
-def fetched(root: Path) -> None:
-    """A file of a model that came from a hub: it was checked, and is not checked again."""
-    from diskprefix.model.load.hub import _require_digests
-
-    file = root / "blobs" / hashlib.sha256(model_bytes()).hexdigest()
-    file.parent.mkdir()
-    file.write_bytes(model_bytes())
-    _require_digests([file])
-    mark(made=file.name)
-
-
 def model_bytes() -> bytes:
     return bytes(range(251)) * 120
 
@@ -372,7 +360,6 @@ DEEDS: dict[str, Callable[..., None]] = {
     "exchange": exchange,
     "profile": profile,
     "models": models,
-    "fetched": fetched,
     "faulty": faulty,
     "slow": slow,
     "unwiped": unwiped,
@@ -429,7 +416,6 @@ _MODULES = {
     "exchange": ("diskprefix.extras.exchange.entry_file",),
     "profile": ("diskprefix.extras.clients.agent_profile",),
     "models": ("diskprefix.model.load.gguf",),
-    "fetched": ("diskprefix.model.load.hub",),
 }
 """Modules that are imported before a protection is taken out of them."""
 
