@@ -50,7 +50,7 @@ BESIDE = {
     "clients": {"catalogue", "daemon_call"},
     "simulate": {"front", "warm", "request_bodies"},
     "setup": {"catalogue", "daemon_call", "front", "warm", "request_bodies"},
-    "vllm": {"remote", "exchange"},
+    "vllm": {"exchange"},
     "front": {"catalogue", "web_page"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""

@@ -13,7 +13,6 @@ from tools.connector.bench import bench
 from tools.connector.crash import crash
 from tools.connector.faults import faults
 from tools.connector.kills import kill
-from tools.connector.shared import shared
 from tools.connector.theirs import theirs
 from tools.connector.tier import tier
 from tools.peers.environments import python_of
@@ -36,7 +35,7 @@ def environment() -> None:
     print(python_of("vllm", report))
 
 
-for _command in (bench, kill, crash, faults, shared, theirs, tier):
+for _command in (bench, kill, crash, faults, theirs, tier):
     main.add_command(_command)
 
 if __name__ == "__main__":

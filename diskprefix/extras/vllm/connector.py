@@ -144,7 +144,7 @@ class DiskPrefixConnector(compat.KVConnectorBase_V1, compat.SupportsHMA):  # typ
             self._requests[request.request_id] = request
             self._scheduler.add(request, not_cached=compat.why_not_cached(request))
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         if self._scheduler is None:
             return 0, False
         num_tokens = self._scheduler.match(request.request_id, num_computed_tokens)

@@ -24,9 +24,6 @@ NAMES = {
     "codec": "kv_cache_codec",
     "block_size": "block_size",
     "namespace_key_file": "namespace_key_file",
-    "remote_tier": "remote_tier",
-    "remote_write": "remote_write",
-    "remote_deadline": "remote_deadline",
     "record": "record",
 }
 """A key of the connector's configuration → the field of `Settings`."""

@@ -68,22 +68,12 @@ class EndOfRequest:
 
 
 @dataclass(frozen=True)
-class Share:
-    """The first blocks of a prompt and its reply, for upload. `token_ids` are int32, little-endian."""
-
-    tenant: str
-    token_ids: bytes
-
-
-@dataclass(frozen=True)
 class StepPlan:
-    """The workers' plan for a step. `is_fetching`: a request waits for the shared tier."""
+    """The workers' plan for a step."""
 
     loads: tuple[Load, ...] = ()
     saves: tuple[Save, ...] = ()
     ended: tuple[EndOfRequest, ...] = ()
-    shares: tuple[Share, ...] = ()
-    is_fetching: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.other_numbers import what_differs
 from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
-from diskprefix.extras.vllm.prefix_sharing import PrefixSharing, source_of
 from diskprefix.extras.vllm.request_options import BadParameters, options_of
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.tracked import EngineRequest, Tracked
@@ -34,8 +33,8 @@ log = logging.getLogger("diskprefix")
 
 
 class SchedulerSide:
-    """Matches prompts, and plans the workers' loads, saves and uploads. For the scheduler's thread. It waits for the
-    disk only to look up names, and never for the shared tier."""
+    """Matches prompts, and plans the workers' loads and saves. For the scheduler's thread. It waits for the disk only
+    to look up names."""
 
     def __init__(self, shared: SharedStore, ranks: Sequence[RankIdentity], engine_block_sizes: Sequence[int]) -> None:
         """`ranks` are the identities of the workers. `engine_block_sizes` are the numbers of tokens in a block of the
@@ -47,7 +46,6 @@ class SchedulerSide:
         self._requests: dict[str, Tracked] = {}
         self._loads: list[Load] = []
         self._ended: list[EndOfRequest] = []
-        self._sharing = None if shared.remote is None else PrefixSharing(shared, shared.remote, ranks)
         self._recorder = recorder_of(shared, ranks)
         self._namespaces = TenantNamespaces(
             shared.store,
@@ -85,19 +83,15 @@ class SchedulerSide:
             request, options, tenant, prompt, [[root] for root in roots], b"", self._shared.store.clock()
         )
 
-    def match(self, request_id: str, num_computed: int) -> int | None:
+    def match(self, request_id: str, num_computed: int) -> int:
         """Returns the number of tokens after the first `num_computed` that can be loaded. At least one token is left to
-        compute. Returns None while a fetch is running: the engine then asks again later."""
+        compute."""
         tracked = self._requests.get(request_id)
         if tracked is None or tracked.options.cache.scope.kind == "off":
             return 0
         try:
             if tracked.num_preemptions != tracked.request.num_preemptions:
-                if self._sharing is not None and self._sharing.is_fetching(tracked):
-                    return None
-                self._look_up(tracked, num_computed)
-                if self._sharing is not None and self._sharing.begins_to_fetch(tracked):
-                    return None
+                self._look_up(tracked)
                 self._choose(tracked)
             elif tracked.loading:
                 # The engine asks again because it kept no token of the load.
@@ -105,7 +99,7 @@ class SchedulerSide:
         except CacheError as error:
             log.warning("[disk-cache] %s: served without the cache: %s", request_id, error)
             self._counts["miss_store"] += 1
-            self._forget(request_id)
+            del self._requests[request_id]
             self._end(tracked)
             return 0
         return max(0, tracked.num_loadable(self._block_size) * self._block_size - num_computed)
@@ -132,8 +126,6 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is None:
                 continue
-            if self._sharing is not None:
-                self._sharing.time(tracked)
             if tracked.loading:
                 start = tracked.request.num_computed_tokens
                 self._end_load(tracked, start, restored=len(tracked.loading[: max(0, start - tracked.loading.start)]))
@@ -141,18 +133,14 @@ class SchedulerSide:
                 saves.append(save)
         loads, self._loads = self._loads, []
         ended, self._ended = self._ended, []
-        shares, is_fetching = ((), False) if self._sharing is None else self._sharing.take_plan()
-        return StepPlan(tuple(loads), tuple(saves), tuple(ended), shares, is_fetching)
+        return StepPlan(tuple(loads), tuple(saves), tuple(ended))
 
     def finish(self, request_id: str) -> dict[str, Any] | None:
         """Ends a request. Returns the `kv_transfer_params` of its response."""
-        tracked = self._forget(request_id)
+        tracked = self._requests.pop(request_id, None)
         if tracked is None or tracked.selection is None:
             return None
         selection = tracked.selection
-        if self._sharing is not None:
-            self._sharing.time(tracked)
-            self._sharing.share(tracked, selection)
         self._record(tracked, selection)
         self._tally(tracked)
         self._end(tracked)
@@ -161,7 +149,7 @@ class SchedulerSide:
         return {
             "prefix_cache": {
                 "restored": tracked.num_restored,
-                "source": source_of(tracked),
+                "source": "disk" if tracked.num_restored else "none",
                 "saved": tracked.num_saved * self._block_size,
                 "reason": selection.reason,
             }
@@ -170,11 +158,9 @@ class SchedulerSide:
     def take_counts(self) -> Counter[str]:
         """Returns the counts since the last call, by the names in `stats`."""
         counts, self._counts = self._counts, Counter()
-        return counts + self._shared.take_remote_counts()
+        return counts
 
     def close(self) -> None:
-        if self._sharing is not None:
-            self._sharing.close()
         self._namespaces.close()
         if self._recorder is not None:
             self._recorder.close()
@@ -186,7 +172,7 @@ class SchedulerSide:
         report = CacheReport(
             selection=selection,
             restored=restored,
-            source=source_of(tracked),
+            source="disk" if restored else "none",
             miss_reason=None if restored else "not_stored",
             matched=tracked.num_matched * self._block_size,
         )
@@ -202,12 +188,6 @@ class SchedulerSide:
             remembered=True,
         )
 
-    def _forget(self, request_id: str) -> Tracked | None:
-        tracked = self._requests.pop(request_id, None)
-        if tracked is not None and self._sharing is not None:
-            self._sharing.forget(tracked)
-        return tracked
-
     def _end(self, tracked: Tracked) -> None:
         """Plans the end of a request: the workers forget it, and list its new blocks as a saved prompt."""
         selection, cache = tracked.selection, tracked.options.cache
@@ -220,13 +200,11 @@ class SchedulerSide:
         request_id, tenant, scope = tracked.request.request_id, str(tracked.tenant), str(cache.scope)
         self._ended.append(EndOfRequest(request_id, tenant, names, position, scope, selection.reason, ttl_s))
 
-    def _look_up(self, tracked: Tracked, num_cached: int) -> None:
+    def _look_up(self, tracked: Tracked) -> None:
         self._extend(tracked, len(tracked.prompt))
         with open_views(self._shared.tiers) as views:
             num_stored = self._num_stored(views, tracked)
         tracked.set_stored(num_stored)
-        if tracked.selection is None:
-            tracked.num_cached = num_cached
         tracked.num_matched = min(num_stored, len(tracked.prompt) // self._block_size)
 
     def _choose(self, tracked: Tracked) -> None:

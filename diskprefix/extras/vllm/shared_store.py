@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter
 from pathlib import Path
 
 from diskprefix.cache.resources import TieredStore, open_store
@@ -28,17 +27,6 @@ class SharedStore(TieredStore):
             store.close()
             raise
         self.num_users = 0
-        self._remote_counts: Counter[str] = Counter()
-        """The counts of the shared tier at the last call of `take_remote_counts`."""
-
-    def take_remote_counts(self) -> Counter[str]:
-        """Returns the counts of the shared tier in this process since the last call, by the names in `stats`."""
-        if self.remote is None:
-            return Counter()
-        with _lock:
-            now = self.remote.counts()
-            new, self._remote_counts = now - self._remote_counts, now
-        return Counter({name if name.startswith("refused_") else f"remote_{name}": new[name] for name in new})
 
     def release(self) -> bool:
         """Closes the store if this was its last user. Returns False if not everything was written in time."""

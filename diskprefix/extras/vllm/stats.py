@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
-from diskprefix.extras.remote.signing import RefusalReason
 from diskprefix.extras.vllm._vllm_compat import KVConnectorPromMetrics, KVConnectorStats
 
 COUNTERS = {
@@ -20,16 +19,6 @@ COUNTERS = {
     "saved_blocks": "Blocks handed to the writer, of all ranks.",
     "saved_bytes": "Bytes of KV handed to the writer, of all ranks.",
     "dropped": "Requests that were not saved completely, because the write buffer was full.",
-    "remote_fetched": "Objects fetched from the shared tier.",
-    "remote_fetched_bytes": "Bytes of the fetched objects.",
-    "remote_missing": "Objects that were requested and are not in the shared tier.",
-    "remote_late": "Requests that stopped waiting for the shared tier at the deadline.",
-    "remote_skipped": "Requests that did not ask the shared tier, because it had failed or was too slow.",
-    "remote_slower": "Requests that did not ask the shared tier, because computing is faster.",
-    "remote_failed": "Fetches that failed.",
-    "remote_written": "Objects written to the shared tier.",
-    "remote_written_bytes": "Bytes of the written objects.",
-    "remote_dropped": "Prompts that were not written to the shared tier.",
 }
 MISSES = (
     "not_stored",
@@ -44,8 +33,6 @@ MISSES = (
     "store",
 )
 """The reasons for which nothing is restored."""
-REFUSALS = get_args(RefusalReason)
-"""The reasons for which an object of the shared tier is refused."""
 
 
 class DiskPrefixStats(KVConnectorStats):  # type: ignore[misc]
@@ -83,14 +70,10 @@ class DiskPrefixMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
             counter = self._counter_cls(name=f"vllm:diskprefix_{name}", documentation=text, labelnames=labelnames)
             self._counters[name] = {engine: counter.labels(*values) for engine, values in engines}
         reasons = [*labelnames, "reason"]
-        for name, prefix, text, known in (
-            ("misses", "miss", "Requests for which nothing was restored, by reason.", MISSES),
-            ("remote_refused", "refused", "Objects of the shared tier that were refused, by reason.", REFUSALS),
-        ):
-            counter = self._counter_cls(name=f"vllm:diskprefix_{name}", documentation=text, labelnames=reasons)
-            for reason in known:
-                by_engine = {engine: counter.labels(*values, reason) for engine, values in engines}
-                self._counters[f"{prefix}_{reason}"] = by_engine
+        text = "Requests for which nothing was restored, by reason."
+        counter = self._counter_cls(name="vllm:diskprefix_misses", documentation=text, labelnames=reasons)
+        for reason in MISSES:
+            self._counters[f"miss_{reason}"] = {engine: counter.labels(*values, reason) for engine, values in engines}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, number in transfer_stats_data.items():

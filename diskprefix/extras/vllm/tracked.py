@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from threading import Event
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from diskprefix.extras.vllm.request_options import RequestOptions
@@ -31,14 +29,6 @@ class EngineRequest(Protocol):
 
 
 @dataclass
-class PromptFetch:
-    """The fetch of a prompt from the shared tier. `future` has the names of the fetched nodes."""
-
-    future: Future[frozenset[bytes]] = field(default_factory=Future)
-    is_cancelled: Event = field(default_factory=Event)
-
-
-@dataclass
 class Tracked:
     """A request that the cache serves.
 
@@ -47,10 +37,7 @@ class Tracked:
 
     `num_preemptions` is the engine's value at the last lookup. `loading` are the tokens being loaded. `num_restored`
     tokens were loaded. `num_saved` blocks are new. `has_saves`: workers received blocks to save, which may fail.
-    `num_cached` tokens were in the engine's own cache. `is_broken`: a block is missing, so later ones cannot be saved.
-
-    `fetch` is its fetch from the shared tier. `computing` is the time when its computation began, and the first
-    computed token. `is_timed`: the computation of the whole prompt was timed.
+    `is_broken`: a block is missing, so later ones cannot be saved.
     """
 
     request: EngineRequest
@@ -65,12 +52,8 @@ class Tracked:
     num_restored: int = 0
     num_saved: int = 0
     has_saves: bool = False
-    num_cached: int = 0
     num_preemptions: int = -1
     loading: range = range(0)
-    fetch: PromptFetch | None = None
-    computing: tuple[float, int] | None = None
-    is_timed: bool = False
     selection: Selection | None = None
     is_broken: bool = False
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from diskprefix.cache.tiers.loading import READER_THREADS, Loader
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.cache.tiers.tier import Upload, View, open_views
+from diskprefix.cache.tiers.tier import View, open_views
 from diskprefix.errors import CacheError
 from diskprefix.extras.vllm.pages import Pages, PageSink
-from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, Share, StepPlan
+from diskprefix.extras.vllm.plans import NO_PAGE, EndOfRequest, Load, PlannedBlock, RankIdentity, Save, StepPlan
 from diskprefix.extras.vllm.processors import unbind
 from diskprefix.extras.vllm.shared_store import SharedStore
 from diskprefix.extras.vllm.staging import Staging
@@ -49,7 +49,6 @@ class WorkerSide:
         self._lock = threading.Lock()
         self._has_loaded = threading.Condition(self._lock)
         self._num_loading = 0
-        self._is_fetching = False
         self._loaded: set[str] = set()
         self._failed: set[str] = set()
         self._bad_blocks: set[int] = set()
@@ -58,25 +57,22 @@ class WorkerSide:
     def load(self, plan: StepPlan) -> None:
         """Starts the loads of a step."""
         self._num_loading += len(plan.loads)
-        self._is_fetching = plan.is_fetching
         for load in plan.loads:
             self._loader.submit(self._load, load)
 
     def save(self, plan: StepPlan) -> None:
-        """Saves the blocks that the step completed: copies their pages and submits the copies to the writer. Queues
-        uploads to the shared tier. Call it at the end of the step, before anything changes the pages."""
+        """Saves the blocks that the step completed: copies their pages and submits the copies to the writer.
+        Call it at the end of the step, before anything changes the pages."""
         for save in plan.saves:
             self._save(save)
         for ended in plan.ended:
             self._end(ended)
-        for share in plan.shares:
-            self._share(share)
 
     def take_results(self, patience_s: float = 0.0) -> tuple[set[str], set[str], set[int]]:
         """Returns the requests whose loads have ended since the last call, the failed ones among them, and the engine's
-        blocks that were not loaded. If loads or fetches are running, waits up to `patience_s` for the first one."""
+        blocks that were not loaded. If loads are running, waits up to `patience_s` for the first one."""
         with self._has_loaded:
-            if (self._num_loading or self._is_fetching) and not self._loaded:
+            if self._num_loading and not self._loaded:
                 self._has_loaded.wait(patience_s)
             loaded, self._loaded = self._loaded, set()
             self._num_loading -= len(loaded)
@@ -88,7 +84,7 @@ class WorkerSide:
         """Returns the counts since the last call, by the names in `stats`."""
         with self._lock:
             counts, self._counts = self._counts, Counter()
-        return counts + self._shared.take_remote_counts()
+        return counts
 
     def close(self) -> None:
         """Waits for all loads, and ends the threads. The store stays open."""
@@ -198,14 +194,6 @@ class WorkerSide:
             reason=ended.reason,
         )
         self._publish(ended.tenant, chain, last_node=ended.names[self._rank], entry=entry, ttl_s=ended.ttl_s)
-
-    def _share(self, share: Share) -> None:
-        remote, root = self._shared.remote, self._identity.root(share.tenant)
-        if remote is None:
-            return
-        token_ids = as_token_ids(np.frombuffer(share.token_ids, "<i4"))
-        nodes = PromptNodes(self._shared.store.secret, root, token_ids, self._identity.block_size, self._layout)
-        remote.upload(Upload(nodes, len(token_ids), self._identity.record(share.tenant), self._shared.tiers))
 
     def _publish(
         self,

@@ -127,8 +127,7 @@ class Engine:
     def begin(self, request: Request, *, not_cached: str | None = None) -> int:
         """A request comes and is loaded. Returns how many tokens are."""
         self.scheduler.add(request, not_cached=not_cached)
-        while (num_external := self.scheduler.match(request.request_id, request.num_computed_tokens)) is None:
-            self.await_fetch(request)
+        num_external = self.scheduler.match(request.request_id, request.num_computed_tokens)
         tables = self.allocate(request, request.num_computed_tokens + num_external)
         if num_external:
             self.scheduler.allocated(request.request_id, tables, num_external)
@@ -137,12 +136,6 @@ class Engine:
                 worker.load(plan)
             request.num_computed_tokens += num_external
         return num_external
-
-    def await_fetch(self, request: Request) -> None:
-        """Wait for what a request asked of the tier that machines share."""
-        fetch = self.scheduler._requests[request.request_id].fetch
-        assert fetch is not None
-        fetch.future.result(20)
 
     def results(self, request: Request) -> list[tuple[bool, bool, set[int]]]:
         """For each rank once its loads have ended: whether the request is loaded, whether that failed, which blocks
@@ -179,8 +172,6 @@ class Engine:
         for worker in self.workers:
             worker.save(plan)
         self.shared.writer.flush(10)
-        if self.shared.remote is not None:
-            assert self.shared.remote.flush(20)
         return told
 
     def is_right(self, request: Request, end: int, groups: Sequence[int] = (0,)) -> bool:
