@@ -20,7 +20,7 @@ from typing import Any
 import lmdb
 
 from diskprefix.errors import StoreUnavailable
-from diskprefix.store.codec.codec import address, populate
+from diskprefix.store.codec.codec import populate
 from diskprefix.store.environment import Environment
 from diskprefix.store.filecheck import check_file
 from diskprefix.store.folder import (
@@ -32,7 +32,7 @@ from diskprefix.store.folder import (
     make_folder,
     put_in_place,
 )
-from diskprefix.store.schema import DATABASES, ENCRYPTION, piece_index, piece_key
+from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES
@@ -172,13 +172,11 @@ def _new_file(folder: Path, num_bytes: int) -> Iterator[tuple[Any, dict[str, Any
 
 
 def _records(snapshot: Snapshot) -> Iterator[tuple[str, bytes, bytes | memoryview]]:
-    """Yields database, key and value of every record, the payloads in the order in which prompts read them. Of an
-    encrypted store only its key tells that order, so they stay in the order of the file, in which they were saved."""
+    """Yields database, key and value of every record, the payloads in the order in which prompts read them."""
     for database in DATABASES:
         if database != "payloads":
             yield from ((database, key, value) for key, value in snapshot.records(database))
-    payloads = _by_path(snapshot) if snapshot.meta(ENCRYPTION) is None else _by_place(snapshot)
-    for key, piece in payloads:
+    for key, piece in _by_path(snapshot):
         populate(piece)
         yield "payloads", key, piece
 
@@ -192,8 +190,3 @@ def _by_path(snapshot: Snapshot) -> Iterator[tuple[bytes, memoryview]]:
     for key, value in snapshot.records("payloads"):
         if key[:HASH_BYTES] not in copied or piece_index(key, key[:HASH_BYTES]) is None:
             yield key, memoryview(value)
-
-
-def _by_place(snapshot: Snapshot) -> list[tuple[bytes, memoryview]]:
-    found = ((key, memoryview(value)) for key, value in snapshot.records("payloads"))
-    return sorted(found, key=lambda record: address(record[1]))

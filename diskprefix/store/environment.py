@@ -19,7 +19,6 @@ from typing import Any
 import lmdb
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.store.encryption import PLAIN, RecordForm
 from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors
 
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError)
@@ -41,8 +40,6 @@ class Environment:
         self.path = path
         self.read_only = read_only
         self.databases: dict[str, Any] = {}
-        self.form: RecordForm = PLAIN
-        """The form of the records, once the identity of the store is known."""
         self.broken: str | None = None
         """Why the environment cannot be used before it is closed and opened again; None if it can."""
         self.has_lock = True

@@ -20,7 +20,6 @@ from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailabl
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import Changes, NewNode, Use
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord
@@ -140,7 +139,6 @@ class Store(StoreFile):
         serving: bool = False,
         clock: Callable[[], float] = time.time,
         namespace: NamespaceKey | None = None,
-        key: EncryptionKey | None = None,
     ) -> None:
         """Opens the store in folder `path`, and creates it unless `read_only`. Without `budget_bytes`, which tools
         leave out, the budget is the one of the last daemon.
@@ -150,13 +148,12 @@ class Store(StoreFile):
         format and `StoreCorrupt` for a damaged file; with "quarantine", that file is moved aside.
 
         `namespace` seeds the names of a store that is created. A daemon's must be the one that the store was created
-        with, or it raises `StoreUnavailable`. `key` seals the records of a store that is created; a store that exists
-        is opened with its own key only, by tools too.
+        with, or it raises `StoreUnavailable`.
 
         `serving` is for a daemon: evict until the budget holds. A read-only or full file system is no error then,
         because `maintain` tries again.
         """
-        super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace, key)
+        super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace)
         self.codec = Codec.RAW
         self.evictor = Evictor(self, min_free_bytes)
         if serving:

@@ -62,7 +62,6 @@ class Part:
 
 PARTS = (
     Part("save", title="saves, uses, deletions"),
-    Part("encrypted", title="the same, encrypted"),
     Part("evict", title="evictions"),
     Part("compact", title="compaction"),
     Part("backup", title="backup"),

@@ -17,10 +17,10 @@ from diskprefix.cli.tooling import (
     opened_store,
     print_json,
     progress,
-    readable_store_options,
     short_id,
     shortened,
     show_first,
+    store_options,
 )
 from diskprefix.errors import CacheError, SettingsError
 from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, erase, plan_purge
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
 @setting_option("remote_tier")
 @setting_option("namespace_key_file")
-@readable_store_options
+@store_options
 def purge(
     entries: tuple[str, ...],
     model: str | None,
@@ -64,7 +64,6 @@ def purge(
     remote_tier: str | None,
     namespace_key_file: Path | None,
     kv_cache_dir: Path,
-    kv_cache_encryption_key_file: Path | None,
     as_json: bool,
 ) -> int:
     """Remove the saved prompts that meet all given conditions. This is safe beside a running daemon.
@@ -95,7 +94,7 @@ def purge(
         raise SettingsError(f"{wrong}; see `diskprefix purge --help`")
     older_than_s = None if older_than is None else parse_duration(older_than, param="--older-than")
     now = time.time()
-    with opened_store(kv_cache_dir, kv_cache_encryption_key_file, write=not dry_run) as store:
+    with opened_store(kv_cache_dir, write=not dry_run) as store:
         with store.snapshot() as snapshot:
             infos = list_entries(snapshot)
             chosen_infos = [find_entry(store, snapshot, infos, entry, may_have_grown=False) for entry in entries]
@@ -110,7 +109,7 @@ def purge(
         if not dry_run:
             # Opened first: what is gone here can no longer be named there.
             if store.names.namespace:
-                bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file, kv_cache_encryption_key_file)
+                bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file)
             if plan and not yes and not _confirmed(plan, remote_tier if bucket else None):
                 click.echo("nothing was purged", err=True)
                 return 1
@@ -131,7 +130,6 @@ def _bucket(
     purge_filter: PurgeFilter,
     remote_tier: str | None,
     namespace_key_file: Path | None,
-    encryption_key_file: Path | None,
 ) -> tuple[Bucket | None, str | None]:
     """Returns the opened bucket, or why nothing is removed from it."""
     if purge_filter.older_than_s is not None:
@@ -140,7 +138,7 @@ def _bucket(
         return None, "others share it: use `diskprefix remote purge`"
     if remote_tier is None or namespace_key_file is None:
         return None, "give it with --remote-tier and --namespace-key-file, or use `diskprefix remote purge`"
-    return hooks.open_bucket(remote_tier, namespace_key_file, encryption_key_file), None
+    return hooks.open_bucket(remote_tier, namespace_key_file), None
 
 
 def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> None:

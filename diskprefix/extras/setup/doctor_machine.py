@@ -22,7 +22,6 @@ from diskprefix.cli.tooling import existing_folder
 from diskprefix.errors import CacheError, SettingsError, StoreCorrupt, StoreFormatError
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.folder import DATA, check_folder
 from diskprefix.store.savings import total_savings
 from diskprefix.store.snapshot import Snapshot
@@ -163,7 +162,7 @@ def store_findings(settings: Settings) -> Iterator[Finding]:
         yield Finding("store", "ok", "no store yet; the first request creates it")
     else:
         try:
-            store = Store(folder, read_only=True, key=EncryptionKey.read(settings.kv_cache_encryption_key_file))
+            store = Store(folder, read_only=True)
         except (CacheError, SettingsError) as error:
             # Others say what to do: a store whose key is missing must stay where it is.
             is_damaged = isinstance(error, StoreCorrupt | StoreFormatError)

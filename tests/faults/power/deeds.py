@@ -27,7 +27,6 @@ from diskprefix.errors import CacheError
 from diskprefix.store import store_file
 from diskprefix.store.changes import Use
 from diskprefix.store.compact import compact_folder, copy_store, replace_store
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
@@ -49,8 +48,6 @@ MEDIUM = [*range(5, 10), *range(20, 25), *range(35, 40), *range(50, 55), *range(
 """Those whose blocks take 32 KiB."""
 DELETED = SMALL[:2]
 """Whose wipes fail."""
-KEY = EncryptionKey(bytes(32))
-"""That of an encrypted store."""
 NOTE = NoteKind.RESPONSE
 _NOTE_TTL_S = 1e9
 
@@ -71,11 +68,11 @@ def mark(**values: Any) -> None:
 class Loop:
     """A store whose publications are marked."""
 
-    def __init__(self, folder: Path, budget_bytes: int = BUDGET_BYTES, key: EncryptionKey | None = None) -> None:
+    def __init__(self, folder: Path, budget_bytes: int = BUDGET_BYTES) -> None:
         self._clock = Clock(START_S)
         with names_of_every_run():
             self.store = Store(
-                folder, budget_bytes=budget_bytes, clock=self._clock, on_corruption="quarantine", serving=True, key=key
+                folder, budget_bytes=budget_bytes, clock=self._clock, on_corruption="quarantine", serving=True
             )
         self._saved: set[int] = set()
 
@@ -122,24 +119,24 @@ def note_content(number: int) -> bytes:
 
 
 @contextmanager
-def opened(folder: Path, budget_bytes: int = BUDGET_BYTES, key: EncryptionKey | None = None) -> Iterator[Loop]:
-    loop = Loop(folder, budget_bytes, key)
+def opened(folder: Path, budget_bytes: int = BUDGET_BYTES) -> Iterator[Loop]:
+    loop = Loop(folder, budget_bytes)
     try:
         yield loop
     finally:
         loop.store.close()
 
 
-def save(root: Path, key: EncryptionKey | None = None) -> None:
+def save(root: Path) -> None:
     """A store in a new folder: prompts, notes, uses, deletions that are wiped, closed and opened again between."""
-    with opened(root / KV, key=key) as loop:
+    with opened(root / KV) as loop:
         for number in SMALL[:6]:
             loop.publish(number)
         for number in SMALL[:2]:
             loop.note(number)
         loop.touch(SMALL[0])
         loop.delete(SMALL[1])
-    with opened(root / KV, key=key) as loop:
+    with opened(root / KV) as loop:
         for number in SMALL[6:10]:
             loop.publish(number)
         loop.delete(SMALL[7])
@@ -363,7 +360,6 @@ def prepare(name: str, root: Path) -> tuple[int, ...]:
 
 DEEDS: dict[str, Callable[..., None]] = {
     "save": save,
-    "encrypted": partial(save, key=KEY),
     "evict": evict,
     "compact": compact,
     "backup": backup,
