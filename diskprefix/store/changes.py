@@ -3,7 +3,6 @@ parent counts its children."""
 
 from __future__ import annotations
 
-import secrets
 import struct
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -131,10 +130,6 @@ class Changes(Snapshot):
     def record_purge(self) -> None:
         """Tells daemons that records which they keep in memory may be gone."""
         self.put_meta("purged_at", struct.pack("<d", self._now))
-
-    def record_deletion(self) -> None:
-        """Records that bytes were deleted and must be overwritten in the file; see `Store.wipe`."""
-        self.put_meta("deleted", secrets.token_bytes(8))
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
         """Stores the record of a root unless there is one."""

@@ -261,7 +261,7 @@ class StoreFile:
 
     `names` is replaced as a whole when another store is opened. `budget_bytes` is the daemon's budget; a tool that gave
     none uses the one of the last daemon. `mapped` holds the names of nodes whose pages this process has read since the
-    file was opened. `wiped` is the last deletion after which this process wiped the file. `meter` counts the bytes that
+    file was opened. `meter` counts the bytes that
     this process writes to the file. `clock` returns the time in seconds since the epoch.
     """
 
@@ -280,7 +280,6 @@ class StoreFile:
         self.budget_bytes = budget_bytes
         self.clock = clock
         self.names = NamesRecord(store_id=b"", secret=0, created_at=0.0)
-        self.wiped: bytes | None = None
         self.meter = WriteMeter()
         self._has_budget = budget_bytes > 0
         self._is_reader = read_only
@@ -321,12 +320,17 @@ class StoreFile:
 
     @contextmanager
     def changes(self) -> Iterator[Changes]:
-        """A write transaction: committed at the end, rolled back by an exception. One at a time in all processes."""
+        """A write transaction: committed at the end, rolled back by an exception. One at a time in all processes.
+
+        Raises `StoreUnavailable` if the file was replaced: what is written to the old one would be lost.
+        """
         env = self.environment
         if env.read_only:
             raise StoreUnavailable(f"--kv-cache-dir {self.path}: opened for reading only; nothing is saved")
         changes: Changes | None = None
         with self.meter.measured(lambda: changes.num_bytes if changes else 0), env.transaction(write=True) as txn:
+            if not env.is_in_place():
+                raise StoreUnavailable(f"{self.path} was removed or replaced")
             changes = Changes(env.databases, txn, self.clock())
             yield changes
 
@@ -400,8 +404,6 @@ class StoreFile:
             lock.close()
             raise
         self.names, self._env, self._lock = names, env, lock
-        with env.transaction() as txn:
-            self.wiped = Snapshot(env.databases, txn).meta("wiped")
 
     def _agree_on_budget(self, env: Environment) -> None:
         """Stores a daemon's budget in the file; for a tool, which has none, uses the one in the file."""

@@ -2,7 +2,7 @@
 
 Each case copies a store, damages the copy, and lets a daemon's store and writer live on it twice, each time in a
 process of its own with a time limit: open, restore every node, read the history and the list of entries, save what is
-missing and something new, evict, overwrite what was deleted, close. A case fails if a byte is wrong, if a process dies,
+missing and something new, evict, close. A case fails if a byte is wrong, if a process dies,
 hangs or errs, if it does not start, if what was saved again is not there, if the second start has to throw the store
 away once more, or if a swap of two payloads is not noticed. A seed damages the same records in every run.
 """
@@ -16,7 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -224,7 +224,6 @@ def _live(folder: Path, original: Original, seed: int) -> Life:
         fillers = [Saved(prompt(2000 + seed * 10 + i, 6 * BLOCK), SMALL, ROOT) for i in range(8)]
         publications = [saved.publication(store) for saved in [*prompts, *original.left]]
         restored = sum(_restore(store, writer, pub) for pub in publications)
-        _wipe(store, writer)
         _look_around(store, [*prompts, new, *fillers])
         _save(store, writer, [*prompts, new])
         evicted, store_id = writer.evicted, store.store_id
@@ -235,7 +234,6 @@ def _live(folder: Path, original: Original, seed: int) -> Life:
         if wrong and not (writer.dropped or writer.error or evicted):
             raise Failure("not saved again", f"{wrong} prompts are not there, and nothing was said")
         _save(store, writer, fillers)
-        _wipe(store, writer)
         for saved in [*prompts, new, *fillers]:
             _restore(store, writer, saved.publication(store))
         if (writer.error or "").startswith("internal error"):
@@ -264,14 +262,6 @@ def _daemon(folder: Path) -> Iterator[tuple[Store, Writer]]:
     finally:
         writer.close(FLUSH_TIMEOUT_S)
         store.close()
-
-
-def _wipe(store: Store, writer: Writer) -> None:
-    """Overwrites deleted records, as after a `DELETE`."""
-    with suppress(CacheError), store.changes() as changes:
-        changes.record_deletion()
-    if not (writer.wipe(FLUSH_TIMEOUT_S) or writer.error or store.problem):
-        raise Failure("not wiped", "and nothing was said")
 
 
 def _restore(store: Store, writer: Writer, pub: Publication) -> int:

@@ -77,7 +77,6 @@ MUTANTS = (
     Part("save", without=("LMDB's barriers",)),
     Part("save", without=("the barrier between pages and meta page",)),
     Part("save", without=("the barrier of names",)),
-    Part("save", without=("the overwriting",)),
     Part("compact", without=("the barrier of a copied file",)),
     Part("compact", without=("the barrier of names",)),
     Part("backup", without=("the barrier of names",)),

@@ -23,7 +23,9 @@ from diskprefix.cli.tooling import (
     store_options,
 )
 from diskprefix.errors import CacheError, SettingsError
-from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, erase, plan_purge
+from diskprefix.store.compact import rewrite_folder
+from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge
+from diskprefix.store.maintenance.purge import purge as purge_store
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import EntryInfo, list_entries
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
 @click.option("--all", "everything", is_flag=True, help="Remove everything.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--erase", is_flag=True, help="Rewrite the file without what was removed. The disk needs room for both.")
 @setting_option("remote_tier")
 @setting_option("namespace_key_file")
 @store_options
@@ -61,6 +64,7 @@ def purge(
     everything: bool,
     dry_run: bool,
     yes: bool,
+    erase: bool,
     remote_tier: str | None,
     namespace_key_file: Path | None,
     kv_cache_dir: Path,
@@ -72,10 +76,10 @@ def purge(
     error message shows. A prompt is removed with its replies, stored responses, and all blocks that no other prompt
     needs. --model and --salt remove everything of the model or tenant.
 
-    The removed bytes are overwritten in the file; another process that has it open may write some of them again. The
-    file keeps its size. A running daemon forgets the prompts within minutes. Backups still have them. With
-    --remote-tier, the prompts are removed from the bucket too. That is not done with --older-than or --all: use
-    `diskprefix remote sweep` or `diskprefix remote purge`.
+    Nothing finds the prompts any more, and a running daemon forgets them within seconds. Their bytes stay in free parts
+    of the file until something else is written there; with --erase, the file is rewritten without them. The disk itself
+    may keep old bytes, and backups still have them. With --remote-tier, the prompts are removed from the bucket too.
+    That is not done with --older-than or --all: use `diskprefix remote sweep` or `diskprefix remote purge`.
 
     \b
     diskprefix purge 3fa9 42d1
@@ -114,15 +118,21 @@ def purge(
                 click.echo("nothing was purged", err=True)
                 return 1
             with progress("purging", plan.stored_bytes) as advance:
-                purged = erase(store, purge_filter, now, advance)
+                purged = purge_store(store, purge_filter, now, advance)
         if purged is not None and store.names.namespace and (plan or yes):
             purged.remote_error = why_not
             if bucket is not None:
                 _purge_bucket(purged, purge_filter, bucket)
+        stored_bytes = store.file_bytes()
+    if purged is not None and erase:
+        with progress("rewriting the file", stored_bytes) as advance:
+            purged.is_erased = rewrite_folder(store.path, advance)
     if as_json:
         print_json(_report(plan, chosen, purged))
-    elif plan and purged is not None:
-        _show_purged(kv_cache_dir, purged)
+    elif purged is not None:
+        if plan:
+            _show_purged(kv_cache_dir, purged)
+        _show_erased(purged)
     return 1 if purged is not None and purged.left_blocks else 0
 
 
@@ -208,12 +218,6 @@ def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
 def _show_purged(folder: Path, purged: Purged) -> None:
     amounts = _amounts(purged.entries, purged.blocks, purged.stored_bytes)
     click.echo(f"purged {amounts}, {_others(purged.prompts, purged.notes)}")
-    if not purged.is_wiped:
-        click.echo(
-            "some of its bytes stay in the file, because an older reader is still open; a daemon or another purge "
-            "overwrites them later",
-            err=True,
-        )
     if purged.remote_objects is not None:
         click.echo(f"purged {counted(purged.remote_objects, 'object')} from the bucket; copies on other machines stay")
     if purged.remote_error is not None:
@@ -226,6 +230,17 @@ def _show_purged(folder: Path, purged: Purged) -> None:
         )
     if (folder / DAMAGED).exists():
         click.echo(f"{folder / DAMAGED}, which a daemon moved aside, may contain the prompts too; delete it", err=True)
+
+
+def _show_erased(purged: Purged) -> None:
+    if purged.is_erased:
+        click.echo("rewrote the file: no byte of what was removed is in it")
+    elif purged.is_erased is not None:
+        click.echo(
+            "rewrote the file, but another process still has the old one open: its bytes are on the disk until that "
+            "process ends",
+            err=True,
+        )
 
 
 def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Account:
     """In the order in which they were saved."""
     noted: set[int] = field(default_factory=set)
     """Prompts with a note."""
-    wiped: set[int] = field(default_factory=set)
+    deleted: set[int] = field(default_factory=set)
     copied: bool = False
     replaced: bool = False
     imported: bool = False
@@ -76,8 +76,8 @@ class Account:
         if "deleting" in values:
             self.saved.remove(values["deleting"])
             self.noted.discard(values["deleting"])
-        if "wiped" in values:
-            self.wiped.add(values["wiped"])
+        if "deleted" in values:
+            self.deleted.add(values["deleted"])
         self.copied |= "copied" in values
         self.replaced |= "replaced" in values
         self.imported |= "imported" in values
@@ -126,8 +126,6 @@ class _Look:
     ) -> None:
         """Starts a daemon's store that must hold `saved` and the notes of `noted` (by default those of the account),
         some of them twice: then all records are checked, unless the disk may have damaged some that nobody has read."""
-        if not self.is_weak:
-            require_wiped(self.image.files.get(f"{place}/{DATA}") or b"", self.account.wiped)
         folder, keeps = self.root / place, budget_bytes > deeds.TIGHT_BYTES
         live = partial(_live, folder, _numbers(self.recorded), budget_bytes)
         (folder / DAMAGED).unlink(missing_ok=True)
@@ -164,7 +162,7 @@ class _Look:
             raise Wrong(f"acknowledged and lost: prompts {sorted(lost)} in the history")
         if lost := {*noted} - left:
             raise Wrong(f"acknowledged and lost: notes of prompts {sorted(lost)}")
-        if back := self.account.wiped & (found | left):
+        if back := self.account.deleted & (found | left):
             raise Wrong(f"deleted and remembered: prompts {sorted(back)}")
 
 
@@ -256,7 +254,6 @@ def warm_up(recorded: Recorded) -> None:
     store: Any = SimpleNamespace(secret=7, store_id=bytes(16))
     for number in _numbers(recorded):
         _publication(7, store, number)
-        _ending(number)
         _note_content(number)
 
 
@@ -282,18 +279,6 @@ def _save(store: Store, number: int) -> None:
     except StoreCorrupt:
         repair_index(store, {publication.root: publication.root_record})
         store.publish(publication)
-
-
-def require_wiped(content: bytes, numbers: set[int]) -> None:
-    """Looks for the bytes of deleted prompts: those of the node at their end, which no other prompt has."""
-    for number in numbers:
-        if _ending(number) in content:
-            raise Wrong(f"bytes of deleted prompt {number} are in the file")
-
-
-@cache
-def _ending(number: int) -> bytes:
-    return bytes(prompts.payload(b"", prompts.token_ids(number), 4096))[:64]
 
 
 @cache

@@ -12,7 +12,7 @@ from diskprefix.errors import DiskPrefixError, NotReady, SettingsError, StoreUna
 from diskprefix.extras.daemon_call import Answer, Call, running_daemon
 from diskprefix.extras.watch.browse.flat import listing
 from diskprefix.extras.watch.browse.outline import outline
-from diskprefix.store.maintenance.purge import delete_entry, erase
+from diskprefix.store.maintenance.purge import delete_entry, purge
 
 
 class Source(Protocol):
@@ -100,7 +100,7 @@ class StoreSource:
 
     def delete(self, entry_id: str) -> int:
         with opened_store(self._folder, write=True) as store:
-            remove = partial(erase, store, now=store.clock())
+            remove = partial(purge, store, now=store.clock())
             return delete_entry(store, entry_id, remove).stored_bytes
 
 
