@@ -270,6 +270,8 @@ def test_what_was_purged_is_forgotten_in_memory_too(engine: Engine) -> None:
     engine.cache.settle()
     assert engine.cache.writer.flush(30)
     purge(engine.cache.store, PurgeFilter(), time.time(), lambda _: None)
+    # The writer looks for purges of other processes every second.
+    wait_for(lambda: engine.cache.namespaces.purged_at is not None)
     (client,) = run_together(engine, [request(tokens(300))])
     assert client.done.usage.cached_tokens == 0
 
