@@ -153,10 +153,9 @@ def open_tier(settings: Settings) -> SharedTier | None:
     return tier
 
 
-def open_bucket(url: str, key_file: Path, encryption_key_file: Path | None) -> Bucket:
+def open_bucket(url: str, key_file: Path) -> Bucket:
     """Returns the opened bucket of a shared tier, to remove objects from it. Raises `SettingsError`."""
-    given = (url, key_file, encryption_key_file)
-    found: Bucket | None = _only(one for open_ in _all("open_bucket") if (one := open_(*given)) is not None)
+    found: Bucket | None = _only(one for open_ in _all("open_bucket") if (one := open_(url, key_file)) is not None)
     if found is None:
         raise SettingsError(f"no extra is installed that knows the bucket {url}")
     return found

@@ -306,13 +306,6 @@ class Settings:
         "is saved of what may not come again.",
         metavar="off|SIZE/day",
     )
-    kv_cache_encryption_key_file: Path | None = _cache(
-        None,
-        "A file of exactly 32 random bytes. What is written to the store and the bucket is encrypted with it. Another "
-        "key needs another --kv-cache-dir.",
-        kind="file",
-        unset="the store is not encrypted",
-    )
     kv_cache_ttl: float = _cache(
         0.0,
         "Remove state that was not used for this time: 90s, 15m, 12h, 7d, 2w.",

@@ -63,7 +63,6 @@ ONLY_IMPORTERS = {
     "lmdb": {"store"},
     "zstandard": {"store"},
     "obstore": {"extras"},
-    "cryptography": {"store"},
 }
 WITHOUT_TORCH = {
     "errors",

@@ -35,7 +35,7 @@ from diskprefix.tokens import TokenIds, root_hash
 log = logging.getLogger("diskprefix")
 
 _PURGE_S = 10.0
-"""Seconds that a purge waits for the writer: before it for what is saved meanwhile, after it for overwriting."""
+"""Seconds that a purge waits for the writer to save what it has, and for the shared tier."""
 
 
 class Owner(NamedTuple):
@@ -108,11 +108,12 @@ class PrefixCache(CacheResources):
 
     def purge(self, purge_filter: PurgeFilter) -> Purged:
         """Removes what a filter selects: from the store, from this process's memory and, if it selects saved prompts,
-        from the shared tier. Overwrites it in the file. Waits for all of that. Raises `CacheError` if the store cannot
+        from the shared tier. Waits for all of that. Raises `CacheError` if the store cannot
         be written."""
         self.writer.flush(_PURGE_S)
-        purged = purge(self.store, purge_filter, self.store.clock(), lambda _bytes: None)
-        purged.is_wiped = self.writer.wipe(_PURGE_S)
+        purged = purge(self.store, purge_filter, self.store.clock())
+        for forget in self.writer.on_forget:
+            forget()
         if self.remote is not None:
             try:
                 purged.remote_objects = self.remote.forget(purged.texts, _PURGE_S)

@@ -21,7 +21,6 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.nouns import SHARED, Tenant
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.notes import TenantNotes
 from diskprefix.store.pieces import PayloadLayout
@@ -49,7 +48,6 @@ def open_store(settings: Settings) -> Store:
             min_free_bytes=settings.kv_cache_min_free,
             serving=True,
             namespace=namespace,
-            key=EncryptionKey.read(settings.kv_cache_encryption_key_file),
         )
     except StoreUnavailable as error:
         if "already open in this process" in str(error):

@@ -14,11 +14,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from diskprefix.cli.options import Decorated, PathType, setting_option, variable_of
+from diskprefix.cli.options import Decorated, PathType, variable_of
 from diskprefix.errors import SettingsError, StoreCorrupt, StoreUnavailable
 from diskprefix.printable import printable_only
 from diskprefix.settings import DEFAULT_DIR, default_kv_cache_dir, expanded
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.folder import DATA, become_owner
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store import Store
@@ -54,12 +53,6 @@ def store_options(command: Decorated) -> Decorated:
     return folder_option("The folder of the store. Policy files are not read.")(json_option(command))
 
 
-def readable_store_options(command: Decorated) -> Decorated:
-    """Adds `store_options`, and `--kv-cache-encryption-key-file`, whose value the command gives to `opened_store`."""
-    help = "The key file of a store that is encrypted."
-    return store_options(setting_option("kv_cache_encryption_key_file", show_default="none", help=help)(command))
-
-
 def existing_folder(folder: Path) -> Path:
     """Returns the folder, or the nearest one above it that exists."""
     return next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -78,13 +71,11 @@ def require_store(folder: Path) -> Path:
 
 
 @contextmanager
-def opened_store(folder: Path, key_file: Path | None, *, write: bool = False) -> Iterator[Store]:
-    """Opens the store in `folder`, read-only unless `write`, and closes it at the end. `key_file` has the key of one
-    that is encrypted. Raises `CacheError` and `SettingsError`."""
-    key = EncryptionKey.read(key_file and expanded(key_file))
+def opened_store(folder: Path, *, write: bool = False) -> Iterator[Store]:
+    """Opens the store in `folder`, read-only unless `write`, and closes it at the end. Raises `CacheError`."""
     path = require_store(folder)
     with advised():
-        store = Store(path, read_only=not write, key=key)
+        store = Store(path, read_only=not write)
     try:
         yield store
     finally:

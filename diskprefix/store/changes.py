@@ -3,7 +3,6 @@ parent counts its children."""
 
 from __future__ import annotations
 
-import secrets
 import struct
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,13 +13,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 import lmdb
 
 from diskprefix.errors import PrefixGone, StoreCorrupt, StoreFull
-from diskprefix.store.codec.codec import Codec, Piece, encode_piece
-from diskprefix.store.encryption import PLAIN, RecordForm
+from diskprefix.store.codec.codec import Codec, Piece, encode_piece, piece_seed
 from diskprefix.store.eviction import after_use, limits_s, longer_ttl, recorded_ttl, superseded, with_uses
 from diskprefix.store.note_record import used_note
 from diskprefix.store.schema import (
     HISTORY_TOKENS,
-    SEAL_BYTES,
     EntryRecord,
     Kind,
     ModelRecord,
@@ -96,8 +93,8 @@ class NewNode:
 
     @property
     def max_bytes(self) -> int:
-        """The maximum number of bytes that the node can take in the file, with any codec, encrypted or not."""
-        return node_bytes(len(self.token_ids), [piece.max_bytes + SEAL_BYTES for piece in self.pieces])
+        """The maximum number of bytes that the node can take in the file, with any codec."""
+        return node_bytes(len(self.token_ids), [piece.max_bytes for piece in self.pieces])
 
 
 class Use(NamedTuple):
@@ -121,11 +118,8 @@ def node_bytes(num_tokens: int, piece_bytes: list[int]) -> int:
 class Changes(Snapshot):
     """A write transaction. It sees its own changes; others see them once it is committed."""
 
-    def __init__(
-        self, databases: Mapping[str, Any], txn: lmdb.Transaction, now: float, form: RecordForm = PLAIN
-    ) -> None:
-        super().__init__(databases, txn, form)
-        self._sealed = form.sealer()
+    def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, now: float) -> None:
+        super().__init__(databases, txn)
         self._now = now
         self.num_bytes = 0
         """The size of the records that were stored, in whole pages."""
@@ -136,10 +130,6 @@ class Changes(Snapshot):
     def record_purge(self) -> None:
         """Tells daemons that records which they keep in memory may be gone."""
         self.put_meta("purged_at", struct.pack("<d", self._now))
-
-    def record_deletion(self) -> None:
-        """Records that bytes were deleted and must be overwritten in the file; see `Store.wipe`."""
-        self.put_meta("deleted", secrets.token_bytes(8))
 
     def put_root(self, root: bytes, record: RootRecord) -> None:
         """Stores the record of a root unless there is one."""
@@ -367,15 +357,15 @@ class Changes(Snapshot):
         start = 0
         for index, piece in enumerate(node.pieces):
             raw = node.payload[start : start + piece.num_bytes]
-            encoded = encode_piece(raw, piece, codec, self._seed(node.name, index))
+            encoded = encode_piece(raw, piece, codec, piece_seed(node.name, index))
             sizes.append(self._put("payloads", piece_key(node.name, index), encoded))
             start += piece.num_bytes
         return sizes
 
     def _delete_payload(self, name: bytes) -> None:
         """Removes all stored pieces. The record that counts them may be damaged, so it is not used."""
-        cursor, stored = self._txn.cursor(self._databases["payloads"]), self._form.stored_key("payloads", name)
-        while cursor.set_range(stored) and piece_index(cursor.key(), stored) is not None:
+        cursor = self._txn.cursor(self._databases["payloads"])
+        while cursor.set_range(name) and piece_index(cursor.key(), name) is not None:
             cursor.delete()
 
     def _add_children(self, name: bytes, number: int) -> bool:
@@ -389,12 +379,11 @@ class Changes(Snapshot):
 
     def _put(self, database: str, key: bytes, value: Any) -> int:
         """Stores a record. Returns the bytes of its value in the file."""
-        sealed = self._sealed(database, key, value)
-        if not self._txn.put(self._form.stored_key(database, key), sealed, db=self._databases[database]):
+        if not self._txn.put(key, value, db=self._databases[database]):
             raise StoreFull(f"{database}: LMDB took no record for {key.hex()}")
-        self.num_bytes += -(-(len(sealed) + _PAGE_HEADER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
-        return len(sealed)
+        self.num_bytes += -(-(len(value) + _PAGE_HEADER_BYTES) // _PAGE_BYTES) * _PAGE_BYTES
+        return len(value)
 
     def delete_record(self, database: str, key: bytes) -> bool:
         """Removes one record and nothing else. Returns whether it was stored."""
-        return bool(self._txn.delete(self._form.stored_key(database, key), db=self._databases[database]))
+        return bool(self._txn.delete(key, db=self._databases[database]))

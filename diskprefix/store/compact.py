@@ -20,8 +20,8 @@ from typing import Any
 import lmdb
 
 from diskprefix.errors import StoreUnavailable
-from diskprefix.store.codec.codec import address, populate
-from diskprefix.store.environment import Environment
+from diskprefix.store.codec.codec import populate
+from diskprefix.store.environment import Environment, is_held
 from diskprefix.store.filecheck import check_file
 from diskprefix.store.folder import (
     DATA,
@@ -32,7 +32,7 @@ from diskprefix.store.folder import (
     make_folder,
     put_in_place,
 )
-from diskprefix.store.schema import DATABASES, ENCRYPTION, piece_index, piece_key
+from diskprefix.store.schema import DATABASES, piece_index, piece_key
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.tree import PrefixTree
 from diskprefix.tokens import HASH_BYTES
@@ -79,7 +79,32 @@ def compact_folder(path: Path, advance: Callable[[int], None] = lambda _num_byte
                 f"{path}: a daemon or another command has the store open, so its file cannot be replaced; stop it, "
                 "or write a compacted copy with `diskprefix backup FOLDER`"
             )
-        return _write_copy(path, path, advance)
+        num_bytes = compacted_bytes(path)
+        with _reading(path) as snapshot:
+            return _write_copy(snapshot, num_bytes, path, path, advance)
+
+
+def rewrite_folder(path: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> bool:
+    """Replaces the store's file in folder `path` by a copy without what was deleted, also beside processes that have
+    the store open. These open the new file within seconds, and write nothing to the old one.
+
+    Returns whether nobody has the old file open any more: its bytes are on the disk until then. The caller has no
+    environment open there. Raises as `compact_folder` does, but not because the store is open.
+    """
+    check_folder(path)
+    with closing(FolderLock(path, patience_s=0)), file_errors(path):
+        num_bytes, old = compacted_bytes(path), os.open(path / DATA, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            with closing(Environment(path, budget_bytes=0, read_only=False, max_databases=len(DATABASES))) as env:
+                env.open_databases(DATABASES)
+                # Until the new file is in its place, nobody else writes.
+                with env.transaction(write=True) as txn:
+                    if not env.is_in_place():
+                        raise StoreUnavailable(f"{path}: another process has just replaced the store's file; try again")
+                    _write_copy(Snapshot(env.databases, txn), num_bytes, path, path, advance)
+            return not is_held(old)
+        finally:
+            os.close(old)
 
 
 def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda _num_bytes: None) -> Compacted:
@@ -93,7 +118,9 @@ def copy_store(path: Path, target: Path, advance: Callable[[int], None] = lambda
         make_folder(target)
         if os.path.lexists(target / DATA):
             raise StoreUnavailable(f"{target} holds a store already; choose another folder for the copy")
-        return _write_copy(path, target, advance)
+        num_bytes = compacted_bytes(path)
+        with _reading(path) as snapshot:
+            return _write_copy(snapshot, num_bytes, path, target, advance)
 
 
 def require_unused(path: Path) -> None:
@@ -116,18 +143,32 @@ def replace_store(source: Path, path: Path, advance: Callable[[int], None] = lam
             raise StoreUnavailable(f"{source} is the folder of the store itself; give that of a backup")
         if not lock.try_exclusive():
             raise StoreUnavailable(f"{path}: a daemon or another command has the store open; stop it first")
-        return _write_copy(source, path, advance)
+        num_bytes = compacted_bytes(source)
+        with _reading(source) as snapshot:
+            return _write_copy(snapshot, num_bytes, source, path, advance)
 
 
-def _write_copy(source: Path, target: Path, advance: Callable[[int], None]) -> Compacted:
-    """Writes the copy in a folder of its own inside `target`, then moves it to its place."""
-    num_bytes, before_bytes = compacted_bytes(source), (source / DATA).stat().st_size
+@contextmanager
+def _reading(source: Path) -> Iterator[Snapshot]:
+    """Yields a snapshot of the store in folder `source`."""
+    with closing(Environment(source, budget_bytes=0, read_only=True, max_databases=len(DATABASES))) as env:
+        env.open_databases(DATABASES)
+        with env.transaction() as txn:
+            yield Snapshot(env.databases, txn)
+
+
+def _write_copy(
+    snapshot: Snapshot, num_bytes: int, source: Path, target: Path, advance: Callable[[int], None]
+) -> Compacted:
+    """Writes a copy of the snapshot of the store in `source`, of about `num_bytes`, in a folder of its own inside
+    `target`, then moves it to its place."""
+    before_bytes = (source / DATA).stat().st_size
     work = target / REPLACEMENT
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(mode=0o700)
     try:
         _require_room(target, work, num_bytes)
-        _copy(source, work, num_bytes, advance)
+        _copy(snapshot, work, num_bytes, advance)
         check_file(work / DATA)
         put_in_place(target)
     finally:
@@ -147,21 +188,19 @@ def _require_room(path: Path, work: Path, num_bytes: int) -> None:
         )
 
 
-def _copy(source: Path, folder: Path, num_bytes: int, advance: Callable[[int], None]) -> None:
-    """Copies all records of one snapshot into a new file, which is made durable later."""
-    with closing(Environment(source, budget_bytes=0, read_only=True, max_databases=len(DATABASES))) as env:
-        env.open_databases(DATABASES)
-        with env.transaction() as txn, _new_file(folder, num_bytes) as (copy, databases):
-            records, done_bytes = _records(Snapshot(env.databases, txn)), _BATCH_BYTES
-            while done_bytes >= _BATCH_BYTES:
-                done_bytes = 0
-                with copy.begin(write=True) as changes:
-                    for database, key, value in records:
-                        changes.put(key, value, db=databases[database])
-                        done_bytes += len(key) + len(value)
-                        if done_bytes >= _BATCH_BYTES:
-                            break
-                advance(done_bytes)
+def _copy(snapshot: Snapshot, folder: Path, num_bytes: int, advance: Callable[[int], None]) -> None:
+    """Copies all records of a snapshot into a new file, which is made durable later."""
+    with _new_file(folder, num_bytes) as (copy, databases):
+        records, done_bytes = _records(snapshot), _BATCH_BYTES
+        while done_bytes >= _BATCH_BYTES:
+            done_bytes = 0
+            with copy.begin(write=True) as changes:
+                for database, key, value in records:
+                    changes.put(key, value, db=databases[database])
+                    done_bytes += len(key) + len(value)
+                    if done_bytes >= _BATCH_BYTES:
+                        break
+            advance(done_bytes)
 
 
 @contextmanager
@@ -180,13 +219,11 @@ def _new_file(folder: Path, num_bytes: int) -> Iterator[tuple[Any, dict[str, Any
 
 
 def _records(snapshot: Snapshot) -> Iterator[tuple[str, bytes, bytes | memoryview]]:
-    """Yields database, key and value of every record, the payloads in the order in which prompts read them. Of an
-    encrypted store only its key tells that order, so they stay in the order of the file, in which they were saved."""
+    """Yields database, key and value of every record, the payloads in the order in which prompts read them."""
     for database in DATABASES:
         if database != "payloads":
             yield from ((database, key, value) for key, value in snapshot.records(database))
-    payloads = _by_path(snapshot) if snapshot.meta(ENCRYPTION) is None else _by_place(snapshot)
-    for key, piece in payloads:
+    for key, piece in _by_path(snapshot):
         populate(piece)
         yield "payloads", key, piece
 
@@ -200,8 +237,3 @@ def _by_path(snapshot: Snapshot) -> Iterator[tuple[bytes, memoryview]]:
     for key, value in snapshot.records("payloads"):
         if key[:HASH_BYTES] not in copied or piece_index(key, key[:HASH_BYTES]) is None:
             yield key, memoryview(value)
-
-
-def _by_place(snapshot: Snapshot) -> list[tuple[bytes, memoryview]]:
-    found = ((key, memoryview(value)) for key, value in snapshot.records("payloads"))
-    return sorted(found, key=lambda record: address(record[1]))

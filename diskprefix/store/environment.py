@@ -7,6 +7,7 @@ And the memory map of a process does not grow by itself when another process let
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import struct
 import threading
@@ -19,8 +20,7 @@ from typing import Any
 import lmdb
 
 from diskprefix.errors import StoreCorrupt, StoreFull, StoreUnavailable
-from diskprefix.store.encryption import PLAIN, RecordForm
-from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors
+from diskprefix.store.folder import DATA, LMDB_LOCK, PASSING, FolderUnavailable, file_errors, places
 
 _DAMAGED = (lmdb.CorruptedError, lmdb.InvalidError, lmdb.PageNotFoundError)
 _PAGE_BYTES = 4096
@@ -41,15 +41,11 @@ class Environment:
         self.path = path
         self.read_only = read_only
         self.databases: dict[str, Any] = {}
-        self.form: RecordForm = PLAIN
-        """The form of the records, once the identity of the store is known."""
         self.broken: str | None = None
         """Why the environment cannot be used before it is closed and opened again; None if it can."""
         self.has_lock = True
         """True if readers are in LMDB's lock file. If this process cannot write that file, a writer in another process
         does not know of its readers, and may overwrite the pages that they read."""
-        self.clean_before = 0
-        """Pages that were freed by a transaction before this one hold nothing that was deleted; see `wiping`."""
         self._transactions = 0
         self._closed = False
         self._idle = threading.Condition()
@@ -57,22 +53,21 @@ class Environment:
             self.has_lock = not read_only or os.access(path / LMDB_LOCK, os.W_OK)
             # For reading: room for what a daemon may add meanwhile. It takes address space only.
             map_bytes = 2 * (path / DATA).stat().st_size + 2**30 if read_only else _map_size(path, budget_bytes)
-            self._max_databases = max_databases
-            self._env = self._opened(map_bytes)
-            self._file = os.stat(path / DATA)
-
-    def _opened(self, map_bytes: int) -> lmdb.Environment:
-        return lmdb.open(
-            str(self.path),
-            map_size=map_bytes,
-            max_dbs=self._max_databases,
-            readonly=self.read_only,
-            create=not self.read_only,
-            lock=self.has_lock,
-            mode=0o600,
-            # Otherwise the ends of pages hold what the process had in memory, also of other tenants.
-            meminit=True,
-        )
+            with places(path, change=False):
+                self._env = lmdb.open(
+                    str(path),
+                    map_size=map_bytes,
+                    max_dbs=max_databases,
+                    readonly=read_only,
+                    create=not read_only,
+                    lock=self.has_lock,
+                    mode=0o600,
+                    # Otherwise the ends of pages hold what the process had in memory, also of other tenants.
+                    meminit=True,
+                )
+                # Tells a process that replaces the file that this one is still open; see `is_held`.
+                self._fd = os.open(path / DATA, os.O_RDONLY | os.O_CLOEXEC)
+                fcntl.flock(self._fd, fcntl.LOCK_SH)
 
     def open_databases(self, names: Sequence[str]) -> None:
         """Opens named databases, creating those that are missing unless the environment is read-only."""
@@ -89,12 +84,13 @@ class Environment:
             self._closed = self._idle.wait_for(lambda: not self._transactions, timeout_s)
         if self._closed:
             self._env.close()
+            os.close(self._fd)
         return self._closed
 
     def is_in_place(self) -> bool:
         """Returns whether the open file is still the one in the folder. It may have been removed or replaced."""
         try:
-            return os.path.samestat(os.stat(self.path / DATA), self._file)
+            return os.path.samestat(os.stat(self.path / DATA), os.fstat(self._fd))
         except OSError:
             return False
 
@@ -119,45 +115,8 @@ class Environment:
             try:
                 with txn:
                     yield txn
-            except BaseException:
-                # Some of it may have been written to pages that are free.
-                self.clean_before = 0 if write else self.clean_before
-                raise
             finally:
                 self._count(-1)
-
-    def renew(self) -> bool:
-        """Closes the file and opens it again. LMDB keeps the buffers of pages that it wrote, and uses them for others
-        without clearing them.
-
-        Returns False, and changes nothing, if a transaction of this process does not end. Raises `StoreUnavailable` if
-        the file in the folder is another one by now; then this environment cannot be used any more.
-        """
-        with self._idle, self._translated(), file_errors(self.path):
-            if not self._idle.wait_for(lambda: not self._transactions, _READER_PATIENCE_S):
-                return False
-            if self._closed:
-                raise StoreUnavailable(f"{self.path}: the store was closed meanwhile")
-            # Processes that were killed while they read would hold pages for ever.
-            self._env.reader_check()
-            if self.is_in_place():
-                map_bytes = self._env.info()["map_size"]
-                self._env.close()
-                try:
-                    self._env = self._opened(map_bytes)
-                    for name in self.databases:
-                        self.databases[name] = self._env.open_db(name.encode(), create=False)
-                except BaseException:
-                    self.broken = f"{self.path / DATA} was closed, and could not be opened again"
-                    raise
-            if not self.is_in_place():
-                self.broken = f"{self.path} was removed or replaced"
-                raise StoreUnavailable(self.broken)
-        return True
-
-    def is_file(self, fd: int) -> bool:
-        """Returns whether a descriptor is one of the open file."""
-        return os.path.samestat(os.fstat(fd), self._file)
 
     def last_transactions(self) -> tuple[int, int]:
         """Returns the number of the last transaction that was committed, and that of the oldest one that a reader, of
@@ -236,6 +195,21 @@ class Environment:
                 raise StoreUnavailable(f"{self.path}: the store was closed meanwhile")
             self._transactions += change
             self._idle.notify_all()
+
+
+def is_held(fd: int) -> bool:
+    """Returns whether an environment, of any process, has the file of this descriptor open. Waits a few seconds: one
+    that notices that its file was replaced lets it go."""
+    deadline = time.monotonic() + _READER_PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(_READER_POLL_S)
+        else:
+            return False
 
 
 def other_lmdb(data: Path, what: str) -> StoreUnavailable:

@@ -100,9 +100,9 @@ class Evictor:
             or any(own_s for _, own_s in came)
             or any(note.times.ttl_s < SHORT_TTL_S for note in notes)
         )
-        self._evict(names, is_expired=True)
-        self._forget(prompts, "history", is_expired=True)
-        self._forget([note.key for note in notes if note.times.is_expired(now)], "notes", is_expired=True)
+        self._evict(names)
+        self._forget(prompts, "history")
+        self._forget([note.key for note in notes if note.times.is_expired(now)], "notes")
         return len(names)
 
     def check_fits(self, need_bytes: int) -> None:
@@ -126,14 +126,11 @@ class Evictor:
         with self._file.changes() as changes:
             changes.put_meta("evicted_at", _F64.pack(self._file.clock()))
 
-    def _evict(self, victims: list[bytes], *, is_expired: bool = False) -> None:
+    def _evict(self, victims: list[bytes]) -> None:
         """Deletes nodes, children first. A node that was continued or pinned since it was chosen stays; see `pin`.
-        Expired nodes are also overwritten in the file. Raises `StoreCorrupt` if it is not known what a node continues:
-        that would count it forever, and never go."""
+        Raises `StoreCorrupt` if it is not known what a node continues: that would count it forever, and never go."""
         for some in batches(victims, NODES_AT_ONCE):
             with self._file.changes() as changes:
-                if is_expired:
-                    changes.record_deletion()
                 roots = set()
                 for name in some:
                     usage = changes.usage(name)
@@ -147,12 +144,10 @@ class Evictor:
         if victims:
             self.let_freed_pages_age()
 
-    def _forget(self, keys: list[bytes], database: Literal["history", "notes"], *, is_expired: bool = False) -> None:
-        """Removes recent prompts or notes; see `Changes.forget` and `_evict`."""
+    def _forget(self, keys: list[bytes], database: Literal["history", "notes"]) -> None:
+        """Removes recent prompts or notes; see `Changes.forget`."""
         if keys:
             with self._file.changes() as changes:
-                if is_expired:
-                    changes.record_deletion()
                 changes.forget(keys, database)
 
     def _drop_roots(self, roots: list[bytes]) -> None:

@@ -52,8 +52,6 @@ _TREE = struct.Struct("<IHHQQQQQ")
 _PAGE_HEADER = struct.Struct("<Q2xHHH")
 _RUN_HEADER = struct.Struct("<Q2xHI")
 _NODE_HEADER = struct.Struct("<IHH")
-_GAP = struct.Struct("<12xHH")
-RUN_HEADER_BYTES = _RUN_HEADER.size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,12 +155,6 @@ class Page:
     data_bytes: tuple[int, ...]
 
     @property
-    def gap(self) -> tuple[int, int]:
-        """The unused bytes of the page: start and end."""
-        lower, upper = _GAP.unpack_from(self.content)
-        return lower, upper
-
-    @property
     def children(self) -> list[int]:
         """The page numbers in a branch page, which LMDB keeps in these fields."""
         return [low | high << 32 for low, high in zip(self.data_bytes, self.flags, strict=True)]
@@ -191,7 +183,7 @@ class _Walk:
 
 
 class FileCheck:
-    """One pass over one snapshot of the file. It calls the methods that begin with `see_` for what it finds."""
+    """One pass over one snapshot of the file."""
 
     def __init__(self, fd: int, size: int) -> None:
         self._fd = fd
@@ -200,30 +192,6 @@ class FileCheck:
         # The owner of each page of the file. Pages behind its end can only be free.
         self._owner = bytearray(min(self._meta.last_page + 1, size // self.page_bytes))
         self._owner[:_NUM_METAS] = bytes([_IN_TREE]) * _NUM_METAS
-        self._last_key = b""
-
-    @property
-    def txnid(self) -> int:
-        """The transaction that the file is checked at."""
-        return self._meta.txnid
-
-    @property
-    def end(self) -> int:
-        """The end of the last page, in bytes."""
-        return (self._meta.last_page + 1) * self.page_bytes
-
-    def see_page(self, page: Page) -> None:
-        """Called for a branch or leaf page of a tree."""
-
-    def see_separator(self, page: Page, index: int, before: bytes | None) -> None:
-        """Called for the key of a node of a branch page, before the pages below that node. `before` is the last key
-        below the previous node, None for the first node."""
-
-    def see_run(self, number: int, num_pages: int, data_bytes: int) -> None:
-        """Called for an overflow run."""
-
-    def see_free(self, txnid: int, pages: npt.NDArray[np.uint64]) -> None:
-        """Called for the pages within the file that a transaction freed."""
 
     def run(self) -> FileReport:
         free = _Walk("the free list", self._meta.free, is_free_list=True)
@@ -292,9 +260,7 @@ class FileCheck:
             _require_order(keys, low, high)
         except StoreCorrupt as error:
             raise StoreCorrupt(f"{what} {error}") from None
-        self.see_page(page)
         if kind == _LEAF:
-            self._last_key = keys[-1]
             walk.found["leaf_pages"] += 1
             walk.found["entries"] += len(keys)
             self._check_runs(walk, page)
@@ -302,9 +268,7 @@ class FileCheck:
         else:
             walk.found["branch_pages"] += 1
             self._read_ahead(page.children, self.page_bytes)
-            for index, (child, first, end) in enumerate(zip(page.children, keys, [*keys[1:], high], strict=True)):
-                if not walk.is_free_list:
-                    self.see_separator(page, index, self._last_key if index else None)
+            for child, first, end in zip(page.children, keys, [*keys[1:], high], strict=True):
                 yield from self._subtree(walk, child, height - 1, first, end)
 
     def _check_runs(self, walk: _Walk, page: Page) -> None:
@@ -322,7 +286,6 @@ class FileCheck:
                 raise StoreCorrupt(f"{what} has {num_pages} pages, which are too few for {data_bytes} bytes")
             self._claim(number, num_pages, what)
             walk.found["overflow_pages"] += num_pages
-            self.see_run(number, num_pages, data_bytes)
 
     def _check_free_lists(self, walk: _Walk) -> None:
         """Checks the tree of the free lists and claims the pages in them."""
@@ -337,7 +300,6 @@ class FileCheck:
                 if flags == _NODE_IN_OVERFLOW:
                     data = self.read(next(runs)[0] * self.page_bytes + _RUN_HEADER.size, size)
                 pages = self._claim_free(data, what)
-                self.see_free(int.from_bytes(key, "big"), pages[pages < len(self._owner)])
                 beyond.append(pages[pages >= len(self._owner)])
         # A page in use has been written, so a page behind the end of the file must be free.
         missing, found = self._meta.last_page + 1 - len(self._owner), np.concatenate(beyond)

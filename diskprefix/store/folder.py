@@ -232,14 +232,27 @@ def _open_regular(file: Path, flags: int) -> int:
     return fd
 
 
+@contextmanager
+def places(folder: Path, *, change: bool) -> Iterator[None]:
+    """Holds the names of the store's files: nobody replaces them while a process opens them, and nobody opens them
+    while one is to `change` them. Otherwise two processes could use one file with two lock files of LMDB."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX if change else fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(fd)
+
+
 def put_in_place(folder: Path) -> None:
     """Makes the file that was written in `REPLACEMENT` durable and replaces the store's file by it. The caller holds
-    the folder's lock exclusively. Raises `OSError`."""
+    the folder's lock exclusively, or the right to write to the old file. Raises `OSError`."""
     new = folder / REPLACEMENT / DATA
     sync(new)
-    new.replace(folder / DATA)
-    # It counts the transactions of the old file. LMDB creates a new one.
-    (folder / LMDB_LOCK).unlink(missing_ok=True)
+    with places(folder, change=True):
+        new.replace(folder / DATA)
+        # It counts the transactions of the old file. LMDB creates a new one.
+        (folder / LMDB_LOCK).unlink(missing_ok=True)
     sync(folder)
 
 

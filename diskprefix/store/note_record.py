@@ -129,11 +129,11 @@ class StoredNote:
     """The size in the file."""
 
     @classmethod
-    def of(cls, key: bytes, legible: bytes | memoryview, stored_bytes: int) -> StoredNote:
-        """Reads the `legible` beginning of a record of that size. One that is too short has expired."""
-        is_whole = min(len(legible), stored_bytes) >= CHECKSUM_BYTES + NOTE_TIMES.size
-        times = NOTE_TIMES.unpack_from(legible, CHECKSUM_BYTES) if is_whole else (0.0, 0.0, 0)
-        return cls(key, NoteTimes(*times), note_bytes(stored_bytes))
+    def of(cls, key: bytes, value: bytes | memoryview) -> StoredNote:
+        """Reads the beginning of a record. One that is too short has expired."""
+        is_whole = len(value) >= CHECKSUM_BYTES + NOTE_TIMES.size
+        times = NOTE_TIMES.unpack_from(value, CHECKSUM_BYTES) if is_whole else (0.0, 0.0, 0)
+        return cls(key, NoteTimes(*times), note_bytes(len(value)))
 
     @property
     def root(self) -> bytes:

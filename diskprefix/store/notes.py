@@ -161,8 +161,6 @@ class Notes:
                 changes.put_note(key, value)
             for key, when in used.items():
                 changes.use_note(key, when)
-            if None in waiting.values():
-                changes.record_deletion()
         self._forget(waiting)
         self._make_fit(sizes)
 

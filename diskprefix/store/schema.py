@@ -8,7 +8,7 @@ does not verify.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple, TypeVar
@@ -23,15 +23,8 @@ from diskprefix.tokens import HASH_BYTES, TokenIds, beginning_hashes, block_hash
 HISTORY_TOKENS = 1 << 22
 """The most tokens that the history of a root holds (16 MiB of token ids), however many prompts a request asks for."""
 GROUP_BYTES = 8
-FORMAT, NAMES, ENCRYPTION = "format", "names", "encryption"
+FORMAT, NAMES = "format", "names"
 """Keys of the database `meta`."""
-KEY_BYTES = 32
-"""The size of a key file, and of the keys that are derived from it."""
-SALT_BYTES, _TAG_BYTES = 16, 16
-SEAL_COUNT = struct.Struct(">I")
-SEAL_BYTES = SALT_BYTES + SEAL_COUNT.size + _TAG_BYTES
-"""Bytes that encryption adds to a value: the random bytes of the batch and the number of the value before it, GCM's tag
-behind it; see `sealed_values`."""
 MODEL_MARK = b"model "
 FORMAT_VERSION = 8
 MAX_PREFILL_S = 1e6
@@ -57,9 +50,6 @@ _HISTORY_TTL = struct.Struct("<I")
 _PROMPT_AT = _CHECKSUM.size + _HISTORY_TTL.size
 CHECKSUM_BYTES = _CHECKSUM.size
 NOTE_TIMES = struct.Struct("<ddI")
-CLEAR_BYTES = {"history": _HISTORY_TTL.size, "notes": NOTE_TIMES.size}
-"""Bytes behind the checksum that an encrypted store has as they are, by database: what each look for expired records
-reads of all."""
 HISTORY_KEY_BYTES = tuple(HASH_BYTES + _HISTORY_SEQUENCE.size + size for size in (0, GROUP_BYTES))
 """Lengths of a key of the history: of a prompt without a group, and with one."""
 
@@ -271,32 +261,22 @@ def piece_index(key: bytes | memoryview, name: bytes) -> int | None:
     return int(_PIECE_INDEX.unpack_from(key, HASH_BYTES)[0])
 
 
-def plain_codes(_beginning: bytes, token_ids: bytes) -> bytes:
-    """Returns what stands for token ids in keys of a store that is not encrypted: the ids."""
-    return token_ids
-
-
-def child_parts(
-    parent: bytes, token_ids: bytes, codes: Callable[[bytes, bytes], bytes]
-) -> Iterator[tuple[bytes, bytes]]:
+def child_parts(parent: bytes, token_ids: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yields where the database `children` lists a node that continues `parent` with these token ids (int32,
     little-endian): pairs of the beginning of a key (16 bytes) and a part of the token ids.
 
     A key has no room for the token ids of a whole block. The first pair has the parent and the first part. Each of the
-    next ones begins with a hash of the pair before, so equal beginnings mean that all before is equal. `codes` returns
-    what stands for token ids in the key; see `encryption.RecordForm`.
+    next ones begins with a hash of the pair before, so equal beginnings mean that all before is equal.
     """
     for start in range(0, len(token_ids), CHILD_PART_BYTES):
         part = token_ids[start : start + CHILD_PART_BYTES]
-        yield parent, codes(parent, part)
+        yield parent, part
         parent = block_hash(0, parent, part)
 
 
-def child_keys(
-    name: bytes, parent: bytes, token_ids: bytes, codes: Callable[[bytes, bytes], bytes] = plain_codes
-) -> list[bytes]:
+def child_keys(name: bytes, parent: bytes, token_ids: bytes) -> list[bytes]:
     """Returns the keys of a node in the database `children`; none for a node without tokens."""
-    return [beginning + part + name for beginning, part in child_parts(parent, token_ids, codes)]
+    return [beginning + part + name for beginning, part in child_parts(parent, token_ids)]
 
 
 def encode_usage(usage: UsageRecord) -> bytes:

@@ -12,7 +12,6 @@ import numpy as np
 from diskprefix.errors import StoreCorrupt
 from diskprefix.store.codec.codec import Piece, decode_piece, piece_seed
 from diskprefix.store.codec.planes import Bytes
-from diskprefix.store.encryption import PLAIN, RecordForm
 from diskprefix.store.eviction import UsageTable
 from diskprefix.store.note_record import StoredNote
 from diskprefix.store.pieces import PayloadLayout
@@ -53,19 +52,11 @@ _PAST_THE_END = b"\xff" * (HISTORY_KEY_BYTES[-1] - HASH_BYTES)
 class Snapshot:
     """One consistent view of the store. Not thread-safe, except that payload views may be read from any thread."""
 
-    def __init__(
-        self,
-        databases: Mapping[str, Any],
-        txn: lmdb.Transaction,
-        form: RecordForm = PLAIN,
-        *,
-        copy_payloads: bool = False,
-    ) -> None:
-        """Creates the view of a file whose records have this form. `copy_payloads`: pieces are copied before they are
-        verified, because writers do not know of this transaction and may overwrite its pages."""
+    def __init__(self, databases: Mapping[str, Any], txn: lmdb.Transaction, *, copy_payloads: bool = False) -> None:
+        """`copy_payloads`: pieces are copied before they are verified, because writers do not know of this transaction
+        and may overwrite its pages."""
         self._databases = databases
         self._txn = txn
-        self._form = form
         self._copy_payloads = copy_payloads
 
     def node(self, name: bytes) -> NodeRecord | None:
@@ -92,56 +83,46 @@ class Snapshot:
 
     def pieces_at(self, name: bytes, indexes: Iterable[int]) -> Iterator[memoryview | None]:
         """Yields some of a node's pieces, as `piece` does."""
-        stored, payloads = self._form.stored_key("payloads", name), self._databases["payloads"]
+        payloads = self._databases["payloads"]
         for index in indexes:
-            view: Any = self._txn.get(piece_key(stored, index), db=payloads)
+            view: Any = self._txn.get(piece_key(name, index), db=payloads)
             yield memoryview(bytes(view)) if view is not None and self._copy_payloads else view
 
     def pieces(self, name: bytes) -> Iterator[tuple[int, memoryview]]:
         """Yields every piece of a node's payload as it stands in the file, with its index, in order."""
         cursor = self._txn.cursor(self._databases["payloads"])
-        stored = self._form.stored_key("payloads", name)
-        found = cursor.set_range(stored)
-        while found and (index := piece_index(cursor.key(), stored)) is not None:
+        found = cursor.set_range(name)
+        while found and (index := piece_index(cursor.key(), name)) is not None:
             yield index, memoryview(cursor.value())
             found = cursor.next()
 
     def decode(self, name: bytes, index: int, stored: memoryview, piece: Piece, out: Bytes) -> None:
         """Verifies a piece, given as it stands in the file, and writes it to `out`; see `decode_piece`. For any
         thread."""
-        decode_piece(self._form.opened_piece(piece_key(name, index), stored), piece, self._seed(name, index), out)
-
-    def _seed(self, name: bytes, index: int) -> int | None:
-        """Returns the seed of a piece's checksum; None if the form of the records verifies pieces."""
-        return None if self._form.verifies_pieces else piece_seed(name, index)
+        decode_piece(stored, piece, piece_seed(name, index), out)
 
     def record(self, database: str, key: bytes) -> Any:
         """Returns a record, None if there is none."""
-        value = self._stored(database, key)
-        return None if value is None else self._form.opened(database, key, value)
+        return self._txn.get(key, db=self._databases[database])
 
     def has_record(self, database: str, key: bytes) -> bool:
         """Returns whether there is a record of this key, sound or not."""
-        return self._stored(database, key) is not None
-
-    def _stored(self, database: str, key: bytes) -> Any:
-        return self._txn.get(self._form.stored_key(database, key), db=self._databases[database])
+        return self.record(database, key) is not None
 
     def records(self, database: str) -> Iterator[tuple[bytes, bytes | memoryview]]:
         """Keys and values of a database."""
-        for stored, value in self._txn.cursor(self._databases[database]):
-            key = self._form.plain_key(database, bytes(stored))
-            yield key, self._form.opened(database, key, value)
+        for key, value in self._txn.cursor(self._databases[database]):
+            yield bytes(key), value
 
     def child_keys(self, name: bytes, node: NodeRecord) -> list[bytes]:
         """Returns the keys of a node in the database `children`; none for a node without tokens."""
-        return child_keys(name, node.parent, node.token_ids.tobytes(), self._form.codes)
+        return child_keys(name, node.parent, node.token_ids.tobytes())
 
     def keys(self, database: str) -> Iterator[bytes]:
         """Keys of a database. No value is touched: in a write transaction each would be a copy."""
         cursor = self._txn.cursor(self._databases[database])
-        for stored in cursor.iternext(keys=True, values=False):
-            yield self._form.plain_key(database, bytes(stored))
+        for key in cursor.iternext(keys=True, values=False):
+            yield bytes(key)
 
     def usage(self, name: bytes) -> UsageRecord | None:
         value = self.record("usage", name)
@@ -179,7 +160,7 @@ class Snapshot:
         little-endian): first those that have most of them in common. Does not verify records, which may be missing."""
         found: set[bytes] = set()
         # What is listed in a later part has all tokens of the parts before.
-        for beginning, part in reversed(list(child_parts(parent, token_ids, self._form.codes))):
+        for beginning, part in reversed(list(child_parts(parent, token_ids))):
             for name in self._similar_in_part(beginning, part):
                 if name not in found:
                     found.add(name)
@@ -189,16 +170,15 @@ class Snapshot:
         """Does what `similar_children` does, for the keys with this beginning. Keys are sorted, so none has more in
         common with `part` than one that is nearer to its place."""
         after, before = (self._txn.cursor(self._databases["children"]) for _ in range(2))
-        beginning = self._form.stored_key("children", beginning)
         num_after = _common_at(after, after.set_range(beginning + part), beginning, part)
         has_before = before.prev() if before.set_range(beginning + part) else before.last()
         num_before = _common_at(before, has_before, beginning, part)
         while num_after or num_before:
             if num_after >= num_before:
-                yield self._form.plain_key("children", bytes(after.key()))[-HASH_BYTES:]
+                yield bytes(after.key())[-HASH_BYTES:]
                 num_after = _common_at(after, after.next(), beginning, part)
             else:
-                yield self._form.plain_key("children", bytes(before.key()))[-HASH_BYTES:]
+                yield bytes(before.key())[-HASH_BYTES:]
                 num_before = _common_at(before, before.prev(), beginning, part)
 
     def ancestry(self, name: bytes) -> Iterator[bytes]:
@@ -260,36 +240,29 @@ class Snapshot:
 
     def history(self, root: bytes) -> Iterator[tuple[bytes, bytes | memoryview]]:
         """Yields keys and encoded prompts of a root, of all groups, newest first."""
-        cursor, beginning = self._txn.cursor(self._databases["history"]), self._form.stored_key("history", root)
-        found = cursor.set_range(beginning + _PAST_THE_END)
+        cursor = self._txn.cursor(self._databases["history"])
+        found = cursor.set_range(root + _PAST_THE_END)
         found = cursor.prev() if found else cursor.last()
-        while found and bytes(cursor.key()).startswith(beginning):
-            key = self._form.plain_key("history", bytes(cursor.key()))
-            yield key, self._form.opened("history", key, cursor.value())
+        while found and (key := bytes(cursor.key())).startswith(root):
+            yield key, cursor.value()
             found = cursor.prev()
 
     def notes(self) -> Iterator[StoredNote]:
         """Yields all notes, without their contents."""
-        for key, legible, size in self._legible("notes"):
-            yield StoredNote.of(key, legible, size)
+        for key, value in self.records("notes"):
+            yield StoredNote.of(key, value)
 
     def prompt_ttls(self) -> Iterator[tuple[bytes, int]]:
         """Yields the keys of all remembered prompts with their times to live in seconds (0: the daemon's)."""
-        for key, legible, _ in self._legible("history"):
-            yield key, prompt_ttl_s(legible)
-
-    def _legible(self, database: str) -> Iterator[tuple[bytes, bytes | memoryview, int]]:
-        """Yields keys, what is legible of the values (see `RecordForm.legible`), and their sizes in the file."""
-        for stored, value in self._txn.cursor(self._databases[database]):
-            key = self._form.plain_key(database, bytes(stored))
-            yield key, self._form.legible(database, value), len(value)
+        for key, value in self.records("history"):
+            yield key, prompt_ttl_s(value)
 
     def keys_under(self, database: str, root: bytes) -> Iterator[bytes]:
         """Yields the keys that begin with a root: of its history, its notes, or its first blocks (`children`)."""
-        cursor, beginning = self._txn.cursor(self._databases[database]), self._form.stored_key(database, root)
-        found = cursor.set_range(beginning)
-        while found and bytes(cursor.key()).startswith(beginning):
-            yield self._form.plain_key(database, bytes(cursor.key()))
+        cursor = self._txn.cursor(self._databases[database])
+        found = cursor.set_range(root)
+        while found and (key := bytes(cursor.key())).startswith(root):
+            yield key
             found = cursor.next()
 
     def has_nodes(self, root: bytes) -> bool:
@@ -320,7 +293,7 @@ class Snapshot:
         rest takes at most three quarters of it."""
         if self._bytes_in("history") <= limit_bytes:
             return []
-        sizes = ((key, size) for key, _, size in self._legible("history"))
+        sizes = ((key, len(value)) for key, value in self.records("history"))
         return self._beyond("history", limit_bytes, sorted(sizes, key=lambda found: history_sequence(found[0])))
 
     def _beyond(self, database: str, limit_bytes: int, sizes: Iterable[tuple[bytes, int]]) -> list[bytes]:

@@ -20,13 +20,11 @@ from diskprefix.errors import CacheError, PrefixGone, StoreFull, StoreUnavailabl
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import Changes, NewNode, Use
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.eviction import recorded_ttl
 from diskprefix.store.evictor import Evictor
 from diskprefix.store.schema import EntryRecord, Kind, RootRecord
 from diskprefix.store.store_file import OnCorruption, StoreFile
 from diskprefix.store.tree import PrefixTree
-from diskprefix.store.wiping import wipe
 from diskprefix.store.written import WRITTEN, WrittenBytes, encode_written, read_written
 from diskprefix.tokens import TokenIds
 from diskprefix.units import counted, format_size
@@ -36,9 +34,6 @@ log = logging.getLogger("diskprefix")
 _PROMPTS_LOOKED_AT = 1000
 _RECORDED_BYTES = 1 << 16
 """Recording what was written writes less itself."""
-_BEGUN = b"begun"
-"""What `wiped` is from the start of a wipe to its end. Where it still is, an fsync failed or a process was killed: the
-zeros that the kernel shows may not be on the disk."""
 
 
 class Chain:
@@ -138,7 +133,6 @@ class Store(StoreFile):
         serving: bool = False,
         clock: Callable[[], float] = time.time,
         namespace: NamespaceKey | None = None,
-        key: EncryptionKey | None = None,
     ) -> None:
         """Opens the store in folder `path`, and creates it unless `read_only`. Without `budget_bytes`, which tools
         leave out, the budget is the one of the last daemon.
@@ -148,13 +142,12 @@ class Store(StoreFile):
         format and `StoreCorrupt` for a damaged file; with "quarantine", that file is moved aside.
 
         `namespace` seeds the names of a store that is created. A daemon's must be the one that the store was created
-        with, or it raises `StoreUnavailable`. `key` seals the records of a store that is created; a store that exists
-        is opened with its own key only, by tools too.
+        with, or it raises `StoreUnavailable`.
 
         `serving` is for a daemon: evict until the budget holds. A read-only or full file system is no error then,
         because `maintain` tries again.
         """
-        super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace, key, min_free_bytes)
+        super().__init__(path, budget_bytes, read_only, on_corruption, serving, clock, namespace, min_free_bytes)
         self.codec = Codec.RAW
         self.evictor = Evictor(self)
         if serving:
@@ -206,36 +199,6 @@ class Store(StoreFile):
                 return evicted
             room = 2 * room + 2**20
             evicted += self.evictor.make_room(room, publication.used_names)
-
-    @property
-    def has_deleted(self) -> bool:
-        """Returns whether something was deleted, by any process, that may still stand in the file. Raises
-        `CacheError`."""
-        with self.snapshot() as snapshot:
-            return snapshot.meta("deleted") != self.wiped
-
-    def wipe(self) -> bool:
-        """Overwrites in the file what was deleted. Returns False if some of it must wait for a reader that is open.
-
-        No other thread of this process may write. Raises `CacheError`.
-        """
-        with self.snapshot() as snapshot:
-            deleted, again = snapshot.meta("deleted"), snapshot.meta("wiped") == _BEGUN
-        if not self.environment.renew():
-            return False
-        with self.changes() as changes:
-            changes.put_meta("wiped", _BEGUN)
-        # Pages that the next transaction frees are clean then.
-        with self.meter.measured():
-            wipe(self.environment, again=again)
-        self.evictor.let_freed_pages_age()
-        with self.meter.measured():
-            is_clean = wipe(self.environment, again=again)
-        with self.changes() as changes:
-            changes.put_meta("wiped", deleted if is_clean and deleted else b"")
-        if is_clean:
-            self.wiped = deleted
-        return is_clean
 
     def touch(self, uses: Mapping[bytes, Use]) -> None:
         """Records the use of nodes, given by their names, and of their ancestors. Missing nodes are ignored."""

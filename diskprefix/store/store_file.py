@@ -24,7 +24,6 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.settings import MAX_BUDGET, MIN_BUDGET
 from diskprefix.store.changes import Changes
 from diskprefix.store.compact import compact_folder
-from diskprefix.store.encryption import EncryptionKey, RecordForm, form_of, new_form
 from diskprefix.store.environment import Environment, other_lmdb
 from diskprefix.store.filecheck import check_file
 from diskprefix.store.folder import (
@@ -42,15 +41,12 @@ from diskprefix.store.folder import (
 )
 from diskprefix.store.schema import (
     DATABASES,
-    ENCRYPTION,
     FORMAT,
     FORMAT_VERSION,
     NAMES,
     NamesRecord,
     decode_record,
     encode_record,
-    verified,
-    with_checksum,
 )
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.written import WriteMeter
@@ -184,15 +180,12 @@ def foreign_file(path: Path) -> StoreUnavailable:
 _U32 = struct.Struct("<I")
 
 
-def identify(
-    path: Path, env: Environment, now: float, namespace: NamespaceKey | None, key: EncryptionKey | None
-) -> NamesRecord:
+def identify(path: Path, env: Environment, now: float, namespace: NamespaceKey | None) -> NamesRecord:
     """Reads a store's identity, or writes it into a new store at time `now`, then opens all databases. `namespace`
-    seeds the names of a new store; without it they are seeded with a secret of its own. `key` seals its records.
+    seeds the names of a new store; without it they are seeded with a secret of its own.
 
     Nothing else in the file is used before its format is known. Raises `StoreFormatError` if the store has another
-    format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store, or if `key` is
-    not the one that it was created with.
+    format, `StoreCorrupt` if its identity is damaged, and `StoreUnavailable` if the file is not a store.
     """
     env.open_databases(["meta"])
     with env.transaction() as txn:
@@ -203,10 +196,9 @@ def identify(
         with env.transaction(write=True) as txn:
             # Another process may have written its identity meanwhile.
             if not any(Snapshot(env.databases, txn).keys("meta")):
-                remembered, form = new_form(key)
-                _create(Changes(env.databases, txn, now, form), now, namespace, remembered)
+                _create(Changes(env.databases, txn, now), now, namespace)
     with env.transaction() as txn:
-        names, env.form = _read(path, env, txn, key)
+        names = _read(path, env, txn)
     env.open_databases(DATABASES)
     return names
 
@@ -224,7 +216,7 @@ def require_namespace(path: Path, names: NamesRecord, namespace: NamespaceKey | 
     raise StoreUnavailable(f"{path / DATA}: {problem}, or choose another --kv-cache-dir")
 
 
-def _create(changes: Changes, now: float, namespace: NamespaceKey | None, remembered: bytes | None) -> None:
+def _create(changes: Changes, now: float, namespace: NamespaceKey | None) -> None:
     names = NamesRecord(
         store_id=secrets.token_bytes(HASH_BYTES),
         secret=namespace.names_seed if namespace else secrets.randbits(64),
@@ -232,8 +224,6 @@ def _create(changes: Changes, now: float, namespace: NamespaceKey | None, rememb
         namespace=namespace.digest if namespace else b"",
     )
     changes.put_meta(FORMAT, _U32.pack(FORMAT_VERSION))
-    if remembered is not None:
-        changes.put_meta(ENCRYPTION, with_checksum(ENCRYPTION.encode(), remembered))
     changes.put_meta(NAMES, encode_record(NAMES.encode(), names))
 
 
@@ -242,8 +232,8 @@ def names_of(snapshot: Snapshot) -> NamesRecord:
     return decode_record(NamesRecord, NAMES.encode(), snapshot.meta(NAMES) or b"")
 
 
-def _read(path: Path, env: Environment, txn: Any, key: EncryptionKey | None) -> tuple[NamesRecord, RecordForm]:
-    """Returns a store's identity and the form of its records."""
+def _read(path: Path, env: Environment, txn: Any) -> NamesRecord:
+    """Returns a store's identity."""
     snapshot = Snapshot(env.databases, txn)
     version, names = snapshot.meta(FORMAT), snapshot.meta(NAMES)
     if version is None and names is None:
@@ -255,12 +245,7 @@ def _read(path: Path, env: Environment, txn: Any, key: EncryptionKey | None) -> 
                 f"{path / DATA} has format {found}, and this version of diskprefix reads format {FORMAT_VERSION}: "
                 "move the file away to start afresh, or choose another --kv-cache-dir"
             )
-        stored = snapshot.meta(ENCRYPTION)
-        if stored is None:
-            # A store that lost this record is not taken for one without a key.
-            names_of(snapshot)
-        form = form_of(path / DATA, None if stored is None else verified(ENCRYPTION.encode(), stored), key)
-        return names_of(Snapshot(env.databases, txn, form)), form
+        return names_of(snapshot)
     except (struct.error, StoreCorrupt) as error:
         raise StoreCorrupt(
             f"{path / DATA}: the identity of the store is damaged; move the file away to start afresh"
@@ -277,7 +262,7 @@ class StoreFile:
 
     `names` is replaced as a whole when another store is opened. `budget_bytes` is the daemon's budget; a tool that gave
     none uses the one of the last daemon. `mapped` holds the names of nodes whose pages this process has read since the
-    file was opened. `wiped` is the last deletion after which this process wiped the file. `meter` counts the bytes that
+    file was opened. `meter` counts the bytes that
     this process writes to the file. `clock` returns the time in seconds since the epoch.
     """
 
@@ -290,7 +275,6 @@ class StoreFile:
         serving: bool,
         clock: Callable[[], float],
         namespace: NamespaceKey | None,
-        key: EncryptionKey | None,
         min_free_bytes: int,
     ) -> None:
         """Opens the folder; for the arguments and errors see `Store`."""
@@ -299,13 +283,11 @@ class StoreFile:
         self.budget_bytes = budget_bytes
         self.clock = clock
         self.names = NamesRecord(store_id=b"", secret=0, created_at=0.0)
-        self.wiped: bytes | None = None
         self.meter = WriteMeter()
         self._has_budget = budget_bytes > 0
         self._is_reader = read_only
         self._is_serving = serving
         self._namespace = namespace
-        self._key = key
         self._on_corruption = on_corruption
         self._env: Environment | None = None
         self._lock: FolderLock | None = None
@@ -342,17 +324,22 @@ class StoreFile:
         """A read transaction. Pages that are freed meanwhile cannot be reused before it ends."""
         env = self.environment
         with env.transaction() as txn:
-            yield Snapshot(env.databases, txn, env.form, copy_payloads=not env.has_lock)
+            yield Snapshot(env.databases, txn, copy_payloads=not env.has_lock)
 
     @contextmanager
     def changes(self) -> Iterator[Changes]:
-        """A write transaction: committed at the end, rolled back by an exception. One at a time in all processes."""
+        """A write transaction: committed at the end, rolled back by an exception. One at a time in all processes.
+
+        Raises `StoreUnavailable` if the file was replaced: what is written to the old one would be lost.
+        """
         env = self.environment
         if env.read_only:
             raise StoreUnavailable(f"--kv-cache-dir {self.path}: opened for reading only; nothing is saved")
         changes: Changes | None = None
         with self.meter.measured(lambda: changes.num_bytes if changes else 0), env.transaction(write=True) as txn:
-            changes = Changes(env.databases, txn, self.clock(), env.form)
+            if not env.is_in_place():
+                raise StoreUnavailable(f"{self.path} was removed or replaced")
+            changes = Changes(env.databases, txn, self.clock())
             yield changes
 
     def _attach(self) -> None:
@@ -416,7 +403,7 @@ class StoreFile:
     def _open(self, *, read_only: bool) -> None:
         env, lock = open_environment(self.path, budget_bytes=self.budget_bytes, read_only=read_only)
         try:
-            names = identify(self.path, env, self.clock(), self._namespace, self._key)
+            names = identify(self.path, env, self.clock(), self._namespace)
             if self._is_serving:
                 require_namespace(self.path, names, self._namespace)
             self._agree_on_budget(env)
@@ -425,13 +412,11 @@ class StoreFile:
             lock.close()
             raise
         self.names, self._env, self._lock = names, env, lock
-        with env.transaction() as txn:
-            self.wiped = Snapshot(env.databases, txn, env.form).meta("wiped")
 
     def _agree_on_budget(self, env: Environment) -> None:
         """Stores a daemon's budget in the file; for a tool, which has none, uses the one in the file."""
         with env.transaction() as txn:
-            stored = Snapshot(env.databases, txn, env.form).meta("budget") or b""
+            stored = Snapshot(env.databases, txn).meta("budget") or b""
         if not self._has_budget:
             budget = _U64.unpack(stored)[0] if len(stored) == _U64.size else 0
             self.budget_bytes = budget if MIN_BUDGET <= budget <= MAX_BUDGET else env.file_bytes()
@@ -439,7 +424,7 @@ class StoreFile:
                 env.let_grow_to(self.budget_bytes)
         elif stored != _U64.pack(self.budget_bytes) and not env.read_only:
             with env.transaction(write=True) as txn:
-                Changes(env.databases, txn, self.clock(), env.form).put_meta("budget", _U64.pack(self.budget_bytes))
+                Changes(env.databases, txn, self.clock()).put_meta("budget", _U64.pack(self.budget_bytes))
 
     def _only_read(self, error: FolderUnavailable) -> None:
         """Opens the store for reading, if there is one; `error` says why it cannot be written."""

@@ -31,10 +31,6 @@ log = logging.getLogger("diskprefix")
 _TOUCH_INTERVAL_S = 1.0
 """The interval in which uses of nodes and counts of requests are written, and the folder is checked. A kill loses at
 most the uses of this time."""
-_WIPE_AGAIN_S = 10.0
-"""The wait after an open reader, or a failure, kept deleted bytes from being overwritten."""
-_WIPE_REST = 50
-"""Wiping blocks writes, so at most this fraction (1/50) of the time is spent on it for expired records."""
 _LAST_WRITE_S = 10.0
 _MAX_HELD_S = 10.0
 """A kill loses what was computed in that time."""
@@ -80,14 +76,10 @@ class Writer:
         """Called by the writer's thread every second, and more often while it writes."""
         self._purged_at: bytes | None = None
         """The time of the last purge of any process, as the store has it, after which memories were dropped."""
-        self._wipes_from = 0.0
-        """The time of the next search for deletions, on the clock of `time.monotonic`."""
-        self._wipes_wanted = self._wipes_done = 0
-        """The number of requests to wipe the file, and of those that are done."""
         self._held_at: float | None = None
         """The time since which writing is paused, on the clock of `time.monotonic`; None if it is not."""
-        self._num_waiting = self._num_wiping = 0
-        """Callers that wait until everything is written, and until the file is wiped."""
+        self._num_waiting = 0
+        """Callers that wait until everything is written."""
         self._closing = False
         self.dropped = self.evicted = self.expired = self.quarantined = 0
         self.written_bytes = self.written_tokens = 0
@@ -178,19 +170,6 @@ class Writer:
             finally:
                 self._num_waiting -= 1
 
-    def wipe(self, timeout_s: float) -> bool:
-        """Waits until deleted bytes are overwritten in the file. Returns False if the time runs out first."""
-        with self._changed:
-            self._wipes_wanted += 1
-            self._num_wiping += 1
-            self._wipes_from, wanted = 0.0, self._wipes_wanted
-            self._changed.notify_all()
-            try:
-                # A wipe that has begun before may have passed by what the caller deleted.
-                return self._changed.wait_for(lambda: self._wipes_done >= wanted, timeout_s)
-            finally:
-                self._num_wiping -= 1
-
     def close(self, timeout_s: float) -> bool:
         """Writes what is queued, then stops. Returns False if the time ran out and publications were lost."""
         with self._changed:
@@ -237,7 +216,7 @@ class Writer:
             if publication is not None:
                 self._attempt(partial(self._write, publication))
                 self._forget(publication)
-            self._attempt(self._wipe)
+            self._attempt(self._notice_purge)
             for step in self.on_turn:
                 self._attempt(step)
             if publication is None and closing:
@@ -247,10 +226,7 @@ class Writer:
                 self._attempt(self._maintain)
 
     def _has_work(self) -> bool:
-        wants_wiping = self._num_wiping > 0 and time.monotonic() >= self._wipes_from
-        return bool(
-            self._next() or self._damaged or self._is_told or self._closing or self.notes.is_waiting or wants_wiping
-        )
+        return bool(self._next() or self._damaged or self._is_told or self._closing or self.notes.is_waiting)
 
     def _wake(self) -> None:
         with self._changed:
@@ -355,42 +331,20 @@ class Writer:
         now = time.monotonic()
         if now >= self._expired_at + expiry_interval_s(self._ttl_s, has_own_ttls=self._store.evictor.may_have_own_ttls):
             self._expired_at = now
-            self.expired += self._store.evictor.expire(self._ttl_s)
+            if expired := self._store.evictor.expire(self._ttl_s):
+                self.expired += expired
+                forget_hits(self._store)
             self._have_forgotten()
-
-    def _wipe(self) -> None:
-        """Has memories of what was purged dropped, and overwrites deleted bytes: at intervals, or at once if a caller
-        waits for it."""
-        with self._changed:
-            wanted, is_waited_for = self._wipes_wanted, self._num_wiping > 0
-        if self._store.problem is None:
-            self._notice_purge()
-        started = time.monotonic()
-        if started < self._wipes_from:
-            return
-        if self._store.problem is not None:
-            self._wipes_from = started + _WIPE_AGAIN_S
-            return
-        is_wiped = True
-        if self._store.has_deleted:
-            forget_hits(self._store)
-            self._have_forgotten()
-            is_wiped = self._store.wipe()
-        now = time.monotonic()
-        least_s = _TOUCH_INTERVAL_S if is_wiped or is_waited_for else _WIPE_AGAIN_S
-        with self._changed:
-            is_wanted_again = self._wipes_wanted > wanted
-            self._wipes_from = 0.0 if is_wanted_again else now + max(least_s, _WIPE_REST * (now - started))
-            if is_wiped:
-                self._wipes_done = wanted
-                self._changed.notify_all()
 
     def _notice_purge(self) -> None:
         """Has memories dropped if a process has purged something since the last time."""
+        if self._store.problem is not None:
+            return
         with self._store.snapshot() as snapshot:
             purged_at = snapshot.meta("purged_at")
         if purged_at != self._purged_at:
             self._purged_at = purged_at
+            forget_hits(self._store)
             self._have_forgotten()
 
     def _have_forgotten(self) -> None:

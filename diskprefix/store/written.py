@@ -1,8 +1,8 @@
 """The bytes that a store's file has cost its disk: in all, and in the last 24 hours.
 
 LMDB hands its pages to the kernel in system calls, and Linux counts their bytes for each thread (`wchar` in
-`/proc/thread-self/io`): the pages of payloads and records, copies of B-tree pages, LMDB's meta page, the zeros of a
-wipe. `write_bytes` there is no measure: it grows by whole folios, which may be several times as large as the pages in
+`/proc/thread-self/io`): the pages of payloads and records, copies of B-tree pages, LMDB's meta page.
+`write_bytes` there is no measure: it grows by whole folios, which may be several times as large as the pages in
 them. Where the count cannot be read (on other systems), stored records are counted in whole pages. The journal of the
 file system and what the drive itself writes more are not known here.
 

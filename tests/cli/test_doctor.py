@@ -30,8 +30,6 @@ from diskprefix.extras.setup.doctor_machine import (
 from diskprefix.model.exact import rows
 from diskprefix.native import library
 from diskprefix.settings import Settings
-from diskprefix.store.encryption import EncryptionKey
-from diskprefix.store.store import Store
 from tests.cli.conftest import Run
 from tests.server.daemon_process import DaemonProcess
 from tests.store.building import BLOCK, open_store, prompt, publication
@@ -251,12 +249,6 @@ def test_a_store_that_cannot_be_opened_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "data.mdb").write_bytes(b"not a store" * 1000)
     found = by_check(store_findings(Settings(kv_cache_dir=tmp_path)))["store"]
     assert (found.level, "move it aside" in found.advice) == ("problem", True)
-
-
-def test_a_store_whose_key_is_not_given_is_not_moved_away(tmp_path: Path) -> None:
-    Store(tmp_path, key=EncryptionKey(bytes(32))).close()
-    found = by_check(store_findings(Settings(kv_cache_dir=tmp_path)))["store"]
-    assert (found.level, "give its key with" in found.text, found.advice) == ("problem", True, "")
 
 
 @pytest.mark.parametrize("says", [b"", b"SSH-2.0-OpenSSH_9.6\r\n"])

@@ -8,11 +8,9 @@ from pathlib import Path
 import pytest
 
 from diskprefix.cache.tiers.tier import Upload
-from diskprefix.extras.remote.bucket_key import BucketKey
 from diskprefix.extras.remote.objects import ObjectStore, RemoteUnavailable
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.nouns import SHARED
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Store
 from tests.cli.conftest import Run
@@ -21,30 +19,25 @@ from tests.store.building import BLOCK, ROOT, layout_of, prompt
 
 PROMPT = prompt(1, 3 * BLOCK)
 SECRET = b"a key that these machines share"
-ENCRYPTION = EncryptionKey(bytes(range(32)))
 ALICE = str(SHARED.with_salt("alice"))
 
 
-@pytest.fixture(params=[None])
-def flags(tmp_path: Path, request: pytest.FixtureRequest) -> list[str]:
-    """A bucket with a prompt of everybody's and one of alice's, encrypted if there is a parameter."""
-    key_file, encryption_file, bucket = tmp_path / "key", tmp_path / "encryption-key", (tmp_path / "bucket").as_uri()
-    encryption: EncryptionKey | None = request.param
-    for file, secret in ((key_file, SECRET), (encryption_file, ENCRYPTION.secret)):
-        file.write_bytes(secret)
-        file.chmod(0o600)
-    with machine(tmp_path / "kv", bucket, key=BucketKey.of(NamespaceKey.of(SECRET), encryption)) as one:
+@pytest.fixture
+def flags(tmp_path: Path) -> list[str]:
+    """A bucket with a prompt of everybody's and one of alice's."""
+    key_file, bucket = tmp_path / "key", (tmp_path / "bucket").as_uri()
+    key_file.write_bytes(SECRET)
+    key_file.chmod(0o600)
+    with machine(tmp_path / "kv", bucket, key=NamespaceKey.of(SECRET)) as one:
         for number, tenant in enumerate(("", ALICE)):
             root = ROOT[:-1] + bytes([number])
             one.save(PROMPT, root=root)
             record = RootRecord(model="tiny", block_size=BLOCK, layout=one.layout, created_at=0.0, tenant=tenant)
             one.remote.upload(Upload(one.nodes(PROMPT, root), len(PROMPT), record, one.tiers))
         assert one.remote.flush(20)
-    shared = ["--remote-tier", bucket, "--namespace-key-file", str(key_file)]
-    return [*shared, "--kv-cache-encryption-key-file", str(encryption_file)] if encryption else shared
+    return ["--remote-tier", bucket, "--namespace-key-file", str(key_file)]
 
 
-@pytest.mark.parametrize("flags", [None, ENCRYPTION], indirect=True, ids=["plain", "encrypted"])
 def test_what_is_shared_is_listed_swept_and_purged(run: Run, flags: list[str]) -> None:
     listed = run("remote", "ls", "--json", *flags).json
     assert [(root["model"], root["tenant"], root["objects"]) for root in listed["roots"]] == [
@@ -94,7 +87,6 @@ def test_who_lists_or_purges_is_warned_of_what_is_nobodys(run: Run, flags: list[
         (("ls", "FLAGS", "--remote-tier", "s3://[x"), "--remote-tier: 's3://[x' cannot be used"),
         (("ls", "FLAGS", "--remote-tier", "file:///no/such/folder"), "cannot be used: Generic LocalFileSystem"),
         (("ls", "FLAGS", "--namespace-key-file", "/none"), "--namespace-key-file: cannot read /none"),
-        (("ls", "FLAGS", "--kv-cache-encryption-key-file", "/none"), "encryption-key-file: cannot read /none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -80,7 +80,6 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "kv_cache_budget": "8GiB",
         "kv_cache_min_free": "2GiB",
         "kv_cache_write_budget": "20GiB/day",
-        "kv_cache_encryption_key_file": "/encryption-key",
         "kv_cache_ttl": "7d",
         "kv_cache_codec": "RAW",
         "kv_cache_min_tokens": "7",

@@ -55,12 +55,6 @@ def test_no_damage_leads_to_a_wrong_byte_a_crash_a_hang_or_a_crash_loop(tmp_path
     assert all(verdicts[kind].total() == CASES for kind in KINDS)
 
 
-@pytest.mark.slow
-def test_bits_that_flip_in_an_encrypted_store_lead_to_no_wrong_byte(tmp_path: Path) -> None:
-    code, cases = matrix(3, tmp_path, "-m", "tools", "corruption", "--encrypted")
-    assert (code, [case["kind"] for case in cases]) == (0, list(KINDS[:3]))
-
-
 def records(data: bytes) -> tuple[list[int], dict[bytes, list[tuple[int, bytes]]]]:
     """The pages of a file that LMDB reads, and the place and bytes of every record. Between records, LMDB leaves bytes
     that differ from run to run, such as addresses in memory."""

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from pathlib import Path
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ from diskprefix.store.store import Store
 from diskprefix.tokens import TokenIds
 from tests.examples import thorough
 from tests.faults.crash import ledger, prompts
-from tests.faults.crash.check import Finding, check_entries, check_remains, verify
+from tests.faults.crash.check import Finding, check_entries, verify
 from tests.faults.crash.ledger import Account, Ledger
 from tests.faults.crash.phases import CompactPhase, DeletePhase, EvictPhase, ImportPhase, SavePhase, StorePhase, fill
 from tests.faults.crash.servers import ServerPhase, SeveralPhase, StandbyPhase
@@ -112,28 +110,6 @@ def test_the_check_finds_an_entry_that_cannot_be_restored_whole(folder: Path) ->
     check_entries(folder, account_of(range(4)), finding, may_evict=False)
     assert finding.failures[0].startswith("verify: exit code 1")
     assert "tokens are restored" in finding.failures[1]
-
-
-@pytest.mark.parametrize("place", [0, 1, 2, 4001, 4080])
-def test_the_check_finds_the_name_of_a_deleted_prompt_anywhere_in_the_file(place: int, tmp_path: Path) -> None:
-    fill(tmp_path / "kv", range(1))
-    store = Store(tmp_path / "kv")
-    name = prompts.last_node(store.secret, 1)
-    store.close()
-    finding, data = Finding(), tmp_path / "kv/data.mdb"
-    check_remains(tmp_path / "kv", account_of(range(1), tried=range(2)), finding)
-    assert finding.failures == []
-    size = data.stat().st_size
-    with mock.patch.object(Store, "wipe", side_effect=partial(write_at, data, size + place, name)):
-        check_remains(tmp_path / "kv", account_of(range(1), tried=range(2)), finding)
-    assert finding.failures == ["the file still has the names of prompts [1]"]
-
-
-def write_at(file: Path, place: int, content: bytes) -> bool:
-    with file.open("r+b") as opened:
-        opened.seek(place)
-        opened.write(content + bytes(4096 - place % 4096 - len(content)))
-    return True
 
 
 def test_the_check_finds_what_is_left_behind_in_the_folder(folder: Path) -> None:

@@ -8,7 +8,6 @@ import pytest
 
 from tests.closing import needs
 from tests.faults.power import deeds
-from tests.faults.power.check import require_wiped
 from tests.faults.power.images import Moment
 from tests.faults.power.recording import FOLDER, Disk, Event, Op, record
 from tools.programs.powerloss import (
@@ -139,16 +138,6 @@ def test_what_lmdb_relies_on_is_durable_before_anything_else_is_written(tmp_path
                 assert (restored.op, restored.size, then.op) == (Op.WRITE, failed.size, Op.SYNC)
                 num_restored += 1
     assert num_restored
-
-
-@needs("cc")
-def test_zeros_whose_barrier_failed_are_written_again_by_the_same_process_and_by_the_next(tmp_path: Path) -> None:
-    root = tmp_path / "disk"
-    deeds.prepare("unwiped", root)
-    events = record(("-m", "tests.faults.power.deeds", "unwiped", str(root)), root, tmp_path / "log")
-    assert sum(event.op == Op.SYNC_FAILED for event in events) == len(deeds.DELETED)
-    disk = disk_after(*events)
-    require_wiped(bytes(disk.files[disk.names[f"{deeds.KV}/data.mdb"]].content), {*deeds.DELETED})
 
 
 @needs("cc")

@@ -13,7 +13,8 @@ import pytest
 
 from diskprefix.errors import StoreCorrupt, StoreUnavailable
 from diskprefix.store import compact as compacting
-from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store
+from diskprefix.store import environment
+from diskprefix.store.compact import compact_folder, compacted_bytes, copy_store, rewrite_folder
 from diskprefix.store.store import Publication, Store
 from tests import forked
 from tests.faults.damage import damaged
@@ -247,3 +248,38 @@ def test_an_interruption_clears_up(folder: Path, monkeypatch: pytest.MonkeyPatch
         compact_folder(folder, stop)
     assert (folder / "data.mdb").read_bytes() == before
     assert not (folder / "replacement").exists()
+
+
+def rewrite(folder: Path, is_let_go: bool) -> None:
+    environment._READER_PATIENCE_S = 0.2
+    assert rewrite_folder(folder) == is_let_go
+
+
+def test_a_file_that_is_rewritten_beside_a_process_loses_nothing_that_it_saves(
+    folder: Path, pubs: list[Publication]
+) -> None:
+    store, inode = open_store(folder), (folder / "data.mdb").stat().st_ino
+    assert forked.run(rewrite, folder, False) == 0
+    assert (folder / "data.mdb").stat().st_ino != inode
+    new = publication(store, prompt(50, 3 * BLOCK), layout=layout_of(600_000))
+    with pytest.raises(StoreUnavailable, match="removed or replaced"):
+        store.publish(new)
+    assert store.maintain()
+    store.publish(new)
+    assert all(is_whole(store, pub) for pub in (*pubs, new))
+    store.close()
+    store = open_store(folder)
+    assert is_clean(store)
+    store.close()
+
+
+def test_a_file_that_nobody_has_open_is_rewritten_without_what_was_deleted(
+    folder: Path, pubs: list[Publication]
+) -> None:
+    before, size = records(folder), (folder / "data.mdb").stat().st_size
+    assert rewrite_folder(folder)
+    assert records(folder) == before
+    assert (folder / "data.mdb").stat().st_size < size // 2
+    store = open_store(folder)
+    assert all(is_whole(store, pub) for pub in pubs)
+    store.close()

@@ -114,9 +114,9 @@ def test_a_note_expires_after_its_last_use(last_used: float, now: float, is_expi
 
 
 def test_a_record_that_is_cut_short_counts_as_expired() -> None:
-    assert StoredNote.of(KEY, b"x", 1).times.is_expired(0.0)
+    assert StoredNote.of(KEY, b"x").times.is_expired(0.0)
     value = encode_note(KEY, b"x", TIMES)
-    assert StoredNote.of(KEY, value, len(value)).times == TIMES
+    assert StoredNote.of(KEY, value).times == TIMES
 
 
 def test_of_a_root_that_exceeds_its_share_the_oldest_used_go() -> None:

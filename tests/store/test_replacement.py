@@ -10,7 +10,7 @@ import pytest
 
 from diskprefix.store.changes import Changes, Use
 from diskprefix.store.eviction import HALF_LIFE_S, RECENT_CHECKPOINTS, recorded_ttl
-from diskprefix.store.maintenance.purge import PurgeFilter, erase
+from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.maintenance.verify import verify_index
 from diskprefix.store.schema import Kind, UsageRecord
 from diskprefix.store.store import Publication, Store
@@ -256,7 +256,7 @@ def test_the_end_of_a_prompt_stays_listed_beside_its_reply(store: Store) -> None
     assert entries(store) == TURNS[3:5]
     for pub, left in ((replied, [TURNS[3]]), (asked, [])):
         assert pub.last_node is not None
-        erase(store, PurgeFilter(entries=frozenset({pub.last_node})), 0.0)
+        purge(store, PurgeFilter(entries=frozenset({pub.last_node})), 0.0)
         assert entries(store) == left
     assert store.counts()["blocks"] == 0
 

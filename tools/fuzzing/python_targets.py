@@ -33,7 +33,6 @@ from diskprefix.extras.catalogue.models_file import read_models_file
 from diskprefix.extras.exchange.entry_file import EntryReader
 from diskprefix.extras.exchange.exchange import verify_payloads
 from diskprefix.extras.infill.infill import Infill
-from diskprefix.extras.remote.bucket_key import BucketKey
 from diskprefix.extras.remote.bundle import BundleSlot, Header, encode_bundle, slot_nodes, slot_path
 from diskprefix.extras.remote.objects import Got
 from diskprefix.extras.remote.reading import read_bundle
@@ -173,7 +172,7 @@ def _entry_files(folder: Path) -> Iterable[bytes]:
         store.close()
 
 
-_KEY = BucketKey(NamespaceKey.of(b"the key of the fuzzed bucket"))
+_KEY = NamespaceKey.of(b"the key of the fuzzed bucket")
 _PROMPT = PromptNodes(7, b"r" * 16, prompt(1, 3 * BLOCK + 5), BLOCK, PayloadLayout.parse(layout_of(512, 64)))
 _SLOTS = (
     BundleSlot(0, 2),
@@ -315,7 +314,7 @@ def _records(_folder: Path) -> Check:
                 refused(lambda: decode_node(b"n" * 16, _checked_node(content)))
             case 1:
                 refused(lambda: decode_note(_NOTE, value))
-                StoredNote.of(_NOTE, value, len(value)).times.is_expired(5.0)
+                StoredNote.of(_NOTE, value).times.is_expired(5.0)
             case 2:
                 refused(lambda: decode_prompt(_NOTE, value))
             case 3:

@@ -2,10 +2,9 @@
 
 Each case copies a store, damages the copy, and lets a daemon's store and writer live on it twice, each time in a
 process of its own with a time limit: open, restore every node, read the history and the list of entries, save what is
-missing and something new, evict, overwrite what was deleted, close. A case fails if a byte is wrong, if a process dies,
+missing and something new, evict, close. A case fails if a byte is wrong, if a process dies,
 hangs or errs, if it does not start, if what was saved again is not there, if the second start has to throw the store
 away once more, or if a swap of two payloads is not noticed. A seed damages the same records in every run.
-An encrypted store differs in its random bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +29,6 @@ from rich.table import Table
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
 from diskprefix.store.codec.codec import Codec, populate
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.folder import DATA
 from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.schema import Kind
@@ -105,14 +103,13 @@ class Original:
     """The store that the cases damage copies of. `data` is its file, `older` the same file some publications earlier.
 
     `prompts` are stored whole. `left` are the parts of earlier prompts that are still stored. Every node of the store
-    belongs to one of these. It is encrypted if there is a `key`.
+    belongs to one of these.
     """
 
     data: bytes
     older: bytes
     prompts: list[Saved]
     left: list[Saved]
-    key: EncryptionKey | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,11 +173,11 @@ def _join(first: TokenIds, second: TokenIds) -> TokenIds:
     return joined
 
 
-def build(folder: Path, key: EncryptionKey | None = None) -> Original:
-    """Makes a store that has evicted nodes. Without a key, it has the same records in the same places each time."""
+def build(folder: Path) -> Original:
+    """Makes a store that has evicted nodes. It has the same records in the same places each time."""
     clock = Clock()
     with names_of_every_run():
-        store = Store(folder, budget_bytes=BUILT_BYTES, clock=clock, key=key)
+        store = Store(folder, budget_bytes=BUILT_BYTES, clock=clock)
     earlier = [Saved(prompt(seed, 6 * BLOCK), SMALL, EARLIER_ROOT) for seed in range(100, 130)]
     for saved in earlier:
         # What was written just now is not evicted.
@@ -198,7 +195,7 @@ def build(folder: Path, key: EncryptionKey | None = None) -> Original:
             older = (folder / DATA).read_bytes()
     left = [part for saved in earlier if (part := _left_of(store, saved)) is not None]
     store.close()
-    return Original((folder / DATA).read_bytes(), older, prompts, left, key)
+    return Original((folder / DATA).read_bytes(), older, prompts, left)
 
 
 def _left_of(store: Store, saved: Saved) -> Saved | None:
@@ -222,12 +219,11 @@ def live(folder: Path, original: Original, seed: int) -> str:
 
 def _live(folder: Path, original: Original, seed: int) -> Life:
     prompts = original.prompts
-    with _daemon(folder, original.key) as (store, writer):
+    with _daemon(folder) as (store, writer):
         new = Saved(prompt(1000 + seed, 4 * BLOCK + seed % BLOCK), SMALL, ROOT)
         fillers = [Saved(prompt(2000 + seed * 10 + i, 6 * BLOCK), SMALL, ROOT) for i in range(8)]
         publications = [saved.publication(store) for saved in [*prompts, *original.left]]
         restored = sum(_restore(store, writer, pub) for pub in publications)
-        _wipe(store, writer)
         _look_around(store, [*prompts, new, *fillers])
         _save(store, writer, [*prompts, new])
         evicted, store_id = writer.evicted, store.store_id
@@ -238,7 +234,6 @@ def _live(folder: Path, original: Original, seed: int) -> Life:
         if wrong and not (writer.dropped or writer.error or evicted):
             raise Failure("not saved again", f"{wrong} prompts are not there, and nothing was said")
         _save(store, writer, fillers)
-        _wipe(store, writer)
         for saved in [*prompts, new, *fillers]:
             _restore(store, writer, saved.publication(store))
         if (writer.error or "").startswith("internal error"):
@@ -255,9 +250,9 @@ def _live(folder: Path, original: Original, seed: int) -> Life:
 
 
 @contextmanager
-def _daemon(folder: Path, key: EncryptionKey | None) -> Iterator[tuple[Store, Writer]]:
+def _daemon(folder: Path) -> Iterator[tuple[Store, Writer]]:
     try:
-        store = Store(folder, budget_bytes=BUDGET_BYTES, on_corruption="quarantine", serving=True, key=key)
+        store = Store(folder, budget_bytes=BUDGET_BYTES, on_corruption="quarantine", serving=True)
     except CacheError as error:
         raise Failure("does not start", str(error)) from error
     store.codec = Codec.PLANES
@@ -267,14 +262,6 @@ def _daemon(folder: Path, key: EncryptionKey | None) -> Iterator[tuple[Store, Wr
     finally:
         writer.close(FLUSH_TIMEOUT_S)
         store.close()
-
-
-def _wipe(store: Store, writer: Writer) -> None:
-    """Overwrites deleted records, as after a `DELETE`."""
-    with suppress(CacheError), store.changes() as changes:
-        changes.record_deletion()
-    if not (writer.wipe(FLUSH_TIMEOUT_S) or writer.error or store.problem):
-        raise Failure("not wiped", "and nothing was said")
 
 
 def _restore(store: Store, writer: Writer, pub: Publication) -> int:
@@ -381,8 +368,8 @@ def _outcome(answer: str, when: str) -> Life:
     return Life(**values)
 
 
-def run_matrix(folder: Path, cases: int, seed: int, console: Console, key: EncryptionKey | None = None) -> list[Case]:
-    original = build(folder / "original", key)
+def run_matrix(folder: Path, cases: int, seed: int, console: Console) -> list[Case]:
+    original = build(folder / "original")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     results: list[Case] = []
     # A thread that refreshes the screen could hold a lock in the moment of a fork.
@@ -410,18 +397,16 @@ def summary(results: list[Case]) -> Table:
 @click.command()
 @click.option("--cases", type=click.IntRange(min=1), default=3000, show_default=True, help="Damaged stores to try.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the first case; each has the next one.")
-@click.option("--encrypted", is_flag=True, help="The store is encrypted.")
 @FOLDER
 @JSON
-def main(cases: int, seed: int, encrypted: bool, folder: Path | None, as_json: bool) -> None:
+def main(cases: int, seed: int, folder: Path | None, as_json: bool) -> None:
     """Damage a store in many ways, and start a daemon's store twice on each.
 
     Exits with 1 if a byte was wrong, a process died, hung or erred, or a second start found damage again. A case takes
     about a fifth of a second; --folder is best one in memory.
     """
     with tempfile.TemporaryDirectory(prefix="diskprefix-damage-", dir=folder) as workspace:
-        key = EncryptionKey(bytes(32)) if encrypted else None
-        results = run_matrix(Path(workspace), cases, seed, Console(stderr=True), key)
+        results = run_matrix(Path(workspace), cases, seed, Console(stderr=True))
     failures = [case for case in results if case.failed]
     if as_json:
         report = {"cases": [asdict(case) for case in results], "failed": len(failures)}

@@ -1,8 +1,7 @@
 """The crash matrix: kills processes with SIGKILL while they work on a store, hundreds of times.
 
 After each kill the store must open, `diskprefix verify` must find it clean, every entry that was acknowledged must be
-restored byte for byte, whatever else is there must be whole, no name of a deleted prompt may be left in the file once
-it was wiped, and no answer of a daemon may differ from the cold one.
+restored byte for byte, whatever else is there must be whole, and no answer of a daemon may differ from the cold one.
 """
 
 from __future__ import annotations

@@ -62,7 +62,6 @@ class Part:
 
 PARTS = (
     Part("save", title="saves, uses, deletions"),
-    Part("encrypted", title="the same, encrypted"),
     Part("evict", title="evictions"),
     Part("compact", title="compaction"),
     Part("backup", title="backup"),
@@ -77,7 +76,6 @@ MUTANTS = (
     Part("save", without=("LMDB's barriers",)),
     Part("save", without=("the barrier between pages and meta page",)),
     Part("save", without=("the barrier of names",)),
-    Part("save", without=("the overwriting",)),
     Part("compact", without=("the barrier of a copied file",)),
     Part("compact", without=("the barrier of names",)),
     Part("backup", without=("the barrier of names",)),

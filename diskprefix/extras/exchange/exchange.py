@@ -22,7 +22,6 @@ from diskprefix.extras.exchange.manifest import Identity, Manifest, NodeSpan, sh
 from diskprefix.identity import differing
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode, node_bytes
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.folder import DATA
 from diskprefix.store.maintenance.verify import stored_pieces
 from diskprefix.store.pieces import PayloadLayout
@@ -125,7 +124,6 @@ def open_target(
     budget_bytes: int,
     min_free_bytes: int,
     namespace: NamespaceKey | None = None,
-    key: EncryptionKey | None = None,
 ) -> Store:
     """Returns the store in folder `path`, which is created if there is none. Raises `CacheError`.
 
@@ -133,13 +131,13 @@ def open_target(
     is for a store that no daemon has opened, `namespace` for one that is created.
     """
     if (path / DATA).is_file():
-        store = Store(path, min_free_bytes=min_free_bytes, key=key)
+        store = Store(path, min_free_bytes=min_free_bytes)
         with store.snapshot() as snapshot:
             has_budget = snapshot.meta("budget") is not None
         if has_budget:
             return store
         store.close()
-    return Store(path, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes, namespace=namespace, key=key)
+    return Store(path, budget_bytes=budget_bytes, min_free_bytes=min_free_bytes, namespace=namespace)
 
 
 def plan_import(store: Store | None, reader: EntryReader) -> Imported:

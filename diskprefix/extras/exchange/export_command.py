@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from diskprefix.cli.options import PathType
-from diskprefix.cli.tooling import find_entry, opened_store, print_json, progress, readable_store_options, short_id
+from diskprefix.cli.tooling import find_entry, opened_store, print_json, progress, short_id, store_options
 from diskprefix.errors import SettingsError
 from diskprefix.extras.exchange.exchange import export_entry
 from diskprefix.printable import printable_only
@@ -27,13 +27,12 @@ from diskprefix.units import format_size
     help="The file to write, or the folder to write it into.",
 )
 @click.option("--force", is_flag=True, help="Overwrite an existing file.")
-@readable_store_options
+@store_options
 def export(
     entry: str,
     output: Path | None,
     force: bool,
     kv_cache_dir: Path,
-    kv_cache_encryption_key_file: Path | None,
     as_json: bool,
 ) -> None:
     """Write the saved prompt ENTRY with all its blocks to one .safetensors file.
@@ -63,7 +62,7 @@ def export(
     exists; 4 the store cannot be opened or is damaged, or the file cannot be written.
     """
     where = Path.cwd()
-    with opened_store(kv_cache_dir, kv_cache_encryption_key_file) as store:
+    with opened_store(kv_cache_dir) as store:
         with store.snapshot() as snapshot:
             info = find_entry(store, snapshot, list_entries(snapshot), entry)
         path = output or Path()

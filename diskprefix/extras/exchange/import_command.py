@@ -18,10 +18,10 @@ from diskprefix.cli.tooling import (
     opened_store,
     print_json,
     progress,
-    readable_store_options,
     refuse_given,
     short_id,
     status,
+    store_options,
 )
 from diskprefix.errors import StoreUnavailable
 from diskprefix.extras.exchange.entry_file import EntryReader
@@ -39,7 +39,6 @@ from diskprefix.namespace_key import NamespaceKey
 from diskprefix.printable import printable_only
 from diskprefix.settings import Settings
 from diskprefix.store.codec.codec import Codec
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.folder import DATA, become_owner
 from diskprefix.tenant_ids import short_tenant
 from diskprefix.units import counted, format_size
@@ -69,7 +68,7 @@ _OF_ANOTHER = "give the model and the settings that computed it"
     help="The model that will use the files, as for serve. It is loaded and compared with the files. If there is no "
     "store, it is created.",
 )
-@readable_store_options
+@store_options
 @setting_option(
     "kv_cache_budget",
     help="The maximum size of the store's file, if no daemon has opened it yet. Otherwise the budget of the last "
@@ -87,7 +86,6 @@ def import_(
     dry_run: bool,
     force: bool,
     kv_cache_dir: Path,
-    kv_cache_encryption_key_file: Path | None,
     as_json: bool,
     **flags: Any,
 ) -> None:
@@ -117,8 +115,7 @@ def import_(
     model that is not known here; 3 --model cannot be loaded; 4 the store cannot be opened or is
     full, or a file is damaged.
     """
-    flags |= {"kv_cache_dir": kv_cache_dir, "kv_cache_encryption_key_file": kv_cache_encryption_key_file}
-    settings = build_settings(flags)
+    settings = build_settings(flags | {"kv_cache_dir": kv_cache_dir})
     if settings.model is None:
         refuse_given(context, _WITH_MODEL, "goes with --model")
     elif force:
@@ -134,7 +131,7 @@ def import_(
         if settings.model is None and not force:
             if not (folder / DATA).is_file():
                 raise StoreUnavailable(f"{kv_cache_dir} holds no diskprefix store; {_NO_STORE}")
-            with opened_store(folder, settings.kv_cache_encryption_key_file) as store, store.snapshot() as snapshot:
+            with opened_store(folder) as store, store.snapshot() as snapshot:
                 known = known_models(snapshot)
             for reader in readers:
                 require_known_model(known, reader, _OTHERWISE)
@@ -166,7 +163,7 @@ def _planned(settings: Settings, readers: Sequence[EntryReader]) -> list[Importe
     folder = settings.kv_cache_dir
     if not (folder / DATA).is_file():
         return [plan_import(None, reader) for reader in readers]
-    with opened_store(folder, settings.kv_cache_encryption_key_file) as store:
+    with opened_store(folder) as store:
         return [plan_import(store, reader) for reader in readers]
 
 
@@ -177,7 +174,6 @@ def _imported(settings: Settings, namespace: NamespaceKey | None, readers: Seque
             budget_bytes=settings.kv_cache_budget,
             min_free_bytes=settings.kv_cache_min_free,
             namespace=namespace,
-            key=EncryptionKey.read(settings.kv_cache_encryption_key_file),
         )
     try:
         store.codec = Codec[settings.kv_cache_codec.upper()]

@@ -14,7 +14,6 @@ from diskprefix.cli.tooling import (
     opened_store,
     print_json,
     progress,
-    readable_store_options,
     require_store,
     store_options,
 )
@@ -58,10 +57,8 @@ def backup(target: Path, kv_cache_dir: Path, as_json: bool) -> None:
 @click.command(short_help="Put a backup in the place of the store.")
 @click.argument("source", metavar="FOLDER", type=PathType(file_okay=False))
 @click.option("--yes", is_flag=True, help="Do not ask before a store is replaced.")
-@readable_store_options
-def restore(
-    source: Path, yes: bool, kv_cache_dir: Path, kv_cache_encryption_key_file: Path | None, as_json: bool
-) -> int:
+@store_options
+def restore(source: Path, yes: bool, kv_cache_dir: Path, as_json: bool) -> int:
     """Put the store that `diskprefix backup` wrote to FOLDER in the place of the one in the cache folder.
 
     The daemon must not run. The store that is there is lost; the backup stays. The command may be interrupted at any
@@ -78,7 +75,7 @@ def restore(
     source = source.absolute()
     folder = become_owner(kv_cache_dir)
     # Its format is checked, and its identity read, before anything is replaced.
-    with opened_store(source, kv_cache_encryption_key_file):
+    with opened_store(source):
         pass
     if (folder / DATA).exists() and not yes:
         # Before the question, whose answer would be for nothing.

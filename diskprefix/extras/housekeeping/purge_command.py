@@ -17,13 +17,15 @@ from diskprefix.cli.tooling import (
     opened_store,
     print_json,
     progress,
-    readable_store_options,
     short_id,
     shortened,
     show_first,
+    store_options,
 )
 from diskprefix.errors import CacheError, SettingsError
-from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, erase, plan_purge
+from diskprefix.store.compact import rewrite_folder
+from diskprefix.store.maintenance.purge import Purged, PurgeFilter, PurgePlan, plan_purge
+from diskprefix.store.maintenance.purge import purge as purge_store
 from diskprefix.store.snapshot import Snapshot
 from diskprefix.store.store_file import DAMAGED
 from diskprefix.store.tree import EntryInfo, list_entries
@@ -50,9 +52,10 @@ if TYPE_CHECKING:
 @click.option("--all", "everything", is_flag=True, help="Remove everything.")
 @click.option("--dry-run", is_flag=True, help="Show what would be removed, and change nothing.")
 @click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
+@click.option("--erase", is_flag=True, help="Rewrite the file without what was removed. The disk needs room for both.")
 @setting_option("remote_tier")
 @setting_option("namespace_key_file")
-@readable_store_options
+@store_options
 def purge(
     entries: tuple[str, ...],
     model: str | None,
@@ -61,10 +64,10 @@ def purge(
     everything: bool,
     dry_run: bool,
     yes: bool,
+    erase: bool,
     remote_tier: str | None,
     namespace_key_file: Path | None,
     kv_cache_dir: Path,
-    kv_cache_encryption_key_file: Path | None,
     as_json: bool,
 ) -> int:
     """Remove the saved prompts that meet all given conditions. This is safe beside a running daemon.
@@ -73,10 +76,10 @@ def purge(
     error message shows. A prompt is removed with its replies, stored responses, and all blocks that no other prompt
     needs. --model and --salt remove everything of the model or tenant.
 
-    The removed bytes are overwritten in the file; another process that has it open may write some of them again. The
-    file keeps its size. A running daemon forgets the prompts within minutes. Backups still have them. With
-    --remote-tier, the prompts are removed from the bucket too. That is not done with --older-than or --all: use
-    `diskprefix remote sweep` or `diskprefix remote purge`.
+    Nothing finds the prompts any more, and a running daemon forgets them within seconds. Their bytes stay in free parts
+    of the file until something else is written there; with --erase, the file is rewritten without them. The disk itself
+    may keep old bytes, and backups still have them. With --remote-tier, the prompts are removed from the bucket too.
+    That is not done with --older-than or --all: use `diskprefix remote sweep` or `diskprefix remote purge`.
 
     \b
     diskprefix purge 3fa9 42d1
@@ -95,7 +98,7 @@ def purge(
         raise SettingsError(f"{wrong}; see `diskprefix purge --help`")
     older_than_s = None if older_than is None else parse_duration(older_than, param="--older-than")
     now = time.time()
-    with opened_store(kv_cache_dir, kv_cache_encryption_key_file, write=not dry_run) as store:
+    with opened_store(kv_cache_dir, write=not dry_run) as store:
         with store.snapshot() as snapshot:
             infos = list_entries(snapshot)
             chosen_infos = [find_entry(store, snapshot, infos, entry, may_have_grown=False) for entry in entries]
@@ -110,22 +113,27 @@ def purge(
         if not dry_run:
             # Opened first: what is gone here can no longer be named there.
             if store.names.namespace:
-                bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file, kv_cache_encryption_key_file)
+                bucket, why_not = _bucket(purge_filter, remote_tier, namespace_key_file)
             if (plan or bucket) and not yes and not _confirmed(plan, remote_tier if bucket else None):
                 click.echo("nothing was purged", err=True)
                 return 1
             with progress("purging", plan.stored_bytes) as advance:
-                purged = erase(store, purge_filter, now, advance)
+                purged = purge_store(store, purge_filter, now, advance)
         if purged is not None and bucket is not None:
             _purge_bucket(purged, purge_filter, bucket)
         elif purged is not None and plan:
             purged.remote_error = why_not
+        stored_bytes = store.file_bytes()
+    if purged is not None and erase:
+        with progress("rewriting the file", stored_bytes) as advance:
+            purged.is_erased = rewrite_folder(store.path, advance)
     if as_json:
         print_json(_report(plan, chosen, purged))
     elif purged is not None:
         if plan:
             _show_purged(kv_cache_dir, purged)
         _show_bucket(purged)
+        _show_erased(purged)
     has_failed = purged is not None and (purged.left_blocks or (bucket is not None and purged.remote_error))
     return 1 if has_failed else 0
 
@@ -134,7 +142,6 @@ def _bucket(
     purge_filter: PurgeFilter,
     remote_tier: str | None,
     namespace_key_file: Path | None,
-    encryption_key_file: Path | None,
 ) -> tuple[Bucket | None, str | None]:
     """Returns the opened bucket, or why nothing is removed from it."""
     if purge_filter.older_than_s is not None:
@@ -143,7 +150,7 @@ def _bucket(
         return None, "others share it: use `diskprefix remote purge`"
     if remote_tier is None or namespace_key_file is None:
         return None, "give it with --remote-tier and --namespace-key-file, or use `diskprefix remote purge`"
-    return hooks.open_bucket(remote_tier, namespace_key_file, encryption_key_file), None
+    return hooks.open_bucket(remote_tier, namespace_key_file), None
 
 
 def _purge_bucket(purged: Purged, purge_filter: PurgeFilter, bucket: Bucket) -> None:
@@ -215,12 +222,6 @@ def _show_plan(plan: PurgePlan, chosen: list[EntryInfo], title: str) -> None:
 def _show_purged(folder: Path, purged: Purged) -> None:
     amounts = _amounts(purged.entries, purged.blocks, purged.stored_bytes)
     click.echo(f"purged {amounts}, {_others(purged.prompts, purged.notes)}")
-    if not purged.is_wiped:
-        click.echo(
-            "some of its bytes stay in the file, because an older reader is still open; a daemon or another purge "
-            "overwrites them later",
-            err=True,
-        )
     if purged.left_blocks:
         click.echo(
             f"{counted(purged.left_blocks, 'block')} could not be removed, because a daemon continues them or their "
@@ -236,6 +237,17 @@ def _show_bucket(purged: Purged) -> None:
         click.echo(f"purged {counted(purged.remote_objects, 'object')} from the bucket; copies on other machines stay")
     if purged.remote_error is not None:
         click.echo(f"objects in the bucket stay: {purged.remote_error}", err=True)
+
+
+def _show_erased(purged: Purged) -> None:
+    if purged.is_erased:
+        click.echo("rewrote the file: no byte of what was removed is in it")
+    elif purged.is_erased is not None:
+        click.echo(
+            "rewrote the file, but another process still has the old one open: its bytes are on the disk until that "
+            "process ends",
+            err=True,
+        )
 
 
 def _report(plan: PurgePlan, chosen: list[EntryInfo], purged: Purged | None) -> dict[str, Any]:

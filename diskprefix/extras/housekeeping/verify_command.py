@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from diskprefix.cli.tooling import opened_store, print_json, progress, readable_store_options, short_id, show_first
+from diskprefix.cli.tooling import opened_store, print_json, progress, short_id, show_first, store_options
 from diskprefix.store.maintenance.repair import RepairReport, repair_problems
 from diskprefix.store.maintenance.verify import IndexReport, PayloadReport, StoreProblem, verify_index, verify_payloads
 from diskprefix.units import counted, format_size
@@ -17,8 +17,8 @@ from diskprefix.units import counted, format_size
 
 @click.command(short_help="Check the store for damage, and repair it.")
 @click.option("--fix", is_flag=True, help="Remove damaged blocks and the blocks that continue them. Correct counts.")
-@readable_store_options
-def verify(fix: bool, kv_cache_dir: Path, kv_cache_encryption_key_file: Path | None, as_json: bool) -> int:
+@store_options
+def verify(fix: bool, kv_cache_dir: Path, as_json: bool) -> int:
     """Check the store for damage.
 
     The command checks the structure of the file, then each record (checksum, name, place in the tree, counts, sizes)
@@ -48,7 +48,7 @@ def verify(fix: bool, kv_cache_dir: Path, kv_cache_encryption_key_file: Path | N
     Exit codes: 0 clean; 1 problems were found, and with --fix all were repaired; 2 wrong usage;
     4 the store cannot be opened, or --fix could not repair a problem.
     """
-    with opened_store(kv_cache_dir, kv_cache_encryption_key_file, write=fix) as store:
+    with opened_store(kv_cache_dir, write=fix) as store:
         index = verify_index(store)
         with progress("verifying", sum(index.stored_bytes.values())) as advance:
             payloads = verify_payloads(store, index.stored_bytes, advance)

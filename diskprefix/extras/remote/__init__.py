@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from diskprefix.namespace_key import NamespaceKey
-from diskprefix.store.encryption import EncryptionKey
 
 if TYPE_CHECKING:
     from diskprefix.cache.tiers.tier import Bucket, SharedTier
-    from diskprefix.extras.remote.bucket_key import BucketKey
     from diskprefix.extras.remote.objects import ObjectStore
     from diskprefix.settings import Settings
     from diskprefix.store.maintenance.purge import GoneText
@@ -23,28 +21,25 @@ def open_tier(settings: Settings) -> SharedTier | None:
     """Returns the tier of `--remote-tier`, None without it. Does not connect. Raises `SettingsError`."""
     if settings.remote_tier is None or settings.namespace_key_file is None:
         return None
-    from diskprefix.extras.remote.bucket_key import BucketKey
     from diskprefix.extras.remote.objects import ObjectStore
     from diskprefix.extras.remote.remote_tier import RemoteTier
 
-    key = BucketKey.of(
-        NamespaceKey.read(settings.namespace_key_file), EncryptionKey.read(settings.kv_cache_encryption_key_file)
-    )
+    key = NamespaceKey.read(settings.namespace_key_file)
     objects = ObjectStore(settings.remote_tier, timeout_s=settings.remote_deadline)
     return RemoteTier(objects, key, writes=settings.remote_write != "off")
 
 
-def open_bucket(url: str, key_file: Path, encryption_key_file: Path | None) -> Bucket:
+def open_bucket(url: str, key_file: Path) -> Bucket:
     """Opens a bucket to remove something from it. Raises `SettingsError`."""
     from diskprefix.extras.remote.remote_command import opened_bucket
 
-    return _Bucket(*opened_bucket(url, key_file, encryption_key_file))
+    return _Bucket(*opened_bucket(url, key_file))
 
 
 class _Bucket:
     """The objects of one namespace."""
 
-    def __init__(self, objects: ObjectStore, key: BucketKey) -> None:
+    def __init__(self, objects: ObjectStore, key: NamespaceKey) -> None:
         self._objects, self._key = objects, key
 
     def forget(self, texts: Sequence[GoneText]) -> int:

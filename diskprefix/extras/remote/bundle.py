@@ -11,19 +11,18 @@ import numpy as np
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.errors import StoreCorrupt
-from diskprefix.extras.remote.bucket_key import BucketKey
 from diskprefix.extras.remote.signing import (
     MOST_SIGNED_BYTES,
     PREAMBLE_BYTES,
     ObjectRefused,
-    opened_piece,
     piece_digest,
-    piece_place,
+    require_piece,
     signed,
     verified,
 )
+from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.codec.codec import Codec, decode_piece, encode_piece
-from diskprefix.store.schema import SEAL_BYTES, Kind
+from diskprefix.store.schema import Kind
 from diskprefix.tokens import ID_BYTES
 
 ABOUT = "about"
@@ -106,26 +105,26 @@ def most_bytes(nodes: PromptNodes, slot: BundleSlot) -> int:
     """Returns the most bytes that an object in this place can have. Larger objects, which others may have planted, are
     not read."""
     block, checkpoint, tail = (
-        sum(cut.piece.max_bytes + SEAL_BYTES for cut in nodes.layout.cuts(nodes.block_size, kind))
+        sum(cut.piece.max_bytes for cut in nodes.layout.cuts(nodes.block_size, kind))
         for kind in (Kind.BLOCK, Kind.CHECKPOINT, Kind.TAIL)
     )
     num_blocks = 1 if slot.is_rest else slot.last - slot.first
     return PREAMBLE_BYTES + MOST_SIGNED_BYTES + num_blocks * (block + checkpoint) + slot.has_tail * tail
 
 
-def object_path(key: BucketKey, root: bytes, name: str) -> str:
+def object_path(key: NamespaceKey, root: bytes, name: str) -> str:
     """Returns the path of an object of a root. `name` is that of a bundle, or `ABOUT`."""
-    return f"{key.digest.hex()}/{key.path_name(root)}/{name}"
+    return f"{key.digest.hex()}/{root.hex()}/{name}"
 
 
-def slot_path(key: BucketKey, nodes: PromptNodes, slot: BundleSlot) -> str:
+def slot_path(key: NamespaceKey, nodes: PromptNodes, slot: BundleSlot) -> str:
     """Returns the path of the bundle in this place: it is named by its last node, and ends with the number of blocks
     before its end."""
     if slot.is_rest:
-        name = f"{key.path_name(rest_parent(nodes, slot))}{REST}"
+        name = f"{rest_parent(nodes, slot).hex()}{REST}"
     else:
         *_, last = slot_nodes(nodes, slot)
-        name = key.path_name(last.name)
+        name = last.name.hex()
     return object_path(key, nodes.root, f"{name}.{slot.last}")
 
 
@@ -140,20 +139,18 @@ def _parent(nodes: PromptNodes, num_blocks: int) -> bytes:
 
 
 def encode_bundle(
-    key: BucketKey, nodes: PromptNodes, path: str, payloads: Iterable[tuple[Node, bytes, memoryview]], now: float
+    key: NamespaceKey, nodes: PromptNodes, path: str, payloads: Iterable[tuple[Node, bytes, memoryview]], now: float
 ) -> bytes:
     """Returns the object with these nodes, parents first, their token ids and their raw payloads."""
     bundled: list[BundledNode] = []
     body: list[bytes | bytearray] = []
-    seal = key.sealer()
     for node, token_ids, payload in payloads:
         pieces: list[bytes | bytearray] = []
         start = 0
-        for index, cut in enumerate(nodes.cuts(node)):
+        for cut in nodes.cuts(node):
             raw = payload[start : start + cut.piece.num_bytes]
             # A network is slower than a decoder: always as small as it gets. The digest verifies it.
-            piece = encode_piece(raw, cut.piece, Codec.PLANES, None)
-            pieces.append(seal(piece_place(path, node.name, index), piece))
+            pieces.append(encode_piece(raw, cut.piece, Codec.PLANES, None))
             start += cut.piece.num_bytes
         digests = tuple(piece_digest(key, node.name, index, piece) for index, piece in enumerate(pieces))
         sizes = tuple(map(len, pieces))
@@ -163,7 +160,7 @@ def encode_bundle(
     return b"".join([signed(key, path, header), *body])
 
 
-def read_header(key: BucketKey, path: str, data: bytes | memoryview) -> Header:
+def read_header(key: NamespaceKey, path: str, data: bytes | memoryview) -> Header:
     """Returns the header of the object at `path`. Raises `ObjectRefused`."""
     try:
         return msgspec.msgpack.decode(verified(key, path, data), type=Header)
@@ -220,9 +217,7 @@ def _other(nodes: PromptNodes, parent: bytes, position: int, one: BundledNode) -
 def _require_pieces(nodes: PromptNodes, node: Node, one: BundledNode) -> None:
     cuts = nodes.cuts(node)
     is_alike = len(one.sizes) == len(one.digests) == len(cuts)
-    if not is_alike or not all(
-        0 <= size <= cut.piece.max_bytes + SEAL_BYTES for size, cut in zip(one.sizes, cuts, strict=True)
-    ):
+    if not is_alike or not all(0 <= size <= cut.piece.max_bytes for size, cut in zip(one.sizes, cuts, strict=True)):
         raise ObjectRefused("mismatch", f"node {one.name.hex()} has another layout")
 
 
@@ -233,7 +228,7 @@ def body_range(header: Header, first: int) -> tuple[int, int]:
 
 
 def decode_payload(
-    key: BucketKey, nodes: PromptNodes, path: str, node: Node, bundled: BundledNode, stored: memoryview
+    key: NamespaceKey, nodes: PromptNodes, node: Node, bundled: BundledNode, stored: memoryview
 ) -> memoryview:
     """Returns the raw payload of a node, whose pieces are `stored`. Raises `ObjectRefused`."""
     cuts = nodes.cuts(node)
@@ -242,7 +237,8 @@ def decode_payload(
     payload = np.empty(sum(cut.piece.num_bytes for cut in cuts), dtype=np.uint8)
     at = start = 0
     for index, (cut, size) in enumerate(zip(cuts, bundled.sizes, strict=True)):
-        piece = opened_piece(key, path, node.name, index, stored[at : at + size], bundled.digests[index])
+        piece = stored[at : at + size]
+        require_piece(key, node.name, index, piece, bundled.digests[index])
         out = payload[start : start + cut.piece.num_bytes].reshape(cut.piece.num_rows, cut.piece.row_bytes)
         try:
             decode_piece(piece, cut.piece, None, out)

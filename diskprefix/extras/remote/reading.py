@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
-from diskprefix.extras.remote.bucket_key import BucketKey
 from diskprefix.extras.remote.bundle import (
     BundleSlot,
     body_range,
@@ -16,6 +15,7 @@ from diskprefix.extras.remote.bundle import (
 )
 from diskprefix.extras.remote.objects import Got, ObjectStore
 from diskprefix.extras.remote.signing import PREAMBLE_BYTES, ObjectRefused, signed_bytes
+from diskprefix.namespace_key import NamespaceKey
 
 _BEGINNING_BYTES = 1 << 16
 """Enough for most headers."""
@@ -32,7 +32,7 @@ class BundleRead:
 
 
 def read_bundle(
-    objects: ObjectStore, key: BucketKey, nodes: PromptNodes, slot: BundleSlot, num_near: int, path: str
+    objects: ObjectStore, key: NamespaceKey, nodes: PromptNodes, slot: BundleSlot, num_near: int, path: str
 ) -> BundleRead | None:
     """Returns the nodes of the bundle at `path` that lie behind the prompt's first `num_near` blocks; None if there is
     no such object. Raises `ObjectRefused` and `RemoteUnavailable`."""
@@ -55,7 +55,7 @@ def read_bundle(
     found, num_bytes = [], at + len(body)
     for node, bundled in zip(prompt_nodes[first:], header.nodes[first:], strict=True):
         size = sum(bundled.sizes)
-        found.append((node, bundled.token_ids, decode_payload(key, nodes, path, node, bundled, body[:size])))
+        found.append((node, bundled.token_ids, decode_payload(key, nodes, node, bundled, body[:size])))
         body = body[size:]
     return BundleRead(found, num_bytes, got.modified_at)
 

@@ -15,42 +15,34 @@ from diskprefix.errors import SettingsError
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.printable import escaped
 from diskprefix.settings import expanded
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.tenant_ids import matches, short_tenant
 from diskprefix.units import ago, counted, format_size, parse_duration, parse_size
 
 if TYPE_CHECKING:
-    from diskprefix.extras.remote.bucket_key import BucketKey
     from diskprefix.extras.remote.objects import ObjectStore
     from diskprefix.extras.remote.upkeep import RemoteRoot, Removed
 
 
 def bucket_options(command: Decorated) -> Decorated:
-    """Adds `--remote-tier`, `--namespace-key-file`, `--kv-cache-encryption-key-file` and `--json`."""
-    help = "The key file of the machines that share the bucket, if they encrypt."
-    encryption = setting_option("kv_cache_encryption_key_file", show_default="none", help=help)
-    return setting_option("remote_tier")(setting_option("namespace_key_file")(encryption(json_option(command))))
+    """Adds `--remote-tier`, `--namespace-key-file` and `--json`."""
+    return setting_option("remote_tier")(setting_option("namespace_key_file")(json_option(command)))
 
 
-def opened_bucket(
-    remote_tier: str | None, namespace_key_file: Path | None, encryption_key_file: Path | None
-) -> tuple[ObjectStore, BucketKey]:
+def opened_bucket(remote_tier: str | None, namespace_key_file: Path | None) -> tuple[ObjectStore, NamespaceKey]:
     """Returns the bucket and its key. Raises `SettingsError`."""
-    from diskprefix.extras.remote.bucket_key import BucketKey
     from diskprefix.extras.remote.objects import ObjectStore
 
     if remote_tier is None or namespace_key_file is None:
         raise SettingsError("give the bucket with --remote-tier and its key with --namespace-key-file")
-    encryption = EncryptionKey.read(encryption_key_file and expanded(encryption_key_file))
-    key = BucketKey.of(NamespaceKey.read(expanded(namespace_key_file)), encryption)
+    key = NamespaceKey.read(expanded(namespace_key_file))
     # A mistyped folder is not created.
     return ObjectStore(remote_tier, timeout_s=60.0, makes_folder=False), key
 
 
 @click.group(short_help="List, sweep or purge the bucket that machines share.")
 def remote() -> None:
-    """Maintain the bucket of --remote-tier. Only objects of the namespace of --namespace-key-file are read or removed,
-    and with --kv-cache-encryption-key-file only those of machines that encrypt with it. Each command takes --json.
+    """Maintain the bucket of --remote-tier. Only objects of the namespace of --namespace-key-file are read or removed.
+    Each command takes --json.
 
     \b
     diskprefix remote ls --remote-tier s3://bucket/prefix --namespace-key-file namespace.key
@@ -64,11 +56,9 @@ def remote() -> None:
 
 @remote.command("ls", short_help="List the content of the bucket by model and tenant.")
 @bucket_options
-def ls(
-    remote_tier: str | None, namespace_key_file: Path | None, kv_cache_encryption_key_file: Path | None, as_json: bool
-) -> None:
+def ls(remote_tier: str | None, namespace_key_file: Path | None, as_json: bool) -> None:
     """List the content of the bucket: one line for each model and tenant."""
-    objects, key = opened_bucket(remote_tier, namespace_key_file, kv_cache_encryption_key_file)
+    objects, key = opened_bucket(remote_tier, namespace_key_file)
     from diskprefix.extras.remote.upkeep import roots
 
     found = roots(objects, key)
@@ -95,7 +85,6 @@ def sweep(
     dry_run: bool,
     remote_tier: str | None,
     namespace_key_file: Path | None,
-    kv_cache_encryption_key_file: Path | None,
     as_json: bool,
 ) -> None:
     """Remove old objects. Run it regularly on any machine. A lease in the bucket lets one sweep work at a time.
@@ -113,7 +102,7 @@ def sweep(
         raise SettingsError(
             "--ttl and --budget must be more than 0; `diskprefix remote purge --all` removes everything"
         )
-    objects, key = opened_bucket(remote_tier, namespace_key_file, kv_cache_encryption_key_file)
+    objects, key = opened_bucket(remote_tier, namespace_key_file)
     from diskprefix.extras.remote.upkeep import sweep as sweep_bucket
 
     removed = sweep_bucket(objects, key, ttl_s=ttl_s, budget_bytes=budget_bytes, now=time.time(), dry_run=dry_run)
@@ -133,7 +122,6 @@ def purge(
     dry_run: bool,
     remote_tier: str | None,
     namespace_key_file: Path | None,
-    kv_cache_encryption_key_file: Path | None,
     as_json: bool,
 ) -> None:
     """Remove the objects that meet all given conditions from the bucket.
@@ -146,7 +134,7 @@ def purge(
     """
     if everything == (tenant is not None or model is not None):
         raise SettingsError("give --tenant, --model or both, or --all alone; see `diskprefix remote purge --help`")
-    objects, key = opened_bucket(remote_tier, namespace_key_file, kv_cache_encryption_key_file)
+    objects, key = opened_bucket(remote_tier, namespace_key_file)
     from diskprefix.extras.remote.upkeep import purge as purge_bucket
 
     def wanted(root: RemoteRoot) -> bool:

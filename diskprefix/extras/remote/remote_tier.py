@@ -17,7 +17,6 @@ from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Tier, Upload, open_views
 from diskprefix.errors import CacheError
 from diskprefix.extras.remote.breaker import Breaker
-from diskprefix.extras.remote.bucket_key import BucketKey
 from diskprefix.extras.remote.bundle import BundleSlot, most_bytes, read_header, slot_path
 from diskprefix.extras.remote.fetchers import Fetchers, ObjectFetch
 from diskprefix.extras.remote.ledger import Ledger
@@ -27,6 +26,7 @@ from diskprefix.extras.remote.reading import read_bundle
 from diskprefix.extras.remote.signing import ObjectRefused
 from diskprefix.extras.remote.upkeep import forget
 from diskprefix.extras.remote.upload import first_blocks, write_prompt
+from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode
 from diskprefix.store.maintenance.purge import GoneText
 from diskprefix.store.schema import Kind
@@ -46,7 +46,7 @@ class RemoteTier:
     False, nothing is ever written."""
 
     objects: ObjectStore
-    key: BucketKey
+    key: NamespaceKey
     writes: bool = True
     ledger: Ledger = field(default_factory=Ledger)
 

@@ -13,7 +13,7 @@ import struct
 from typing import Literal, TypeAlias
 
 from diskprefix.errors import CacheError
-from diskprefix.extras.remote.bucket_key import BucketKey
+from diskprefix.namespace_key import NamespaceKey
 
 RefusalReason: TypeAlias = Literal["truncated", "foreign", "mac", "replayed", "damaged", "mismatch", "oversized"]
 
@@ -36,10 +36,10 @@ class ObjectRefused(CacheError):
         self.reason: RefusalReason = reason
 
 
-def signed(key: BucketKey, path: str, content: bytes) -> bytes:
-    """Returns `content` in the key's form, signed for the object at `path`. Raises `ObjectRefused` if it is larger than
+def signed(key: NamespaceKey, path: str, content: bytes) -> bytes:
+    """Returns `content`, signed for the object at `path`. Raises `ObjectRefused` if it is larger than
     readers accept."""
-    part = path.encode() + key.sealer()(path.encode(), content)
+    part = path.encode() + content
     if len(part) > MOST_SIGNED_BYTES:
         raise ObjectRefused("oversized", f"{path} would have a header of {len(part)} bytes")
     mac = _mac(key, len(path), part)
@@ -52,7 +52,7 @@ def signed_bytes(beginning: bytes | memoryview) -> int:
     return PREAMBLE_BYTES + _preamble(beginning)[1]
 
 
-def verified(key: BucketKey, path: str, data: bytes | memoryview) -> bytes:
+def verified(key: NamespaceKey, path: str, data: bytes | memoryview) -> bytes:
     """Returns the signed content of the object at `path`. `data` may be longer. Raises `ObjectRefused`."""
     path_bytes, num_signed, namespace, mac = _preamble(data)
     part = bytes(data[PREAMBLE_BYTES : PREAMBLE_BYTES + num_signed])
@@ -64,12 +64,10 @@ def verified(key: BucketKey, path: str, data: bytes | memoryview) -> bytes:
         raise ObjectRefused("mac", "its MAC is wrong")
     if part[:path_bytes] != path.encode():
         raise ObjectRefused("replayed", f"it was written as {part[:path_bytes].decode(errors='replace')}")
-    if (content := key.opened(path.encode(), part[path_bytes:])) is None:
-        raise ObjectRefused("damaged", "its header cannot be decrypted")
-    return bytes(content)
+    return part[path_bytes:]
 
 
-def piece_digest(key: BucketKey, name: bytes, index: int, stored: bytes | bytearray | memoryview) -> bytes:
+def piece_digest(key: NamespaceKey, name: bytes, index: int, stored: bytes | bytearray | memoryview) -> bytes:
     """Returns the keyed digest of a piece of the node `name`. It verifies without the rest of the object."""
     digest = hashlib.blake2b(key=key.mac_key, digest_size=DIGEST_BYTES, person=b"dpx piece")
     digest.update(name + struct.pack("<I", index))
@@ -77,18 +75,10 @@ def piece_digest(key: BucketKey, name: bytes, index: int, stored: bytes | bytear
     return digest.digest()
 
 
-def piece_place(path: str, name: bytes, index: int) -> bytes:
-    """Returns what names a piece to the form of the key."""
-    return path.encode() + b"\0" + name + struct.pack("<I", index)
-
-
-def opened_piece(key: BucketKey, path: str, name: bytes, index: int, stored: memoryview, digest: bytes) -> memoryview:
-    """Returns a piece of the object at `path` as it was encoded. Raises `ObjectRefused` unless it has this digest."""
-    is_signed = hmac.compare_digest(piece_digest(key, name, index, stored), digest)
-    piece = key.opened(piece_place(path, name, index), stored) if is_signed else None
-    if piece is None:
+def require_piece(key: NamespaceKey, name: bytes, index: int, stored: memoryview, digest: bytes) -> None:
+    """Raises `ObjectRefused` unless a piece of the node `name` has this digest."""
+    if not hmac.compare_digest(piece_digest(key, name, index, stored), digest):
         raise ObjectRefused("damaged", f"piece {index} of node {name.hex()} is not the one that was signed")
-    return memoryview(piece)
 
 
 def _preamble(data: bytes | memoryview) -> tuple[int, int, bytes, bytes]:
@@ -100,7 +90,7 @@ def _preamble(data: bytes | memoryview) -> tuple[int, int, bytes, bytes]:
     return path_bytes, num_signed, namespace, mac
 
 
-def _mac(key: BucketKey, path_bytes: int, part: bytes) -> bytes:
+def _mac(key: NamespaceKey, path_bytes: int, part: bytes) -> bytes:
     mac = hashlib.blake2b(key=key.mac_key, digest_size=32, person=b"dpx object")
     mac.update(struct.pack("<HHI", _VERSION, path_bytes, len(part)))
     mac.update(part)

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import msgspec
 
 from diskprefix.errors import CacheError
-from diskprefix.extras.remote.bucket_key import BucketKey
 from diskprefix.extras.remote.bundle import ABOUT, ABOUT_MOST_BYTES, REST, object_path
 from diskprefix.extras.remote.objects import ObjectInfo, ObjectStore
 from diskprefix.extras.remote.signing import ObjectRefused, verified
+from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.maintenance.purge import GoneText
 from diskprefix.store.schema import Kind, RootRecord, node_name
 from diskprefix.tokens import ID_BYTES
@@ -73,7 +73,7 @@ class Removed:
     unknown_objects: int
 
 
-def roots(objects: ObjectStore, key: BucketKey) -> list[RemoteRoot]:
+def roots(objects: ObjectStore, key: NamespaceKey) -> list[RemoteRoot]:
     """Returns the objects of the namespace by root, in the order of models and tenants. Raises `RemoteUnavailable`."""
     by_root: dict[str, list[ObjectInfo]] = {}
     for one in objects.list(f"{key.digest.hex()}/"):
@@ -85,7 +85,7 @@ def roots(objects: ObjectStore, key: BucketKey) -> list[RemoteRoot]:
 
 
 def sweep(
-    objects: ObjectStore, key: BucketKey, *, ttl_s: float, budget_bytes: int, now: float, dry_run: bool = False
+    objects: ObjectStore, key: NamespaceKey, *, ttl_s: float, budget_bytes: int, now: float, dry_run: bool = False
 ) -> Removed:
     """Removes objects that were neither written nor fetched for `ttl_s` seconds, then the oldest until the rest fits
     into `budget_bytes`; 0 sets no limit. Raises `RemoteUnavailable` and `LeaseHeld`."""
@@ -103,7 +103,7 @@ def sweep(
 
 
 def purge(
-    objects: ObjectStore, key: BucketKey, wanted: Callable[[RemoteRoot], bool], *, dry_run: bool = False
+    objects: ObjectStore, key: NamespaceKey, wanted: Callable[[RemoteRoot], bool], *, dry_run: bool = False
 ) -> tuple[list[RemoteRoot], Removed]:
     """Removes all objects of the roots that are `wanted`. Returns these roots. Raises `RemoteUnavailable`."""
     found = roots(objects, key)
@@ -115,7 +115,7 @@ def purge(
     return chosen, _removed(found, gone)
 
 
-def forget(objects: ObjectStore, key: BucketKey, texts: Iterable[GoneText]) -> list[str]:
+def forget(objects: ObjectStore, key: NamespaceKey, texts: Iterable[GoneText]) -> list[str]:
     """Removes the objects that hold parts of these texts that no remaining saved prompt has. Returns their paths.
     Raises `RemoteUnavailable`.
 
@@ -137,20 +137,20 @@ def forget(objects: ObjectStore, key: BucketKey, texts: Iterable[GoneText]) -> l
     return [one.path for one in gone]
 
 
-def _names(key: BucketKey, text: GoneText) -> Iterator[str]:
+def _names(key: NamespaceKey, text: GoneText) -> Iterator[str]:
     """Yields the names of all objects that may end with a part of a text that is not kept."""
-    secret = key.namespace.names_seed
+    secret = key.names_seed
     token_ids, size, parent = text.token_ids.tobytes(), ID_BYTES * text.block_size, text.root
     kept = ID_BYTES * text.num_kept
     for start in range(0, len(token_ids) + 1, size):
         part = token_ids[start : start + size]
         if start + size > kept:
-            yield f"{key.path_name(parent)}{REST}"
+            yield f"{parent.hex()}{REST}"
             for end in range(max(0, kept - start), len(part) + 1, ID_BYTES):
-                yield key.path_name(node_name(secret, parent, part[:end], Kind.TAIL))
+                yield node_name(secret, parent, part[:end], Kind.TAIL).hex()
         parent = node_name(secret, parent, part, Kind.BLOCK)
         if len(part) == size and start + size > kept:
-            yield key.path_name(parent)
+            yield parent.hex()
 
 
 def _to_sweep(found: list[ObjectInfo], ttl_s: float, budget_bytes: int, now: float) -> Iterator[ObjectInfo]:
@@ -169,7 +169,7 @@ def _depth(path: str) -> int:
     return int(depth) if depth.isdecimal() else 0
 
 
-def _root(objects: ObjectStore, key: BucketKey, root: str, found: list[ObjectInfo]) -> RemoteRoot:
+def _root(objects: ObjectStore, key: NamespaceKey, root: str, found: list[ObjectInfo]) -> RemoteRoot:
     about = next((one for one in found if one.path.endswith(f"/{ABOUT}")), None)
     record = RootRecord(model="", block_size=0, layout="", created_at=0.0)
     if about is not None:
@@ -199,7 +199,7 @@ def _delete(objects: ObjectStore, gone: list[ObjectInfo]) -> None:
 
 
 @contextmanager
-def _lease(objects: ObjectStore, key: BucketKey, now: float) -> Iterator[None]:
+def _lease(objects: ObjectStore, key: NamespaceKey, now: float) -> Iterator[None]:
     """Holds the lease. Not every object store can create an object on condition, so the lease is read again once it is
     written: of two that write it at once, the last one has it."""
     path = f"{key.digest.hex()}/{_LEASE}"

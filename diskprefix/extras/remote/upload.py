@@ -10,7 +10,6 @@ import numpy as np
 
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.cache.tiers.tier import Upload, View, open_views
-from diskprefix.extras.remote.bucket_key import BucketKey
 from diskprefix.extras.remote.bundle import (
     ABOUT,
     ABOUT_MOST_BYTES,
@@ -26,12 +25,13 @@ from diskprefix.extras.remote.bundle import (
 from diskprefix.extras.remote.ledger import Ledger
 from diskprefix.extras.remote.objects import ObjectStore
 from diskprefix.extras.remote.signing import ObjectRefused, signed, verified
+from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import common_prefix_length
 
 
 def write_prompt(
-    objects: ObjectStore, key: BucketKey, ledger: Ledger, upload: Upload, is_closing: Callable[[], bool]
+    objects: ObjectStore, key: NamespaceKey, ledger: Ledger, upload: Upload, is_closing: Callable[[], bool]
 ) -> None:
     """Writes the missing bundles of a prompt, until `is_closing`. Raises `CacheError`.
 
@@ -68,7 +68,7 @@ def write_prompt(
         ledger.record_object(path, written_bytes=len(data))
 
 
-def _describe_root(objects: ObjectStore, key: BucketKey, upload: Upload) -> None:
+def _describe_root(objects: ObjectStore, key: NamespaceKey, upload: Upload) -> None:
     """Writes the description of a root, which `ls` and `purge` read, unless a sound one is there. Each upload checks
     this: without the description, which a sweep or purge may have removed, the tenant of the objects is unknown."""
     path = object_path(key, upload.nodes.root, ABOUT)

@@ -20,7 +20,6 @@ from diskprefix.errors import CacheError, NotReady, SettingsError, StoreCorrupt,
 from diskprefix.extras.daemon_call import running_daemon
 from diskprefix.printable import shown
 from diskprefix.settings import Settings
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.folder import DATA, check_folder, disk_full
 from diskprefix.store.savings import total_savings
 from diskprefix.store.snapshot import Snapshot
@@ -164,7 +163,7 @@ def store_findings(settings: Settings) -> Iterator[Finding]:
         yield Finding("store", "ok", "no store yet; the first request creates it")
     else:
         try:
-            store = Store(folder, read_only=True, key=EncryptionKey.read(settings.kv_cache_encryption_key_file))
+            store = Store(folder, read_only=True)
         except (CacheError, SettingsError) as error:
             # Others say what to do: a store whose key is missing must stay where it is.
             is_damaged = isinstance(error, StoreCorrupt | StoreFormatError)

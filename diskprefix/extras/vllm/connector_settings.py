@@ -16,7 +16,6 @@ NAMES = {
     "path": "kv_cache_dir",
     "budget": "kv_cache_budget",
     "scope": "disk_prefix_cache",
-    "encryption_key_file": "kv_cache_encryption_key_file",
     "ttl": "kv_cache_ttl",
     "min_tokens": "kv_cache_min_tokens",
     "min_free": "kv_cache_min_free",
@@ -27,7 +26,7 @@ NAMES = {
     "record": "record",
 }
 """A key of the connector's configuration → the field of `Settings`."""
-TIER_NAMES = ("path", "budget", "encryption_key_file", "ttl", "min_free", "write_buffer", "codec", "namespace_key_file")
+TIER_NAMES = ("path", "budget", "ttl", "min_free", "write_buffer", "codec", "namespace_key_file")
 """The keys of the tier's configuration. vLLM chooses what a tier gets."""
 
 _WRITE_BUFFER = 256 * 1024**2

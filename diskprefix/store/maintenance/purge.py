@@ -105,9 +105,10 @@ class PurgePlan:
 @dataclass(kw_only=True)
 class Purged:
     """The result of a purge. `left_blocks` is the number of blocks that it could not remove: another process kept
-    continuing them, or they are damaged. For `texts` see `PurgePlan`. `is_wiped`: the bytes of what was removed are
-    overwritten in the file; see `Store.wipe`. `remote_objects` is the number of objects that were removed from the
-    bucket that machines share, None if there is none or `remote_error` says why nothing could be removed."""
+    continuing them, or they are damaged. For `texts` see `PurgePlan`. `is_erased`: the file was rewritten, and no
+    process has the old one open; None if that was not asked for. `remote_objects` is the number of objects that were
+    removed from the bucket that machines share, None if there is none or `remote_error` says why nothing could be
+    removed."""
 
     entries: int = 0
     blocks: int = 0
@@ -116,7 +117,7 @@ class Purged:
     roots: int = 0
     stored_bytes: int = 0
     left_blocks: int = 0
-    is_wiped: bool = False
+    is_erased: bool | None = None
     remote_objects: int | None = None
     remote_error: str | None = None
     texts: list[GoneText] = field(default_factory=list)
@@ -145,7 +146,9 @@ def plan_purge(snapshot: Snapshot, purge_filter: PurgeFilter, now: float) -> Pur
     return _Planner(snapshot, purge_filter, now).plan()
 
 
-def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None]) -> Purged:
+def purge(
+    store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None] = lambda _bytes: None
+) -> Purged:
     """Removes what the filter selects, and has daemons forget what they keep in memory. `advance` is called with the
     stored bytes that were removed.
 
@@ -164,17 +167,6 @@ def purge(store: Store, purge_filter: PurgeFilter, now: float, advance: Callable
     if gone.is_something or not (purge_filter.entries or purge_filter.older_than_s):
         with store.changes() as changes:
             changes.record_purge()
-    return gone
-
-
-def erase(
-    store: Store, purge_filter: PurgeFilter, now: float, advance: Callable[[int], None] = lambda _bytes: None
-) -> Purged:
-    """Does what `purge` does, and overwrites in the file what it removed. For a process without a `Writer`."""
-    gone = purge(store, purge_filter, now, advance)
-    # A reader of before may need some of it.
-    store.environment.wait_for_readers()
-    gone.is_wiped = store.wipe()
     return gone
 
 
@@ -382,34 +374,26 @@ def _ordered(token_ids: TokenIds) -> bytes:
     return token_ids.astype(">i4").tobytes()
 
 
-@contextmanager
-def _deletion(store: Store) -> Iterator[Changes]:
-    """Yields one transaction of a purge. What it removes is overwritten even if the next transaction never comes."""
-    with store.changes() as changes:
-        yield changes
-        changes.record_deletion()
-
-
 @_repair_hint()
 def _carry_out(store: Store, plan: PurgePlan, gone: Purged, advance: Callable[[int], None]) -> None:
     """Carries out a plan as far as it still holds, and counts what is removed."""
     nodes, entries = frozenset(plan.nodes), frozenset(plan.entries)
     # The entries go last: after a kill, the same purge finds them again, and what is left of the rest.
     for some in batches(plan.prompts, RECORDS_AT_ONCE):
-        with _deletion(store) as changes:
+        with store.changes() as changes:
             gone.prompts += sum(changes.delete_record("history", key) for key in some)
     for some in batches(plan.notes, RECORDS_AT_ONCE):
-        with _deletion(store) as changes:
+        with store.changes() as changes:
             gone.notes += sum(changes.delete_record("notes", key) for key in some)
     for some in batches([name for name in plan.entries if name not in nodes], RECORDS_AT_ONCE):
-        with _deletion(store) as changes:
+        with store.changes() as changes:
             gone.entries += sum(changes.delete_record("entries", name) for name in some)
     for some in batches(plan.nodes, NODES_AT_ONCE):
         before = gone.stored_bytes
-        with _deletion(store) as changes:
+        with store.changes() as changes:
             _delete_nodes(changes, some, entries, gone)
         advance(gone.stored_bytes - before)
-    with _deletion(store) as changes:
+    with store.changes() as changes:
         gone.roots += changes.delete_bare_roots(set(plan.roots))
         for key in plan.models:
             changes.delete_record("meta", key)

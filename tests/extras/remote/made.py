@@ -11,12 +11,10 @@ from typing import Any
 from diskprefix.cache.tiers.local import BufferTier, DiskTier
 from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.cache.tiers.tier import Prefetched, PrefetchRequest, Tier, Upload
-from diskprefix.extras.remote.bucket_key import BucketKey, EncryptingBucketKey
 from diskprefix.extras.remote.objects import ObjectStore
 from diskprefix.extras.remote.remote_tier import RemoteTier
 from diskprefix.namespace_key import NamespaceKey
 from diskprefix.store.changes import NewNode
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.pieces import PayloadLayout
 from diskprefix.store.schema import RootRecord
 from diskprefix.store.store import Publication, Store
@@ -24,10 +22,8 @@ from diskprefix.store.writer import Writer
 from diskprefix.tokens import TokenIds
 from tests.store.building import BLOCK, ROOT, layout_of, publication
 
-NAMESPACE = NamespaceKey.of(b"the key of the tests' fleet")
-KEY = BucketKey(NAMESPACE)
-OTHER_KEY = BucketKey(NamespaceKey.of(b"the key of another fleet"))
-ENCRYPTING, OTHER_ENCRYPTING = (EncryptingBucketKey(NAMESPACE, EncryptionKey(bytes([n] * 32))) for n in range(2))
+KEY = NamespaceKey.of(b"the key of the tests' fleet")
+OTHER_KEY = NamespaceKey.of(b"the key of another fleet")
 PAYLOAD_BYTES = 20_000
 WAIT_S = 20.0
 
@@ -76,8 +72,8 @@ class Machine:
 
 
 @contextmanager
-def machine(folder: Path, bucket: str, *, key: BucketKey = KEY, state_bytes: int = 0) -> Iterator[Machine]:
-    store = Store(folder, budget_bytes=64 << 20, serving=True, namespace=key.namespace)
+def machine(folder: Path, bucket: str, *, key: NamespaceKey = KEY, state_bytes: int = 0) -> Iterator[Machine]:
+    store = Store(folder, budget_bytes=64 << 20, serving=True, namespace=key)
     writer = Writer(store, buffer_bytes=1 << 30)
     remote = RemoteTier(ObjectStore(bucket, timeout_s=WAIT_S), key)
     try:

@@ -67,23 +67,6 @@ def check_entries(
         finding.fail(f"left behind in the folder: {sorted(left)}")
 
 
-def check_remains(folder: Path, account: Account, finding: Finding) -> None:
-    """Overwrite what was deleted, as a daemon does when it starts, and look for the rest of it in the file."""
-    try:
-        with opened(folder) as store:
-            with store.snapshot() as snapshot:
-                present = set(snapshot.keys("entries"))
-            if not store.wipe():
-                finding.fail("not wiped, though nobody reads")
-            gone = {number: prompts.last_node(store.secret, number) for number in account.tried}
-    except CacheError as error:
-        finding.fail(f"not wiped: {error}")
-        return
-    found = _names_in((folder / DATA).read_bytes(), {*gone.values()} - present)
-    if left := [number for number, name in gone.items() if name in found]:
-        finding.fail(f"the file still has the names of prompts {left}")
-
-
 def _names_in(content: bytes, names: set[bytes]) -> set[bytes]:
     """Returns the names that are in a file, whose content is read once: a name is looked for where two bytes are those
     that some name begins with."""

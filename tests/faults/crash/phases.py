@@ -8,14 +8,14 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from diskprefix.errors import CacheError
 from diskprefix.store.store import Store
 from tests import forked
 from tests.faults.crash import ledger, prompts, worker
-from tests.faults.crash.check import Finding, check_entries, check_remains, opened, verify
+from tests.faults.crash.check import Finding, check_entries, opened, verify
 from tests.faults.crash.ledger import Account
 from tests.faults.crash.worker import WorkerPlan
 
@@ -270,32 +270,12 @@ class ImportPhase(StorePhase):
 
 
 class DeletePhase(StorePhase):
-    """Publications and deletions, beside a second process that overwrites what was deleted; both are killed. Then no
-    byte of a deleted prompt may be left once the file was wiped."""
+    """Publications and deletions."""
 
     deed = "delete"
     awaited = "delete"
     times = 3
     _same_store = 5
-
-    def _awaits(self, index: int) -> tuple[str, float]:
-        return ("wipe" if index % 2 else self.awaited), self._span_s
-
-    def _kill_one(self, plan: WorkerPlan, awaited: str, moment_s: float) -> None:
-        beside = self._folder / "beside"
-        beside.mkdir(exist_ok=True)
-        running = Worker(plan, self._folder)
-        running.wait_begun(awaited)
-        wiping = Worker(replace(plan, deed="wipe", ledger=str(beside / "ledger.jsonl")), beside)
-        wiping.wait_begun("wipe")
-        time.sleep(moment_s)
-        for one in self._rng.sample([running, wiping], 2):
-            one.kill()
-
-    def _check(self, account: Account, finding: Finding) -> None:
-        super()._check(account, finding)
-        check_remains(self._store, account, finding)
-        super()._check(account, finding)
 
 
 def fill(folder: Path, numbers: range) -> None:

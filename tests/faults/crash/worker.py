@@ -118,12 +118,6 @@ class Loop:
             lambda _: None,
         )
         self._end(store, "delete", number, look=True)
-        self.wipe(store)
-
-    def wipe(self, store: Store) -> None:
-        self.ledger.begin("wipe")
-        store.wipe()
-        self.ledger.end("wipe")
 
     def _end(self, store: Store, deed: str, number: int = -1, *, look: bool) -> None:
         """Record the end of a deed and the entries that it removed."""
@@ -188,19 +182,12 @@ def output(*arguments: str) -> tuple[int, str]:
 
 
 def delete(loop: Loop) -> None:
-    """Saves, and after every second one a deletion: the records first, then their bytes."""
+    """Saves, and after every second one a deletion."""
     rng = np.random.default_rng(loop.plan.first)
     with loop.opened() as store:
         for number in loop.publish_all(store):
             if number % 2:
                 loop.delete(store, rng)
-
-
-def wipe(loop: Loop) -> None:
-    """Has bytes overwritten without end, beside another process that saves and deletes."""
-    with loop.opened() as store:
-        while True:
-            loop.wipe(store)
 
 
 DEEDS: dict[str, Callable[[Loop], None]] = {
@@ -209,7 +196,6 @@ DEEDS: dict[str, Callable[[Loop], None]] = {
     "compact": compact,
     "import": import_,
     "delete": delete,
-    "wipe": wipe,
 }
 
 

@@ -111,7 +111,6 @@ class History:
             kv_cache_codec=choose(("raw", "planes")),
             kv_cache_ttl=self.ttl_s,
             kv_cache_write_budget=choose(("off", "off", "300kB/day", "1MB/day")),
-            kv_cache_encryption_key_file=folder / "encryption" if choose((False, False, True)) else None,
             kv_memory_entries=choose((0, 1, 3, 8)),
             max_sequences=choose((1, 2, 4)),
             max_queue=choose((2, 8, 64)),
@@ -128,10 +127,9 @@ class History:
         """Raises `Wrong` with what does not hold."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
-        for key in (self.settings.namespace_key_file, self.settings.kv_cache_encryption_key_file):
-            if key is not None:
-                key.touch(0o600)
-                key.write_text("the key that all machines share\n")
+        if (key := self.settings.namespace_key_file) is not None:
+            key.touch(0o600)
+            key.write_text("the key that all machines share\n")
         world.use(self.disk, self.bucket)
         failure: list[BaseException] = []
 
@@ -425,8 +423,6 @@ class History:
         for one in self.asked:
             self._check_reply(one)
         self._check_idle(daemon)
-        if self.settings.kv_cache_encryption_key_file is not None:
-            self._check_encrypted()
 
     def _waiting(self) -> list[Asked]:
         return [one for one in self.asked if one.last is None and not one.has_left]
@@ -474,17 +470,6 @@ class History:
             and other not in one.gone
             and other.submitted_at <= one.ended_at
         )
-
-    def _check_encrypted(self) -> None:
-        """No token ids of a prompt and none of their states are legible on the disk or in the bucket."""
-        self.counts["encrypted"] += 1
-        contents = [file.read_bytes() for file in self.folder.glob("*/data.mdb")]
-        contents += [data for data, _ in self.bucket.objects.values()]
-        for one in self.asked[:3]:
-            keys = hash_model.first_keys(one.tenant, one.token_ids)
-            token_ids = np.array(one.token_ids[:4], "<i4").tobytes()
-            if any(keys in content or token_ids in content for content in contents):
-                raise Wrong(f"{one.id} is legible on the disk or in the bucket")
 
     def _watch_bounds(self) -> None:
         """Notes a bound of memory that does not hold now."""

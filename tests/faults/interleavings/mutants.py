@@ -14,13 +14,9 @@ from diskprefix.cache.resources import CacheResources
 from diskprefix.engine.inbox import Inbox
 from diskprefix.engine.loop import Loop
 from diskprefix.engine.running_request import RunningRequest
-from diskprefix.extras.remote.bucket_key import BucketKey, EncryptingBucketKey
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capturer
-from diskprefix.store import sealed_values
 from diskprefix.store.evictor import Evictor
-from diskprefix.store.schema import plain_codes
-from diskprefix.store.sealed_records import SealedRecords
 from diskprefix.store.writer import Writer
 from diskprefix.store.written import WriteMeter, WrittenBytes
 from diskprefix.tokens import root_hash
@@ -43,19 +39,6 @@ def _reserved(self: Writer, size: int, *, leaving: int = 0) -> bool:  # noqa: AR
 def _added_twice(self: WriteMeter, written: WrittenBytes, now: float, recorded_bytes: int) -> WrittenBytes:
     written.recorder = ""
     return _added_to(self, written, now, recorded_bytes)
-
-
-class _Unencrypted:
-    """In the place of `AESGCM`: values keep their bytes, and get a tag."""
-
-    def __init__(self, key: bytes) -> None:
-        pass
-
-    def encrypt_into(self, _nonce: bytes, value: bytes, _associated: bytes, out: memoryview) -> None:
-        out[: len(value)] = value
-
-    def decrypt_into(self, _nonce: bytes, sealed: memoryview, _associated: bytes, out: memoryview) -> None:
-        out[:] = sealed[: len(out)]
 
 
 class Mutant(NamedTuple):
@@ -96,12 +79,6 @@ MUTANTS: dict[str, Mutant] = {
     "the bound of the write buffer": Mutant("bytes wait to be written", ((Writer, "reserve", _reserved),)),
     "the wake where there is room": Mutant(_LEFT + "{'captures'", ((Capturer, "wake", lambda _self: None),)),
     "the end of a pin": Mutant(_LEFT + "{'pins'", ((Evictor, "unpin", lambda _self, _name: None),)),
-    "the codes in the place of token ids": Mutant("is legible", ((SealedRecords, "codes", staticmethod(plain_codes)),)),
-    "the encryption of values": Mutant("is legible", ((sealed_values, "AESGCM", _Unencrypted),)),
-    "the seal of objects": Mutant(
-        "is legible",
-        ((EncryptingBucketKey, "sealer", BucketKey.sealer), (EncryptingBucketKey, "opened", BucketKey.opened)),
-    ),
     "the write budget": Mutant("with no budget", ((CacheResources, "spending", lambda _self: None),)),
     "the name of who recorded written bytes": Mutant(
         "are recorded as written", ((WriteMeter, "added_to", _added_twice),)

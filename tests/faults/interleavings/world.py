@@ -24,7 +24,7 @@ from diskprefix.kv.group import GroupMemory
 from diskprefix.memo import Memo
 from diskprefix.model.exact import runner
 from diskprefix.settings import Settings
-from diskprefix.store import sealed_records, written  # noqa: F401 (as above)
+from diskprefix.store import written
 from diskprefix.store.environment import Environment
 from diskprefix.store.written import WriteMeter
 from tests.faults.interleavings import hash_model, threads

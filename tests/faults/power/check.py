@@ -17,7 +17,6 @@ from typing import Any, Literal, TypeAlias
 
 from diskprefix.errors import CacheError, StoreCorrupt
 from diskprefix.store.changes import NewNode
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.folder import DATA
 from diskprefix.store.maintenance.repair import repair_index
 from diskprefix.store.maintenance.verify import verify_index
@@ -55,7 +54,7 @@ class Account:
     """In the order in which they were saved."""
     noted: set[int] = field(default_factory=set)
     """Prompts with a note."""
-    wiped: set[int] = field(default_factory=set)
+    deleted: set[int] = field(default_factory=set)
     copied: bool = False
     replaced: bool = False
     imported: bool = False
@@ -77,8 +76,8 @@ class Account:
         if "deleting" in values:
             self.saved.remove(values["deleting"])
             self.noted.discard(values["deleting"])
-        if "wiped" in values:
-            self.wiped.add(values["wiped"])
+        if "deleted" in values:
+            self.deleted.add(values["deleted"])
         self.copied |= "copied" in values
         self.replaced |= "replaced" in values
         self.imported |= "imported" in values
@@ -124,14 +123,11 @@ class _Look:
         noted: Collection[int] | None = None,
         has_history: bool = True,
         budget_bytes: int = deeds.BUDGET_BYTES,
-        key: EncryptionKey | None = None,
     ) -> None:
         """Starts a daemon's store that must hold `saved` and the notes of `noted` (by default those of the account),
         some of them twice: then all records are checked, unless the disk may have damaged some that nobody has read."""
-        if not self.is_weak:
-            require_wiped(self.image.files.get(f"{place}/{DATA}") or b"", self.account.wiped)
         folder, keeps = self.root / place, budget_bytes > deeds.TIGHT_BYTES
-        live = partial(_live, folder, _numbers(self.recorded), budget_bytes, key)
+        live = partial(_live, folder, _numbers(self.recorded), budget_bytes)
         (folder / DAMAGED).unlink(missing_ok=True)
         # The history also has prompts that were evicted.
         recent = saved[1 - HISTORY :] if keeps and has_history else ()
@@ -166,7 +162,7 @@ class _Look:
             raise Wrong(f"acknowledged and lost: prompts {sorted(lost)} in the history")
         if lost := {*noted} - left:
             raise Wrong(f"acknowledged and lost: notes of prompts {sorted(lost)}")
-        if back := self.account.wiped & (found | left):
+        if back := self.account.deleted & (found | left):
             raise Wrong(f"deleted and remembered: prompts {sorted(back)}")
 
 
@@ -174,14 +170,13 @@ def _live(
     folder: Path,
     numbers: Sequence[int],
     budget_bytes: int,
-    key: EncryptionKey | None,
     saved: set[int],
     and_then: Callable[[Store], None],
     *,
     is_weak: bool = False,
 ) -> set[int]:
     """One life of a daemon. Returns the prompts that were there whole at its start."""
-    with _opened(folder, budget_bytes, key) as store:
+    with _opened(folder, budget_bytes) as store:
         if (folder / DAMAGED).exists() and saved and not is_weak:
             raise Wrong("the file was moved aside")
         found = {number for number in numbers if _is_whole(store, number, is_weak)}
@@ -204,7 +199,7 @@ def _require_clean(store: Store) -> None:
 
 
 @contextmanager
-def _opened(folder: Path, budget_bytes: int, key: EncryptionKey | None) -> Iterator[Store]:
+def _opened(folder: Path, budget_bytes: int) -> Iterator[Store]:
     try:
         with names_of_every_run():
             store = Store(
@@ -213,7 +208,6 @@ def _opened(folder: Path, budget_bytes: int, key: EncryptionKey | None) -> Itera
                 clock=Clock(deeds.START_S + _LATER_S),
                 on_corruption="quarantine",
                 serving=True,
-                key=key,
             )
     except CacheError as error:
         raise Wrong(f"does not open: {error}") from error
@@ -260,7 +254,6 @@ def warm_up(recorded: Recorded) -> None:
     store: Any = SimpleNamespace(secret=7, store_id=bytes(16))
     for number in _numbers(recorded):
         _publication(7, store, number)
-        _ending(number)
         _note_content(number)
 
 
@@ -286,18 +279,6 @@ def _save(store: Store, number: int) -> None:
     except StoreCorrupt:
         repair_index(store, {publication.root: publication.root_record})
         store.publish(publication)
-
-
-def require_wiped(content: bytes, numbers: set[int]) -> None:
-    """Looks for the bytes of deleted prompts: those of the node at their end, which no other prompt has."""
-    for number in numbers:
-        if _ending(number) in content:
-            raise Wrong(f"bytes of deleted prompt {number} are in the file")
-
-
-@cache
-def _ending(number: int) -> bytes:
-    return bytes(prompts.payload(b"", prompts.token_ids(number), 4096))[:64]
 
 
 @cache
@@ -393,7 +374,6 @@ def _models(look: _Look) -> None:
 
 _CHECKS: dict[str, Callable[[_Look], None]] = {
     "save": lambda look: look.store(deeds.KV, look.account.saved),
-    "encrypted": lambda look: look.store(deeds.KV, look.account.saved, key=deeds.KEY),
     "faulty": lambda look: look.store(deeds.KV, look.account.saved),
     "evict": lambda look: look.store(deeds.KV, look.account.saved, budget_bytes=deeds.TIGHT_BYTES),
     "compact": _compact,

@@ -15,7 +15,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
 from importlib import import_module
 from itertools import count
 from pathlib import Path
@@ -26,7 +25,6 @@ from diskprefix.errors import CacheError
 from diskprefix.store import store_file
 from diskprefix.store.changes import Use
 from diskprefix.store.compact import compact_folder, copy_store, replace_store
-from diskprefix.store.encryption import EncryptionKey
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.notes import Notes
@@ -34,7 +32,6 @@ from diskprefix.store.store import Store
 from diskprefix.store.writer import Writer
 from tests.faults.crash import prompts
 from tests.faults.crash.worker import command, publish_in_parts
-from tests.faults.isolated import run_isolated
 from tests.store.building import Clock, names_of_every_run
 
 ON_WRITE, ON_SYNC, ON_NAMES, ON_DSYNC = 1, 2, 4, 8
@@ -46,10 +43,6 @@ SMALL = [*range(5), *range(15, 20), *range(30, 35), *range(45, 50), *range(60, 6
 """The numbers of prompts whose blocks take 4 KiB."""
 MEDIUM = [*range(5, 10), *range(20, 25), *range(35, 40), *range(50, 55), *range(65, 70)]
 """Those whose blocks take 32 KiB."""
-DELETED = SMALL[:2]
-"""Whose wipes fail."""
-KEY = EncryptionKey(bytes(32))
-"""That of an encrypted store."""
 NOTE = NoteKind.RESPONSE
 _NOTE_TTL_S = 1e9
 
@@ -70,11 +63,11 @@ def mark(**values: Any) -> None:
 class Loop:
     """A store whose publications are marked."""
 
-    def __init__(self, folder: Path, budget_bytes: int = BUDGET_BYTES, key: EncryptionKey | None = None) -> None:
+    def __init__(self, folder: Path, budget_bytes: int = BUDGET_BYTES) -> None:
         self._clock = Clock(START_S)
         with names_of_every_run():
             self.store = Store(
-                folder, budget_bytes=budget_bytes, clock=self._clock, on_corruption="quarantine", serving=True, key=key
+                folder, budget_bytes=budget_bytes, clock=self._clock, on_corruption="quarantine", serving=True
             )
         self._saved: set[int] = set()
 
@@ -112,8 +105,7 @@ class Loop:
         mark(deleting=number)
         self.purge(number)
         self._saved.discard(number)
-        assert self.store.wipe()
-        mark(wiped=number)
+        mark(deleted=number)
 
 
 def note_content(number: int) -> bytes:
@@ -121,24 +113,24 @@ def note_content(number: int) -> bytes:
 
 
 @contextmanager
-def opened(folder: Path, budget_bytes: int = BUDGET_BYTES, key: EncryptionKey | None = None) -> Iterator[Loop]:
-    loop = Loop(folder, budget_bytes, key)
+def opened(folder: Path, budget_bytes: int = BUDGET_BYTES) -> Iterator[Loop]:
+    loop = Loop(folder, budget_bytes)
     try:
         yield loop
     finally:
         loop.store.close()
 
 
-def save(root: Path, key: EncryptionKey | None = None) -> None:
-    """A store in a new folder: prompts, notes, uses, deletions that are wiped, closed and opened again between."""
-    with opened(root / KV, key=key) as loop:
+def save(root: Path) -> None:
+    """A store in a new folder: prompts, notes, uses, deletions, closed and opened again between."""
+    with opened(root / KV) as loop:
         for number in SMALL[:6]:
             loop.publish(number)
         for number in SMALL[:2]:
             loop.note(number)
         loop.touch(SMALL[0])
         loop.delete(SMALL[1])
-    with opened(root / KV, key=key) as loop:
+    with opened(root / KV) as loop:
         for number in SMALL[6:10]:
             loop.publish(number)
         loop.delete(SMALL[7])
@@ -234,33 +226,6 @@ def _with_faults(folder: Path) -> list[int]:
     return left
 
 
-def unwiped(root: Path) -> None:
-    """Deletions whose wipes fail: in a process that goes on, and in one that ends."""
-    with opened(root / KV) as loop:
-        for number in SMALL:
-            loop.publish(number)
-        # What LMDB uses again are pages of these, which are free for longer.
-        loop.purge(*SMALL[len(DELETED) :])
-        assert loop.store.wipe()
-    _delete_badly(root, DELETED[0], goes_on=True)
-    assert run_isolated(partial(_delete_badly, root, DELETED[1]), 60.0) == ""
-    with opened(root / KV) as loop:
-        assert loop.store.wipe()
-
-
-def _delete_badly(root: Path, number: int, *, goes_on: bool = False) -> str:
-    """Deletes a prompt, and lets the barrier behind the zeros fail."""
-    with opened(root / KV) as loop:
-        loop.purge(number)
-        # Before it come those of pages and of LMDB's meta page, of the commit that says that a wipe begins.
-        control().power_fail(ON_SYNC, 2, 1, errno.EIO)
-        with suppress(CacheError):
-            loop.store.wipe()
-        if goes_on:
-            assert loop.store.wipe()
-    return ""
-
-
 def exchange(root: Path) -> None:
     """An export to a file, and its import into a new store."""
     with opened(root / KV) as loop:
@@ -351,7 +316,6 @@ def prepare(name: str, root: Path) -> tuple[int, ...]:
 
 DEEDS: dict[str, Callable[..., None]] = {
     "save": save,
-    "encrypted": partial(save, key=KEY),
     "evict": evict,
     "compact": compact,
     "backup": backup,
@@ -362,7 +326,6 @@ DEEDS: dict[str, Callable[..., None]] = {
     "models": models,
     "faulty": faulty,
     "slow": slow,
-    "unwiped": unwiped,
 }
 
 
@@ -388,12 +351,6 @@ def _without_sync(of_folders: bool) -> None:
     folder.sync = sync
 
 
-def _without_wipe() -> None:
-    from diskprefix.store import store
-
-    vars(store)["wipe"] = lambda _env, **_: True
-
-
 def _without_export_sync() -> None:
     from diskprefix.extras.exchange import entry_file
 
@@ -406,7 +363,6 @@ REMOVALS: dict[str, Callable[[], None]] = {
     "all barriers": lambda: control().power_ignore(ON_SYNC | ON_DSYNC),
     "the barrier of a copied file": lambda: _without_sync(of_folders=False),
     "the barrier of names": lambda: _without_sync(of_folders=True),
-    "the overwriting": _without_wipe,
     "the barrier of an export": _without_export_sync,
 }
 """Protections of the writer, and how to take each away in its process."""

@@ -68,21 +68,6 @@ def test_a_signal_ends_the_daemon_with_0_and_what_was_pending_is_written(
     assert again["choices"] == first["choices"]
 
 
-def test_what_an_encrypted_store_has_is_restored_after_a_kill(chat_model: Path, cache: Path, tmp_path: Path) -> None:
-    key = tmp_path / "kv.key"
-    key.write_bytes(os.urandom(32))
-    key.chmod(0o600)
-    with running_daemon(chat_model, cache, kv_cache_encryption_key_file=key) as daemon:
-        first = httpx.post(daemon.url + CHAT, json=BODY, timeout=60).json()
-        daemon.wait_saved()
-        daemon.stop(signal.SIGKILL)
-    with running_daemon(chat_model, cache, kv_cache_encryption_key_file=key) as daemon:
-        again = httpx.post(daemon.url + CHAT, json=BODY, timeout=60).json()
-    assert again["prefix_cache"]["restored"] == first["usage"]["prompt_tokens"]
-    assert again["prefix_cache"]["source"] == "disk"
-    assert again["choices"] == first["choices"]
-
-
 def next_data(lines: Iterator[str]) -> str:
     """The next line of a stream that is no comment: the engine has begun."""
     return next(line for line in lines if line.startswith("data: "))

@@ -119,8 +119,7 @@ class Entries(BaseModel):
 
 
 class DeletedEntry(BaseModel):
-    """The result of a deletion. `left_blocks` stay because other blocks continue them or they are damaged. `is_wiped`:
-    the bytes are overwritten in the file; if not, the daemon tries again."""
+    """The result of a deletion. `left_blocks` stay because other blocks continue them or they are damaged."""
 
     id: str
     deleted: Literal[True] = True
@@ -131,7 +130,6 @@ class DeletedEntry(BaseModel):
     roots: int
     stored_bytes: int
     left_blocks: int
-    is_wiped: bool
     remote_objects: int | None = Field(description="The number of objects removed from the shared bucket.")
     remote_error: str | None = Field(description="The reason why no object was removed.")
 

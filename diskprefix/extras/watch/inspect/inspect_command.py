@@ -15,9 +15,9 @@ from diskprefix.cli.tooling import (
     plain,
     print_json,
     print_table,
-    readable_store_options,
     short_id,
     shortened,
+    store_options,
     terminal_width,
 )
 from diskprefix.errors import SettingsError
@@ -55,7 +55,7 @@ _FOR_WHY = "With --why: "
 @setting_option("chat_template", help=_FOR_WHY + "the Jinja file of the daemon.")
 @setting_option("normalise", help=_FOR_WHY + "the value of the daemon.")
 @api_key_option(_FOR_WHY + "the API key of the request.")
-@readable_store_options
+@store_options
 def inspect(
     entry: str | None,
     tree: bool,
@@ -66,7 +66,6 @@ def inspect(
     normalise: str,
     api_key: str | None,
     kv_cache_dir: Path,
-    kv_cache_encryption_key_file: Path | None,
     as_json: bool,
 ) -> None:
     """List the saved prompts in the cache folder, the most recently used first.
@@ -99,7 +98,7 @@ def inspect(
     """
     if sum([entry is not None, tree, stats, body is not None]) > 1:
         raise SettingsError("inspect: give one of ENTRY, --tree, --stats and --why")
-    with opened_store(kv_cache_dir, kv_cache_encryption_key_file) as store, store.snapshot() as snapshot:
+    with opened_store(kv_cache_dir) as store, store.snapshot() as snapshot:
         entries = list_entries(snapshot)
         roots = {root: record.model for root, record in snapshot.roots()}
         if model is not None and body is None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from diskprefix.cli.options import api_key_option, option, setting_option, url_option
+from diskprefix.cli.options import api_key_option, option, url_option
 from diskprefix.cli.tooling import folder_option
 from diskprefix.errors import SettingsError
 from diskprefix.extras.watch.top.sources import Source, chosen_source
@@ -17,13 +17,8 @@ from diskprefix.extras.watch.top.sources import Source, chosen_source
 @url_option()
 @api_key_option("The key named admin, for a daemon with --api-keys.")
 @folder_option("The store to browse if no daemon answers.")
-@setting_option(
-    "kv_cache_encryption_key_file", show_default="none", help="The key file of that store, if it is encrypted."
-)
 @option("--model", help="The model to watch, of a daemon that has several. Default: one that is loaded.")
-def top(
-    url: str, api_key: str | None, kv_cache_dir: Path, kv_cache_encryption_key_file: Path | None, model: str | None
-) -> None:
+def top(url: str, api_key: str | None, kv_cache_dir: Path, model: str | None) -> None:
     """Show the running daemon: its requests, memory, store and problems. Browse its saved prompts. Without a daemon,
     browse the store.
 
@@ -47,7 +42,7 @@ def top(
     """
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise SettingsError("top needs a terminal; scripts read /dashboard/state, or `diskprefix inspect --json`")
-    run(chosen_source(url, api_key, kv_cache_dir, model, kv_cache_encryption_key_file))
+    run(chosen_source(url, api_key, kv_cache_dir, model))
 
 
 def run(source: Source) -> None:

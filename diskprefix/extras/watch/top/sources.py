@@ -12,7 +12,7 @@ from diskprefix.errors import DiskPrefixError, NotReady, SettingsError, StoreUna
 from diskprefix.extras.daemon_call import Answer, Call, running_daemon
 from diskprefix.extras.watch.browse.flat import listing
 from diskprefix.extras.watch.browse.outline import outline
-from diskprefix.store.maintenance.purge import delete_entry, erase
+from diskprefix.store.maintenance.purge import delete_entry, purge
 
 
 class Source(Protocol):
@@ -101,27 +101,24 @@ class DaemonSource:
 class StoreSource:
     """A store without a daemon."""
 
-    def __init__(self, folder: Path, key_file: Path | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.name = str(folder)
-        self._key_file = key_file
         self._folder = folder
 
     def state(self, since: int) -> dict[str, Any] | None:  # noqa: ARG002 - the protocol's signature
         return None
 
     def entries(self) -> dict[str, Any]:
-        with opened_store(self._folder, self._key_file) as store, store.snapshot() as snapshot:
+        with opened_store(self._folder) as store, store.snapshot() as snapshot:
             return listing(outline(snapshot))
 
     def delete(self, entry_id: str) -> int:
-        with opened_store(self._folder, self._key_file, write=True) as store:
-            remove = partial(erase, store, now=store.clock())
+        with opened_store(self._folder, write=True) as store:
+            remove = partial(purge, store, now=store.clock())
             return delete_entry(store, entry_id, remove).stored_bytes
 
 
-def chosen_source(
-    url: str, api_key: str | None, folder: Path, model: str | None = None, key_file: Path | None = None
-) -> Source:
+def chosen_source(url: str, api_key: str | None, folder: Path, model: str | None = None) -> Source:
     """Returns the daemon at `url`, of which `model` is watched, or the store in `folder` if none answers.
 
     Raises `SettingsError` for an invalid URL or a refused key, and `StoreUnavailable` if there is no store either.
@@ -137,8 +134,8 @@ def chosen_source(
         return source
     except NotReady as nobody:
         try:
-            with opened_store(folder, key_file):
-                return StoreSource(folder, key_file)
+            with opened_store(folder):
+                return StoreSource(folder)
         except StoreUnavailable as error:
             raise StoreUnavailable(f"{nobody.message}, or the folder of a store with --kv-cache-dir") from error
     return source

@@ -14,7 +14,7 @@ import pytest
 from diskprefix.errors import EntryNotFound
 from diskprefix.extras.watch.dashboard import entries
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
-from diskprefix.store.maintenance.purge import Purged, delete_entry, erase
+from diskprefix.store.maintenance.purge import Purged, delete_entry, purge
 from diskprefix.store.store import Store
 from tests.store.building import BLOCK, open_store, prompt, publication
 
@@ -86,7 +86,7 @@ def test_after_something_was_deleted_it_is_read_at_once(
 
 
 def deleting(store: Store) -> Callable[[str], Purged]:
-    return lambda entry_id: delete_entry(store, entry_id, partial(erase, store, now=store.clock()))
+    return lambda entry_id: delete_entry(store, entry_id, partial(purge, store, now=store.clock()))
 
 
 @pytest.mark.parametrize("entry_id", ["", "zz", "00", "é", "00" * 16])
