@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from diskprefix.engine.loop import Engine
     from diskprefix.progress import Report
+    from diskprefix.server.keys import OwnerToken
     from diskprefix.server.process.front_line import FrontLine
     from diskprefix.store.schema import ModelRecord
 
@@ -85,14 +86,15 @@ def prepare(settings: Settings, with_model: bool) -> None:
                 import_model(settings)
 
 
-def create_application(settings: Settings) -> FastAPI:
-    """Returns the HTTP application of the daemon, for a caller that runs it without a socket.
+def create_application(settings: Settings, token: OwnerToken | None = None) -> FastAPI:
+    """Returns the HTTP application of the daemon, for a caller that runs it without a socket. `token` is that of a
+    daemon without API keys.
 
     Raises `SettingsError` for a file of API keys that cannot be used.
     """
     from diskprefix.server.http_app import create_app
 
-    return create_app(settings, load_engine)
+    return create_app(settings, load_engine, None if settings.api_keys is not None else token)
 
 
 def identify_model(settings: Settings, progress: Report) -> ModelRecord:

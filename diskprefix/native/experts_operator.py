@@ -56,7 +56,8 @@ class RoutedExperts:
         require(
             rows.dtype is torch.bfloat16
             and rows.shape == (num_rows, self.gate[0].columns)
-            and weights.numel() == chosen.numel() > 0,
+            and weights.numel() == chosen.numel()
+            and num_chosen > 0,
             *(rows, chosen, weights),
         )
         rows, chosen, weights = rows.contiguous(), chosen.long().contiguous(), weights.float().contiguous()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -434,29 +433,6 @@ def test_a_step_that_fails_fails_only_those_that_fail_alone(engine: Engine, monk
     with pytest.raises(DiskPrefixError, match="internal error"):
         clients[3].done  # noqa: B018
     assert engine.pool.stats()["running"] == 0
-
-
-def test_a_failed_step_of_recurrent_layers_is_not_computed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their states have seen its tokens."""
-    engine = load(write_model(tmp_path / "hybrid", "qwen3_next", torch.float32), tmp_path / "kv")
-    requests = [request(tokens(40, seed), max_tokens=12) for seed in range(2)]
-    expected = [alone(engine, one).tokens for one in requests]
-    run, num_shared = runner.run, itertools.count(1)
-
-    def failing(model: Any, rows: list[runner.Rows]) -> Any:
-        found = run(model, rows)
-        if len(rows) > 1 and next(num_shared) == 4:
-            raise RuntimeError("a kernel failed")
-        return found
-
-    monkeypatch.setattr(runner, "run", failing)
-    for client in run_together(engine, requests):
-        with pytest.raises(DiskPrefixError, match="internal error"):
-            client.done  # noqa: B018
-    assert [client.tokens for client in run_together(engine, requests)] == expected
-    engine.close()
 
 
 def test_clients_that_leave_in_any_state_leave_the_others_alone(engine: Engine) -> None:

@@ -287,7 +287,7 @@ def test_a_disk_that_does_not_answer_stops_neither_health_nor_requests(
     engine.cache.is_readable.clear()
     with server.client() as client, ThreadPoolExecutor(2) as readers:
         try:
-            waiting = [readers.submit(httpx.get, server.url + path, timeout=30) for _ in range(2)]
+            waiting = [readers.submit(client.get, path, timeout=30) for _ in range(2)]
             assert engine.cache.is_waited_for.wait(30)
             assert client.get("/health", timeout=5).json()["cache"] == {"state": "ok", "error": None}
             assert client.post(CHAT, json=HELLO, timeout=5).status_code == 200

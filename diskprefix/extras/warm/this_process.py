@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from diskprefix import app
 from diskprefix.errors import LoadInterrupted
 from diskprefix.extras.daemon_call import Answer, Call, Say
+from diskprefix.server.keys import OwnerToken
 from diskprefix.settings import Settings
 
 if TYPE_CHECKING:
@@ -38,7 +39,8 @@ def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
 
     with asyncio.Runner() as runner, ExitStack() as stack:
         with _interrupts_held() as interrupted:
-            application = app.create_application(settings)
+            token = OwnerToken.new(settings.port)
+            application = app.create_application(settings, token)
             daemon = application.state.daemon
             lifespan = application.router.lifespan_context(application)
             runner.run(lifespan.__aenter__())
@@ -46,7 +48,7 @@ def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
             runner.run(loaded())
         if daemon.failure is not None:
             raise daemon.failure
-        yield lambda method, path, body: runner.run(_answered(application, method, path, body))
+        yield lambda method, path, body: runner.run(_answered(application, token, method, path, body))
 
 
 @contextmanager
@@ -71,12 +73,13 @@ def _interrupts_held() -> Iterator[threading.Event]:
             raise LoadInterrupted("interrupted")
 
 
-async def _answered(application: FastAPI, method: str, path: str, body: object) -> Answer:
-    """Returns the answer to one request, sent as an ASGI server sends it."""
+async def _answered(application: FastAPI, token: OwnerToken, method: str, path: str, body: object) -> Answer:
+    """Returns the answer to one request of the owner, sent as an ASGI server sends it."""
     received: asyncio.Queue[Any] = asyncio.Queue()
     sent: asyncio.Queue[Any] = asyncio.Queue()
     received.put_nowait({"type": "http.request", "body": b"" if body is None else json.dumps(body).encode()})
     headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    headers.append((b"authorization", f"Bearer {token.text}".encode()))
     scope: dict[str, Any] = {"type": "http", "scheme": "http", "method": method, "headers": headers}
     scope |= {"path": path, "raw_path": path.encode(), "query_string": b""}
     # After the body the application waits for the client to disconnect, which this one never does.

@@ -77,7 +77,7 @@ class Warmed:
 
 @dataclass(frozen=True)
 class Target:
-    """What computes the prompts. `model` is None for the only model of this process."""
+    """The daemon that computes the prompts. `model` is None for the only model of this process."""
 
     call: Call
     model: str | None = None

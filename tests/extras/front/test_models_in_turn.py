@@ -131,7 +131,8 @@ def test_a_name_that_no_model_can_have_is_a_404_wherever_it_stands(
     asked = body("birch") | {name: "x" * length for name, length in fields.items()}
     if not fields:
         del asked["model"]
-    answer = httpx.request(method, daemon.url + path.format("x" * 201), json=asked, timeout=60)
+    with daemon.client() as client:
+        answer = client.request(method, path.format("x" * 201), json=asked, timeout=60)
     error = answer.json()["error"]
     assert (answer.status_code, error.get("param", "model")) == (404, "model")
     assert "characters; 200 are the most" in error["message"]

@@ -143,8 +143,10 @@ def test_of_several_models_the_chosen_one_is_shown(browser: Browser, daemon: Dae
         cards = [{"id": name, "needs_bytes": 1 << 30} for name in (*names, "oak", "elm")]
         page.route("**/v1/models", lambda route: route.fulfill(json={"data": cards}))
 
-    with opened(browser, daemon, stand_before) as page:
-        assert page.locator("#models tbody tr").count() == 5
+    with opened(browser, daemon) as page:
+        stand_before(page)
+        page.goto(daemon.url)
+        page.locator("#models tbody tr").nth(4).wait_for()
         assert "3.0 of 4.0 GiB" in page.inner_text("#models-memory")
         assert page.locator("#model option").all_inner_texts() == ["org/ash:Q8_0", "birch"]
         assert page.evaluate("several.model") == "org/ash:Q8_0"
@@ -207,7 +209,7 @@ def test_after_a_kill_the_last_figures_are_dimmed_and_the_command_that_starts_it
         context = browser.new_context()
         context.set_default_timeout(120_000)
         page = context.new_page()
-        page.goto(killed.url)
+        page.goto(killed.link)
         page.wait_for_selector("#ended tbody tr")
         assert not page.is_visible("#stopped")
         killed.stop(signal.SIGKILL)
