@@ -11,7 +11,6 @@ from diskprefix.nouns import SHARED
 from tests.cli.conftest import Run
 from tests.server.daemon_process import DaemonProcess, running_daemon
 from tests.server.test_several_processes import ask, text_of
-from tests.waiting import wait_for
 
 QUESTION = "What do the birds in the harbor do when the tide goes out, and when does it come back? "
 
@@ -22,9 +21,9 @@ def asked(daemon: DaemonProcess, salt: str | None) -> dict[str, Any]:
 
 def computed(daemon: DaemonProcess, salt: str | None) -> dict[str, Any]:
     """The first answer of which nothing was restored: the daemon looks for purges of other processes every second."""
-    answers: list[dict[str, Any]] = []
-    wait_for(lambda: not answers.append(asked(daemon, salt)) and not restored(answers[-1]))
-    return answers[-1]
+    while restored(answer := asked(daemon, salt)):
+        pass
+    return answer
 
 
 def restored(answer: dict[str, Any]) -> int:

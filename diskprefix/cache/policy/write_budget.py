@@ -67,7 +67,7 @@ class Spending:
 
 
 class SpentByKey:
-    """Estimates of the bytes written for each API key in the last 24 hours, since the start. For the engine's thread."""
+    """Estimates what was written for each API key in the last 24 hours, since the start. For the engine's thread."""
 
     def __init__(self) -> None:
         self._hours_of: dict[Hashable, Counter[int]] = {}
