@@ -34,6 +34,12 @@ def expanded(path: str | Path) -> Path:
         raise SettingsError(f"{path}: {Path(path).parts[0]} is the home folder of nobody here") from error
 
 
+def policies_folder() -> Path:
+    """Returns `diskprefix/presets` in an installed package, `policies` in a checkout."""
+    package = Path(__file__).parent
+    return next(folder for folder in (package / "presets", package.parent / "policies") if folder.is_dir())
+
+
 def cache_home() -> Path:
     """Returns `$XDG_CACHE_HOME/diskprefix`, or `~/.cache/diskprefix`."""
     base = os.environ.get("XDG_CACHE_HOME", "").strip()

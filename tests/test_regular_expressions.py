@@ -23,6 +23,7 @@ from diskprefix.api.anthropic_writer import MessageWriter
 from diskprefix.api.dialect import Head
 from diskprefix.api.reply import DeltaEvent
 from diskprefix.api.responses_writer import OutputItems
+from diskprefix.chat.normalisers import NORMALISERS
 from diskprefix.chat.output.call_values import OfferedTools, python_calls
 from diskprefix.chat.output.choose_format import CHANNELS, FamilyFormat
 from diskprefix.chat.output.families import FAMILIES, Written
@@ -31,6 +32,11 @@ from diskprefix.chat.output.format import ContentDelta, OutputFormat
 PACKAGE = Path(diskprefix.__file__).parent
 USES = ("match", "fullmatch", "search", "sub", "split", "finditer", "findall")
 MADE: dict[str, list[tuple[str, tuple[str, ...]]]] = {
+    "chat/normaliser_rules.py": [
+        (f"(?m){pattern.pattern}", uses)
+        for one in NORMALISERS
+        for pattern, uses in ((one.pattern, ("search", "sub")), (one.lines, ("search",)), (one.seen, ("search",)))
+    ],
     "chat/output/call_reader.py": [(r'<invoke name="(?P<name>[^"\n]+)">', ("match",))],
     "chat/output/call_grammar.py": [("ARGUMENTS|VALUE", ("sub",))],
     "chat/output/call_values.py": [(r"<(/?)([\w.\-]+)>", ("split",))],

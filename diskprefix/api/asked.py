@@ -28,10 +28,10 @@ _START = re.compile(r"^start\b(?=\s*:)", re.MULTILINE)
 class TextFormat:
     """The format of the text of a reply. `path` is the field of the request that asks for it.
 
-    `source` is JSON text of a schema, a regular expression, a grammar in Lark, or a JSON list of texts.
+    `source` is JSON text of a schema, or a JSON list of texts.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "grammar", "choice"]
+    kind: Literal["json_schema", "json_object", "choice"]
     source: str
     path: str
 
@@ -138,10 +138,10 @@ class Asked:
 
 
 class ConstraintCheck(Protocol):
-    """Returns what the engine is given for a constraint. Raises `InvalidRequest`, with a path below `param`, for one
-    that cannot be compiled; below a key of `parts` if that schema is at fault."""
+    """Raises `InvalidRequest`, with a path below `param`, for a constraint that cannot be compiled; below a key of
+    `parts` if that schema is at fault."""
 
-    def __call__(self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = ...) -> Constraint: ...
+    def __call__(self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = ...) -> None: ...
 
 
 def constraint_of(
@@ -173,7 +173,7 @@ def constraint_of(
             thought = None
         return _checked_calls(asked.prompt, Constraint(kind="lark", source=grammar, before=thought), check)
     constraint = _checked_text(asked.text_format, thought, check)
-    if not tools or constraint.kind not in ("json_schema", "json_object"):
+    if not tools or constraint.kind == "choice":
         return constraint
     grammar = _either(output_format.call_grammar(tools, many=choice.many), constraint)
     return _checked_calls(asked.prompt, Constraint(kind="lark", source=grammar, before=thought), check)
@@ -230,14 +230,17 @@ def _is_thinking(output_format: OutputFormat, prompt_end: str) -> bool:
 
 
 def _checked_text(wanted: TextFormat, before: FreeText | None, check: ConstraintCheck) -> Constraint:
-    return check(Constraint(kind=wanted.kind, source=wanted.source, before=before), param=wanted.path)
+    constraint = Constraint(kind=wanted.kind, source=wanted.source, before=before)
+    check(constraint, param=wanted.path)
+    return constraint
 
 
 def _checked_calls(conversation: Conversation, constraint: Constraint, check: ConstraintCheck) -> Constraint:
     """Raises `InvalidRequest`, with the path of the schema at fault if it is that of one tool's arguments."""
     schemas = (tool["function"].get("parameters") or {} for tool in conversation.tools or ())
     parts = dict(zip(conversation.tool_paths, map(json.dumps, schemas), strict=False))
-    return check(constraint, param="tools", parts=parts)
+    check(constraint, param="tools", parts=parts)
+    return constraint
 
 
 def _either(calls: str, text: Constraint) -> str:

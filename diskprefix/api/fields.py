@@ -135,16 +135,15 @@ class StructuredOutputs(Body):
 
     json_: TextOrObject | None = Field(default=None, alias="json", description="A JSON schema, or its text.")
     json_object: Literal[True] | None = Field(default=None, description="Any JSON object.")
-    regex: NonEmpty | None = Field(default=None, description="A regular expression, in the syntax of Rust's regex.")
     choice: list[NonEmpty] | None = Field(default=None, min_length=1, description="One of these texts.")
-    grammar: NonEmpty | None = Field(default=None, description="A grammar: Lark, as llguidance has it, or GBNF.")
+    regex: None = Field(default=None, description="Not supported.")
+    grammar: None = Field(default=None, description="Not supported.")
     structural_tag: None = Field(default=None, description="Not supported.")
 
     @model_validator(mode="after")
     def _exactly_one(self) -> StructuredOutputs:
-        given = (self.json_, self.json_object, self.regex, self.choice, self.grammar)
-        if sum(value is not None for value in given) != 1:
-            raise PydanticCustomError(REFUSED, "needs exactly one of json, json_object, regex, choice and grammar")
+        if sum(value is not None for value in (self.json_, self.json_object, self.choice)) != 1:
+            raise PydanticCustomError(REFUSED, "needs exactly one of json, json_object and choice")
         return self
 
     @property
@@ -153,12 +152,8 @@ class StructuredOutputs(Body):
         if self.json_ is not None:
             source = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
             return TextFormat("json_schema", source, f"{path}.json")
-        if self.regex is not None:
-            return TextFormat("regex", self.regex, f"{path}.regex")
         if self.choice is not None:
             return TextFormat("choice", json.dumps(self.choice), f"{path}.choice")
-        if self.grammar is not None:
-            return TextFormat("grammar", self.grammar, f"{path}.grammar")
         return TextFormat("json_object", "", f"{path}.json_object")
 
 

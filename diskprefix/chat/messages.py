@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any, Literal, TypeAlias
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -79,6 +80,10 @@ class Message:
     mark: CacheMark | None = None
     path: str
 
+    @property
+    def is_system(self) -> bool:
+        return self.role in ("system", "developer")
+
 
 def joined(messages: Sequence[Message]) -> Message:
     """Returns messages of one role as one message with the path of the first."""
@@ -113,3 +118,8 @@ class Conversation:
     ending: Ending = "reply"
     path: str = "messages"
     variables_path: str = "chat_template_kwargs"
+
+    @property
+    def num_leading(self) -> int:
+        """The number of messages of the system prompt: the system messages before all others."""
+        return len([*takewhile(lambda message: message.is_system, self.messages)])

@@ -14,9 +14,10 @@ from diskprefix.chat.content import holds_media, prepare_media, read_media, rend
 from diskprefix.chat.draft import Compress, DraftStep, PromptDraft, run_steps
 from diskprefix.chat.encoder import Encoder, encode
 from diskprefix.chat.fill_in import FillIn, fill_in_tags
+from diskprefix.chat.late_system import place
 from diskprefix.chat.marks import mark
 from diskprefix.chat.messages import Conversation, JsonObject
-from diskprefix.chat.normalisers import Normalisers, normalise, place
+from diskprefix.chat.normalisers import Normalisers, normalise
 from diskprefix.chat.output.choose_format import Chosen, choose_format
 from diskprefix.chat.output.format import OutputFormat, PlainText
 from diskprefix.chat.replay import Origin, RecordStore, Replayed

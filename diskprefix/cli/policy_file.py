@@ -11,13 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diskprefix.errors import DiskPrefixError, SettingsError
-from diskprefix.settings import SETTINGS, flag_of
-
-
-def packaged(name: str, *, checkout: str) -> Path:
-    """Returns the folder `diskprefix/NAME` of an installed package, or the folder `checkout` of a checkout."""
-    package = Path(__file__).parent.parent
-    return next(folder for folder in (package / name, package.parent / checkout) if folder.is_dir())
+from diskprefix.settings import SETTINGS, flag_of, policies_folder
 
 
 def find_policy(name_or_path: str) -> Path:
@@ -26,8 +20,7 @@ def find_policy(name_or_path: str) -> Path:
         if Path(name_or_path).is_file():
             return Path(name_or_path)
         raise SettingsError(f"--policy: no such file: {name_or_path}")
-    folder = packaged("presets", checkout="policies")
-    presets = {path.stem: path for path in sorted(folder.glob("*.toml"))}
+    presets = {path.stem: path for path in sorted(policies_folder().glob("*.toml")) if path.stem != "normalisers"}
     if name_or_path in presets:
         return presets[name_or_path]
     raise SettingsError(

@@ -10,7 +10,6 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -49,19 +48,16 @@ class ConstraintCompiler:
                 self._tokenizer = self._read_tokenizer()
             return self._tokenizer
 
-    def check(
-        self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = MappingProxyType({})
-    ) -> Constraint:
-        """Returns a checked constraint for the engine. A grammar is converted to Lark. Raises the errors of
-        `Trials.run`. Takes at most seconds, so it is not for the event loop."""
+    def check(self, constraint: Constraint, *, param: str, parts: Mapping[str, str] = MappingProxyType({})) -> None:
+        """Tries a constraint. Raises the errors of `Trials.run`. Takes at most seconds, so it is not for the event
+        loop."""
         # Raises if the tokenizer cannot be used. The process of the trials would only end.
         _ = self.tokenizer
-        lark = self._trials.run(constraint, param, parts)
-        return constraint if lark is None else replace(constraint, kind="lark", source=lark)
+        self._trials.run(constraint, param, parts)
 
     def matcher(self, constraint: Constraint) -> LLMatcher:
         """Returns a matcher at its beginning. Raises `InvalidRequest` for a constraint that `check` refuses. One that
-        `check` did not return may take any time and memory."""
+        `check` has not seen may take any time and memory."""
         matcher = matcher_of(self.tokenizer, grammar_of(constraint, "constraint"))
         if matcher.is_error():
             raise explained(constraint, "constraint", matcher.get_error())

@@ -62,13 +62,8 @@ def grammar_of(constraint: Constraint, param: str) -> str:
                 schema = json.loads(source)
                 _require_bounded(schema, param)
                 return _json_grammar(schema)
-            case "regex":
-                _require_few_repetitions(source, param)
-                return LLMatcher.grammar_from_regex(source)
             case "choice":
                 return _choice_grammar(json.loads(source))
-            case "grammar":
-                return grammar_from("grammar", source)
             case "lark":
                 return source
     except (ValueError, RecursionError) as error:
@@ -88,11 +83,6 @@ def matcher_of(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     # A grammar that no text satisfies compiles, but has no first token.
     matcher.compute_bitmask()
     return matcher
-
-
-def lark_of(constraint: Constraint) -> str | None:
-    """Returns the source of a grammar in Lark, None for another constraint."""
-    return grammar_from("grammar", constraint.source) if constraint.kind == "grammar" else None
 
 
 def explained(constraint: Constraint, param: str, reason: str) -> InvalidRequest:

@@ -49,12 +49,11 @@ class FreeText:
 class Constraint:
     """A constraint of a reply, behind the free text `before`.
 
-    `source` is the JSON text of the schema, the regex (syntax of Rust's `regex`, without anchors), the grammar (Lark as
-    llguidance has it, or GBNF; of kind "lark" it is never GBNF), or a JSON list of the strings to choose from; "" for
-    any JSON object.
+    `source` is the JSON text of the schema, the grammar (Lark as llguidance has it), or a JSON list of the strings to
+    choose from; "" for any JSON object.
     """
 
-    kind: Literal["json_schema", "json_object", "regex", "grammar", "lark", "choice"]
+    kind: Literal["json_schema", "json_object", "lark", "choice"]
     source: str
     before: FreeText | None = None
 

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from llguidance import LLTokenizer
 
-from diskprefix.engine.constraint_grammar import explained, lark_of, reason_against
+from diskprefix.engine.constraint_grammar import explained, reason_against
 from diskprefix.engine.request import Constraint
 from diskprefix.errors import DiskPrefixError, InvalidRequest
 
@@ -62,12 +62,9 @@ class Trials:
         self._control: socket.socket | None = None
         self._is_closed = False
 
-    def run(self, constraint: Constraint, param: str, parts: Mapping[str, str]) -> str | None:
-        """Returns the grammar in Lark if the constraint had another syntax, else None.
-
-        Raises `InvalidRequest`, with a path below `param` or the key of the schema in `parts` that is at fault, for a
-        constraint that cannot be compiled within the limits, and `DiskPrefixError` if no trial is possible.
-        """
+    def run(self, constraint: Constraint, param: str, parts: Mapping[str, str]) -> None:
+        """Raises `InvalidRequest`, with a path below `param` or the key of the schema in `parts` that is at fault, for
+        a constraint that cannot be compiled within the limits, and `DiskPrefixError` if no trial is possible."""
         question = {"kind": constraint.kind, "source": constraint.source, "param": param, "parts": dict(parts)}
         answers = self._ask(json.dumps(question).encode())
         if not answers:
@@ -77,11 +74,9 @@ class Trials:
             raise InvalidRequest(last["error"], param=last["param"])
         if "failed" in last:
             raise DiskPrefixError(f"the constraint could not be tried: {last['failed']}")
-        if "grammar" in last:
-            grammar: str | None = last["grammar"]
-            return grammar
-        message = f"is too complex to be compiled: it takes more than {_MOST_CPU_S} s or {_MOST_BYTES >> 20} MiB"
-        raise InvalidRequest(f"{param}: {message}", param=param, code="constraint_too_complex")
+        if "compiled" not in last:
+            message = f"is too complex to be compiled: it takes more than {_MOST_CPU_S} s or {_MOST_BYTES >> 20} MiB"
+            raise InvalidRequest(f"{param}: {message}", param=param, code="constraint_too_complex")
 
     def close(self) -> None:
         """Ends the server and its trials."""
@@ -246,7 +241,7 @@ def _try(tokenizer: LLTokenizer, question: dict[str, Any], stream: Any) -> None:
     _limit_cpu(_MOST_CPU_S)
     try:
         if not (reason := reason_against(tokenizer, constraint, param)):
-            _send(stream, {"grammar": lark_of(constraint)})
+            _send(stream, {"compiled": True})
             return
         # The last line counts: a better answer may follow in time.
         _send(stream, {"error": f"{param}: {reason}", "param": param})

@@ -245,7 +245,8 @@ def test_effort_and_format_of_the_output() -> None:
     assert found.text_format == TextFormat("json_schema", json.dumps(SCHEMA), "output_config.format.schema")
     older = TextFormat("json_schema", json.dumps(SCHEMA), "output_format.schema")
     assert body(output_format=own).text_format == older
-    assert body(structured_outputs={"regex": "a"}).text_format == TextFormat("regex", "a", "structured_outputs.regex")
+    one_of = TextFormat("choice", '["a"]', "structured_outputs.choice")
+    assert body(structured_outputs={"choice": ["a"]}).text_format == one_of
     assert body().text_format is None
 
 
@@ -338,7 +339,10 @@ def block(value: Any) -> dict[str, Any]:
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema", "is required"),
         ({"output_config": {"effort": "most"}}, "output_config.effort", "'low'"),
         (
-            {"output_config": {"format": {"type": "json_schema", "schema": {}}}, "structured_outputs": {"regex": "a"}},
+            {
+                "output_config": {"format": {"type": "json_schema", "schema": {}}},
+                "structured_outputs": {"choice": ["a"]},
+            },
             "structured_outputs",
             "not allowed beside output_config.format.schema",
         ),

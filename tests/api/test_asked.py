@@ -157,9 +157,9 @@ def test_a_reply_of_json_may_still_be_a_call(compiler: ConstraintCompiler, text_
 
 
 def test_a_text_that_is_continued_can_be_constrained_and_has_no_thoughts(compiler: ConstraintCompiler) -> None:
-    asked = Asked(prompt="a", sampling=SamplingParams(), text_format=TextFormat("regex", "a+", "x"))
+    asked = Asked(prompt="a", sampling=SamplingParams(), text_format=TextFormat("choice", '["a"]', "x"))
     constraint = constraint_of(asked, Thinking(), "<think>", compiler.check)
-    assert constraint == Constraint(kind="regex", source="a+")
+    assert constraint == Constraint(kind="choice", source='["a"]')
 
 
 BAD: JsonObject = {"type": "object", "properties": {"a": {"type": "weird"}}}
@@ -172,7 +172,7 @@ BAD: JsonObject = {"type": "object", "properties": {"a": {"type": "weird"}}}
             {"text_format": TextFormat("json_schema", json.dumps(BAD), "response_format.json_schema.schema")},
             "response_format.json_schema.schema",
         ),
-        ({"text_format": TextFormat("regex", "(", "structured_outputs.regex")}, "structured_outputs.regex"),
+        ({"text_format": TextFormat("choice", "[]", "structured_outputs.choice")}, "structured_outputs.choice"),
         ({"tools": [TOOLS[0], tool("b", BAD)], "tool_choice": REQUIRED}, "tools.1.function.parameters"),
         ({"tools": [TOOLS[0], tool("b", BAD)], "text_format": JSON}, "tools.1.function.parameters"),
     ],

@@ -95,18 +95,13 @@ def test_a_tool_choice_that_cannot_be_met_is_refused(fields: dict[str, Any], wor
             TextFormat("json_schema", json.dumps(SCHEMA), "response_format.json_schema.schema"),
         ),
         (
-            {"structured_outputs": {"json": SCHEMA, "regex": None}},
+            {"structured_outputs": {"json": SCHEMA, "choice": None}},
             TextFormat("json_schema", json.dumps(SCHEMA), "structured_outputs.json"),
         ),
         ({"structured_outputs": {"json": "{}"}}, TextFormat("json_schema", "{}", "structured_outputs.json")),
-        ({"structured_outputs": {"regex": "a+"}}, TextFormat("regex", "a+", "structured_outputs.regex")),
         (
             {"structured_outputs": {"choice": ["a", "b"]}},
             TextFormat("choice", '["a", "b"]', "structured_outputs.choice"),
-        ),
-        (
-            {"structured_outputs": {"grammar": 'start: "a"'}},
-            TextFormat("grammar", 'start: "a"', "structured_outputs.grammar"),
         ),
         (
             {"structured_outputs": {"json_object": True}},
@@ -119,7 +114,7 @@ def test_what_the_text_must_be_is_said_in_two_ways(fields: dict[str, Any], text_
 
 
 def test_both_ways_at_once_are_refused() -> None:
-    body = chat(response_format={"type": "json_object"}, structured_outputs={"regex": "a"})
+    body = chat(response_format={"type": "json_object"}, structured_outputs={"choice": ["a"]})
     with pytest.raises(InvalidRequest, match="not allowed beside response_format") as caught:
         _ = body.text_format
     assert caught.value.param == "structured_outputs"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from diskprefix.chat.late_system import has_late_system, late_system_as_user
 from diskprefix.chat.messages import CacheMark, Conversation, Message, Role, TextPart
-from diskprefix.chat.normalisers import has_late_system, late_system_as_user
 from tests.chat.rendering import rendered, renderer_of, tokenizer_with
 
 _WRITE = "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"

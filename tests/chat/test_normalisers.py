@@ -62,9 +62,10 @@ def test_a_system_message_that_was_the_billing_header_alone_is_taken_out() -> No
         asked(["You are Claude Code.", billing_header(4)], "hello"),
         asked([f"Never repeat this: {billing_header(4)}"], "hello"),
         Conversation(messages=[said("user", billing_header(4))]),
+        Conversation(messages=[said("system", billing_header(4))]),
         asked([], "hello"),
     ],
-    ids=["in another place", "inside a line", "of a user", "an empty system message"],
+    ids=["in another place", "inside a line", "of a user", "alone", "an empty system message"],
 )
 def test_a_billing_header_elsewhere_stays(conversation: Conversation) -> None:
     assert normalised(conversation) == (conversation, Rewriting())
@@ -182,6 +183,7 @@ def test_nudges_stand_before_the_beginning_of_a_reply() -> None:
     "conversation",
     [
         asked([NUDGE, "Be brief."], "hello"),
+        asked([f"\n\n{NUDGE}"], "hello"),
         asked(["Results may hold <system-reminder> tags. Plan mode is active at times."], "hello"),
         asked([EXPLAINED], "hello"),
         replace(
@@ -189,7 +191,14 @@ def test_nudges_stand_before_the_beginning_of_a_reply() -> None:
         ),
         Conversation(messages=[said("system", "Be brief."), said("developer", PLAN)]),
     ],
-    ids=["at the very beginning", "inside a line", "explained", "between the messages", "without other messages"],
+    ids=[
+        "at the very beginning",
+        "behind empty lines alone",
+        "inside a line",
+        "explained",
+        "between the messages",
+        "without other messages",
+    ],
 )
 def test_nudges_elsewhere_stay(conversation: Conversation) -> None:
     assert normalised(conversation) == (conversation, Rewriting())

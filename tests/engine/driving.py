@@ -40,7 +40,7 @@ from tests.model import tiny
 BLOCK = 64
 BIAS = {2: -100.0}
 """No reply ends by itself."""
-WORDS = Constraint(kind="regex", source="([a-z]{3} )+")
+WORDS = Constraint(kind="lark", source="start: /([a-z]{3} )+/")
 
 
 def write_model(folder: Path, name: str, dtype: torch.dtype = torch.bfloat16) -> Path:

@@ -93,7 +93,9 @@ REQUESTS = {
     **asked_of(TEXT),
     "logprobs": request(TEXT, max_tokens=REPLY, logprobs=2),
     "penalties": request(TEXT, max_tokens=REPLY, repetition_penalty=1.3, frequency_penalty=0.5),
-    "constraint that ends": request(TEXT, constraint=Constraint(kind="regex", source="(ab){5}"), max_tokens=REPLY),
+    "constraint that ends": request(
+        TEXT, constraint=Constraint(kind="lark", source="start: /(ab){5}/"), max_tokens=REPLY
+    ),
     "long prompt": request(tokens(700, 4), max_tokens=REPLY),
 }
 

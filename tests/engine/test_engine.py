@@ -80,7 +80,7 @@ def test_the_end_of_sequence_token_stops_and_has_no_text(engine: Engine) -> None
 def test_special_tokens_have_a_text_where_the_request_asks_for_it(engine: Engine) -> None:
     asked = frozenset({"<|im_start|>", "<|im_end|>", "<|no such token|>"})
     for shown, text in ((asked, "<|im_start|><|im_end|>"), (frozenset[str](), "")):
-        grammar = Constraint(kind="grammar", source="start: <|im_start|>+")
+        grammar = Constraint(kind="lark", source="start: <|im_start|>+")
         events = run(engine, tokens(20), constraint=grammar, shown=shown, logit_bias={2: 100.0})
         assert tokens_of(events) == [1, 2]
         assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text
@@ -100,7 +100,7 @@ def test_special_tokens_have_a_text_where_the_request_asks_for_it(engine: Engine
 def test_a_constrained_reply_ends_where_nothing_may_follow_and_where_any_reply_ends(
     engine: Engine, params: dict[str, Any], text: str, end: FinishEvent
 ) -> None:
-    events = run(engine, tokens(20), constraint=Constraint(kind="regex", source="abcab"), **params)
+    events = run(engine, tokens(20), constraint=Constraint(kind="lark", source='start: "abcab"'), **params)
     assert "".join(e.text for e in events if isinstance(e, TextEvent)) == text
     assert events[-2] == end
     assert done(events).usage.completion_tokens == len(tokens_of(events))

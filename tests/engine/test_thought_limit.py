@@ -84,7 +84,7 @@ def test_guesses_change_nothing(engine: Engine, folder: Path, tmp_path: Path) ->
 
 def test_what_is_constrained_begins_behind_the_ended_thought(engine: Engine) -> None:
     end = engine.tokenizer.decode(CLOSING)
-    constraint = Constraint(kind="regex", source="[ab]{4}", before=FreeText(end=end))
+    constraint = Constraint(kind="lark", source="start: /[ab]{4}/", before=FreeText(end=end))
     one = limited(engine, request(PROMPT, max_tokens=24, logit_bias={}, constraint=constraint))
     reply = tokens_of(run_request(engine, one))
     assert reply[LIMIT - 3 : LIMIT] == list(CLOSING)

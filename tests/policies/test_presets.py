@@ -18,7 +18,7 @@ from diskprefix.units import parse_duration, parse_size
 from tools.programs.policy import open_workload, preset_policy
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
-PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml"))
+PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml") if path.stem != "normalisers")
 SIZES = ("kv_cache_budget", "kv_cache_write_buffer", "max_body_bytes")
 
 

@@ -250,7 +250,7 @@ FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
         ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "read"}}, "tool_choice"),
         ({"output_config": {"format": FORMAT}}, "output_config.format.schema"),
-        ({"extra_body": {"structured_outputs": {"regex": "a"}}}, "structured_outputs.regex"),
+        ({"extra_body": {"structured_outputs": {"choice": ["a"]}}}, "structured_outputs.choice"),
     ],
 )
 def test_what_asks_for_a_reply_is_refused_where_none_may_be_written(

@@ -323,7 +323,7 @@ def test_the_tokens_of_an_input_are_counted_as_the_request_then_has_them(
             "text.format.schema",
         ),
         (
-            {"input": "x", "text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            {"input": "x", "text": {"format": {"type": "json_object"}}, "structured_outputs": {"choice": ["a"]}},
             "structured_outputs",
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "x"}]}]}, "input.0.content.0"),

@@ -26,7 +26,7 @@ from tools.programs.hostile import chosen_kinds, write_keys
 
 CHEAP = (
     "300 patterns",
-    "nested regex, n 16",
+    "nested pattern, n 16",
     "deep JSON",
     "deep arguments",
     "infinite numbers",

@@ -432,7 +432,7 @@ _BODIES: dict[str, list[Any]] = {
     ],
     "completions": [
         {"prompt": "text", "suffix": "s", "max_tokens": 5, "logprobs": 2, **_SAMPLING},
-        {"prompt": [1, 2, 3], "structured_outputs": {"regex": "a+"}, "n": 2, "best_of": 2},
+        {"prompt": [1, 2, 3], "structured_outputs": {"choice": ["a"]}, "n": 2, "best_of": 2},
     ],
     "infill": [
         {"input_prefix": "a", "input_suffix": "b", "n_predict": 5, "input_extra": [{"filename": "f", "text": "t"}]}

@@ -70,9 +70,10 @@ def _all_of(caller: Caller) -> Behaviour:
     return _asking(caller, _schema({"allOf": patterns}), patience_s=3)
 
 
-@kind("nested regex, n 16")
-def _nested_regex(caller: Caller) -> Behaviour:
-    return _asking(caller, chat(structured_outputs={"regex": "((a{100}){100}){100}"}, n=16, max_tokens=32))
+@kind("nested pattern, n 16")
+def _nested_pattern(caller: Caller) -> Behaviour:
+    schema = {"type": "string", "pattern": "((a{100}){100}){100}"}
+    return _asking(caller, chat(structured_outputs={"json": schema}, n=16, max_tokens=32))
 
 
 def _text_of(text: str, num_bytes: int) -> bytes:

@@ -27,6 +27,14 @@ def alternatives(texts: Iterable[str]) -> str:
     return "|".join(regex.escape(text) for text in sorted(texts, key=len, reverse=True)) or r"(?!)"
 
 
+def _behind(placeholder: str, written: str, ends: Iterable[str] = ()) -> str:
+    """Returns the regular expression of what is written behind a placeholder, without a tag of `ends` and blanks."""
+    text = written.partition(placeholder)[2]
+    for end in ends:
+        text = text.removesuffix(end)
+    return regex.escape(text.strip()) or r"(?!)"
+
+
 class CallDeltas:
     """Emits the deltas of the calls of one reply, and counts the calls."""
 
@@ -64,10 +72,10 @@ class CallReader:
         self._tools = tools
         self._calls = calls
         self._head = regex.compile(syntax.head) if syntax.head else None
-        self._tail = regex.compile(syntax.tail or r"(?!)")
+        self._tail = regex.compile(syntax.tail or _behind("ARGUMENTS", syntax.written.call, syntax.ends))
         self._ends = any_of(syntax.ends)
         self._argument = regex.compile(syntax.argument or r"(?!)")
-        self._argument_end = regex.compile(syntax.argument_end or r"(?!)")
+        self._argument_end = regex.compile(syntax.argument_end or _behind("VALUE", syntax.written.argument))
 
     def group(self) -> Parsing[bool]:
         """Reads the calls behind an opening tag, and the closing tag if there is one. Returns whether one was read."""

@@ -39,7 +39,7 @@ class CallSyntax:
     `begins` open one or several calls; the chat template writes one of them. `head`, `tail`, `argument` and
     `argument_end` are regular expressions. `head` has the group `name`, `argument` the group `key`. `argument` has the
     group `kind` if the tag gives a type; "true" and "string" mean text. A head that is a tag of its own stands in
-    `begins` and in `bare_heads`.
+    `begins` and in `bare_heads`. A `tail` or `argument_end` of "" is what is `written` there.
     """
 
     body: Body
@@ -132,7 +132,6 @@ def _tagged(begin: str, end: str) -> CallSyntax:
         ends=(end,),
         bare_heads=("<function=",),
         head=_FUNCTION,
-        tail="</function>",
         argument=_PARAMETER,
         argument_end=_PARAMETER_END,
     )
@@ -151,9 +150,7 @@ def _invoked(begin: str, end: str, prefix: str, attributes: str = "") -> CallSyn
         begins=(begin,),
         ends=(end,),
         head=rf'<{prefix}invoke name="(?P<name>[^"\n]+)">',
-        tail=f"</{prefix}invoke>",
         argument=argument,
-        argument_end=f"</{prefix}parameter>",
     )
 
 
@@ -168,9 +165,7 @@ def _keyed(newline: str) -> CallSyntax:
         ),
         begins=("<tool_call>",),
         head=r"(?P<name>[\w.\-]+)\s*(?=<arg_key>|</tool_call>)",
-        tail="</tool_call>",
         argument=r"<arg_key>(?P<key>[^<]*)</arg_key>\s*<arg_value>",
-        argument_end="</arg_value>",
     )
 
 
@@ -195,7 +190,7 @@ def _python(begin: str, end: str) -> CallSyntax:
     )
 
 
-def _deepseek(head: str, tail: str, call: str) -> CallSyntax:
+def _deepseek(head: str, call: str, tail: str = "") -> CallSyntax:
     begin, end = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
     return CallSyntax(
         "json",
@@ -211,10 +206,10 @@ def _deepseek(head: str, tail: str, call: str) -> CallSyntax:
 _BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 DEEPSEEK_R1 = _deepseek(
     rf"(?:{_BEGIN})?(?:function)?{_SEP}(?P<name>[^\s<`]+)\s*```(?:json)?\n",
-    rf"```|{_END}",
     f"{_BEGIN}function{_SEP}NAME\n```json\nARGUMENTS\n```{_END}",
+    rf"```|{_END}",
 )
-DEEPSEEK_V31 = _deepseek(rf"{_BEGIN}(?P<name>[^\s<]+?)\s*{_SEP}", _END, f"{_BEGIN}NAME{_SEP}ARGUMENTS{_END}")
+DEEPSEEK_V31 = _deepseek(rf"{_BEGIN}(?P<name>[^\s<]+?)\s*{_SEP}", f"{_BEGIN}NAME{_SEP}ARGUMENTS{_END}")
 
 
 def _kimi_3(name: str, attributes: str = "") -> tuple[str, str]:
@@ -235,9 +230,7 @@ KIMI_3 = CallSyntax(
     begins=_TOOLS_3[:1],
     ends=_TOOLS_3[1:],
     head=r'<\|open\|>call tool="(?P<name>[^"\n]+)"[^<\n]*<\|sep\|>',
-    tail=regex.escape(_CALL_3[1]),
     argument=r'<\|open\|>argument key="(?P<key>[^"\n]+)" type="(?P<kind>\w+)"<\|sep\|>',
-    argument_end=regex.escape(_ARGUMENT_3[1]),
 )
 
 _NS = "]<]minimax[>["
@@ -253,7 +246,6 @@ MINIMAX_3 = CallSyntax(
     begins=(f"{_NS}<tool_call>",),
     ends=(f"{_NS}</tool_call>",),
     head=regex.escape(f"{_NS}<invoke name=") + r'"(?P<name>[^"\n]+)">',
-    tail=regex.escape(f"{_NS}</invoke>"),
     quotes=_NS,
 )
 
@@ -271,9 +263,7 @@ def _hunyuan_3(suffix: str) -> CallSyntax:
         begins=(f"<tool_calls{suffix}>",),
         ends=(f"</tool_calls{suffix}>",),
         head=rf"<tool_call{suffix}>{_NAME}<tool_sep{suffix}>",
-        tail=f"</tool_call{suffix}>",
         argument=rf"<arg_key{suffix}>(?P<key>[^<]*)</arg_key{suffix}>\s*<arg_value{suffix}>",
-        argument_end=f"</arg_value{suffix}>",
     )
 
 
@@ -304,7 +294,6 @@ KIMI = CallSyntax(
     ends=("<|tool_calls_section_end|>",),
     bare_heads=("<|tool_call_begin|>",),
     head=r"<\|tool_call_begin\|>\s*(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>",
-    tail=r"<\|tool_call_end\|>",
 )
 
 SOLAR = CallSyntax(
@@ -316,7 +305,6 @@ SOLAR = CallSyntax(
     begins=("<|tool_calls|>", "<|tool_call:begin|>"),
     bare_heads=("<|tool_call:begin|>",),
     head=rf"<\|tool_call:begin\|>[^<]*<\|tool_call:name\|>{_NAME}<\|tool_call:args\|>",
-    tail=r"<\|tool_call:end\|>",
 )
 
 FUNCTIONARY = CallSyntax(
@@ -325,7 +313,6 @@ FUNCTIONARY = CallSyntax(
     begins=("<function=",),
     bare_heads=("<function=",),
     head=_FUNCTION,
-    tail="</function>",
 )
 
 MINICPM = CallSyntax(
@@ -334,7 +321,6 @@ MINICPM = CallSyntax(
     begins=("<function name=",),
     bare_heads=("<function name=",),
     head=r'<function name="(?P<name>[^"\n]+)">',
-    tail="</function>",
     argument=r'<param name="(?P<key>[^"\n]+)">(?:<!\[CDATA\[)?',
     argument_end=r"(?:\]\]>)?</param>",
 )

@@ -209,7 +209,7 @@ def test_a_call_can_be_forced_where_the_tags_are_added_tokens_that_are_not_speci
     format = choose_format(template_named(name), renderer_of(template_named(name)), special=[], added=added).format
     weather = tool("get_weather", city={"enum": ["Oslo"]})
     compiler = ConstraintCompiler(tokenizer, {tokenizer.eos_token_id}, len(tokenizer))
-    reply = compiler.begin_reply(Constraint(kind="grammar", source=format.call_grammar([weather], many=False)))
+    reply = compiler.begin_reply(Constraint(kind="lark", source=format.call_grammar([weather], many=False)))
     tokens: list[int] = []
     while not reply.is_complete:
         tokens.append(int(reply.forbidden().logical_not().nonzero()[-1]))
