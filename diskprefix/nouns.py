@@ -242,10 +242,9 @@ class CacheOptions:
 
     `scope` limits the kept part of the prompt, `tenant` owns its state. `group` (8 bytes, see `tenant_ids.group_of`;
     empty without a key): the window has only prompts of the same group. `save`: False only restores. `ttl_s`: seconds
-    to keep the state after its last use; None leaves that to the daemon. `reuse_generated`: keep the state of the first
-    choice's reply, and restore that of earlier replies. `replay`: use the sampled tokens of earlier replies in the
-    prompt, and remember those of this reply. `leaves_last`: the prompt's last token is computed, even if all of it is
-    stored. `is_asked`: scope or time to live are the request's own.
+    to keep the state after its last use; None leaves that to the daemon. `replay`: use the sampled tokens of earlier
+    replies in the prompt, and remember those of this reply. `leaves_last`: the prompt's last token is computed, even if
+    all of it is stored. `is_asked`: scope or time to live are the request's own.
     """
 
     scope: Scope
@@ -253,7 +252,6 @@ class CacheOptions:
     group: bytes = b""
     save: bool = True
     ttl_s: float | None = None
-    reuse_generated: bool = False
     replay: bool = True
     leaves_last: bool = False
     is_asked: bool = False
@@ -337,12 +335,11 @@ class CacheReport:
 
     `restored` prompt tokens were not computed; their state came from `source`. `saved`: `none` there was nothing to
     save, `queued` the writer has it, `stored` it was stored before, `dropped` not all of it could be saved; then
-    `dropped_because` says why. `miss_reason`
-    is None if something was restored of a short prompt, or half of a long one. server/README.md explains each reason.
+    `dropped_because` says why. `miss_reason` is None if something was restored of a short prompt, or half of a long
+    one. server/README.md explains each reason.
 
-    `matched` prompt tokens were found in the store. If more were found than restored, `refused` is the reason. `exact`:
-    the restored state is, bit for bit, that of a prefill; False only for decoded replies. `restore_ms`: the time to
-    read, verify and copy the state.
+    `matched` prompt tokens were found in the store. If more were found than restored, `refused` is the reason.
+    `restore_ms`: the time to read, verify and copy the state.
 
     `broken` is a difference from an earlier prompt with much the same text after it, `broken_line` the prompt's line
     there; None and empty without one. `rewriting` and `replayed` are the prompt's.
@@ -354,7 +351,6 @@ class CacheReport:
     miss_reason: MissReason | None = None
     matched: int = 0
     refused: Refused | None = None
-    exact: bool = True
     restore_ms: float = 0.0
     saved: Saved = "none"
     dropped_because: str | None = None

@@ -321,11 +321,6 @@ class Settings:
         bounds=(0, 100 * 365 * 86400),
     )
     kv_cache_min_tokens: int = _cache(512, "Do not save prefixes with fewer tokens.", bounds=(0, 2**31 - 1))
-    reuse_generated: bool = _cache(
-        False,
-        "Keep the state of replies for models that are not exact at every token, too. A hit on such state is not bit-"
-        "exact.",
-    )
     normalise: str = _cache(
         "report",
         "What to do about text that clients change in each request: billing-header, total-tokens, hoisted-nudges, "
@@ -486,7 +481,7 @@ PER_MODEL = frozenset(
         *("device", "dtype", "kernels", "weights", "chat_template", "draft_model", "speculative", "sampling"),
         *("reasoning_budget", "pooling"),
         *("inter_token_latency", "prefill_compression", "kv_memory", "kv_memory_entries", "disk_prefix_cache"),
-        *("kv_cache_ttl", "kv_cache_min_tokens", "reuse_generated", "normalise", "kv_cache_interval"),
+        *("kv_cache_ttl", "kv_cache_min_tokens", "normalise", "kv_cache_interval"),
         *("kv_cache_cold_max", "kv_cache_gate", "max_sequences"),
     }
 )

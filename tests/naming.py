@@ -13,9 +13,7 @@ from diskprefix.store.schema import Kind
 class Name(Protocol):
     """As `store.schema.node_name`."""
 
-    def __call__(
-        self, secret: int, parent: bytes, token_ids: bytes, kind: Kind, /, *, generated: bool = False
-    ) -> bytes: ...
+    def __call__(self, secret: int, parent: bytes, token_ids: bytes, kind: Kind, /) -> bytes: ...
 
 
 def name_nodes(patch: pytest.MonkeyPatch, name: Name) -> None:

@@ -164,10 +164,9 @@ class Runner:
         *,
         boundaries: tuple[int, ...] = (),
         reply: int = 0,
-        reuse_generated: bool = False,
     ) -> Answer:
         """`run_prompt` with the options that most tests need."""
-        options = CacheOptions(scope=parse_scope(scope, param="scope"), reuse_generated=reuse_generated)
+        options = CacheOptions(scope=parse_scope(scope, param="scope"))
         return self.run_prompt(Prompt(token_ids, boundaries), options, reply=reply)
 
     def run_prompt(self, prompt: Prompt, options: CacheOptions, *, reply: int = 0, have: int = 0) -> Answer:
@@ -197,7 +196,7 @@ class Runner:
                     stops=self._stops(cached),
                 )
             cached.publish(self.arena, logits, 0.0)
-            greedy = self._decode(cached, logits, reply)
+            greedy = self._decode(logits, reply)
             cached.publish_reply(self.arena, np.concatenate([token_ids, as_token_ids(greedy[:-1])]))
         return Answer(logits.cpu().clone(), greedy, cached.close(), num_forwards, cached.is_published)
 
@@ -236,11 +235,10 @@ class Runner:
     def _stops(self, cached: CachedRequest) -> tuple[int, ...]:
         return tuple(at for at in cached.selection.checkpoints if at < len(cached.prompt.token_ids))
 
-    def _decode(self, cached: CachedRequest, logits: torch.Tensor, count: int) -> list[int]:
+    def _decode(self, logits: torch.Tensor, count: int) -> list[int]:
         tokens = [int(logits.argmax())] if count else []
         while len(tokens) < count:
             self.arena.reserve(self.arena.num_tokens + 1)
             logits = self.arena.forward(self.model, torch.tensor([tokens[-1:]], device=self.model.device))
-            cached.after_decode(self.arena)
             tokens.append(int(logits.argmax()))
         return tokens

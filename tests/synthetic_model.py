@@ -57,12 +57,8 @@ class SyntheticModel:
 
     def path(self, token_ids: TokenIds) -> list[Node]:
         """Returns the nodes of a whole prompt: its blocks, then its tail."""
-        nodes, path = self.nodes(token_ids), []
-        parent = self.root
-        for index in range(len(token_ids) // self._block_size):
-            path.append(nodes.block(parent, index))
-            parent = path[-1].name
-        return [*path, nodes.tail(parent, len(path))]
+        nodes = self.nodes(token_ids)
+        return [*nodes.blocks, nodes.tail()]
 
     def payload_bytes(self, node: Node) -> int:
         return self._payload_layout.payload_bytes(node.num_tokens, node.kind)

@@ -260,11 +260,6 @@ class PrefixCacheOptions(Body, extra="forbid"):
         description="Only requests with the same salt find this request's state, and they find nothing else.",
         examples=["user-7f3a"],
     )
-    reuse_generated: bool = Field(  # type: ignore[assignment]  # absent is None, but null is refused
-        default=None,
-        description="Keep the reply's state, and restore that of earlier replies, which is not exact bit for bit. "
-        "Without effect where a model is exact at every token: then replies are kept by the scope.",
-    )
     replay: bool = Field(
         default=True,
         description="`false`: the chat template writes all earlier replies anew, and this reply is not remembered.",
@@ -413,8 +408,8 @@ def _logit_bias(bias: dict[str, float], vocab_size: int) -> dict[int, float]:
     return valid
 
 
-def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant, reuse_generated: bool) -> CacheOptions:
-    """Returns what `body` asks of the disk cache. `scope` and `reuse_generated` are the daemon's own, as defaults.
+def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant) -> CacheOptions:
+    """Returns what `body` asks of the disk cache. `scope` is the daemon's own, as default.
 
     Raises `InvalidScope` for a window with a scope that has none, and `InvalidRequest` for two salts that differ.
     """
@@ -427,7 +422,6 @@ def cache_options(body: CacheFields, *, scope: Scope, caller: Tenant, reuse_gene
         group=b"" if body.prompt_cache_key is None else group_of(body.prompt_cache_key),
         save=asked.save,
         ttl_s=ttl_s,
-        reuse_generated=reuse_generated if asked.reuse_generated is None else asked.reuse_generated,
         replay=asked.replay,
         is_asked=any(value is not None for value in (asked.scope, asked.window, ttl_s)),
     )

@@ -63,9 +63,6 @@ class CacheReply(BaseModel):
         description="`queued` for the writer, `stored` already, `dropped` (no room for it) or `none` (nothing to save)."
     )
     dropped_because: str | None = Field(default=None, description="Present with `dropped`: the reason, for people.")
-    exact: bool = Field(
-        default=True, description="Present if false: the state of a reply was restored, which a prefill may not equal."
-    )
     broken_by: BreakReply | None = Field(default=None, description="Present if less was found because of one line.")
     left_out: LeftOutReply | None = Field(default=None, description="Present if aged messages were left out.")
     changed: list[ChangeReply] = Field(default=[], description="Present if normalisers changed something.")
@@ -142,7 +139,7 @@ def _cache_reply(done: DoneEvent) -> dict[str, Any]:
         reply["left_out"] = left_out._asdict()
     if report.replayed:
         reply["replayed"] = report.replayed
-    return reply if report.exact else reply | {"exact": False}
+    return reply
 
 
 def broken_by(report: CacheReport) -> dict[str, Any]:

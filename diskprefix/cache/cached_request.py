@@ -176,34 +176,16 @@ class CachedRequest:
             stored: Saved = "none" if plan.last_node is None else "stored"
             self._saved = "queued" if self._publisher.has_published else stored
 
-    def after_decode(self, arena: KVArena) -> None:
-        """Copies the states if the reply has just completed a block, in case its blocks are kept."""
-        is_at_end_of_block = arena.num_tokens % self.nodes.block_size == 0
-        if not is_at_end_of_block or self.cache.layout.is_sliceable or self._is_not_saved:
-            return
-        if self._saver.keeps_generated:
-            with self._guarded("no checkpoint of the reply is taken"):
-                self._saver.keep_last_states(arena)
-
     def publish_reply(self, arena: KVArena, token_ids: TokenIds) -> None:
-        """Queues the part of the reply that is kept. `token_ids` are the prompt and the tokens of the reply that are in
-        the arena.
-
-        If the model is exact at every token, the reply is kept with its prompt. Else the blocks that decoding completed
-        are kept as generated ones if the request reuses replies, with the blocks that they continue, even if the scope
-        keeps less of the prompt.
-        """
+        """Queues the part of the reply that is kept with its prompt, if the model is exact at every token: decoding
+        then computes the same bits as a prefill. `token_ids` are the prompt and the tokens of the reply that are in the
+        arena."""
         assert arena.num_tokens == len(token_ids), "state length must equal key length"
         self.reply = token_ids[len(self.prompt.token_ids) :]
-        if self._is_not_saved:
+        if self._is_not_saved or self.cache.layout.state_kind not in AT_ANY_TOKEN:
             return
-        nodes = self._context.nodes_of(token_ids)
         with self._guarded("the reply is not saved"):
-            if self.cache.layout.state_kind in AT_ANY_TOKEN:
-                is_wanted = self._saver.publish_exact_reply(arena, nodes)
-            else:
-                is_wanted = self._saver.keeps_generated and self._saver.publish_generated(arena, nodes)
-            if is_wanted:
+            if self._saver.publish_reply(arena, self._context.nodes_of(token_ids)):
                 self._saved = "queued"
 
     def leave(self, arena: KVArena) -> None:
@@ -253,7 +235,6 @@ class CachedRequest:
             miss_reason=self._miss_reason,
             matched=restored.matched,
             refused=restored.refused,
-            exact=restored.exact,
             restore_ms=restored.restore_ms,
             saved=saved,
             dropped_because=(self._publisher.chain.why or _STORE_FAILS) if saved == "dropped" else None,
@@ -299,7 +280,6 @@ class CachedRequest:
             pays=cache.cost_model.pays,
             noted_logits=lambda: notes.get(NoteKind.LOGITS, self.nodes.end_id),
             on_logits=on_logits,
-            reuse_generated=self.options.reuse_generated,
             needs_logits=not self._context.goes_on,
             leaves_last=self.options.leaves_last,
             prefetched=self._prefetched.names,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from operator import attrgetter
 from typing import TYPE_CHECKING, Generic, TypeVar
 
@@ -27,10 +28,9 @@ class Restored:
     The memory now has the state after `num_tokens` tokens, for which `num_bytes` were loaded from `source`. The store
     alone can restore `stored_tokens`; `last_node` is the last node of these. `blocks` are the full blocks that are
     stored, from position 0 on, and may reach further: `refused` says why they were not restored. `matched` is the
-    number of tokens that are stored. For `partial_match` see `Matcher`. `exact`: the restored state is, bit for bit,
-    the state that a prefill from position 0 computes. `prefill_s` is the time that computing `num_tokens` tokens took,
-    in seconds; 0 if unknown. `logits` (shape [vocab], the model's dtype) come with an exact repeat; `has_tail`: the
-    prompt's tail is stored, which holds them too.
+    number of tokens that are stored. For `partial_match` see `Matcher`. `prefill_s` is the time that computing
+    `num_tokens` tokens took, in seconds; 0 if unknown. `logits` (shape [vocab], the model's dtype) come with an exact
+    repeat; `has_tail`: the prompt's tail is stored, which holds them too.
     """
 
     blocks: Sequence[Node] = ()
@@ -39,7 +39,6 @@ class Restored:
     num_tokens: int = 0
     stored_tokens: int = 0
     num_bytes: int = 0
-    exact: bool = True
     logits: torch.Tensor | None = None
     has_tail: bool = False
     matched: int = 0
@@ -54,16 +53,14 @@ class Restored:
 class Matcher(Generic[_Index]):
     """Finds the stored nodes of one prompt: its first blocks, its tail, and checkpoints.
 
-    `indexes` are asked in order. With `reuse_generated`, nodes that decoding computed are matched too. Without
-    `needs_logits`, the prompt may be restored to its end without the next-token logits. `has_logits` is asked when all
-    tokens are stored but the tail is not: it returns whether the logits are kept elsewhere. With `leaves_last`, the
-    prompt's last token is left to compute in any case.
+    `indexes` are asked in order. Without `needs_logits`, the prompt may be restored to its end without the next-token
+    logits. `has_logits` is asked when all tokens are stored but the tail is not: it returns whether the logits are kept
+    elsewhere. With `leaves_last`, the prompt's last token is left to compute in any case.
     """
 
     nodes: PromptNodes
     indexes: Sequence[_Index]
     state: StateKind
-    reuse_generated: bool = False
     needs_logits: bool = True
     has_logits: Callable[[], bool] = lambda: False
     leaves_last: bool = False
@@ -84,17 +81,9 @@ class Matcher(Generic[_Index]):
 
     def match(self) -> None:
         """Finds the longest chain of stored nodes that the prompt starts with."""
-        parent, generated = self.nodes.root, False
-        for index in range(self.nodes.num_blocks):
-            block = self.nodes.block(parent, index, generated=generated)
-            if not self._is_stored(block):
-                block = self.nodes.block(parent, index, generated=True)
-                if generated or not self.reuse_generated or not self._is_stored(block):
-                    break
-            self.blocks.append(block)
-            parent, generated = block.name, block.generated
+        self.blocks += takewhile(self._is_stored, self.nodes.blocks)
         if len(self.blocks) == self.nodes.num_blocks:
-            tail = self.nodes.tail(parent, len(self.blocks), generated=generated)
+            tail = self.nodes.tail()
             self.tail = tail if self._is_stored(tail) else None
         self.partial_match = self._find_partial_match()
         if self.leaves_last:
@@ -150,7 +139,7 @@ class Matcher(Generic[_Index]):
             return None
         if self.tail is not None:
             return PartialMatch(self.tail, self.tail.end)
-        return self._most_similar(self.blocks[-1].name if self.blocks else self.nodes.root)
+        return self._most_similar()
 
     def _is_stored(self, node: Node) -> bool:
         token_ids = self.nodes.token_bytes(node)
@@ -160,16 +149,16 @@ class Matcher(Generic[_Index]):
                 return True
         return False
 
-    def _most_similar(self, parent: bytes) -> PartialMatch | None:
-        """Returns the node that continues `parent` and shares most of the tokens behind `blocks`. None if no node
-        shares the first one."""
-        start = len(self.blocks) * self.nodes.block_size
+    def _most_similar(self) -> PartialMatch | None:
+        """Returns the node that continues `blocks` and shares most of the tokens behind them. None if no node shares
+        the first one."""
+        parent, start = self.nodes.parent(len(self.blocks)), len(self.blocks) * self.nodes.block_size
         wanted = self.nodes.token_ids[start:]
         found: list[PartialMatch] = []
         for index in self.indexes if len(wanted) else ():
             for node, token_ids in index.similar(parent, wanted):
                 num_common = common_prefix_length(token_ids, wanted)
-                if node.position == start and num_common and (self.reuse_generated or not node.generated):
+                if node.position == start and num_common:
                     found.append(PartialMatch(node, start + num_common))
                     self.found_in.setdefault(node.name, index)
                     # The nodes after it share no more.
@@ -179,16 +168,11 @@ class Matcher(Generic[_Index]):
     def _to_a_checkpoint(self, blocks: list[Node], most: int) -> list[Node]:
         """Returns the nodes of the longest prefix of at most `most` tokens that ends at a checkpoint."""
         for num_blocks in range(len(blocks), -1, -1):
-            last = blocks[num_blocks - 1] if num_blocks else None
-            parent, generated = (last.name, last.generated) if last else (self.nodes.root, False)
+            parent, least = self.nodes.parent(num_blocks), 1 + (num_blocks < len(self.blocks))
             # The next block is one of a block's children. The children of a root are not counted.
-            if last and sum(index.num_children(parent) for index in self.indexes) < 1 + (num_blocks < len(self.blocks)):
+            if num_blocks and sum(index.num_children(parent) for index in self.indexes) < least:
                 continue
-            if generated:
-                found = iter([self.nodes.checkpoint(parent, blocks[num_blocks - 1].end, generated=True)])
-            else:
-                last_end = most if self._is_exact else num_blocks * self.nodes.block_size
-                found = self.nodes.checkpoints(parent, num_blocks, last_end)
+            found = self.nodes.checkpoints(num_blocks, most if self._is_exact else num_blocks * self.nodes.block_size)
             if (checkpoint := next(filter(self._is_stored, found), None)) is not None:
                 return [*blocks[:num_blocks], checkpoint]
         return []

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 
 from diskprefix.cache.matching import Restored
 from diskprefix.cache.policy.select import AT_ANY_TOKEN, AT_CHECKPOINTS, StateKind
@@ -47,22 +47,23 @@ class Planner:
     def plan(self, selection: Selection, states_at: Collection[int]) -> Plan:
         """Returns the nodes that the policy wants and that are not stored yet. `states_at`: the positions of copied
         states."""
-        missing, block = self.missing(selection.aligned // self.nodes.block_size, states_at)
-        parent = block.name if block else self.nodes.root
+        num_blocks = selection.aligned // self.nodes.block_size
+        missing = self.missing(num_blocks, states_at)
         if selection.keep_tail:
-            end = self.nodes.tail(parent, self.nodes.num_blocks, generated=not self.restored.exact)
+            end = self.nodes.tail()
         elif self.state == "token" and selection.aligned % self.nodes.block_size:
-            end = self.nodes.partial_block(parent, selection.aligned)
+            end = self.nodes.partial_block(selection.aligned)
         elif self.state in AT_CHECKPOINTS and selection.aligned:
-            generated = block is not None and block.generated
-            point = self.nodes.checkpoint(parent, selection.aligned, generated=generated)
+            point = self.nodes.checkpoint(selection.aligned)
             if point.end in states_at:
                 return Plan(missing, point.name, point.end)
             # Or what was restored holds the states there, maybe the tail of a shorter prompt.
             is_there = self.restored.stored_tokens == selection.aligned
             return Plan(missing, self.restored.last_node if is_there else None, point.end)
+        elif not num_blocks:
+            return Plan()
         else:
-            return Plan() if block is None else Plan(missing, block.name, block.end)
+            return Plan(missing, self.nodes.parent(num_blocks), num_blocks * self.nodes.block_size)
         holder = self._holder(end)
         if holder is None:
             return Plan((*missing, end), end.name, end.end)
@@ -99,23 +100,13 @@ class Planner:
         has_more = part.node.end > end.end or part.node.kind in (Kind.TAIL, end.kind)
         return part.node.name if has_more else None
 
-    def missing(self, num_blocks: int, states_at: Collection[int]) -> tuple[tuple[Node, ...], Node | None]:
-        """Returns the missing ones of the first `num_blocks` blocks, behind each the checkpoints that continue it, and
-        the last block of all (None without any)."""
-        missing: list[Node] = []
-        block: Node | None = None
-        ahead = deque(sorted(states_at))
-        for index in range(num_blocks + 1):
-            if index:
-                block, is_stored = self._block(index - 1, block)
-                if not is_stored:
-                    missing.append(block)
-            parent, generated = (block.name, block.generated) if block else (self.nodes.root, False)
-            while ahead and ahead[0] < (index + 1) * self.nodes.block_size:
-                checkpoint = self.nodes.checkpoint(parent, ahead.popleft(), generated=generated)
-                if checkpoint.name not in self.submitted:
-                    missing.append(checkpoint)
-        return tuple(missing), block
+    def missing(self, num_blocks: int, states_at: Collection[int]) -> tuple[Node, ...]:
+        """Returns the missing ones of the first `num_blocks` blocks, behind each the checkpoints that continue it."""
+        blocks = self.nodes.blocks[len(self.restored.blocks) : num_blocks]
+        checkpoints = [self.nodes.checkpoint(at) for at in states_at if at < (num_blocks + 1) * self.nodes.block_size]
+        # A block ends where the first checkpoint that continues it may be.
+        nodes = sorted([*blocks, *checkpoints], key=attrgetter("end"))
+        return tuple(node for node in nodes if node.name not in self.submitted)
 
     def saved_tokens(self, nodes: Sequence[Node]) -> Iterator[int]:
         """Yields the number of tokens whose prefill each node saves. If states cannot be cut, a checkpoint or a tail
@@ -126,18 +117,6 @@ class Planner:
             else:
                 yield node.end - self._restorable
                 self._restorable = node.end
-
-    def _block(self, index: int, before: Node | None) -> tuple[Node, bool]:
-        """Returns block number `index` after the block `before`, and whether it is stored or queued."""
-        stored = self.restored.blocks
-        is_of_reply = (index + 1) * self.nodes.block_size > self.prompt_tokens
-        generated = self.state not in AT_ANY_TOKEN and (is_of_reply or not self.restored.exact)
-        # What was decoded and reaches further than was restored is not what this run computed.
-        if index < len(stored) and stored[index].generated <= generated:
-            return stored[index], True
-        parent = before.name if before else self.nodes.root
-        block = self.nodes.block(parent, index, generated=generated)
-        return block, block.name in self.submitted
 
 
 def ttl_at(position: int, marks: Sequence[Mark], ttl_s: float | None) -> float | None:

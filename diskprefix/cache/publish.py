@@ -237,15 +237,11 @@ class HeldStates:
         """Returns the copy that was taken there. The room for it is the caller's now."""
         return self._copies.pop(position)
 
-    def release(self) -> None:
-        """Releases the copies that were not published."""
-        for position, states in self._copies.items():
-            self._writer.release(len(states))
-            self.positions.remove(position)
-        self._copies.clear()
-
     def close(self) -> None:
-        self.release()
+        """Releases the copies that were not published."""
+        for states in self._copies.values():
+            self._writer.release(len(states))
+        self._copies.clear()
         self._writer.release(self._ahead_bytes)
         self._ahead_bytes = 0
 

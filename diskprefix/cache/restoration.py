@@ -32,7 +32,7 @@ class Restoration:
     restored. `allows(num_tokens)` tells whether restoring is worth it, `pays(num_tokens, num_bytes)` whether loading
     that much more is. `noted_logits` returns the logits at the prompt's end as bytes, if they were kept when its tail
     was replaced. `on_logits` is called with the logits at the prompt's end, shape [vocab], on any thread, before all of
-    the state is loaded, which may still fail. For `reuse_generated`, `needs_logits` and `leaves_last` see `Matcher`.
+    the state is loaded, which may still fail. For `needs_logits` and `leaves_last` see `Matcher`.
     """
 
     nodes: PromptNodes
@@ -45,7 +45,6 @@ class Restoration:
     pays: Callable[[int, int], bool]
     noted_logits: Callable[[], bytes | None]
     on_logits: Callable[[torch.Tensor], None] = lambda _: None
-    reuse_generated: bool = False
     needs_logits: bool = True
     leaves_last: bool = False
     prefetched: Collection[bytes] = ()
@@ -71,7 +70,6 @@ class Restoration:
                 self.nodes,
                 self._views,
                 self.layout.state_kind,
-                self.reuse_generated,
                 self.needs_logits,
                 partial(self._has_logits, have),
                 self.leaves_last,
@@ -82,11 +80,11 @@ class Restoration:
             prefill_s = _prefill_s(matcher)
             matched = time.perf_counter()
             if self._logits is not None and end == len(self.nodes.token_ids):
-                self._tell_logits(arena, path, self._logits)
+                self._tell_logits(arena, self._logits)
             while True:
                 missing = [(node, matcher.found_in[node.name]) for node in path if min(node.end, end) > have]
                 first_needed = self._first_needed(matcher, end)
-                on_logits = partial(self._tell_logits, arena, path)
+                on_logits = partial(self._tell_logits, arena)
                 loader = Loader(self.nodes, missing, have, end, first_needed, arena, on_logits)
                 if not missing:
                     break
@@ -120,18 +118,14 @@ class Restoration:
             last_node=path[-1].name if path else None,
             matched=max(deepest.end if deepest else 0, num_tokens),
             refused=self._why_refused(deepest, num_tokens),
-            exact=not any(node.generated for node, _ in missing),
             source=self._source(missing) if num_tokens else "none",
             prefill_s=prefill_s * num_tokens,
             lookup_ms=(matched - started) * 1e3,
             restore_ms=(loaded - matched) * 1e3,
         )
 
-    def _tell_logits(self, arena: KVArena, path: Sequence[Node], logits: Bytes) -> None:
-        """Passes the logits on, except behind a reply that was decoded: if its state is lost, the prompt computes other
-        logits."""
-        if not any(node.generated for node in path):
-            self.on_logits(arena.logits_from(logits))
+    def _tell_logits(self, arena: KVArena, logits: Bytes) -> None:
+        self.on_logits(arena.logits_from(logits))
 
     def _pin(self, node: Node | None) -> None:
         """Pins a node before anything is loaded: the request will continue it."""

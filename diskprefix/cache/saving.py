@@ -16,14 +16,12 @@ from diskprefix.cache.publish import HeldStates, Publisher
 from diskprefix.cache.tiers.nodes import Node, PromptNodes
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.capturer import Capture
-from diskprefix.nouns import Reason, Selection
+from diskprefix.nouns import Selection
 from diskprefix.store.changes import NewNode
 from diskprefix.store.note_record import NoteKind
 from diskprefix.store.schema import Kind
 from diskprefix.tokens import LEAST_TOKENS, TokenIds
 
-_NOTHING_MORE: tuple[Reason, ...] = ("faster_to_compute", "write_budget")
-"""With these reasons, nothing but what the policy selected is kept."""
 _LEAVE_S = 600.0
 """Seconds for which the state of a cancelled request is kept at least."""
 
@@ -64,18 +62,6 @@ class Saver:
         """Nothing more is written: the store fails, or a node that others would continue is lost."""
         return self._cache.store.problem is not None or self.publisher.chain.is_broken()
 
-    @property
-    def _is_exact(self) -> bool:
-        """The model is exact at every token."""
-        return self._cache.layout.state_kind in AT_ANY_TOKEN
-
-    @property
-    def keeps_generated(self) -> bool:
-        """The blocks of the reply are kept although decoding computes other bits than a prefill."""
-        options, layout = self._options, self._cache.layout
-        is_wanted = options.reuse_generated and options.save and self.selection.reason not in _NOTHING_MORE
-        return is_wanted and not self._is_exact and not layout.is_one_pass
-
     def after_step(self, arena: KVArena) -> None:
         """See `CachedRequest.after_step`."""
         self._states.reserve(self._last_states_bytes(arena.num_tokens))
@@ -91,7 +77,7 @@ class Saver:
         num_blocks = arena.num_tokens // self.planner.nodes.block_size
         if num_blocks <= self._num_blocks or not arena.slides(len(self._prompt.token_ids)) or not self.may_leave(arena):
             return
-        missing, _ = self.planner.missing(num_blocks, ())
+        missing = self.planner.missing(num_blocks, ())
         if missing and missing[0].position >= arena.complete_from:
             self._publish_blocks(arena, num_blocks, least_s=_LEAVE_S)
 
@@ -119,14 +105,9 @@ class Saver:
                 self._cache.writer.touch(name, time.time(), ttl_s, hits=0)
         return plan
 
-    def keep_last_states(self, arena: KVArena) -> None:
-        """Copies the states at the end of the block that the reply has just completed, and drops earlier copies."""
-        self._states.release()
-        self._take_states(arena, is_last=False)
-
-    def publish_exact_reply(self, arena: KVArena, nodes: PromptNodes) -> bool:
-        """Queues the part that is kept of the prompt and its reply, if decoding computes the same bits as a prefill.
-        `nodes` are those of both. Returns whether a part of the reply is kept."""
+    def publish_reply(self, arena: KVArena, nodes: PromptNodes) -> bool:
+        """Queues the part that is kept of the prompt and its reply. `nodes` are those of both. Returns whether a part
+        of the reply is kept."""
         if not self._affords(nodes):
             return False
         if self._cache.layout.states and self.planner.reply_end(len(nodes.token_ids), self.selection):
@@ -137,18 +118,6 @@ class Saver:
             # The reply takes the place of the tail.
             self._keep_logits(arena)
         return plan.last_node is not None
-
-    def publish_generated(self, arena: KVArena, nodes: PromptNodes) -> bool:
-        """Queues the blocks of the prompt and its reply. Those that decoding completed are marked as generated. `nodes`
-        are those of both. Returns whether any blocks were missing."""
-        is_too_short = nodes.num_blocks * nodes.block_size < self._cache.settings.kv_cache_min_tokens
-        if is_too_short or nodes.num_blocks == self.planner.nodes.num_blocks or not self._affords(nodes):
-            return False
-        self.planner.nodes = nodes
-        missing, _ = self.planner.missing(nodes.num_blocks, self._states.positions)
-        if missing:
-            self._submit(arena, missing, Plan(missing, missing[-1].name, missing[-1].end))
-        return bool(missing)
 
     def _affords(self, nodes: PromptNodes) -> bool:
         """Returns whether the write budget has room for a prompt and its reply, which have these `nodes`."""
@@ -175,12 +144,13 @@ class Saver:
         for at least `least_s` seconds."""
         nodes, layout = self.planner.nodes, self._cache.layout
         is_at_end_of_block = arena.num_tokens % nodes.block_size == 0
-        is_possible = is_at_end_of_block or self._is_exact
+        is_possible = is_at_end_of_block or layout.state_kind in AT_ANY_TOKEN
         if layout.states and is_possible and arena.num_tokens >= restored.num_tokens + LEAST_TOKENS:
             self._take_states(arena, is_last=True)
         self._publish_blocks(arena, arena.num_tokens // nodes.block_size, least_s=least_s)
         if layout.state_kind == "token" and not is_at_end_of_block and arena.num_tokens > restored.stored_tokens:
-            self._leave_partial_block(arena, least_s)
+            # The tokens behind the last whole block.
+            self._submit(arena, [nodes.partial_block(arena.num_tokens)], least_s=least_s)
 
     def close(self) -> None:
         """Releases the states that were not published."""
@@ -191,16 +161,9 @@ class Saver:
         already."""
         if num_blocks > self._num_blocks or self._states.num_held:
             self._num_blocks = num_blocks
-            missing, _ = self.planner.missing(num_blocks, self._states.positions)
+            missing = self.planner.missing(num_blocks, self._states.positions)
             if missing:
                 self._submit(arena, missing, least_s=least_s)
-
-    def _leave_partial_block(self, arena: KVArena, least_s: float) -> None:
-        """Queues the tokens behind the last whole block."""
-        nodes, end = self.planner.nodes, arena.num_tokens
-        _, block = self.planner.missing(end // nodes.block_size, self._states.positions)
-        partial = nodes.partial_block(block.name if block else nodes.root, end)
-        self._submit(arena, [partial], least_s=least_s)
 
     def _remember_logits(self, arena: KVArena, logits: torch.Tensor, *, is_in_tail: bool, is_new: bool) -> None:
         """Remembers the logits until the tail with them is replaced. If there is no tail, stores them now."""
@@ -246,7 +209,6 @@ class Saver:
                     payload=copied or (node.kind == Kind.TAIL and tail) or memoryview(b""),
                     pieces=tuple(cut.piece for cut in planner.nodes.cuts(node)),
                     prefill_s=token_s * saved_tokens,
-                    generated=node.generated,
                     ttl_s=self._ttl_s(node, least_s),
                     is_expected=self.selection.continues,
                     replaces=self._cache.layout.state_kind == "token",

@@ -149,7 +149,6 @@ class Loop:
             reply.num_computed, reply.stops = restored.num_tokens, running.cached.selection.checkpoints
             if reply.allocation is not None:
                 reply.allocation.num_computed = restored.num_tokens
-                reply.allocation.num_exact = reply.prompt_tokens if restored.exact else 0
             running.report_progress(restored.num_tokens)
             if running.ticket.cancelled:
                 self._active.cancel(running)

@@ -146,8 +146,6 @@ class Reply(Sequence):
             running.report_progress(chunk.end)
             if self.index == 0 and isinstance(arena, KVArena) and not running.is_published:
                 running.cached.after_step(arena)
-        elif self.index == 0 and isinstance(arena, KVArena):
-            running.cached.after_decode(arena)
         if chunk.end < self.num_known:
             return "computing"
         if chunk.end == self.prompt_tokens:

@@ -65,7 +65,7 @@ def parse_body(body: Body, caller: Tenant = SHARED, notes_of: NotesOf = lambda _
         parsed = parse_json(text, ChatRequest)
     else:
         parsed = parse_json(text, CompletionRequest)
-    options = cache_options(parsed, scope=DEFAULT, caller=caller, reuse_generated=False)
+    options = cache_options(parsed, scope=DEFAULT, caller=caller)
     notes = notes_of(options.tenant)
     return ParsedBody(_wanted(parsed, notes), options, notes)
 

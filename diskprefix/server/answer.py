@@ -218,12 +218,7 @@ async def arrive(request: Request, dialect: BodyReader[B], body: B, place: Queue
         serving=serving,
         dialect=dialect,
         body=with_sampling(body, daemon.sampling),
-        cache=cache_options(
-            body,
-            scope=serving.scope,
-            caller=context.caller.tenant,
-            reuse_generated=daemon.settings.reuse_generated,
-        ),
+        cache=cache_options(body, scope=serving.scope, caller=context.caller.tenant),
     )
 
 

@@ -68,7 +68,7 @@ def batches(items: Sequence[_Item], size: int) -> Iterator[Sequence[_Item]]:
 class NewNode:
     """A node to be stored. `payload` is raw and C-contiguous; `pieces` says where it is cut.
 
-    `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown. For `generated` see `store.schema`.
+    `prefill_s` is how long computing its tokens took, in seconds; 0 if unknown.
     `ttl_s` is its time to live after the last use, in seconds; with None the daemon's `--kv-cache-ttl` holds.
     `is_expected`: it will probably be used soon, so it counts as used once.
     `replaces`: its first tokens can be restored without the others, so it replaces nodes that hold only these.
@@ -82,7 +82,6 @@ class NewNode:
     payload: memoryview
     pieces: tuple[Piece, ...]
     prefill_s: float = 0.0
-    generated: bool = False
     ttl_s: float | None = None
     is_expected: bool = False
     replaces: bool = False
@@ -153,7 +152,7 @@ class Changes(Snapshot):
         assert len(node.payload) == sum(piece.num_bytes for piece in node.pieces), "the pieces must be the payload"
         stored, token_ids = self.record("nodes", node.name), node.token_ids.tobytes()
         if stored is not None:
-            if not is_node(stored, node.parent, node.position, node.kind, token_ids, generated=node.generated):
+            if not is_node(stored, node.parent, node.position, node.kind, token_ids):
                 raise PrefixGone(f"another prefix has the same name, {node.name.hex()}")
             self._keep_for(node.name, recorded_ttl(node.ttl_s))
             return node.name
@@ -171,7 +170,6 @@ class Changes(Snapshot):
             num_pieces=len(node.pieces),
             raw_bytes=len(node.payload),
             stored_bytes=sum(sizes),
-            generated=node.generated,
         )
         usage = UsageRecord(
             last_used=self._now,
@@ -346,7 +344,7 @@ class Changes(Snapshot):
                 other = self.node(name)
             except StoreCorrupt:
                 continue
-            if other is None or other.generated or not other.token_ids.tobytes().startswith(token_ids):
+            if other is None or not other.token_ids.tobytes().startswith(token_ids):
                 continue
             if 4 * other.num_tokens > len(token_ids) or (other.kind, kind) == (Kind.TAIL, Kind.BLOCK):
                 return name

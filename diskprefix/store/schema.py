@@ -1,8 +1,6 @@
 """The records in `data.mdb`: their layout, and encoding and decoding them. `README.md` gives the format byte by byte.
 
-A node is *generated* if its state may differ from what a prefill from position 0 computes: its tokens were decoded one
-by one, or it continues such a node. A checksum covers the key of its record too, so that a record under another key
-does not verify.
+A checksum covers the key of its record too, so that a record under another key does not verify.
 """
 
 from __future__ import annotations
@@ -31,11 +29,10 @@ MAX_PREFILL_S = 1e6
 """Computing no node takes longer, in seconds."""
 DATABASES = ("meta", "roots", "nodes", "children", "usage", "payloads", "entries", "history", "notes")
 
-_HEADER = struct.Struct("<16s16sIIBBHxxxxQQ")
-_PLACE = struct.Struct("<32xI4xBB")
-"""The position, the kind and the flags in the header."""
+_HEADER = struct.Struct("<16s16sIIBxHxxxxQQ")
+_PLACE = struct.Struct("<32xI4xB")
+"""The position and the kind in the header."""
 _KIND_AT = 40
-_GENERATED = 1
 _CHECKSUM = struct.Struct("<Q")
 _POSITION = struct.Struct("<I")
 _TOKENS_AT = _HEADER.size + _CHECKSUM.size
@@ -65,10 +62,10 @@ _NAME_MARKS = (b"", b"t", b"c")
 """By kind."""
 
 
-def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: Kind, *, generated: bool = False) -> bytes:
+def node_name(secret: int, parent: bytes, token_ids: TokenIds | bytes, kind: Kind) -> bytes:
     """Returns the name of the node that continues `parent` with these token ids (see `tokens.block_hash`). A mark in it
-    tells tails, checkpoints and generated nodes from the others with the same tokens."""
-    return block_hash(secret, parent, token_ids, _NAME_MARKS[kind] + (b"g" if generated else b""))
+    tells tails and checkpoints from blocks with the same tokens."""
+    return block_hash(secret, parent, token_ids, _NAME_MARKS[kind])
 
 
 def shorter_names(secret: int, parent: bytes, token_ids: bytes, kind: Kind) -> list[bytes]:
@@ -80,7 +77,7 @@ def shorter_names(secret: int, parent: bytes, token_ids: bytes, kind: Kind) -> l
 
 def checkpoint_names(secret: int, parent: bytes, token_ids: bytes) -> list[tuple[tuple[Kind, bytes], ...]]:
     """Returns kinds and names of the checkpoints and tails that continue `parent` with no, one, two … of these token
-    ids (int32, little-endian), if they are not generated."""
+    ids (int32, little-endian)."""
     kinds = (Kind.CHECKPOINT, Kind.TAIL)
     of_kinds = [beginning_hashes(secret, parent, token_ids, _NAME_MARKS[kind]) for kind in kinds]
     return [tuple(zip(kinds, names, strict=True)) for names in zip(*of_kinds, strict=True)]
@@ -98,7 +95,6 @@ class NodeRecord:
     num_pieces: int
     raw_bytes: int
     stored_bytes: int
-    generated: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -194,7 +190,6 @@ def encode_node(name: bytes, node: NodeRecord) -> bytes:
         node.position,
         len(node.token_ids),
         node.kind,
-        _GENERATED if node.generated else 0,
         node.num_pieces,
         node.raw_bytes,
         node.stored_bytes,
@@ -210,16 +205,14 @@ def decode_node(name: bytes, value: bytes | memoryview) -> NodeRecord:
     header, token_ids = bytes(value[: _HEADER.size]), bytes(value[_TOKENS_AT:])
     if checksum(name + header + token_ids) != _CHECKSUM.unpack_from(value, _HEADER.size)[0]:
         raise StoreCorrupt("a node record's checksum does not match")
-    parent, root, position, num_tokens, kind, flags, num_pieces, raw_bytes, stored_bytes = _HEADER.unpack(header)
-    if len(token_ids) != 4 * num_tokens or kind not in _KINDS or flags & ~_GENERATED:
-        raise StoreCorrupt(f"a node record of {len(value)} bytes claims {num_tokens} tokens of kind {kind}, {flags}")
+    parent, root, position, num_tokens, kind, num_pieces, raw_bytes, stored_bytes = _HEADER.unpack(header)
+    if len(token_ids) != 4 * num_tokens or kind not in _KINDS:
+        raise StoreCorrupt(f"a node record of {len(value)} bytes claims {num_tokens} tokens of kind {kind}")
     ids = np.frombuffer(token_ids, dtype="<i4").astype(np.int32)
-    return NodeRecord(parent, root, position, ids, Kind(kind), num_pieces, raw_bytes, stored_bytes, bool(flags))
+    return NodeRecord(parent, root, position, ids, Kind(kind), num_pieces, raw_bytes, stored_bytes)
 
 
-def is_node(
-    value: memoryview, parent: bytes, position: int, kind: Kind, token_ids: bytes, *, generated: bool = False
-) -> bool:
+def is_node(value: memoryview, parent: bytes, position: int, kind: Kind, token_ids: bytes) -> bool:
     """Returns whether a node record is the one of these token ids (int32, little-endian), at this place, after this
     parent.
 
@@ -230,8 +223,7 @@ def is_node(
         return False
     there = bytes(value)
     same_tokens = there.startswith(parent) and there.endswith(token_ids)
-    position_there, kind_there, flags = _PLACE.unpack_from(there)
-    return same_tokens and (position_there, kind_there, flags != 0) == (position, kind, generated)
+    return same_tokens and _PLACE.unpack_from(there) == (position, kind)
 
 
 def node_root(value: bytes | memoryview) -> bytes:

@@ -64,15 +64,13 @@ class Snapshot:
         value = self.record("nodes", name)
         return None if value is None else decode_node(name, value)
 
-    def has(
-        self, name: bytes, parent: bytes, position: int, kind: Kind, token_ids: bytes, *, generated: bool = False
-    ) -> bool:
+    def has(self, name: bytes, parent: bytes, position: int, kind: Kind, token_ids: bytes) -> bool:
         """Returns whether this node is stored: these token ids (int32, little-endian), at this place, after this
         parent. Raises `StoreCorrupt` if there is a node of this name that is another."""
         value = self.record("nodes", name)
         if value is None:
             return False
-        if not is_node(value, parent, position, kind, token_ids, generated=generated):
+        if not is_node(value, parent, position, kind, token_ids):
             raise StoreCorrupt("its record is damaged or that of another prefix")
         return True
 

@@ -303,7 +303,7 @@ class Store(StoreFile):
                         changes.remove_shorter(node, self.secret)
                     elif node.name == last_node:
                         last_node = holder
-                    if publication.anchors is not None and node.kind != Kind.BLOCK and not node.generated:
+                    if publication.anchors is not None and node.kind != Kind.BLOCK:
                         changes.remove_superseded(
                             *(node, self.secret, publication.anchors),
                             ttl_s=publication.daemon_ttl_s,

@@ -50,7 +50,7 @@ class PrefixTree:
             if record is None:
                 return None
             if self._secret is not None and name != node_name(
-                self._secret, record.parent, record.token_ids, record.kind, generated=record.generated
+                self._secret, record.parent, record.token_ids, record.kind
             ):
                 raise MisnamedNode("its name is not the hash of its parent and its tokens")
             self._nodes[name] = record
@@ -134,10 +134,9 @@ class EntryInfo:
     other entries use as well.
 
     `checkpoints` are the tokens at which state is kept that exists at one position only; `checkpoint_bytes` is the size
-    of that state. `generated_tokens` were decoded, not prefilled: they are not exact. Times are seconds since the
-    epoch. `hits` counts the requests that restored its beginning, however much of it. `ttl_s`: the time to live after
-    its last use that requests asked for, in seconds, None if none did. `default_ttl`: a request asked for none, so the
-    daemon's `--kv-cache-ttl` holds if that is longer.
+    of that state. Times are seconds since the epoch. `hits` counts the requests that restored its beginning,
+    however much of it. `ttl_s`: the time to live after its last use that requests asked for, in seconds, None if none
+    did. `default_ttl`: a request asked for none, so the daemon's `--kv-cache-ttl` holds if that is longer.
     """
 
     id: str
@@ -148,7 +147,6 @@ class EntryInfo:
     shared_bytes: int
     checkpoints: tuple[int, ...]
     checkpoint_bytes: int
-    generated_tokens: int
     hits: int
     created_at: float
     last_used_at: float
@@ -242,7 +240,6 @@ def _info(
         shared_bytes=sum(node.stored_bytes for step, node in nodes.items() if users[step] > 1),
         checkpoints=tuple(sorted(node.end for node in checkpoints)),
         checkpoint_bytes=sum(node.stored_bytes for node in checkpoints),
-        generated_tokens=sum(node.num_tokens for node in nodes.values() if node.generated),
         # A use of a node is one of all that it continues, so the first block has the uses of any part.
         hits=max(
             (use.restores for step in nodes if nodes[step].position == 0 and (use := snapshot.usage(step))), default=0

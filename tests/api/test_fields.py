@@ -150,8 +150,6 @@ def refusal(**fields: Any) -> InvalidRequest:
         ({"prefix_cache": {"window": 10**4000}}, "prefix_cache.window"),
         ({"prefix_cache": {"window": None}}, "prefix_cache.window"),
         ({"prefix_cache": {"widow": 8}}, "prefix_cache.widow"),
-        ({"prefix_cache": {"reuse_generated": "true"}}, "prefix_cache.reuse_generated"),
-        ({"prefix_cache": {"reuse_generated": None}}, "prefix_cache.reuse_generated"),
         ({"prefix_cache": {"save": "false"}}, "prefix_cache.save"),
         ({"prefix_cache": {"save": None}}, "prefix_cache.save"),
         ({"prefix_cache": {"ttl": None}}, "prefix_cache.ttl"),
@@ -316,33 +314,21 @@ def test_an_assistant_message_with_tool_calls_needs_no_content() -> None:
 def test_the_scope_of_a_request_replaces_the_daemons(options: dict[str, Any], default: str, expected: str) -> None:
     defaults = {"full": Scope("full"), "auto": Scope("auto", 30)}
     body = chat(prefix_cache=options)
-    found = cache_options(body, scope=defaults[default], caller=SHARED, reuse_generated=False)
+    found = cache_options(body, scope=defaults[default], caller=SHARED)
     assert str(found.scope) == expected
-
-
-@pytest.mark.parametrize("default", [False, True])
-@pytest.mark.parametrize("asked", [None, False, True])
-def test_a_request_says_itself_whether_it_reuses_replies_or_leaves_it_to_the_daemon(
-    asked: bool | None, default: bool
-) -> None:
-    options = {} if asked is None else {"reuse_generated": asked}
-    for body in (chat(prefix_cache=options), completion(prompt="x", prefix_cache=options)):
-        found = cache_options(body, scope=Scope("full"), caller=SHARED, reuse_generated=default)
-        assert found.reuse_generated is (default if asked is None else asked)
 
 
 def test_a_window_beside_a_scope_without_one_is_refused() -> None:
     body = chat(prefix_cache={"scope": "full", "window": 8})
     with pytest.raises(InvalidRequest) as caught:
-        cache_options(body, scope=Scope("auto", 30), caller=SHARED, reuse_generated=False)
+        cache_options(body, scope=Scope("auto", 30), caller=SHARED)
     assert caught.value.param == "prefix_cache.window"
 
 
 def options_of(**fields: Any) -> CacheOptions:
     default = Scope("auto", 30)
     of_chat, of_text = (
-        cache_options(body, scope=default, caller=SHARED, reuse_generated=False)
-        for body in (chat(**fields), completion(prompt="x", **fields))
+        cache_options(body, scope=default, caller=SHARED) for body in (chat(**fields), completion(prompt="x", **fields))
     )
     assert of_chat == of_text
     return of_chat

@@ -127,6 +127,14 @@ def test_the_end_of_a_prompt_is_kept_with_its_logits_where_a_boundary_was(runner
     assert nodes(runner) == [(0, BLOCK), (BLOCK, 2 * BLOCK), (2 * BLOCK, 2 * BLOCK + 3)]
 
 
+def test_of_a_model_that_is_exact_on_the_grid_only_no_reply_is_kept(tmp_path: Path) -> None:
+    runner = Runner(tiny_llama(), tiny_settings(tmp_path / "kv", block_size=BLOCK), exact_at="grid")
+    assert runner.run(random_prompt(1, BLOCK + 5), "full", reply=2 * BLOCK).report.saved == "queued"
+    runner.flush()
+    assert nodes(runner) == [(0, BLOCK), (BLOCK, BLOCK + 5)]
+    runner.close()
+
+
 def test_uses_count_where_what_was_used_is_replaced_at_once(runner: Runner) -> None:
     """They are written after a second; what replaces it is written before that."""
     turn = random_prompt(1, BLOCK + 5)

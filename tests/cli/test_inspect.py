@@ -52,7 +52,6 @@ def test_json_lists_every_entry_with_the_documented_keys(inspect: Run, folder: P
     assert set(first) == {
         "id", "model", "num_tokens", "raw_bytes", "stored_bytes", "shared_bytes", "hits", "created_at",
         "last_used_at", "ttl_s", "default_ttl", "scope", "tenant", "preview", "checkpoints", "checkpoint_bytes",
-        "generated_tokens",
     }  # fmt: skip
     assert (first["hits"], first["last_used_at"], second["hits"]) == (2, 2000.0, 2), "both have the trunk"
     assert {e["num_tokens"] for e in (first, second)} == {4 * BLOCK}
@@ -107,7 +106,7 @@ def hybrid(tmp_path: Path) -> tuple[Path, Publication, Publication]:
     store = open_store(tmp_path / "hybrid")
     layout = layout_of(20_000, STATE_BYTES)
     token_ids = prompt(1, 4 * BLOCK + 3)
-    whole = publication(store, token_ids, layout=layout, checkpoints=(2 * BLOCK, 4 * BLOCK), generated_from=3 * BLOCK)
+    whole = publication(store, token_ids, layout=layout, checkpoints=(2 * BLOCK, 4 * BLOCK))
     store.publish(whole)
     boundary = publication(store, token_ids[: 2 * BLOCK], layout=layout, checkpoints=(2 * BLOCK,))
     assert boundary.entry is not None
@@ -117,9 +116,7 @@ def hybrid(tmp_path: Path) -> tuple[Path, Publication, Publication]:
     return tmp_path / "hybrid", whole, boundary
 
 
-def test_checkpoints_and_what_was_generated_are_shown(
-    inspect: Run, hybrid: tuple[Path, Publication, Publication]
-) -> None:
+def test_checkpoints_are_shown(inspect: Run, hybrid: tuple[Path, Publication, Publication]) -> None:
     folder, whole, boundary = hybrid
     assert whole.last_node is not None
     assert boundary.last_node is not None
@@ -128,25 +125,21 @@ def test_checkpoints_and_what_was_generated_are_shown(
     one = STATE_BYTES + PIECE_HEADER_BYTES
     assert (long["checkpoints"], long["checkpoint_bytes"]) == ([2 * BLOCK, 4 * BLOCK], 2 * one)
     assert (short["checkpoints"], short["checkpoint_bytes"]) == ([2 * BLOCK], one)
-    assert (long["generated_tokens"], short["generated_tokens"]) == (BLOCK + 3, 0)
     shared = 2 * (BLOCK_BYTES + PIECE_HEADER_BYTES) + one
     assert long["shared_bytes"] == short["shared_bytes"] == short["stored_bytes"] == shared
     assert long["raw_bytes"] == sum(len(node.payload) for node in whole.nodes)
     totals = inspect(folder, "--json").json
     del totals["entries"]
-    assert totals == {"blocks": 5, "generated_blocks": 2, "checkpoints": 2, "checkpoint_bytes": 2 * one}
+    assert totals == {"blocks": 5, "checkpoints": 2, "checkpoint_bytes": 2 * one}
 
 
-def test_the_table_has_a_column_for_checkpoints_and_one_for_generated_tokens_where_there_are_any(
+def test_the_table_has_a_column_for_checkpoints_where_there_are_any(
     inspect: Run, folder: Path, hybrid: tuple[Path, Publication, Publication]
 ) -> None:
-    plain = inspect(folder).stdout
-    assert "checkpoint" not in plain
-    assert "generated" not in plain
+    assert "checkpoint" not in inspect(folder).stdout
     shown = inspect(hybrid[0]).stdout
     assert " checkpoints " in shown.splitlines()[0]
-    assert " generated " in shown.splitlines()[0]
-    assert "2 saved prompts, 5 blocks (2 generated), 2 checkpoints (62.6 KiB), " in shown
+    assert "2 saved prompts, 5 blocks, 2 checkpoints (62.6 KiB), " in shown
     assert "5 blocks and 2 checkpoints (62.6 KiB) in " in inspect(hybrid[0], "--stats").stdout
 
 
@@ -164,11 +157,10 @@ def test_an_entry_that_ends_with_a_checkpoint_shows_it_after_its_block(
     assert chain[1].split()[:4] == ["at", "token", str(2 * BLOCK), "checkpoint"]
     assert chain[1].endswith(boundary.last_node.hex())
     assert f"checkpoints 31.3 KiB at {2 * BLOCK}" in lines
-    assert "generated   none" in lines
     blocks = inspect(folder, whole.last_node.hex(), "--json").json["blocks"]
-    assert [(b["kind"], b["position"], b["generated"]) for b in blocks] == [
-        ("block", 0, False), ("block", BLOCK, False), ("checkpoint", 2 * BLOCK, False), ("block", 2 * BLOCK, False),
-        ("block", 3 * BLOCK, True), ("checkpoint", 4 * BLOCK, True), ("tail", 4 * BLOCK, True),
+    assert [(b["kind"], b["position"]) for b in blocks] == [
+        ("block", 0), ("block", BLOCK), ("checkpoint", 2 * BLOCK), ("block", 2 * BLOCK),
+        ("block", 3 * BLOCK), ("checkpoint", 4 * BLOCK), ("tail", 4 * BLOCK),
     ]  # fmt: skip
 
 

@@ -75,7 +75,6 @@ def test_every_setting_has_a_flag_and_a_variable(monkeypatch: pytest.MonkeyPatch
         "allowed_hosts": "gpu.example",
         "block_size": "64",
         "disk_prefix_cache": "FULL",
-        "reuse_generated": "on",
         "kv_cache_dir": "/elsewhere",
         "kv_cache_budget": "8GiB",
         "kv_cache_min_free": "2GiB",
@@ -138,12 +137,12 @@ def test_a_switch_can_be_turned_off_again_by_what_wins(
     monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf, tmp_path: Path
 ) -> None:
     policy = tmp_path / "mine.toml"
-    policy.write_text("reuse-generated = true\n")
-    assert settings_of("--policy", str(policy)).reuse_generated
-    assert not settings_of("--policy", str(policy), "--no-reuse-generated").reuse_generated
-    monkeypatch.setenv("DISKPREFIX_REUSE_GENERATED", "false")
-    assert not settings_of("--policy", str(policy)).reuse_generated
-    assert settings_of("--reuse-generated").reuse_generated
+    policy.write_text("log-prompts = true\n")
+    assert settings_of("--policy", str(policy)).log_prompts
+    assert not settings_of("--policy", str(policy), "--no-log-prompts").log_prompts
+    monkeypatch.setenv("DISKPREFIX_LOG_PROMPTS", "false")
+    assert not settings_of("--policy", str(policy)).log_prompts
+    assert settings_of("--log-prompts").log_prompts
 
 
 def test_the_policy_may_come_from_its_variable(monkeypatch: pytest.MonkeyPatch, settings_of: SettingsOf) -> None:
@@ -203,9 +202,7 @@ def test_a_wrong_flag_is_one_line_that_names_it_and_exit_code_2(
     run("serve", *args).assert_refused(2, *words)
 
 
-@pytest.mark.parametrize(
-    ("variable", "value"), [("DISKPREFIX_PORT", "http"), ("DISKPREFIX_REUSE_GENERATED", "sometimes")]
-)
+@pytest.mark.parametrize(("variable", "value"), [("DISKPREFIX_PORT", "http"), ("DISKPREFIX_LOG_PROMPTS", "sometimes")])
 def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
     run("serve").assert_refused(2, variable, value)
@@ -227,8 +224,8 @@ def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, va
         ("kv_cache_codec", '"zip"', "kv_cache_codec: 'zip' is not one of"),
         ("api_keys", '""', "api_keys: it is empty"),
         ("kv_cache_dir", f'"{__file__}"', f"kv_cache_dir: Directory '{__file__}' is a file"),
-        ("reuse_generated", '"yes"', "reuse_generated: must be true or false"),
-        ("reuse-generated", "1", "reuse-generated: must be true or false"),
+        ("log_prompts", '"yes"', "log_prompts: must be true or false"),
+        ("log-prompts", "1", "log-prompts: must be true or false"),
         ("host", "[]", "host: must be a number or a text"),
         ("max_queues", "3", "unknown key 'max_queues'"),
         ("log-level", "'info'", "log-level: is there twice, with - and with _"),

@@ -70,7 +70,6 @@ def request(
     scope: str = "full",
     tenant: Tenant = SHARED,
     save: bool = True,
-    reuse: bool = False,
     constraint: Constraint | None = None,
     shown: frozenset[str] = frozenset(),
     **params: Any,
@@ -81,7 +80,7 @@ def request(
         id=name or f"{len(token_ids)} tokens",
         prompt=Prompt(token_ids),
         sampling=SamplingParams(**sampling),
-        cache=CacheOptions(scope=parse_scope(scope, param="scope"), tenant=tenant, save=save, reuse_generated=reuse),
+        cache=CacheOptions(scope=parse_scope(scope, param="scope"), tenant=tenant, save=save),
         constraint=constraint,
         shown_special_tokens=shown,
     )

@@ -23,9 +23,8 @@ from diskprefix.kv.arena import bytes_for
 from diskprefix.model.exact import latent, runner
 from diskprefix.nouns import Tenant
 from diskprefix.store.maintenance.purge import PurgeFilter, purge
-from diskprefix.tokens import TokenIds, as_token_ids
+from diskprefix.tokens import as_token_ids
 from tests.engine.driving import (
-    BLOCK,
     WORDS,
     Client,
     after_steps,
@@ -336,32 +335,6 @@ def test_a_request_that_is_sent_again_goes_on_where_the_first_was_cancelled(
     (last,) = run_together(engine, [request(tokens(1500))])
     assert last.tokens == expected
     assert sum(sizes) <= 1500 + 12
-
-
-def test_a_request_for_exact_state_gets_none_from_the_memory_of_one_that_restored_a_reply(
-    grid_folder: Path, tmp_path: Path
-) -> None:
-    engine = load(grid_folder, tmp_path / "kv", record=tmp_path / "trace.jsonl")
-
-    def ask(token_ids: TokenIds, max_tokens: int, *, reuse: bool) -> Client:
-        one = request(token_ids, max_tokens=max_tokens)
-        (client,) = run_together(engine, [replace(one, cache=replace(one.cache, reuse_generated=reuse))])
-        engine.cache.settle()
-        assert engine.cache.writer.flush(30)
-        return client
-
-    reply = ask(tokens(2 * BLOCK), 2 * BLOCK + 1, reuse=True).tokens
-    forget_idle(engine.pool)
-    # Its last state is at the end of a block, so memory could go on from there.
-    turn = np.concatenate([tokens(2 * BLOCK), np.array(reply, np.int32), tokens(2 * BLOCK - 1, 1)])
-    ask(turn, 1, reuse=True)
-    following = np.concatenate([turn, tokens(20, 2)])
-    exact = ask(following, 8, reuse=False)
-    assert exact.tokens == alone(engine, request(following, max_tokens=8)).tokens
-    engine.close()
-    noted = [(one.restored, one.source) for one in recorded_requests(tmp_path / "trace.jsonl")]
-    assert noted[:3] == [(0, "none"), (4 * BLOCK, "disk"), (2 * BLOCK, "disk")]
-    assert exact.done.cache.exact
 
 
 # Memory.

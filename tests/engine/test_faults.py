@@ -181,7 +181,6 @@ PLACES: list[tuple[type, str]] = [
     (CachedRequest, "choose"),
     (CachedRequest, "after_step"),
     (CachedRequest, "publish"),
-    (CachedRequest, "after_decode"),
     (CachedRequest, "publish_reply"),
     (CachedRequest, "close"),
     (ServedModel, "record"),
@@ -345,7 +344,7 @@ def test_an_error_of_no_request_ends_the_engine_and_tells_everybody(
     assert "failed unexpectedly" in fatal[0].message
 
 
-@pytest.mark.parametrize("name", ["fetch", "choose", "after_step", "publish", "after_decode", "publish_reply"])
+@pytest.mark.parametrize("name", ["fetch", "choose", "after_step", "publish", "publish_reply"])
 def test_a_lost_device_ends_all_requests_in_any_state(
     name: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

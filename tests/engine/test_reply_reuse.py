@@ -30,7 +30,7 @@ def engine(folder: Path, tmp_path: Path) -> Iterator[Engine]:
 
 
 def run(engine: Engine, token_ids: TokenIds, *, steps: int | None = None, **options: Any) -> list[Event]:
-    defaults: dict[str, Any] = {"reuse": True, "temperature": 1.0, "seed": 1, "max_tokens": 40, "logit_bias": NO_END}
+    defaults: dict[str, Any] = {"temperature": 1.0, "seed": 1, "max_tokens": 40, "logit_bias": NO_END}
     return run_request(engine, request(token_ids, **(defaults | options)), steps=steps)
 
 
@@ -44,30 +44,26 @@ def next_turn(token_ids: TokenIds, reply: list[int]) -> TokenIds:
 
 
 def reply_ends(engine: Engine) -> list[int]:
-    """Returns the ends of the stored nodes that reach into replies. Asserts that the store is sound and exact."""
+    """Returns the ends of the stored nodes that reach into replies. Asserts that the store is sound."""
     engine.cache.settle()
     assert engine.cache.writer.flush(30)
     assert not verify_index(engine.cache.store).problems
     with engine.cache.store.snapshot() as snapshot:
         nodes = [decode_node(name, value) for name, value in snapshot.records("nodes")]
-    assert not any(node.generated for node in nodes)
     return sorted(node.end for node in nodes if node.end > PROMPT)
 
 
-@pytest.mark.parametrize("reuse", [True, False])
 @pytest.mark.parametrize("scope", ["full", "auto:8", "500"])
-def test_the_next_turn_goes_on_from_the_last_computed_token_of_the_reply(
-    engine: Engine, scope: str, reuse: bool
-) -> None:
+def test_the_next_turn_goes_on_from_the_last_computed_token_of_the_reply(engine: Engine, scope: str) -> None:
     token_ids = tokens(PROMPT, 1)
-    first = run(engine, token_ids, scope=scope, reuse=reuse)
+    first = run(engine, token_ids, scope=scope)
     assert len(tokens_of(first)) == 40
     assert report_of(first).saved == "queued"
     assert reply_ends(engine) == [4 * BLOCK, 5 * BLOCK, PROMPT + 39]
     whole = next_turn(token_ids, tokens_of(first))
-    second = run(engine, whole, scope=scope, reuse=reuse)
+    second = run(engine, whole, scope=scope)
     report = report_of(second)
-    assert (report.restored, report.source, report.exact) == (PROMPT + 39, "disk", True)
+    assert (report.restored, report.source) == (PROMPT + 39, "disk")
     assert tokens_of(second) == tokens_of(run(engine, whole, scope="off"))
 
 
@@ -107,8 +103,7 @@ def test_a_reply_that_is_cancelled_is_not_kept(engine: Engine, steps: int) -> No
         run(engine, tokens(PROMPT, 4), steps=steps)
     assert reply_ends(engine) == []
     assert engine.cache.stats()["pending_bytes"] == 0
-    again = report_of(run(engine, tokens(PROMPT, 4)))
-    assert (again.restored, again.exact) == (PROMPT, True)
+    assert report_of(run(engine, tokens(PROMPT, 4))).restored == PROMPT
 
 
 def test_a_reply_that_ends_by_itself_or_by_a_stop_string_is_kept_as_far_as_it_was_run(engine: Engine) -> None:

@@ -99,7 +99,6 @@ class Prompts:
         body |= {"logprobs": 5, "logit_bias": {"2": -100}, "prefix_cache": cache}
         reply = client.post("/v1/completions", json=body).raise_for_status().json()
         report = reply["prefix_cache"]
-        assert report.get("exact", True), report
         return Answered(reply["choices"], report["restored"], report.get("source"))
 
     def cold(self, client: httpx.Client, model: str) -> dict[str, Answered]:

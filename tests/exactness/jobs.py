@@ -99,7 +99,6 @@ class Answer:
     restored: int
     computed: bool
     source: str
-    exact: bool
 
 
 @dataclass(frozen=True)

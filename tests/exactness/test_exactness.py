@@ -212,8 +212,8 @@ def no_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def colliding_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block after the same one has the same name, whatever its tokens."""
 
-    def name(secret: int, parent: bytes, _: TokenIds | bytes, kind: NodeKind, *, generated: bool = False) -> bytes:
-        return node_name(secret, parent, b"", kind, generated=generated)
+    def name(secret: int, parent: bytes, _: TokenIds | bytes, kind: NodeKind) -> bytes:
+        return node_name(secret, parent, b"", kind)
 
     name_nodes(monkeypatch, name)
 

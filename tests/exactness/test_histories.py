@@ -89,7 +89,6 @@ def machine_of(kind: str, hits: Counter[str]) -> type[RuleBasedStateMachine]:
             self.held = prompt
             assert torch.equal(answer.logits, cold_logits(kind, prompt.tobytes()))
             assert answer.report.restored <= answer.report.matched <= len(prompt)
-            assert answer.report.exact
             restored = answer.report.restored
             assert restored >= in_memory
             hits["memory"] += in_memory > 0

@@ -61,7 +61,6 @@ def test_conversations_that_part_anywhere_are_the_cold_runs_bit_for_bit(
         cold = runner.run(prompt, "off", reply=19)
         assert torch.equal(warm.logits, cold.logits), (number, warm.report.restored)
         assert warm.greedy == cold.greedy
-        assert warm.report.exact
         num_inside += bool(warm.report.restored % BLOCK)
         stored += [prompt, np.concatenate([prompt, as_token_ids(warm.greedy)])]
     assert num_inside > 5

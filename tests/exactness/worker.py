@@ -127,9 +127,7 @@ def ask(runner: Runner, job: Job, case: Case, scope: str) -> Answer:
             logits = runner.arena.forward(runner.model, torch.tensor([greedy[-1:]], device=runner.model.device))
             trail.update(logits.float().cpu().numpy().tobytes())
     report = answer.report
-    return Answer(
-        answer.logits, trail.hexdigest(), greedy, report.restored, answer.num_forwards > 0, report.source, report.exact
-    )
+    return Answer(answer.logits, trail.hexdigest(), greedy, report.restored, answer.num_forwards > 0, report.source)
 
 
 def _described(model: PreTrainedModel, runner: Runner) -> Answers:

@@ -187,7 +187,6 @@ def test_props_tell_policy_counts_settings_and_start_up(client: httpx.Client) ->
     after = client.get("/props").json()
     assert before["full_cache"]["state"]["scope"] == "full"
     assert before["settings"]["block_size"] == 16
-    assert before["settings"]["reuse_generated"] is False
     assert before["model"]["max_positions"] == POSITIONS
     assert before["model"]["identity"]["weights_digest"]
     assert before["settings"]["kv_cache_min_tokens"] == 16

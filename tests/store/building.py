@@ -87,12 +87,11 @@ def new_node(
     kind: Kind,
     layout: str,
     *,
-    generated: bool = False,
     replaces: bool = False,
 ) -> NewNode:
     """The node of tokens `start` to `end` of a prompt, whose payload has the size that the layout says."""
     token_ids = prompt[start:end]
-    name = node_name(secret, parent, token_ids, kind, generated=generated)
+    name = node_name(secret, parent, token_ids, kind)
     pieces = PayloadLayout.parse(layout).pieces(len(token_ids), kind)
     seen = prompt[:end] if kind == Kind.CHECKPOINT else token_ids
     payload = payload_of(seen, sum(piece.num_bytes for piece in pieces))
@@ -105,7 +104,6 @@ def new_node(
         payload,
         pieces,
         prefill_s=0.5,
-        generated=generated,
         replaces=replaces,
     )
 
@@ -118,14 +116,13 @@ def publication(
     root: bytes = ROOT,
     layout: str = "",
     checkpoints: Collection[int] = (),
-    generated_from: int | None = None,
     replaces: bool = False,
     end_kind: Kind = Kind.TAIL,
 ) -> Publication:
     """The whole prompt: its full blocks, its tail, its entry and its place in the history.
 
-    `checkpoints`: after how many tokens there is one. From token `generated_from` on it was
-    decoded. `replaces`: see `NewNode`. `end_kind`: a block or a checkpoint ends the prompt without its logits.
+    `checkpoints`: after how many tokens there is one. `replaces`: see `NewNode`. `end_kind`: a
+    block or a checkpoint ends the prompt without its logits.
     """
     layout = layout or layout_of(payload_bytes)
     nodes: list[NewNode] = []
@@ -133,11 +130,7 @@ def publication(
     rest = end - end % BLOCK
 
     def add(start: int, end: int, kind: Kind) -> bytes:
-        generated = generated_from is not None and end > generated_from
-        node = new_node(
-            store.secret, parent, token_ids, start, end, kind, layout, generated=generated, replaces=replaces
-        )
-        nodes.append(node)
+        nodes.append(new_node(store.secret, parent, token_ids, start, end, kind, layout, replaces=replaces))
         return nodes[-1].name
 
     for start in range(0, rest + 1, BLOCK):

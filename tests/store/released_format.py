@@ -38,14 +38,14 @@ def with_waves(node: NewNode) -> NewNode:
 
 
 def write(folder: Path) -> None:
-    """Writes the store into a folder: blocks, a partial one, tails, checkpoints, replies, entries, notes, and pieces in
+    """Writes the store into a folder: blocks, a partial one, tails, checkpoints, entries, notes, and pieces in
     each codec."""
     store = open_store(folder, clock=Clock(1.7e9))
     shared = prompt(1, 3 * BLOCK + 5)
     found: list[tuple[Codec, Publication]] = [
         (Codec.PLANES, publication(store, shared, layout=LAYOUT, checkpoints=[BLOCK + 3, 3 * BLOCK])),
         (Codec.ZSTD, publication(store, np.concatenate([shared[: 2 * BLOCK], prompt(2, BLOCK + 1)]), layout=LAYOUT)),
-        (Codec.RAW, publication(store, prompt(3, 2 * BLOCK), layout=LAYOUT, generated_from=BLOCK + 4)),
+        (Codec.RAW, publication(store, prompt(3, 2 * BLOCK), layout=LAYOUT)),
     ]
     for codec, made in found:
         store.codec = codec
@@ -92,7 +92,7 @@ def node_text(snapshot: Snapshot, name: bytes) -> str:
         out = np.empty((piece.num_rows, piece.row_bytes), dtype=np.uint8)
         decode_piece(stored, piece, piece_seed(name, index), out)
         digest.update(out.tobytes())
-    place = f"{node.parent.hex()} {node.position} {node.kind.value} {node.generated}"
+    place = f"{node.parent.hex()} {node.position} {node.kind.value}"
     return f"{place} {node.token_ids.tolist()} {digest.hexdigest()}"
 
 

@@ -31,7 +31,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def tail(store: Store, token_ids: TokenIds) -> NewNode:
-    return new_node(store.secret, ROOT, token_ids, 0, len(token_ids), Kind.TAIL, LAYOUT, generated=False)
+    return new_node(store.secret, ROOT, token_ids, 0, len(token_ids), Kind.TAIL, LAYOUT)
 
 
 def put(store: Store, nodes: Sequence[NewNode]) -> None:

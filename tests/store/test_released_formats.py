@@ -18,8 +18,8 @@ from tests.store.released_format import FORMATS, contents
 
 RELEASED = sorted(FORMATS.glob("*.mdb.gz"))
 DIGESTS = {
-    "8.json": "c606adda746400c287cb18953267389eea94d838d6759a2d372345e0f657ead9",
-    "8.mdb.gz": "98a80eb66bd60816c6f69dcce4d82e70a15672e668bea5c6ef691300832795c9",
+    "8.json": "9dbe7feac123aa53793650a7bda32465fbdb47f6d8993ac83834e7c5bd4cdeca",
+    "8.mdb.gz": "26c6260bdfd6acffd45cad9d98a98b977c6f455e86788257042a4875eecba188",
 }
 
 

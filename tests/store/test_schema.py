@@ -34,9 +34,9 @@ from diskprefix.tokens import block_hash, checksum
 NAME = b"n" * 16
 
 
-def record(num_tokens: int = 3, kind: Kind = Kind.TAIL, *, generated: bool = False) -> NodeRecord:
+def record(num_tokens: int = 3, kind: Kind = Kind.TAIL) -> NodeRecord:
     tokens = np.arange(num_tokens, dtype=np.int32)
-    return NodeRecord(b"p" * 16, b"r" * 16, 512, tokens, kind, 5, 1000, 800, generated)
+    return NodeRecord(b"p" * 16, b"r" * 16, 512, tokens, kind, 5, 1000, 800)
 
 
 def test_a_node_record_has_the_documented_bytes() -> None:
@@ -52,27 +52,24 @@ def test_a_node_record_has_the_documented_bytes() -> None:
     assert np.frombuffer(value[72:], "<i4").tolist() == [0, 1, 2]
 
 
-def test_a_generated_checkpoint_has_the_documented_bytes() -> None:
-    value = encode_node(NAME, record(0, Kind.CHECKPOINT, generated=True))
+def test_a_checkpoint_has_the_documented_bytes() -> None:
+    value = encode_node(NAME, record(0, Kind.CHECKPOINT))
     assert len(value) == 72
-    assert value[40:48] == bytes([2, 1, 5, 0, 0, 0, 0, 0])
-    assert decode_node(NAME, value).generated
+    assert value[40:48] == bytes([2, 0, 5, 0, 0, 0, 0, 0])
     assert node_kind(value) == Kind.CHECKPOINT
 
 
-@pytest.mark.parametrize(("at", "byte"), [(40, 3), (41, 2), (41, 3), (41, 128)])
-def test_an_unknown_kind_or_flag_under_a_good_checksum_is_refused(at: int, byte: int) -> None:
+def test_an_unknown_kind_under_a_good_checksum_is_refused() -> None:
     value = bytearray(encode_node(NAME, record()))
-    value[at] = byte
+    value[40] = 3
     value[64:72] = checksum(NAME + value[:64] + value[72:]).to_bytes(8, "little")
     with pytest.raises(StoreCorrupt, match="claims 3 tokens of kind"):
         decode_node(NAME, bytes(value))
 
 
-def test_tails_checkpoints_and_generated_nodes_have_names_of_their_own() -> None:
+def test_tails_and_checkpoints_have_names_of_their_own() -> None:
     ids = np.arange(16, dtype=np.int32)
-    names = {node_name(7, NAME, ids, kind, generated=mark) for kind in Kind for mark in (False, True)}
-    assert len(names) == 6
+    assert len({node_name(7, NAME, ids, kind) for kind in Kind}) == 3
     assert node_name(7, NAME, ids, Kind.BLOCK) == block_hash(7, NAME, ids)
     assert node_name(7, NAME, b"", Kind.CHECKPOINT) != node_name(7, NAME, b"", Kind.TAIL)
 
@@ -93,7 +90,6 @@ def test_a_node_is_told_from_any_other_by_parent_place_kind_and_tokens() -> None
     assert not is_node(value, b"p" * 16, 512, Kind.BLOCK, ids.tobytes())
     assert not is_node(value, b"p" * 16, 512, Kind.TAIL, (ids + 1).tobytes())
     assert not is_node(value, b"p" * 16, 512, Kind.TAIL, ids[:2].tobytes())
-    assert not is_node(value, b"p" * 16, 512, Kind.TAIL, ids.tobytes(), generated=True)
     assert not is_node(value[:40], b"p" * 16, 512, Kind.TAIL, b"")
 
 

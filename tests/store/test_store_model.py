@@ -71,16 +71,15 @@ TO_THE_TOKEN = b"c" * 16
 class Prompt(NamedTuple):
     """A prompt under one root: a choice for each full block, so that prompts share, branch and extend; and a rest.
 
-    `points`: after how many blocks there is a checkpoint, if its model has states. All but the first `num_exact` blocks
-    were generated. `ttl_s`: how long the request asks to keep it. `group`: in which it is remembered. `has_logits`:
-    whether those at the end of a prompt that restores to the token are kept.
+    `points`: after how many blocks there is a checkpoint, if its model has states. `ttl_s`: how long the request asks
+    to keep it. `group`: in which it is remembered. `has_logits`: whether those at the end of a prompt that restores to
+    the token are kept.
     """
 
     root: bytes
     blocks: tuple[int, ...]
     num_rest: int
     points: frozenset[int] = frozenset()
-    num_exact: int = 9
     ttl_s: float | None = None
     group: bytes = b""
     has_logits: bool = True
@@ -98,7 +97,6 @@ prompts = st.builds(
     st.lists(st.integers(0, 2), min_size=1, max_size=4).map(tuple),
     st.integers(0, 2),
     st.frozensets(st.integers(1, 4), max_size=3),
-    st.sampled_from([9, 9, 2, 0]),
     st.sampled_from([None, None, 250.0, 600.0]),
     st.sampled_from([b"", b"together"]),
     st.booleans(),
@@ -125,13 +123,12 @@ def publication_of(store: Store, prompt: Prompt, first: int = 0, end: int | None
         root=prompt.root,
         layout=layout,
         checkpoints=points,
-        generated_from=None if prompt.root == TO_THE_TOKEN else BLOCK * prompt.num_exact,
         replaces=prompt.root == TO_THE_TOKEN,
         end_kind=Kind.BLOCK if prompt.root == TO_THE_TOKEN and not prompt.has_logits else Kind.TAIL,
     )
     nodes = []
     for node in whole.nodes:
-        prefix = token_ids[: node.position + len(node.token_ids)].tobytes() + bytes([node.kind, node.generated])
+        prefix = token_ids[: node.position + len(node.token_ids)].tobytes() + bytes([node.kind])
         own = memoryview(payload(prompt.root, prefix, len(node.payload)))
         nodes.append(replace(node, payload=own, ttl_s=prompt.ttl_s))
     if prompt.num_rest == 0 and nodes[-1].kind == Kind.TAIL:
@@ -316,7 +313,7 @@ def write(store: Store, prompt: Prompt, first: int, codec: Codec, end: int | Non
 
 def is_there(snapshot: Snapshot, node: NewNode) -> bool:
     token_ids = node.token_ids.tobytes()
-    return snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated)
+    return snapshot.has(node.name, node.parent, node.position, node.kind, token_ids)
 
 
 def forget(store: Store, selection: PurgeFilter, now: float) -> int:

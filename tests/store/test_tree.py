@@ -72,7 +72,7 @@ def test_a_path_with_a_missing_block_and_a_node_under_another_name_are_errors(st
     store.close()
     with damaged(tmp_path) as records:
         records.delete("nodes", pub.nodes[1].name)
-        records.change_node(other.nodes[0].name, generated=True)
+        records.change_node(other.nodes[0].name, kind=Kind.TAIL)
     store = open_store(tmp_path)
     with store.snapshot() as snapshot:
         tree = PrefixTree(snapshot, store.secret)

@@ -233,9 +233,8 @@ def _signed(path: str, content: bytes) -> bytes:
 
 def _bundles(_folder: Path) -> Iterable[bytes]:
     for number, slot in enumerate(_SLOTS):
-        nodes = list(slot_nodes(_PROMPT, replace_rest(slot)))
-        if slot.is_rest:
-            nodes = [_PROMPT.partial_block(nodes[-1].name if nodes else _PROMPT.root, len(_PROMPT.token_ids))]
+        is_rest, end = slot.is_rest, len(_PROMPT.token_ids)
+        nodes = [_PROMPT.partial_block(end)] if is_rest else list(slot_nodes(_PROMPT, slot))
         payloads = []
         for node in nodes:
             size = sum(cut.piece.num_bytes for cut in _PROMPT.cuts(node))
@@ -247,10 +246,6 @@ def _bundles(_folder: Path) -> Iterable[bytes]:
         header = whole[PREAMBLE_BYTES + len(path.encode()) : PREAMBLE_BYTES + num_signed]
         yield bytes([number]) + whole
         yield bytes([16 + number]) + struct.pack("<H", len(header)) + header + whole[PREAMBLE_BYTES + num_signed :]
-
-
-def replace_rest(slot: BundleSlot) -> BundleSlot:
-    return BundleSlot(0, slot.last) if slot.is_rest else slot
 
 
 _FORMATS = {Element.BF16: BF16, Element.FP16: FP16, Element.FP32: FP32}
@@ -534,7 +529,7 @@ def _toml(act: Callable[[Path], object], folder: Path) -> Check:
 
 def _policies(_folder: Path) -> Iterable[bytes]:
     yield b'disk_prefix_cache = "auto:30"\nkv_cache_budget = "20GiB"\nblock_size = 256\n'
-    yield b'kv-cache-codec = "planes"\nidle_unload = "30m"\nreuse-generated = true\n'
+    yield b'kv-cache-codec = "planes"\nidle_unload = "30m"\nlog-prompts = true\n'
 
 
 def _models(_folder: Path) -> Iterable[bytes]:

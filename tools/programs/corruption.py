@@ -83,7 +83,6 @@ class Saved:
     layout: str
     root: bytes
     checkpoints: tuple[int, ...] = ()
-    generated_from: int | None = None
     end_kind: Kind = Kind.TAIL
 
     def publication(self, store: Store) -> Publication:
@@ -93,7 +92,6 @@ class Saved:
             layout=self.layout,
             root=self.root,
             checkpoints=self.checkpoints,
-            generated_from=self.generated_from,
             end_kind=self.end_kind,
         )
 
@@ -151,7 +149,7 @@ class Failure(Exception):
 
 def saved_prompts() -> list[Saved]:
     """Prompts of 3 to 6 blocks that share beginnings, under two roots, and two with large blocks. Before them two of a
-    model with states: the second shares checkpoints of the first and goes on into a reply."""
+    model with states: the second shares checkpoints of the first and goes on otherwise."""
     shared = [prompt(seed, 2 * BLOCK) for seed in (1, 2)]
     prompts = [
         Saved(_join(shared[i % 2], prompt(10 + i, BLOCK + 5 + 9 * i)), SMALL, ROOT if i < 6 else OTHER_ROOT)
@@ -162,7 +160,7 @@ def saved_prompts() -> list[Saved]:
     points = (BLOCK, 2 * BLOCK, 4 * BLOCK)
     return [
         Saved(whole, HYBRID, b"h" * 16, points),
-        Saved(reply, HYBRID, b"h" * 16, points, generated_from=3 * BLOCK),
+        Saved(reply, HYBRID, b"h" * 16, points),
         *prompts,
     ]
 
@@ -283,7 +281,7 @@ def _is_stored(snapshot: Snapshot, writer: Writer, node: NewNode) -> bool:
     """Returns whether a node can be restored. The writer removes a damaged one."""
     try:
         token_ids = node.token_ids.tobytes()
-        if not snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated):
+        if not snapshot.has(node.name, node.parent, node.position, node.kind, token_ids):
             return False
         for index in range(len(node.pieces)):
             stored = snapshot.piece(node.name, index)

@@ -28,8 +28,7 @@ from diskprefix.tokens import TokenIds, common_prefix_length
 log = logging.getLogger("diskprefix")
 
 _TRIES = 64
-"""Nodes that are tried to find one that shares a part of the prompt. Few are of no use: damaged ones, and generated
-ones that the request did not ask for."""
+"""Nodes that are tried to find one that shares a part of the prompt. Few are of no use: damaged ones."""
 
 
 def publisher(
@@ -104,7 +103,7 @@ class BufferView:
 
 
 def _node(found: NewNode) -> Node:
-    return Node(found.name, found.parent, found.position, len(found.token_ids), found.kind, found.generated)
+    return Node(found.name, found.parent, found.position, len(found.token_ids), found.kind)
 
 
 def _copy(raw: memoryview, out: Bytes) -> None:
@@ -144,9 +143,7 @@ class DiskView:
         if node.name in self.damaged:
             return False
         try:
-            return self._snapshot.has(
-                node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated
-            )
+            return self._snapshot.has(node.name, node.parent, node.position, node.kind, token_ids)
         except StoreCorrupt as error:
             self.drop(node, error)
             return False
@@ -155,7 +152,7 @@ class DiskView:
         for name in islice(self._snapshot.similar_children(parent, token_ids.tobytes()), _TRIES):
             record = self._sound_record(name, parent)
             if record is not None and record.parent == parent:
-                node = Node(name, parent, record.position, record.num_tokens, record.kind, record.generated)
+                node = Node(name, parent, record.position, record.num_tokens, record.kind)
                 yield node, record.token_ids
 
     def num_children(self, parent: bytes) -> int:

@@ -8,18 +8,17 @@ from typing import NamedTuple
 
 from diskprefix.store.pieces import Cut, PayloadLayout
 from diskprefix.store.schema import Kind, checkpoint_names, node_name
-from diskprefix.tokens import ID_BYTES, TokenIds, block_hashes, floor_to_grid
+from diskprefix.tokens import ID_BYTES, TokenIds, block_hashes
 
 
 class Node(NamedTuple):
-    """A stretch of the prompt and its name in the tree. `generated`: see `store.schema`."""
+    """A stretch of the prompt and its name in the tree."""
 
     name: bytes
     parent: bytes
     position: int
     num_tokens: int
     kind: Kind
-    generated: bool = False
 
     @property
     def end(self) -> int:
@@ -49,57 +48,53 @@ class PromptNodes:
         """The number of full blocks."""
         return len(self.token_ids) // self.block_size
 
-    def block(self, parent: bytes, index: int, *, generated: bool = False) -> Node:
-        """Returns the full block number `index`, which continues `parent`."""
-        known = self._blocks[index]
-        if not generated and known.parent == parent:
-            return known
-        return self._node(parent, known.position, known.end, Kind.BLOCK, generated)
+    def parent(self, num_blocks: int) -> bytes:
+        """Returns the name of the node that others behind the first `num_blocks` blocks continue."""
+        return self.block_names[num_blocks - 1] if num_blocks else self.root
 
-    def partial_block(self, parent: bytes, end: int) -> Node:
-        """Returns the block that continues `parent` and ends at `end`, before it is full."""
-        return self._node(parent, floor_to_grid(end, self.block_size), end, Kind.BLOCK, generated=False)
+    def partial_block(self, end: int) -> Node:
+        """Returns the block that ends at `end`, before it is full."""
+        return self._last_node(end, Kind.BLOCK)
 
-    def other(self, parent: bytes, index: int, token_ids: bytes, kind: Kind) -> Node:
-        """Returns the node behind `index` blocks that continues `parent` with other token ids than the prompt's (int32,
-        little-endian)."""
+    def behind(self, num_blocks: int, token_ids: bytes, kind: Kind) -> Node:
+        """Returns the node that continues the first `num_blocks` blocks with these token ids (int32, little-endian),
+        which may be others than the prompt's."""
+        parent = self.parent(num_blocks)
         name = node_name(self._secret, parent, token_ids, kind)
-        return Node(name, parent, index * self.block_size, len(token_ids) // ID_BYTES, kind)
+        return Node(name, parent, num_blocks * self.block_size, len(token_ids) // ID_BYTES, kind)
 
     @cached_property
     def block_names(self) -> list[bytes]:
-        """The names of all full blocks, as a prefill from position 0 makes them."""
+        """The names of all full blocks."""
         return block_hashes(self._secret, self.root, self._bytes, self.block_size)
 
     @cached_property
-    def _blocks(self) -> list[Node]:
-        """The full blocks with these names."""
+    def blocks(self) -> list[Node]:
+        """The full blocks."""
         parents = [self.root, *self.block_names]
         size = self.block_size
         return [Node(name, parents[i], i * size, size, Kind.BLOCK) for i, name in enumerate(self.block_names)]
 
     @property
     def end_id(self) -> str:
-        """A text that identifies the end of the prompt, if no block is generated."""
-        parent = self.block_names[-1] if self.num_blocks else self.root
-        return parent.hex() + self._bytes[ID_BYTES * self.num_blocks * self.block_size :].hex()
+        """A text that identifies the end of the prompt."""
+        return self.parent(self.num_blocks).hex() + self._bytes[ID_BYTES * self.num_blocks * self.block_size :].hex()
 
-    def checkpoint(self, parent: bytes, end: int, *, generated: bool = False) -> Node:
-        """Returns the checkpoint at `end`. It holds the tokens behind `parent`, the last whole block before it."""
-        return self._node(parent, floor_to_grid(end, self.block_size), end, Kind.CHECKPOINT, generated)
+    def checkpoint(self, end: int) -> Node:
+        """Returns the checkpoint at `end`. It holds the tokens behind the last whole block before it."""
+        return self._last_node(end, Kind.CHECKPOINT)
 
-    def checkpoints(self, parent: bytes, num_blocks: int, most: int) -> Iterator[Node]:
-        """Yields the nodes that may hold the states behind the first `num_blocks` blocks, of which `parent` is the
-        last, and before the next one ends: checkpoints, and the tails of shorter prompts. They end at `most` at the
-        latest. The longest come first."""
-        start = num_blocks * self.block_size
+    def checkpoints(self, num_blocks: int, most: int) -> Iterator[Node]:
+        """Yields the nodes that may hold the states behind the first `num_blocks` blocks, and before the next one ends:
+        checkpoints, and the tails of shorter prompts. They end at `most` at the latest. The longest come first."""
+        parent, start = self.parent(num_blocks), num_blocks * self.block_size
         token_ids = self._bytes[ID_BYTES * start : ID_BYTES * min(most, start + self.block_size - 1)]
         for num_tokens, names in reversed(list(enumerate(checkpoint_names(self._secret, parent, token_ids)))):
             yield from (Node(name, parent, start, num_tokens, kind) for kind, name in names)
 
-    def tail(self, parent: bytes, index: int, *, generated: bool = False) -> Node:
-        """Returns the tail behind `index` full blocks: 0 to `block_size - 1` tokens, and the next-token logits."""
-        return self._node(parent, index * self.block_size, len(self.token_ids), Kind.TAIL, generated)
+    def tail(self) -> Node:
+        """Returns the tail behind the full blocks: 0 to `block_size - 1` tokens, and the next-token logits."""
+        return self._last_node(len(self.token_ids), Kind.TAIL)
 
     def tokens(self, node: Node) -> TokenIds:
         return self.token_ids[node.position : node.end]
@@ -115,7 +110,8 @@ class PromptNodes:
     def payload_bytes(self, node: Node) -> int:
         return self.layout.payload_bytes(node.num_tokens, node.kind)
 
-    def _node(self, parent: bytes, start: int, end: int, kind: Kind, generated: bool) -> Node:
-        token_ids = self._bytes[ID_BYTES * start : ID_BYTES * end]
-        name = node_name(self._secret, parent, token_ids, kind, generated=generated)
-        return Node(name, parent, start, end - start, kind, generated)
+    def _last_node(self, end: int, kind: Kind) -> Node:
+        """Returns the node of the tokens behind the last whole block before `end`."""
+        num_blocks, num_tokens = divmod(end, self.block_size)
+        token_ids = self._bytes[ID_BYTES * (end - num_tokens) : ID_BYTES * end]
+        return self.behind(num_blocks, token_ids, kind)

@@ -74,7 +74,7 @@ async def answer_with_readings(request: Request, model: type[B], make: Make[B], 
         serving.require_model(body.model)
         purpose: Purpose = request.app.state.purpose
         purpose.require()
-        cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant, reuse_generated=False)
+        cache = cache_options(body, scope=serving.scope, caller=context.caller.tenant)
         serving.engine.give_way()
         prompts, reading = await daemon.threads.run(place.rendering, _rendered, partial(make, serving, purpose, body))
         # It takes long for a tenant who was not here lately.

@@ -1,9 +1,8 @@
 """Exports one saved prompt from a store into a file, and imports it into another store.
 
-Generated state is not exported, because it is not what a prefill computes, nor is the time to live. Both work node by
-node, so memory does not grow with the entry. An export takes a new snapshot for each node, because an open snapshot
-keeps a daemon from reusing pages. An import may write several publications, the entry with the last one, so a kill
-leaves a shorter prefix of the same prompt.
+The time to live is not exported. Both work node by node, so memory does not grow with the entry. An export takes a new
+snapshot for each node, because an open snapshot keeps a daemon from reusing pages. An import may write several
+publications, the entry with the last one, so a kill leaves a shorter prefix of the same prompt.
 """
 
 from __future__ import annotations
@@ -274,13 +273,6 @@ def _read_entry(snapshot: Snapshot, secret: int, name: bytes) -> tuple[Manifest,
 
 def _require_exportable(name: bytes, nodes: list[tuple[bytes, NodeRecord]], has_states: bool) -> None:
     """Raises `SettingsError`."""
-    generated = next((node for _, node in nodes if node.generated), None)
-    if generated is not None:
-        raise SettingsError(
-            f"entry {name.hex()} holds a reply from token {generated.position} on, computed token by token, which no "
-            "prefill repeats bit for bit; such state is not exported. Send the prompt without reuse of replies, and "
-            "export what that saves"
-        )
     if has_states and all(node.kind == Kind.BLOCK for _, node in nodes):
         raise SettingsError(
             f"entry {name.hex()} has lost the checkpoint that it could be restored at; send the prompt again, then "

@@ -45,8 +45,6 @@ def export(
     head_dim] and the model's dtype. token_ids has the prompt, logits the scores of the next token. For layers whose
     state exists at one position only, the file has all checkpoints: layers.0.conv0 and so on, with a row for each.
 
-    The state of replies (--reuse-generated) is not exported, because it differs from that of a prefill.
-
     The prompt keeps its tenant: in the other store, only requests with the same key and salt can use it.
 
     This is safe beside a running daemon. Every block is verified. If one is damaged, no file is written. The file

@@ -92,13 +92,9 @@ def ends(size: int, first: int, num_blocks: int, *, with_tail: bool) -> list[Bun
 
 def slot_nodes(nodes: PromptNodes, slot: BundleSlot) -> Iterator[Node]:
     """Yields the nodes that a bundle in this place has, without the checkpoints, which it may have."""
-    parent = _parent(nodes, slot.first)
-    for index in range(slot.first, slot.last):
-        block = nodes.block(parent, index)
-        yield block
-        parent = block.name
+    yield from nodes.blocks[slot.first : slot.last]
     if slot.has_tail:
-        yield nodes.tail(parent, slot.last)
+        yield nodes.tail()
 
 
 def most_bytes(nodes: PromptNodes, slot: BundleSlot) -> int:
@@ -121,21 +117,11 @@ def slot_path(key: NamespaceKey, nodes: PromptNodes, slot: BundleSlot) -> str:
     """Returns the path of the bundle in this place: it is named by its last node, and ends with the number of blocks
     before its end."""
     if slot.is_rest:
-        name = f"{rest_parent(nodes, slot).hex()}{REST}"
+        name = f"{nodes.parent(slot.last).hex()}{REST}"
     else:
         *_, last = slot_nodes(nodes, slot)
         name = last.name.hex()
     return object_path(key, nodes.root, f"{name}.{slot.last}")
-
-
-def rest_parent(nodes: PromptNodes, slot: BundleSlot) -> bytes:
-    """Returns the name of the node that a partial block continues."""
-    return _parent(nodes, slot.last)
-
-
-def _parent(nodes: PromptNodes, num_blocks: int) -> bytes:
-    """Returns the name of the last of the first `num_blocks` blocks; that of the root for 0."""
-    return nodes.block_names[num_blocks - 1] if num_blocks else nodes.root
 
 
 def encode_bundle(
@@ -180,7 +166,7 @@ def require_prompt(nodes: PromptNodes, slot: BundleSlot, header: Header) -> list
     for one in header.nodes:
         if one.kind == Kind.CHECKPOINT and found and found[-1].kind == Kind.BLOCK:
             # The prompt may leave its tokens: then it is of no use to this one.
-            node = _other(nodes, found[-1].name, found[-1].end, one)
+            node = _other(nodes, found[-1].end // nodes.block_size, one)
         elif expected:
             node = expected.pop(0)
         else:
@@ -200,18 +186,18 @@ def _require_rest(nodes: PromptNodes, slot: BundleSlot, header: Header) -> Node:
     (one,) = header.nodes if len(header.nodes) == 1 else (None,)
     if one is None or one.kind != Kind.BLOCK or not one.token_ids:
         raise ObjectRefused("mismatch", "it is no partial block")
-    node = _other(nodes, rest_parent(nodes, slot), slot.last * nodes.block_size, one)
+    node = _other(nodes, slot.last, one)
     if (one.name, one.parent, one.position, one.kind) != (node.name, node.parent, node.position, node.kind):
         raise ObjectRefused("mismatch", "it has another node than its name says")
     _require_pieces(nodes, node, one)
     return node
 
 
-def _other(nodes: PromptNodes, parent: bytes, position: int, one: BundledNode) -> Node:
-    """Returns the node of a bundle that continues `parent` with a part of a block, as its tokens name it."""
+def _other(nodes: PromptNodes, num_blocks: int, one: BundledNode) -> Node:
+    """Returns the node of a bundle with a part of the block behind the first `num_blocks`, as its tokens name it."""
     if len(one.token_ids) % ID_BYTES or len(one.token_ids) // ID_BYTES >= nodes.block_size:
         raise ObjectRefused("mismatch", f"node {one.name.hex()} has too many tokens")
-    return nodes.other(parent, position // nodes.block_size, one.token_ids, Kind(one.kind))
+    return nodes.behind(num_blocks, one.token_ids, Kind(one.kind))
 
 
 def _require_pieces(nodes: PromptNodes, node: Node, one: BundledNode) -> None:

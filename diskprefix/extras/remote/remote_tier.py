@@ -233,4 +233,4 @@ class RemoteTier:
 def _num_near(nodes: PromptNodes, tiers: Sequence[Tier]) -> int:
     """Returns the number of a prompt's first blocks that the nearer tiers have. Raises `CacheError`."""
     with open_views(tiers) as views:
-        return first_blocks(nodes, views, nodes.num_blocks)[0]
+        return first_blocks(nodes, views, nodes.num_blocks)

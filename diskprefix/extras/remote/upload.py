@@ -17,7 +17,6 @@ from diskprefix.extras.remote.bundle import (
     blocks_per_bundle,
     encode_bundle,
     object_path,
-    rest_parent,
     slot_nodes,
     slot_path,
     whole_bundles,
@@ -85,16 +84,10 @@ def _nearest(nodes: PromptNodes, views: Sequence[View], node: Node) -> View | No
     return next((view for view in views if view.has(node, nodes.token_bytes(node))), None)
 
 
-def first_blocks(nodes: PromptNodes, views: Sequence[View], most: int) -> tuple[int, bytes]:
-    """Returns the number of a prompt's first blocks that the views have without a gap, at most `most`, and the name of
-    the last one (that of the root if there is none)."""
-    name = nodes.root
-    for number in range(most):
-        block = nodes.block(name, number)
-        if _nearest(nodes, views, block) is None:
-            return number, name
-        name = block.name
-    return most, name
+def first_blocks(nodes: PromptNodes, views: Sequence[View], most: int) -> int:
+    """Returns the number of a prompt's first blocks that the views have without a gap, at most `most`."""
+    missing = (number for number in range(most) if _nearest(nodes, views, nodes.blocks[number]) is None)
+    return next(missing, most)
 
 
 def _stored(upload: Upload) -> tuple[int, bool]:
@@ -102,9 +95,9 @@ def _stored(upload: Upload) -> tuple[int, bool]:
     nodes = upload.nodes
     with open_views(upload.tiers) as views:
         num_wanted = upload.num_tokens // nodes.block_size
-        number, parent = first_blocks(nodes, views, num_wanted)
+        number = first_blocks(nodes, views, num_wanted)
         is_whole = number == num_wanted and upload.num_tokens == len(nodes.token_ids)
-        return number, is_whole and _nearest(nodes, views, nodes.tail(parent, number)) is not None
+        return number, is_whole and _nearest(nodes, views, nodes.tail()) is not None
 
 
 def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
@@ -125,7 +118,7 @@ def _payloads(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memor
 def _checkpoint_behind(upload: Upload, views: Sequence[View], block: Node) -> Iterator[tuple[Node, bytes, memoryview]]:
     """Yields the last checkpoint of the offered tokens that continues a block, if there is one."""
     nodes = upload.nodes
-    behind = nodes.checkpoints(block.name, block.end // nodes.block_size, upload.num_tokens)
+    behind = nodes.checkpoints(block.end // nodes.block_size, upload.num_tokens)
     for checkpoint in (node for node in behind if node.kind == Kind.CHECKPOINT):
         if (view := _nearest(nodes, views, checkpoint)) is not None:
             yield checkpoint, nodes.token_bytes(checkpoint), _read(nodes, checkpoint, view)
@@ -134,16 +127,16 @@ def _checkpoint_behind(upload: Upload, views: Sequence[View], block: Node) -> It
 
 def _rest(upload: Upload, slot: BundleSlot) -> list[tuple[Node, bytes, memoryview]]:
     """Returns what a partial block behind `slot` has of the offered tokens, as far as either has tokens; or nothing."""
-    nodes, parent = upload.nodes, rest_parent(upload.nodes, slot)
+    nodes = upload.nodes
     behind = nodes.token_ids[slot.last * nodes.block_size : upload.num_tokens]
     with open_views(upload.tiers) as views:
         for view in views:
-            for node, token_ids in view.similar(parent, behind):
-                is_partial = node.kind == Kind.BLOCK and node.num_tokens < nodes.block_size and not node.generated
+            for node, token_ids in view.similar(nodes.parent(slot.last), behind):
+                is_partial = node.kind == Kind.BLOCK and node.num_tokens < nodes.block_size
                 num_common = common_prefix_length(token_ids, behind)
                 if is_partial and num_common == min(len(token_ids), len(behind)):
                     common = token_ids[:num_common].tobytes()
-                    offered = nodes.other(parent, slot.last, common, Kind.BLOCK)
+                    offered = nodes.behind(slot.last, common, Kind.BLOCK)
                     return [(offered, common, _first_tokens(nodes, _read(nodes, node, view), node, num_common))]
     return []
 

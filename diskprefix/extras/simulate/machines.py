@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from diskprefix.cache.tiers.nodes import Node, PromptNodes
+from diskprefix.cache.tiers.nodes import PromptNodes
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.object_store import GIB_MONTH_DOLLARS, SimulatedBucket, sweep_s
 from diskprefix.extras.simulate.simulated_store import NewEntry
@@ -178,7 +178,7 @@ class _Machine:
 
     def _keep(self, request: TraceRequest, nodes: PromptNodes, indices: range) -> None:
         """Stores fetched blocks on this machine. They fit, because they fitted on the machine that put them."""
-        blocks = [_block(nodes, index) for index in indices]
+        blocks = [nodes.blocks[index] for index in indices]
         per_token, is_token = self.policy.seconds_per_token, self.geometry.state_kind == "token"
         entries = [
             NewEntry(
@@ -222,11 +222,6 @@ class _Machine:
         use only if a part of it can be restored."""
         is_token = self.geometry.state_kind == "token"
         return nodes.num_blocks if is_token else (len(nodes.token_ids) - 1) // self.policy.block_size
-
-
-def _block(nodes: PromptNodes, index: int) -> Node:
-    parent = nodes.block_names[index - 1] if index else nodes.root
-    return nodes.block(parent, index)
 
 
 def setups(machines: Sequence[int], spreads: Sequence[Spread], rules: Sequence[WriteRule]) -> list[Setup]:

@@ -65,7 +65,6 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     caller: str = ""
     save: bool = True
     ttl_s: _Amount | None = None
-    reuse_generated: bool = False
     output_tokens: _Count = 0
     reply_tokens: Annotated[int, msgspec.Meta(ge=0, le=_MOST_TOKENS)] = 0
     boundaries: list[int] = []

@@ -121,7 +121,6 @@ class RequestRecorder:
             own_scope=options.scope != self._default_scope,
             save=options.save,
             ttl_s=options.ttl_s,
-            reuse_generated=options.reuse_generated,
             model=self._settings.served_model_name or "",
             took_s=round(took_s, 3),
             output_tokens=output_tokens,

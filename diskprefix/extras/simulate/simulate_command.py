@@ -205,8 +205,8 @@ def simulate(
     times to live that single requests set apply in every row. Each model of a recording has a table and a store of its
     own.
 
-    --kv-cache-gate, --reuse-generated, --kv-cache-min-free and --kv-cache-write-buffer are not simulated: everything
-    that is found is restored, and writing takes no time.
+    --kv-cache-gate, --kv-cache-min-free and --kv-cache-write-buffer are not simulated: everything that is found is
+    restored, and writing takes no time.
 
     \b
     TRACE is a file with one JSON object on each line:

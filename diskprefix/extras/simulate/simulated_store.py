@@ -140,7 +140,7 @@ class SimulatedStore:
         for num_blocks, parent in enumerate([nodes.root, *nodes.block_names[: last.position // nodes.block_size]]):
             if num_blocks and self.num_children(parent) < 2:
                 continue
-            for node in nodes.checkpoints(parent, num_blocks, last.end):
+            for node in nodes.checkpoints(num_blocks, last.end):
                 row = self._rows.get(node.name)
                 if row is None or node.name == last.name:
                     continue

@@ -36,7 +36,7 @@ from diskprefix.units import counted
 _ALONE = "With --alone: "
 _NOT_LOADED = {"pending_bytes": 0, "saved_bytes": 0, "dropped": 0, "evicted_blocks": 0, "error": None}
 """The counts of a model that the first prompt loads."""
-_NOT_OF_WARM = {"disk_prefix_cache", "reuse_generated", "record"}
+_NOT_OF_WARM = {"disk_prefix_cache", "record"}
 """Settings without a meaning for `warm`: --scope decides what is kept, and nobody else sends requests."""
 _BOTH = "model"
 """The setting that also goes with a daemon."""

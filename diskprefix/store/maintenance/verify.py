@@ -237,9 +237,6 @@ class RecordCheck:
         if (parent.root, parent.end, parent.kind) != (node.root, node.position, Kind.BLOCK):
             where = f"at token {node.position}, the block {node.parent.hex()} that it continues ends at {parent.end}"
             return f"it starts {where}, or is of another kind or root"
-        # A node that continues generated state is generated. A checkpoint is generated if and only if its block is.
-        if node.generated < parent.generated or (node.kind == Kind.CHECKPOINT and node.generated != parent.generated):
-            return f"it and the block {node.parent.hex()} that it continues do not agree on what is generated"
         return None
 
     def _wrong_shape(self, node: NodeRecord) -> str | None:

@@ -60,7 +60,7 @@ def tier_of(request: pytest.FixtureRequest, store: Store) -> Callable[[Publicati
 
 
 def node_of(node: NewNode) -> Node:
-    return Node(node.name, node.parent, node.position, len(node.token_ids), node.kind, node.generated)
+    return Node(node.name, node.parent, node.position, len(node.token_ids), node.kind)
 
 
 def nodes_of(store: Store) -> PromptNodes:
@@ -81,7 +81,6 @@ def test_a_tier_has_a_node_only_with_its_tokens_its_place_and_its_parent(
         (node._replace(parent=b"p" * 16), ids),
         (node._replace(position=0), ids),
         (node._replace(kind=Kind.BLOCK), ids),
-        (node._replace(generated=True), ids),
     ]
     for other, its in others:
         with tier_of(pub).view() as view:

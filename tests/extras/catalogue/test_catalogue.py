@@ -171,7 +171,6 @@ def test_a_table_has_its_own_settings_beside_those_of_the_daemon(tmp_path: Path)
         ('[a]\nmodel = "x"\nidle_unload = true', "a.idle_unload: must be a duration"),
         ('[a]\nmodel = "x"\nkv_memory = "much"', "a.kv_memory: 'much' is not a size"),
         ('[a]\nmodel = "x"\nkv_memory = [1]', "a.kv_memory: must be a number or a text"),
-        ('[a]\nmodel = "x"\nreuse_generated = "on"', "a.reuse_generated: must be true or false"),
         ('[a]\nmodel = "x"\nport = 80', "a.port: unknown key"),
         ('[a]\nmodel = "x"\nweights = "int3"', "a.weights: "),
         ('[a]\nmodel = "x"\nkv-memory = 1000000000\nkv_memory = 1000000000', "is there twice"),

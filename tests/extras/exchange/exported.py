@@ -62,7 +62,6 @@ def entry_of(
     model: str = "tiny",
     with_tail: bool = True,
     checkpoints: Collection[int] = (),
-    generated_from: int | None = None,
     replaces: bool = False,
 ) -> Publication:
     """Returns what saving this prompt publishes; without its tail, it ends with its last full block or checkpoint."""
@@ -74,7 +73,6 @@ def entry_of(
         root=root,
         layout=layout,
         checkpoints=checkpoints,
-        generated_from=generated_from,
         replaces=replaces,
     )
     nodes = pub.nodes if with_tail else pub.nodes[:-1]

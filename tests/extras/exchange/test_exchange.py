@@ -308,15 +308,6 @@ def test_an_entry_that_lost_all_its_checkpoints_is_not_exported(store: Store, tm
     assert [p.name for p in tmp_path.iterdir()] == ["source"]
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, HYBRID])
-def test_what_was_generated_is_not_exported(store: Store, tmp_path: Path, layout: str) -> None:
-    reply = entry_of(store, PROMPT, layout=layout, generated_from=2 * BLOCK)
-    with pytest.raises(SettingsError, match=r"holds a reply from token 32 on.*not exported\. Send the prompt"):
-        exported(store, reply, tmp_path / "e.safetensors")
-    # The same prompt beside it, prefilled, has nodes of its own.
-    exported(store, entry_of(store, PROMPT, layout=layout), tmp_path / "e.safetensors")
-
-
 def test_a_damaged_checkpoint_is_not_exported(store: Store, tmp_path: Path) -> None:
     pub = of_hybrid(store)
     store.publish(pub)

@@ -409,7 +409,7 @@ def test_what_is_computed_sooner_is_not_fetched(make: MakeMachine) -> None:
         return False
 
     assert other.prefetch(PROMPT, pays=pays)[1] == []
-    assert asked == [(len(PROMPT), 7 * other.nodes(PROMPT).payload_bytes(other.nodes(PROMPT).block(ROOT, 0)))]
+    assert asked == [(len(PROMPT), 7 * other.nodes(PROMPT).payload_bytes(other.nodes(PROMPT).blocks[0]))]
     assert (other.remote.stats()["slower"], other.remote.stats()["fetched"]) == (1, 0)
 
 

@@ -264,7 +264,7 @@ def _numbers(recorded: Recorded) -> list[int]:
 
 def _is_stored(snapshot: Snapshot, node: NewNode) -> bool:
     token_ids = node.token_ids.tobytes()
-    if not snapshot.has(node.name, node.parent, node.position, node.kind, token_ids, generated=node.generated):
+    if not snapshot.has(node.name, node.parent, node.position, node.kind, token_ids):
         return False
     if read_payload(snapshot, node) != bytes(node.payload):
         raise Wrong(f"wrong bytes: node {node.name.hex()}")

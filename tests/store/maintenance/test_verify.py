@@ -65,7 +65,7 @@ HYBRID = layout_of(60_000, 1_200_000)
 @dataclass
 class Stored:
     """A closed store: two prompts under one root that share three blocks, one under a root with an identity, and one of
-    a layout with states, checkpoints after its second and its last block, and an end that was generated."""
+    a layout with states and checkpoints after its second and its last block."""
 
     folder: Path
     first: Publication
@@ -99,9 +99,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Stored:
     other = replace(other, root_record=replace_root(other.root_record, identity=IDENTITY, tenant="a" * 32))
     token_ids = prompt(3, 4 * BLOCK + 5)
     points = (2 * BLOCK, 4 * BLOCK)
-    hybrid = publication(
-        store, token_ids, root=HYBRID_ROOT, layout=HYBRID, checkpoints=points, generated_from=3 * BLOCK
-    )
+    hybrid = publication(store, token_ids, root=HYBRID_ROOT, layout=HYBRID, checkpoints=points)
     stored = Stored(folder, first, second, other, hybrid)
     for pub in stored.publications:
         store.publish(pub)
@@ -268,7 +266,7 @@ def renamed(kind: Kind, end: int, **changes: object) -> Damage:
         name = stored.node(kind, end)
         old = decode_node(name, records.get("nodes", name))
         new = replace(old, **changes)  # type: ignore[arg-type]
-        to = node_name(records.secret, new.parent, new.token_ids, new.kind, generated=new.generated)
+        to = node_name(records.secret, new.parent, new.token_ids, new.kind)
         records.delete("nodes", name)
         records.put("nodes", to, encode_node(to, new))
         for index in range(old.num_pieces):
@@ -429,19 +427,6 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "a checkpoint with tokens": (of_state(Kind.BLOCK, BLOCK, kind=Kind.CHECKPOINT), "misnamed nodes"),
     "a checkpoint that is continued": (add_a_child_to_a_checkpoint, "detached nodes"),
     "a checkpoint said to be a tail": (of_state(Kind.CHECKPOINT, 2 * BLOCK, kind=Kind.TAIL), "misnamed nodes"),
-    "a generated block said to be exact": (
-        renamed(Kind.BLOCK, 4 * BLOCK, generated=False),
-        f"detached nodes, {WITHOUT_ITS_NODE}",
-    ),
-    "an exact end of a generated prompt": (
-        renamed(Kind.TAIL, 4 * BLOCK + 5, generated=False),
-        f"detached nodes, {WITHOUT_ITS_NODE}",
-    ),
-    "a generated checkpoint of an exact block": (
-        renamed(Kind.CHECKPOINT, 2 * BLOCK, generated=True),
-        f"detached nodes, {WITHOUT_ITS_NODE}",
-    ),
-    "a generated mark without its name": (of_state(Kind.BLOCK, BLOCK, generated=True), "misnamed nodes"),
     "a damaged record of a served model": (lambda r, _: r.put("meta", model_key("a"), b"x"), "damaged meta"),
     "a served model under the key of another": (lambda r, _: put_model(r, "b"), "damaged meta"),
 }

@@ -24,7 +24,6 @@ class NodeInfo:
     kind: str
     position: int
     num_tokens: int
-    generated: bool
     raw_bytes: int
     stored_bytes: int
     entries: int
@@ -104,7 +103,6 @@ def _node_info(snapshot: Snapshot, name: bytes, node: NodeRecord, entries: int) 
         kind=node.kind.name.lower(),
         position=node.position,
         num_tokens=node.num_tokens,
-        generated=node.generated,
         raw_bytes=node.raw_bytes,
         stored_bytes=node.stored_bytes,
         entries=entries,

@@ -54,7 +54,7 @@ def _nodes(trunks: list[Trunk]) -> list[FlatNode]:
     todo: list[tuple[Trunk, str | None, list[Trunk]]] = [(trunk, None, []) for trunk in reversed(trunks)]
     while todo:
         trunk, parent, before = todo.pop()
-        if len(trunk.children) == 1 and not trunk.entries and trunk.children[0].generated == trunk.generated:
+        if len(trunk.children) == 1 and not trunk.entries:
             # The end of a prompt is a separate trunk. It is joined to the trunk before it.
             todo.append((trunk.children[0], parent, [*before, trunk]))
             continue

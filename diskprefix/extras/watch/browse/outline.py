@@ -25,7 +25,6 @@ class BlockRun:
     end: int
     num_blocks: int = 0
     stored_bytes: int = 0
-    generated: bool
     hits: int = 0
     last_used_at: float = 0.0
     prefill_s: float = 0.0
@@ -126,7 +125,7 @@ class _Folder:
         """Returns the trunk that begins at a node, and the nodes that continue it."""
         first = self._node(name)
         assert first is not None, "only sound nodes are followed"
-        trunk = Trunk(id=name.hex(), start=first.position, end=first.position, generated=first.generated)
+        trunk = Trunk(id=name.hex(), start=first.position, end=first.position)
         while True:
             node, usage = self._node(name), self._snapshot.usage(name)
             assert node is not None, "only sound nodes are followed"
@@ -137,9 +136,6 @@ class _Folder:
             trunk.num_entries = len(ended)
             following = self._continuing(name)
             if len(following) != 1 or ended:
-                return trunk, following
-            child = self._node(following[0])
-            if child is None or child.generated != node.generated:
                 return trunk, following
             name = following[0]
 

@@ -164,11 +164,9 @@ def _sound_nodes(snapshot: Snapshot) -> Iterator[NodeRecord]:
 
 @dataclass(kw_only=True)
 class NodeCounts:
-    """Counts of some models' nodes: blocks (tails included), how many of them are generated, checkpoints and the bytes
-    of their payloads."""
+    """Counts of some models' nodes: blocks (tails included), checkpoints and the bytes of their payloads."""
 
     blocks: int = 0
-    generated_blocks: int = 0
     checkpoints: int = 0
     checkpoint_bytes: int = 0
 
@@ -184,5 +182,4 @@ def count_nodes(snapshot: Snapshot, roots: Collection[bytes]) -> NodeCounts:
             counts.checkpoint_bytes += node.stored_bytes
         else:
             counts.blocks += 1
-            counts.generated_blocks += node.generated
     return counts

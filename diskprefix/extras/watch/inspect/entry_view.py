@@ -87,7 +87,6 @@ def _lines(details: EntryDetails) -> list[tuple[str, str]]:
         ("stored", f"{format_size(info.stored_bytes)} (raw {format_size(info.raw_bytes)}{ratio})"),
         ("shared", format_size(info.shared_bytes)),
         ("checkpoints", _checkpoints_text(info)),
-        ("generated", f"{info.generated_tokens:,} tokens" if info.generated_tokens else "none"),
         ("hits", f"{info.hits:,}{_hits_text(details.hit_times, info.created_at)}"),
         ("created", ago(info.created_at)),
         ("last used", ago(info.last_used_at)),
@@ -118,7 +117,7 @@ def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:
 
     def likeness(node: NodeInfo) -> tuple[Any, ...]:
         is_whole = node.kind == "block" and node.num_tokens == nodes[0].num_tokens
-        return (node.hash,) if not is_whole else (node.kind, node.entries, node.generated)
+        return (node.hash,) if not is_whole else (node.kind, node.entries)
 
     for _, group in groupby(nodes, likeness):
         run = list(group)
@@ -128,7 +127,7 @@ def _chain(nodes: tuple[NodeInfo, ...]) -> list[str]:
         number = f"{len(run)} blocks" if len(run) > 1 else first.kind
         size = format_part(sum(node.stored_bytes for node in run), sum(node.raw_bytes for node in run))
         notes = [size, f"in {first.entries} prompts" if first.entries > 1 else ""]
-        notes += ["generated" if first.generated else "", f"{last.hits} hits" if last.hits else ""]
+        notes.append(f"{last.hits} hits" if last.hits else "")
         hashes = last.hash if len(run) == 1 else f"…{last.hash[-8:]}"
         lines.append(f"{where:<24} {number:<11} {', '.join(note for note in notes if note)}  {hashes}")
     return lines

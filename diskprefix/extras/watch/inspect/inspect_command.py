@@ -29,7 +29,7 @@ from diskprefix.units import ago, counted, format_size
 
 _OTHER_COLUMNS = 100
 """The approximate width of all columns except the preview, with a long model name."""
-_NUMBERS = ("tokens", "checkpoints", "generated", "stored", "shared", "hits")
+_NUMBERS = ("tokens", "checkpoints", "stored", "shared", "hits")
 _FOR_WHY = "With --why: "
 
 
@@ -83,7 +83,6 @@ def inspect(
     tenant       the id of the tenant, for `purge --salt`
     checkpoints  the number of positions at which the prompt can be restored, for
                  models whose state exists at one position only
-    generated    tokens of replies (see --reuse-generated); restoring them is not exact
 
     \b
     diskprefix inspect
@@ -149,10 +148,9 @@ def _show_entries(
 
 def _print_totals(num_entries: int, counts: NodeCounts, used: str) -> None:
     prompts, blocks = counted(num_entries, "saved prompt"), counted(counts.blocks, "block")
-    generated = f" ({counts.generated_blocks:,} generated)" if counts.generated_blocks else ""
     size = format_size(counts.checkpoint_bytes)
     checkpoints = f"{counted(counts.checkpoints, 'checkpoint')} ({size}), " if counts.checkpoints else ""
-    click.echo(f"{prompts}, {blocks}{generated}, {checkpoints}{used}")
+    click.echo(f"{prompts}, {blocks}, {checkpoints}{used}")
 
 
 def _print_entries(entries: list[EntryInfo], width: int) -> None:
@@ -164,7 +162,6 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
             "tenant": short_tenant(info.tenant),
             "tokens": f"{info.num_tokens:,}",
             "checkpoints": str(len(info.checkpoints)),
-            "generated": f"{info.generated_tokens:,}",
             "stored": format_size(info.stored_bytes),
             "shared": format_size(info.shared_bytes),
             "hits": str(info.hits),
@@ -177,7 +174,6 @@ def _print_entries(entries: list[EntryInfo], width: int) -> None:
     shown = {
         "tenant": any(info.tenant for info in entries),
         "checkpoints": any(info.checkpoints for info in entries),
-        "generated": any(info.generated_tokens for info in entries),
     }
     titles = [title for title in rows[0] if shown.get(title, True)]
     print_table(titles, [[row[title] for title in titles] for row in rows], right=_NUMBERS, wrapped=())

@@ -63,8 +63,6 @@ def _trunk_line(trunk: Trunk, found: Outline) -> Text:
         facts.append(f"{trunk.num_entries} prompts")
     if trunk.checkpoints:
         facts.append(counted(trunk.checkpoints, "checkpoint"))
-    if trunk.generated:
-        facts.append("generated")
     facts.append(counted(trunk.hits, "hit"))
     facts.append(ago(trunk.last_used_at))
     ended = [found.entries[one] for one in trunk.entries if one in found.entries]

@@ -8,9 +8,7 @@ from diskprefix.extras.watch.browse.flat import listing
 from diskprefix.extras.watch.browse.outline import Outline, RootOutline, Trunk
 
 
-def trunk(
-    id_: str, start: int, end: int, *children: Trunk, entries: tuple[str, ...] = (), generated: bool = False
-) -> Trunk:
+def trunk(id_: str, start: int, end: int, *children: Trunk, entries: tuple[str, ...] = ()) -> Trunk:
     return Trunk(
         id=id_,
         start=start,
@@ -18,7 +16,6 @@ def trunk(
         num_blocks=1,
         stored_bytes=10,
         checkpoints=0,
-        generated=generated,
         hits=end,
         last_used_at=0.0,
         prefill_s=1.0,
@@ -59,11 +56,9 @@ def test_the_end_of_a_prompt_is_shown_with_what_leads_to_it_alone() -> None:
     assert [node[name] for name in ("num_blocks", "stored_bytes", "prefill_s")] == [3, 30, 3.0]
 
 
-def test_a_prompt_that_another_goes_on_from_and_what_was_generated_stand_alone() -> None:
+def test_a_prompt_that_another_goes_on_from_stands_alone() -> None:
     later = trunk("b", 32, 48, entries=("b",))
     assert [place[0] for place in places(trunk("a", 0, 32, later, entries=("a",)))] == ["a", "b"]
-    reply = trunk("b", 32, 48, entries=("b",), generated=True)
-    assert [place[0] for place in places(trunk("a", 0, 32, reply))] == ["a", "b"]
 
 
 def test_a_tree_may_be_as_deep_as_a_conversation_is_long() -> None:

@@ -100,7 +100,6 @@ def trunk(id_: str, start: int, end: int, *, parent: str | None = None, **change
         "end": end,
         "num_blocks": 1,
         "stored_bytes": (end - start) * 1024,
-        "generated": False,
         "hits": 0,
         "last_used_at": NOW - 60,
         "prefill_s": 0.0,

@@ -99,7 +99,7 @@ function selectTrunk(node, entries, shown) {
   for (const button of find("#icicle").querySelectorAll("button")) button.setAttribute("aria-pressed", button.dataset.trunk === node.id);
   const now = Date.now() / 1000;
   const figures = {
-    tokens: `${count(node.start)} to ${count(node.end)}, ${plural(node.num_blocks, "block")}${node.generated ? ", generated" : ""}`,
+    tokens: `${count(node.start)} to ${count(node.end)}, ${plural(node.num_blocks, "block")}`,
     "shared by": plural(node.num_entries, "saved prompt"),
     "on disk": bytes(node.stored_bytes),
     restored: `${plural(node.hits, "time")}, last used ${ago(node.last_used_at, now)}`,
