@@ -323,7 +323,7 @@ def test_what_is_not_exact_at_every_token_says_why() -> None:
     for name, row in verified()["architectures"].items():
         assert bool(row["reason"]) == (set(row["exact_at_tokens"]) != set(DTYPES)), name
     exact = [row for row in verified()["architectures"].values() if "bfloat16" in row["exact_at_tokens"]]
-    assert len(exact) >= 110
+    assert len(exact) >= 105
 
 
 @pytest.mark.slow

@@ -50,8 +50,8 @@ def test_it_is_exact_at_every_token_in_float32(name: str) -> None:
     assert verdict(name) == ("token", "")
 
 
-@pytest.mark.parametrize("name", ["gptj", "gpt_neo", "gemma4", "olmo", "mixtral"])
-def test_so_is_one_with_experts_or_attention_of_its_own_that_drops_rows_or_turns_in_float32(name: str) -> None:
+@pytest.mark.parametrize("name", ["gemma4", "olmo", "mixtral"])
+def test_so_is_one_with_experts_or_that_drops_rows_or_turns_in_float32(name: str) -> None:
     model = tiny_model(name, torch.bfloat16)
     layout, reason = make_exact(model)
     assert (layout.exact_at, reason) == ("token", "")
