@@ -72,9 +72,9 @@ class Saver:
     @property
     def keeps_generated(self) -> bool:
         """The blocks of the reply are kept although decoding computes other bits than a prefill."""
-        options, layout = self._options, self._cache.layout
+        options = self._options
         is_wanted = options.reuse_generated and options.save and self.selection.reason not in _NOTHING_MORE
-        return is_wanted and not self._is_exact and not layout.is_one_pass
+        return is_wanted and not self._is_exact
 
     def after_step(self, arena: KVArena) -> None:
         """See `CachedRequest.after_step`."""
@@ -163,7 +163,7 @@ class Saver:
 
     def may_leave(self, arena: KVArena) -> bool:
         """Returns whether state may be kept that the policy does not want."""
-        if not self._options.save or self._cache.layout.is_one_pass or self.is_given_up:
+        if not self._options.save or self.is_given_up:
             return False
         spending = self._cache.spending()
         if spending is not None and not spending.is_ample:

@@ -79,9 +79,9 @@ def test_functions_and_experts_of_a_forward_are_computed_row_by_row(
     ("name", "reason"),
     [
         ("zaya", "recurrent layers of its own"),
-        ("minimax", "it has a cache of its own"),
         ("bloom", "positions are not an argument"),
         ("deepseek_v4", "its state is not cached"),
+        ("gptj", "attention that computes with its mask"),
         ("xglm", "attention that computes with its mask"),
     ],
 )
