@@ -49,7 +49,6 @@ Reason: TypeAlias = Literal[
     "no_safe_boundary",
     "short_prompt",
     "short_prefix",
-    "whole_prompt_only",
     "media",
     "unsupported",
     "read_only",
@@ -59,7 +58,7 @@ Reason: TypeAlias = Literal[
 ]
 """The reason for a boundary. Responses and log lines show these stable words. server/README.md explains each."""
 StateSource: TypeAlias = Literal["none", "memory", "disk", "remote"]
-Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "whole_prompt_only", "damaged", "faster_to_compute"]
+Refused: TypeAlias = Literal["no_logits", "no_checkpoint", "damaged", "faster_to_compute"]
 MissReason: TypeAlias = Literal[
     Refused, "new", "not_stored", "diverged", "too_short", "off", "media", "unsupported", "error"
 ]

@@ -115,8 +115,6 @@ class Matcher(Generic[_Index]):
             return ([*blocks, node], end) if end >= LEAST_TOKENS else ([], 0)
         if self.state in AT_CHECKPOINTS:
             blocks = self._to_a_checkpoint(blocks, end)
-        elif self.state == "one_pass":
-            blocks = []
         end = blocks[-1].end if blocks else 0
         return (blocks, end) if end >= LEAST_TOKENS or not self._is_exact else ([], 0)
 

@@ -158,8 +158,6 @@ class Restoration:
             return "faster_to_compute"
         if deepest is None or deepest.end <= num_tokens:
             return None
-        if self.layout.is_one_pass:
-            return "whole_prompt_only"
         at_end = deepest.end == len(self.nodes.token_ids)
         return "no_logits" if at_end and deepest.end - num_tokens <= self.nodes.block_size else "no_checkpoint"
 

@@ -132,7 +132,7 @@ class Saver:
 
     def may_leave(self, arena: KVArena) -> bool:
         """Returns whether state may be kept that the policy does not want."""
-        if not self._options.save or self._cache.layout.is_one_pass or self.is_given_up:
+        if not self._options.save or self.is_given_up:
             return False
         spending = self._cache.spending()
         if spending is not None and not spending.is_ample:

@@ -173,7 +173,7 @@ class ActiveRequests:
     def _make_reply(self, running: RunningRequest, index: int, constraint: ConstrainedReply | None) -> Reply:
         request, served, layout = running.request, self._served, self._cache.layout
         prompt_tokens = len(request.prompt.token_ids)
-        in_steps = not (layout.is_one_pass or layout.unsupported or request.prompt.media)
+        in_steps = not (layout.unsupported or request.prompt.media)
         return Reply(
             running=running,
             index=index,
@@ -227,7 +227,7 @@ class ActiveRequests:
         if allocation is None:
             return
         options, layout = reply.running.request.cache, self._cache.layout
-        is_exact = layout.exact_at == "token" and not layout.is_one_pass
+        is_exact = layout.exact_at == "token"
         allocation.token_ids = reply.computed_ids()
         allocation.num_computed = len(allocation.token_ids)
         if is_exact:

@@ -131,15 +131,15 @@ def prefill(
     """Computes a prompt from position `start` to its end. Returns the next-token logits, shape [vocab].
 
     Steps have `block_size` tokens counted from position 0, as in a cold run: other steps could change the last bits.
-    `start` and `stops`, where steps end too, are grid points unless the model is exact at every token. A one-pass model
-    computes the whole prompt in one step. `after_step` is called after each step.
+    `start` and `stops`, where steps end too, are grid points unless the model is exact at every token.
+    `after_step` is called after each step.
     """
     is_exact = arena.layout.exact_at == "token"
     assert is_exact or not any(at % block_size for at in (start, *stops)), "state enters and leaves at grid points only"
     assert start < len(token_ids), "at least one token must be computed"
     ids = torch.from_numpy(token_ids).to(model.device, torch.long).unsqueeze(0)
-    step = len(token_ids) if arena.layout.is_one_pass else block_size
-    ends = {*range(floor_to_grid(start, step) + step, len(token_ids), step), *stops, len(token_ids)}
+    first = floor_to_grid(start, block_size) + block_size
+    ends = {*range(first, len(token_ids), block_size), *stops, len(token_ids)}
     for end in sorted(at for at in ends if start < at <= len(token_ids)):
         logits = arena.forward(model, ids[:, arena.num_tokens : end])
         after_step(arena)

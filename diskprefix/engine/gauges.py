@@ -69,7 +69,7 @@ class Heartbeat:
 
     def has_stopped(self) -> bool:
         """Returns True if nothing happened since the last call, although the work should be done by now. A step of many
-        rows may take long: a one-pass model computes a whole prompt in one step."""
+        rows may take long: a prompt that is not cached is computed in one step."""
         working, seen, self._num_seen = self._working, self._num_seen, self._num_beats
         if working is None or self._num_seen != seen:
             return False

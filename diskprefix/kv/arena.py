@@ -13,11 +13,11 @@ import numpy as np
 import torch
 
 from diskprefix.errors import ContextTooLong
-from diskprefix.kv.caches import ArenaCache, ModelCache, RwkvStates, XlstmStates
+from diskprefix.kv.caches import ArenaCache
 from diskprefix.kv.capturer import Capturer
 from diskprefix.kv.group import GroupMemory, group_bytes, zeros
 from diskprefix.kv.layers import StateLayer, TokenLayer, make_layer
-from diskprefix.kv.layout import CacheKind, Layout, is_out_of_memory
+from diskprefix.kv.layout import Layout, is_out_of_memory
 from diskprefix.kv.sizes import CAPACITY_STEP, longest_within, whole_tiles
 from diskprefix.kv.step import Run, Step, computing
 from diskprefix.kv.transfer import fill, read
@@ -76,7 +76,7 @@ class KVArena:
         """The memory of states, by group."""
         for layer in self.token_layers:
             layer.grow = self.reserve
-        self.cache = make_cache(layout.cache_kind, layers, lambda: self.num_tokens)
+        self.cache = ArenaCache(layers, lambda: self.num_tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what `copy.deepcopy` of a cache copies. Nothing is captured from a copy."""
@@ -113,7 +113,7 @@ class KVArena:
         vocab]."""
         start, end = self.num_tokens, self.num_tokens + token_ids.shape[1]
         run = self.begin_step(end - start)
-        call: dict[str, Any] = {self.layout.cache_argument: self.cache.argument(model), "use_cache": True}
+        call: dict[str, Any] = {self.layout.cache_argument: self.cache, "use_cache": True}
         step = Step((run,)) if self._is_exact_at_tokens else None
         if "position_ids" in self.layout.options:
             # Not every model counts positions from its cache.
@@ -122,7 +122,6 @@ class KVArena:
             call["logits_to_keep"] = num_logits
         with computing(step):
             output = model(input_ids=token_ids.to(self.device), **call)
-        self.cache.keep_states(output)
         self.end_step(run)
         logits: torch.Tensor = output.logits[0, -num_logits:]
         return logits
@@ -338,19 +337,3 @@ class KVArena:
             for spec, part in zip(memory.group.specs, memory.tensor, strict=True):
                 # Detached, for callers that run the model outside `no_grad`.
                 self.layers[spec.layer].bind(spec.part, part.detach(), memory.first)
-
-
-def make_cache(kind: CacheKind, layers: list[Any], num_tokens: Callable[[], int]) -> ModelCache:
-    """Returns a cache over `layers`. `num_tokens` returns the number of tokens of the sequence."""
-    match kind:
-        case "dynamic":
-            return ArenaCache(layers, num_tokens)
-        case "minimax":
-            # Imports the model's own code, which takes a while.
-            from diskprefix.kv.minimax import MiniMaxArenaCache
-
-            return MiniMaxArenaCache(layers, num_tokens)
-        case "rwkv":
-            return RwkvStates(layers[0])
-        case "xlstm":
-            return XlstmStates(layers)

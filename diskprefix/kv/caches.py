@@ -1,29 +1,17 @@
-"""The cache objects that models take: transformers' `Cache` over our layers, or a kind of the model's own.
-
-    dynamic   as transformers' own `DynamicCache`
-    minimax   a `MiniMaxCache`: the states of its linear attention are in a list of their own
-    rwkv      no cache, but a list of five tensors in and out, [1, hidden_size, layers] each
-    xlstm     an `xLSTMCache`: three tensors for each layer
-
-`argument` returns the value that the forward takes. `keep_states` copies states that the forward returned into our
-memory, if it did not write there. `lend` gives a cache to a user of the library.
-"""
+"""The cache that models take: transformers' `Cache` over our layers. `lend` gives one to a user of the library."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 from transformers.cache_utils import Cache
 
 from diskprefix.errors import InvalidRequest
-from diskprefix.kv.layers import StateLayer, TokenLayer
+from diskprefix.kv.layers import TokenLayer
 from diskprefix.kv.step import current_step
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class StepCache(Cache):  # type: ignore[misc]
@@ -44,7 +32,7 @@ class StepCache(Cache):  # type: ignore[misc]
 
 
 class ArenaCache(StepCache):
-    """The cache of `dynamic`. `num_tokens` counts tokens for layers that do not."""
+    """A cache like transformers' own `DynamicCache`. `num_tokens` counts tokens for layers that do not."""
 
     def __init__(self, layers: list[Any], num_tokens: Callable[[], int]) -> None:
         Cache.__init__(self, layers=layers)
@@ -53,58 +41,6 @@ class ArenaCache(StepCache):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         layer = self.layers[layer_idx]
         return layer.length if isinstance(layer, TokenLayer) else self._num_tokens()
-
-    def argument(self, _model: PreTrainedModel) -> ArenaCache:
-        return self
-
-    def keep_states(self, _output: Any) -> None:
-        """Does nothing: the layers were written in place."""
-
-
-class RwkvStates:
-    """The states of `rwkv`. One layer of ours holds the five tensors."""
-
-    def __init__(self, layer: StateLayer) -> None:
-        self._layer = layer
-
-    def argument(self, _model: PreTrainedModel) -> list[torch.Tensor] | None:
-        """Returns None at the beginning: the first states are not zeros, and the model makes them."""
-        return self._bound() if self._layer.has_previous_state[0] else None
-
-    def keep_states(self, output: Any) -> None:
-        for bound, state in zip(self._bound(), output.state, strict=True):
-            if state is not bound:
-                bound.copy_(state)
-        self._layer.set_has_state(True)
-
-    def _bound(self) -> list[torch.Tensor]:
-        return [state for state in self._layer.recurrent_states.values() if state is not None]
-
-
-class XlstmStates:
-    """The states of `xlstm`: for each of its layers, a layer of ours with three tensors."""
-
-    def __init__(self, layers: list[StateLayer]) -> None:
-        self._layers = layers
-
-    def argument(self, model: PreTrainedModel) -> Any:
-        from transformers.models.xlstm.modeling_xlstm import xLSTMCache
-
-        cache = xLSTMCache(model.config, 1, dtype=model.dtype, device=model.device)
-        for index, layer in enumerate(self._layers):
-            states = [state for state in layer.recurrent_states.values() if state is not None]
-            if not layer.has_previous_state[0]:
-                for state, first in zip(states, cache.rnn_state[index], strict=True):
-                    state.copy_(first)
-            cache.rnn_state[index] = tuple(states)
-        return cache
-
-    def keep_states(self, _output: Any) -> None:
-        for layer in self._layers:
-            layer.set_has_state(True)
-
-
-ModelCache: TypeAlias = ArenaCache | RwkvStates | XlstmStates
 
 
 def lend(cache: ArenaCache, *, is_state_space: bool) -> ArenaCache:

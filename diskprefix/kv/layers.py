@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import (
     DummyLayer,
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -130,32 +129,6 @@ class SlidingWindowLayer(TokenLayer, DynamicSlidingWindowLayer):  # type: ignore
         self.window = window
 
 
-class IndexedLayer(TokenLayer, DynamicIndexedLayer):  # type: ignore[misc]
-    """A layer with sparse attention: an indexer with its own keys, [1, capacity, dim], picks the tokens to look at."""
-
-    indexed = 0
-    """The number of tokens that the indexer has keys of. It may be updated before the layer or after it."""
-
-    def bind(self, part: str, tensor: torch.Tensor, first: int) -> None:
-        if part == "indexer":
-            self.indexer_keys = tensor[:, 0]
-            self.is_indexer_initialized = True
-        else:
-            super().bind(part, tensor, first)
-
-    def set_length(self, num_tokens: int) -> None:
-        super().set_length(num_tokens)
-        self.indexed = num_tokens
-
-    def update_indexer(self, indexer_key_states: torch.Tensor) -> torch.Tensor:
-        end = self.indexed + indexer_key_states.shape[1]
-        if end > self.indexer_keys.shape[1]:
-            self.grow(end)
-        self.indexer_keys[:, self.indexed : end] = indexer_key_states
-        self.indexed = end
-        return self.indexer_keys[:, :end]
-
-
 @dataclass(frozen=True, eq=False)
 class ConvolvedRows:
     """The inputs of a convolution, [1, channels, rows], and the states of the step's sequences, which it updates."""
@@ -245,8 +218,6 @@ def _layer_of_kind(spec: LayerSpec) -> Any:
         case "sliding":
             assert spec.window is not None
             return SlidingWindowLayer(spec.window)
-        case "indexed":
-            return IndexedLayer()
         case "linear":
             return LinearLayer(number_of_states=spec.num_states)
         case "linear+full":

@@ -1,6 +1,6 @@
 """The tensors that the state of a model consists of, and their form in payloads.
 
-Per-token tensors (keys, values, the keys of an indexer) can be cut into blocks anywhere. States (of convolutions and
+Per-token tensors (keys, values) can be cut into blocks anywhere. States (of convolutions and
 recurrences) exist at one position only, and are stored at checkpoints. Tensors of the same form make one *group*, which
 is copied at once. `model.exact.rehearsal` finds the layout of a model.
 """
@@ -18,15 +18,13 @@ import torch
 
 from diskprefix.store.pieces import LAYOUT_VERSION, LayoutGroup, LayoutState, LayoutText
 
-LayerKind: TypeAlias = Literal["full", "sliding", "indexed", "linear", "linear+full", "linear+sliding", "none"]
+LayerKind: TypeAlias = Literal["full", "sliding", "linear", "linear+full", "linear+sliding", "none"]
 """The kind of a layer. `sliding` includes chunked attention, `linear` also Mamba and short convolutions. `none` keeps
 nothing."""
-CacheKind: TypeAlias = Literal["dynamic", "minimax", "rwkv", "xlstm"]
-"""The kind of a model's cache; see `kv.caches`."""
 ExactAt: TypeAlias = Literal["token", "grid"]
 """The exactness of a model. `token`: a token's state has the same bits however the prompt is cut into steps. `grid`:
 only in steps of one grid."""
-CacheArgument: TypeAlias = Literal["past_key_values", "cache_params", "state"]
+CacheArgument: TypeAlias = Literal["past_key_values", "cache_params"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class LayerSpec:
 class TensorSpec:
     """The per-token state of one layer: shape [1, heads, tokens, head_dim] in the model's run.
 
-    `part` is keys, values, latent or indexer. A latent has its rotary key behind it. A layer looks at no more than
+    `part` is keys, values or latent. A latent has its rotary key behind it. A layer looks at no more than
     `window` tokens, the current one among them.
     """
 
@@ -150,9 +148,8 @@ class StateGroup:
 class Layout:
     """The layout of one model's state. `unsupported` lists the reasons why it cannot be cached.
 
-    `options` are those of `position_ids` and `logits_to_keep` that its forward takes. `is_one_pass`: it cannot add
-    several tokens to a state, so a prompt is computed in one step, and only its end is restored. `packs`: one forward
-    computes several sequences, each with the bits that it has alone.
+    `options` are those of `position_ids` and `logits_to_keep` that its forward takes. `packs`: one forward computes
+    several sequences, each with the bits that it has alone.
     """
 
     layers: tuple[LayerSpec, ...]
@@ -161,10 +158,8 @@ class Layout:
     logits_dtype: torch.dtype
     unsupported: tuple[str, ...] = ()
     states: tuple[StateGroup, ...] = ()
-    cache_kind: CacheKind = "dynamic"
     cache_argument: CacheArgument = "past_key_values"
     options: tuple[str, ...] = ("position_ids", "logits_to_keep")
-    is_one_pass: bool = False
     exact_at: ExactAt = "grid"
     packs: bool = False
 
@@ -184,11 +179,9 @@ class Layout:
         return not self.states
 
     @property
-    def state_kind(self) -> Literal["token", "sliceable", "token_checkpoints", "checkpoints", "one_pass"]:
-        """The places where a restored prefix can end: any token, the end of any block, a checkpoint (at any token, or
-        at the end of a block), or the end of a prompt only."""
-        if self.is_one_pass:
-            return "one_pass"
+    def state_kind(self) -> Literal["token", "sliceable", "token_checkpoints", "checkpoints"]:
+        """The places where a restored prefix can end: any token, the end of any block, or a checkpoint (at any token,
+        or at the end of a block)."""
         if not self.is_sliceable:
             return "token_checkpoints" if self.exact_at == "token" else "checkpoints"
         return "token" if self.exact_at == "token" else "sliceable"
@@ -218,7 +211,6 @@ class Layout:
             groups=tuple(group.described() for group in self.groups),
             logits=(self.vocab_size, dtype_name(self.logits_dtype)),
             states=tuple(group.described() for group in self.states),
-            one_pass=self.is_one_pass,
         )
         return text.text()
 

@@ -250,8 +250,6 @@ class KVPool:
                 is_there = num_tokens == num_computed < prompt_tokens and not allocation.is_busy
                 is_exact = kind == "token_checkpoints" or num_computed % self._block_size == 0
                 return num_computed if is_there and is_exact else 0
-            case "one_pass":
-                return 0
 
     def _tokens_at_once(self, num_tokens: int, most_tokens: int) -> int:
         """Returns the tokens to allocate memory for: more than `num_tokens` where the sequence could not grow for want

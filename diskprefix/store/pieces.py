@@ -96,7 +96,6 @@ class LayoutText(msgspec.Struct, frozen=True, omit_defaults=True):
     groups: tuple[LayoutGroup, ...]
     logits: tuple[int, str]
     states: tuple[LayoutState, ...] = ()
-    one_pass: bool = False
     shard: tuple[int, int] = (0, 1)
 
     def text(self) -> str:

@@ -142,14 +142,14 @@ def test_architectures_are_listed_as_they_were_verified(
 
     found = {
         "llama": entry("cut", "bfloat16", "float32", tokens=1),
-        "mamba": entry("one pass", "bfloat16", "float32"),
+        "mamba2": entry("checkpoint", "bfloat16", "float32"),
         "qwen4_exp": entry("unsupported", reason="unsupported: positions of its own"),
     }
     table = tmp_path / "table.json"
     table.write_text(json.dumps(installed_versions() | {"architectures": found}))
     monkeypatch.setattr(architectures, "TABLE", table)
     rows = {row["architecture"]: row for row in run("list", "--architectures", "--json").json["architectures"]}
-    assert rows["mamba"]["restored"] == "at the end only"
+    assert rows["mamba2"]["restored"] == "at checkpoints"
     assert (rows["qwen4_exp"]["verified"], rows["qwen4_exp"]["note"]) == ([], "unsupported: positions of its own")
     lines = run("list", "--architectures").stdout.splitlines()
     assert ["token (bf16)" in lines[1], "bf16, fp32" in lines[1], "grid" in lines[2]] == [True] * 3

@@ -45,7 +45,7 @@ from tests.waiting import wait_for
 @pytest.fixture(scope="module")
 def grid_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that is exact on the grid only."""
-    return write_model(tmp_path_factory.mktemp("minimax"), "minimax", torch.float32)
+    return write_model(tmp_path_factory.mktemp("zaya"), "zaya", torch.float32)
 
 
 class Asked:

@@ -41,6 +41,17 @@ _LONGROPE = {
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "openai-gpt": ("OpenAIGPTConfig", {"n_embd": 32, "n_layer": 2, "n_head": 2}),
     "recurrent_gemma": ("RecurrentGemmaConfig", _SIZES | {"num_hidden_layers": 3, "lru_width": 32}),
+    "mamba": ("MambaConfig", {"hidden_size": 32, "state_size": 4, "num_hidden_layers": 2}),
+    "rwkv": ("RwkvConfig", {"hidden_size": 32, "num_hidden_layers": 2}),
+    "minimax": ("MiniMaxConfig", _SIZES | {"num_local_experts": 4}),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        _SIZES
+        | {"num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "kv_lora_rank": 16, "q_lora_rank": 16}
+        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "index_n_heads": 4, "index_head_dim": 16}
+        | {"index_topk": 16},
+    ),
     "dynamic": (
         "LlamaConfig",
         _SIZES

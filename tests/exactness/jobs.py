@@ -13,8 +13,8 @@ import torch
 
 from diskprefix.tokens import TokenIds, floor_to_grid
 
-Kind: TypeAlias = Literal["cut", "checkpoint", "one pass", "unsupported"]
-"""Where a prefix is restored: at every grid point, at checkpoints, at the end of a whole prompt only, never."""
+Kind: TypeAlias = Literal["cut", "checkpoint", "unsupported"]
+"""Where a prefix is restored: at every grid point, at checkpoints, never."""
 MakeTokens: TypeAlias = Callable[[int, int], TokenIds]
 """(seed, number of tokens) → token ids."""
 

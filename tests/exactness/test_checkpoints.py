@@ -18,9 +18,9 @@ from diskprefix.tokens import LEAST_TOKENS, TokenIds, as_token_ids, common_prefi
 from tests.exactness.architectures import tiny_model
 from tests.runner import BLOCK, Answer, Runner, random_prompt, same, tiny_settings
 
-KINDS = ("lfm2", "qwen3_next", "mamba2", "falcon_h1", "kimi_linear", "rwkv")
-"""Short convolutions and delta nets beside attention, Mamba 2 alone, and in one layer with attention; a delta net with
-a decay for each number beside latent attention and experts, and RWKV."""
+KINDS = ("lfm2", "qwen3_next", "mamba2", "falcon_h1", "kimi_linear")
+"""Short convolutions and delta nets beside attention, Mamba 2 alone, and in one layer with attention; and a delta net
+with a decay for each number beside latent attention and experts."""
 SYSTEM, UNSAVED = 37, 1
 END = 2
 """The token at the end of each message."""

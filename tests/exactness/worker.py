@@ -52,8 +52,6 @@ def describe_layers(layers: Sequence[LayerSpec], config: PreTrainedConfig) -> st
 def kind_of(layout: Layout) -> Kind:
     if layout.unsupported:
         return "unsupported"
-    if layout.is_one_pass:
-        return "one pass"
     return "cut" if layout.is_sliceable else "checkpoint"
 
 

@@ -160,14 +160,13 @@ def layout_of(*windows: int | None, state: int = 0) -> Layout:
     return Layout(layers, tuple(Group((spec,)) for spec in tensors), VOCAB, torch.bfloat16, states=states)
 
 
-def test_a_prefix_is_restorable_at_any_token_or_block_or_at_checkpoints_or_at_the_end_of_a_prompt() -> None:
+def test_a_prefix_is_restorable_at_any_token_or_block_or_at_checkpoints() -> None:
     assert layout_of(None).state_kind == "sliceable"
     assert layout_of(None, 4).state_kind == "sliceable"
     assert replace(layout_of(None), exact_at="token").state_kind == "token"
     assert layout_of(None, state=16).state_kind == "checkpoints"
     assert replace(layout_of(None, state=16), exact_at="token").state_kind == "token_checkpoints"
     assert layout_of(state=16).state_kind == "checkpoints"
-    assert replace(layout_of(None, state=16), is_one_pass=True).state_kind == "one_pass"
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,6 @@ def layouts() -> dict[str, Layout]:
         "token": replace(llama, exact_at="token"),
         "sliceable": llama,
         "checkpoints": hybrid,
-        "one_pass": replace(llama, is_one_pass=True),
     }
 
 
@@ -305,7 +304,6 @@ def test_what_was_purged_is_in_no_memory_that_is_kept(pool: KVPool) -> None:
         ("checkpoints", 100, 150, 0),
         ("checkpoints", 96, 96, 0),
         ("checkpoints", 96, 60, 0),
-        ("one_pass", 96, 150, 0),
     ],
 )
 @pytest.mark.parametrize("has_logits", [False, True], ids=["", "with logits"])

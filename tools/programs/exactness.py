@@ -36,7 +36,7 @@ from tests.exactness.rows import DTYPES, Row, Tell, run_jobs
 from tools.measuring.live_server import step
 from tools.measuring.report import new_table
 from tools.models.real import real_model
-from tools.models.weight_files import RWKV, STORIES, converted
+from tools.models.weight_files import FILE, STORIES, converted
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = ROOT.parent / "shared/data"
@@ -46,14 +46,12 @@ REAL: dict[str, tuple[tuple[str, ...], Lengths]] = {
     "smollm2": (DTYPES, Lengths.scaled(7900, block=256)),
     "qwen2.5-coder-0.5b": (("bfloat16",), Lengths.scaled(8000, block=256)),
     "gemma3-270m": (("bfloat16",), Lengths.scaled(20_500, block=256)),
-    STORIES.name: (DTYPES, Lengths.scaled(400, block=16)),
-    RWKV.name: (DTYPES, Lengths.scaled(400, block=16)),
+    STORIES: (DTYPES, Lengths.scaled(400, block=16)),
 }
 """The dtypes and the lengths of the prompts: the first has 8 192 positions, STORIES 512."""
 Rows: TypeAlias = list[SeveralRow]
 _TOGETHER = 6
 """Models behind one front."""
-WEIGHT_FILES = {weights.name: weights for weights in (STORIES, RWKV)}
 
 
 def tiny_jobs(names: list[str], dtypes: tuple[str, ...], folder: Path, reply: int) -> list[Job]:
@@ -79,12 +77,12 @@ def real_jobs(names: list[str], dtypes: tuple[str, ...], weights: Path, folder: 
 
 
 def _real_folder(name: str, weights: Path, folder: Path, console: Console) -> Path | None:
-    if name not in WEIGHT_FILES:
-        model = real_model(name, lambda line: console.print(f"  {line}", highlight=False, markup=False))
+    if name == STORIES:
+        model = converted(weights, folder)
     else:
-        model = converted(WEIGHT_FILES[name], weights, folder)
+        model = real_model(name, lambda line: console.print(f"  {line}", highlight=False, markup=False))
     if model is None:
-        place = f" ({WEIGHT_FILES[name].file} is not in {weights}; see --weights)" if name in WEIGHT_FILES else ""
+        place = f" ({FILE} is not in {weights}; see --weights)" if name == STORIES else ""
         console.print(f"  {name} is left out: it is not there{place}", highlight=False, markup=False)
     return model
 
@@ -184,7 +182,7 @@ def show(rows: list[Row], seconds: float, console: Console) -> None:
         table.add_column(name)
     for row in rows:
         mark = "yes" if row.bitwise else "no" if row.is_as_it_should_be else "[bold red]no[/]"
-        where = {"cut": "anywhere", "checkpoint": "checkpoints", "one pass": "at the end", "unsupported": "never"}
+        where = {"cut": "anywhere", "checkpoint": "checkpoints", "unsupported": "never"}
         exact_at = row.exact_at if row.bitwise else ""
         table.add_row(row.architecture, where[row.kind], row.dtype, mark, exact_at, row.layers, row.reason or "")
     console.print(table)
@@ -233,7 +231,7 @@ def chosen_names(only: str | None, *, real: bool) -> tuple[list[str], list[str]]
     type=click.Path(file_okay=False, path_type=Path),
     default=WEIGHTS,
     show_default="../shared/data",
-    help="Folder of the weight files of stories260K and RWKV v4 660K.",
+    help="Folder of the weight file of stories260K.",
 )
 @click.option("--reply", type=click.IntRange(min=1), default=64, show_default=True, help="Greedy tokens per prompt.")
 @click.option("--jobs", type=click.IntRange(min=1), default=os.cpu_count() or 1, help="Tiny models at the same time.")

@@ -34,9 +34,9 @@ from diskprefix.nouns import Prompt, Reason, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import LEAST_TOKENS, TokenIds, common_prefix_length, floor_to_grid
 
-StateKind: TypeAlias = Literal["token", "sliceable", "token_checkpoints", "checkpoints", "one_pass"]
+StateKind: TypeAlias = Literal["token", "sliceable", "token_checkpoints", "checkpoints"]
 """Where a restored prefix can end: at any token; at the end of any block; at a checkpoint, which may be at any token;
-at a checkpoint, which is at the end of a block; only at the end of a prompt, which was computed in one pass."""
+at a checkpoint, which is at the end of a block."""
 AT_ANY_TOKEN: tuple[StateKind, ...] = ("token", "token_checkpoints")
 """The kinds of models that are exact at every token."""
 AT_CHECKPOINTS: tuple[StateKind, ...] = ("token_checkpoints", "checkpoints")
@@ -190,8 +190,6 @@ def select(
     keep_tail = 0 < selected == num_tokens and choice.is_whole
     if selected and (selected if keep_tail else aligned) < least:
         aligned, keep_tail, reason = 0, False, _why_short(prompt, least)
-    if state == "one_pass" and aligned and not keep_tail:
-        aligned, reason = 0, "whole_prompt_only"
     support: dict[int, int] = {}
     if at_checkpoints and (aligned or keep_tail):
         positions = {aligned} | {floor_to_grid(position, grid) for position in marks}

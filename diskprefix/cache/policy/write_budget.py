@@ -136,7 +136,7 @@ def _cut(selection: Selection, at: int, rules: Rules) -> Selection:
     checkpoints = tuple(position for position in selection.checkpoints if position <= at)
     if selection.checkpoints:
         at = checkpoints[-1] if checkpoints else 0
-    if at < max(rules.min_tokens, 1) or rules.state == "one_pass":
+    if at < max(rules.min_tokens, 1):
         return selection.keeping_nothing("write_budget")
     return replace(
         selection,

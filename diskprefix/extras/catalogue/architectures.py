@@ -17,7 +17,7 @@ from diskprefix.units import counted
 TABLE = Path(__file__).with_name("verified_models.json")
 """The table that `tools/bench exactness --write-table` writes."""
 
-_RESTORED = {"cut": "anywhere", "checkpoint": "at checkpoints", "one pass": "at the end only", "unsupported": "not"}
+_RESTORED = {"cut": "anywhere", "checkpoint": "at checkpoints", "unsupported": "not"}
 _SERVED_AS = {"deepseek2": "deepseek_v3"}
 """What .gguf files call otherwise. DeepSeek V2, which is called so too, is verified like V3."""
 _SHORT_DTYPES = {"bfloat16": "bf16", "float32": "fp32"}

@@ -41,10 +41,10 @@ def list_models(architectures: bool, as_json: bool, **flags: Any) -> None:
 
     Headers are read, and nothing else. A model that does not fit into the free memory has a "no" in the column fits.
 
-    With --architectures, a prefix is restored anywhere (at every token or block), at checkpoints, or at the end only of
-    an exact repeat. Exact at token: the state of a token has the same bits however the prompt is cut into steps; grid:
-    only in steps of --block-size tokens. Verified are the types in which restored and cold runs gave the same bits.
-    The daemon tests a restore when it loads a model for the first time; one that fails is served without the cache.
+    With --architectures, a prefix is restored anywhere (at every token or block) or at checkpoints. Exact at token: the
+    state of a token has the same bits however the prompt is cut into steps; grid: only in steps of --block-size tokens.
+    Verified are the types in which restored and cold runs gave the same bits. The daemon tests a restore when it loads
+    a model for the first time; one that fails is served without the cache.
 
     \b
     diskprefix list

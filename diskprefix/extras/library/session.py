@@ -6,7 +6,6 @@ identifies weights by their content in memory, the daemon by their files: they m
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
 import os
@@ -46,7 +45,7 @@ log = logging.getLogger("diskprefix")
 
 _CLOSE_TIMEOUT_S = 30.0
 _PREVIEW_TOKENS = 40
-_CACHES = ("past_key_values", "cache_params", "state")
+_CACHES = ("past_key_values", "cache_params")
 _REFUSED = (*_CACHES, "assistant_model", "custom_generate", "prompt_lookup_num_tokens")
 _MOVED_INPUTS = frozenset({"position_ids"})
 """Inputs that `generate` makes itself. A caller who gives them may give other ones."""
@@ -106,8 +105,7 @@ class PrefixCacheSession:
 
         Returns the model's cache, to be passed as `cache_argument`, and how many of its tokens were restored.
         `model.generate(input_ids, past_key_values=cache)` continues from there; at least one token is left. The cache
-        is empty for a prompt of one block or less, and for a model that computes prompts in one pass. It is None for a
-        model that is not supported.
+        is empty for a prompt of one block or less. It is None for a model that is not supported.
 
         Raises `InvalidRequest` if `input_ids` is not one prompt, `ContextTooLong` if there is too little memory.
         """
@@ -119,7 +117,7 @@ class PrefixCacheSession:
             self._pass_by(prompt)
             return None, 0
         end = floor_to_grid(len(prompt.token_ids) - 1, self.settings.block_size)
-        if not end or self._cache.layout.is_one_pass:
+        if not end:
             arena.settle(drop=True)
             arena.truncate(0)
             arena.reserve(len(prompt.token_ids))
@@ -195,7 +193,7 @@ class PrefixCacheSession:
 
     @property
     def cache_argument(self) -> str:
-        """The name of the cache in the model's forward: `past_key_values`, `cache_params` or `state`."""
+        """The name of the cache in the model's forward: `past_key_values` or `cache_params`."""
         return self._cache.layout.cache_argument
 
     def stats(self) -> dict[str, Any]:
@@ -247,12 +245,9 @@ class PrefixCacheSession:
             expire(self._lent)
             self._lent = None
 
-    def _lend(self, arena: KVArena) -> Any:
-        """Returns what the model takes for its cache: over our memory if that can be taken back, else a copy."""
-        cache = arena.cache.argument(self.model)
-        if not isinstance(cache, ArenaCache):
-            return copy.deepcopy(cache)
-        self._lent = lend(cache, is_state_space=self.cache_argument == "cache_params")
+    def _lend(self, arena: KVArena) -> ArenaCache:
+        """Returns a cache for the model, over our memory."""
+        self._lent = lend(arena.cache, is_state_space=self.cache_argument == "cache_params")
         return self._lent
 
     def _pass_by(self, prompt: Prompt) -> None:

@@ -54,4 +54,4 @@ class SimulatedMemory:
         if self._state in AT_CHECKPOINTS:
             is_whole = common == len(one.token_ids) < len(token_ids)
             return common if is_whole and common % self._grid == 0 else 0
-        return 0 if self._state == "one_pass" else floor_to_grid(min(common, len(token_ids) - 1), self._grid)
+        return floor_to_grid(min(common, len(token_ids) - 1), self._grid)

@@ -208,26 +208,11 @@ def _why_not(model: PreTrainedModel, layout: Layout) -> str:
         return f"the compiled operators, which make a model exact at every token, do not run on {model.device.type}"
     if operators() is None:
         return f"it needs the compiled operators: {described()}"
-    if layout.cache_kind not in ("dynamic", "rwkv"):
-        return "it has a cache of its own"
-    if layout.is_one_pass:
-        return "it adds no tokens to a state"
     kinds = {layer.kind for layer in layout.layers}
-    if "indexed" in kinds:
-        return "an indexer picks the tokens that a token sees"
-    if layout.states and (why := _why_no_scans(model, layout)):
-        return why
-    return "" if "position_ids" in layout.options or kinds <= {"linear", "none"} else "positions are not an argument"
-
-
-def _why_no_scans(model: PreTrainedModel, layout: Layout) -> str:
-    """Returns why no recurrent layer of a model is computed token after token, "" if one is."""
     scans = scans_on(model.device)
-    # transformers goes over the tokens of RWKV one by one.
-    is_by_token = layout.cache_kind == "rwkv" or (
-        scans is not None and any(has_scans(module, scans) for module in model.modules())
-    )
-    return "" if is_by_token else "recurrent layers of its own"
+    if layout.states and not (scans is not None and any(has_scans(module, scans) for module in model.modules())):
+        return "recurrent layers of its own"
+    return "" if "position_ids" in layout.options or kinds <= {"linear", "none"} else "positions are not an argument"
 
 
 def _sampled(model: PreTrainedModel, layout: Layout) -> LayerSample:

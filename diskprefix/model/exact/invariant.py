@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, activations
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from diskprefix.model.exact import latent, own_attention
+from diskprefix.model.exact import latent
 from diskprefix.model.exact.attention import attend
 from diskprefix.model.exact.fused import Parts
 from diskprefix.model.exact.mixtures import experts
@@ -41,7 +41,7 @@ from diskprefix.model.exact.rows import (
 from diskprefix.native.library import described, operators
 
 _KERNELS = ("_attn_implementation_internal", "_experts_implementation_internal")
-_REPLACED = ("forward", "expand_kv", "_attn")
+_REPLACED = ("forward", "expand_kv")
 """Methods that others take the place of."""
 _OF_A_TOKEN = frozenset({"matmul", "std"})
 """Functions of `_Rows` that forwards and their methods call by these names."""
@@ -101,13 +101,10 @@ def _methods_of(model: PreTrainedModel, config: Any) -> _Methods:
     finally:
         for module in found:
             del vars(module)["forward"]
-    others = [
-        *((module, "expand_kv", latent.replacement(module)) for module in model.modules()),
-        *((module, "_attn", own_attention.replacement(module)) for module in model.modules()),
-    ]
+    expansions = ((module, latent.replacement(module)) for module in model.modules())
     return [
         *((module, "forward", forward) for module, forward in found.items()),
-        *((module, name, method) for module, name, method in others if method is not None),
+        *((module, "expand_kv", method) for module, method in expansions if method is not None),
     ]
 
 

@@ -109,8 +109,6 @@ def sample_of(model: PreTrainedModel, layout: Layout, run: Callable[[], object])
 
 def _layers_of(model: PreTrainedModel, layout: Layout) -> nn.ModuleList | None:
     """Returns the layers of a model that has one list of them, and as many layers of state; else None."""
-    if layout.cache_kind != "dynamic":
-        return None
     lists = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
     found = [layers for layers in lists if len(layers) == len(layout.layers)]
     modules = [module for layers in found for layer in layers for module in layer.modules()]

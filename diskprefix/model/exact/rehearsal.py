@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,7 +18,6 @@ import torch
 from transformers.cache_utils import (
     DummyLayer,
     DynamicCache,
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
@@ -30,7 +28,6 @@ from transformers.cache_utils import (
 from diskprefix.kv.arena import KVArena
 from diskprefix.kv.layout import (
     CacheArgument,
-    CacheKind,
     Group,
     LayerKind,
     LayerSpec,
@@ -53,7 +50,6 @@ if TYPE_CHECKING:
 KINDS: dict[type[Any], LayerKind] = {
     DynamicLayer: "full",
     DynamicSlidingWindowLayer: "sliding",
-    DynamicIndexedLayer: "indexed",
     LinearAttentionLayer: "linear",
     LinearAttentionAndFullAttentionLayer: "linear+full",
     LinearAttentionAndSlidingWindowAttentionLayer: "linear+sliding",
@@ -143,7 +139,7 @@ def _check_outside(model: PreTrainedModel) -> None:
     found = moving_ropes(str(kind) for rope in ropes for kind in (rope.values() if isinstance(rope, dict) else [rope]))
     if _cache_argument(model) is None:
         found.append(f"{name} takes no past_key_values")
-    elif not model._supports_default_dynamic_cache() and _own_kind(model) is None:
+    elif not model._supports_default_dynamic_cache():
         found.append(f"{name} has a cache of its own")
     if found:
         raise _Unsupported(*found)
@@ -151,14 +147,8 @@ def _check_outside(model: PreTrainedModel) -> None:
 
 def _cache_argument(model: PreTrainedModel) -> CacheArgument | None:
     accepted = inspect.signature(type(model).forward).parameters
-    known: tuple[CacheArgument, ...] = ("past_key_values", "cache_params", "state")
+    known: tuple[CacheArgument, ...] = ("past_key_values", "cache_params")
     return next((argument for argument in known if argument in accepted), None)
-
-
-def _own_kind(model: PreTrainedModel) -> CacheKind | None:
-    """Returns the kind of a known cache other than transformers' `DynamicCache`."""
-    own: dict[str, CacheKind] = {"minimax": "minimax", "rwkv": "rwkv", "xlstm": "xlstm"}
-    return own.get(model.config.get_text_config(decoder=True).model_type)
 
 
 def moving_ropes(kinds: Iterable[str]) -> list[str]:
@@ -175,12 +165,10 @@ def made_up_tokens(model: PreTrainedModel, seed: int, num_tokens: int) -> torch.
 
 
 def _read_layout(model: PreTrainedModel) -> Layout:
-    argument, kind = _cache_argument(model), _own_kind(model)
+    argument, cache = _cache_argument(model), DynamicCache(config=model.config)
     assert argument is not None
-    given = {} if kind else {argument: DynamicCache(config=model.config)}
-    output = model(input_ids=made_up_tokens(model, 0, _STEP), use_cache=True, **given)
-    cache = given.get(argument) or getattr(output, argument)
-    layers = _own_layers(kind, cache, model.config.num_hidden_layers) if kind else cache.layers
+    output = model(input_ids=made_up_tokens(model, 0, _STEP), use_cache=True, **{argument: cache})
+    layers = cache.layers
     unknown = sorted({type(layer).__name__ for layer in layers if type(layer) not in KINDS})
     if unknown:
         raise _Unsupported(*unknown)
@@ -194,7 +182,6 @@ def _read_layout(model: PreTrainedModel) -> Layout:
         vocab_size=output.logits.shape[-1],
         logits_dtype=output.logits.dtype,
         states=tuple(map(StateGroup, _by_form(states))),
-        cache_kind=kind or "dynamic",
         cache_argument=argument,
         options=tuple(option for option in _OPTIONS if option in inspect.signature(type(model).forward).parameters),
     )
@@ -204,25 +191,6 @@ def _by_form(specs: list[_Spec]) -> list[tuple[_Spec, ...]]:
     """Returns the specs grouped by form, in the order of the first of each form."""
     forms = dict.fromkeys(spec.form for spec in specs)
     return [tuple(spec for spec in specs if spec.form == form) for form in forms]
-
-
-def _own_layers(kind: CacheKind, cache: Any, num_layers: int) -> list[Any]:
-    """Returns the state of a model's own kind of cache as layers of transformers' classes."""
-    if kind == "minimax":
-        states = [*cache.linear_cache, *([[]] * num_layers)][:num_layers]
-        return [
-            _linear_layer([state]) if isinstance(state, torch.Tensor) else cache.layers[i]
-            for i, state in enumerate(states)
-        ]
-    if kind == "rwkv":
-        return [_linear_layer(cache)]
-    return [_linear_layer(states) for states in cache.rnn_state.values()]
-
-
-def _linear_layer(states: Sequence[torch.Tensor]) -> LinearAttentionLayer:
-    layer = LinearAttentionLayer(number_of_states=len(states))
-    layer.recurrent_states = dict(enumerate(states))
-    return layer
 
 
 def _layer_spec(layer: Any) -> LayerSpec:
@@ -248,15 +216,11 @@ def _tensor_specs(index: int, layer: Any) -> list[TensorSpec]:
     if spec.kind in ("none", "linear"):
         return []
     parts = [("keys", layer.keys), ("values", layer.values)]
-    if spec.kind == "indexed" and layer.indexer_keys is not None:
-        parts.append(("indexer", layer.indexer_keys.unsqueeze(1)))
     for part, tensor in parts:
         if tensor.ndim != 4 or tensor.shape[0] != 1 or tensor.shape[2] != min(_STEP, (spec.window or _STEP + 1) - 1):
             raise _Unsupported(f"{type(layer).__name__} with {part} of shape {list(tensor.shape)}")
     if spec.latent_dim:
-        parts[:2] = [("latent", torch.cat([layer.keys, layer.values], dim=-1))]
-    if getattr(layer, "indexer_position_ids", None) is not None:
-        raise _Unsupported(f"{type(layer).__name__} with positions of its own")
+        parts = [("latent", torch.cat([layer.keys, layer.values], dim=-1))]
     return [TensorSpec(index, part, t.shape[1], t.shape[3], t.dtype, spec.window) for part, t in parts]
 
 
@@ -287,16 +251,18 @@ def _rehearsed(model: PreTrainedModel, layout: Layout) -> Layout:
     found = [warm.forward(model, second), warm.forward(model, last)]
     if not all(map(torch.equal, found, expected)):
         raise _Unsupported(f"{type(model).__name__} keeps state outside its cache")
-    return _compared_with_one_pass(model, layout, token_ids[:, : 2 * _STEP], expected[0], continued)
+    _compare_with_one_pass(model, layout, token_ids[:, : 2 * _STEP], expected[0], continued)
+    return layout
 
 
-def _compared_with_one_pass(
+def _compare_with_one_pass(
     model: PreTrainedModel, layout: Layout, token_ids: torch.Tensor, logits: torch.Tensor, states: memoryview
-) -> Layout:
-    """Returns the layout, marked as one-pass if the model ignores the earlier state when it adds several tokens to it.
+) -> None:
+    """Raises `_Unsupported` if the model ignores the earlier state when it adds several tokens to it, if only the
+    logits are wrong, or if a token depends on later tokens.
 
     `logits` and `states` come from two steps. Of the states those of the first layer are compared, where both runs have
-    nearly the same input. Raises `_Unsupported` if only the logits are wrong, or if a token depends on later tokens.
+    nearly the same input.
     """
     dropped = _arena(model, layout)
     second_alone = dropped.forward(model, token_ids[:, _STEP:])
@@ -305,7 +271,7 @@ def _compared_with_one_pass(
         whole.forward(model, token_ids)
         ends = [_first_recurrent(layout, found) for found in (states, whole.read_states(), dropped.read_states())]
         if _error(*ends) > _MAX_STATE_ERROR:
-            return replace(layout, is_one_pass=True)
+            raise _Unsupported(f"{type(model).__name__} adds tokens to a state only one by one")
     one_pass = model(input_ids=token_ids, use_cache=False).logits[0]
     if _error(logits, one_pass[-1], second_alone) > _MAX_LOGITS_ERROR:
         raise _Unsupported(f"{type(model).__name__} does not continue a sequence step by step")
@@ -313,7 +279,6 @@ def _compared_with_one_pass(
     beginning, again = one_pass[:_STEP], model(input_ids=other_end, use_cache=False).logits[0, :_STEP]
     if _error(again, beginning, beginning.roll(1, dims=0)) > _MAX_LOOKAHEAD:
         raise _Unsupported(f"{type(model).__name__} looks at what comes later")
-    return layout
 
 
 def _error(found: torch.Tensor, right: torch.Tensor, wrong: torch.Tensor) -> float:

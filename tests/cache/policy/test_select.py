@@ -19,7 +19,7 @@ DEFAULTS: dict[str, Any] = {"block_size": 256, "min_tokens": 512, "cold_max": 10
 SMALL: dict[str, Any] = {"block_size": 4, "min_tokens": 0, "cold_max": 100, "interval": 100}
 NOTHING_KEPT = frozenset(
     {"off", "already_saved", "no_history", "no_match", "no_safe_boundary"}
-    | {"short_prompt", "short_prefix", "whole_prompt_only", "read_only", "faster_to_compute"}
+    | {"short_prompt", "short_prefix", "read_only", "faster_to_compute"}
 )
 BEGIN, END, THINK = 1, 2, 3
 """Markers around messages, and one that is no marker of this template."""
@@ -297,15 +297,6 @@ def test_below_a_far_number_lie_checkpoints_to_fall_back_to() -> None:
     assert selection.checkpoints == (512, 1024, 1280)
 
 
-def test_state_of_one_pass_is_kept_at_the_end_of_a_prompt_only() -> None:
-    prompt = Prompt(ids(4123), boundaries=(1, 1432))
-    whole = pick(FULL, prompt, state="one_pass")
-    assert (whole.keep_tail, whole.aligned, whole.checkpoints) == (True, 4096, ())
-    for scope in (AUTO, tokens(1432)):
-        part = pick(scope, prompt, sharing(4000, 1500), state="one_pass")
-        assert (part.selected, part.aligned, part.reason) == (1432, 0, "whole_prompt_only")
-
-
 def test_a_conversation_that_grew_is_kept_to_its_last_safe_boundary() -> None:
     selection = pick(AUTO, SECOND_TURN, FIRST_TURN.token_ids, sighting=CONTINUES)
     assert selection.common == 1302
@@ -523,7 +514,7 @@ KNOBS = st.fixed_dictionaries(
         "min_tokens": st.integers(0, 20),
         "cold_max": st.integers(0, 50),
         "interval": st.integers(1, 50),
-        "state": st.sampled_from(["sliceable", "checkpoints", "one_pass"]),
+        "state": st.sampled_from(["sliceable", "checkpoints"]),
         "restored": st.integers(0, 40),
         "sighting": st.builds(Sighting, st.integers(0, 12), st.integers(0, 12), st.integers(0, 12), st.booleans()),
     }

@@ -236,3 +236,11 @@ def test_memory_of_another_form_is_refused(change: str) -> None:
             layer.values = layer.values.repeat(1, 2, 1, 1)[:, :3]
     with pytest.raises(NotInvariant, match="memory of another form"):
         layer.attended(Run(LENGTH - 2, 2))
+
+
+def test_only_the_last_rows_may_be_cut_from_a_mask() -> None:
+    everything = slice(None)
+    assert Pattern(window=5)[:, :, -3:, :] == Pattern(window=5, last=3)
+    for part in ((everything, everything, slice(3, None), everything), (everything, everything, slice(-3, None))):
+        with pytest.raises(NotInvariant, match="part of a mask"):
+            Pattern()[part]

@@ -165,8 +165,6 @@ def _look_up(snapshot: Snapshot, secret: int, token_ids: TokenIds, root: bytes, 
 
 def _state_kind(record: RootRecord) -> StateKind:
     layout = msgspec.json.decode(record.layout, type=LayoutText)
-    if layout.one_pass:
-        return "one_pass"
     is_exact = bool(_fingerprint(record).get("products"))
     if layout.states:
         return "token_checkpoints" if is_exact else "checkpoints"
@@ -378,8 +376,6 @@ def _not_restored(look: _Look) -> Cause:
         case "token_checkpoints" | "checkpoints":
             text = f"{stored}this model restores at its checkpoints only"
             return Cause("no-checkpoint", text, "a smaller --kv-cache-interval keeps more of them")
-        case "one_pass":
-            return Cause("whole-prompt", f"{stored}this model restores whole prompts only")
         case "sliceable":
             return Cause("whole-blocks", f"{stored}this model restores whole blocks, and computes the last token")
         case "token":

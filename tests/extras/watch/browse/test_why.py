@@ -97,7 +97,6 @@ def test_the_few_tokens_that_every_prompt_begins_with_make_none_alike(chats: Sav
     [
         ("checkpoints", "no-checkpoint"),
         ("token_checkpoints", "no-checkpoint"),
-        ("one_pass", "whole-prompt"),
         ("sliceable", "whole-blocks"),
         ("token", "few-tokens"),
     ],

@@ -59,7 +59,7 @@ def test_a_decision_tells_what_was_restored_and_kept_and_why_and_the_latest_come
 def test_the_longest_reasons_fit_into_a_small_terminal() -> None:
     cache = {
         "restored": 0,
-        "miss_reason": "whole_prompt_only",
+        "miss_reason": "faster_to_compute",
         "boundary": 123456,
         "boundary_reason": "new_system_prompt",
     }
