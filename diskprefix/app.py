@@ -173,8 +173,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
                 state_bytes=layout.state_bytes,
                 logits_bytes=layout.logits_bytes,
                 exact_at=layout.exact_at,
-                memory_bytes=loaded.fit.needed_bytes,
-                load_s=time.perf_counter() - started,
             )
         cache = found.cache(settings, store, recorder.know if recorder else None)
         opened.pop_all()

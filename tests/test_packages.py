@@ -48,7 +48,7 @@ BESIDE = {
     "warm": {"daemon_call"},
     "talk": {"daemon_call", "web_page"},
     "clients": {"catalogue", "daemon_call"},
-    "simulate": {"front", "warm", "request_bodies"},
+    "simulate": {"warm", "request_bodies"},
     "setup": {"catalogue", "daemon_call", "front", "warm", "request_bodies"},
     "vllm": {"remote", "exchange"},
     "front": {"catalogue", "web_page"},

@@ -44,7 +44,7 @@ _NOT_RUN = {
     r"diskprefix launch": "starts an agent; tests/cli/test_launch.py does it",
     r"diskprefix top": "needs a terminal; tests/extras/watch/top/test_terminal.py does it",
     r"diskprefix remote ": "needs a bucket; tests/cli/test_remote.py does it",
-    r"diskprefix simulate .*(--plot|synthetic)": "takes seconds; tests/cli/test_simulate.py does it",
+    r"diskprefix simulate .*--plot": "takes seconds; tests/cli/test_simulate.py does it",
 }
 """Commands that are not run here, each with the reason."""
 
