@@ -369,8 +369,8 @@ def test_a_plot_is_the_same_each_time(made: Made, run: Run, tmp_path: Path, suff
 def test_a_plot_has_a_curve_for_each_policy_and_a_panel_for_each_regime(made: Made, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plot.svg"
     flags = "--scope", "off", "--scope", "auto:8", "--scope", "full", "--policy", "agent", "--plot", path
-    flags += tuple(part for regime in REGIMES for part in ("--regime", regime))
-    assert run("simulate", made("interleaved", 30), *flags).exit_code == 0
+    regimes = [part for regime in REGIMES for part in ("--regime", regime)]
+    assert run("simulate", made("interleaved", 30), *flags, *regimes).exit_code == 0
     # Text is drawn as shapes; matplotlib says in a comment what it was.
     texts = {line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")}
     agent = f"agent ({tomllib.loads(find_policy('agent').read_text())['disk_prefix_cache']})"
