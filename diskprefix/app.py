@@ -21,8 +21,6 @@ log = logging.getLogger("diskprefix")
 _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left"
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from diskprefix.engine.loop import Engine
     from diskprefix.progress import Report
     from diskprefix.server.process.front_line import FrontLine
@@ -83,16 +81,6 @@ def prepare(settings: Settings, with_model: bool) -> None:
             with one_thread(), suppress(SettingsError):
                 _require_kernels(settings)
                 import_model(settings)
-
-
-def create_application(settings: Settings) -> FastAPI:
-    """Returns the HTTP application of the daemon, for a caller that runs it without a socket.
-
-    Raises `SettingsError` for a file of API keys that cannot be used.
-    """
-    from diskprefix.server.http_app import create_app
-
-    return create_app(settings, load_engine)
 
 
 def identify_model(settings: Settings, progress: Report) -> ModelRecord:
