@@ -21,11 +21,8 @@ log = logging.getLogger("diskprefix")
 _NO_MEMORY_LEFT = "the model fits in memory, but nothing to compute with is left"
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
-
     from diskprefix.engine.loop import Engine
     from diskprefix.progress import Report
-    from diskprefix.server.keys import OwnerToken
     from diskprefix.server.process.front_line import FrontLine
     from diskprefix.store.schema import ModelRecord
 
@@ -84,17 +81,6 @@ def prepare(settings: Settings, with_model: bool) -> None:
             with one_thread(), suppress(SettingsError):
                 _require_kernels(settings)
                 import_model(settings)
-
-
-def create_application(settings: Settings, token: OwnerToken | None = None) -> FastAPI:
-    """Returns the HTTP application of the daemon, for a caller that runs it without a socket. `token` is that of a
-    daemon without API keys.
-
-    Raises `SettingsError` for a file of API keys that cannot be used.
-    """
-    from diskprefix.server.http_app import create_app
-
-    return create_app(settings, load_engine, None if settings.api_keys is not None else token)
 
 
 def identify_model(settings: Settings, progress: Report) -> ModelRecord:
@@ -175,8 +161,6 @@ def load_engine(settings: Settings, progress: Report) -> Engine:
                 state_bytes=layout.state_bytes,
                 logits_bytes=layout.logits_bytes,
                 exact_at=layout.exact_at,
-                memory_bytes=loaded.fit.needed_bytes,
-                load_s=time.perf_counter() - started,
             )
         cache = found.cache(settings, store, recorder.know if recorder else None)
         opened.pop_all()

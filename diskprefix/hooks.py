@@ -64,11 +64,8 @@ class Recorder(Protocol):
         state_bytes: int,
         logits_bytes: int,
         exact_at: Literal["token", "grid"],
-        memory_bytes: int = 0,
-        load_s: float = 0.0,
     ) -> None:
-        """Receives the sizes of the model's state, as in `kv.layout.Layout`, the memory that the model needs and the
-        time in which it was loaded."""
+        """Receives the sizes of the model's state, as in `kv.layout.Layout`."""
 
     def know(self, root: bytes, prompts: Iterable[TokenIds]) -> None:
         """Receives the prompts of a root from before this process, oldest first."""
@@ -88,9 +85,8 @@ class Recorder(Protocol):
         reply: TokenIds,
         prefill_ms: float,
         remembered: bool,
-        took_s: float = 0.0,
     ) -> None:
-        """Records a finished request. `when`: its arrival, in seconds since 1970; `took_s` later it ended. `reply`: the
+        """Records a finished request. `when`: its arrival, in seconds since 1970. `reply`: the
         tokens that the model computed after the prompt. `remembered`: the prompt was computed to its end and has no
         media."""
 

@@ -14,12 +14,12 @@ from diskprefix.server.threads import Kind
 from tests.test_project import PAGES, ROOT, text_files
 
 CODE = re.compile(r"`([^`\n]+)`")
-FILE = re.compile(r"[\w./-]*\w\.(py|md|cpp|h|js|tcss|service|socket|timer)")
+FILE = re.compile(r"[\w./-]*\w\.(py|md|cpp|h|js|service|socket|timer)")
 NAME = re.compile(r"([A-Za-z_]\w*\.)*(?P<last>[A-Z]\w*[a-z]\w*|[A-Z][A-Z0-9_]{3,})(\(\))?")
 """A class, perhaps with its module, or a constant."""
 IN_FILE = re.compile(r"`([A-Za-z_]\w*)`(?: and `([A-Za-z_]\w*)`)? in\s+`([\w./-]+\.py)`")
 THREAD_IN_SOURCE = re.compile(r"""(?:Thread\(.*name=f?|thread_name_prefix=)"([a-z-]+?)-?["{]""")
-COMMAND_THREADS = {"top", "saved", "delete", "verify", "kv-loader", "kv-saver", "remote-prefetch"}
+COMMAND_THREADS = {"verify", "kv-loader", "kv-saver", "remote-prefetch"}
 """Threads of commands and of vLLM's processes, which the daemon has not."""
 
 

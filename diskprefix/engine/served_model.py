@@ -254,14 +254,12 @@ class ServedModel:
             return
         # Nothing is published of a model whose state cannot be cached.
         is_uncached = self.cache.layout.unsupported and not running.request.prompt.media
-        took_s = time.perf_counter() - running.ticket.arrived_at
         self.recorder.record_request(
             running.request.prompt,
             running.request.cache,
             report,
             root=running.cached.namespace.root,
-            when=time.time() - took_s,
-            took_s=took_s,
+            when=time.time() - (time.perf_counter() - running.ticket.arrived_at),
             output_tokens=running.num_generated,
             reply=running.cached.reply,
             prefill_ms=running.prefill_s * 1e3,

@@ -13,10 +13,9 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from fastapi import APIRouter
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
@@ -25,18 +24,6 @@ from diskprefix.api.asked import Asked, constraint_of, thought_budget_of
 from diskprefix.api.compaction import Compaction, CompactRequest
 from diskprefix.api.dialect import BodyReader, Dialect, Head, ReplyWriter
 from diskprefix.api.fields import RequestBody, cache_options, with_sampling
-from diskprefix.api.figures import (
-    AnthropicErrorBody,
-    AnthropicEvent,
-    AnthropicMessage,
-    ChatCompletion,
-    ChatCompletionChunk,
-    CompactedResponse,
-    Completion,
-    ModelResponse,
-    ResponseEvent,
-    TokenCount,
-)
 from diskprefix.api.openai import Completions
 from diskprefix.api.openai_chat import Chat
 from diskprefix.api.responses import ResponseRequest, Responses
@@ -51,7 +38,7 @@ from diskprefix.engine.request import DoneEvent, GenerateRequest, SamplingParams
 from diskprefix.errors import InvalidRequest
 from diskprefix.nouns import CacheOptions
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.described import described, events, openai_events
+from diskprefix.server.described import described
 from diskprefix.server.generation import Generation, Generations, together
 from diskprefix.server.log_context import LogContext, log_context
 from diskprefix.server.remembering import RememberingReader, reply_memory, stored_encodings, stored_turns
@@ -71,7 +58,7 @@ router = APIRouter(tags=["completions"])
 @router.post(
     "/v1/chat/completions",
     summary="Chat",
-    **described(Chat.body, ChatCompletion, openai_events(ChatCompletionChunk)),
+    **described(Chat.body, "A `chat.completion`, as in OpenAI's API, with `prefix_cache` and `timings`.", streams=True),
 )
 async def chat_completions(request: Request) -> Response:
     """Reply to a conversation. The part of the prompt that is stored on disk is restored instead of computed."""
@@ -79,7 +66,11 @@ async def chat_completions(request: Request) -> Response:
 
 
 @router.post(
-    "/v1/completions", summary="Text completion", **described(Completions.body, Completion, openai_events(Completion))
+    "/v1/completions",
+    summary="Text completion",
+    **described(
+        Completions.body, "A `text_completion`, as in OpenAI's API, with `prefix_cache` and `timings`.", streams=True
+    ),
 )
 async def completions(request: Request) -> Response:
     """Continue a text or a list of token ids. No chat template is applied."""
@@ -89,7 +80,7 @@ async def completions(request: Request) -> Response:
 @router.post(
     "/v1/responses",
     summary="Response",
-    **described(Responses.body, ModelResponse, events(ResponseEvent)),
+    **described(Responses.body, "A `response`, as in OpenAI's API, with `prefix_cache` and `timings`.", streams=True),
 )
 async def responses(request: Request) -> Response:
     """Reply to a conversation that is given as items, or that continues a stored response."""
@@ -99,7 +90,7 @@ async def responses(request: Request) -> Response:
 @router.post(
     "/v1/responses/compact",
     summary="A conversation in short",
-    **described(CompactRequest, CompactedResponse),
+    **described(CompactRequest, "A `response.compaction`: the newest messages of the user, and an item `compaction`."),
 )
 async def compact_response(request: Request) -> Response:
     """Let the model sum up a conversation. What comes back stands for it in later requests."""
@@ -109,7 +100,7 @@ async def compact_response(request: Request) -> Response:
 @router.post(
     "/v1/messages",
     summary="Anthropic messages",
-    **described(Messages.body, AnthropicMessage, events(AnthropicEvent), AnthropicErrorBody),
+    **described(Messages.body, "A `message`, as in Anthropic's API, with `prefix_cache` and `timings`.", streams=True),
 )
 async def messages(request: Request) -> Response:
     """Reply to a conversation, in the form of Anthropic's API."""
@@ -369,13 +360,6 @@ def _sampling(asked: Asked, num_room: int, num_choices: int) -> SamplingParams:
     return sampling
 
 
-class InputTokens(BaseModel):
-    """The length of a prompt."""
-
-    object: Literal["response.input_tokens"] = "response.input_tokens"
-    input_tokens: int
-
-
 class _CountedMessages:
     body = CountTokensRequest
 
@@ -393,7 +377,7 @@ class _CountedInput:
 @router.post(
     "/v1/messages/count_tokens",
     summary="Anthropic: count tokens",
-    **described(CountTokensRequest, TokenCount, error=AnthropicErrorBody),
+    **described(CountTokensRequest, "`input_tokens`: the tokens of the whole prompt."),
 )
 async def count_tokens(request: Request) -> Response:
     """The length of the prompt that `POST /v1/messages` makes of the same body, in tokens."""
@@ -403,11 +387,11 @@ async def count_tokens(request: Request) -> Response:
 @router.post(
     "/v1/responses/input_tokens",
     summary="Count the tokens of a response's input",
-    **described(ResponseRequest, InputTokens),
+    **described(ResponseRequest, "A `response.input_tokens`: the tokens of the whole prompt."),
 )
 async def count_input_tokens(request: Request) -> Response:
     """The length of the prompt that `POST /v1/responses` makes of the same body, in tokens."""
-    return JSONResponse(InputTokens(input_tokens=await _length(request, _CountedInput())).model_dump())
+    return JSONResponse({"object": "response.input_tokens", "input_tokens": await _length(request, _CountedInput())})
 
 
 async def _length(request: Request, dialect: BodyReader[B]) -> int:

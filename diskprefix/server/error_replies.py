@@ -9,7 +9,6 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, Field
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -36,21 +35,6 @@ _RESPONSES_PATH = "/v1/responses"
 
 _LINGER_BYTES = 256 * 1024**2
 _LINGER_S = 10.0
-
-
-class ErrorDetail(BaseModel):
-    """An error."""
-
-    message: str = Field(description="One line that says what is wrong and what to do.")
-    type: str = Field(description="`invalid_request_error` (the client's fault) or `server_error`.")
-    param: str | None = Field(description="Dotted path of the field at fault, for example `messages.0.role`.")
-    code: str | None = Field(description="A stable machine-readable word, for example `invalid_scope`.")
-
-
-class ErrorBody(BaseModel):
-    """The body of every response with a status of 400 or more, as OpenAI writes it."""
-
-    error: ErrorDetail
 
 
 def _written(scope: Scope, error: DiskPrefixError) -> Json:

@@ -7,9 +7,9 @@ from datetime import UTC, datetime
 from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 
 from diskprefix.api.dialect import json_text
 from diskprefix.api.fields import Body
@@ -17,8 +17,7 @@ from diskprefix.api.openai_chat import ChatRequest
 from diskprefix.chat.renderer import PromptRenderer
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.described import described
-from diskprefix.server.error_replies import ErrorBody
+from diskprefix.server.described import described, replies
 from diskprefix.server.log_context import log_context
 from diskprefix.server.serving import Serving
 from diskprefix.units import format_size
@@ -33,85 +32,25 @@ _PARAMETERS = (
 )
 
 
-class Architecture(BaseModel):
-    """In the form of OpenRouter."""
-
-    input_modalities: list[str] = Field(description="`text`, and `image` or `audio` for models that take them.")
-    output_modalities: list[str]
-
-
-class Meta(BaseModel):
-    """In the form of llama.cpp's server."""
-
-    n_ctx_train: int
-    n_ctx: int
-    n_vocab: int
-
-
-class ModelCard(BaseModel):
-    """The served model. Several fields say the same, because clients of other servers know it by other names."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "diskprefix"
-    max_model_len: int = Field(description="Positions: prompt and reply together, in tokens. The name of vLLM.")
-    context_length: int = Field(description="The same: the name of OpenRouter.")
-    context_window: int = Field(description="The same: the name of Groq.")
-    max_context_length: int = Field(description="The same: the name of LM Studio and Mistral.")
-    meta: Meta
-    architecture: Architecture
-    capabilities: list[str] = Field(
-        description="`completion`, `chat` (it has a chat template), `tool_use` (which knows tools), `reasoning` (and "
-        "thoughts), `vision`, `audio`."
-    )
-    supported_parameters: list[str] = Field(description="Fields of requests that have an effect, as OpenRouter has it.")
-
-
-class ModelList(BaseModel):
-    """The answer of `GET /v1/models`: the one served model."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelCard]
-
-
-class AnthropicModel(BaseModel):
-    """The served model, in the form of Anthropic's API."""
-
-    id: str
-    type: Literal["model"] = "model"
-    display_name: str
-    created_at: datetime
-    lifecycle: Literal["active"] = "active"
-    max_input_tokens: int = Field(description="Positions: prompt and reply together, in tokens.")
-    max_tokens: int = Field(description="The same.")
-
-
-class AnthropicModelList(BaseModel):
-    """The answer of `GET /v1/models` for Anthropic's clients, which send the header `anthropic-version`."""
-
-    data: list[AnthropicModel]
-    first_id: str
-    last_id: str
-    has_more: bool = False
-
-
-def _anthropic_model(serving: Serving) -> AnthropicModel:
+def _anthropic_model(serving: Serving) -> dict[str, Any]:
     name, positions = serving.model_name, serving.engine.max_positions
-    return AnthropicModel(
-        id=name,
-        display_name=name,
-        created_at=datetime.fromtimestamp(serving.loaded_at, UTC),
-        max_input_tokens=positions,
-        max_tokens=positions,
-    )
+    return {
+        "id": name,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(serving.loaded_at, UTC).isoformat().replace("+00:00", "Z"),
+        "lifecycle": "active",
+        "max_input_tokens": positions,
+        "max_tokens": positions,
+    }
 
 
 def _is_anthropic(request: Request) -> bool:
     return "anthropic-version" in request.headers
 
 
-def card(serving: Serving) -> ModelCard:
+def card(serving: Serving) -> dict[str, Any]:
+    """Returns the served model. Several fields say the same: clients of other servers know it by other names."""
     positions, media = serving.engine.max_positions, sorted(serving.engine.media.kinds) if serving.engine.media else []
     template = str(serving.engine.tokenizer.chat_template or "")
     offered = {
@@ -125,18 +64,26 @@ def card(serving: Serving) -> ModelCard:
     capabilities = [name for name, is_offered in offered.items() if is_offered]
     of_tools = ["tools", "tool_choice", "parallel_tool_calls"] if offered["tool_use"] else []
     of_thoughts = ["reasoning_effort"] if offered["reasoning"] else []
-    return ModelCard(
-        id=serving.model_name,
-        created=serving.loaded_at,
-        max_model_len=positions,
-        context_length=positions,
-        context_window=positions,
-        max_context_length=positions,
-        meta=Meta(n_ctx_train=serving.engine.model_positions, n_ctx=positions, n_vocab=serving.renderer.vocab_size),
-        architecture=Architecture(input_modalities=["text", *reversed(media)], output_modalities=["text"]),
-        capabilities=capabilities,
-        supported_parameters=[*_PARAMETERS, *of_tools, *of_thoughts],
-    )
+    return {
+        "id": serving.model_name,
+        "object": "model",
+        "created": serving.loaded_at,
+        "owned_by": "diskprefix",
+        # The names of vLLM, OpenRouter, Groq, and LM Studio and Mistral.
+        "max_model_len": positions,
+        "context_length": positions,
+        "context_window": positions,
+        "max_context_length": positions,
+        # As llama.cpp's server has it.
+        "meta": {
+            "n_ctx_train": serving.engine.model_positions,
+            "n_ctx": positions,
+            "n_vocab": serving.renderer.vocab_size,
+        },
+        "architecture": {"input_modalities": ["text", *reversed(media)], "output_modalities": ["text"]},
+        "capabilities": capabilities,
+        "supported_parameters": [*_PARAMETERS, *of_tools, *of_thoughts],
+    }
 
 
 async def _serving(request: Request) -> Serving:
@@ -144,26 +91,28 @@ async def _serving(request: Request) -> Serving:
     return await daemon.ready()
 
 
-@router.get("/v1/models", summary="List models")
-async def list_models(request: Request) -> ModelList | AnthropicModelList:
+@router.get(
+    "/v1/models",
+    summary="List models",
+    **replies("A list, in the form of OpenAI's API; with the header `anthropic-version` in that of Anthropic's."),
+)
+async def list_models(request: Request) -> JSONResponse:
     """The one model that is served."""
     serving = await _serving(request)
     if _is_anthropic(request):
-        name = serving.model_name
-        return AnthropicModelList(data=[_anthropic_model(serving)], first_id=name, last_id=name)
-    return ModelList(data=[card(serving)])
+        ends = {"first_id": serving.model_name, "last_id": serving.model_name, "has_more": False}
+        return JSONResponse({"data": [_anthropic_model(serving)], **ends})
+    return JSONResponse({"object": "list", "data": [card(serving)]})
 
 
 @router.get(
-    "/v1/models/{model_name:path}",
-    summary="Retrieve a model",
-    responses={404: {"model": ErrorBody}},
+    "/v1/models/{model_name:path}", summary="Retrieve a model", **replies("The model, as `/v1/models` lists it.", 404)
 )
-async def retrieve_model(model_name: str, request: Request) -> ModelCard | AnthropicModel:
+async def retrieve_model(model_name: str, request: Request) -> JSONResponse:
     """The served model by its name."""
     serving = await _serving(request)
     serving.require_model(model_name)
-    return _anthropic_model(serving) if _is_anthropic(request) else card(serving)
+    return JSONResponse(_anthropic_model(serving) if _is_anthropic(request) else card(serving))
 
 
 B = TypeVar("B", bound=Body)
@@ -182,28 +131,10 @@ class TokenizeRequest(Body):
     with_pieces: bool = Field(default=False, description="With the text of each token.")
 
 
-class TokenizeReply(BaseModel):
-    """The tokens of a text."""
-
-    tokens: list[Any] = Field(description="Token ids, or with `with_pieces` objects with `id` and `piece`.")
-
-
 class DetokenizeRequest(Body):
     """`POST /detokenize`."""
 
     tokens: list[int] = Field(max_length=_MOST_TOKENS, description="Token ids.")
-
-
-class DetokenizeReply(BaseModel):
-    """The text of tokens, special ones included."""
-
-    content: str
-
-
-class TemplateReply(BaseModel):
-    """The prompt of a conversation."""
-
-    prompt: str
 
 
 async def _answer(request: Request, body: type[B], work: Callable[[PromptRenderer, B], dict[str, Any]]) -> Response:
@@ -216,7 +147,11 @@ async def _answer(request: Request, body: type[B], work: Callable[[PromptRendere
     return Response(content, media_type="application/json")
 
 
-@token_router.post("/tokenize", summary="Text to tokens", **described(TokenizeRequest, TokenizeReply))
+@token_router.post(
+    "/tokenize",
+    summary="Text to tokens",
+    **described(TokenizeRequest, "`tokens`: ids, or with `with_pieces` objects with `id` and `piece`."),
+)
 async def tokenize(request: Request) -> Response:
     """The tokens of a text."""
 
@@ -233,7 +168,11 @@ async def tokenize(request: Request) -> Response:
     return await _answer(request, TokenizeRequest, work)
 
 
-@token_router.post("/detokenize", summary="Tokens to text", **described(DetokenizeRequest, DetokenizeReply))
+@token_router.post(
+    "/detokenize",
+    summary="Tokens to text",
+    **described(DetokenizeRequest, "`content`: the text, special tokens included."),
+)
 async def detokenize(request: Request) -> Response:
     """The text of tokens."""
     return await _answer(
@@ -241,7 +180,7 @@ async def detokenize(request: Request) -> Response:
     )
 
 
-@token_router.post("/apply-template", summary="Conversation to prompt", **described(ChatRequest, TemplateReply))
+@token_router.post("/apply-template", summary="Conversation to prompt", **described(ChatRequest, "`prompt`: the text."))
 async def apply_template(request: Request) -> Response:
     """The prompt of a conversation as a text, without images and sounds. Nothing is computed."""
     return await _answer(request, ChatRequest, lambda renderer, body: {"prompt": renderer.text_of(body.conversation)})

@@ -8,12 +8,11 @@ from typing import Any
 from fastapi import APIRouter, Depends
 from fastapi.exceptions import HTTPException
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 
-from diskprefix.server.daemon import Daemon, Status
-from diskprefix.server.error_replies import ErrorBody
+from diskprefix.server.daemon import Daemon
+from diskprefix.server.described import replies
 from diskprefix.server.keys import ADMIN, WITHOUT_TOKEN
 from diskprefix.server.log_context import log_context
 from diskprefix.server.serving import Serving
@@ -21,52 +20,7 @@ from diskprefix.version import __version__
 
 router = APIRouter(tags=["daemon"])
 
-
-class Welcome(BaseModel):
-    """The name of the program."""
-
-    name: str = "diskprefix"
-    docs: str = "/docs"
-    dashboard: str = "/dashboard"
-    chat: str = "/chat"
-
-
-class Health(BaseModel):
-    """The state of the daemon. With `--api-keys`, only the key named `admin` gets more than `status`."""
-
-    status: Status = Field(description="`ok` and `degraded` (200) serve requests; the others (503) do not.")
-    message: str | None = Field(default=None, description="The current step while the model loads.")
-    model: str | None = None
-    cache: dict[str, str | None] | None = Field(
-        default=None,
-        description="`state`: `ok`, `unsupported` (layers that cannot be cached) or `degraded`; `error`: why.",
-    )
-    queue_depth: int | None = None
-    running: int | None = None
-
-
-class Props(BaseModel):
-    """The state of a running daemon in full."""
-
-    version: str
-    model: dict[str, Any] = Field(description="The served model; `identity` goes into the root of the cache's keys.")
-    full_cache: dict[str, dict[str, Any]] = Field(
-        description="`state`: the scope, the folder, counts and sizes, as in `/metrics`. `gate`: whether restoring is "
-        "faster than computing; its `state` is `measuring` (everything is saved and restored), `open` (what has "
-        "`break_even_tokens` tokens or more is) or `closed` (computing is always faster); speeds are in seconds."
-    )
-    queue_depth: int
-    running: int
-    kv_memory: dict[str, int] = Field(
-        description="The state of requests in memory: bytes in use and allowed, requests that run, and those that "
-        "ended and may be gone on from."
-    )
-    prefix_breaks: list[dict[str, Any]] = Field(
-        description="The lines because of which less of prompts was found, the latest first: `line` (digits are shown "
-        "as 0, letters as a), `normalisers` that would change it, `requests`, and `tokens` that were computed again."
-    )
-    settings: dict[str, Any] = Field(description="Every setting with the value it has.")
-    startup_s: dict[str, float] = Field(description="Where the time to ready went, in seconds.")
+WELCOME = {"name": "diskprefix", "docs": "/docs", "dashboard": "/dashboard", "chat": "/chat"}
 
 
 async def require_admin(request: Request) -> None:
@@ -88,11 +42,10 @@ def _daemon(request: Request) -> Daemon:
 
 
 @router.head("/", include_in_schema=False)
-@router.get("/", summary="Welcome")
-async def welcome(response: Response) -> Welcome:
+@router.get("/", summary="Welcome", **replies("The name of the program, and where to look."))
+async def welcome() -> JSONResponse:
     """200 as soon as the daemon listens: some clients look here first. Browsers get the dashboard instead."""
-    response.headers["Vary"] = "Accept"
-    return Welcome()
+    return JSONResponse(WELCOME, headers={"Vary": "Accept"})
 
 
 @router.get("/dashboard", include_in_schema=False)
@@ -110,44 +63,51 @@ async def no_icon() -> Response:
 @router.get(
     "/health",
     summary="Health",
-    response_model=Health,
-    responses={503: {"model": Health | ErrorBody}},
+    **replies(
+        "`status`: `ok` and `degraded` (200) serve requests, the others (503) do not. With `--api-keys`, only the key "
+        "named `admin` gets more: `message` while the model loads, `model`, `cache`, `queue_depth` and `running`."
+    ),
 )
 async def health(request: Request) -> JSONResponse:
     """200 when requests are served, 503 when not."""
     daemon = _daemon(request)
     serving = daemon.serving
-    content = Health(status=daemon.status)
-    status_code = 200 if content.status in ("ok", "degraded") else 503
+    content: dict[str, Any] = {"status": daemon.status}
+    content |= dict.fromkeys(("message", "model", "cache", "queue_depth", "running"))
+    status_code = 200 if daemon.status in ("ok", "degraded") else 503
     if log_context(request).caller.sees_all:
-        content.message = daemon.doing if content.status == "loading" else None
-        content.queue_depth, content.running = daemon.num_arriving, 0
+        content["message"] = daemon.doing if daemon.status == "loading" else None
+        content["queue_depth"], content["running"] = daemon.num_arriving, 0
         if serving is not None:
             state, error = serving.engine.cache.health
-            content.model, content.cache = serving.model_name, {"state": state, "error": error}
-            content.queue_depth, content.running = serving.inbox.queue_depth, serving.inbox.num_running
-    return JSONResponse(content.model_dump(), status_code)
+            content["model"], content["cache"] = serving.model_name, {"state": state, "error": error}
+            content["queue_depth"], content["running"] = serving.inbox.queue_depth, serving.inbox.num_running
+    return JSONResponse(content, status_code)
 
 
 @router.get(
-    "/props", summary="Properties", dependencies=[Depends(require_owner)], responses={401: {"model": ErrorBody}}
+    "/props",
+    summary="Properties",
+    dependencies=[Depends(require_owner)],
+    responses={401: {"description": "The caller is not the owner."}},
 )
-async def props(request: Request) -> Props:
-    """The model, the cache with its settings and counts, all settings and the start-up times."""
+async def props(request: Request) -> dict[str, Any]:
+    """The model, the cache with its settings and counts, all settings and the start-up times. `prefix_breaks`: the
+    lines because of which less of prompts was found. `gate`: whether restoring is faster than computing."""
     daemon = _daemon(request)
     serving = await daemon.ready()
     stats = await serving.cache_stats()
-    return Props(
-        version=__version__,
-        model=_model_props(serving),
-        full_cache={"gate": stats["gate"], "state": {name: stats[name] for name in stats if name != "gate"}},
-        queue_depth=serving.inbox.queue_depth,
-        running=serving.inbox.num_running,
-        kv_memory=serving.engine.memory_stats(),
-        prefix_breaks=daemon.breaks.as_list(),
-        settings=asdict(daemon.settings),
-        startup_s=serving.startup_s,
-    )
+    return {
+        "version": __version__,
+        "model": _model_props(serving),
+        "full_cache": {"gate": stats["gate"], "state": {name: stats[name] for name in stats if name != "gate"}},
+        "queue_depth": serving.inbox.queue_depth,
+        "running": serving.inbox.num_running,
+        "kv_memory": serving.engine.memory_stats(),
+        "prefix_breaks": daemon.breaks.as_list(),
+        "settings": asdict(daemon.settings),
+        "startup_s": serving.startup_s,
+    }
 
 
 def _model_props(serving: Serving) -> dict[str, Any]:

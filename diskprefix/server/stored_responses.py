@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query
-from pydantic import BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import Response
 
 from diskprefix.api.dialect import Json, json_text
 from diskprefix.api.fields import MAX_SALT_CHARS
-from diskprefix.api.figures import ModelResponse
 from diskprefix.api.responses_items import ResponseStore
 from diskprefix.errors import InvalidRequest
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.error_replies import ErrorBody
+from diskprefix.server.described import replies
 from diskprefix.server.log_context import log_context
 
 router = APIRouter(prefix="/v1/responses", tags=["responses"])
-
-_ERRORS: dict[int | str, dict[str, Any]] = {status: {"model": ErrorBody} for status in (400, 404)}
 
 Salt = Annotated[
     str | None,
@@ -32,24 +28,6 @@ Salt = Annotated[
         description="That of the request which was answered. Not in the query, which proxies log.",
     ),
 ]
-
-
-class DeletedResponse(BaseModel):
-    """The deleted response."""
-
-    id: str
-    object: Literal["response"] = "response"
-    deleted: Literal[True] = True
-
-
-class ItemList(BaseModel):
-    """A page of items."""
-
-    object: Literal["list"] = "list"
-    data: list[Json]
-    first_id: str | None = Field(description="Of this page; null if it is empty.")
-    last_id: str | None
-    has_more: bool
 
 
 async def _answer(request: Request, salt: str | None, read: Callable[[ResponseStore], Json]) -> Response:
@@ -67,8 +45,7 @@ async def _answer(request: Request, salt: str | None, read: Callable[[ResponseSt
 @router.get(
     "/{response_id}",
     summary="A stored response",
-    response_model=None,
-    responses={200: {"model": ModelResponse}, **_ERRORS},
+    **replies("The `response`.", 400, 404),
 )
 async def get_response(
     request: Request, response_id: str, cache_salt: Salt = None, stream: Literal["false"] | None = None
@@ -81,15 +58,14 @@ async def get_response(
 @router.delete(
     "/{response_id}",
     summary="Delete a stored response",
-    response_model=None,
-    responses={200: {"model": DeletedResponse}, **_ERRORS},
+    **replies("`id`, and `deleted`.", 400, 404),
 )
 async def delete_response(request: Request, response_id: str, cache_salt: Salt = None) -> Response:
     """Delete a stored response. The responses that continue it cannot be continued any more."""
 
     def delete(store: ResponseStore) -> Json:
         store.delete(response_id)
-        return DeletedResponse(id=response_id).model_dump()
+        return {"id": response_id, "object": "response", "deleted": True}
 
     return await _answer(request, cache_salt, delete)
 
@@ -97,8 +73,7 @@ async def delete_response(request: Request, response_id: str, cache_salt: Salt =
 @router.get(
     "/{response_id}/input_items",
     summary="The input of a stored response",
-    response_model=None,
-    responses={200: {"model": ItemList}, **_ERRORS},
+    **replies("A page: `data` with the items, `first_id`, `last_id` and `has_more`.", 400, 404),
 )
 async def list_input_items(
     request: Request,
@@ -113,7 +88,7 @@ async def list_input_items(
 
 
 def _page(items: list[Json], limit: int, order: Literal["asc", "desc"], after: str | None) -> Json:
-    """Returns an `ItemList`."""
+    """Returns a page of items."""
     if order == "desc":
         items.reverse()
     ids = [item["id"] for item in items]

@@ -23,7 +23,7 @@ from diskprefix.errors import SettingsError
 from diskprefix.extras.simulate import recording, recording_file
 from diskprefix.extras.simulate.recorded_request import RecordedRequest, joined
 from diskprefix.extras.simulate.recording import RequestRecorder
-from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection, Tenant
+from diskprefix.nouns import SHARED, CacheOptions, CacheReport, Mark, Prompt, Scope, Selection
 from diskprefix.settings import Settings
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
 from tests.waiting import wait_for
@@ -165,20 +165,6 @@ def test_whose_state_it_is_is_told_apart_from_what_all_share(tmp_path: Path) -> 
         note(recorder, Prompt(random_prompt(1, 20)), options)
     recorder.close()
     assert [line.is_shared for line in read(tmp_path / "trace.jsonl")] == [True, False]
-
-
-def test_a_key_is_one_caller_whatever_its_salts(tmp_path: Path) -> None:
-    key, other = Tenant.of_key("a"), Tenant.of_key("b")
-    found = []
-    for keys in (Path("keys"), None):
-        recorder = RequestRecorder(path := tmp_path / f"{keys}.jsonl", Settings(api_keys=keys), lambda: 7)
-        for tenant in (key, key.with_salt("me"), other):
-            note(recorder, Prompt(random_prompt(1, 20)), replace(FULL, tenant=tenant))
-        recorder.close()
-        found.append([line.caller for line in read(path)])
-        assert key.ids[0].encode() not in path.read_bytes()
-    assert found[0][0] == found[0][1] != found[0][2]
-    assert found[1] == ["", "", ""], "without keys, the front takes all for one"
 
 
 def test_a_request_with_the_daemons_scope_has_none_of_its_own(record: Record) -> None:

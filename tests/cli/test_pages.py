@@ -38,13 +38,12 @@ _NOT_RUN = {
     r"export ": "sets variables of the reader's shell",
     r"(echo|chmod) .*/etc/": "writes to /etc, as root",
     r"podman ": "there is no builder in CI; tests/systemd/test_containerfile.py reads the file",
-    r"diskprefix warm --alone": "loads a model; tests/cli/test_warm.py does it",
     r"diskprefix doctor": "imports a model's tokenizer and measures the disk; tests/cli/test_doctor.py does it",
     r"diskprefix (pull|list|show|rm) ": "needs a hub, or models; tests/cli/test_pull.py and test_list.py do it",
     r"diskprefix launch": "starts an agent; tests/cli/test_launch.py does it",
     r"diskprefix top": "needs a terminal; tests/extras/watch/top/test_terminal.py does it",
     r"diskprefix remote ": "needs a bucket; tests/cli/test_remote.py does it",
-    r"diskprefix simulate .*(--plot|synthetic)": "takes seconds; tests/cli/test_simulate.py does it",
+    r"diskprefix simulate .*--plot": "takes seconds; tests/cli/test_simulate.py does it",
 }
 """Commands that are not run here, each with the reason."""
 

@@ -231,13 +231,12 @@ def test_a_wrong_variable_is_named(run: Run, monkeypatch: pytest.MonkeyPatch, va
         ("log-level", "'info'", "log-level: is there twice, with - and with _"),
     ],
 )
-@pytest.mark.parametrize("command", [["serve"], ["warm", "--alone", __file__]])
 def test_a_wrong_value_in_a_policy_file_is_named_with_its_line(
-    run: Run, tmp_path: Path, command: list[str], key: str, value: str, expected: str
+    run: Run, tmp_path: Path, key: str, value: str, expected: str
 ) -> None:
     policy = tmp_path / "mine.toml"
     policy.write_text(f"# mine\nlog_level = 'debug'\n{key} = {value}\n")
-    run(*command, "--policy", policy).assert_refused(2, f"error: --policy: {policy}:3: {expected}")
+    run("serve", "--policy", policy).assert_refused(2, f"error: --policy: {policy}:3: {expected}")
 
 
 @pytest.mark.parametrize(

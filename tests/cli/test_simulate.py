@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import tomllib
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 from matplotlib.axes import Axes
@@ -16,10 +18,8 @@ from diskprefix.cli.policy_file import find_policy
 from diskprefix.extras.simulate.baselines import whole_snapshots
 from diskprefix.extras.simulate.comparison import REGIMES
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
-from diskprefix.extras.simulate.machines import Setup, replay
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.simulator import Policy, simulate
-from diskprefix.extras.simulate.synthetic import CATALOG, interleaved
 from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.nouns import CacheOptions, CacheReport, Scope, Selection
 from diskprefix.settings import Settings
@@ -27,6 +27,7 @@ from diskprefix.tokens import as_token_ids
 from diskprefix.units import parse_size
 from tests.cli.conftest import Ended, Run, run_fresh
 from tests.cli.terminal import Terminal
+from tests.extras.simulate.workloads import CATALOG, interleaved
 from tests.server.chat_model import write_tokenizer
 
 MIB, GIB = 2**20, 2**30
@@ -46,6 +47,27 @@ def write_lines(path: Path, *lines: object) -> Path:
     return path
 
 
+Made: TypeAlias = Callable[[str, int], Path]
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    """Writes a workload by its name and number of requests, in Mooncake's form."""
+
+    @cache
+    def write(name: str, num_requests: int) -> Path:
+        lines, numbers = [], dict[bytes, int]()
+        for request in CATALOG[name](num_requests=num_requests):
+            ids = request.prompt.token_ids
+            begun = [ids[: at + 64].tobytes() for at in range(0, len(ids), 64)]
+            blocks = [numbers.setdefault(beginning, len(numbers)) for beginning in begun]
+            line = {"timestamp": 1e3 * request.when, "input_length": len(ids), "hash_ids": blocks, "block_size": 64}
+            lines.append(line)
+        return write_lines(tmp_path_factory.mktemp(name) / f"{name}.jsonl", *lines)
+
+    return write
+
+
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
     """A model's folder without its weights."""
@@ -57,11 +79,11 @@ def tokenizer(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("state_bytes", "regime"), [(None, "token"), (0, "sliceable"), (1 << 20, "checkpoints")])
 def test_without_options_there_is_one_table_with_all_scopes(
-    run: Run, tmp_path: Path, state_bytes: int | None, regime: str
+    made: Made, run: Run, tmp_path: Path, state_bytes: int | None, regime: str
 ) -> None:
-    name, trace = "interleaved", "synthetic:interleaved:20"
+    name, trace = "interleaved", made("interleaved", 20)
     if state_bytes is not None:
-        name, trace = "day", str(record(tmp_path / "day.jsonl", block_size=256, state_bytes=state_bytes))
+        name, trace = "day", record(tmp_path / "day.jsonl", block_size=256, state_bytes=state_bytes)
     found = rows(run("simulate", trace, "--json"))
     scopes = "off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full", "whole-snapshots"
     expected: list[object] = [(name, scope, regime, 4 * GIB) for scope in scopes]
@@ -72,11 +94,11 @@ def test_without_options_there_is_one_table_with_all_scopes(
 @pytest.mark.parametrize(
     ("regime", "geometry"), [("token", TOKEN), ("sliceable", SLICEABLE), ("checkpoints", CHECKPOINTS)]
 )
-def test_a_row_says_what_the_simulator_counts(run: Run, regime: str, geometry: Geometry) -> None:
+def test_a_row_says_what_the_simulator_counts(made: Made, run: Run, regime: str, geometry: Geometry) -> None:
     flags = "--scope", "AUTO", "--regime", regime, "--budget", "500MiB", "--tokens-per-s", "250", "--json"
-    row, baseline, _ = rows(run("simulate", "synthetic:interleaved:40", *flags))
+    row, baseline, _ = rows(run("simulate", made("interleaved", 40), *flags))
     policy = Policy(scope=Scope("auto", 30), budget_bytes=500 * MIB, seconds_per_token=1 / 250)
-    trace = interleaved(num_requests=40)
+    trace = read_trace(made("interleaved", 40))
     for found, totals in (
         (row, simulate(trace, policy, geometry)),
         (baseline, whole_snapshots(trace, policy, geometry)),
@@ -89,32 +111,33 @@ def test_a_row_says_what_the_simulator_counts(run: Run, regime: str, geometry: G
     assert (row["scope"], row["policy"]) == ("auto:30", None)
 
 
-def test_options_reach_the_policy_and_the_geometry(run: Run) -> None:
+def test_options_reach_the_policy_and_the_geometry(made: Made, run: Run) -> None:
     flags = ["--scope", "full", "--regime", "checkpoints", "--budget", "1GiB", "--budget", "unlimited"]
     flags += ["--block-size", "64", "--kv-cache-min-tokens", "3000", "--kv-cache-ttl", "10s"]
     flags += ["--bytes-per-token", "1KiB", "--state-bytes", "2MiB", "--json"]
-    found = rows(run("simulate", "synthetic:interleaved:30", *flags))
+    found = rows(run("simulate", made("interleaved", 30), *flags))
     policy = Policy(scope=Scope("full"), block_size=64, min_tokens=3000, ttl_s=10.0)
-    totals = simulate(interleaved(num_requests=30), policy, Geometry(1024, 2 * MIB, CHECKPOINTS.logits_bytes))
+    trace = read_trace(made("interleaved", 30))
+    totals = simulate(trace, policy, Geometry(1024, 2 * MIB, CHECKPOINTS.logits_bytes))
     assert found[0]["budget_bytes"] is None
     assert (found[0]["requests"], found[0]["written_bytes"]) == (30, totals.written_bytes)
-    forever = simulate(interleaved(num_requests=30), replace(policy, ttl_s=0.0), CHECKPOINTS)
+    forever = simulate(trace, replace(policy, ttl_s=0.0), CHECKPOINTS)
     assert 0 < found[0]["restored_tokens"] == totals.restored_tokens < forever.restored_tokens
 
 
-def test_a_scope_that_is_given_twice_is_one_row(run: Run) -> None:
+def test_a_scope_that_is_given_twice_is_one_row(made: Made, run: Run) -> None:
     flags = "--scope", "auto", "--scope", "auto:30", "--regime", "sliceable", "--budget", "1024MiB", "--budget", "1GiB"
-    found = rows(run("simulate", "synthetic:one-off:3", *flags, "--json"))
+    found = rows(run("simulate", made("one-off", 3), *flags, "--json"))
     assert [row["scope"] for row in found] == ["auto:30", "whole-snapshots", "upper-bound"]
 
 
-def test_a_policy_file_is_a_row_of_its_own_settings(run: Run, tmp_path: Path) -> None:
+def test_a_policy_file_is_a_row_of_its_own_settings(made: Made, run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(
         'disk_prefix_cache = 2048\nkv_cache_budget = "64MiB"\nkv_cache_ttl = "5m"\nkv-cache-min-tokens = 0\n'
     )
     flags = "--policy", "agent", "--policy", str(file), "--block-size", "128"
-    found = {row["policy"]: row for row in rows(run("simulate", "synthetic:edits:30", *SHORT, *flags, "--json"))}
+    found = {row["policy"]: row for row in rows(run("simulate", made("interleaved", 30), *SHORT, *flags, "--json"))}
     assert found.keys() == {None, "agent", str(file)}
     said = tomllib.loads(find_policy("agent").read_text())
     assert (found["agent"]["scope"], found["agent"]["budget_bytes"]) == (
@@ -122,17 +145,17 @@ def test_a_policy_file_is_a_row_of_its_own_settings(run: Run, tmp_path: Path) ->
         parse_size(said["kv_cache_budget"], param="budget"),
     )
     policy = Policy(scope=Scope("tokens", 2048), budget_bytes=64 * MIB, ttl_s=300.0, min_tokens=0, block_size=128)
-    totals = simulate(CATALOG["edits"](num_requests=30), policy, SLICEABLE)
+    totals = simulate(read_trace(made("interleaved", 30)), policy, SLICEABLE)
     assert (found[str(file)]["scope"], found[str(file)]["budget_bytes"]) == ("2048", 64 * MIB)
     assert found[str(file)]["restored_tokens"] == totals.restored_tokens > 0
 
 
-def test_traces_of_all_kinds_are_replayed_in_one_go(run: Run, tmp_path: Path, tokenizer: Path) -> None:
+def test_traces_of_all_kinds_are_replayed_in_one_go(made: Made, run: Run, tmp_path: Path, tokenizer: Path) -> None:
     body = {"messages": [{"role": "system", "content": WORDS * 40}, {"role": "user", "content": "Rivers?"}]}
     bodies = write_lines(tmp_path / "bodies.jsonl", body, body, {"prompt": WORDS * 40})
     recorded = record(tmp_path / "recorded.jsonl", block_size=256)
     mooncake = write_lines(tmp_path / "mooncake.jsonl", MOONCAKE, MOONCAKE)
-    traces = mooncake, recorded, bodies, "synthetic:one-off:2"
+    traces = mooncake, recorded, bodies, made("one-off", 2)
     flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited", "--model", str(tokenizer), "--json"
     found = [row for row in rows(run("simulate", *traces, *flags)) if row["scope"] == "full"]
     assert {row["trace"]: row["requests"] for row in found} == {
@@ -164,8 +187,8 @@ def test_files_of_one_name_are_told_apart_by_their_folders(run: Run, tmp_path: P
     assert list(dict.fromkeys(row["trace"] for row in found)) == [*paths, "night"]
 
 
-def test_the_table_shows_each_row_with_its_figures(run: Run) -> None:
-    ended = run("simulate", "synthetic:interleaved:20", "synthetic:one-off:5", *SHORT, "--policy", "chat")
+def test_the_table_shows_each_row_with_its_figures(made: Made, run: Run) -> None:
+    ended = run("simulate", made("interleaved", 20), made("one-off", 5), *SHORT, "--policy", "chat")
     lines = ended.stdout.splitlines()
     assert ended.stderr == ""
     assert lines[0].startswith("interleaved: 20 requests, ")
@@ -183,7 +206,7 @@ def test_the_table_shows_each_row_with_its_figures(run: Run) -> None:
     assert verdicts[0].startswith("verdict: --disk-prefix-cache auto:8 restores ")
     assert verdicts[1].startswith("verdict: no scope restores anything; ")
     row = next(line.split() for line in of_first if line.startswith("auto:8"))
-    figures = rows(run("simulate", "synthetic:interleaved:20", *SHORT, "--json"))[0]
+    figures = rows(run("simulate", made("interleaved", 20), *SHORT, "--json"))[0]
     assert row[1:4] == [f"{figures[name]:.1%}" for name in ("hit_rate", "restored_share", "written_share")]
 
 
@@ -208,8 +231,6 @@ def record(
         state_bytes=state_bytes,
         logits_bytes=800,
         exact_at="grid",
-        memory_bytes=GIB,
-        load_s=2.0,
     )
     for request in interleaved(num_requests=8):
         options = CacheOptions(scope=Scope("auto", 30))
@@ -220,7 +241,6 @@ def record(
             CacheReport(selection=Selection(scope=Scope("full"), prompt_tokens=50, reason="full")),
             root=(model or "").encode().rjust(16, b"r"),
             when=request.when,
-            took_s=0.5,
             output_tokens=1,
             reply=as_token_ids([]),
             prefill_ms=num_tokens / 2,
@@ -230,13 +250,13 @@ def record(
     return path
 
 
-def test_only_the_end_of_a_workload_is_replayed_if_that_is_wanted(run: Run) -> None:
+def test_only_the_end_of_a_workload_is_replayed_if_that_is_wanted(made: Made, run: Run) -> None:
     def requests(*flags: str) -> set[int]:
-        return {row["requests"] for row in rows(run("simulate", "synthetic:interleaved:20", *SHORT, *flags, "--json"))}
+        return {row["requests"] for row in rows(run("simulate", made("interleaved", 20), *SHORT, *flags, "--json"))}
 
     assert requests() == requests("--last", "7d") == {20}
     assert requests("--last", "0s") == {1}
-    assert run("simulate", "synthetic:interleaved:20", "--last", "soon").exit_code == 2
+    assert run("simulate", made("interleaved", 20), "--last", "soon").exit_code == 2
 
 
 def test_a_recording_says_what_its_daemon_and_its_model_were(run: Run, tmp_path: Path) -> None:
@@ -271,7 +291,7 @@ def test_a_recording_says_what_its_daemon_and_its_model_were(run: Run, tmp_path:
     assert (row["restored_tokens"], row["written_bytes"]) == (totals.restored_tokens, totals.written_bytes)
 
 
-def test_a_recording_of_several_models_has_a_table_of_each_and_one_of_their_swaps(run: Run, tmp_path: Path) -> None:
+def test_a_recording_of_several_models_has_a_table_of_each(run: Run, tmp_path: Path) -> None:
     both = tmp_path / "both.jsonl"
     record(both, block_size=32, model="ash")
     record(both, block_size=64, state_bytes=5 * MIB, model="org/birch")
@@ -282,17 +302,6 @@ def test_a_recording_of_several_models_has_a_table_of_each_and_one_of_their_swap
     assert {trace for trace, _ in found} == {"both: ash", "both: org/birch", "alone"}
     assert found["both: ash", "sliceable"]["restored_tokens"] == found["alone", "sliceable"]["restored_tokens"]
     assert found["both: org/birch", "checkpoints"]["state_bytes"] == 5 * MIB
-    one, two = rows(run("simulate", both, "--memory-limit", "1GiB", "--memory-limit", "2GiB", "--json"))
-    assert one["swaps"] > two["swaps"] == 0
-    assert (two["loads"], two["waited"], two["wait_max_s"]) == ({"ash": 1, "org/birch": 1}, 2, 2.0)
-    assert one["requests"] == two["requests"] == 16
-    assert one["restored_tokens"] == two["restored_tokens"] > one["waited_restored"] > 0
-    shown = run("simulate", both, "--memory-limit", "1GiB").stdout
-    assert "ash 1.0 GiB, 2.0 s; org/birch 1.0 GiB, 2.0 s" in shown
-    assert f" {one['swaps']} " in shown
-    run("simulate", "synthetic:interleaved:20", "--memory-limit", "1GiB").assert_refused(2, "no recording of a daemon")
-    both.write_text(both.read_text().replace(f'"memory_bytes":{GIB},', "", 8))
-    run("simulate", both, "--memory-limit", "1GiB").assert_refused(2, "both does not say what memory ash needs")
 
 
 def test_a_policy_file_leaves_open_what_the_recording_says(run: Run, tmp_path: Path) -> None:
@@ -337,38 +346,38 @@ def test_what_a_file_is_called_cannot_steer_the_terminal(run: Run, tmp_path: Pat
 @pytest.mark.parametrize(
     ("seconds", "shown"), [(0.04, "40 ms"), (119.0, "119.0 s"), (120.0, "2.0 min"), (7300.0, "2.0 h"), (2e5, "2.3 d")]
 )
-def test_seconds_saved_are_shown_in_a_unit_that_fits(run: Run, seconds: float, shown: str) -> None:
+def test_seconds_saved_are_shown_in_a_unit_that_fits(made: Made, run: Run, seconds: float, shown: str) -> None:
     flags = "--scope", "full", *SHORT[2:]
-    restored = rows(run("simulate", "synthetic:interleaved:20", *flags, "--json"))[0]["restored_tokens"]
-    table = run("simulate", "synthetic:interleaved:20", *flags, "--tokens-per-s", str(restored / seconds)).stdout
+    restored = rows(run("simulate", made("interleaved", 20), *flags, "--json"))[0]["restored_tokens"]
+    table = run("simulate", made("interleaved", 20), *flags, "--tokens-per-s", str(restored / seconds)).stdout
     (row,) = (line for line in table.splitlines() if line.startswith("full "))
     assert row.rstrip().endswith(f" {shown}")
 
 
 @pytest.mark.parametrize("suffix", [".png", ".SVG"])
-def test_a_plot_is_the_same_each_time(run: Run, tmp_path: Path, suffix: str) -> None:
+def test_a_plot_is_the_same_each_time(made: Made, run: Run, tmp_path: Path, suffix: str) -> None:
     flags = "--scope", "off", "--scope", "auto:8", "--scope", "2048", "--budget", "unlimited", "--budget", "64MiB"
     written = []
     for name in ("a", "b"):
         path = tmp_path / f"{name}{suffix}"
-        rows(run("simulate", "synthetic:edits:30", "synthetic:one-off:5", *flags, "--json", "--plot", path))
+        rows(run("simulate", made("interleaved", 30), made("one-off", 5), *flags, "--json", "--plot", path))
         written.append(path.read_bytes())
     assert written[0] == written[1]
     assert written[0].startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
 
 
-def test_a_plot_has_a_curve_for_each_policy_and_a_panel_for_each_regime(run: Run, tmp_path: Path) -> None:
+def test_a_plot_has_a_curve_for_each_policy_and_a_panel_for_each_regime(made: Made, run: Run, tmp_path: Path) -> None:
     path = tmp_path / "plot.svg"
     flags = "--scope", "off", "--scope", "auto:8", "--scope", "full", "--policy", "agent", "--plot", path
     regimes = [part for regime in REGIMES for part in ("--regime", regime)]
-    assert run("simulate", "synthetic:edits:30", *flags, *regimes).exit_code == 0
+    assert run("simulate", made("interleaved", 30), *flags, *regimes).exit_code == 0
     # Text is drawn as shapes; matplotlib says in a comment what it was.
     texts = {line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")}
     agent = f"agent ({tomllib.loads(find_policy('agent').read_text())['disk_prefix_cache']})"
     assert texts >= {
-        "edits, token",
-        "edits, sliceable",
-        "edits, checkpoints",
+        "interleaved, token",
+        "interleaved, sliceable",
+        "interleaved, checkpoints",
         "auto:8",
         "full",
         agent,
@@ -380,12 +389,12 @@ def test_a_plot_has_a_curve_for_each_policy_and_a_panel_for_each_regime(run: Run
 
 
 @pytest.mark.parametrize("requests", [2, 40])
-def test_an_axis_has_ticks_on_both_sides_of_what_is_drawn(run: Run, tmp_path: Path, requests: int) -> None:
+def test_an_axis_has_ticks_on_both_sides_of_what_is_drawn(made: Made, run: Run, tmp_path: Path, requests: int) -> None:
     path = tmp_path / "plot.svg"
     flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited"
     (row,) = (
         row
-        for row in rows(run("simulate", f"synthetic:one-off:{requests}", *flags, "--plot", path, "--json"))
+        for row in rows(run("simulate", made("one-off", requests), *flags, "--plot", path, "--json"))
         if row["scope"] == "full"
     )
     texts = {line.strip()[5:-4] for line in path.read_text().splitlines() if line.strip().startswith("<!-- ")}
@@ -394,7 +403,9 @@ def test_an_axis_has_ticks_on_both_sides_of_what_is_drawn(run: Run, tmp_path: Pa
     assert len(ticks) >= 2
 
 
-def test_policy_files_are_stars_of_a_plot(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_policy_files_are_stars_of_a_plot(
+    made: Made, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn: list[tuple[object, object]] = []
     plot = Axes.plot
 
@@ -405,14 +416,14 @@ def test_policy_files_are_stars_of_a_plot(run: Run, tmp_path: Path, monkeypatch:
 
     monkeypatch.setattr(Axes, "plot", noting)
     flags = "--scope", "full", "--regime", "sliceable", "--budget", "unlimited", "--policy", "agent", "--policy", "chat"
-    assert run("simulate", "synthetic:edits:30", *flags, "--plot", tmp_path / "plot.png").exit_code == 0
+    assert run("simulate", made("interleaved", 30), *flags, "--plot", tmp_path / "plot.png").exit_code == 0
     assert sorted(str(shape) for shape, _ in drawn) == ["*", "*", "o", "o"], "full and whole snapshots are circles"
     assert len({color for _, color in drawn}) == 4
 
 
-def test_what_writes_nothing_makes_an_empty_plot(run: Run, tmp_path: Path) -> None:
+def test_what_writes_nothing_makes_an_empty_plot(made: Made, run: Run, tmp_path: Path) -> None:
     flags = "--scope", "off", "--kv-cache-min-tokens", "100000", "--plot", tmp_path / "plot.png"
-    assert run("simulate", "synthetic:one-off:2", *flags).exit_code == 0
+    assert run("simulate", made("one-off", 2), *flags).exit_code == 0
     assert (tmp_path / "plot.png").stat().st_size > 0
 
 
@@ -430,34 +441,30 @@ def test_who_has_no_matplotlib_is_told_how_to_get_it_before_the_simulation(
         ([], "Missing argument 'TRACE...'"),
         (["nowhere.jsonl"], "nowhere.jsonl: it cannot be read: No such file"),
         (["."], "it cannot be read: Is a directory"),
-        (["synthetic:edits", "--chat-template", "nowhere"], "File 'nowhere' does not exist"),
-        (["synthetic:nobody"], "there is no workload 'nobody'; there are shared-anchor, interleaved"),
-        (["synthetic:edits:"], "'' is not a number of requests, from 1 to 1000000"),
-        (["synthetic:edits:0"], "'0' is not a number of requests"),
-        (["synthetic:edits:1e3"], "'1e3' is not a number of requests"),
-        (["synthetic:edits:9999999999"], "is not a number of requests"),
-        (["synthetic:edits", "--scope", "autos"], "--scope: 'autos' is not a cache scope"),
-        (["synthetic:edits", "--regime", "both"], "'both' is not one of 'token', 'sliceable', 'checkpoints'"),
-        (["synthetic:edits", "--budget", "much"], "--budget: 'much' is not a size"),
-        (["synthetic:edits", "--budget", "1MiB"], "--budget: 1MiB is out of range"),
-        (["synthetic:edits", "--budget", "9999TiB"], "--budget: 9999TiB is out of range"),
-        (["synthetic:edits", "--block-size", "8"], "--block-size: 8 is out of range"),
-        (["synthetic:edits", "--kv-cache-min-tokens", "-1"], "--kv-cache-min-tokens: -1 is out of range"),
-        (["synthetic:edits", "--kv-cache-ttl", "soon"], "--kv-cache-ttl: 'soon' is not a duration"),
-        (["synthetic:edits", "--bytes-per-token", "0"], "--bytes-per-token: 0 is out of range"),
-        (["synthetic:edits", "--state-bytes", "2TiB"], "--state-bytes: 2TiB is out of range"),
-        (["synthetic:edits", "--tokens-per-s", "0"], "--tokens-per-s: it must be a number above 0"),
-        (["synthetic:edits", "--tokens-per-s", "nan"], "--tokens-per-s: it must be a number above 0"),
-        (["synthetic:edits", "--tokens-per-s", "inf"], "--tokens-per-s: it must be a number above 0"),
-        (["synthetic:edits", "--policy", "nobody"], "--policy: no preset 'nobody'"),
-        (["synthetic:edits", "--plot", "plot.pdf"], "--plot: plot.pdf must end in .png or .svg"),
-        (["synthetic:edits", "--plot", "nowhere/plot.png"], "--plot: there is no folder nowhere"),
+        (["day.jsonl", "--chat-template", "nowhere"], "File 'nowhere' does not exist"),
+        (["day.jsonl", "--scope", "autos"], "--scope: 'autos' is not a cache scope"),
+        (["day.jsonl", "--regime", "both"], "'both' is not one of 'token', 'sliceable', 'checkpoints'"),
+        (["day.jsonl", "--budget", "much"], "--budget: 'much' is not a size"),
+        (["day.jsonl", "--budget", "1MiB"], "--budget: 1MiB is out of range"),
+        (["day.jsonl", "--budget", "9999TiB"], "--budget: 9999TiB is out of range"),
+        (["day.jsonl", "--block-size", "8"], "--block-size: 8 is out of range"),
+        (["day.jsonl", "--kv-cache-min-tokens", "-1"], "--kv-cache-min-tokens: -1 is out of range"),
+        (["day.jsonl", "--kv-cache-ttl", "soon"], "--kv-cache-ttl: 'soon' is not a duration"),
+        (["day.jsonl", "--bytes-per-token", "0"], "--bytes-per-token: 0 is out of range"),
+        (["day.jsonl", "--state-bytes", "2TiB"], "--state-bytes: 2TiB is out of range"),
+        (["day.jsonl", "--tokens-per-s", "0"], "--tokens-per-s: it must be a number above 0"),
+        (["day.jsonl", "--tokens-per-s", "nan"], "--tokens-per-s: it must be a number above 0"),
+        (["day.jsonl", "--tokens-per-s", "inf"], "--tokens-per-s: it must be a number above 0"),
+        (["day.jsonl", "--policy", "nobody"], "--policy: no preset 'nobody'"),
+        (["day.jsonl", "--plot", "plot.pdf"], "--plot: plot.pdf must end in .png or .svg"),
+        (["day.jsonl", "--plot", "nowhere/plot.png"], "--plot: there is no folder nowhere"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], reason: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    write_lines(Path("day.jsonl"), MOONCAKE)
     ended = run("simulate", *args, "--json")
     ended.assert_refused(2, reason)
 
@@ -470,11 +477,11 @@ def test_what_is_wrong_is_said_in_one_line(
     ],
 )
 def test_what_is_wrong_with_a_policy_file_is_said_with_its_line(
-    run: Run, tmp_path: Path, line: str, reason: str
+    made: Made, run: Run, tmp_path: Path, line: str, reason: str
 ) -> None:
     file = tmp_path / "mine.toml"
     file.write_text(line)
-    run("simulate", "synthetic:edits", "--policy", file).assert_refused(2, reason)
+    run("simulate", made("interleaved", 30), "--policy", file).assert_refused(2, reason)
 
 
 def test_a_line_at_fault_is_named_before_anything_is_simulated(run: Run, tmp_path: Path) -> None:
@@ -489,85 +496,21 @@ def test_a_body_that_the_daemon_would_refuse_is_named(run: Run, tmp_path: Path, 
     run("simulate", bodies, "--model", tokenizer).assert_refused(2, f"{bodies}:2: prefix_cache.scope")
 
 
-def test_a_model_that_is_not_there_has_an_exit_code_of_its_own(run: Run, tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_has_an_exit_code_of_its_own(made: Made, run: Run, tmp_path: Path) -> None:
     bodies = write_lines(tmp_path / "bodies.jsonl", {"prompt": "hello"})
     run("simulate", bodies, "--model", tmp_path / "nowhere").assert_refused(3)
-    assert rows(run("simulate", "synthetic:one-off:1", *SHORT, "--model", tmp_path / "nowhere", "--json"))
+    assert rows(run("simulate", made("one-off", 1), *SHORT, "--model", tmp_path / "nowhere", "--json"))
 
 
-def test_a_terminal_shows_how_far_it_is() -> None:
-    terminal = Terminal("simulate", "synthetic:interleaved:20", *SHORT)
+def test_a_terminal_shows_how_far_it_is(made: Made) -> None:
+    terminal = Terminal("simulate", str(made("interleaved", 20)), *SHORT)
     terminal.wait_for("simulating")
     assert terminal.wait() == 0
     assert "interleaved: 20 requests" in terminal.shown
 
 
-def test_what_needs_no_tokenizer_needs_no_torch(tmp_path: Path) -> None:
+def test_what_needs_no_tokenizer_needs_no_torch(made: Made, tmp_path: Path) -> None:
     trace = write_lines(tmp_path / "mooncake.jsonl", MOONCAKE)
-    shown, imported = run_fresh(["simulate", str(trace), "synthetic:one-off:2", *SHORT, "--json"])
+    shown, imported = run_fresh(["simulate", str(trace), str(made("one-off", 2)), *SHORT, "--json"])
     assert len(json.loads("".join(shown))) == 6
     assert imported <= {"rich", "pydantic"}
-
-
-MACHINES = "simulate", "synthetic:interleaved:60", "--machines", "1", "--machines", "4"
-
-
-def test_on_several_machines_each_spread_and_each_rule_has_a_row(run: Run) -> None:
-    found = rows(run(*MACHINES, "--json"))
-    rules = "off", "seen-twice", "all"
-    expected = [(1, "random", rule) for rule in rules]
-    expected += [(4, spread, rule) for spread in ("random", "conversation") for rule in rules]
-    assert [(row["machines"], row["spread"], row["write"]) for row in found] == expected
-    assert {(row["scope"], row["regime"], row["budget_bytes"]) for row in found} == {("auto:30", "token", 4 * GIB)}
-    for row in found:
-        setup = Setup(machines=row["machines"], spread=row["spread"], write=row["write"])
-        policy = Policy(scope=Scope("auto", 30), budget_bytes=4 * GIB)
-        assert row == replay(interleaved(num_requests=60), setup, policy, TOKEN).as_dict()
-    scattered, shared = found[3], found[5]
-    assert shared["restored_share"] > scattered["restored_share"] + 0.1
-    assert (scattered["puts"], scattered["prefix_headroom"]) == (0, None)
-
-
-def test_the_table_of_machines_says_how_far_the_object_store_is_from_its_limits(run: Run) -> None:
-    row = rows(run(*MACHINES, "--spread", "random", "--remote-write", "all", "--json"))[1]
-    shown = run(*MACHINES, "--spread", "random", "--remote-write", "all").stdout
-    assert f"{row['restored_share']:.1%}" in shown
-    assert f"{row['most_reads_per_s']} and {row['most_writes_per_s']}" in shown
-    assert f"  {row['prefix_headroom']:.1f} times the busiest second" in shown
-    assert f"one sweeper lists the {row['objects']} objects" in shown
-    without = run(*MACHINES, "--remote-write", "off")
-    assert (without.exit_code, "sweeper" in without.stdout) == (0, False)
-
-
-def test_a_second_that_is_too_busy_for_one_partition_says_how_many_are_needed(run: Run, tmp_path: Path) -> None:
-    crowd = [
-        {"timestamp": 0, "input_length": 512 * 50, "hash_ids": [n * 50 + at for at in range(50)]} for n in range(60)
-    ]
-    shown = run("simulate", write_lines(tmp_path / "crowd.jsonl", *crowd), "--machines", "2", "--scope", "full").stdout
-    # 60 prompts of 100 blocks are put in one second.
-    assert "6,000) needs 2 partitions, or is throttled" in shown
-
-
-def test_machines_are_drawn(run: Run, tmp_path: Path) -> None:
-    files = [tmp_path / name for name in ("a.svg", "b.svg")]
-    for file in files:
-        assert run(*MACHINES, "--plot", file).exit_code == 0
-    drawn = files[0].read_text()
-    assert drawn == files[1].read_text()
-    for label in ("conversation, seen-twice", "random, off", "fetched and put, GiB"):
-        assert f"<!-- {label} -->" in drawn
-
-
-@pytest.mark.parametrize(
-    ("flags", "told"),
-    [
-        (("--machines", "0"), "--machines"),
-        (("--machines", "2", "--policy", "agent"), "--policy"),
-        (("--machines", "2", "--regime", "checkpoints"), "--regime checkpoints"),
-        (("--machines", "2", "--spread", "near"), "--spread"),
-        (("--spread", "random"), "--spread needs --machines"),
-        (("--remote-write", "all"), "--remote-write needs --machines"),
-    ],
-)
-def test_what_machines_are_not_simulated_with_is_one_line(run: Run, flags: tuple[str, ...], told: str) -> None:
-    run("simulate", "synthetic:interleaved:5", *flags).assert_refused(2, told)

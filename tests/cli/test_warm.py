@@ -1,11 +1,10 @@
-"""Prompts that are warmed ahead of time: through a daemon, and alone."""
+"""Prompts that are warmed ahead of time."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,13 +20,12 @@ import pytest
 import diskprefix.extras.warm.warm_command
 from diskprefix.api.openai import CompletionRequest
 from diskprefix.api.openai_chat import ChatRequest
-from diskprefix.errors import InvalidRequest, LoadInterrupted, NotReady
+from diskprefix.errors import InvalidRequest, NotReady
 from diskprefix.extras.daemon_call import running_daemon as calling
-from diskprefix.extras.warm import this_process
 from diskprefix.extras.warm.warm_prompts import CHAT, COMPLETION, NOT_OF_PROMPTS, WarmItem, read_items
 from tests.cli.conftest import Ended, Run, run_fresh
 from tests.cli.terminal import Terminal
-from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags
+from tests.server.daemon_process import DaemonProcess, running_daemon
 from tests.server.scripted import ScriptedEngine, scripted_app
 
 WORDS = "Name three rivers and tell me where each of them begins and where it ends. "
@@ -36,8 +34,7 @@ KEY, ADMIN_KEY = "key-of-somebody-else", "key-of-the-administrator"
 
 @pytest.fixture(autouse=True)
 def as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logging stays that of the tests, a full queue is tried again at once, and no variable says where a daemon is."""
-    monkeypatch.setattr(diskprefix.extras.warm.warm_command, "configure_logging", lambda *_: None)
+    """A full queue is tried again at once, and no variable says where a daemon is."""
     monkeypatch.setattr(diskprefix.extras.warm.warm_command, "_PAUSE_S", 0.0)
     for name in ("URL", "PORT", "API_KEY", "MODEL", "POLICY"):
         monkeypatch.delenv(f"DISKPREFIX_{name}", raising=False)
@@ -50,12 +47,6 @@ def question(name: str) -> list[dict[str, str]]:
 def rows(ended: Ended) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = ended.json["prompts"]
     return found
-
-
-def alone_flags(model: Path, folder: Path) -> list[str]:
-    flags = serve_flags(model, folder, kv_cache_gate="off")
-    scope = flags.index("--disk-prefix-cache")
-    return [*flags[:scope], *flags[scope + 2 :]]
 
 
 def request_of(value: object, scope: str = "full") -> tuple[str, dict[str, Any]]:
@@ -420,26 +411,6 @@ def test_on_a_terminal_each_prompt_has_a_line_of_its_own(text: Path) -> None:
     assert "starting" in terminal.shown
 
 
-def test_an_interrupted_load_ends_at_once(text: Path, chat_model: Path, tmp_path: Path) -> None:
-    terminal = Terminal("warm", "--alone", *alone_flags(chat_model, tmp_path / "kv"), str(text))
-    terminal.wait_for("starting")
-    # The terminal may have to type it again, and then Python may be about to end already.
-    assert terminal.interrupt() in (130, -signal.SIGINT), terminal.shown
-    assert "Traceback" not in terminal.shown
-
-
-def test_an_interrupt_while_nothing_asks_for_it_is_raised_at_the_end_of_the_load() -> None:
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        with pytest.raises(LoadInterrupted), this_process._interrupts_held():
-            signal.raise_signal(signal.SIGINT)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    with this_process._interrupts_held():
-        pass
-    assert signal.getsignal(signal.SIGINT) is before
-
-
 def test_the_port_of_the_variable_is_asked(run: Run, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Scripted(health=[health("ok")], props=[props()], completions=[SAVED]) as server:
         monkeypatch.setenv("DISKPREFIX_PORT", server.url.rpartition(":")[2])
@@ -453,7 +424,7 @@ def test_without_a_daemon_one_line_says_what_to_do(run: Run, text: Path) -> None
         url = server.url
     for address in (url, "http://no host", f"http://{'x' * 80}.invalid"):
         ended = run("warm", text, "--url", address)
-        ended.assert_refused(1, "diskprefix serve", "--alone")
+        ended.assert_refused(1, "diskprefix serve")
 
 
 def test_a_daemon_that_ends_meanwhile_is_one_line() -> None:
@@ -473,9 +444,6 @@ def test_a_daemon_that_ends_meanwhile_is_one_line() -> None:
         ("--scope", "off"),
         ("--scope", "some"),
         ("--kv-cache-dir", "x"),
-        ("--alone", "--url", "http://x"),
-        ("--alone", "--api-key", "x"),
-        ("--alone", "--kv-cache-budget", "some"),
     ],
 )
 def test_a_wrong_option_is_one_line_that_names_it(run: Run, text: Path, args: tuple[str, ...]) -> None:
@@ -509,26 +477,6 @@ def test_a_key_is_sent_where_one_is_asked_for(
         monkeypatch.setenv("DISKPREFIX_API_KEY", ADMIN_KEY)
         ended = run("warm", text, "--url", url)
         assert (ended.exit_code, ended.stderr) == (0, "")
-
-
-def test_alone_it_saves_what_a_daemon_then_restores(run: Run, chat_model: Path, tmp_path: Path) -> None:
-    path, folder = tmp_path / "alone.jsonl", tmp_path / "kv"
-    path.write_text(f"{json.dumps(question('alone'))}\n{json.dumps({'messages': []})}\n")
-    flags = alone_flags(chat_model, folder)
-    ended = run("warm", "--alone", *flags, path, "--json")
-    assert (ended.exit_code, ended.stderr) == (1, f"error: {path}:2: messages: must not be empty\n")
-    first = rows(ended)[0]
-    assert (first["restored"], first["saved"]) == (0, "queued")
-    ended = run("warm", "--alone", *flags, path, "--json")
-    assert (rows(ended)[0]["restored"], rows(ended)[0]["saved"]) == (first["prompt_tokens"], "stored")
-    with running_daemon(chat_model, folder, kv_cache_gate="off") as daemon, daemon.client() as client:
-        answer = client.post("/v1/chat/completions", json={"messages": question("alone"), "max_tokens": 1}).json()
-    assert answer["prefix_cache"]["restored"] == first["prompt_tokens"]
-
-
-def test_alone_a_model_that_is_not_there_is_one_line(run: Run, text: Path, tmp_path: Path) -> None:
-    ended = run("warm", "--alone", "--model", tmp_path / "none", "--kv-cache-dir", tmp_path / "kv", text)
-    ended.assert_refused(3)
 
 
 def test_through_a_daemon_torch_is_not_imported(text: Path) -> None:

@@ -92,4 +92,3 @@ def test_a_model_that_cannot_be_cached_is_recorded_all_the_same(
     assert restored(trace) == 100
     assert trace.daemon is not None
     assert trace.daemon.geometry is None, "nobody knows"
-    assert min(trace.daemon.memory_bytes, trace.daemon.load_s) > 0

@@ -15,7 +15,8 @@ from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.settings import Settings
 from diskprefix.units import parse_duration, parse_size
-from tools.programs.policy import open_workload, preset_policy
+from tests.extras.simulate.workloads import CATALOG
+from tools.programs.policy import preset_policy
 
 POLICIES = Path(__file__).parent.parent.parent / "policies"
 PRESETS = sorted(path.stem for path in POLICIES.glob("*.toml") if path.stem != "normalisers")
@@ -64,14 +65,14 @@ PURPOSES: dict[str, list[tuple[str, Regime, float, float]]] = {
     "batch": [("shared-anchor", "sliceable", 0.6, 0.1), ("one-off", "sliceable", 0.0, 0.3)],
     "chat": [("shared-anchor", "checkpoints", 0.6, 0.1), ("interleaved", "token", 0.87, 0.15)],
     "rag": [("retrieval", "sliceable", 0.4, 0.12), ("retrieval", "checkpoints", 0.38, 0.12)],
-    "shared-server": [("interleaved-and-batches", "sliceable", 0.6, 0.25), ("edits", "checkpoints", 0.65, 0.2)],
+    "shared-server": [("interleaved", "sliceable", 0.6, 0.25), ("interleaved", "checkpoints", 0.65, 0.2)],
 }
 """Workloads that a preset is for; the least that it must restore of their tokens, and the most that it may write."""
 CASES = [(preset, *purpose) for preset, purposes in PURPOSES.items() for purpose in purposes]
 
 
 def replayed(workload: str, policy: Policy, regime: Regime) -> Totals:
-    requests = list(open_workload(workload, Path(), NUM_REQUESTS))
+    requests = list(CATALOG[workload](num_requests=NUM_REQUESTS))
     return simulate(Trace.of(workload, requests), policy, GEOMETRIES[regime])
 
 

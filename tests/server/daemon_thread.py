@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import httpx
 import uvicorn
 
-from diskprefix.app import create_application
+from diskprefix.app import load_engine
+from diskprefix.server.http_app import create_app
 from diskprefix.server.process.process import uvicorn_config
 from diskprefix.settings import Settings
 from diskprefix.store.writer import Writer
@@ -24,7 +25,7 @@ _DEADLINE_S, _POLL_S = 120.0, 0.01
 @contextmanager
 def running(settings: Settings) -> Iterator[Client]:
     """Runs the daemon in a thread, on a free port, and gives a client. Raises what kept the model from being loaded."""
-    application = create_application(settings)
+    application = create_app(settings, load_engine)
     daemon = application.state.daemon
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn_config(application, settings))

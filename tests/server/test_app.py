@@ -26,7 +26,7 @@ from diskprefix.nouns import SHARED
 from diskprefix.server import body as reading
 from diskprefix.server import streaming
 from diskprefix.server.process import process
-from diskprefix.server.status import Welcome
+from diskprefix.server.status import WELCOME
 from diskprefix.tenant_ids import group_of
 from tests.server.daemon_process import wait_until
 from tests.server.scripted import (
@@ -702,7 +702,7 @@ def test_without_extras_every_client_gets_the_daemons_own_welcome(
         answer = client.get("/", headers={"Accept": "text/html"})
         assert (answer.status_code, answer.json()) == (
             200,
-            Welcome().model_dump(),
+            WELCOME,
         )
         assert client.head("/").status_code == 200
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from diskprefix.nouns import SHARED, Tenant
-from diskprefix.server.status import Welcome
+from diskprefix.server.status import WELCOME
 from tests.server.daemon_process import DaemonProcess, running_daemon, serve_flags, wait_until
 from tests.server.scripted import AppServer, ScriptedEngine, scripted_app
 
@@ -66,7 +66,7 @@ def test_every_route_but_health_needs_a_key(client: httpx.Client, headers: dict[
         assert_unauthorized(client.post(path, json=HELLO, headers=headers))
         assert_unauthorized(client.request("OPTIONS", path, headers=headers))
     assert client.get("/health", headers=headers).status_code == 200
-    assert client.get("/", headers=headers).json() == Welcome().model_dump()
+    assert client.get("/", headers=headers).json() == WELCOME
     assert client.head("/", headers=headers).status_code == 200
     answers = [client.get(path, headers=headers) for path in ("/dashboard", "/favicon.ico")]
     assert [answer.status_code for answer in answers] == [307, 204]

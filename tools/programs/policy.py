@@ -1,7 +1,7 @@
 """A simulation of the choices of `auto:30` and of the presets: `tools/bench policy COMMAND --data DIR`.
 
-Workloads are those of `workloads.py`, whose data lie in folders below DIR, and those of the project's own generators,
-which need none. Tables are Markdown; shares are of all prompt tokens, in percent.
+Workloads are those of `workloads.py`, whose data lie in folders below DIR. Tables are Markdown. Shares are of all
+prompt tokens, in percent.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -25,7 +24,6 @@ from diskprefix.extras.simulate.baselines import upper_bound, whole_snapshots
 from diskprefix.extras.simulate.comparison import GEOMETRIES
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, TOKEN
 from diskprefix.extras.simulate.simulator import Policy, Simulator, simulate
-from diskprefix.extras.simulate.synthetic import CATALOG, interleaved, one_off
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import Scope
 from diskprefix.units import format_size, parse_duration, parse_size
@@ -35,37 +33,17 @@ from tools.programs import workloads
 Row: TypeAlias = dict[str, Any]
 
 REAL = ("mooncake", "weka-claude-code", "tau-bench", "openhands-mock", "bfcl", "big-bench-hard")
-BATCHES = "interleaved-and-batches"
-OWN = (*CATALOG, BATCHES)
 AGENTS = ("weka-claude-code", "tau-bench")
 """Interleaved agents that only append; their goals are higher."""
 FULL, AUTO = Scope("full"), parse_scope("auto:30", param="scope")
 BUDGETS = 1 / 2, 1 / 3, 1 / 4
 PRESETS: dict[str, tuple[str, ...]] = {
-    "agent": ("interleaved", "moving-reminder", "tau-bench", "weka-claude-code"),
-    "chat": ("shared-anchor", "interleaved", "mooncake"),
-    "rag": ("retrieval", "big-bench-hard"),
-    "batch": ("shared-anchor", "one-off", "big-bench-hard"),
-    "shared-server": ("interleaved-and-batches", "edits", "bfcl", "mooncake"),
+    "agent": ("tau-bench", "weka-claude-code"),
+    "chat": ("mooncake",),
+    "rag": ("big-bench-hard",),
+    "batch": ("big-bench-hard",),
+    "shared-server": ("bfcl", "mooncake"),
 }
-
-
-def open_workload(name: str, data: Path, num_requests: int = 1000) -> Trace:
-    """Returns a published workload, or a made-up one of `num_requests`."""
-    if name == BATCHES:
-        return interleaved_and_batches(num_requests)
-    return CATALOG[name](num_requests=num_requests) if name in CATALOG else workloads.open_workload(name, data)
-
-
-def interleaved_and_batches(num_requests: int) -> Trace:
-    """Returns conversations, interrupted by batches of fifty prompts that never come again."""
-    batch, step = 50, 150
-    talk = list(interleaved(num_requests=num_requests * step // (step + batch)))
-    batches = list(one_off(seed=5, num_requests=num_requests - len(talk)))
-    for index, request in enumerate(batches):
-        begin = talk[min(step // 2 + step * (index // batch), len(talk) - 1)].when
-        batches[index] = replace(request, when=begin + 0.2 * (index % batch))
-    return Trace.of(BATCHES, sorted(chain(talk, batches), key=lambda request: request.when))
 
 
 def goals(trace: Trace) -> Row:
@@ -217,7 +195,7 @@ def _options(names: Sequence[str], requests: int) -> Callable[[Callable[..., Non
                 type=click.IntRange(min=1),
                 default=requests,
                 show_default=True,
-                help="Length of a made-up workload; of a published one no more than this are replayed.",
+                help="Replay no more than this of each workload.",
             ),
             click.option(
                 "--workload",
@@ -241,20 +219,19 @@ _ALL = 1_000_000
 
 def _opened(names: Sequence[str], data: Path, requests: int) -> Iterator[Trace]:
     for name in names:
-        yield open_workload(name, data, min(requests, 1000)).head(requests)
+        yield workloads.open_workload(name, data).head(requests)
 
 
 @click.group()
 def main() -> None:
-    """Simulate how well the scopes choose, on published workloads and on made-up ones.
+    """Simulate how well the scopes choose, on published workloads.
 
-    Published workloads lie in folders below --data; without them, name made-up ones with --workload. The tables are
-    Markdown.
+    Their data lie in folders below --data. The tables are Markdown.
     """
 
 
 @main.command(name="goals")
-@_options((*REAL, *OWN), _ALL)
+@_options(REAL, _ALL)
 def goals_command(data: Path, names: Sequence[str], requests: int, as_json: bool) -> None:
     """Show what auto:30 restores and writes, beside full, the upper bound and whole snapshots."""
     report = Report("restored and written, % of all prompt tokens, no budget (cp: checkpoints)", as_json)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from diskprefix.api.fields import REFUSED
@@ -20,7 +20,6 @@ from diskprefix.extras.embedding.prompt_readings import (
     MAX_INPUTS,
     Prompts,
     ReadingBody,
-    TokenUsage,
     Values,
     answer_with_readings,
 )
@@ -67,24 +66,9 @@ class EmbeddingsRequest(ReadingBody):
     )
 
 
-class Embedding(BaseModel):
-    """The vector of one input."""
-
-    object: Literal["embedding"] = "embedding"
-    index: int
-    embedding: list[float] | str
-
-
-class EmbeddingsReply(BaseModel):
-    """The vectors, in the order of the inputs."""
-
-    object: Literal["list"] = "list"
-    data: list[Embedding]
-    model: str
-    usage: TokenUsage
-
-
-@router.post("/v1/embeddings", summary="Embeddings", **described(EmbeddingsRequest, EmbeddingsReply))
+@router.post(
+    "/v1/embeddings", summary="Embeddings", **described(EmbeddingsRequest, "A list of the vectors, as in OpenAI's API.")
+)
 async def embeddings(request: Request) -> Response:
     """A vector for each input: the model's last hidden states, pooled as its files or `--pooling` say."""
     return await answer_with_readings(request, EmbeddingsRequest, _prompts, _reply)

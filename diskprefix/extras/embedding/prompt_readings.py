@@ -12,7 +12,7 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, Field
+from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Message
@@ -45,14 +45,6 @@ class ReadingBody(CacheFields):
 
 
 B = TypeVar("B", bound=ReadingBody)
-
-
-class TokenUsage(BaseModel):
-    """The tokens of all inputs."""
-
-    prompt_tokens: int
-    total_tokens: int
-    prompt_tokens_details: JsonObject = Field(description="`cached_tokens`: those that were restored.")
 
 
 Prompts: TypeAlias = Iterable[tuple[str, Prompt]]
@@ -129,7 +121,7 @@ def _options(cache: CacheOptions, reading: Reading) -> CacheOptions:
 
 
 def _count(context: LogContext, done: Sequence[DoneEvent]) -> JsonObject:
-    """Sets what the log says of all prompts, and returns their `TokenUsage`."""
+    """Sets what the log says of all prompts, and returns their `usage`."""
     context.done = together(done)
     usage = context.done.usage
     cached = {"cached_tokens": usage.cached_tokens}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
 from diskprefix.api.asked import Asked
 from diskprefix.api.dialect import Head, Json, ServerSentEvent
@@ -19,12 +19,11 @@ from diskprefix.api.figures import figures_reply
 from diskprefix.api.openai import OpenAIBody
 from diskprefix.api.reply import DeltaEvent, EndEvent, ReplyEvent, WholeReply
 from diskprefix.chat.fill_in import FillIn
-from diskprefix.chat.messages import JsonObject
 from diskprefix.chat.output.format import ContentDelta
 from diskprefix.engine.request import DoneEvent
 from diskprefix.errors import DiskPrefixError
 from diskprefix.server.answer import answer
-from diskprefix.server.described import described, openai_events
+from diskprefix.server.described import described
 from diskprefix.store.notes import TenantNotes
 
 router = APIRouter(tags=["completions"])
@@ -54,19 +53,6 @@ class InfillRequest(OpenAIBody):
         default=None, ge=-1, le=MAX_COUNT, description="Most tokens of the reply; 0: the prompt is only kept; -1: any."
     )
     n: Literal[1] | None = Field(default=None, description="One choice.")
-
-
-class InfillReply(BaseModel):
-    """The text for the gap. Of a stream, the last event has everything but the text."""
-
-    content: str
-    stop: bool
-    stop_type: Literal["none", "eos", "limit", "word"] | None = None
-    tokens_predicted: int | None = None
-    tokens_evaluated: int | None = None
-    tokens_cached: int | None = None
-    prefix_cache: JsonObject | None = None
-    timings: JsonObject | None = None
 
 
 class Infill:
@@ -155,7 +141,13 @@ def _as_llama_cpp(done: DoneEvent) -> dict[str, Any]:
     }
 
 
-@router.post("/infill", summary="Fill a gap", **described(InfillRequest, InfillReply, openai_events(InfillReply)))
+@router.post(
+    "/infill",
+    summary="Fill a gap",
+    **described(
+        InfillRequest, "`content`, the text for the gap, and figures, as llama.cpp's server has them.", streams=True
+    ),
+)
 async def infill(request: Request) -> Response:
     """Text for the gap between two texts, as code editors ask for it. No chat template is applied."""
     return await answer(request, Infill())

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
@@ -16,7 +15,6 @@ from diskprefix.units import format_size
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 _STYLES = {UPPER_BOUND: "--", WHOLE_SNAPSHOTS: ":"}
 _SHAPES = "osD^v<>phX"
@@ -38,7 +36,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     There is a panel for each trace and regime, a curve for each policy, and a point for each budget. A policy file is a
     star. Rows that wrote nothing are left out.
     """
+    import matplotlib
     from matplotlib import colormaps
+    from matplotlib.figure import Figure
 
     traces = list(dict.fromkeys(row.trace for row in rows))
     regimes = list(dict.fromkeys(row.case.regime for row in rows))
@@ -50,7 +50,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         reverse=True,
     )
     shapes = dict(zip(budgets, cycle(_SHAPES), strict=False))
-    with saved_figure(path, 5.2 * len(regimes) + 2.2, 4.0 * len(traces)) as figure:
+    # The same figure gives the same file, byte for byte.
+    with matplotlib.rc_context({"svg.hashsalt": "diskprefix", "font.size": 9.0}):
+        figure = Figure((5.2 * len(regimes) + 2.2, 4.0 * len(traces)), layout="constrained")
         panels = figure.subplots(len(traces), len(regimes), squeeze=False)
         for trace, across in zip(traces, panels, strict=True):
             for regime, panel in zip(regimes, across, strict=True):
@@ -62,18 +64,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             panels[0][0].plot([], [], shape, color="grey", label=name)
         # Every panel has every label.
         figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside right upper", frameon=False)
-
-
-@contextmanager
-def saved_figure(path: Path, width: float, height: float) -> Iterator[Figure]:
-    """Gives a context for a figure of this size in inches, which is written to `path` at its end. The same figure gives
-    the same file, byte for byte. Raises `OSError`."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    with matplotlib.rc_context({"svg.hashsalt": "diskprefix", "font.size": 9.0}):
-        figure = Figure((width, height), layout="constrained")
-        yield figure
         metadata: dict[str, Any] = {"Date": None} if path.suffix.lower() == ".svg" else {}
         figure.savefig(path, dpi=120, metadata=metadata)
 

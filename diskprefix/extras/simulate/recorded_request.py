@@ -30,14 +30,12 @@ _Amount: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request, a line of the file. An absent field has its default.
 
-    `when` is in seconds since 1970. `root` identifies model and tenant, `group` is that of `CacheOptions`, `caller` the
-    API key, whatever its salts; all are keyed hashes of 16 hex digits, empty for none. `is_shared`: the request had
-    neither key nor salt. `own_scope`: it set another scope than the daemon's. `bytes_per_token`, `state_bytes`,
-    `logits_bytes` and `exact_at` describe the model's state as `kv.layout.Layout` does; the sizes are 0 if unknown.
-    `model` is its name where a daemon has several, `memory_bytes` what it needs of memory, `load_s` the time in which
-    it was loaded. `took_s` is the time from the request's arrival at the model to its end. `marks` are the positions
-    that the client marked, with their times to live in seconds: see `nouns.Mark`. `reply_tokens` counts the known
-    tokens of the reply, 0 unless the model is exact at every token.
+    `when` is in seconds since 1970. `root` identifies model and tenant, `group` is that of `CacheOptions`; both are
+    keyed hashes of 16 hex digits, empty for none. `is_shared`: the request had neither key nor salt. `own_scope`: it
+    set another scope than the daemon's. `bytes_per_token`, `state_bytes`, `logits_bytes` and `exact_at` describe the
+    model's state as `kv.layout.Layout` does; the sizes are 0 if unknown. `model` is its name where a daemon has
+    several. `marks` are the positions that the client marked, with their times to live in seconds: see `nouns.Mark`.
+    `reply_tokens` counts the known tokens of the reply, 0 unless the model is exact at every token.
 
     `cuts` are ascending positions in tokens. The end of the prompt is one of them, the end of the reply is the last
     one. `hashes` has for each cut the hash of prompt and reply up to there, 16 hex digits. `parted_at`, one of the
@@ -62,7 +60,6 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     is_shared: bool = True
     own_scope: bool = False
     group: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{2})*$")] = ""
-    caller: str = ""
     save: bool = True
     ttl_s: _Amount | None = None
     output_tokens: _Count = 0
@@ -76,9 +73,6 @@ class RecordedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     logits_bytes: Annotated[int, msgspec.Meta(ge=0, le=1 << 30)] = 0
     exact_at: Literal["token", "grid"] = "grid"
     model: str = ""
-    memory_bytes: _Count = 0
-    load_s: _Amount = 0.0
-    took_s: _Amount = 0.0
     restored: _Count = 0
     source: StateSource = "none"
     miss_reason: MissReason | None = None

@@ -67,14 +67,10 @@ class RequestRecorder:
         state_bytes: int,
         logits_bytes: int,
         exact_at: Literal["token", "grid"],
-        memory_bytes: int = 0,
-        load_s: float = 0.0,
     ) -> None:
         """Sets the size and kind of the model's state for all later lines. Before this call, no replies are
         recorded."""
         self._layout = {
-            "memory_bytes": memory_bytes,
-            "load_s": round(load_s, 3),
             "bytes_per_token": bytes_per_token,
             "state_bytes": state_bytes,
             "logits_bytes": logits_bytes,
@@ -103,9 +99,8 @@ class RequestRecorder:
         reply: TokenIds,
         prefill_ms: float,
         remembered: bool,
-        took_s: float = 0.0,
     ) -> None:
-        """Queues a finished request. `when` is its arrival in seconds since 1970; `took_s` later it ended. `reply` has
+        """Queues a finished request. `when` is its arrival in seconds since 1970. `reply` has
         the tokens that the model computed after the prompt. `remembered`: see `RecordedRequest`."""
         if self._layout.get("exact_at") != "token" or prompt.media:
             reply = reply[:0]
@@ -122,7 +117,6 @@ class RequestRecorder:
             save=options.save,
             ttl_s=options.ttl_s,
             model=self._settings.served_model_name or "",
-            took_s=round(took_s, 3),
             output_tokens=output_tokens,
             reply_tokens=len(reply),
             boundaries=list(prompt.boundaries),
@@ -179,13 +173,10 @@ class RequestRecorder:
     def _hashed(self, prompt: Prompt, reply: TokenIds, root: bytes, options: CacheOptions) -> dict[str, Any]:
         """Returns the hashed fields of the record, and the cuts."""
         key, block_size = self._key(), self._settings.block_size
-        # Without keys, all are one caller to the front.
-        caller = "" if self._settings.api_keys is None else "".join(options.tenant.ids[:1])
         token_ids = np.concatenate([prompt.token_ids, reply])
         fields: dict[str, Any] = {
             "root": _keyed(key, b"root", root),
             "group": _keyed(key, b"group", options.group) if options.group else "",
-            "caller": _keyed(key, b"caller", caller.encode()) if caller else "",
         }
         wanted = {
             *prompt.boundaries,

@@ -15,15 +15,10 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.cli.options import PathType, build_settings, nonempty, option, policy_values, setting_option
 from diskprefix.cli.tooling import print_json, progress, status
 from diskprefix.errors import SettingsError
-from diskprefix.extras.simulate import machines_command as simulate_machines
-from diskprefix.extras.simulate import swapping_command as simulate_swapping
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Case, Regime, cases, compare
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
-from diskprefix.extras.simulate.machines import WRITE_RULES, WriteRule, setups
 from diskprefix.extras.simulate.plot import check_plot, draw
 from diskprefix.extras.simulate.simulator import Policy
-from diskprefix.extras.simulate.spread import SPREADS, Spread
-from diskprefix.extras.simulate.synthetic import CATALOG
 from diskprefix.extras.simulate.table import show
 from diskprefix.extras.simulate.trace import RecordedDaemon, Trace
 from diskprefix.extras.simulate.trace_formats import ReadBody, read_trace
@@ -35,9 +30,6 @@ from diskprefix.units import format_size, parse_duration, parse_size
 _DEFAULTS = Settings()
 _SCOPES = ("off", "2048", "auto:2", "auto:8", "auto:30", "auto:100", "full")
 _BUDGETS = ("unlimited", "4GiB")
-_SCOPE = "auto:30"
-_SYNTHETIC = "synthetic:"
-_MOST_REQUESTS, _MOST_MACHINES = 1_000_000, 4096
 _TOKENS_PER_S = 1000.0
 
 
@@ -54,12 +46,8 @@ Examples:
       shows how much room each scope needs
   diskprefix simulate day.jsonl --scope off --policy chat --policy agent
       compares presets
-  diskprefix simulate synthetic:interleaved:500 --json | jq '.[] | {scope, restored_share, written_share}'
-      replays a generated workload
-  diskprefix simulate day.jsonl --machines 2 --machines 8 --machines 64
-      spreads the workload over machines, with and without a shared tier in an object store
-  diskprefix simulate day.jsonl --memory-limit 8GiB --memory-limit 12GiB
-      shows how often a daemon of several models swaps, and how long requests wait
+  diskprefix simulate day.jsonl --json | jq '.[] | {scope, restored_share, written_share}'
+      prints figures for scripts
   diskprefix serve --record day.jsonl
       records the workload of a daemon: lengths and hashes, no text
 
@@ -73,7 +61,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     "--scope",
     metavar="SCOPE",
     multiple=True,
-    show_default=f"{', '.join(_SCOPES)}; with --machines {_SCOPE}",
+    show_default=", ".join(_SCOPES),
     help="A scope, as for --disk-prefix-cache of serve: off, full, auto:N or N. Can be given several times.",
 )
 @option(
@@ -89,8 +77,7 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     metavar="SIZE",
     multiple=True,
     show_default=f"{_BUDGETS[-1]}; with --plot also {_BUDGETS[0]}",
-    help="The size of the store, as for --kv-cache-budget of serve, or unlimited. With --machines, the size on each "
-    "machine. Can be given several times.",
+    help="The size of the store, as for --kv-cache-budget of serve, or unlimited. Can be given several times.",
 )
 @option(
     "--policy",
@@ -137,39 +124,6 @@ Exit codes: 0 done; 2 wrong usage, or a trace that cannot be read; 3 no tokenize
     help="The model whose tokenizer and chat template render request bodies. The weights are not loaded.",
 )
 @setting_option("chat_template", envvar=None, type=PathType(exists=True, dir_okay=False))
-@option(
-    "--machines",
-    metavar="N",
-    type=click.IntRange(1, _MOST_MACHINES),
-    multiple=True,
-    show_default="one daemon, and no tier",
-    help="Spread the workload over N machines, each with its own store, with and without a shared tier in an object "
-    "store. Can be given several times.",
-)
-@option(
-    "--spread",
-    type=click.Choice(SPREADS, case_sensitive=False),
-    multiple=True,
-    show_default="random, conversation",
-    help="With --machines: the machine that gets a request. random: any. conversation: the one that had the previous "
-    "turn. tenant: chosen by the hash of the tenant. Can be given several times.",
-)
-@option(
-    "--remote-write",
-    type=click.Choice(WRITE_RULES, case_sensitive=False),
-    multiple=True,
-    show_default="off, seen-twice, all",
-    help="With --machines: what a machine uploads to the shared tier. off: there is no shared tier. seen-twice: "
-    "prefixes that it has seen in two prompts. all: everything that it saves. Can be given several times.",
-)
-@option(
-    "--memory-limit",
-    metavar="SIZE",
-    multiple=True,
-    show_default="no swaps",
-    help="For a recording of several models: how often they are loaded and unloaded with so much memory for all, and "
-    "how long requests wait. Can be given several times.",
-)
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
 @option(
     "--plot",
@@ -189,10 +143,6 @@ def simulate(
     state_bytes: str | None,
     tokens_per_s: float | None,
     last: str | None,
-    machines: tuple[int, ...],
-    spread: tuple[Spread, ...],
-    remote_write: tuple[WriteRule, ...],
-    memory_limit: tuple[str, ...],
     model: str | None,
     chat_template: Path | None,
     json: bool,
@@ -213,8 +163,6 @@ def simulate(
       a recording of `diskprefix serve --record FILE`
       request bodies as for the daemon, or lists of messages; `timestamp` is in ms
       Mooncake's form: timestamp, input_length, output_length, hash_ids
-    or a generated workload, synthetic:NAME or synthetic:NAME:REQUESTS, with NAME
-      shared-anchor, interleaved, retrieval, moving-reminder, edits, one-off
 
     \b
     hits       requests with restored tokens
@@ -223,15 +171,7 @@ def simulate(
     bytes      bytes written to disk
     evictions  evicted blocks, checkpoints or snapshots
     saved      time of prefill that restoring saved
-    --json has more columns. With --machines also
-    fetched, put       bytes read from and written to the shared tier
-    reads/s, writes/s  requests to the object store in its busiest second
-    $, $ a month       the cost of all requests, and of storage at the end (S3 prices)
-    With --memory-limit
-    loads, swaps       models that were loaded, and unloaded for another one
-    waits, median, …   requests that came for a model that was not loaded, and how long they
-                       waited; after a wait: the restored part of their prompts
-    refused            requests that found too many models waiting, or whose model never fits
+    --json has more columns.
 
     \b
     Below the table stands the scope that writes least of those that restore the most,
@@ -245,21 +185,12 @@ def simulate(
         raise SettingsError("--tokens-per-s: it must be a number above 0")
     if plot is not None:
         check_plot(plot)
-    if memory_limit and (machines or policy or plot):
-        raise SettingsError("--memory-limit cannot be given with --machines, --policy and --plot")
-    if machines:
-        simulate_machines.check(regime, policy)
-    elif spread or remote_write:
-        raise SettingsError(f"{'--spread' if spread else '--remote-write'} needs --machines")
     last_s = None if last is None else parse_duration(last, param="--last")
-    is_one = bool(machines or memory_limit)
-    scope = scope or ((_SCOPE,) if is_one else _SCOPES)
-    regime = regime or (REGIMES[:1] if machines else ())
     # A curve needs two points.
-    budget = budget or (_BUDGETS if plot and not is_one else _BUDGETS[-1:])
+    budget = budget or (_BUDGETS if plot else _BUDGETS[-1:])
     cases_of = partial(
         _cases,
-        scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope)),
+        scopes=tuple(dict.fromkeys(parse_scope(text, param="--scope") for text in scope or _SCOPES)),
         regimes=regime,
         budgets=tuple(
             None if size.strip().lower() == "unlimited" else _size(size, "--budget", MIN_BUDGET, MAX_BUDGET)
@@ -275,16 +206,7 @@ def simulate(
     cases_of(None)
     read = _read(traces, _lazy_reader(model, chat_template))
     shortened = [trace if last_s is None else trace.last(last_s) for trace in read]
-    if memory_limit:
-        limits = [_size(size, "--memory-limit", 1, 2**60) for size in memory_limit]
-        simulate_swapping.run(shortened, limits, lambda daemon: cases_of(daemon)[0], as_json=json)
-        return
     planned = [(one, cases_of(one.daemon)) for trace in shortened for one in trace.by_model()]
-    if machines:
-        simulate_machines.run(
-            planned, setups(machines, spread or SPREADS[:2], remote_write or WRITE_RULES), as_json=json, plot=plot
-        )
-        return
     with progress("simulating", sum(len(trace) * len(runs) for trace, runs in planned), in_bytes=False) as advance:
         rows = [row for trace, runs in planned for row in compare(trace, runs, advance)]
     if plot is not None:
@@ -398,22 +320,8 @@ def _read(names: Sequence[str], read_body: ReadBody) -> list[Trace]:
     traces = []
     stems = [Path(name).stem for name in names]
     for name, stem in zip(names, stems, strict=True):
-        if name.startswith(_SYNTHETIC):
-            traces.append(_synthetic(name))
-        else:
-            # The name without folder and suffix, unless two traces would have it.
-            title = name if stems.count(stem) > 1 else stem
-            with status(f"reading {title}"):
-                traces.append(read_trace(expanded(name), read_body, name=title, warn=warn))
+        # The name without folder and suffix, unless two traces would have it.
+        title = name if stems.count(stem) > 1 else stem
+        with status(f"reading {title}"):
+            traces.append(read_trace(expanded(name), read_body, name=title, warn=warn))
     return traces
-
-
-def _synthetic(name: str) -> Trace:
-    kind, _, number = name.removeprefix(_SYNTHETIC).partition(":")
-    if kind not in CATALOG:
-        raise SettingsError(f"{name}: there is no workload {kind!r}; there are {', '.join(CATALOG)}")
-    if ":" not in name.removeprefix(_SYNTHETIC):
-        return CATALOG[kind]()
-    if not (number.isascii() and number.isdigit() and 1 <= int(number) <= _MOST_REQUESTS):
-        raise SettingsError(f"{name}: {number!r} is not a number of requests, from 1 to {_MOST_REQUESTS}")
-    return CATALOG[kind](num_requests=int(number))

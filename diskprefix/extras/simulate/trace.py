@@ -23,9 +23,7 @@ class TraceRequest:
     unknown. `scope` is the scope that the request set, None for the simulated one. For `group`, `save` and `ttl_s` see
     `CacheOptions`. Requests of different tenants share nothing. `is_shared`: the tenant has neither key nor salt, as
     always for the tenant "". `remembered`: the prompt counts as a recent one for later requests. This is false for a
-    request that failed or was cancelled. `grain`: common prefixes are multiples of this number of tokens, as in traces
-    of block ids. `model` is empty if the daemon has one model. `caller` is what the front takes for one: an API key
-    with all its tenants. `took_s` is the time from its arrival at the model to its end, 0 if unknown.
+    request that failed or was cancelled. `model` is empty if the daemon has one model.
     """
 
     when: float
@@ -39,23 +37,18 @@ class TraceRequest:
     save: bool = True
     ttl_s: float | None = None
     remembered: bool = True
-    grain: int = 1
     model: str = ""
-    caller: str = ""
-    took_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedDaemon:
     """The daemon of a recording: its settings, the size of its model's state (None if unknown), and the speed of
-    prefill, the memory that the model needs and the time to load it (0 if unknown)."""
+    prefill (0 if unknown)."""
 
     block_size: int
     min_tokens: int
     geometry: Geometry | None = None
     tokens_per_s: float = 0.0
-    memory_bytes: int = 0
-    load_s: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,9 +124,7 @@ def block_trace(name: str, requests: Sequence[BlockRequest], block_tokens: int) 
         for request, ids in zip(ordered, numbered, strict=True):
             token_ids = block_tokens_of(ids, block_tokens, request.num_tokens)
             prompt = Prompt(token_ids=token_ids, system_end=request.system_end)
-            yield TraceRequest(
-                when=request.when, prompt=prompt, output_tokens=request.output_tokens, grain=block_tokens
-            )
+            yield TraceRequest(when=request.when, prompt=prompt, output_tokens=request.output_tokens)
 
     return Trace(name, len(ordered), replay)
 

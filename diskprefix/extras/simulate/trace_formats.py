@@ -226,8 +226,6 @@ def _recorded_daemon(records: Sequence[RecordedRequest]) -> RecordedDaemon:
         min_tokens=last.min_tokens,
         geometry=geometry if is_weighed else None,
         tokens_per_s=num_tokens / seconds if seconds > _LEAST_MEASURED_S else 0.0,
-        memory_bytes=last.memory_bytes,
-        load_s=last.load_s,
     )
 
 
@@ -251,8 +249,6 @@ def _replayed(record: RecordedRequest, token_ids: TokenIds, when: float) -> Trac
         ttl_s=record.ttl_s,
         remembered=record.remembered,
         model=record.model,
-        caller=record.caller,
-        took_s=record.took_s,
     )
 
 

@@ -4,45 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from typing import Any
 from urllib.parse import quote
 
 import click
-from click.core import ParameterSource
 
 from diskprefix.cache.policy.scope import parse_scope
-from diskprefix.cli.logs import configure_logging
-from diskprefix.cli.options import (
-    GroupedCommand,
-    api_key_option,
-    build_settings,
-    option,
-    policy_option,
-    setting_option,
-    setting_options,
-    url_option,
-)
-from diskprefix.cli.tooling import print_json, refuse_given, status
+from diskprefix.cli.options import api_key_option, option, url_option
+from diskprefix.cli.tooling import print_json, status
 from diskprefix.errors import InvalidRequest, NotReady, SettingsError
 from diskprefix.extras.daemon_call import Answer, Call, Say, running_daemon, wait_ready
-from diskprefix.extras.warm.this_process import in_this_process
 from diskprefix.extras.warm.warm_prompts import Json, WarmItem, read_items
 from diskprefix.printable import printable_only, shown
-from diskprefix.settings import CACHE, SERVER, SETTINGS
 from diskprefix.units import counted
 
-_ALONE = "With --alone: "
 _NOT_LOADED = {"pending_bytes": 0, "saved_bytes": 0, "dropped": 0, "evicted_blocks": 0, "error": None}
 """The counts of a model that the first prompt loads."""
-_NOT_OF_WARM = {"disk_prefix_cache", "record"}
-"""Settings without a meaning for `warm`: --scope decides what is kept, and nobody else sends requests."""
-_BOTH = "model"
-"""The setting that also goes with a daemon."""
-_OF_SERVE = [
-    name for name, setting in SETTINGS.items() if setting.group != SERVER and name not in _NOT_OF_WARM and name != _BOTH
-]
 _PATIENCE_S = 600.0
 """The longest time to retry while the queue is full, and to wait for a write."""
 _PAUSE_S = 1.0
@@ -55,10 +32,8 @@ Examples:
   diskprefix warm document.txt                         a raw prompt, as /v1/completions takes it
   diskprefix warm conversation.json                    a list of messages, or a request body
   diskprefix warm yesterday.jsonl                      one request body or list of messages on each line
-  diskprefix warm --alone --model ~/models/qwen *.json without a daemon: this process loads the model
 
-Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage; with --alone also 3 the model cannot be
-loaded, 4 the store cannot be used.
+Exit codes: 0 done; 1 a prompt failed, or no daemon answers; 2 wrong usage.
 """
 
 
@@ -77,16 +52,15 @@ class Warmed:
 
 @dataclass(frozen=True)
 class Target:
-    """The daemon that computes the prompts. `model` is None for the only model of this process."""
+    """A model of the daemon."""
 
     call: Call
-    model: str | None = None
-    is_loaded: bool = True
+    model: str
+    is_loaded: bool
 
     def state(self) -> Json | None:
         """Returns the counts of the cache, None if the key may not read them."""
-        query = "" if self.model is None else f"?model={quote(self.model, safe='')}"
-        answer = self.call("GET", f"/props{query}", None)
+        answer = self.call("GET", f"/props?model={quote(self.model, safe='')}", None)
         if answer.status in (401, 403):
             return None
         if answer.status != 200:
@@ -95,7 +69,7 @@ class Target:
         return state
 
 
-@click.command(cls=GroupedCommand, short_help="Prefill and save prompts ahead of time.", epilog=_EPILOG)
+@click.command(short_help="Prefill and save prompts ahead of time.", epilog=_EPILOG)
 @click.argument(
     "files", nargs=-1, required=True, metavar="FILE...", type=click.Path(exists=True, dir_okay=False, allow_dash=True)
 )
@@ -107,25 +81,14 @@ class Target:
 )
 @option("--system", is_flag=True, help="Each text FILE is the system message of a chat, not a raw prompt.")
 @option("--json", is_flag=True, help="Print JSON for scripts, and nothing else.")
-@setting_option(
-    _BOTH,
-    group="Options",
-    show_default="the only one",
-    help="The model, by its name, if the daemon has several. With --alone: what serve takes.",
-)
+@option("--model", metavar="NAME", help="The model, by its name, if the daemon has several.")
 @url_option()
 @api_key_option(
     "The key to send to a daemon with --api-keys. The prompts are saved for this key. Other users can see the option "
     "in the list of processes; they cannot see the variable.",
     otherwise="none is sent",
 )
-@option("--alone", is_flag=True, help="Load the model in this process instead of asking a daemon.")
-@setting_options(_OF_SERVE, _ALONE)
-@policy_option(_ALONE + CACHE)
-@click.pass_context
 def warm(
-    context: click.Context,
-    /,
     files: tuple[str, ...],
     scope: str,
     system: bool,
@@ -133,8 +96,6 @@ def warm(
     model: str | None,
     url: str,
     api_key: str | None,
-    alone: bool,
-    **flags: Any,
 ) -> int:
     """Compute prompts and save their state on disk before the first request needs them.
 
@@ -142,8 +103,7 @@ def warm(
     line. The name - is standard input. A text is a raw prompt, which chats cannot use. With --system it is the system
     message of a chat: every chat that begins with the same system message uses its state.
 
-    The prompts are sent to a running daemon. With --alone, this process computes them and saves them in the folder of a
-    daemon with the same options. That daemon may be running. Prompts that are already saved are not computed again.
+    The prompts are sent to a running daemon. Prompts that are already saved are not computed again.
 
     Fields of a body that do not change the prompt are ignored: model, response_format, everything about the reply
     (max_tokens, stream, n, stop, logprobs, sampling and so on), and scope, window and save of prefix_cache.
@@ -151,33 +111,24 @@ def warm(
     The command returns when everything is on disk. If a prompt fails, the command reports its file and line and
     continues.
     """
-    _refuse_what_is_not_used(context, alone)
     kept = parse_scope(scope, param="--scope")
     if kept.kind == "off":
         raise SettingsError("--scope: off keeps nothing, so there is nothing to warm")
-    configure_logging("warning")
     started = time.monotonic()
     done: list[Warmed] = []
-    with ExitStack() as stack:
-        with status("starting") as say:
-            if alone:
-                # The bodies come from this process, so their size needs no limit.
-                settings = build_settings(flags | {"model": model, "max_body_bytes": 2**40})
-                call = stack.enter_context(in_this_process(settings, say))
-            else:
-                call = running_daemon(url, api_key, ", or load the model here with --alone")
-                wait_ready(call, url, say)
-        is_named = context.get_parameter_source(_BOTH) is ParameterSource.COMMANDLINE
-        target = Target(call) if alone else _target(call, model if is_named else None)
-        before = after = target.state() if target.is_loaded else _NOT_LOADED
-        for warmed in _warmed(target, files, str(kept), is_system=system):
-            done.append(warmed)
-            if warmed.error is not None:
-                click.echo(f"error: {printable_only(warmed.where)}: {warmed.error}", err=True)
-            elif not json:
-                click.echo(f"{printable_only(warmed.where)}: {_described(warmed)}")
-            if warmed.error is None:
-                after = _settled(target)
+    with status("starting") as say:
+        call = running_daemon(url, api_key)
+        wait_ready(call, url, say)
+    target = _target(call, model)
+    before = after = target.state() if target.is_loaded else _NOT_LOADED
+    for warmed in _warmed(target, files, str(kept), is_system=system):
+        done.append(warmed)
+        if warmed.error is not None:
+            click.echo(f"error: {printable_only(warmed.where)}: {warmed.error}", err=True)
+            continue
+        if not json:
+            click.echo(f"{printable_only(warmed.where)}: {_described(warmed)}")
+        after = _settled(target)
     total = _total(done, before, after) | {"seconds": round(time.monotonic() - started, 3)}
     if json:
         print_json({"total": total, "prompts": [asdict(warmed) for warmed in done]})
@@ -186,16 +137,6 @@ def warm(
         for line in _warnings(total, after):
             click.echo(f"warning: {line}", err=True)
     return 1 if total["failed"] or total["dropped"] else 0
-
-
-def _refuse_what_is_not_used(context: click.Context, alone: bool) -> None:
-    """Raises `UsageError` for an option of a daemon with --alone, and the other way round."""
-    if not alone:
-        refuse_given(context, _ALONE, "goes with --alone; a daemon has its own settings")
-        return
-    for name in ("url", "api_key"):
-        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise click.UsageError(f"--{name.replace('_', '-')} is for a running daemon, not for --alone", context)
 
 
 def _target(call: Call, model: str | None) -> Target:
@@ -233,7 +174,7 @@ def _warmed_item(target: Target, item: WarmItem, scope: str, say: Say) -> Warmed
     started = time.monotonic()
     try:
         path, body = item.request(scope)
-        answer = _answer(target.call, path, body | ({} if target.model is None else {"model": target.model}), say)
+        answer = _answer(target.call, path, body | {"model": target.model}, say)
     except InvalidRequest as error:
         return Warmed(where=item.where, error=error.message)
     if answer.status == 401:

@@ -30,7 +30,6 @@ from diskprefix.cache.policy.scope import parse_scope
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.recording import RequestRecorder
 from diskprefix.extras.simulate.simulator import Outcome, Policy, Simulator
-from diskprefix.extras.simulate.synthetic import interleaved, one_off
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.extras.simulate.trace_formats import read_trace
 from diskprefix.nouns import SHARED, CacheOptions, Mark, Prompt, Scope, Selection
@@ -39,6 +38,7 @@ from diskprefix.tenant_ids import group_of
 from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries
 from tests.exactness.architectures import tiny_model
 from tests.examples import thorough
+from tests.extras.simulate.workloads import interleaved, one_off
 from tests.runner import BLOCK, VOCAB, Answer, Runner, tiny_llama, tiny_settings
 
 BEGIN, END, SYSTEM, USER, REPLY = 1, 2, 3, 4, 5

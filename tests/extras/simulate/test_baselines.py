@@ -11,10 +11,10 @@ import pytest
 from diskprefix.extras.simulate.baselines import upper_bound, whole_snapshots
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
-from diskprefix.extras.simulate.synthetic import CATALOG
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import Prompt, Scope
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from tests.extras.simulate.workloads import CATALOG
 
 POLICY = Policy(scope=Scope("full"), min_tokens=4, block_size=4)
 STATES = Geometry(bytes_per_token=10, state_bytes=1000)

@@ -11,9 +11,9 @@ import pytest
 from diskprefix.extras.simulate.comparison import UPPER_BOUND, WHOLE_SNAPSHOTS, Case, Regime, cases, compare
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, Geometry
 from diskprefix.extras.simulate.simulator import Policy, Totals
-from diskprefix.extras.simulate.synthetic import interleaved
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import Scope
+from tests.extras.simulate.workloads import interleaved
 
 GEOMETRIES: dict[Regime, Geometry] = {"checkpoints": CHECKPOINTS, "sliceable": SLICEABLE}
 REFERENCE = Policy(scope=Scope("off"))

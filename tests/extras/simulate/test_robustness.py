@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from diskprefix.extras.simulate.comparison import GEOMETRIES, REGIMES, Regime
 from diskprefix.extras.simulate.simulator import Policy, Totals, simulate
-from diskprefix.extras.simulate.synthetic import CATALOG
 from diskprefix.extras.simulate.trace import Trace
 from diskprefix.nouns import Scope
 from tests.examples import examples
 from tests.extras.simulate.disturbed import DISTURBED, simulate_disturbed
-from tools.programs.policy import open_workload
+from tests.extras.simulate.workloads import CATALOG
 
 AUTO, FULL = Scope("auto", 30), Scope("full")
 NUM_REQUESTS = 120
@@ -77,10 +75,3 @@ def test_disturbances_reach_the_selection() -> None:
     trace, policy = workload("retrieval"), Policy(scope=AUTO)
     hostile = simulate_disturbed(trace, policy, GEOMETRIES["sliceable"], DISTURBED["hostile"])
     assert hostile.selected_tokens != run("retrieval", "sliceable", AUTO).selected_tokens
-
-
-def test_conversations_with_batches_among_them_come_in_order() -> None:
-    trace = open_workload("interleaved-and-batches", data=Path(), num_requests=200)
-    times = [request.when for request in trace]
-    assert len(times) == 200
-    assert times == sorted(times)

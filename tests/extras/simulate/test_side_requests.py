@@ -10,10 +10,10 @@ import pytest
 
 from diskprefix.extras.simulate.geometry import Geometry
 from diskprefix.extras.simulate.simulator import Policy, Simulator
-from diskprefix.extras.simulate.synthetic import BEGIN, END
 from diskprefix.extras.simulate.trace import TraceRequest
 from diskprefix.nouns import Prompt, Scope
 from diskprefix.tokens import TokenIds, as_token_ids, raw_boundaries
+from tests.extras.simulate.workloads import BEGIN, END
 
 BLOCK = 16
 TOKEN = Geometry(bytes_per_token=64, exact_at="token")

@@ -17,13 +17,13 @@ from diskprefix.extras.simulate.baselines import upper_bound
 from diskprefix.extras.simulate.geometry import CHECKPOINTS, SLICEABLE, TOKEN, Geometry
 from diskprefix.extras.simulate.simulated_store import NewEntry, SimulatedStore
 from diskprefix.extras.simulate.simulator import Policy, Simulator, Totals, simulate
-from diskprefix.extras.simulate.synthetic import CATALOG, interleaved
 from diskprefix.extras.simulate.trace import Trace, TraceRequest
 from diskprefix.nouns import Mark, Prompt, Scope
 from diskprefix.store.changes import node_bytes
 from diskprefix.store.eviction import UsageTable, bytes_to_free, choose_victims, usable_bytes
 from diskprefix.store.schema import USAGE_DTYPE, Kind
 from diskprefix.tokens import TokenIds, as_token_ids, common_prefix_length
+from tests.extras.simulate.workloads import CATALOG, interleaved
 
 MIB = 1 << 20
 BLOCK = 16

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
 
-from diskprefix.extras.watch.dashboard.shown import Level, Problem
 from diskprefix.server.recent import EndedRequest
+
+Level: TypeAlias = Literal["error", "warning", "hint"]
 
 _FULL = 0.9
 """The part of the budget above which the store counts as full."""
@@ -36,6 +38,17 @@ _ADVICE = {
 }
 _ADVICE_OTHERWISE = "read the daemon's log of that time"
 _ADVICE_ON_STREAMS = "the reply failed after it had begun; the daemon's log of that time says why"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A problem for the daemon's owner. `todo` is advice, `last_at` when the last of the failed requests ended."""
+
+    level: Level
+    what: str
+    todo: str
+    count: int = 1
+    last_at: float | None = None
 
 
 def problems(

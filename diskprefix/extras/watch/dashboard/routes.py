@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, Query
 from fastapi.exceptions import HTTPException
@@ -18,21 +18,11 @@ from starlette.types import Scope
 
 from diskprefix.extras.clients.recipe import NO_KEY, Served, names, recipe
 from diskprefix.extras.watch.dashboard.entries import SavedPrompts
-from diskprefix.extras.watch.dashboard.shown import (
-    ClientSettings,
-    DeletedEntry,
-    Entries,
-    Simulated,
-    SimulationBody,
-    State,
-)
-from diskprefix.extras.watch.dashboard.simulation import Simulation
+from diskprefix.extras.watch.dashboard.simulation import Simulation, SimulationBody
 from diskprefix.extras.watch.dashboard.watch import UPDATE_S, Watch
 from diskprefix.extras.web_page import wants_page
 from diskprefix.server.daemon import Daemon
-from diskprefix.server.described import described
-from diskprefix.server.described import events as event_content
-from diskprefix.server.error_replies import ErrorBody
+from diskprefix.server.described import EVENTS, described, replies
 from diskprefix.server.log_context import log_context
 from diskprefix.server.status import require_owner
 
@@ -40,13 +30,11 @@ _SILENT_S = 8.0
 """The time without news after which a comment shows that the stream is alive."""
 _KEY_PLACE = "YOUR-KEY"
 
-_WITH_400: dict[int | str, dict[str, Any]] = {400: {"model": ErrorBody}}
-
 router = APIRouter(
     prefix="/dashboard",
     tags=["dashboard"],
     dependencies=[Depends(require_owner)],
-    responses={401: {"model": ErrorBody}},
+    responses={401: {"description": "The caller is not the owner."}},
 )
 
 
@@ -73,7 +61,11 @@ class PageRoute(APIRoute):
         return (match, child) if match is Match.FULL and wants_page(Headers(scope=scope)) else (Match.NONE, {})
 
 
-@router.get("/state", summary="State", response_model=State, responses=_WITH_400)
+@router.get(
+    "/state",
+    summary="State",
+    **replies("The state. Values that are unknown while the model loads are null or empty.", 400),
+)
 async def state(request: Request, since: Annotated[int, Query(ge=0)] = 0) -> JSONResponse:
     """The daemon now: its requests, its memory, its store, its problems. `since`: the number of the last request in
     `ended` that the caller has."""
@@ -85,12 +77,7 @@ async def state(request: Request, since: Annotated[int, Query(ge=0)] = 0) -> JSO
     "/events",
     summary="State as it changes",
     response_model=None,
-    responses={
-        200: {
-            "content": event_content(State),
-            "description": "Server-sent events named `state`, two a second at most.",
-        },
-    },
+    responses={200: {"content": EVENTS, "description": "Events named `state`, two a second at most."}},
 )
 async def events(request: Request) -> StreamingResponse:
     """The daemon's state whenever it has changed. `ended` has the requests since the event before."""
@@ -114,7 +101,9 @@ async def _events(dashboard: Dashboard) -> AsyncIterator[bytes]:
         await asyncio.sleep(UPDATE_S)
 
 
-@router.get("/entries", summary="Saved prompts", response_model=Entries)
+@router.get(
+    "/entries", summary="Saved prompts", **replies("`total`, `entries`, the latest first, and `trees` of their blocks.")
+)
 async def entries(request: Request) -> JSONResponse:
     """The saved prompts, and the tree of what they share. Read from the store, at most every few seconds."""
     dashboard = _dashboard(request)
@@ -126,9 +115,9 @@ async def entries(request: Request) -> JSONResponse:
 @router.delete(
     "/entries/{entry_id}",
     summary="Delete a saved prompt",
-    responses={404: {"model": ErrorBody}},
+    **replies("Counts of what was deleted.", 404),
 )
-async def delete_entry(request: Request, entry_id: str) -> DeletedEntry:
+async def delete_entry(request: Request, entry_id: str) -> JSONResponse:
     """Remove a saved prompt, with the blocks that nothing else needs. Without API keys, only on a loopback address."""
     dashboard = _dashboard(request)
     if not dashboard.watch.is_private:
@@ -137,10 +126,14 @@ async def delete_entry(request: Request, entry_id: str) -> DeletedEntry:
         )
     serving = await dashboard.daemon.ready()
     purged = await dashboard.saved_prompts.delete(serving.engine.cache.delete, entry_id)
-    return DeletedEntry(id=entry_id, **purged.counts())
+    return JSONResponse({"id": entry_id, "deleted": True} | purged.counts())
 
 
-@router.post("/simulation", summary="What other scopes would have done", **described(SimulationBody, Simulated))
+@router.post(
+    "/simulation",
+    summary="What other scopes would have done",
+    **described(SimulationBody, "`scopes`: the figures of each, and of `upper-bound`, which no scope can exceed."),
+)
 async def simulation(request: Request) -> JSONResponse:
     """Replay the last recorded hours under other scopes. It takes seconds, in a process of low priority."""
     dashboard = _dashboard(request)
@@ -148,11 +141,11 @@ async def simulation(request: Request) -> JSONResponse:
     with daemon.arriving(log_context(request).caller.tenant) as place:
         body = await daemon.bodies.read_json(request, SimulationBody, place)
     rows = await dashboard.simulation.run(daemon.settings, await daemon.ready(), body.hours)
-    return JSONResponse(Simulated(hours=body.hours, scopes=rows).model_dump())
+    return JSONResponse({"hours": body.hours, "scopes": rows})
 
 
 @router.get("/clients", summary="Settings of clients")
-async def clients(request: Request) -> list[ClientSettings]:
+async def clients(request: Request) -> list[dict[str, str]]:
     """The settings with which agents and libraries use this daemon, as `diskprefix clients` prints them."""
     daemon = _dashboard(request).daemon
     serving = await daemon.ready()
@@ -163,4 +156,4 @@ async def clients(request: Request) -> list[ClientSettings]:
         context=serving.engine.max_positions,
     )
     recipes = [recipe(name, served) for name in names()]
-    return [ClientSettings(name=each.name, title=each.title, text=each.shown()) for each in recipes]
+    return [{"name": each.name, "title": each.title, "text": each.shown()} for each in recipes]

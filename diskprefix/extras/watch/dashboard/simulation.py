@@ -8,14 +8,20 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import Field
+
+from diskprefix.api.fields import Body
 from diskprefix.errors import DiskPrefixError, InvalidRequest
-from diskprefix.extras.watch.dashboard.shown import SimulatedScope
 from diskprefix.printable import shown
 from diskprefix.server.serving import Serving
 from diskprefix.settings import Settings
 
 _SCOPES = ("off", "auto:8", "auto:30", "auto:100", "full")
 _LIMIT_S = 120.0
+_FIGURES = (
+    *("scope", "requests", "hits", "prompt_tokens", "restored_tokens", "restored_share", "written_bytes"),
+    *("evictions", "seconds_saved"),
+)
 _RUN = """import contextlib, os
 with contextlib.suppress(OSError):  # where a service may not
     os.nice(19)
@@ -24,13 +30,19 @@ main()
 """
 
 
+class SimulationBody(Body):
+    """The settings of a simulation."""
+
+    hours: float = Field(default=24.0, gt=0, le=24 * 365, description="The number of last hours of the recording.")
+
+
 class Simulation:
     """Runs one simulation at a time. For the event loop."""
 
     def __init__(self) -> None:
         self._running = asyncio.Lock()
 
-    async def run(self, settings: Settings, serving: Serving, hours: float) -> list[SimulatedScope]:
+    async def run(self, settings: Settings, serving: Serving, hours: float) -> list[dict[str, Any]]:
         """Returns the rows of `diskprefix simulate --json` for the last `hours` of the recording.
 
         Raises `InvalidRequest` if the daemon does not record or the recording is empty, and `DiskPrefixError` if the
@@ -51,7 +63,7 @@ class Simulation:
         own = [row for row in rows if row["trace"] in (name, f"{name}: {model}")]
         if rows and not own:
             raise InvalidRequest(f"no request for {model or 'this model'} is recorded yet", code="not_recording")
-        return [SimulatedScope.model_validate(row) for row in own if row["scope"] != "whole-snapshots"]
+        return [{name: row[name] for name in _FIGURES} for row in own if row["scope"] != "whole-snapshots"]
 
 
 def _regime(serving: Serving) -> str:

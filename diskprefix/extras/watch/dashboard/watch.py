@@ -46,7 +46,7 @@ class Watch:
         self._counted_at = float("-inf")
 
     async def state(self) -> dict[str, Any]:
-        """Returns what `shown.State` describes, without `ended`."""
+        """Returns what `/dashboard/state` shows, without `ended`."""
         daemon, serving = self._daemon, self._daemon.serving
         cache = None if serving is None else await self._cache(serving)
         breaks = daemon.breaks.as_list(with_texts=self.is_private)
@@ -62,7 +62,7 @@ class Watch:
             "requests": [] if serving is None else [_running(activity) for activity in serving.inbox.activities()],
             "memory": serving and _memory(serving.engine),
             "cache": cache,
-            "problems": [problem.model_dump() for problem in problems(cache, breaks, daemon.recent.failures)],
+            "problems": [asdict(problem) for problem in problems(cache, breaks, daemon.recent.failures)],
             "command": shlex.join(["diskprefix", *sys.argv[1:]]),
             "recording": daemon.settings.record is not None,
             "may_delete": self.is_private,

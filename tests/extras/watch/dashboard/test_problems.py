@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from diskprefix.extras.remote.ledger import Ledger
-from diskprefix.extras.watch.dashboard.problems import problems
-from diskprefix.extras.watch.dashboard.shown import Problem
+from diskprefix.extras.watch.dashboard.problems import Problem, problems
 from diskprefix.server.recent import EndedRequest
 from tests.server.scripted import STATS
 

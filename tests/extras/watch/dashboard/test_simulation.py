@@ -32,11 +32,11 @@ def run(path: Path | None, hours: float = 24.0) -> list[Any]:
 
 def test_the_scope_in_use_comes_first_and_the_bound_last(tmp_path: Path) -> None:
     rows = run(record(tmp_path / "day.jsonl", block_size=16))
-    assert [row.scope for row in rows] == ["auto:5", "off", "auto:8", "auto:30", "auto:100", "full", "upper-bound"]
-    assert {row.requests for row in rows} == {rows[0].requests}
-    assert rows[0].requests > 0
-    assert rows[1].restored_tokens == 0
-    assert rows[-1].restored_tokens >= max(row.restored_tokens for row in rows)
+    assert [row["scope"] for row in rows] == ["auto:5", "off", "auto:8", "auto:30", "auto:100", "full", "upper-bound"]
+    assert {row["requests"] for row in rows} == {rows[0]["requests"]}
+    assert rows[0]["requests"] > 0
+    assert rows[1]["restored_tokens"] == 0
+    assert rows[-1]["restored_tokens"] >= max(row["restored_tokens"] for row in rows)
 
 
 def test_a_recording_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A daemon's state, and what it has saved, as its routes give them."""
+"""A daemon's state, as its route gives it."""
 
 from __future__ import annotations
 
@@ -90,59 +90,3 @@ def state(**changes: Any) -> dict[str, Any]:
         "recording": False,
         "may_delete": True,
     } | changes
-
-
-def trunk(id_: str, start: int, end: int, *, parent: str | None = None, **changes: Any) -> dict[str, Any]:
-    return {
-        "id": id_,
-        "parent": parent,
-        "start": start,
-        "end": end,
-        "num_blocks": 1,
-        "stored_bytes": (end - start) * 1024,
-        "hits": 0,
-        "last_used_at": NOW - 60,
-        "prefill_s": 0.0,
-        "entries": [],
-        "num_entries": 1,
-    } | changes
-
-
-def entry(id_: str, num_tokens: int, preview: str, **changes: Any) -> dict[str, Any]:
-    return {
-        "id": id_,
-        "model": "tiny-chat",
-        "num_tokens": num_tokens,
-        "raw_bytes": 4 << 20,
-        "stored_bytes": 2 << 20,
-        "shared_bytes": 1 << 20,
-        "hits": 3,
-        "created_at": NOW - 3600,
-        "last_used_at": NOW - 60,
-        "ttl_s": None,
-        "scope": "full",
-        "tenant": "",
-        "preview": preview,
-    } | changes
-
-
-def saved() -> dict[str, Any]:
-    """A trunk that two prompts share, and a prompt of its own."""
-    alpha, beta, gamma = "aa" * 16, "bb" * 16, "cc" * 16
-    nodes = [
-        trunk("11" * 16, 0, 512, num_entries=2, hits=9),
-        trunk(alpha, 512, 800, parent="11" * 16, entries=[alpha], hits=1, last_used_at=NOW - 10),
-        trunk(beta, 512, 1200, parent="11" * 16, entries=[beta], hits=5),
-        trunk(gamma, 0, 300, entries=[gamma], hits=7, last_used_at=NOW - 900),
-    ]
-    return {
-        "total": 3,
-        "entries": [
-            entry(alpha, 800, "You are Harbor … where do I start?"),
-            entry(beta, 1200, "You are Harbor … and then?"),
-            entry(gamma, 300, "Translate … into German"),
-        ],
-        "trees": [
-            {"root": "00" * 16, "model": "tiny-chat", "tenant": "", "stored_bytes": 9, "num_entries": 3, "nodes": nodes}
-        ],
-    }

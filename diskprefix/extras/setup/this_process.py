@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from diskprefix import app
+from diskprefix.app import load_engine
 from diskprefix.errors import LoadInterrupted
 from diskprefix.extras.daemon_call import Answer, Call, Say
 from diskprefix.server.keys import OwnerToken
@@ -32,6 +32,9 @@ def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
     `LoadInterrupted` for Ctrl-C meanwhile, which leaves the thread that loads.
     """
 
+    # It takes a while.
+    from diskprefix.server.http_app import create_app
+
     async def loaded() -> None:
         while daemon.status == "loading" and not interrupted.is_set():
             say(daemon.doing)
@@ -40,7 +43,7 @@ def in_this_process(settings: Settings, say: Say) -> Iterator[Call]:
     with asyncio.Runner() as runner, ExitStack() as stack:
         with _interrupts_held() as interrupted:
             token = OwnerToken.new(settings.port)
-            application = app.create_application(settings, token)
+            application = create_app(settings, load_engine, token)
             daemon = application.state.daemon
             lifespan = application.router.lifespan_context(application)
             runner.run(lifespan.__aenter__())
