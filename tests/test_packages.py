@@ -49,13 +49,8 @@ BESIDE = {
     "talk": {"daemon_call", "web_page"},
     "clients": {"catalogue", "daemon_call"},
     "simulate": {"warm", "request_bodies"},
-<<<<<<< ours
-    "setup": {"catalogue", "daemon_call", "front", "warm", "request_bodies"},
-    "vllm": {"exchange"},
-=======
     "setup": {"catalogue", "daemon_call", "front", "request_bodies"},
-    "vllm": {"remote", "exchange"},
->>>>>>> theirs
+    "vllm": {"exchange"},
     "front": {"catalogue", "web_page"},
 }
 """For some extras, the other extras that they may import. The core imports none: `hooks` finds them by name."""
