@@ -88,9 +88,8 @@ def machine_of(kind: str, hits: Counter[str]) -> type[RuleBasedStateMachine]:
             answer = self.runner.run_prompt(Prompt(prompt.copy(), boundaries), options, have=in_memory)
             self.held = prompt
             assert torch.equal(answer.logits, cold_logits(kind, prompt.tobytes()))
-            assert answer.report.restored <= answer.report.matched <= len(prompt)
             restored = answer.report.restored
-            assert restored >= in_memory
+            assert in_memory <= restored <= answer.report.matched <= len(prompt)
             hits["memory"] += in_memory > 0
             hits["all" if restored == len(prompt) else "part" if restored else "none"] += 1
             self.prompts.append(prompt)
