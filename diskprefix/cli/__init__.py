@@ -7,12 +7,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
 from diskprefix import hooks
-from diskprefix.errors import DiskPrefixError
+from diskprefix.errors import DiskPrefixError, LoadInterrupted
 from diskprefix.printable import printable_only
 
 COMMANDS = {
@@ -97,6 +97,8 @@ def _run(args: list[str] | None) -> int:
         if end.code == 1:
             return _BROKEN_PIPE_EXIT_CODE
         raise
+    except LoadInterrupted as error:
+        _end_at_once(_fail(error.message, error.exit_code))
     except DiskPrefixError as error:
         return _fail(error.message, error.exit_code)
     except click.exceptions.NoArgsIsHelpError as error:
@@ -130,6 +132,14 @@ def _drop_output() -> None:
     fails."""
     with suppress(OSError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _end_at_once(exit_code: int) -> NoReturn:
+    """Ends without Python's wait for threads: one that loads a model cannot be stopped."""
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _fail(message: str, exit_code: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,13 +13,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from diskprefix.errors import ModelError
+from diskprefix.errors import LoadInterrupted, ModelError
 from diskprefix.extras.catalogue import catalogue
 from diskprefix.extras.catalogue.catalogue import path_of
-from diskprefix.extras.setup import doctor_model
+from diskprefix.extras.setup import doctor_model, this_process
 from diskprefix.extras.setup.doctor_machine import Finding
 from diskprefix.extras.setup.doctor_model import model_findings
-from diskprefix.extras.warm import this_process
 from diskprefix.model.load import fit, memory
 from diskprefix.model.load.fit import ModelNeeds, TokenState, fitted, needs_of_gguf
 from diskprefix.model.load.gguf import converted_folder
@@ -259,3 +259,15 @@ def test_a_request_that_fails_is_a_problem(
 ) -> None:
     found, _ = asked(monkeypatch, tmp_path, *statuses)
     assert (levels(found), found["request"].text) == ({"request": "problem"}, "busy")
+
+
+def test_an_interrupt_while_nothing_asks_for_it_is_raised_at_the_end_of_the_load() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with pytest.raises(LoadInterrupted), this_process._interrupts_held():
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    with this_process._interrupts_held():
+        pass
+    assert signal.getsignal(signal.SIGINT) is before

@@ -193,7 +193,7 @@ def _calls_finding(name: str) -> Finding:
 
 def client_findings(settings: Settings, say: Callable[[str], None]) -> Iterator[Finding]:
     """Loads the model twice with a store of its own, and sends one request: cold, again, and after a restart."""
-    from diskprefix.extras.warm.this_process import in_this_process
+    from diskprefix.extras.setup.this_process import in_this_process
 
     # On the same disk as the store.
     place = existing_folder(settings.kv_cache_dir.absolute().parent)
